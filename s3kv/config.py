@@ -1,0 +1,275 @@
+"""Every setting of s3kv, parsed once and then frozen.
+
+The keys are those of `kv_connector_extra_config`. `Config.parse` refuses what it does not know
+and says which setting is wrong, what it was, and what is allowed. Nothing else in the package
+reads settings or environment variables (botocore reads its own for credentials and region).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from s3kv.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?\s*$", re.IGNORECASE)
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    doc: str,
+    kind: str,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """A field of `Config`. `kind` is one of text, flag, count, number, bytes."""
+    meta = {"doc": doc, "kind": kind, "choices": choices, "minimum": minimum, "maximum": maximum}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=meta)
+    return dataclasses.field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The settings of one engine. Immutable; safe to pickle and to send to other processes."""
+
+    bucket: str = setting(doc="Name of the bucket. It must exist.", kind="text")
+    prefix: str = setting(
+        "s3kv", doc="All keys start with this, so that one bucket can hold more.", kind="text"
+    )
+    region: str | None = setting(
+        None, doc="AWS region; otherwise what botocore's own chain finds.", kind="text"
+    )
+    endpoint_url: str | None = setting(
+        None,
+        doc="URL of an S3-compatible server; otherwise AWS_ENDPOINT_URL or AWS itself.",
+        kind="text",
+    )
+    addressing_style: str = setting(
+        "auto",
+        doc="Bucket in the path or in the host name. auto: path when an endpoint is given.",
+        kind="text",
+        choices=("auto", "path", "virtual"),
+    )
+    ca_bundle: str | None = setting(
+        None, doc="File of certificate authorities to trust instead of the system's.", kind="text"
+    )
+    verify_tls: bool = setting(
+        True, doc="Verify the server's certificate. Turn off only in a laboratory.", kind="flag"
+    )
+    checksum: str = setting(
+        "when_required",
+        doc="Request checksums: many S3-compatible servers reject when_supported.",
+        kind="text",
+        choices=("when_required", "when_supported"),
+    )
+    pool_size: int = setting(
+        64, doc="Connections to the store per worker, at most.", kind="count", minimum=1
+    )
+    connect_timeout_ms: int = setting(
+        2_000, doc="Longest wait for a connection, TLS included.", kind="count", minimum=1
+    )
+    request_timeout_ms: int = setting(
+        10_000,
+        doc="Longest time without progress on a request before it is given up.",
+        kind="count",
+        minimum=1,
+    )
+    max_attempts: int = setting(
+        3, doc="Tries of one object operation before it counts as failed.", kind="count", minimum=1
+    )
+    max_inflight_requests: int = setting(
+        32, doc="Requests to the store at once, per worker.", kind="count", minimum=1
+    )
+    max_inflight_bytes: int = setting(
+        2**30,
+        doc="Bytes of objects on their way at once, per worker.",
+        kind="bytes",
+        minimum=2**20,
+    )
+
+    chunk_tokens: int = setting(
+        0,
+        doc="Tokens per object; a multiple of the KV block size. 0: the multiple next to 256.",
+        kind="count",
+        minimum=0,
+    )
+    host_bytes: int = setting(
+        4 * 2**30, doc="Host memory for chunks, per worker.", kind="bytes", minimum=2**20
+    )
+    eviction: str = setting(
+        "s3fifo",
+        doc="Which chunk leaves host memory first.",
+        kind="text",
+        choices=("lru", "sieve", "s3fifo"),
+    )
+
+    max_wait_ms: int = setting(
+        10_000,
+        doc="A request never waits longer than this for the bucket.",
+        kind="count",
+        minimum=0,
+    )
+    recompute_gate: bool = setting(
+        True,
+        doc="Stop waiting as soon as computing the rest is expected to be faster. "
+        "Off: wait up to max_wait_ms for every chunk.",
+        kind="flag",
+    )
+    prefill_tokens_per_s: float = setting(
+        8_000.0,
+        doc="Prefill speed assumed until it has been measured.",
+        kind="number",
+        minimum=1.0,
+    )
+    probe_chunks: int = setting(
+        4,
+        doc="Chunks asked for at once when nothing is known of a prefix; doubles with each that "
+        "arrives.",
+        kind="count",
+        minimum=1,
+    )
+    miss_ttl_s: float = setting(
+        20.0,
+        doc="For how long a chunk the bucket did not have is not asked for again.",
+        kind="number",
+        minimum=0.0,
+    )
+    max_saves_inflight: int = setting(
+        256,
+        doc="Chunks on their way to the bucket at once; more are dropped and counted.",
+        kind="count",
+        minimum=1,
+    )
+
+    on_unavailable: str = setting(
+        "fail",
+        doc="When the bucket cannot be used at start: fail, or serve without it and keep trying.",
+        kind="text",
+        choices=("fail", "serve"),
+    )
+    start_timeout_ms: int = setting(
+        20_000, doc="Longest wait for the bucket at start.", kind="count", minimum=1
+    )
+    drain_timeout_s: float = setting(
+        5.0, doc="Longest time given to unfinished uploads at shutdown.", kind="number", minimum=0.0
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field, getattr(self, field.name))
+        _check_bucket(self.bucket)
+        if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
+            raise ConfigError(f"ca_bundle is {self.ca_bundle!r}: there is no such file")
+        url = self.endpoint_url
+        if url is not None and not re.match(r"^https?://[^/\s]+", url):
+            raise ConfigError(
+                f"endpoint_url is {url!r}: allowed is a URL that starts with http:// or https://"
+            )
+        if self.prefix != self.prefix.strip("/") or not self.prefix:
+            raise ConfigError(
+                f"prefix is {self.prefix!r}: allowed is a non-empty key prefix without a slash at "
+                "either end, such as 's3kv' or 'team-a/s3kv'"
+            )
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> Config:
+        """Settings from `kv_connector_extra_config`. Raises `ConfigError`.
+
+        Byte settings take a number or a text with a unit ("4GiB", "500MB").
+        """
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        for name in raw:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+                raise ConfigError(
+                    f"unknown setting {name!r} in kv_connector_extra_config; did you mean "
+                    f"{near[0]!r}? Known: {', '.join(sorted(known))}"
+                )
+        if "bucket" not in raw:
+            raise ConfigError(
+                'bucket is missing: name the bucket in kv_connector_extra_config, as in {"bucket": '
+                '"my-bucket"}'
+            )
+        return cls(**{name: _convert(known[name], value) for name, value in raw.items()})
+
+
+def _convert(field: dataclasses.Field[Any], value: Any) -> Any:
+    kind = field.metadata["kind"]
+    if kind == "bytes" and isinstance(value, str):
+        match = _BYTES.match(value)
+        if match is None:
+            raise ConfigError(_wrong(field, value))
+        return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    if kind == "number" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
+
+
+_PYTHON_TYPES: dict[str, type] = {
+    "text": str,
+    "flag": bool,
+    "count": int,
+    "number": float,
+    "bytes": int,
+}
+
+
+def _check(field: dataclasses.Field[Any], value: Any) -> None:
+    meta = field.metadata
+    if value is None and field.default is None:
+        return
+    right_type = isinstance(value, _PYTHON_TYPES[meta["kind"]])
+    if isinstance(value, bool) and meta["kind"] != "flag":
+        right_type = False
+    in_range = right_type and not (
+        (meta["choices"] and value not in meta["choices"])
+        or (meta["minimum"] is not None and not value >= meta["minimum"])
+        or (meta["maximum"] is not None and not value <= meta["maximum"])
+    )
+    if not in_range:
+        raise ConfigError(_wrong(field, value))
+
+
+def allowed(field: dataclasses.Field[Any]) -> str:
+    """In words, what a setting may be; for error messages and the documentation."""
+    meta = field.metadata
+    if meta["choices"]:
+        return " or ".join(repr(c) for c in meta["choices"])
+    words = {
+        "text": "text",
+        "flag": "true or false",
+        "count": "a whole number",
+        "number": "a number",
+        "bytes": "a number of bytes, or text with a unit such as '4GiB'",
+    }[meta["kind"]]
+    if meta["minimum"] is not None:
+        words += f", {meta['minimum']:g} or more"
+    return words
+
+
+def _wrong(field: dataclasses.Field[Any], value: Any) -> str:
+    return f"{field.name} is {value!r}: allowed is {allowed(field)}"
+
+
+def _check_bucket(bucket: str) -> None:
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; upper case and
+    # underscores are let through because other servers allow them.
+    if not re.match(r"^[A-Za-z0-9][A-Za-z0-9._-]{1,254}$", bucket):
+        raise ConfigError(
+            f"bucket is {bucket!r}: allowed is the bare name of a bucket, without s3:// and "
+            "without a path (a path goes into the setting prefix)"
+        )

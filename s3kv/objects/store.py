@@ -1,0 +1,75 @@
+"""What s3kv needs of an object store.
+
+An object store is not a file system: an object appears whole or not at all, and is never changed
+in place by s3kv. The five verbs below are everything the cache uses. A missing object is an
+answer (`None`, `False`), not an error; every other failure raises a `StoreError` that says what
+the caller can do. No method retries more than the transport's one fresh-connection retry: how
+often to try, and for how long, is decided by the caller, who knows the deadline.
+
+All methods are coroutines of one asyncio loop and may run concurrently without limit; the caller
+bounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a HEAD or a listing tells of an object."""
+
+    key: str
+    nbytes: int
+    modified_s: float
+    """Last write, seconds since the epoch, by the store's clock."""
+
+
+class ObjectStore(Protocol):
+    """A bucket. Keys are relative to the bucket and are used as given."""
+
+    async def get_into(self, key: str, buffer: memoryview) -> int | None:
+        """Read the whole object into the front of `buffer`.
+
+        Returns the object's length in bytes, or None when there is no such object. When the object
+        is longer than `buffer`, returns its true length, and what `buffer` holds is undefined.
+        An answer whose body ends before its announced length raises `StoreUnavailable`.
+
+        The caller owns `buffer`. Once the coroutine has ended (returned, raised or been
+        cancelled) nothing writes to it any more: that promise is what lets a slot be reused.
+        """
+        ...
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        """Write the object. Returns False when `if_absent` and the object was already there.
+
+        The caller leaves `data` unchanged until the coroutine has ended. After any error the
+        object may or may not have been written; it is never there in part.
+        """
+        ...
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """The object's length and age, or None when there is no such object."""
+        ...
+
+    async def delete(self, key: str) -> None:
+        """Remove the object; one that is not there is no error."""
+        ...
+
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Every object whose key starts with `prefix`, in key order."""
+        ...
+
+    async def check(self) -> None:
+        """Make sure the bucket can be used: it exists and the credentials may list it.
+
+        Raises `StoreMissing`, `StoreDenied` or `StoreUnavailable` with a message a person can act
+        on: it names the bucket, the endpoint and the setting to look at.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back connections. Idempotent."""
+        ...

@@ -1,0 +1,83 @@
+"""The nouns every part of s3kv shares.
+
+Nothing here acts, and nothing here imports torch, vLLM, asyncio or a network client.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+
+class ChunkKey(NamedTuple):
+    """Identity of one chunk inside a namespace, the same on every rank.
+
+    `block_hash` is vLLM's hash of the last block of the chunk. That hash covers the whole prefix,
+    so equal keys mean equal tokens from the start of the prompt to the end of the chunk.
+    """
+
+    group: int
+    block_hash: bytes
+
+
+class Span(NamedTuple):
+    """A range of the slab, in bytes from its start."""
+
+    offset: int
+    nbytes: int
+
+
+class Outcome(enum.IntEnum):
+    """How a job ended; a larger value is worse, so the outcome over all ranks is the maximum."""
+
+    OK = 0
+    EXISTS = 1
+    """The bucket already held the object (an upload that was not needed). Success."""
+    MISSING = 2
+    """The bucket has no such object. A miss, and an answer."""
+    CANCELLED = 3
+    """Given up before it was sent, or stopped on request. Says nothing about the bucket."""
+    CORRUPT = 4
+    """The object is not what its key says. A miss; the object must not be fetched again."""
+    DENIED = 5
+    """Credentials or permissions refuse it. Retrying does not help until somebody changes them."""
+    FAILED = 6
+    """Anything else: the network, the server, a copy. May work later."""
+
+    @property
+    def is_success(self) -> bool:
+        return self <= Outcome.EXISTS
+
+
+_ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of an object: a safetensors dtype name and a row-major shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _ITEM_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {sorted(_ITEM_BYTES)}")
+
+    @property
+    def nbytes(self) -> int:
+        return _ITEM_BYTES[self.dtype] * prod(self.shape)
