@@ -1,0 +1,63 @@
+"""The reference implementation of `ObjectStore`: a dictionary."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+from s3kv.objects.store import ObjectInfo
+
+
+class MemoryStore:
+    """A bucket in a dictionary, for tests and for saying what `ObjectStore` means.
+
+    clock: seconds since the epoch, asked once per write. Every method gives way to the loop once
+    before it acts and never again after, so each acts atomically, as a real store does.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._objects: dict[str, tuple[bytes, float]] = {}
+
+    async def get_into(self, key: str, buffer: memoryview) -> int | None:
+        await asyncio.sleep(0)
+        found = self._objects.get(key)
+        if found is None:
+            return None
+        data = found[0]
+        if len(data) <= len(buffer):
+            buffer[: len(data)] = data
+        return len(data)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        await asyncio.sleep(0)
+        if if_absent and key in self._objects:
+            return False
+        self._objects[key] = (bytes(data), self._clock())
+        return True
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        await asyncio.sleep(0)
+        return self._info(key) if key in self._objects else None
+
+    async def delete(self, key: str) -> None:
+        await asyncio.sleep(0)
+        self._objects.pop(key, None)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        await asyncio.sleep(0)
+        # S3 sorts keys by their UTF-8 bytes.
+        for key in sorted(self._objects, key=lambda k: k.encode()):
+            if key.startswith(prefix) and key in self._objects:
+                yield self._info(key)
+
+    async def check(self) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+    def _info(self, key: str) -> ObjectInfo:
+        data, modified_s = self._objects[key]
+        return ObjectInfo(key, len(data), modified_s)
