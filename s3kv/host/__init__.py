@@ -1,0 +1,1 @@
+"""Host memory: who holds which slot, who goes first, and the slab itself."""
