@@ -1,0 +1,146 @@
+"""The slab: the host memory that a worker and its I/O process share.
+
+It is a memory file (`memfd_create(2)`): it has no name, so it is gone when the last process that
+maps it is gone, however that process ended. The worker creates it and hands the descriptor to the
+I/O process, which attaches. Who may write where in it is not decided here: a slot belongs to one
+job at a time, and `s3kv.host.slots` says to which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from s3kv.errors import ConfigError
+
+_PAGE_BYTES = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
+"""madvise(2), Linux 5.14: fault the pages in, writable. Not among the constants of `mmap`."""
+_PIECE_BYTES = 16 * 2**20
+"""Prefaulted between two looks at `stop`: 10 to 40 ms of work."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Slab:
+    """Shared memory of a fixed size in one process.
+
+    view: all of it, writable, one byte per item. Slices of it may be kept; see `close`.
+    fd: the memory file, to be passed to a child process. Owned by the slab.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Use `create` or `attach`."""
+        self._map = mmap.mmap(fd, nbytes)
+        self._fd = fd
+        self.nbytes = nbytes
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def create(cls, nbytes: int) -> Slab:
+        """A new slab of zeros, `nbytes` rounded up to whole pages.
+
+        Raises `ConfigError` when this machine or its container has not that much memory to give.
+        Linux would find out later and with less courtesy, by killing the process that touches the
+        page too much.
+        """
+        nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        available = available_bytes()
+        if nbytes > available:
+            raise _too_large(nbytes, f"{available:,} bytes are available here")
+        fd = os.memfd_create("s3kv-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            # Whoever holds the descriptor, nobody can shorten the file under another's mapping.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise _too_large(nbytes, str(error)) from error
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> Slab:
+        """Map the slab behind `fd`, which from now on belongs to the new object.
+
+        Raises `ValueError` when it is not exactly `nbytes` long.
+        """
+        actual = os.fstat(fd).st_size
+        if actual != nbytes:
+            raise ValueError(f"the slab has {actual} bytes, not the {nbytes} it should have")
+        return cls(fd, nbytes)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    def prefault(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Have every page allocated and mapped into this process; what they hold stays.
+
+        Blocks for about a second per GiB, without the GIL, so run it in a thread: copies and
+        receives meanwhile just find some pages missing. `stop` is asked every few MiB and ends it
+        early. Pages are allocated once, by whoever comes first, but each process has page tables
+        of its own to fill: the first write to a page costs about as much as copying four
+        (registering the slab with CUDA does it, too). Call `close` only after it has ended. Raises
+        `ConfigError` when the memory is not there.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        # mmap.madvise would do the same while holding the GIL.
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        start = ctypes.addressof(anchor)
+        for offset in range(0, self.nbytes, _PIECE_BYTES):
+            if stop():
+                return
+            piece = min(_PIECE_BYTES, self.nbytes - offset)
+            if libc.madvise(start + offset, piece, _MADV_POPULATE_WRITE) == 0:
+                continue
+            code = ctypes.get_errno()
+            if code != errno.EINVAL:
+                raise _too_large(self.nbytes, os.strerror(code))
+            self._touch(offset, piece)
+
+    def _touch(self, offset: int, nbytes: int) -> None:
+        """Prefault as older kernels can: read a byte of every page."""
+        bytes(self.view[offset : offset + nbytes : _PAGE_BYTES])
+
+    def close(self) -> None:
+        """Give the descriptor and the mapping back. Idempotent, never raises.
+
+        The mapping lives on as long as somebody holds a slice of `view`, a tensor over one or a
+        prefault: their memory never goes away under them, it goes away with the last of them.
+        """
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._map.close()
+
+
+def available_bytes() -> int:
+    """Memory this process could still get: what Linux calls available, and its container's limit.
+
+    Sources: MemAvailable of /proc/meminfo; memory.max of cgroup v2, memory.limit_in_bytes of v1,
+    where a container sees its own. A limit is taken whole, although something is in use already:
+    part of that is cache which makes room.
+    """
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such cgroup, or the word "max"
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text("ascii")))
+    return min(limits)
+
+
+def _too_large(nbytes: int, reason: str) -> ConfigError:
+    return ConfigError(
+        f"host_bytes asks for {nbytes:,} bytes of memory per worker, but {reason}: set host_bytes "
+        "lower, or give the container more memory"
+    )
