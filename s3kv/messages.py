@@ -26,8 +26,8 @@ class FetchOrder:
 class SaveOrder:
     """Copy `block_ids` (all blocks of the chunk, in order) to `slot` once this step's forward has
     written them, then upload the slot. Ends twice per rank: `JobKind.SAVE` when the blocks may be
-    reused, `JobKind.UPLOAD` when the bucket has answered. A failed save uploads nothing and has no
-    second end.
+    reused, `JobKind.UPLOAD` when nothing reads the slot any more. A failed save uploads nothing;
+    its second end is then CANCELLED.
     """
 
     job_id: int

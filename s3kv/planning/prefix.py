@@ -1,0 +1,140 @@
+"""Gathering a request's prefix in host memory: lease what is there, ask for what is not.
+
+The GET is the probe. A prefix is asked for from its front, a few chunks at a time when nothing is
+known of it (the window doubles with every arrival), all at once as far as the bucket index says
+present; the first chunk that is missing ends the prefix. A chunk that is already on its way for
+somebody is joined, never asked for twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from s3kv.host.slots import Slot
+from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
+from s3kv.planning.pace import Pace
+from s3kv.planning.requests import RequestRecord
+from s3kv.types import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlannerSettings:
+    """Sizes are in tokens; block_tokens and hash_tokens divide chunk_tokens."""
+
+    chunk_tokens: int
+    block_tokens: int
+    hash_tokens: int
+    probe_chunks: int
+    max_wait_s: float
+    recompute_gate: bool
+    max_saves_inflight: int
+    may_load: bool = True
+    may_save: bool = True
+    group: int = 0
+
+
+class PrefixCollector:
+    """Leases and fetches for requests. Same process, thread and clock as the planner."""
+
+    def __init__(self, ledger: ChunkLedger, pace: Pace, settings: KVPlannerSettings) -> None:
+        self._ledger = ledger
+        self._pace = pace
+        self._settings = settings
+        self._hash_stride = settings.chunk_tokens // settings.hash_tokens
+        self._salt = b""
+
+    @property
+    def _counters(self) -> Counter[str]:
+        return self._ledger.counters
+
+    def collect(self, record: RequestRecord, local_tokens: int, now_s: float) -> None:
+        """Lease what is resident from the request's first missing chunk on, ask for more."""
+        first = local_tokens // self._settings.chunk_tokens
+        if first != record.first or local_tokens != record.local_tokens:
+            record.first = record.ready = record.asked = first
+            record.local_tokens = local_tokens
+        hashes = self.hashes(record)
+        end = len(hashes) if record.end is None else min(record.end, len(hashes))
+        self._lease_prefix(record, hashes[:end])
+        while record.asked < end and self._ask(record, record.asked, now_s):
+            record.asked += 1
+
+    def _lease_prefix(self, record: RequestRecord, hashes: Sequence[bytes]) -> None:
+        slots = self._ledger.slots.resident_prefix(
+            self._settings.group, hashes, min(record.ready, len(hashes))
+        )
+        for position, slot in enumerate(slots, record.ready):
+            self.lease(record, position, slot)
+        record.ready += len(slots)
+        record.asked = max(record.asked, record.ready)
+
+    def lease(self, record: RequestRecord, position: int, slot: Slot) -> None:
+        if position not in record.leases:
+            self._ledger.slots.pin(slot)
+            record.leases[position] = slot
+
+    def _ask(self, record: RequestRecord, position: int, now_s: float) -> bool:
+        """Get the chunk at `position` on its way. False: go no further than this, for now."""
+        if position in record.pending or position in record.leases:
+            return True
+        ledger = self._ledger
+        key = ChunkKey(self._settings.group, record.hashes[position])
+        state = ledger.state(key)
+        if state is ChunkState.RESIDENT:
+            slot = ledger.slots.lookup(key)
+            assert slot is not None
+            self.lease(record, position, slot)
+            return True
+        in_window = position < record.ready + record.window
+        if state is ChunkState.FETCHING and in_window:
+            job = ledger.fetch_job(key)
+        elif state is ChunkState.ABSENT and (in_window or ledger.index.is_present(key)):
+            fetch = self._fetch(key, now_s)
+            if fetch is None:
+                record.end = position
+                return False
+            job = fetch
+        else:
+            return False
+        job.waiters.append((record, position))
+        record.pending[position] = job
+        record.asked_chunks += 1
+        return True
+
+    def _fetch(self, key: ChunkKey, now_s: float) -> Job | None:
+        ledger = self._ledger
+        if ledger.index.is_absent(key, now_s):
+            self._counters["fetches_spared"] += 1
+            return None
+        if not ledger.breaker.allows(now_s):
+            self._counters["fetches_refused_by_breaker"] += 1
+            return None
+        job = ledger.plan_fetch(key)
+        if job is not None:
+            self._pace.fetch_started(now_s)
+        return job
+
+    def release(self, record: RequestRecord, keep: Iterable[int] = ()) -> None:
+        """Give back the request's leases, but for the chunks in `keep`."""
+        kept = {p: record.leases[p] for p in keep if p in record.leases}
+        for position, slot in record.leases.items():
+            if position not in kept:
+                self._ledger.slots.unpin(slot)
+        record.leases = kept
+
+    def hashes(self, record: RequestRecord) -> list[bytes]:
+        stride, known = self._hash_stride, len(record.hashes)
+        fresh = record.block_hashes[(known + 1) * stride - 1 :: stride]
+        if fresh:
+            record.hashes.extend(self._salted(h) if self._salt else h for h in fresh)
+        return record.hashes
+
+    def _salted(self, block_hash: bytes) -> bytes:
+        return blake2b(block_hash, key=self._salt, digest_size=32).digest()
+
+    def reset(self, salt: bytes) -> None:
+        """Derive all chunk hashes from now on with `salt`."""
+        self._salt = salt
