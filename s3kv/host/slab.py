@@ -64,15 +64,9 @@ class Slab:
             raise _too_large(nbytes, str(error)) from error
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> Slab:
-        """Map the slab behind `fd`, which from now on belongs to the new object.
-
-        Raises `ValueError` when it is not exactly `nbytes` long.
-        """
-        actual = os.fstat(fd).st_size
-        if actual != nbytes:
-            raise ValueError(f"the slab has {actual} bytes, not the {nbytes} it should have")
-        return cls(fd, nbytes)
+    def attach(cls, fd: int) -> Slab:
+        """Map all of the slab behind `fd`, which from now on belongs to the new object."""
+        return cls(fd, os.fstat(fd).st_size)
 
     @property
     def fd(self) -> int:

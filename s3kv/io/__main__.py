@@ -1,0 +1,48 @@
+"""`python -m s3kv.io`: started by `s3kv.io.child`, of no use by hand."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+
+import uvloop
+
+from s3kv.host.slab import Slab
+from s3kv.io.process import serve
+from s3kv.objects.s3 import S3Store
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> int:
+    """Serve until the worker hangs up. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m s3kv.io")
+    for name in ("--fd", "--slab-fd", "--parent-pid"):
+        parser.add_argument(name, type=int, required=True)
+    arguments = parser.parse_args()
+    # Ctrl-C and systemd's stop go to every process at once. The worker decides what they mean: it
+    # may want its chunks uploaded first, and when it is gone this process goes, too.
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="s3kv.io[%(process)d]: %(message)s"
+    )
+    sock = socket.socket(fileno=arguments.fd)
+    slab = Slab.attach(arguments.slab_fd)
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(serve(sock, slab, S3Store, parent_pid=arguments.parent_pid))
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    # No interpreter shutdown: it would wait for name look-ups that hang in their threads.
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,139 @@
+"""The I/O process's loop, from the first message to the last.
+
+One asyncio loop, one thread, plus one that prefaults the slab and ends. The process lives exactly
+as long as its worker has use for it: it ends with the stream, or when it finds itself with
+another parent (a second child of the worker may hold a copy of the stream's other end). Jobs are
+then cancelled, except after a `Drain`, which may use its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+
+from s3kv.config import Config
+from s3kv.errors import ConfigError
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.service import Service
+from s3kv.objects.store import ObjectStore
+
+_log = logging.getLogger("s3kv.io")
+
+_PARENT_CHECK_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
+_RECEIVE_BYTES = 2**16
+
+
+async def serve(
+    sock: socket.socket,
+    slab: Slab,
+    make_store: Callable[[Config], ObjectStore],
+    *,
+    parent_pid: int | None = None,
+    rng: random.Random | None = None,
+) -> None:
+    """Serve the worker at the other end of `sock` until it hangs up.
+
+    Takes over `sock`; `slab` stays the caller's and is at rest afterwards. parent_pid: hang up as
+    well when this process has another parent. Raises `WireError` when the worker talks nonsense.
+    """
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    outbox = _Outbox(writer)
+    stop = threading.Event()
+    prefaulting = threading.Thread(target=_prefault, args=(slab, stop), daemon=True)
+    prefaulting.start()
+    watching = asyncio.get_running_loop().create_task(_watch_parent(parent_pid, reader.feed_eof))
+    try:
+        await _converse(reader, outbox, slab, make_store, rng or random.Random())
+    finally:
+        stop.set()
+        watching.cancel()
+        await outbox.close()
+        prefaulting.join()
+
+
+async def _converse(
+    reader: asyncio.StreamReader,
+    outbox: _Outbox,
+    slab: Slab,
+    make_store: Callable[[Config], ObjectStore],
+    rng: random.Random,
+) -> None:
+    messages = _messages(reader)
+    hello = await anext(messages, None)
+    if hello is None:
+        return
+    if not isinstance(hello, wire.Hello):
+        raise wire.WireError(f"the first message is {hello!r}, not Hello")
+    try:
+        store = make_store(hello.config)
+    except ConfigError as error:
+        outbox.send(wire.Ready(False, "config", str(error)))
+        return
+    service = Service(hello, slab, store, outbox.send, reader.feed_eof, rng)
+    service.start()
+    try:
+        async for message in messages:
+            service.receive(message)
+    finally:
+        await service.finish()
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.Down]:
+    """What the worker says, until it hangs up."""
+    frames = wire.FrameReader(wire.Down)
+    while True:
+        try:
+            data = await reader.read(_RECEIVE_BYTES)
+        except ConnectionError:  # the worker went away with answers unread
+            return
+        if not data:
+            return
+        for message in frames.feed(data):
+            yield message
+
+
+class _Outbox:
+    """Sends what one turn of the loop has to say in one write."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._messages: list[wire.Up] = []
+
+    def send(self, message: wire.Up) -> None:
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._messages.append(message)
+
+    def _flush(self) -> None:
+        if self._messages and not self._writer.is_closing():
+            self._writer.write(wire.encode(self._messages))
+        self._messages.clear()
+
+    async def close(self) -> None:
+        self._flush()
+        self._writer.close()
+        with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
+            await asyncio.wait_for(self._writer.wait_closed(), _CLOSE_TIMEOUT_S)
+
+
+async def _watch_parent(parent_pid: int | None, hang_up: Callable[[], None]) -> None:
+    if parent_pid is None:
+        return
+    while os.getppid() == parent_pid:  # noqa: ASYNC110 - nothing announces that it changes
+        await asyncio.sleep(_PARENT_CHECK_S)
+    hang_up()
+
+
+def _prefault(slab: Slab, stop: threading.Event) -> None:
+    try:
+        slab.prefault(stop.is_set)
+    except ConfigError as error:
+        _log.warning("%s", error)

@@ -1,0 +1,233 @@
+"""The jobs of one worker inside its I/O process: messages in, tasks run, messages out.
+
+A job is a task, and its `Done` is sent from the task's done-callback: once, whatever became of
+the task, and only when the task can touch the slab no more.
+
+    received ──place free──▶ running ──ended──▶ Done(outcome of the transfer)
+        │                       └────Cancel───▶ (cancelled, still unwinding) ──▶ Done(CANCELLED)
+        └──────Cancel─────────▶ Done(CANCELLED)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+
+from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.jobs import Direction, Job, JobQueue
+from s3kv.io.transfers import End, Transfers
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.keys import Namespace
+from s3kv.objects.store import ObjectStore
+from s3kv.types import ChunkKey, Outcome
+
+_log = logging.getLogger("s3kv.io")
+
+_CLOSE_TIMEOUT_S = 1.0
+_TROUBLE: dict[type[StoreError], wire.Trouble] = {
+    StoreDenied: "denied",
+    StoreMissing: "missing",
+    StoreUnavailable: "unavailable",
+}
+
+
+class Service:
+    """Runs the jobs of one worker. All methods are called on the loop.
+
+    send: takes each message for the worker, in order. hang_up: ends the process.
+    """
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        slab: Slab,
+        store: ObjectStore,
+        send: Callable[[wire.Up], None],
+        hang_up: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        config = hello.config
+        self._config = config
+        self._slab = slab
+        self._store = store
+        self._send = send
+        self._hang_up = hang_up
+        self._namespace = Namespace(hello.namespace_prefix, hello.namespace_digest)
+        self._shard = hello.shard
+        self._formats = {
+            group: ChunkFormat(hello.namespace_digest, tensors, group, hello.shard)
+            for group, tensors in hello.groups.items()
+        }
+        self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
+        self._transfers = Transfers(store, config.max_attempts, rng)
+        self._tasks: dict[int, asyncio.Task[End]] = {}
+        self._cancelled: set[int] = set()
+        self._defects = 0
+        self._started = False
+        self._drain_left: int | None = None
+        self._drained = asyncio.Event()
+
+    def start(self) -> None:
+        """Try the bucket, then say `Ready` and begin with the jobs received meanwhile."""
+        self._starting = asyncio.get_running_loop().create_task(self._try_bucket())
+        self._starting.add_done_callback(self._bucket_tried)
+
+    def _bucket_tried(self, task: asyncio.Task[tuple[wire.Trouble | None, str]]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            trouble, message = task.result()
+        else:
+            _log.error("trying the bucket: %r", error, exc_info=error)
+            trouble, message = "defect", repr(error)
+        serving = trouble is None or (error is None and self._config.on_unavailable == "serve")
+        self._send(wire.Ready(serving, trouble, message))
+        if not serving:
+            self._hang_up()
+            return
+        self._started = True
+        self._start_jobs()
+
+    async def _try_bucket(self) -> tuple[wire.Trouble | None, str]:
+        timeout_s = self._config.start_timeout_ms / 1000
+        try:
+            await asyncio.wait_for(self._transfers.attempts(self._store.check), timeout_s)
+        except asyncio.TimeoutError:
+            return "unavailable", (
+                f"bucket {self._config.bucket!r} gave no answer within start_timeout_ms "
+                f"({self._config.start_timeout_ms}): look at endpoint_url and the network"
+            )
+        except StoreError as error:
+            return _TROUBLE.get(type(error), "unavailable"), str(error)
+        return None, ""
+
+    def receive(self, message: wire.Down) -> None:
+        """Act on one message. Raises `WireError` for one that must not come now."""
+        match message:
+            case wire.Fetch():
+                self._accept(message, Direction.FETCH)
+            case wire.Upload():
+                self._accept(message, Direction.UPLOAD)
+            case wire.Cancel():
+                self._cancel(message.job_id)
+            case wire.Ping():
+                self._send(self._statistics())
+            case wire.Drain():
+                self._drain(message.timeout_s)
+            case wire.Hello():
+                raise wire.WireError("a second Hello")
+
+    def _accept(self, message: wire.Fetch | wire.Upload, direction: Direction) -> None:
+        if message.job_id in self._queue:
+            raise wire.WireError(f"job {message.job_id} is not done yet and was sent again")
+        if self._drain_left is not None:
+            self._say_done(message.job_id, End(Outcome.CANCELLED, 0, "shutting down"), 0.0)
+            return
+        job = self._job(message, direction)
+        if isinstance(job, str):
+            self._say_done(message.job_id, End(Outcome.FAILED, 0, job), 0.0)
+            return
+        self._queue.add(job)
+        self._start_jobs()
+
+    def _job(self, message: wire.Fetch | wire.Upload, direction: Direction) -> Job | str:
+        """The job a message asks for, or what is wrong with it."""
+        layout = self._formats.get(message.group)
+        if layout is None:
+            return f"group {message.group} is none of {sorted(self._formats)}"
+        end = message.offset + layout.object_bytes
+        if not 0 <= message.offset < end <= self._slab.nbytes:
+            return f"bytes {message.offset} to {end} are outside the slab"
+        try:
+            key = self._namespace.chunk(ChunkKey(message.group, message.block_hash), self._shard)
+        except ValueError as error:
+            return str(error)
+        buffer = self._slab.view[message.offset : end]
+        return Job(message.job_id, direction, key, message.block_hash, layout, buffer)
+
+    def _start_jobs(self) -> None:
+        while self._started and (job := self._queue.take()) is not None:
+            task = asyncio.get_running_loop().create_task(self._transfers.run(job))
+            self._tasks[job.job_id] = task
+            task.add_done_callback(partial(self._job_ended, job, time.monotonic()))
+
+    def _job_ended(self, job: Job, started_s: float, task: asyncio.Task[End]) -> None:
+        del self._tasks[job.job_id]
+        self._cancelled.discard(job.job_id)
+        self._queue.end(job)
+        self._say_done(job.job_id, self._end_of(job, task), time.monotonic() - started_s)
+        self._start_jobs()
+        self._look_whether_drained()
+
+    def _end_of(self, job: Job, task: asyncio.Task[End]) -> End:
+        if task.cancelled():
+            return End(Outcome.CANCELLED, 0, "cancelled")
+        error = task.exception()
+        if error is None:
+            return task.result()
+        # A defect of ours or of a library in one job must not take the others with it.
+        self._defects += 1
+        _log.error("%s of %s: %r", job.direction.value, job.key, error, exc_info=error)
+        return End(Outcome.FAILED, 0, repr(error))
+
+    def _say_done(self, job_id: int, end: End, seconds: float) -> None:
+        detail = end.detail[: wire.MAX_DETAIL_CHARS]
+        self._send(wire.Done(job_id, end.outcome, end.nbytes, seconds, detail))
+
+    def _cancel(self, job_id: int) -> None:
+        if self._queue.withdraw(job_id) is not None:
+            self._say_done(job_id, End(Outcome.CANCELLED, 0, "cancelled before it began"), 0.0)
+        elif job_id in self._tasks and job_id not in self._cancelled:
+            # Once: a second cancellation would interrupt the tidying up after the first.
+            self._cancelled.add(job_id)
+            self._tasks[job_id].cancel()
+
+    def _drain(self, timeout_s: float) -> None:
+        self._drain_left = 0
+        for job_id in self._queue.ids(Direction.FETCH):
+            self._cancel(job_id)
+        asyncio.get_running_loop().call_later(timeout_s, self._give_up_uploads)
+        self._look_whether_drained()
+
+    def _give_up_uploads(self) -> None:
+        given_up = self._queue.ids(Direction.UPLOAD)
+        self._drain_left = len(given_up)
+        for job_id in given_up:
+            self._cancel(job_id)
+        self._look_whether_drained()
+
+    def _look_whether_drained(self) -> None:
+        idle = not self._queue.running and not self._queue.waiting
+        if self._drain_left is not None and idle and not self._drained.is_set():
+            self._drained.set()
+            self._send(wire.Drained(self._drain_left))
+
+    def _statistics(self) -> wire.Stats:
+        return wire.Stats(
+            self._queue.waiting,
+            self._queue.running,
+            self._queue.running_bytes,
+            self._transfers.retries,
+            self._defects,
+            time.process_time(),
+        )
+
+    async def finish(self) -> None:
+        """Let a drain have its time, end every task, and close the store."""
+        if self._drain_left is not None:
+            await self._drained.wait()
+        self._started = False
+        for job_id in tuple(self._tasks):
+            self._cancel(job_id)
+        self._starting.cancel()
+        await asyncio.gather(self._starting, *self._tasks.values(), return_exceptions=True)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
