@@ -7,6 +7,7 @@
     │   ├── StoreDenied      credentials or permissions: tell a person, retrying does not help
     │   ├── StoreMissing     the bucket itself does not exist: tell a person
     │   └── StoreUnavailable network, throttling, server error: may work later
+    │       └── StoreThrottled   the store asks for fewer requests: send fewer, then again
     └── IoProcessError       the I/O process could not be started, or has died
 
 In flight nothing of this reaches the engine: a failed job ends with an `Outcome`, and a miss is
@@ -42,6 +43,10 @@ class StoreMissing(StoreError):
 
 class StoreUnavailable(StoreError):
     """The store could not be reached or answered with a server error."""
+
+
+class StoreThrottled(StoreUnavailable):
+    """The store asks for fewer requests (503 SlowDown, 429)."""
 
 
 class IoProcessError(S3KVError):

@@ -1,0 +1,109 @@
+"""What an S3 error answer means, in words a person can act on.
+
+One table of codes (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html) and one
+function. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from s3kv.errors import (
+    StoreDenied,
+    StoreError,
+    StoreMissing,
+    StoreThrottled,
+    StoreUnavailable,
+)
+from s3kv.objects.exchange import Response
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Which call was answered; for messages.
+
+    action: the IAM action, such as "s3:GetObject". key: None for a call on the bucket itself.
+    endpoint: where it was sent. region: what it was signed for.
+    """
+
+    action: str
+    bucket: str
+    key: str | None
+    endpoint: str
+    region: str
+
+    def __str__(self) -> str:
+        resource = self.bucket if self.key is None else f"{self.bucket}/{self.key}"
+        return f"{self.action} on arn:aws:s3:::{resource} at {self.endpoint}"
+
+
+_DENIED: Mapping[str, str] = {
+    "AccessDenied": "the credentials are known but not allowed this: grant the action",
+    "AllAccessDisabled": "the bucket or the account is disabled",
+    "InvalidAccessKeyId": "the store does not know this access key: look at the credentials",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
+    "ExpiredToken": "the session token has expired: renew the credentials",
+    "InvalidToken": "the session token is not valid: look at AWS_SESSION_TOKEN",
+    "TokenRefreshRequired": "the session token must be renewed",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+    "InvalidObjectState": "the object has been archived: keep lifecycle transitions off the prefix",
+}
+_ELSEWHERE = frozenset(
+    {
+        "PermanentRedirect",
+        "TemporaryRedirect",
+        "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+    }
+)
+_THROTTLED = frozenset(
+    {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
+)
+_TRANSIENT = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestConflict"})
+
+
+def read_error(body: bytes) -> Mapping[str, str]:
+    """The members of an S3 error document; empty when the body is none."""
+    try:
+        root = ElementTree.fromstring(body)
+    except ElementTree.ParseError:
+        return {}
+    if root.tag.rpartition("}")[2] != "Error":
+        return {}
+    return {child.tag.rpartition("}")[2]: child.text or "" for child in root}
+
+
+def error_of(response: Response, call: Call) -> StoreError:
+    """The error an answer stands for, when it is not one the caller takes for a result."""
+    said = read_error(response.body)
+    code = said.get("Code", "")
+    what = f"{call}: {response.status} {code or '(no code)'}"
+    if detail := said.get("Message"):
+        what = f"{what}, {detail!r}"
+    if code in _ELSEWHERE or response.status in (301, 302, 307, 308):
+        there = said.get("Region") or response.headers.get("x-amz-bucket-region")
+        where = f"set region to {there!r}" if there else "look at region and endpoint_url"
+        return StoreMissing(f"{what}: not reachable with region {call.region!r}, {where}")
+    if code == "NoSuchBucket":
+        return StoreMissing(f"{what}: create the bucket, or look at bucket and endpoint_url")
+    if code in _DENIED or response.status in (401, 403):
+        return StoreDenied(f"{what}: {_DENIED.get(code, _DENIED['AccessDenied'])}{_hint(call)}")
+    if code in _THROTTLED or response.status == 429:
+        return StoreThrottled(f"{what}: the store asks for fewer requests")
+    if response.status >= 500 and response.status != 501:
+        return StoreUnavailable(f"{what}: the server failed")
+    if code in _TRANSIENT:
+        return StoreUnavailable(f"{what}: may work when sent again")
+    return StoreError(f"{what}: not an answer s3kv knows; does endpoint_url name an S3 server?")
+
+
+def _hint(call: Call) -> str:
+    if call.action != "s3:GetObject":
+        return ""
+    # https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html, "Permissions"
+    return (
+        f"; without s3:ListBucket on arn:aws:s3:::{call.bucket}, S3 answers so for missing objects "
+        "too"
+    )

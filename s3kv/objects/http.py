@@ -1,0 +1,311 @@
+"""A small HTTP/1.1 connection pool that receives bodies straight into the caller's memory.
+
+Exists because a general client copies a body at least once, and a cache moves nothing but bodies.
+It speaks to one origin, with Content-Length bodies out, no redirects, no proxies, no cookies.
+All of it belongs to one asyncio (or uvloop) loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import cast
+
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects.exchange import BadAnswer, Exchange, Request, Response
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+SCRATCH_BYTES = 16 * 2**10
+"""Receives heads; what of a body comes along with its head is copied from here."""
+PIECE_BYTES = 256 * 2**10
+"""Bodies are handed to the transport in pieces of this size, the next when the last has gone:
+the loop copies at most what the socket did not take of one piece, and each is a sign of life."""
+IDLE_LIMIT_S = 20.0
+"""An idle connection is not used again after this: load balancers drop them without a word, and
+that would be found out only by a request that gets no answer."""
+
+
+class _Lost(Exception):
+    """The connection ended before the answer did."""
+
+
+class _Stale(_Lost):
+    """It had served before, and ended before any byte of this answer: the peer had closed it."""
+
+
+class _Stalled(Exception):
+    """No byte has moved for too long."""
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One connection, one exchange at a time."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stall_s = stall_s
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._answer: asyncio.Future[Response] | None = None
+        self._writable = asyncio.Event()
+        self._moved_s = 0.0
+        self._served = 0
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        self.idle_since_s = 0.0
+
+    # What the loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(0)
+        self._writable.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        place = self._exchange.place() if self._exchange is not None else None
+        return self._scratch if place is None else place
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._moved_s = self._loop.time()
+        exchange = self._exchange
+        if exchange is None:
+            self.abort()  # Nobody asked: the peer and we no longer agree on where answers end.
+        elif exchange.place() is None:
+            self._step(lambda: exchange.arrived_elsewhere(self._scratch[:nbytes]))
+        else:
+            self._step(lambda: exchange.arrived(nbytes))
+
+    def eof_received(self) -> None:
+        if self._exchange is not None and self._exchange.begun:
+            self._step(self._exchange.ended)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        begun = self._exchange is not None and self._exchange.begun
+        kind = _Stale if self._served and not begun else _Lost
+        self._fail(kind(str(exc or "the peer closed the connection")))
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._moved_s = self._loop.time()
+        self._writable.set()
+
+    # What the pool calls.
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def run(self, request: Request, head: bytes, into: memoryview | None) -> Response:
+        """Send the request, return its answer. Ends with the connection idle, or ended.
+
+        Raises `_Lost`, `_Stalled` or `BadAnswer`. However it ends, `into` is not written to and
+        the request's body is not read from afterwards.
+        """
+        if not self.is_open:
+            raise _Stale("the peer closed the connection")
+        exchange = self._exchange = Exchange(request.method, into)
+        answer: asyncio.Future[Response] = self._loop.create_future()
+        self._answer = answer
+        self._moved_s = self._loop.time()
+        self._watch(answer)
+        all_sent = False
+        try:
+            all_sent = await self._send(head, request.body, answer)
+            return await answer
+        finally:
+            self._stall_timer.cancel()
+            self._exchange = self._answer = None
+            self._served += 1
+            self.idle_since_s = self._loop.time()
+            if not (all_sent and exchange.reusable):
+                self.abort()
+
+    def abort(self) -> None:
+        """End the connection. From here on, not one byte more is sent or received.
+
+        `Transport.abort` alone promises less: uvloop closes the socket a turn of the loop later,
+        and may before that send more of a body whose owner believes it is free again.
+        """
+        if self._transport is None:
+            return
+        raw = self._transport.get_extra_info("socket")
+        with suppress(OSError, ValueError):  # closed already
+            same = socket.socket(fileno=raw.fileno())
+            try:
+                same.shutdown(socket.SHUT_RDWR)
+            finally:
+                same.detach()
+        self._transport.abort()
+
+    # Inside.
+
+    def _step(self, advance: Callable[[], None]) -> None:
+        """Let the exchange take what came, and wake `run` when that was the end."""
+        assert self._exchange is not None
+        try:
+            advance()
+        except BadAnswer as error:
+            self._fail(error)
+            return
+        response = self._exchange.response
+        if response is not None and self._answer is not None and not self._answer.done():
+            self._answer.set_result(response)
+            self._writable.set()
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+        self._writable.set()
+
+    async def _send(self, head: bytes, body: memoryview, answer: asyncio.Future[Response]) -> bool:
+        """Write the request; False when its answer came, or the connection went, before its end."""
+        pieces = (body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))
+        for piece in (memoryview(head), *pieces):
+            if self._transport is None or answer.done():
+                return False
+            self._transport.write(piece)
+            await self._writable.wait()
+        return not answer.done()
+
+    def _watch(self, answer: asyncio.Future[Response]) -> None:
+        left_s = self._moved_s + self._stall_s - self._loop.time()
+        if left_s > 0:
+            self._stall_timer = self._loop.call_later(left_s, self._watch, answer)
+        elif answer is self._answer:
+            self._fail(_Stalled())
+
+
+class Pool:
+    """Connections to one origin.
+
+    tls: None for plain HTTP. size: connections at once; further requests wait their turn, in
+    order, for as long as their caller lets them. connect_timeout_ms includes TLS;
+    request_timeout_ms is the longest time without a byte moving in either direction.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None,
+        size: int,
+        connect_timeout_ms: int,
+        request_timeout_ms: int,
+    ) -> None:
+        self._host, self._port, self._tls = host, port, tls
+        self._connect_timeout_ms = connect_timeout_ms
+        self._request_timeout_ms = request_timeout_ms
+        self._permits = asyncio.Semaphore(size)
+        self._open: set[_Connection] = set()
+        self._idle: list[_Connection] = []
+        self._closed = False
+
+    @property
+    def origin(self) -> str:
+        return f"http{'s' if self._tls else ''}://{self._host}:{self._port}"
+
+    async def request(self, request: Request, into: memoryview | None = None) -> Response:
+        """Send `request` and return its answer, whatever its status.
+
+        into: receives the body of a 200 answer, which must have a Content-Length. When that is
+        more than `into` holds, the body is left unread and `into` as it was. However the call
+        ends, nothing writes to `into` or reads `request.body` afterwards; cancelling it closes
+        its connection.
+
+        When a connection that has served before turns out to be closed, the request is sent once
+        more on a new one: peers close idle connections at any moment. Any other failure raises
+        `StoreUnavailable`.
+        """
+        head = request.head()
+        async with self._permits:
+            used = self._take_idle()
+            if used is not None:
+                with suppress(_Stale):
+                    return await self._run(used, request, head, into)
+            return await self._run(await self._connect(), request, head, into)
+
+    async def close(self) -> None:
+        """End all connections, those in use too: their requests raise. Idempotent."""
+        self._closed = True
+        ending = list(self._open)
+        for connection in ending:
+            connection.abort()
+        await asyncio.gather(*(connection.closed for connection in ending))
+
+    def _take_idle(self) -> _Connection | None:
+        if self._closed:
+            raise StoreError("this store has been closed")
+        oldest_s = asyncio.get_running_loop().time() - IDLE_LIMIT_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and connection.idle_since_s >= oldest_s:
+                return connection
+            connection.abort()
+        return None
+
+    async def _run(
+        self, connection: _Connection, request: Request, head: bytes, into: memoryview | None
+    ) -> Response:
+        try:
+            response = await connection.run(request, head, into)
+        except _Stale:
+            raise
+        except (_Lost, BadAnswer) as error:
+            raise StoreUnavailable(f"{request.method} to {self.origin} failed: {error}") from error
+        except _Stalled as error:
+            raise StoreUnavailable(
+                f"{request.method} to {self.origin} made no progress for "
+                f"{self._request_timeout_ms} ms (request_timeout_ms)"
+            ) from error
+        if connection.is_open:
+            self._idle.append(connection)
+        return response
+
+    async def _connect(self) -> _Connection:
+        try:
+            async with timeout(self._connect_timeout_ms / 1e3):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: _Connection(self._request_timeout_ms / 1e3),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                )
+        except (OSError, asyncio.TimeoutError) as error:
+            raise StoreUnavailable(f"{self.origin}: {self._why_unreachable(error)}") from error
+        self._open.add(connection)
+        connection.closed.add_done_callback(lambda _: self._open.discard(connection))
+        return connection
+
+    def _why_unreachable(self, error: Exception) -> str:
+        if isinstance(error, socket.gaierror):
+            return f"the host name cannot be resolved ({error}): look at endpoint_url and region"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return (
+                f"the server's certificate is not trusted ({error.verify_message}): set ca_bundle "
+                "to the authority that signed it"
+            )
+        if isinstance(error, ssl.SSLError):
+            return f"TLS failed ({error.reason}): does endpoint_url name a TLS port?"
+        if isinstance(error, asyncio.TimeoutError):
+            return (
+                f"no connection within {self._connect_timeout_ms} ms (connect_timeout_ms): look at "
+                "endpoint_url, and at whether the network lets it through; proxies are not used"
+            )
+        # With several addresses asyncio folds their errors into one text.
+        if f"[Errno {errno.ECONNREFUSED}]" in str(error):
+            return f"the connection was refused ({error}): look at endpoint_url, is a server there?"
+        return f"no connection: {error}"

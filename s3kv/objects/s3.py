@@ -1,0 +1,188 @@
+"""`ObjectStore` on S3 and everything that speaks its protocol.
+
+Requests: GET, PUT, HEAD and DELETE of an object, ListObjectsV2. Nothing else, so an IAM policy
+needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket. Objects are written with one
+PUT, so 5 GiB is the largest; a chunk is thousands of times smaller.
+
+Integrity of content is not this layer's: chunks carry a digest (`codec`). With the setting
+`checksum` at when_supported, a PUT also carries a CRC-32 for the server to verify.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+from s3kv.config import Config
+from s3kv.errors import StoreUnavailable
+from s3kv.objects.answers import Call, error_of, read_error
+from s3kv.objects.endpoint import Endpoint, find_endpoint
+from s3kv.objects.exchange import EMPTY, Request, Response
+from s3kv.objects.http import Pool
+from s3kv.objects.store import ObjectInfo
+
+PAGE_KEYS = 1000
+"""Keys per page of a listing; the most S3 gives."""
+MAX_PUT_BYTES = 5 * 2**30
+
+
+class S3Store:
+    """A bucket on an S3 server. Belongs to one asyncio loop; opens itself at first use.
+
+    Each method makes one attempt, on a new connection when an idle one proves to be closed, and
+    raises `StoreThrottled`, `StoreUnavailable`, `StoreDenied`, `StoreMissing`, or `StoreError`
+    for an answer no S3 server should give. A PUT with `if_absent` that was sent twice because the
+    server closed an idle connection may find its own first copy, and then returns False.
+    """
+
+    def __init__(self, config: Config, *, page_keys: int = PAGE_KEYS) -> None:
+        self._config = config
+        self._page_keys = page_keys
+        self._opening = asyncio.Lock()
+        self._opened: tuple[Endpoint, Pool] | None = None
+
+    def __repr__(self) -> str:
+        return f"S3Store({self._config.bucket!r} at {self._config.endpoint_url or 'AWS'})"
+
+    async def get_into(self, key: str, buffer: memoryview) -> int | None:
+        response, call = await self._send("s3:GetObject", "GET", key, into=buffer)
+        if response.status == 200:
+            return response.nbytes
+        if _is_no_such_key(response):
+            return None
+        raise error_of(response, call)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        """Raises `ValueError` for more than 5 GiB."""
+        if len(data) > MAX_PUT_BYTES:
+            raise ValueError(f"{len(data)} bytes do not fit into one PUT ({MAX_PUT_BYTES})")
+        headers = {"Content-Type": "application/octet-stream"}
+        if if_absent:
+            headers["If-None-Match"] = "*"
+        if self._config.checksum == "when_supported":
+            crc = zlib.crc32(data).to_bytes(4, "big")
+            headers["x-amz-checksum-crc32"] = base64.b64encode(crc).decode()
+        response, call = await self._send("s3:PutObject", "PUT", key, headers=headers, body=data)
+        if response.status in (200, 201, 204):
+            return True
+        if response.status == 412 and if_absent:
+            return False
+        raise error_of(response, call)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        response, call = await self._send("s3:GetObject", "HEAD", key)
+        if response.status == 404:  # without a body: a missing bucket looks the same
+            return None
+        if response.status != 200:
+            raise error_of(response, call)
+        modified = parsedate_to_datetime(response.headers["last-modified"])
+        return ObjectInfo(key, int(response.headers["content-length"]), modified.timestamp())
+
+    async def delete(self, key: str) -> None:
+        response, call = await self._send("s3:DeleteObject", "DELETE", key)
+        if response.status not in (200, 204) and not _is_no_such_key(response):
+            raise error_of(response, call)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        token: str | None = None
+        while True:
+            infos, token = await self._list_page(prefix, self._page_keys, token)
+            for info in infos:
+                yield info
+            if token is None:
+                return
+
+    async def check(self) -> None:
+        # A listing rather than a HEAD of the bucket: its errors have a body that says which.
+        await self._list_page(f"{self._config.prefix}/", 1, None)
+
+    async def close(self) -> None:
+        async with self._opening:
+            if self._opened is not None:
+                await self._opened[1].close()
+
+    async def _list_page(
+        self, prefix: str, keys: int, token: str | None
+    ) -> tuple[Sequence[ObjectInfo], str | None]:
+        query = {
+            "list-type": "2",
+            "prefix": prefix,
+            "max-keys": str(keys),
+            "encoding-type": "url",
+        }
+        if token is not None:
+            query["continuation-token"] = token
+        response, call = await self._send("s3:ListBucket", "GET", None, query=query)
+        if response.status != 200:
+            raise error_of(response, call)
+        return _read_page(response.body, call)
+
+    async def _send(
+        self,
+        action: str,
+        method: str,
+        key: str | None,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: memoryview = EMPTY,
+        into: memoryview | None = None,
+    ) -> tuple[Response, Call]:
+        endpoint, pool = self._opened or await self._open()
+        call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
+        request: Request = await endpoint.sign(
+            method, key or "", query=query, headers=headers, body=body
+        )
+        return await pool.request(request, into), call
+
+    async def _open(self) -> tuple[Endpoint, Pool]:
+        """Find credentials and endpoint once, however many first requests there are."""
+        async with self._opening:
+            if self._opened is None:
+                endpoint, tls = await find_endpoint(self._config)
+                pool = Pool(
+                    endpoint.host,
+                    endpoint.port,
+                    tls=tls,
+                    size=self._config.pool_size,
+                    connect_timeout_ms=self._config.connect_timeout_ms,
+                    request_timeout_ms=self._config.request_timeout_ms,
+                )
+                self._opened = (endpoint, pool)
+            return self._opened
+
+
+def _is_no_such_key(response: Response) -> bool:
+    return response.status == 404 and read_error(response.body).get("Code") != "NoSuchBucket"
+
+
+def _read_page(body: bytes, call: Call) -> tuple[Sequence[ObjectInfo], str | None]:
+    """One page of ListObjectsV2: its objects, and the token of the next page."""
+    try:
+        root = ElementTree.fromstring(body)
+        infos = [
+            ObjectInfo(
+                unquote(_text(item, "Key")),
+                int(_text(item, "Size")),
+                datetime.fromisoformat(
+                    _text(item, "LastModified").replace("Z", "+00:00")
+                ).timestamp(),
+            )
+            for item in root.iterfind("{*}Contents")
+        ]
+    except (ElementTree.ParseError, ValueError) as error:
+        raise StoreUnavailable(f"{call}: the listing cannot be read: {error}") from error
+    return infos, root.findtext("{*}NextContinuationToken")
+
+
+def _text(item: ElementTree.Element, name: str) -> str:
+    text = item.findtext(f"{{*}}{name}")
+    if text is None:
+        raise ValueError(f"there is no {name}")
+    return text

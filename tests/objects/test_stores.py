@@ -1,0 +1,76 @@
+"""The suite on every store: in memory, on moto, and on a real server when one is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import uvloop
+
+from s3kv.config import Config
+from s3kv.objects.memory import MemoryStore
+from s3kv.objects.s3 import S3Store
+from tests import servers
+from tests.objects.suite import ObjectStoreSuite, pattern
+
+LOOPS = [
+    pytest.param(asyncio.DefaultEventLoopPolicy, id="asyncio"),
+    pytest.param(uvloop.EventLoopPolicy, id="uvloop"),
+]
+REAL = servers.real_server()
+
+
+class TestMemoryStore(ObjectStoreSuite):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+
+class S3Suite(ObjectStoreSuite):
+    """`place` is (endpoint URL, bucket, credentials)."""
+
+    @pytest.fixture(params=LOOPS)
+    def event_loop_policy(self, request: pytest.FixtureRequest) -> Any:
+        return request.param()
+
+    @pytest_asyncio.fixture
+    async def store(
+        self, place: tuple[str, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[S3Store]:
+        url, bucket, keys = place
+        servers.set_credentials(monkeypatch, keys)
+        store = S3Store(Config(bucket=bucket, endpoint_url=url, pool_size=16), page_keys=10)
+        yield store
+        await store.close()
+
+    async def test_another_client_sees_the_same(
+        self, store: S3Store, place: tuple[str, str, dict[str, str]], root: str
+    ) -> None:
+        url, bucket, keys = place
+        other = servers.boto_client(url, keys)
+        key = root + "odd +%20 ü/../k"
+        await store.put(key, pattern(70_000, 1), if_absent=True)
+        found = await asyncio.to_thread(other.get_object, Bucket=bucket, Key=key)
+        assert found["Body"].read() == bytes(pattern(70_000, 1))
+        await asyncio.to_thread(other.put_object, Bucket=bucket, Key=key, Body=b"from elsewhere")
+        buffer = memoryview(bytearray(100))
+        assert await store.get_into(key, buffer) == 14
+        assert bytes(buffer[:14]) == b"from elsewhere"
+
+
+class TestS3StoreOnMoto(S3Suite):
+    @pytest.fixture(scope="class")
+    def place(self) -> Iterator[tuple[str, str, dict[str, str]]]:
+        with servers.moto_server() as url:
+            yield url, servers.BUCKET, servers.KEYS
+
+
+if REAL is not None:
+
+    class TestS3StoreOnRealServer(S3Suite):
+        @pytest.fixture
+        def place(self) -> Any:
+            return REAL

@@ -1,0 +1,76 @@
+"""Servers the tests run against: moto in process, and whatever S3 the environment names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config as BotoConfig
+from moto.server import ThreadedMotoServer
+
+BUCKET = "s3kv-test"
+REGION = "us-east-1"
+KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret"}
+
+
+@contextmanager
+def moto_server() -> Iterator[str]:
+    """The URL of a fresh S3 with one empty bucket, `BUCKET`, for as long as the block lasts."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        url = f"http://{host}:{port}"
+        boto_client(url, KEYS).create_bucket(Bucket=BUCKET)
+        yield url
+    finally:
+        server.stop()
+
+
+def boto_client(url: str, keys: dict[str, str]) -> Any:
+    """A second opinion: an S3 client that shares no code with ours."""
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        region_name=REGION,
+        aws_access_key_id=keys["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=keys["AWS_SECRET_ACCESS_KEY"],
+        config=BotoConfig(
+            s3={"addressing_style": "path"},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
+
+
+def set_credentials(monkeypatch: pytest.MonkeyPatch, keys: dict[str, str] = KEYS) -> None:
+    """Let botocore find `keys`, and nothing of the machine's own configuration."""
+    forget_credentials(monkeypatch)
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+
+
+def forget_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let botocore find no credentials, no profile, no endpoint and no metadata service."""
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
+
+
+def real_server() -> tuple[str, str, dict[str, str]] | None:
+    """(endpoint URL, bucket, credentials) of a real S3 server, when the environment names one.
+
+    S3KV_TEST_ENDPOINT and S3KV_TEST_BUCKET, with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
+    """
+    url = os.environ.get("S3KV_TEST_ENDPOINT")
+    if url is None:
+        return None
+    return url, os.environ["S3KV_TEST_BUCKET"], {name: os.environ[name] for name in KEYS}
