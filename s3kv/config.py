@@ -101,6 +101,12 @@ class Config:
         minimum=2**20,
     )
 
+    model_id: str | None = setting(
+        None,
+        doc="Name of the weights, where instances load the same weights from different paths. "
+        "Otherwise the model's name or path and its revision.",
+        kind="text",
+    )
     chunk_tokens: int = setting(
         0,
         doc="Tokens per object; a multiple of the KV block size. 0: the multiple next to 256.",

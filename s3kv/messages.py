@@ -70,6 +70,7 @@ class StepPlan:
     fences: saves (by job id) whose source blocks this step overwrites; their copies must have
         read the blocks before anything of this step writes.
     cancels: fetches nobody waits for any more. They still end, and only their end frees the slot.
+    abandons: requests the engine holds for a load that will not come; they end as failed loads.
     """
 
     fetches: tuple[FetchOrder, ...] = ()
@@ -78,11 +79,7 @@ class StepPlan:
     loads: tuple[LoadOrder, ...] = ()
     fences: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(
-            self.fetches or self.saves or self.uploads or self.loads or self.fences or self.cancels
-        )
+    abandons: tuple[str, ...] = ()
 
 
 EMPTY_PLAN = StepPlan()

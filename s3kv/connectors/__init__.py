@@ -1,0 +1,20 @@
+"""The vLLM edge: the only package that imports vLLM, and the only one that may catch everything.
+
+vLLM looks connector classes up here by name (`kv_connector_module_path: "s3kv.connectors"`).
+They are imported on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from s3kv.connectors.kv import S3KVConnector as S3KVConnector
+
+
+def __getattr__(name: str) -> Any:
+    if name == "S3KVConnector":
+        from s3kv.connectors.kv import S3KVConnector
+
+        return S3KVConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

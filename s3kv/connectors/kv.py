@@ -1,0 +1,230 @@
+"""S3KVConnector: vLLM's KV connector interface (0.29 to 0.33), dispatched to the two sides.
+
+No state and no decision here: a hook goes to the scheduler's or the worker's side, in the words
+of `translate`. What the hooks mean, and in which order they come, is in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from s3kv.config import Config
+from s3kv.connectors.kv_messages import PlanMetadata, WorkerHello
+from s3kv.connectors.kv_scheduler import SchedulerSide
+from s3kv.connectors.kv_worker import WorkerSide
+from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
+from s3kv.connectors.translate import check_supported, geometry
+from s3kv.messages import EMPTY_PLAN, StepPlan
+
+try:  # vLLM 0.32 and later
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # pragma: no cover
+    KVConnectorTransferResults = CacheHitSource = None
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Serves prefixes from a bucket. Settings: `kv_connector_extra_config`, see `s3kv.config`.
+
+    Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        config = Config.parse(transfer.kv_connector_extra_config)
+        check_supported(vllm_config, kv_cache_config)
+        sizes = geometry(config, vllm_config, kv_cache_config)
+        self._world_size = vllm_config.parallel_config.world_size
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                config,
+                sizes,
+                may_load=transfer.is_kv_consumer,
+                may_save=transfer.is_kv_producer,
+            )
+        else:
+            self._worker = WorkerSide(config, vllm_config, kv_cache_config, sizes)
+
+    # --- worker ----------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._worker.hello()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # Comes first in every step, before anything is bound or written.
+        self._worker.begin(_plan_of(kv_connector_metadata))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker.load(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole before the request is scheduled."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """Chunks are saved whole, after the forward."""
+
+    def wait_for_save(self) -> None:
+        self._worker.save(self._plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        loaded, _ = self._worker.loaded()
+        return None, loaded or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        loaded, failed = self._worker.loaded()
+        return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._worker.report()
+
+    @property
+    def _plan(self) -> StepPlan:
+        if not self.has_connector_metadata():
+            return EMPTY_PLAN
+        return _plan_of(self._get_connector_metadata())
+
+    # --- scheduler -------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._set_workers(list(metadata.values()))
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._set_workers(list(metadata.values()))
+
+    def _set_workers(self, hellos: list[KVConnectorHandshakeMetadata]) -> None:
+        self._scheduler.set_workers(
+            [hello for hello in hellos if isinstance(hello, WorkerHello)], self._world_size
+        )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler.bind_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.lookup(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler.admitted(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        bucket = self._scheduler.bucket_tokens(request, num_external_tokens)
+        sources = {
+            CacheHitSource.HOST: num_external_tokens - bucket,
+            # vLLM's word for a remote store.
+            CacheHitSource.EXTERNAL_UNSPECIFIED: bucket,
+        }
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return PlanMetadata(self._scheduler.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.on_output(connector_output)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.on_finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.on_finished(request)
+        return False, None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache delivers nothing that anybody relies on."""
+        return False
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_copies_inflight()
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset()
+
+    # --- both ------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.role is KVConnectorRole.SCHEDULER:
+            return self._scheduler.stats()
+        return self._worker.stats()
+
+    def shutdown(self) -> None:
+        if self.role is KVConnectorRole.WORKER:
+            self._worker.shutdown()
+
+    # --- the logger's process --------------------------------------------------------------
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return S3KVStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return S3KVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:
+    assert isinstance(metadata, PlanMetadata), metadata
+    return metadata.plan

@@ -1,0 +1,208 @@
+"""The scheduler's side of the KV connector: engine hooks to planner events and back.
+
+Lives in the engine-core process, on its one thread. No hook waits for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from s3kv.config import Config
+from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
+from s3kv.connectors.metrics import Meter, S3KVStats
+from s3kv.connectors.translate import GROUP, KVGeometry, scheduled_requests
+from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.host.policy import make_policy
+from s3kv.host.slots import SlotTable
+from s3kv.messages import StepPlan
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.kv import KVPlanner
+from s3kv.planning.ledger import ChunkLedger
+from s3kv.planning.pace import Pace
+from s3kv.planning.prefix import KVPlannerSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("s3kv")
+
+_INDEX_CHUNKS = 2_000_000
+"""Verdicts remembered at most; about 150 bytes each, so 300 MB when full. Two million chunks of
+256 tokens are 512 million tokens."""
+
+_BREAKER_FAILURES = 5
+"""Failures in a row that open the breaker: more than one request's first window."""
+
+
+class SchedulerSide(Guarded):
+    """Made before the workers have reported; of use from `set_workers` on."""
+
+    def __init__(
+        self, config: Config, sizes: KVGeometry, *, may_load: bool, may_save: bool
+    ) -> None:
+        self._config = config
+        self._sizes = sizes
+        self._may_load = may_load
+        self._may_save = may_save
+        self._meter = Meter()
+        self._pool: BlockPool | None = None
+        self._planner: KVPlanner | None = None
+        self._unplanned: list[str] = []
+
+    @property
+    def planner(self) -> KVPlanner:
+        if self._planner is None:
+            raise UnsupportedError(
+                "the workers have not told the scheduler of their host memory: this vLLM does not "
+                "exchange KV-connector handshake metadata (it should: 0.29 to 0.33 do)"
+            )
+        return self._planner
+
+    def set_workers(self, hellos: list[WorkerHello], world_size: int) -> None:
+        """All ranks are up. Raises `UnsupportedError` when they do not fit together."""
+        if len(hellos) != world_size:
+            raise UnsupportedError(
+                f"{len(hellos)} of {world_size} workers reported; s3kv needs a report of each"
+            )
+        digests = {hello.namespace for hello in hellos}
+        if len(digests) != 1:
+            raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(digests)}")
+        slots = min(hello.slot_count for hello in hellos)
+        if slots < 1:
+            need = max(hello.slot_bytes for hello in hellos)
+            raise ConfigError(
+                f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, "
+                f"{need} bytes here (or make chunk_tokens smaller)"
+            )
+        self._planner = self._make_planner(slots, world_size)
+        logger.info(
+            "s3kv: bucket %s, namespace %s, %d ranks, %d slots of %d tokens",
+            self._config.bucket,
+            digests.pop(),
+            world_size,
+            slots,
+            self._sizes.chunk_tokens,
+        )
+
+    def _make_planner(self, slots: int, world_size: int) -> KVPlanner:
+        config = self._config
+        ledger = ChunkLedger(
+            SlotTable(slots, make_policy(config.eviction, slots)),
+            BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
+            Breaker(threshold=_BREAKER_FAILURES),
+            world_size=world_size,
+        )
+        settings = KVPlannerSettings(
+            chunk_tokens=self._sizes.chunk_tokens,
+            block_tokens=self._sizes.block_tokens,
+            hash_tokens=self._sizes.hash_tokens,
+            probe_chunks=config.probe_chunks,
+            max_wait_s=config.max_wait_ms / 1000,
+            recompute_gate=config.recompute_gate,
+            max_saves_inflight=config.max_saves_inflight,
+            may_load=self._may_load,
+            may_save=self._may_save,
+            group=GROUP,
+        )
+        pace = Pace(prefill_tokens_per_s=config.prefill_tokens_per_s)
+        return KVPlanner(ledger, pace, settings)
+
+    # --- hooks -----------------------------------------------------------------------------
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    @guarded(default=lambda: None)
+    def on_new_request(self, request: Request) -> None:
+        self.planner.add_request(request.request_id, request.block_hashes)
+        if not request.skip_reading_prefix_cache:
+            local = self._local_tokens(request)
+            self.planner.prefetch(request.request_id, local, time.monotonic())
+
+    def _local_tokens(self, request: Request) -> int:
+        """The prefix the engine's own cache holds right now."""
+        if self._pool is None:
+            return 0
+        blocks = 0
+        for block_hash in request.block_hashes:
+            if self._pool.get_cached_block(block_hash, [GROUP]) is None:
+                break
+            blocks += 1
+        return blocks * self._sizes.hash_tokens
+
+    @guarded(default=lambda: (0, False))
+    def lookup(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        answer = self.planner.lookup(request.request_id, computed_tokens, time.monotonic())
+        if answer.wait:
+            return None, False
+        return answer.tokens, answer.tokens > 0
+
+    def admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        if external_tokens:
+            self._unplanned.append(request.request_id)
+        self._admitted(request, blocks, external_tokens)
+
+    @guarded(default=lambda: None)
+    def _admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        ids = blocks.get_block_ids()[GROUP]
+        self.planner.admitted(request.request_id, ids, external_tokens)
+
+    def bucket_tokens(self, request: Request, external_tokens: int) -> int:
+        if self.broken is not None:
+            return 0
+        return self.planner.bucket_tokens(request.request_id, external_tokens)
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        """Without a planner any more, whoever was promised a load since the last plan is told."""
+        plan = self._plan(output)
+        unplanned, self._unplanned = self._unplanned, []
+        return plan if plan is not None else StepPlan(abandons=tuple(unplanned))
+
+    @guarded(default=lambda: None)
+    def _plan(self, output: SchedulerOutput) -> StepPlan | None:
+        return self.planner.plan(scheduled_requests(output), time.monotonic())
+
+    @guarded(default=lambda: None)
+    def on_output(self, output: KVConnectorOutput) -> None:
+        now_s = time.monotonic()
+        self.planner.step_ended(now_s)
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.planner.on_report(report.report, now_s)
+        if output.finished_recving:
+            failed = getattr(output, "failed_recving", None) or ()
+            self.planner.loaded(output.finished_recving, failed)
+
+    @guarded(default=lambda: None)
+    def on_finished(self, request: Request) -> None:
+        self.planner.finished(request.request_id)
+
+    @guarded(default=lambda: False)
+    def has_copies_inflight(self) -> bool:
+        return self._planner is not None and self._planner.has_copies_inflight
+
+    @guarded(default=lambda: False)
+    def reset(self) -> bool:
+        self.planner.reset(secrets.token_bytes(32))
+        logger.info("s3kv: cache reset; what was cached before cannot be reached any more")
+        return True
+
+    def stats(self) -> S3KVStats | None:
+        if self._planner is None:
+            return None
+        counters = self._planner.counters
+        # Fetches and uploads are counted where they happen, on the ranks.
+        own = {n: v for n, v in counters.items() if not n.startswith(("fetch_", "upload_"))}
+        own["internal_errors"] = int(self.broken is not None)
+        return self._meter.take(own)

@@ -1,0 +1,206 @@
+"""The worker's side of the KV connector: one rank's slab, I/O process and device copies.
+
+Lives in each worker process, on the thread that runs the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from s3kv.config import Config
+from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
+from s3kv.connectors.metrics import Meter, S3KVStats
+from s3kv.connectors.translate import GROUP, KVGeometry, fingerprint, shard_name
+from s3kv.device.copies import BlockCopies
+from s3kv.device.layout import PageLayout
+from s3kv.errors import ConfigError
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from s3kv.io.wire import Hello
+from s3kv.messages import StepPlan
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.keys import Namespace, fingerprint_digest
+from s3kv.worker import RankWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("s3kv")
+
+_PAGE_BYTES = 4096
+
+
+class WorkerSide(Guarded):
+    """Made before the KV caches exist; of use from `register` on."""
+
+    def __init__(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        sizes: KVGeometry,
+    ) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._sizes = sizes
+        self._meter = Meter()
+        self._rank: RankWorker | None = None
+        self._client: IoClient | None = None
+        self._slab: Slab | None = None
+        self._hello: WorkerHello | None = None
+        self._stranded: set[str] = set()
+
+    # --- start and end: these may raise, and wait ------------------------------------------
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Lay out the slab for these caches and start the I/O process, which tries the bucket
+        while the engine warms up. Raises `ConfigError` or `UnsupportedError`.
+        """
+        group = self._kv_cache_config.kv_cache_groups[GROUP]
+        layout = PageLayout.of(
+            kv_caches,
+            self._kv_cache_config.num_blocks,
+            group.layer_names,
+            self._sizes.chunk_blocks,
+        )
+        namespace = self._namespace(layout)
+        shard = self._shard()
+        chunk = ChunkFormat(namespace.digest, layout.tensors, GROUP, shard)
+        slot_bytes = -(-chunk.object_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        count = self._config.host_bytes // slot_bytes
+        if count < 1:
+            raise ConfigError(
+                f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, which "
+                f"is {slot_bytes} bytes for this model (or make chunk_tokens smaller)"
+            )
+        self._slab = Slab.create(count * slot_bytes)
+        hello = Hello(
+            config=self._config,
+            namespace_prefix=namespace.prefix,
+            namespace_digest=namespace.digest,
+            shard=shard,
+            groups={GROUP: layout.tensors},
+        )
+        self._client = IoClient(hello, self._slab)
+        self._client.start()
+        copies = BlockCopies(
+            {GROUP: layout}, self._slab.view, slot_bytes, {GROUP: chunk.header_bytes}
+        )
+        self._rank = RankWorker(copies=copies, client=self._client, slot_bytes=slot_bytes)
+        self._hello = WorkerHello(namespace.digest, count, slot_bytes)
+
+    def hello(self) -> WorkerHello:
+        """Wait until the bucket has been tried. Raises a `StoreError` when it cannot be used and
+        `on_unavailable` is "fail".
+        """
+        assert self._client is not None, "register comes first"
+        assert self._hello is not None
+        ready = self._client.wait_ready(self._config.start_timeout_ms / 1000)
+        if ready.trouble is not None:
+            logger.warning("s3kv serves without the bucket for now: %s", ready.message)
+        return self._hello
+
+    def shutdown(self) -> None:
+        """Finish uploads within `drain_timeout_s`, then give everything back. Idempotent."""
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            left = rank.shutdown(self._config.drain_timeout_s, time.monotonic)
+            if left:
+                logger.warning(
+                    "s3kv: %d uploads were not finished within drain_timeout_s=%g; those chunks "
+                    "are not in the bucket",
+                    left,
+                    self._config.drain_timeout_s,
+                )
+        if self._slab is not None:
+            self._slab.close()
+
+    def _namespace(self, layout: PageLayout) -> Namespace:
+        page = {
+            "chunk_blocks": self._sizes.chunk_blocks,
+            "layers": _distinct(layout.describe()["layers"]),
+        }
+        identity = fingerprint(
+            self._config, self._vllm_config, self._kv_cache_config, self._sizes, page
+        )
+        return Namespace(self._config.prefix, fingerprint_digest(identity))
+
+    def _shard(self) -> str:
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        tp, pp = get_tp_group(), get_pp_group()
+        return shard_name(
+            tp_rank=tp.rank_in_group,
+            tp_size=tp.world_size,
+            pp_rank=pp.rank_in_group,
+            pp_size=pp.world_size,
+        )
+
+    def on_broken(self) -> None:
+        """The engine still waits for the loads it has ordered: let them end, as failed."""
+        if self._rank is not None:
+            self._stranded |= self._rank.give_up_loads()
+
+    # --- a step ----------------------------------------------------------------------------
+
+    @guarded(default=lambda: None)
+    def begin(self, plan: StepPlan) -> None:
+        if self._rank is not None:
+            self._rank.begin(plan)
+
+    def load(self, plan: StepPlan) -> None:
+        """A load that cannot be started ends as failed: the engine waits for its end."""
+        self._stranded.update(plan.abandons)
+        if plan.loads and not self._start_loads(plan):
+            self._stranded.update(order.request_id for order in plan.loads)
+
+    @guarded(default=lambda: False)
+    def _start_loads(self, plan: StepPlan) -> bool:
+        assert self._rank is not None
+        self._rank.load(plan.loads)
+        return True
+
+    @guarded(default=lambda: None)
+    def save(self, plan: StepPlan) -> None:
+        if self._rank is not None:
+            self._rank.save(plan.saves)
+
+    def loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended since the last call, and those whose load failed."""
+        stranded, self._stranded = self._stranded, set()
+        loaded, failed = self._poll()
+        return loaded | stranded, failed | stranded
+
+    @guarded(default=lambda: (set(), set()))
+    def _poll(self) -> tuple[set[str], set[str]]:
+        assert self._rank is not None
+        self._rank.poll()
+        return self._rank.take_loaded()
+
+    @guarded(default=lambda: None)
+    def report(self) -> WorkerReport | None:
+        report = self._rank.take_report() if self._rank is not None else None
+        return WorkerReport(report) if report is not None else None
+
+    def stats(self) -> S3KVStats | None:
+        if self._rank is None:
+            return None
+        return self._meter.take(
+            {**self._rank.counters, "internal_errors": int(self.broken is not None)}
+        )
+
+
+def _distinct(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The kinds of layers, without their names: the same on every pipeline rank."""
+    kinds: list[dict[str, Any]] = []
+    for layer in layers:
+        kind = {name: value for name, value in layer.items() if name != "name"}
+        if kind not in kinds:
+            kinds.append(kind)
+    return kinds

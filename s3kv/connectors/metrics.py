@@ -1,0 +1,112 @@
+"""s3kv's counters in vLLM's words: `KVConnectorStats` and their Prometheus counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COUNTERS: dict[str, str] = {
+    "hit_tokens_bucket": "Prompt tokens served from the bucket.",
+    "hit_tokens_host": "Prompt tokens served from host memory.",
+    "fetches": "Chunks asked for in the bucket.",
+    "fetch_ok": "Chunks that arrived and verified, per rank.",
+    "fetch_missing": "Chunks the bucket did not have, per rank.",
+    "fetch_corrupt": "Objects that were not what their key says, per rank.",
+    "fetch_denied": "Fetches refused for want of permission, per rank.",
+    "fetch_failed": "Fetches that failed otherwise, per rank.",
+    "fetch_cancelled": "Fetches given up because nobody waited any more, per rank.",
+    "fetch_bytes": "Bytes that arrived from the bucket and verified.",
+    "fetches_spared": "Chunks not asked for because the bucket did not have them a moment ago.",
+    "fetches_without_slot": "Chunks not asked for because host memory was full.",
+    "fetches_refused_by_breaker": "Chunks not asked for because the store keeps failing.",
+    "deadline_cuts": "Waits for the bucket that were cut short in favour of computing.",
+    "loads_failed": "Requests whose copy to the device failed.",
+    "saves": "Chunks ordered saved.",
+    "saves_dropped": "Chunks not saved because too many were on their way or memory was full.",
+    "save_ok": "Chunks copied to host memory, per rank.",
+    "save_failed": "Chunks whose copy to host memory failed, per rank.",
+    "upload_ok": "Objects written, per rank.",
+    "upload_exists": "Objects that were in the bucket already, per rank.",
+    "upload_denied": "Uploads refused for want of permission, per rank.",
+    "upload_failed": "Uploads that failed otherwise, per rank.",
+    "upload_bytes": "Bytes of objects written or found written.",
+    "uploads_given_up": "Chunks that were never uploaded, after all tries.",
+    "evictions": "Chunks evicted from host memory.",
+    "internal_errors": "Bugs of s3kv that made it stop caching in this engine.",
+}
+"""Every counter there is, with its meaning. Exported as `vllm:s3kv_<name>_total`."""
+
+
+class S3KVStats(KVConnectorStats):
+    """Increments of `COUNTERS` since the last report; sums over ranks and sides."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(sorted(self.data.items()))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class Meter:
+    """Hands out what a set of counters grew by since the last time."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def take(self, counters: Mapping[str, int]) -> S3KVStats | None:
+        if self._seen == counters:
+            return None
+        grown = {
+            name: value - self._seen[name]
+            for name, value in counters.items()
+            if name in COUNTERS and value != self._seen[name]
+        }
+        self._seen = Counter(counters)
+        return S3KVStats(data=grown) if grown else None
+
+
+class S3KVPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter per entry of `COUNTERS`, labelled per engine as vLLM does."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:s3kv_{name}", documentation=doc, labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for name, doc in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)

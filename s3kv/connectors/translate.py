@@ -1,0 +1,197 @@
+"""vLLM's objects in s3kv's words: what can be served, its geometry, its fingerprint, its steps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    UniformTypeKVCacheSpecs,
+)
+
+from s3kv.config import Config
+from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.planning.kv import ScheduledRequest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+GROUP = 0
+"""The KV-cache group that is served: models with one group only, so far."""
+
+_TARGET_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """Sizes in tokens, equal on every rank."""
+
+    block_tokens: int
+    hash_tokens: int
+    chunk_tokens: int
+
+    @property
+    def chunk_blocks(self) -> int:
+        return self.chunk_tokens // self.block_tokens
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise `UnsupportedError` for what s3kv cannot serve rightly."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise UnsupportedError(
+            f"this model has {len(groups)} KV-cache groups ({', '.join(kinds)}); s3kv serves "
+            "models whose layers all use full attention. Run it without s3kv, or with "
+            "--disable-hybrid-kv-cache-manager if vLLM supports that for the model"
+        )
+    spec = groups[0].kv_cache_spec
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    for layer in specs:
+        # Subclasses are not taken on trust: some keep state that is not in the pages.
+        name = type(layer).__name__
+        if name not in ("FullAttentionSpec", "MLAAttentionSpec") or not isinstance(
+            layer, FullAttentionSpec
+        ):
+            raise UnsupportedError(
+                f"this model has layers of kind {name}; s3kv serves full attention (with MLA) only"
+            )
+        if getattr(layer, "sliding_window", None) is not None:
+            raise UnsupportedError("sliding-window layers cannot be served yet")
+    parallel = vllm_config.parallel_config
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, setting, 1) > 1:
+            raise UnsupportedError(f"{setting} > 1 cannot be served yet")
+    _check_hashes_are_stable(vllm_config)
+
+
+def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+        raise ConfigError(
+            f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in every "
+            "process, so that nothing in the bucket would ever be found again. Set PYTHONHASHSEED "
+            "to the same number on all instances, or use sha256_cbor"
+        )
+
+
+def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVGeometry:
+    """Raises `ConfigError` when chunk_tokens does not fit the block size."""
+    block = kv_cache_config.kv_cache_groups[GROUP].kv_cache_spec.block_size
+    hashed = getattr(kv_cache_config, "hash_block_size", None)
+    if hashed is None:
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+        hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
+    chunk = config.chunk_tokens or max(1, round(_TARGET_CHUNK_TOKENS / block)) * block
+    if chunk % block or chunk % hashed:
+        below = chunk // block * block
+        near = f"{below} or {below + block}" if below else f"{block}"
+        raise ConfigError(
+            f"chunk_tokens is {chunk}: allowed is a multiple of the KV block size, which is "
+            f"{block} tokens here (for example {near})"
+        )
+    return KVGeometry(block, hashed, chunk)
+
+
+def shard_name(*, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> str:
+    """This rank's part of every chunk, as it stands in object keys."""
+    return f"t{tp_rank}of{tp_size}-p{pp_rank}of{pp_size}"
+
+
+def fingerprint(
+    config: Config,
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    sizes: KVGeometry,
+    page: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Everything that changes the bytes of a chunk or what they mean, as plain JSON values.
+
+    page: the byte layout of a page on this rank, without what differs between ranks.
+    """
+    model, cache, parallel = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.parallel_config,
+    )
+    return {
+        "model": config.model_id or f"{model.model}@{model.revision or ''}",
+        "model_config": _digest(model.hf_config.to_dict()),
+        "dtype": str(model.dtype),
+        "quantization": model.quantization,
+        "kv_cache_dtype": cache.cache_dtype,
+        "kv_cache_layout": getattr(kv_cache_config, "kv_cache_layout", None),
+        "page": dict(page),
+        "cpu_isa": _cpu_isa() if vllm_config.device_config.device_type == "cpu" else None,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "block_tokens": sizes.block_tokens,
+        "chunk_tokens": sizes.chunk_tokens,
+        "hash": _hash_identity(cache.prefix_caching_hash_algo, sizes.hash_tokens),
+    }
+
+
+def _digest(tree: Any) -> str:
+    # Where the file came from and which library wrote it do not change what the model computes.
+    volatile = {"_name_or_path", "name_or_path", "transformers_version"}
+    kept = {k: v for k, v in tree.items() if k not in volatile}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _cpu_isa() -> str:
+    """The instruction sets that decide how vLLM's CPU attention packs a page."""
+    amx = torch.cpu._is_amx_tile_supported() if platform.machine() == "x86_64" else False
+    return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-amx{int(amx)}"
+
+
+def _hash_identity(algorithm: str, hash_tokens: int) -> dict[str, Any]:
+    import vllm
+
+    major, minor = (int(part) for part in vllm.__version__.split(".")[:2])
+    return {
+        "algorithm": algorithm,
+        "tokens": hash_tokens,
+        "seed": os.environ.get("PYTHONHASHSEED", "vllm-none-hash"),
+        # Hashes of LoRA, multi-modal and salted requests changed their form between 0.29 and 0.32.
+        "form": "0.32" if (major, minor) >= (0, 32) else f"{major}.{minor}",
+        # sha256 hashes pickles, which are a matter of the Python version.
+        "python": list(sys.version_info[:2]) if algorithm == "sha256" else None,
+    }
+
+
+def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
+    """The requests of one engine step. A request that was preempted comes back as a new one on
+    the second-generation model runner, as a resumed one on the first: both replace its blocks.
+    """
+    tokens = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield ScheduledRequest(
+            new.req_id,
+            new.block_ids[GROUP],
+            True,
+            new.num_computed_tokens,
+            tokens[new.req_id],
+        )
+    cached = output.scheduled_cached_reqs
+    for request_id, blocks, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        yield ScheduledRequest(
+            request_id,
+            blocks[GROUP] if blocks else (),
+            request_id in cached.resumed_req_ids,
+            computed,
+            tokens[request_id],
+        )

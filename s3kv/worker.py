@@ -1,0 +1,147 @@
+"""One rank's bytes: carries out step plans and reports how they ended.
+
+Runs on the engine's thread of a worker process and never waits there, except for a fence on a
+device without streams and at shutdown. Device copies and the I/O process do the work; this joins
+them: a block copied to a slot is handed to the I/O process for upload, an order that cannot be
+carried out ends as failed. What it reports is all the scheduler knows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from s3kv.device.copies import BlockCopies
+from s3kv.io.client import IoClient
+from s3kv.messages import (
+    FetchOrder,
+    JobEnd,
+    JobKind,
+    LoadOrder,
+    SaveOrder,
+    StepPlan,
+    StepReport,
+)
+from s3kv.types import ChunkKey, Outcome
+
+_GIVE_UP_S = 5.0
+
+
+class RankWorker:
+    """`copies` and `client` work on the same slab; both are closed by `shutdown`.
+
+    slot_bytes: distance between slots, which start at offset 0 of the slab.
+    """
+
+    def __init__(self, *, copies: BlockCopies, client: IoClient, slot_bytes: int) -> None:
+        self.counters: Counter[str] = Counter()
+        self._copies = copies
+        self._client = client
+        self._slot_bytes = slot_bytes
+        self._saves: dict[int, SaveOrder] = {}
+        self._kinds: dict[int, JobKind] = {}
+        self._report = StepReport()
+        self._loading: set[str] = set()
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+
+    # --- a step, in the order the engine calls ---------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Before anything of the step writes to blocks: fences, and what the network can start."""
+        if plan.fences:
+            self._copies.fence(plan.fences)
+        for job_id in plan.cancels:
+            self._client.cancel(job_id)
+        for fetch in plan.fetches:
+            self._fetch(fetch)
+        for upload in plan.uploads:
+            self._upload(upload.job_id, upload.key, upload.slot)
+        self._client.flush()
+
+    def load(self, orders: Iterable[LoadOrder]) -> None:
+        for order in orders:
+            self._loading.add(order.request_id)
+            self._copies.load(order.request_id, order.parts)
+
+    def save(self, orders: Iterable[SaveOrder]) -> None:
+        """After the forward that filled the blocks has been launched."""
+        for order in orders:
+            self._saves[order.job_id] = order
+            self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
+
+    def poll(self) -> None:
+        """Take in what has ended since; `take_report` and `take_loaded` hand it on."""
+        ends = self._copies.poll()
+        for job_id, ok, seconds in ends.saved:
+            self._saved(self._saves.pop(job_id), ok, seconds)
+        for request_id, ok in ends.loaded:
+            self._loading.discard(request_id)
+            self._loaded.add(request_id)
+            if not ok:
+                self._failed.add(request_id)
+        for done in self._client.poll():
+            kind = self._kinds.pop(done.job_id)
+            self._end(done.job_id, kind, done.outcome, done.nbytes, done.seconds)
+        self._client.flush()
+
+    def take_report(self) -> StepReport | None:
+        """What has ended since the last call; None when nothing has."""
+        if not self._report.ends:
+            return None
+        report, self._report = self._report, StepReport()
+        return report
+
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended, and those of them whose load failed."""
+        loaded, self._loaded = self._loaded, set()
+        failed, self._failed = self._failed, set()
+        return loaded, failed
+
+    def give_up_loads(self) -> set[str]:
+        """Requests whose load has not been told of as ended; nothing writes to their blocks any
+        more. For the case that this object cannot be trusted any longer.
+        """
+        self._copies.wait_all(_GIVE_UP_S)
+        return self._loading | self._loaded
+
+    def shutdown(self, drain_timeout_s: float, clock: Callable[[], float]) -> int:
+        """Finish copies and uploads within the time given, then close. Returns uploads left."""
+        deadline_s = clock() + drain_timeout_s
+        self._copies.wait_all(drain_timeout_s)
+        self.poll()
+        left = self._client.drain(max(0.0, deadline_s - clock()))
+        self._client.close()
+        self._copies.close()
+        return left
+
+    @property
+    def busy(self) -> int:
+        """Orders not ended yet. For tests."""
+        return len(self._saves) + len(self._kinds)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _fetch(self, order: FetchOrder) -> None:
+        self._kinds[order.job_id] = JobKind.FETCH
+        self._client.fetch(order.job_id, order.key, order.slot * self._slot_bytes)
+
+    def _upload(self, job_id: int, key: ChunkKey, slot: int) -> None:
+        self._kinds[job_id] = JobKind.UPLOAD
+        self._client.upload(job_id, key, slot * self._slot_bytes)
+
+    def _saved(self, order: SaveOrder, ok: bool, seconds: float) -> None:
+        outcome = Outcome.OK if ok else Outcome.FAILED
+        self._end(order.job_id, JobKind.SAVE, outcome, 0, seconds)
+        if ok:
+            self._upload(order.job_id, order.key, order.slot)
+        else:
+            self._end(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED, 0, 0.0)
+
+    def _end(
+        self, job_id: int, kind: JobKind, outcome: Outcome, nbytes: int, seconds: float
+    ) -> None:
+        self._report.add(JobEnd(job_id, kind, outcome, nbytes, seconds))
+        self.counters[f"{kind.value}_{outcome.name.lower()}"] += 1
+        if outcome.is_success:
+            self.counters[f"{kind.value}_bytes"] += nbytes
