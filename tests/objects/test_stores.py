@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import uvloop
 
 from s3kv.config import Config
 from s3kv.objects.memory import MemoryStore
@@ -16,10 +15,6 @@ from s3kv.objects.s3 import S3Store
 from tests import servers
 from tests.objects.suite import ObjectStoreSuite, pattern
 
-LOOPS = [
-    pytest.param(asyncio.DefaultEventLoopPolicy, id="asyncio"),
-    pytest.param(uvloop.EventLoopPolicy, id="uvloop"),
-]
 REAL = servers.real_server()
 
 
@@ -31,10 +26,6 @@ class TestMemoryStore(ObjectStoreSuite):
 
 class S3Suite(ObjectStoreSuite):
     """`place` is (endpoint URL, bucket, credentials)."""
-
-    @pytest.fixture(params=LOOPS)
-    def event_loop_policy(self, request: pytest.FixtureRequest) -> Any:
-        return request.param()
 
     @pytest_asyncio.fixture
     async def store(
@@ -61,11 +52,16 @@ class S3Suite(ObjectStoreSuite):
         assert bytes(buffer[:14]) == b"from elsewhere"
 
 
+@pytest.fixture(scope="module")
+def moto_url() -> Iterator[str]:
+    with servers.moto_server() as url:
+        yield url
+
+
 class TestS3StoreOnMoto(S3Suite):
-    @pytest.fixture(scope="class")
-    def place(self) -> Iterator[tuple[str, str, dict[str, str]]]:
-        with servers.moto_server() as url:
-            yield url, servers.BUCKET, servers.KEYS
+    @pytest.fixture
+    def place(self, moto_url: str) -> tuple[str, str, dict[str, str]]:
+        return moto_url, servers.BUCKET, servers.KEYS
 
 
 if REAL is not None:

@@ -1,0 +1,339 @@
+"""The pool against servers that misbehave in every way a server can."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects.exchange import TEXT_LIMIT_BYTES, Request
+from s3kv.objects.http import Pool
+from tests.objects.suite import pattern
+
+pytestmark = pytest.mark.asyncio
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+Handler = Callable[[Reader, Writer], Awaitable[None]]
+GET = Request("GET", "/k", {"Host": "test"})
+
+
+def put(body: memoryview) -> Request:
+    return Request("PUT", "/k", {"Host": "test"}, body)
+
+
+@asynccontextmanager
+async def pool_on(*handlers: Handler, size: int = 4, stall_ms: int = 5000) -> AsyncIterator[Pool]:
+    """A pool on a server whose n-th connection is served by the n-th handler (then the last)."""
+    count = 0
+    served: list[asyncio.Task[None]] = []
+
+    async def serve(reader: Reader, writer: Writer) -> None:
+        nonlocal count
+        handler = handlers[min(count, len(handlers) - 1)]
+        count += 1
+        served.append(asyncio.current_task())  # type: ignore[arg-type]
+        try:
+            await handler(reader, writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    pool = Pool(
+        "127.0.0.1", port, tls=None, size=size, connect_timeout_ms=5000, request_timeout_ms=stall_ms
+    )
+    try:
+        yield pool
+    finally:
+        await pool.close()
+        server.close()
+        for task in served:
+            task.cancel()
+        await asyncio.gather(*served, return_exceptions=True)
+
+
+def say(*answers: bytes, pause: bool = False) -> Handler:
+    """Answer each request (without a body) with the next of `answers`, then close."""
+
+    async def handle(reader: Reader, writer: Writer) -> None:
+        for answer in answers:
+            await reader.readuntil(b"\r\n\r\n")
+            for part in (answer[:70], answer[70:]) if pause else (answer,):
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.01 if pause else 0)
+
+    return handle
+
+
+def ok(body: bytes, extra: str = "") -> bytes:
+    return f"HTTP/1.1 200 OK\r\n{extra}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("pause", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1, 500, 100_000])
+async def test_body_in_place(nbytes: int, pause: bool) -> None:
+    body = bytes(pattern(nbytes, 1))
+    async with pool_on(say(ok(body), ok(body), pause=pause)) as pool:
+        for _ in range(2):
+            memory = bytearray(b"\xee" * (nbytes + 10))
+            response = await pool.request(GET, memoryview(memory)[:nbytes])
+            assert (response.status, response.nbytes, response.body) == (200, nbytes, b"")
+            assert memory == body + b"\xee" * 10
+
+
+async def test_interim_answers_are_passed_over() -> None:
+    answer = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n" + ok(b"abc")
+    async with pool_on(say(answer)) as pool:
+        assert (await pool.request(GET, memoryview(bytearray(3)))).nbytes == 3
+
+
+async def test_error_body_leaves_the_buffer_alone() -> None:
+    answer = (
+        b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"4\r\n<Err\r\n3\r\nor>\r\n0\r\n\r\n"
+    )
+    async with pool_on(say(answer, ok(b"next")), size=1) as pool:
+        buffer = memoryview(bytearray(b"\xee" * 100))
+        response = await pool.request(GET, buffer)
+        assert (response.status, response.body) == (404, b"<Error>")
+        assert bytes(buffer) == b"\xee" * 100
+        assert (await pool.request(GET)).body == b"next"
+
+
+async def test_body_that_ends_with_the_connection() -> None:
+    answer = b"HTTP/1.0 500 Oops\r\n\r\nall of it"
+    async with pool_on(say(answer), say(ok(b"fresh"))) as pool:
+        assert (await pool.request(GET)).body == b"all of it"
+        assert (await pool.request(GET)).body == b"fresh"
+
+
+async def test_endless_error_body_is_cut() -> None:
+    async def pour(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 500 Oops\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"10000\r\n" + b"x" * 2**16 + b"\r\n")
+            await writer.drain()
+
+    async with pool_on(pour) as pool:
+        assert len((await pool.request(GET)).body) == TEXT_LIMIT_BYTES
+
+
+async def test_too_long_body_is_left_on_the_wire() -> None:
+    async with pool_on(say(ok(bytes(100_000))), say(ok(b"fresh"))) as pool:
+        buffer = memoryview(bytearray(b"\xee" * 10))
+        assert (await pool.request(GET, buffer)).nbytes == 100_000
+        assert bytes(buffer) == b"\xee" * 10
+        assert (await pool.request(GET, buffer)).nbytes == 5
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (ok(bytes(1000))[:-1], "ended after 999 of 1000 bytes"),
+        (ok(bytes(1000))[:20], "closed connection"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", "Content-Length"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "illegal"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n", "bad Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", "conflicting"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000, "too big|too long"),
+    ],
+    ids=["truncated", "head only", "no length", "not http", "negative", "two lengths", "big head"],
+)
+async def test_bad_answers(answer: bytes, message: str) -> None:
+    async with pool_on(say(answer)) as pool:
+        with pytest.raises(StoreUnavailable, match=message):
+            await pool.request(GET, memoryview(bytearray(1000)))
+
+
+async def test_closed_idle_connection_is_replaced_once() -> None:
+    async def answer_then_close_on_next(reader: Reader, writer: Writer) -> None:
+        await say(ok(b"first"))(reader, writer)
+        await reader.readuntil(b"\r\n\r\n")
+
+    async with pool_on(answer_then_close_on_next, say(ok(b"second"))) as pool:
+        assert (await pool.request(GET)).body == b"first"
+        assert (await pool.request(GET)).body == b"second"
+
+
+async def test_close_of_a_new_connection_is_an_error() -> None:
+    async def close(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+
+    async with pool_on(close, say(ok(b"never asked"))) as pool:
+        with pytest.raises(StoreUnavailable, match="closed the connection"):
+            await pool.request(GET)
+
+
+async def test_no_second_try_after_a_byte_of_an_answer() -> None:
+    async def half(reader: Reader, writer: Writer) -> None:
+        await say(ok(b"first"), b"HTTP/1.1 2")(reader, writer)
+
+    async with pool_on(half, say(ok(b"never asked"))) as pool:
+        await pool.request(GET)
+        with pytest.raises(StoreUnavailable):
+            await pool.request(GET)
+
+
+async def test_connection_is_kept() -> None:
+    async with pool_on(say(ok(b"1"), ok(b"2")), say(ok(b"another connection"))) as pool:
+        assert [(await pool.request(GET)).body for _ in range(2)] == [b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    "first", [ok(b"1", "Connection: close\r\n"), ok(b"1") + b"more", b"HTTP/1.0 " + ok(b"1")[9:]]
+)
+async def test_connection_is_not_kept(first: bytes) -> None:
+    async with pool_on(say(first, ok(b"same")), say(ok(b"fresh"))) as pool:
+        await pool.request(GET, memoryview(bytearray(1)))
+        assert (await pool.request(GET)).body == b"fresh"
+
+
+async def test_requests_wait_for_a_connection() -> None:
+    async with pool_on(say(*[ok(b"x")] * 10), say(ok(b"second connection")), size=1) as pool:
+        responses = await asyncio.gather(*(pool.request(GET) for _ in range(10)))
+        assert {r.body for r in responses} == {b"x"}
+
+
+async def test_silence_is_given_up() -> None:
+    async def silence(reader: Reader, writer: Writer) -> None:
+        await reader.read()
+
+    async with pool_on(silence, stall_ms=50) as pool:
+        with pytest.raises(StoreUnavailable, match="request_timeout_ms"):
+            await pool.request(GET)
+
+
+async def test_slow_but_moving_is_not_given_up() -> None:
+    async def drip(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        data = ok(b"0123456789")
+        for at in range(0, len(data), 4):
+            writer.write(data[at : at + 4])
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+    async with pool_on(drip, stall_ms=400) as pool:
+        buffer = memoryview(bytearray(10))
+        await pool.request(GET, buffer)
+        assert bytes(buffer) == b"0123456789"
+
+
+async def test_cancelled_get_writes_no_more() -> None:
+    half, cancelled, more = 100_000, asyncio.Event(), asyncio.Event()
+
+    async def stutter(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(ok(bytes(2 * half))[:-half])
+        await cancelled.wait()
+        writer.write(bytes(half))
+        more.set()
+        await reader.read()
+
+    async with pool_on(stutter) as pool:
+        buffer = memoryview(bytearray(b"\xee" * 2 * half))
+        task = asyncio.create_task(pool.request(GET, buffer))
+        while buffer[half - 1000] == 0xEE:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        buffer[:] = b"\xdd" * 2 * half
+        cancelled.set()
+        await more.wait()
+        for _ in range(10):
+            await asyncio.sleep(0.002)
+        assert buffer == b"\xdd" * 2 * half
+
+
+async def test_cancelled_put_sends_no_more() -> None:
+    """Memory given back by a cancelled PUT is not read again, however ready the peer is for it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    read_now = threading.Event()
+    data = bytearray()
+
+    def read_late() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            read_now.wait()
+            while piece := connection.recv(2**20):
+                data.extend(piece)
+
+    reader = threading.Thread(target=read_late)
+    reader.start()
+    pool = Pool(
+        *listener.getsockname(), tls=None, size=1, connect_timeout_ms=5000, request_timeout_ms=5000
+    )
+    body = memoryview(bytearray(b"\x11" * 2**25))
+
+    async def put_and_reuse() -> None:
+        try:
+            await pool.request(put(body))
+        finally:
+            body[:] = b"\x22" * len(body)
+            # Hold the loop until the reader has made room, so that it could send at once.
+            time.sleep(0.1)  # noqa: ASYNC251
+
+    task = asyncio.create_task(put_and_reuse())
+    await asyncio.sleep(0.1)  # until the socket takes no more
+    read_now.set()
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.to_thread(reader.join)
+    await pool.close()
+    listener.close()
+    sent = data[data.index(b"\r\n\r\n") + 4 :]
+    assert 0 < len(sent) < len(body)
+    assert sent.count(0x11) == len(sent)
+
+
+@pytest.mark.parametrize("nbytes", [0, 10, 3 * 2**20 + 1])
+async def test_body_out(nbytes: int) -> None:
+    got = bytearray()
+
+    async def take(reader: Reader, writer: Writer) -> None:
+        for _ in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert f"\r\ncontent-length: {nbytes}\r\n".encode() in head.lower()
+            got.extend(await reader.readexactly(nbytes))
+            writer.write(ok(b""))
+
+    async with pool_on(take) as pool:
+        for _ in range(2):
+            assert (await pool.request(put(pattern(nbytes, 3)))).status == 200
+    assert got == bytes(pattern(nbytes, 3)) * 2
+
+
+async def test_answer_before_the_end_of_the_body() -> None:
+    async def refuse(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 3\r\n\r\nno!")
+        await reader.read()
+
+    async with pool_on(refuse, say(ok(b"fresh"))) as pool:
+        response = await pool.request(put(memoryview(bytes(2**25))))
+        assert (response.status, response.body) == (503, b"no!")
+        assert (await pool.request(GET)).body == b"fresh"
+
+
+async def test_close_ends_requests_and_refuses_new_ones() -> None:
+    async def silence(reader: Reader, writer: Writer) -> None:
+        await reader.read()
+
+    async with pool_on(silence) as pool:
+        task = asyncio.create_task(pool.request(GET))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(StoreUnavailable):
+            await task
+        with pytest.raises(StoreError, match="closed"):
+            await pool.request(GET)
