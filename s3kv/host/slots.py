@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, NoReturn
 
 from s3kv.host.policy import EvictionPolicy
@@ -175,10 +176,10 @@ class SlotTable:
         """
         found: list[Slot] = []
         find = self._groups.get(group, {}).get
-        states = self._states
-        for position in range(start, len(block_hashes)):
-            slot = find(block_hashes[position])
-            if slot is None or states[slot[0]] < _CLEAN:
+        states, reserved = self._states, _RESERVED
+        for block_hash in islice(block_hashes, start, None):
+            slot = find(block_hash)
+            if slot is None or states[slot[0]] is reserved:
                 break
             found.append(slot)
         return found

@@ -1,0 +1,1 @@
+"""Measurements of parts of s3kv, each run as `python -m benchmarks.<part>`, JSON on stdout."""
