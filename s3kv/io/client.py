@@ -71,10 +71,11 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClientStatistics:
-    """outstanding: jobs accepted and not yet returned by `poll`. starts, deaths: of processes.
-    process: what the present one last said of itself, at most seconds ago."""
+    """pid: of the present process. outstanding: jobs accepted and not yet returned by `poll`.
+    starts, deaths: of processes. process: what the present one last said of itself."""
 
     state: State
+    pid: int | None
     outstanding: int
     starts: int
     deaths: int
@@ -228,8 +229,14 @@ class IoClient:
         return ended
 
     def statistics(self) -> ClientStatistics:
-        unreported = len(self._outstanding) + len(self._ended)
-        return ClientStatistics(self._state, unreported, self._starts, self._deaths, self._stats)
+        return ClientStatistics(
+            state=self._state,
+            pid=self._child.pid if self._child is not None else None,
+            outstanding=len(self._outstanding) + len(self._ended),
+            starts=self._starts,
+            deaths=self._deaths,
+            process=self._stats,
+        )
 
     def _submit(self, message: wire.Fetch | wire.Upload) -> None:
         if message.job_id in self._outstanding:

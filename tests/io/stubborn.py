@@ -1,0 +1,88 @@
+"""A server that lists an empty bucket, and otherwise refuses, or begins an answer and stops."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_LISTING = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+_DENIED = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+
+
+class StubbornServer(ThreadingHTTPServer):
+    """A GET is answered with its headers and the first half of `body`, a PUT not at all, until
+    `go_on` is set. `begun` has their paths. refuses: everything is answered with 403 instead."""
+
+    daemon_threads = True
+
+    def __init__(self, body: bytes, refuses: bool) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.body = body
+        self.refuses = refuses
+        self.go_on = threading.Event()
+        self.begun: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: StubbornServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.server.refuses:
+            self._answer(403, _DENIED)
+        elif "list-type=2" in self.path:
+            self._answer(200, _LISTING)
+        else:
+            self._answer_slowly()
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.begun.append(self.path)
+        self.server.go_on.wait()
+        self._answer(200, b"")
+
+    def _answer_slowly(self) -> None:
+        body = self.server.body
+        half = len(body) // 2
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:half])
+        self.server.begun.append(self.path)
+        self.server.go_on.wait()
+        self.wfile.write(body[half:])
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            self.close_connection = True
+
+
+@contextmanager
+def stubborn_server(body: bytes = b"", *, refuses: bool = False) -> Iterator[StubbornServer]:
+    server = StubbornServer(body, refuses)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.go_on.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
