@@ -1,0 +1,10 @@
+"""Device memory: where the pages of a chunk lie, and copies between pages and slots.
+
+The only package below `s3kv.connectors` that imports torch. It runs in the workers, never in the
+scheduler and never in the I/O process.
+"""
+
+from s3kv.device.copies import BlockCopies, CopyEnds, CopyStatistics
+from s3kv.device.layout import PageLayout
+
+__all__ = ["BlockCopies", "CopyEnds", "CopyStatistics", "PageLayout"]

@@ -1,0 +1,326 @@
+"""Moves whole chunks between the engine's paged caches and the slab, beside the engine.
+
+The engine's thread calls `BlockCopies`; one thread of ours starts the copies (on a CPU it performs
+them). It works part by part and picks each time, in this order:
+
+    1. saves the engine waits for in `fence`
+    2. loads, because a request waits for them
+    3. saves
+
+so a load waits for at most one chunk of a save, and a fence for no load but the part under way.
+
+    save ──▶ queued ──copy thread──▶ started ──ticket done──▶ told by `poll`, once
+    load ──▶ queued ──part by part─▶ started ──ticket done──▶ told by `poll`, once
+
+A copy that fails ends with ok=False and is logged; its slot, or its blocks, then hold anything.
+The end is told only when nothing of the copy touches memory any more, also after a failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from s3kv.device.copier import COPY_ERRORS, Copier, Ticket
+from s3kv.device.cpu import FINISHED, CpuCopier
+from s3kv.device.layout import PageLayout
+from s3kv.device.places import ChunkPlaces
+from s3kv.messages import LoadPart
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 5.0
+"""Far longer than one part takes; a thread that does not end by then hangs in the driver."""
+_WAIT_STEP_S = 0.0005
+"""How often `wait_all` asks; CUDA events cannot be waited for with a timeout."""
+
+
+class SavedEnd(NamedTuple):
+    """seconds: from the call of `save` to the `poll` that found it done."""
+
+    job_id: int
+    ok: bool
+    seconds: float
+
+
+class LoadedEnd(NamedTuple):
+    load_id: str
+    ok: bool
+
+
+class CopyEnds(NamedTuple):
+    saved: list[SavedEnd]
+    loaded: list[LoadedEnd]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStatistics:
+    """Since the start, but `pending`: saves and loads whose end `poll` has not told yet."""
+
+    saves: int
+    loads: int
+    failures: int
+    fences_waited: int
+    """Fences that found a save not even started, and had to wait for the copy thread."""
+    pending: int
+    pinned: bool
+
+
+def open_copier(places: ChunkPlaces) -> Copier:
+    """The copier for the device of the caches, which takes over `places`."""
+    if places.device.type == "cpu":
+        return CpuCopier(places)
+    # Only where there is a GPU: a build of torch without CUDA has half of what it needs.
+    from s3kv.device.cuda import CudaCopier
+
+    return CudaCopier(places)
+
+
+_Id = TypeVar("_Id", bound=int | str)
+_Copy = Callable[[LoadPart, Any], Ticket]
+
+
+class _Job(Generic[_Id]):
+    """One save or load on its way. The copy thread writes it, under the lock of `BlockCopies`."""
+
+    __slots__ = ("copy", "ident", "mark", "ok", "parts", "since_s", "started", "ticket")
+
+    def __init__(self, ident: _Id, copy: _Copy, parts: Iterable[LoadPart], now: float) -> None:
+        self.ident: _Id = ident
+        self.copy = copy
+        self.parts = deque(parts)
+        """Those not begun yet."""
+        self.since_s = now
+        self.mark: Any = None
+        self.ticket: Ticket = FINISHED
+        """Of the part started last; parts of one job end in order."""
+        self.ok = True
+        self.started = False
+        """True when all parts have been started, or the job has failed."""
+
+    def is_done(self) -> bool:
+        if not self.started:
+            return False
+        try:
+            return self.ticket.done()
+        except RuntimeError:
+            logger.exception("the device failed under copy %s", self.ident)
+            self.ok, self.ticket = False, FINISHED
+            return True
+
+
+class BlockCopies:
+    """The copies of one worker. All methods are for the engine's thread, and none raises for a
+    copy that fails.
+
+    Orders of the same kind are carried out in the order given; a load and a save are not ordered
+    with each other. The caller (the planner) sees to it that a slot is not loaded from before its
+    save has ended, and that a load overwrites no block a save still reads: it fences that save
+    first, and a load after the fence waits for it.
+    """
+
+    def __init__(self, copier: Copier, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take over `copier` and start the copy thread. `open` is the usual way in."""
+        self._copier = copier
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._urgent: deque[_Job[int]] = deque()
+        self._saves: deque[_Job[int]] = deque()
+        self._loads: deque[_Job[str]] = deque()
+        self._saving: dict[int, _Job[int]] = {}
+        self._loading: dict[str, _Job[str]] = {}
+        self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="s3kv-copies", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        layouts: Mapping[int, PageLayout],
+        slab: memoryview,
+        slot_bytes: int,
+        header_bytes: Mapping[int, int],
+    ) -> BlockCopies:
+        """Copies for the device the caches are on. On a GPU this pins the slab, a second or so for
+        a few GiB. Parameters, and what is raised, are those of `ChunkPlaces`.
+        """
+        return cls(open_copier(ChunkPlaces(layouts, slab, slot_bytes, header_bytes)))
+
+    def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
+        """Copy all blocks of a chunk to its slot's payload, after everything the engine has
+        launched so far on its current stream. Returns at once.
+
+        The slot belongs to the copy until `poll` tells its end, the blocks until `fence`.
+        Raises `ValueError` for a `job_id` that is still on its way.
+        """
+        if job_id in self._saving:
+            raise ValueError(f"save {job_id} is on its way already")
+        part = LoadPart(group, slot, 0, tuple(block_ids))
+        job = _Job(job_id, self._copier.copy_out, (part,), self._clock())
+        self._counts["saves"] += 1
+        self._saving[job_id] = job
+        self._submit(self._saves, job)
+
+    def load(self, load_id: str, parts: Sequence[LoadPart]) -> None:
+        """Copy chunks, or parts of them, from slots to blocks, after everything the engine has
+        launched so far on its current stream. Returns at once.
+
+        Slots and blocks belong to the copy until `poll` tells its end; the engine may use the
+        blocks on any stream after that. Raises `ValueError` for a `load_id` still on its way.
+        """
+        if load_id in self._loading:
+            raise ValueError(f"load {load_id} is on its way already")
+        job = _Job(load_id, self._copier.copy_in, parts, self._clock())
+        self._counts["loads"] += 1
+        self._loading[load_id] = job
+        self._submit(self._loads, job)
+
+    def fence(self, job_ids: Iterable[int]) -> None:
+        """Nothing the engine launches after this call, on the stream current now, overwrites the
+        source blocks of these saves before they were read. Unknown and ended ids are fine.
+
+        On a GPU this waits until the copies are launched, and lets the stream wait for the rest;
+        on a CPU it blocks until they are done. Raises `RuntimeError` when the device has failed.
+        """
+        jobs = [job for i in job_ids if (job := self._saving.get(i)) is not None]
+        if not jobs:
+            return
+        with self._changed:
+            if not all(job.started for job in jobs):
+                self._counts["fences_waited"] += 1
+                self._hurry(jobs)
+                self._changed.wait_for(lambda: all(job.started for job in jobs))
+        for job in jobs:
+            job.ticket.fence()
+
+    def poll(self) -> CopyEnds:
+        """What has ended since the last call, each exactly once. Does not block."""
+        ends = CopyEnds([], [])
+        if not self._saving and not self._loading:
+            return ends
+        now = self._clock()
+        for saved in self._ended(self._saving):
+            ends.saved.append(SavedEnd(saved.ident, saved.ok, now - saved.since_s))
+        for loaded in self._ended(self._loading):
+            ends.loaded.append(LoadedEnd(loaded.ident, loaded.ok))
+        return ends
+
+    def wait_all(self, timeout_s: float) -> bool:
+        """Block until every copy has ended, for `poll` to tell; False when time ran out first."""
+        deadline = self._clock() + timeout_s
+        jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
+        while not all(job.is_done() for job in jobs):
+            if self._clock() >= deadline:
+                return False
+            time.sleep(_WAIT_STEP_S)
+        return True
+
+    def statistics(self) -> CopyStatistics:
+        return CopyStatistics(
+            **self._counts,
+            pending=len(self._saving) + len(self._loading),
+            pinned=self._copier.pinned,
+        )
+
+    def close(self) -> None:
+        """End the copy under way, fail the queued ones, give back slab and pinning. Idempotent.
+
+        Call it before the slab is unmapped or the caches are freed; `wait_all` before it if
+        the copies matter. If the copy thread hangs, nothing is given back, and that is logged.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the copy thread hangs in a copy; its memory stays mapped and pinned")
+            return
+        self._copier.close()
+
+    def _submit(self, queue: deque[_Job[_Id]], job: _Job[_Id]) -> None:
+        try:
+            job.mark = self._copier.mark()
+        except COPY_ERRORS:
+            logger.exception("copy %s failed before it began", job.ident)
+            job.ok, job.started = False, True
+            return
+        with self._changed:
+            if self._closing:
+                job.ok, job.started = False, True
+            elif job.parts:
+                queue.append(job)
+                self._changed.notify_all()
+            else:
+                job.started = True
+
+    def _hurry(self, jobs: Iterable[_Job[int]]) -> None:
+        for job in jobs:
+            if job in self._saves:
+                self._saves.remove(job)
+                self._urgent.append(job)
+
+    def _ended(self, jobs: dict[_Id, _Job[_Id]]) -> list[_Job[_Id]]:
+        ended = [job for job in jobs.values() if job.is_done()]
+        for job in ended:
+            del jobs[job.ident]
+            self._counts["failures"] += not job.ok
+        return ended
+
+    def _run(self) -> None:
+        """The copy thread. Whatever ends it, nobody is left waiting for it."""
+        try:
+            self._copier.enter_thread()
+            while self._start_next():
+                pass
+        finally:
+            self._settle()
+            with self._changed:
+                self._closing = True
+                jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
+                for job in jobs:
+                    if not job.started:
+                        job.ok, job.started = False, True
+                self._changed.notify_all()
+
+    def _start_next(self) -> bool:
+        """Start the next part, once there is one; False when it is time to end."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or self._urgent or self._loads or self._saves
+            )
+            if self._closing:
+                return False
+            queue: deque[Any] = self._urgent or self._loads or self._saves
+            job: _Job[Any] = queue[0]
+            part = job.parts.popleft()
+            if not job.parts:
+                queue.popleft()
+        try:
+            ticket, ok = job.copy(part, job.mark), True
+        except COPY_ERRORS:
+            logger.exception("copy %s failed, at %s", job.ident, part)
+            self._settle()
+            ticket, ok = FINISHED, False
+        with self._changed:
+            self._record(job, ticket, ok)
+        return True
+
+    def _record(self, job: _Job[Any], ticket: Ticket, ok: bool) -> None:
+        if not ok and job.parts:
+            job.parts.clear()
+            self._loads.remove(job)
+        job.ticket, job.ok, job.started = ticket, ok, not job.parts
+        if job.started:
+            self._changed.notify_all()
+
+    def _settle(self) -> None:
+        try:
+            self._copier.settle()
+        except COPY_ERRORS:
+            logger.exception("the device failed; what it was copying is lost")

@@ -1,0 +1,189 @@
+"""Copies where the KV cache is in GPU memory.
+
+A page of a layer is small, and a chunk has hundreds of them, so they are not copied one by one:
+a kernel gathers them into a staging buffer on the GPU, at its memory's speed, and one DMA takes
+the whole payload over the bus; a load goes the same way back. The engine's blocks are free again
+after the gather, long before the bus is done with them.
+
+    save stream:  wait(mark) → gather → [read] → payload → slot      → [done]
+    load stream:  wait(mark) → slot → payload → scatter              → [done]
+
+Each stream has a staging buffer of its own, reused in stream order. Everything is launched from
+the copy thread; the engine's thread only records marks, waits (on the device) and asks events.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from s3kv.device.places import ChunkPlaces
+from s3kv.device.stacks import Stack, stacks
+from s3kv.messages import LoadPart
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 2**30
+"""Registered at once, about: a call takes a fraction of a second per GiB, and a limit is then met
+with most of the slab already pinned."""
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EventTicket:
+    """`source_read` passes once the blocks may be overwritten, `finished` at the copy's end."""
+
+    source_read: torch.cuda.Event
+    finished: torch.cuda.Event
+    device: torch.device
+
+    def done(self) -> bool:
+        return bool(self.finished.query())  # type: ignore[no-untyped-call]
+
+    def fence(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.source_read)
+
+
+class _Lane:
+    """A stream, its staging buffer, and every group's stacks over that buffer."""
+
+    def __init__(self, places: ChunkPlaces, priority: int) -> None:
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            places.device, priority=priority
+        )
+        longest = max(layout.payload_bytes for layout in places.layouts.values())
+        with torch.cuda.stream(self.stream):
+            self.staging = torch.empty(longest, dtype=torch.uint8, device=places.device)
+        self.stacks: dict[int, tuple[Stack, ...]] = {
+            group: stacks(layout, self.staging) for group, layout in places.layouts.items()
+        }
+
+    def ids(self, block_ids: tuple[int, ...]) -> torch.Tensor:
+        """On the device, in stream order. The pinned original belongs to torch's host allocator,
+        which keeps it until the stream has passed.
+        """
+        host = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
+        return host.to(self.staging.device, non_blocking=True)
+
+
+class CudaCopier:
+    """The slab should be pinned (`pin`). Unpinned memory is right too: such a copy goes through
+    the driver's bounce buffer, at a third of the speed or less, and holds the copy thread, not
+    the engine's, until it is done.
+    """
+
+    def __init__(self, places: ChunkPlaces) -> None:
+        self._places = places
+        self._device = places.device
+        with torch.cuda.device(self._device):
+            # Zero is the lowest priority there is, and the engine's own. A request waits for a
+            # load, nobody for a save.
+            self._out = _Lane(places, priority=0)
+            self._in = _Lane(places, priority=-1)
+            self._registered = pin(places)
+        self.pinned = sum(self._registered.values()) == places.memory.numel()
+
+    def mark(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self._device)
+
+    def copy_out(self, part: LoadPart, mark: torch.cuda.Event) -> EventTicket:
+        payload, staging = self._payload(part, self._out)
+        with torch.inference_mode(), torch.cuda.stream(self._out.stream):
+            self._out.stream.wait_event(mark)
+            ids = self._out.ids(part.block_ids)
+            for stack in self._out.stacks[part.group]:
+                stack.gather(ids)
+            source_read = self._out.stream.record_event()
+            payload.copy_(staging, non_blocking=True)
+            return EventTicket(source_read, self._out.stream.record_event(), self._device)
+
+    def copy_in(self, part: LoadPart, mark: torch.cuda.Event) -> EventTicket:
+        payload, staging = self._payload(part, self._in)
+        # vLLM allocates its caches in inference mode, and only there may they be written to.
+        with torch.inference_mode(), torch.cuda.stream(self._in.stream):
+            # Not only for fences: what the engine has launched may still use the previous content
+            # of these blocks.
+            self._in.stream.wait_event(mark)
+            ids = self._in.ids(part.block_ids)
+            # The whole payload even for a part of it: that is one copy instead of one per layer,
+            # and parts are rare.
+            staging.copy_(payload, non_blocking=True)
+            for stack in self._in.stacks[part.group]:
+                stack.scatter(ids, part.first_block)
+            finished = self._in.stream.record_event()
+            return EventTicket(finished, finished, self._device)
+
+    def _payload(self, part: LoadPart, lane: _Lane) -> tuple[torch.Tensor, torch.Tensor]:
+        layout, begin = self._places.locate(part)
+        nbytes = layout.payload_bytes
+        return self._places.memory.narrow(0, begin, nbytes), lane.staging.narrow(0, 0, nbytes)
+
+    def settle(self) -> None:
+        self._out.stream.synchronize()
+        self._in.stream.synchronize()
+
+    def close(self) -> None:
+        if not self._places.layouts:
+            return
+        try:
+            self.settle()
+        finally:
+            for address in self._registered:
+                _cudart().cudaHostUnregister(address)
+            self._registered = {}
+            self._places.close()
+
+
+def pin(places: ChunkPlaces) -> dict[int, int]:
+    """Register the slab with CUDA, piece by piece, on the current device. {address: bytes}.
+
+    A DMA must not cross from one registered piece to the next, so pieces are whole slots. The
+    first refusal ends it, with a warning that says what to do; the rest stays unpinned.
+    """
+    registered: dict[int, int] = {}
+    for address, nbytes in _pieces(places):
+        code = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        if code:
+            _forget_error(places.device)
+            logger.warning(
+                "CUDA refused to pin host memory (error %d) after %d of %d bytes of s3kv's slab; "
+                "going on unpinned, copies to and from it will be several times slower. Raise "
+                "`ulimit -l` (in a container: --ulimit memlock=-1), give the machine more free "
+                "memory, or lower host_bytes.",
+                code,
+                sum(registered.values()),
+                places.memory.numel(),
+            )
+            break
+        registered[address] = nbytes
+    return registered
+
+
+def _pieces(places: ChunkPlaces) -> Iterator[tuple[int, int]]:
+    total, piece = places.memory.numel(), places.memory.numel()
+    if places.slot_bytes % _PAGE_BYTES == 0:
+        piece = max(1, _PIECE_BYTES // places.slot_bytes) * places.slot_bytes
+    for begin in range(0, total, piece):
+        yield places.memory.data_ptr() + begin, min(piece, total - begin)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call that failed and hands it to whoever asks next, which is the
+    engine's next kernel launch. Launch one of our own to take it.
+    """
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        logger.debug("took the error that cudaHostRegister had left behind")

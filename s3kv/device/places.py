@@ -1,0 +1,80 @@
+"""Where a chunk's payload is in the slab, and the checks before anything is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from s3kv.device.layout import PageLayout
+from s3kv.messages import LoadPart
+
+
+@dataclass(slots=True)
+class ChunkPlaces:
+    """The slab as the worker sees it, and the layout of what its slots hold.
+
+    layouts: by the group number that the orders carry, all on one device.
+    slab: the worker's mapping, writable bytes. We keep a view of our own until `close`, so the
+        mapping cannot be unmapped under a copy. A whole number of slots; slot `i` begins at
+        `i * slot_bytes`.
+    header_bytes: by group; a slot's payload begins that far into it.
+
+    Raises `ValueError` when a slot is too small for a group's chunk.
+    """
+
+    layouts: Mapping[int, PageLayout]
+    slab: memoryview
+    slot_bytes: int
+    header_bytes: Mapping[int, int]
+    memory: torch.Tensor = field(init=False, repr=False)
+    """The slab as a flat uint8 tensor on the CPU."""
+
+    def __post_init__(self) -> None:
+        if not self.layouts:
+            raise ValueError("there is no KV-cache group to copy")
+        if len({layout.device for layout in self.layouts.values()}) > 1:
+            raise ValueError("the KV-cache groups are on different devices")
+        if self.slab.nbytes < self.slot_bytes or self.slab.nbytes % self.slot_bytes:
+            raise ValueError(f"slab of {self.slab.nbytes} bytes, slots of {self.slot_bytes}")
+        for group, layout in self.layouts.items():
+            if self.header_bytes[group] + layout.payload_bytes > self.slot_bytes:
+                raise ValueError(
+                    f"slots of {self.slot_bytes} bytes do not hold a chunk of group {group}: "
+                    f"{self.header_bytes[group]} + {layout.payload_bytes}"
+                )
+        self.slab = memoryview(self.slab).cast("B")
+        self.memory = torch.frombuffer(self.slab, dtype=torch.uint8)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.layouts.values())).device
+
+    @property
+    def num_slots(self) -> int:
+        return self.slab.nbytes // self.slot_bytes
+
+    def locate(self, part: LoadPart) -> tuple[PageLayout, int]:
+        """The layout of the part's group, and where in the slab the chunk's payload begins.
+
+        The last check before raw addresses are used: raises `ValueError` for anything that would
+        touch memory outside the slot or the cache, or names a group nobody registered.
+        """
+        layout = self.layouts.get(part.group)
+        if layout is None:
+            raise ValueError(f"there is no KV-cache group {part.group}")
+        if not 0 <= part.slot < self.num_slots:
+            raise ValueError(f"slot {part.slot} of {self.num_slots}")
+        end_block = part.first_block + len(part.block_ids)
+        if not 0 <= part.first_block < end_block <= layout.blocks_per_chunk:
+            raise ValueError(f"blocks [{part.first_block}, {end_block}) are not in the chunk")
+        if min(part.block_ids) < 0 or max(part.block_ids) >= layout.num_blocks:
+            raise ValueError(f"block ids {part.block_ids} exceed {layout.num_blocks} blocks")
+        return layout, part.slot * self.slot_bytes + self.header_bytes[part.group]
+
+    def close(self) -> None:
+        """Let go of the slab. No copy may be running. Idempotent."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.layouts = {}
+        self.slab.release()
