@@ -1,0 +1,149 @@
+"""Small Llama models with random weights: a config.json and a safetensors file, nothing else.
+
+They exist to make a KV cache matter. vLLM's own dummy weights are drawn from ±1e-3; with those,
+greedy tokens hardly depend on the attention and a broken cache goes unnoticed. Here the weights
+are normal with a standard deviation of about 0.08 and the embeddings are large, so that a wrong
+page of KV changes the tokens.
+
+The two standard deviations of a preset were chosen by trying: a zeroed KV cache changes the tokens
+of every prompt, while the last-bit differences between a whole prefill and one that starts from a
+prefix hit (other matrix shapes, bf16) rarely do. Rarely is not never: compare with a run that had
+a hit of the same length, or use dtype="float32", where they never did.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 1_024
+MAX_TOKENS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """The shape of a model. KV is bf16: `kv_bytes_per_token` is what one token costs a cache."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    weight_std: float
+    embedding_std: float
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        # keys and values, two bytes each
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+TINY = Preset(
+    "tiny",
+    hidden=256,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    head_dim=32,
+    intermediate=512,
+    weight_std=0.08,
+    embedding_std=1.0,
+)
+"""2 KiB of KV per token: for tests of behaviour."""
+
+FAT = Preset(
+    "fat",
+    hidden=256,
+    layers=16,
+    heads=8,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=1_024,
+    weight_std=0.06,
+    embedding_std=2.0,
+)
+"""64 KiB of KV per token, half of Llama-3-8B's, at little compute: for tests of data transfer."""
+
+
+def prompts(count: int, tokens: int, *, seed: int = 0) -> list[list[int]]:
+    """`count` random prompts that share no prefix (but by chance: the vocabulary is small)."""
+    draw = random.Random(seed)
+    return [[draw.randrange(2, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+
+def build(directory: Path, preset: Preset, *, seed: int = 0) -> Path:
+    """Write the model into `directory`/<preset>-<seed> unless it is there; return that path.
+
+    The same preset and seed give the same bytes with the same torch version. The weights file is
+    written last and renamed into place, so a directory that has it is complete.
+    """
+    path = directory / f"{preset.name}-{seed}"
+    weights = path / "model.safetensors"
+    if not weights.exists():
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(_config(preset), indent=2))
+        partial = path / "model.safetensors.partial"
+        save_file(_weights(preset, seed), partial, metadata={"format": "pt"})
+        partial.rename(weights)
+    return path
+
+
+def _config(preset: Preset) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_size": preset.hidden,
+        "intermediate_size": preset.intermediate,
+        "num_hidden_layers": preset.layers,
+        "num_attention_heads": preset.heads,
+        "num_key_value_heads": preset.kv_heads,
+        "head_dim": preset.head_dim,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_TOKENS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def _weights(preset: Preset, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, std: float = preset.weight_std) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(torch.bfloat16)
+
+    def ones() -> torch.Tensor:
+        return torch.ones(preset.hidden, dtype=torch.bfloat16)
+
+    hidden, wide = preset.hidden, preset.intermediate
+    queries, keys = preset.heads * preset.head_dim, preset.kv_heads * preset.head_dim
+    weights = {
+        "model.embed_tokens.weight": normal(VOCABULARY, hidden, std=preset.embedding_std),
+        "model.norm.weight": ones(),
+        "lm_head.weight": normal(VOCABULARY, hidden),
+    }
+    for layer in range(preset.layers):
+        prefix = f"model.layers.{layer}"
+        weights |= {
+            f"{prefix}.self_attn.q_proj.weight": normal(queries, hidden),
+            f"{prefix}.self_attn.k_proj.weight": normal(keys, hidden),
+            f"{prefix}.self_attn.v_proj.weight": normal(keys, hidden),
+            f"{prefix}.self_attn.o_proj.weight": normal(hidden, queries),
+            f"{prefix}.mlp.gate_proj.weight": normal(wide, hidden),
+            f"{prefix}.mlp.up_proj.weight": normal(wide, hidden),
+            f"{prefix}.mlp.down_proj.weight": normal(hidden, wide),
+            f"{prefix}.input_layernorm.weight": ones(),
+            f"{prefix}.post_attention_layernorm.weight": ones(),
+        }
+    return weights

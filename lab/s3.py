@@ -1,0 +1,88 @@
+"""An S3 of our own, in a process of its own: `with moto_process() as s3: s3.url …`.
+
+moto in the process that uses it would share its GIL, and with an engine's that is a lie about
+both. `python -m lab.s3` prints its port and serves until its stdin ends, so it cannot outlive who
+started it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+REGION = "us-east-1"
+
+
+@dataclass(frozen=True, slots=True)
+class S3Server:
+    """An S3 endpoint and credentials that may do everything there; url None is AWS itself."""
+
+    url: str | None
+    env: dict[str, str]
+    """What a process needs in its environment to use the server."""
+
+    def client(self) -> Any:
+        """A boto3 client: a second opinion that shares no code with s3kv."""
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            region_name=self.env.get("AWS_DEFAULT_REGION"),
+            aws_access_key_id=self.env.get("AWS_ACCESS_KEY_ID"),
+            aws_secret_access_key=self.env.get("AWS_SECRET_ACCESS_KEY"),
+        )
+
+    def objects(self, bucket: str, prefix: str = "") -> dict[str, int]:
+        """Every key that starts with `prefix`, with its object's length in bytes."""
+        pages = self.client().get_paginator("list_objects_v2")
+        return {
+            entry["Key"]: entry["Size"]
+            for page in pages.paginate(Bucket=bucket, Prefix=prefix)
+            for entry in page.get("Contents", ())
+        }
+
+
+@contextmanager
+def moto_process() -> Iterator[S3Server]:
+    """A fresh, empty moto server; it keeps everything in memory."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lab.s3"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        port = int(process.stdout.readline())
+        env = {
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing-secret",
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        yield S3Server(f"http://127.0.0.1:{port}", env)
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.kill()
+        process.wait()
+
+
+def serve() -> None:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    print(server.get_host_and_port()[1], flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    serve()
