@@ -107,7 +107,8 @@ class IoClient:
         self._drained: wire.Drained | None = None
         self._stats: wire.Stats | None = None
         self._outbox: list[wire.Down] = []
-        self._outstanding: set[int] = set()
+        self._outstanding: dict[int, bool] = {}
+        """Jobs sent and not ended, and whether they are uploads."""
         self._ended: list[wire.Done] = []
         self._starts = 0
         self._deaths = 0
@@ -154,12 +155,14 @@ class IoClient:
         What ended meanwhile is returned by the next `poll`. Afterwards only `poll` and `close`.
         Should the worker be killed while it waits here, the process still uses its time.
         """
-        if self._state is not State.UP or not self._outstanding:
-            return len(self._outstanding)
-        self._outbox.append(wire.Drain(timeout_s))
-        deadline_s = time.monotonic() + timeout_s + _GRACE_S
-        self._wait(lambda: self._drained is not None, deadline_s)
-        return self._drained.left if self._drained is not None else len(self._outstanding)
+        uploads = {job_id for job_id, is_upload in self._outstanding.items() if is_upload}
+        if self._state is State.UP and self._outstanding:
+            self._outbox.append(wire.Drain(timeout_s))
+            deadline_s = time.monotonic() + timeout_s + _GRACE_S
+            self._wait(lambda: self._drained is not None, deadline_s)
+        if self._drained is not None:
+            return self._drained.left
+        return len(uploads - {end.job_id for end in self._ended if end.outcome.is_success})
 
     def close(self) -> None:
         """End the process, by force after 2 s. Idempotent. Nothing uses the slab afterwards.
@@ -211,7 +214,9 @@ class IoClient:
 
     def flush(self) -> None:
         """Send what is queued, as far as the socket takes it."""
-        if self._state is State.UP and self._child is not None:
+        if self._state is not State.UP or self._child is None:
+            return
+        if self._outbox or self._child.has_unsent:
             self._child.send(self._outbox)
             self._outbox.clear()
 
@@ -242,7 +247,7 @@ class IoClient:
         if message.job_id in self._outstanding:
             raise ValueError(f"job {message.job_id} has not ended yet")
         if self._state is State.UP:
-            self._outstanding.add(message.job_id)
+            self._outstanding[message.job_id] = isinstance(message, wire.Upload)
             self._outbox.append(message)
         else:
             self._fail(message.job_id, f"the I/O process is {self._state.value}")
@@ -265,7 +270,7 @@ class IoClient:
             case wire.Done(job_id):
                 if job_id not in self._outstanding:
                     raise wire.WireError(f"job {job_id}, done or never sent, is done")
-                self._outstanding.remove(job_id)
+                del self._outstanding[job_id]
                 self._ended.append(message)
             case wire.Stats():
                 self._stats = message

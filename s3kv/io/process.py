@@ -41,7 +41,7 @@ async def serve(
 ) -> None:
     """Serve the worker at the other end of `sock` until it hangs up.
 
-    Takes over `sock`; `slab` stays the caller's and is at rest afterwards. parent_pid: hang up as
+    Takes over `sock`; `slab` stays the caller's. End the process afterwards. parent_pid: hang up as
     well when this process has another parent. Raises `WireError` when the worker talks nonsense.
     """
     reader, writer = await asyncio.open_unix_connection(sock=sock)

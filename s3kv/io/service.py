@@ -31,6 +31,8 @@ from s3kv.types import ChunkKey, Outcome
 _log = logging.getLogger("s3kv.io")
 
 _CLOSE_TIMEOUT_S = 1.0
+_UNWIND_TIMEOUT_S = 2.0
+"""For cancelled jobs to end. The process's own end stops what is left after it."""
 _TROUBLE: dict[type[StoreError], wire.Trouble] = {
     StoreDenied: "denied",
     StoreMissing: "missing",
@@ -228,6 +230,6 @@ class Service:
         for job_id in tuple(self._tasks):
             self._cancel(job_id)
         self._starting.cancel()
-        await asyncio.gather(self._starting, *self._tasks.values(), return_exceptions=True)
+        await asyncio.wait([self._starting, *self._tasks.values()], timeout=_UNWIND_TIMEOUT_S)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -414,6 +415,23 @@ def test_a_drain_tells_what_is_left(stubborn: StubbornServer, open_client: Open)
     until(lambda: client.poll() or len(stubborn.begun) == 4)
     assert client.drain(0.1) == 3
     assert {e.outcome for e in ends(client, 4).values()} == {Outcome.CANCELLED}
+
+
+def test_a_drain_counts_what_a_killed_process_left(
+    stubborn: StubbornServer, open_client: Open
+) -> None:
+    client = open_client(stubborn.url)
+    for i in range(3):
+        upload(client, i)
+    fetch(client, 9, number=1)
+    until(lambda: client.poll() or len(stubborn.begun) == 4)
+    pid = client.statistics().pid
+    assert pid is not None
+    killing = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
+    killing.start()
+    assert client.drain(30) == 3
+    killing.join()
+    assert set(ends(client, 4)) == {0, 1, 2, 9}
 
 
 @pytest.fixture
