@@ -89,7 +89,7 @@ class WorkerSide(Guarded):
         )
         self._client = IoClient(hello, self._slab)
         self._client.start()
-        copies = BlockCopies(
+        copies = BlockCopies.open(
             {GROUP: layout}, self._slab.view, slot_bytes, {GROUP: chunk.header_bytes}
         )
         self._rank = RankWorker(copies=copies, client=self._client, slot_bytes=slot_bytes)

@@ -53,7 +53,7 @@ class S3KVStats(KVConnectorStats):
     """Increments of `COUNTERS` since the last report; sums over ranks and sides."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():

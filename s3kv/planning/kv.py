@@ -188,7 +188,7 @@ class KVPlanner:
             low, high = position * per_chunk, (position + 1) * per_chunk
             blocks = tuple(block_ids[max(low, start) : min(high, end)])
             slot = record.leases[position]
-            parts.append(LoadPart(self._settings.group, slot.index, max(low, start) - low, blocks))
+            parts.append(LoadPart(self._settings.group, slot.number, max(low, start) - low, blocks))
         return tuple(parts)
 
     def loaded(self, request_ids: Iterable[str], failed: Iterable[str] = ()) -> None:

@@ -136,7 +136,7 @@ class ChunkLedger:
         self._fetches_inflight += 1
         self.counters["fetches"] += 1
         job.sequence = self.counters["fetches"]
-        self._fetch_orders.append(FetchOrder(job.job_id, key, job.slot.index))
+        self._fetch_orders.append(FetchOrder(job.job_id, key, job.slot.number))
         return job
 
     def fetch_job(self, key: ChunkKey) -> Job:
@@ -156,7 +156,7 @@ class ChunkLedger:
         self.counters["saves"] += 1
         for block in block_ids:
             self._saving_blocks[block] = job.job_id
-        self._save_orders.append(SaveOrder(job.job_id, key, job.slot.index, block_ids))
+        self._save_orders.append(SaveOrder(job.job_id, key, job.slot.number, block_ids))
         return True
 
     def take_fetches(self) -> tuple[FetchOrder, ...]:
@@ -176,7 +176,7 @@ class ChunkLedger:
             assert slot is not None, "a dirty chunk cannot leave its slot"
             job = self._register(key, slot, {JobKind.UPLOAD: self._world_size})
             job.attempt = attempt
-            orders.append(UploadOrder(job.job_id, key, slot.index))
+            orders.append(UploadOrder(job.job_id, key, slot.number))
         return tuple(orders)
 
     # --- ends ------------------------------------------------------------------------------
