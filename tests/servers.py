@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import boto3
@@ -74,3 +76,40 @@ def real_server() -> tuple[str, str, dict[str, str]] | None:
     if url is None:
         return None
     return url, os.environ["S3KV_TEST_BUCKET"], {name: os.environ[name] for name in KEYS}
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def scripted_server(
+    *handlers: Handler, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """The port of a server whose n-th connection is served by the n-th handler, then the last.
+
+    A connection is closed when its handler returns; handlers may run into its end.
+    """
+    serving: list[asyncio.Task[None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        handler = handlers[min(len(serving), len(handlers) - 1)]
+        task = asyncio.current_task()
+        assert task is not None
+        serving.append(task)
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                await handler(reader, writer)
+        finally:
+            writer.transport.abort() if stopping else writer.close()
+
+    stopping = False
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        stopping = True
+        server.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving)
+        await asyncio.sleep(0)  # transports close a turn of the loop later

@@ -7,14 +7,14 @@ each. A request is signed with botocore's signer and handed to our own pool.
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import botocore.exceptions
-from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from botocore.auth import UNSIGNED_PAYLOAD, S3SigV4Auth
 from botocore.awsrequest import AWSRequest
@@ -22,10 +22,8 @@ from botocore.httpsession import get_cert_path
 
 import s3kv
 from s3kv.config import Config
-from s3kv.errors import StoreDenied, StoreError
+from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.objects.exchange import EMPTY, Request
-
-_MARK = "s3kv-object"
 
 
 class _Credentials(Protocol):
@@ -53,7 +51,6 @@ class Endpoint:
     authority: str
     path: str
     region: str
-    service: str
     _credentials: _Credentials
 
     @property
@@ -79,7 +76,7 @@ class Endpoint:
             method, self.url + target, headers={"Host": self.authority, **(headers or {})}
         )
         frozen = await _frozen(self._credentials)
-        _Signer(frozen, self.service, self.region).add_auth(unsigned)
+        _Signer(frozen, "s3", self.region).add_auth(unsigned)
         return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT}, body)
 
 
@@ -89,12 +86,18 @@ _AGENT = f"s3kv/{s3kv.__version__}"
 async def _frozen(credentials: _Credentials) -> Any:
     try:
         return await credentials.get_frozen_credentials()
-    except botocore.exceptions.BotoCoreError as error:
-        raise StoreDenied(f"the credentials could not be renewed: {error}") from error
+    except botocore.exceptions.HTTPClientError as error:
+        raise StoreUnavailable(f"credentials could not be fetched: {error}") from error
+    except (
+        botocore.exceptions.BotoCoreError,
+        botocore.exceptions.ClientError,  # from STS
+        RuntimeError,  # botocore's, when what it fetched has expired already
+    ) as error:
+        raise StoreDenied(f"no valid credentials could be had: {error}") from error
 
 
 async def find_endpoint(config: Config) -> tuple[Endpoint, ssl.SSLContext | None]:
-    """Ask botocore where the bucket is. Raises `StoreDenied` without credentials."""
+    """Ask botocore where the bucket is; sends nothing to it. Raises `StoreError`."""
     session = AioSession()
     try:
         credentials = await session.get_credentials()
@@ -103,48 +106,33 @@ async def find_endpoint(config: Config) -> tuple[Endpoint, ssl.SSLContext | None
                 "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
                 "AWS_PROFILE, or give this machine a role"
             )
-        await _frozen(credentials)  # an expired or unreachable provider is told from here on
-        url = await _url_of_mark(session, config)
         ca_bundle = config.ca_bundle or session.get_config_variable("ca_bundle")
+        async with session.create_client(
+            "s3", region_name=config.region, endpoint_url=config.endpoint_url
+        ) as client:
+            url, region = client.meta.endpoint_url, client.meta.region_name
     except botocore.exceptions.BotoCoreError as error:
         raise StoreError(f"botocore's settings cannot be used: {error}") from error
     parts = urlsplit(url)
-    # …/date/region/service/aws4_request
-    scope = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")
+    path = parts.path.rstrip("/") + "/"
+    authority, host = parts.netloc, parts.hostname or ""
+    if _in_host_name(config, host):
+        authority, host = f"{config.bucket}.{authority}", f"{config.bucket}.{host}"
+    else:
+        path += f"{config.bucket}/"
     tls = parts.scheme == "https"
-    assert parts.hostname is not None
-    endpoint = Endpoint(
-        tls=tls,
-        host=parts.hostname,
-        port=parts.port or (443 if tls else 80),
-        authority=parts.netloc,
-        path=parts.path.removesuffix(_MARK),
-        region=scope[-3],
-        service=scope[-2],
-        _credentials=credentials,
-    )
+    port = parts.port or (443 if tls else 80)
+    endpoint = Endpoint(tls, host, port, authority, path, region, credentials)
     return endpoint, _tls_context(config.verify_tls, ca_bundle) if tls else None
 
 
-async def _url_of_mark(session: AioSession, config: Config) -> str:
-    """Where botocore would GET an object named `_MARK`, presigned. Sends nothing."""
-    style = config.addressing_style
-    if style == "auto" and config.endpoint_url is not None:
-        style = "path"
-    url = await _presign(session, config, style)
-    if style == "auto" and "amazonaws." not in urlsplit(url).netloc:
-        # The endpoint came from the environment or a profile, where it means the same.
-        url = await _presign(session, config, "path")
-    return url
-
-
-async def _presign(session: AioSession, config: Config, style: str) -> str:
-    settings = AioConfig(signature_version="s3v4", s3={"addressing_style": style})
-    async with session.create_client(
-        "s3", region_name=config.region, endpoint_url=config.endpoint_url, config=settings
-    ) as client:
-        params = {"Bucket": config.bucket, "Key": _MARK}
-        return str(await client.generate_presigned_url("get_object", Params=params))
+def _in_host_name(config: Config, host: str) -> bool:
+    """Whether the bucket goes into the host name. auto: on AWS, wherever its certificates allow;
+    for any other server, named by a setting or by botocore's own, never."""
+    if config.addressing_style != "auto":
+        return config.addressing_style == "virtual"
+    on_aws = config.endpoint_url is None and "amazonaws." in host
+    return on_aws and re.fullmatch(r"[a-z0-9-]+", config.bucket) is not None
 
 
 def _tls_context(verify: bool, ca_bundle: str | None) -> ssl.SSLContext:

@@ -66,7 +66,8 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(0)
+        # Paused by any unsent byte. Not 0: TLS transports then stay paused with nothing to send.
+        self._transport.set_write_buffer_limits(high=1, low=0)
         self._writable.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:

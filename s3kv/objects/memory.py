@@ -12,11 +12,13 @@ from s3kv.objects.store import ObjectInfo
 class MemoryStore:
     """A bucket in a dictionary, for tests and for saying what `ObjectStore` means.
 
-    clock: seconds since the epoch, asked once per write. Every method gives way to the loop once
-    before it acts and never again after, so each acts atomically, as a real store does.
+    clock: seconds since the epoch, asked once per write; an object's age is wall time.
+
+    Every method gives way to the loop once before it acts and never again after, so each acts
+    atomically, as a real store does.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251
         self._clock = clock
         self._objects: dict[str, tuple[bytes, float]] = {}
 

@@ -40,7 +40,6 @@ async def fetch(store: ObjectStore, key: str, room: int = 2**16) -> bytes | None
     return None if nbytes is None else bytes(buffer[:nbytes])
 
 
-@pytest.mark.asyncio
 class ObjectStoreSuite:
     @pytest.fixture
     def root(self) -> str:

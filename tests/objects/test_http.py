@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,12 +14,10 @@ import pytest
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects.exchange import TEXT_LIMIT_BYTES, Request
 from s3kv.objects.http import Pool
+from tests import servers
 from tests.objects.suite import pattern
 
-pytestmark = pytest.mark.asyncio
-
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
-Handler = Callable[[Reader, Writer], Awaitable[None]]
 GET = Request("GET", "/k", {"Host": "test"})
 
 
@@ -28,39 +26,26 @@ def put(body: memoryview) -> Request:
 
 
 @asynccontextmanager
-async def pool_on(*handlers: Handler, size: int = 4, stall_ms: int = 5000) -> AsyncIterator[Pool]:
+async def pool_on(
+    *handlers: servers.Handler, size: int = 4, stall_ms: int = 5000
+) -> AsyncIterator[Pool]:
     """A pool on a server whose n-th connection is served by the n-th handler (then the last)."""
-    count = 0
-    served: list[asyncio.Task[None]] = []
-
-    async def serve(reader: Reader, writer: Writer) -> None:
-        nonlocal count
-        handler = handlers[min(count, len(handlers) - 1)]
-        count += 1
-        served.append(asyncio.current_task())  # type: ignore[arg-type]
+    async with servers.scripted_server(*handlers) as port:
+        pool = Pool(
+            "127.0.0.1",
+            port,
+            tls=None,
+            size=size,
+            connect_timeout_ms=5000,
+            request_timeout_ms=stall_ms,
+        )
         try:
-            await handler(reader, writer)
-        except ConnectionError:
-            pass
+            yield pool
         finally:
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    pool = Pool(
-        "127.0.0.1", port, tls=None, size=size, connect_timeout_ms=5000, request_timeout_ms=stall_ms
-    )
-    try:
-        yield pool
-    finally:
-        await pool.close()
-        server.close()
-        for task in served:
-            task.cancel()
-        await asyncio.gather(*served, return_exceptions=True)
+            await pool.close()
 
 
-def say(*answers: bytes, pause: bool = False) -> Handler:
+def say(*answers: bytes, pause: bool = False) -> servers.Handler:
     """Answer each request (without a body) with the next of `answers`, then close."""
 
     async def handle(reader: Reader, writer: Writer) -> None:
@@ -242,7 +227,7 @@ async def test_cancelled_get_writes_no_more() -> None:
     async with pool_on(stutter) as pool:
         buffer = memoryview(bytearray(b"\xee" * 2 * half))
         task = asyncio.create_task(pool.request(GET, buffer))
-        while buffer[half - 1000] == 0xEE:
+        while buffer[half - 1000] == 0xEE:  # noqa: ASYNC110 - nobody could set an event
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

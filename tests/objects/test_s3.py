@@ -1,0 +1,302 @@
+"""`S3Store` where the suite does not look: what goes wrong, and what is said then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+from s3kv.objects.endpoint import find_endpoint
+from s3kv.objects.s3 import S3Store
+from tests import servers
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.set_credentials(monkeypatch)
+
+
+@asynccontextmanager
+async def s3_store(url: str | None, **settings: Any) -> AsyncIterator[S3Store]:
+    store = S3Store(Config(bucket="bkt", endpoint_url=url, **settings))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def canned(
+    answer: bytes, heads: list[str] | None = None, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """The URL of a server that answers everything with `answer`, and notes the heads it saw."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if heads is not None:
+                heads.append(head)
+            if length := re.search(r"content-length: (\d+)", head, re.IGNORECASE):
+                await reader.readexactly(int(length[1]))
+            writer.write(answer)
+            await writer.drain()
+
+    async with servers.scripted_server(serve, tls=tls) as port:
+        yield f"http{'s' if tls else ''}://127.0.0.1:{port}"
+
+
+def error(status: int, code: str) -> bytes:
+    body = f"<Error><Code>{code}</Code></Error>".encode()
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+CALLS: list[tuple[str, Callable[[S3Store], Awaitable[Any]]]] = [
+    ("s3:GetObject", lambda store: store.get_into("k", memoryview(bytearray(10)))),
+    ("s3:PutObject", lambda store: store.put("k", memoryview(b"x"), if_absent=True)),
+    ("s3:DeleteObject", lambda store: store.delete("k")),
+    ("s3:ListBucket", lambda store: anext(store.list("k"))),
+    ("s3:ListBucket", lambda store: store.check()),
+]
+
+
+@pytest.mark.parametrize(("action", "call"), CALLS)
+async def test_denied_names_the_action(
+    action: str, call: Callable[[S3Store], Awaitable[Any]]
+) -> None:
+    async with canned(error(403, "AccessDenied")) as url, s3_store(url) as store:
+        with pytest.raises(StoreDenied, match=f"{action} on arn:aws:s3:::bkt") as caught:
+            await call(store)
+        assert url in str(caught.value)
+
+
+@pytest.mark.parametrize(("action", "call"), CALLS)
+async def test_missing_bucket_is_no_missing_object(
+    action: str, call: Callable[[S3Store], Awaitable[Any]]
+) -> None:
+    async with canned(error(404, "NoSuchBucket")) as url, s3_store(url) as store:
+        with pytest.raises(StoreMissing, match="bkt"):
+            await call(store)
+
+
+async def test_check_names_the_missing_bucket_of_a_real_server() -> None:
+    with servers.moto_server() as url:
+        async with s3_store(url) as store:
+            with pytest.raises(StoreMissing, match=r"bkt at .*NoSuchBucket"):
+                await store.check()
+
+
+async def test_check_without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.forget_credentials(monkeypatch)
+    async with s3_store("http://127.0.0.1:1") as store:
+        with pytest.raises(StoreDenied, match="AWS_ACCESS_KEY_ID"):
+            await store.check()
+        servers.set_credentials(monkeypatch)  # found later: used, without a restart
+        with pytest.raises(StoreUnavailable, match="refused"):
+            await store.check()
+
+
+async def test_check_with_an_unknown_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nowhere")
+    async with s3_store("http://127.0.0.1:1") as store:
+        with pytest.raises(StoreError, match="nowhere"):
+            await store.check()
+
+
+async def test_check_with_a_host_that_does_not_exist() -> None:
+    async with s3_store("http://no-such-host.invalid") as store:
+        with pytest.raises(StoreUnavailable, match=r"no-such-host.*resolved.*endpoint_url"):
+            await store.check()
+
+
+async def test_check_with_nobody_listening() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    async with s3_store(f"http://127.0.0.1:{port}") as store:
+        with pytest.raises(StoreUnavailable, match=r"refused.*endpoint_url"):
+            await store.check()
+
+
+async def test_check_with_a_host_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        async with s3_store(f"http://127.0.0.1:{address[1]}", connect_timeout_ms=100) as store:
+            with pytest.raises(StoreUnavailable, match="connect_timeout_ms"):
+                await store.check()
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate for 127.0.0.1, with its key in the same file."""
+    path = tmp_path_factory.mktemp("tls") / "server.pem"
+    subprocess.run(
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30 "
+        f"-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout {path} -out {path}.crt",
+        shell=True,
+        check=True,
+        capture_output=True,
+    )
+    path.write_bytes(path.read_bytes() + Path(f"{path}.crt").read_bytes())
+    return path
+
+
+@pytest.fixture
+def server_tls(certificate: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    return context
+
+
+OBJECT = b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n" + b"x" * 300_000
+
+
+async def test_tls(certificate: Path, server_tls: ssl.SSLContext) -> None:
+    buffer = memoryview(bytearray(300_000))
+    async with canned(OBJECT, tls=server_tls) as url:
+        async with s3_store(url, ca_bundle=f"{certificate}.crt") as store:
+            for _ in range(2):
+                buffer[:] = bytes(300_000)
+                assert await store.get_into("k", buffer) == 300_000
+                assert buffer == b"x" * 300_000
+            assert await store.put("k", memoryview(bytes(3_000_000)), if_absent=False)
+        async with s3_store(url, verify_tls=False) as store:
+            assert await store.get_into("k", buffer) == 300_000
+
+
+async def test_tls_with_an_unknown_authority(server_tls: ssl.SSLContext) -> None:
+    async with canned(OBJECT, tls=server_tls) as url, s3_store(url) as store:
+        with pytest.raises(StoreUnavailable, match=r"certificate.*ca_bundle"):
+            await store.check()
+
+
+async def test_tls_to_a_plain_port() -> None:
+    async def answer_in_plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        await reader.read()
+
+    async with (
+        servers.scripted_server(answer_in_plain) as port,
+        s3_store(f"https://127.0.0.1:{port}") as store,
+    ):
+        with pytest.raises(StoreUnavailable, match="TLS failed"):
+            await store.check()
+
+
+async def test_credentials_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A provider whose credentials end within the minute is asked before every request."""
+    servers.forget_credentials(monkeypatch)
+    provider = tmp_path / "provider.py"
+    provider.write_text(
+        "import json, datetime, pathlib\n"
+        f"count = pathlib.Path({str(tmp_path / 'count')!r})\n"
+        "n = int(count.read_text()) + 1 if count.exists() else 0\n"
+        "count.write_text(str(n))\n"
+        "end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=1)\n"
+        "print(json.dumps({'Version': 1, 'AccessKeyId': f'key{n}', 'SecretAccessKey': 'x',\n"
+        "                  'SessionToken': f'token{n}', 'Expiration': end.isoformat()}))\n"
+    )
+    settings = tmp_path / "config"
+    settings.write_text(f"[default]\ncredential_process = {sys.executable} {provider}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(settings))
+    heads: list[str] = []
+    async with canned(OBJECT, heads) as url, s3_store(url) as store:
+        for _ in range(3):
+            await store.get_into("k", memoryview(bytearray(300_000)))
+    keys = [re.findall(r"Credential=key(\d+)/", head)[0] for head in heads]
+    tokens = [re.findall(r"token: token(\d+)", head, re.IGNORECASE)[0] for head in heads]
+    assert keys == tokens
+    assert len(set(keys)) == 3
+
+
+async def test_request_on_the_wire() -> None:
+    heads: list[str] = []
+    async with canned(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", heads) as url:
+        async with s3_store(url, checksum="when_supported") as store:
+            assert await store.put("a b", memoryview(b"123456789"), if_absent=True)
+        async with s3_store(url) as store:
+            assert await store.put("a b", memoryview(b"123456789"), if_absent=False)
+    first, second = (head.lower() for head in heads)
+    assert first.startswith("put /bkt/a%20b http/1.1\r\n")
+    assert "\r\nif-none-match: *\r\n" in first
+    assert "\r\nx-amz-checksum-crc32: y/q5jg==\r\n" in first  # CBF43926, the check value
+    assert "\r\nx-amz-content-sha256: unsigned-payload\r\n" in first
+    assert "expect:" not in first
+    assert "if-none-match" not in second
+    assert "checksum" not in second
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "url"),
+    [
+        ({}, {}, "https://bkt.s3.amazonaws.com:443/ us-east-1"),
+        ({"region": "eu-west-1"}, {}, "https://bkt.s3.eu-west-1.amazonaws.com:443/ eu-west-1"),
+        ({"addressing_style": "path"}, {}, "https://s3.amazonaws.com:443/bkt/ us-east-1"),
+        ({"bucket": "b.k"}, {}, "https://s3.amazonaws.com:443/b.k/ us-east-1"),
+        (
+            {"region": "cn-north-1"},
+            {},
+            "https://bkt.s3.cn-north-1.amazonaws.com.cn:443/ cn-north-1",
+        ),
+        ({"endpoint_url": "http://h:9"}, {}, "http://h:9/bkt/ us-east-1"),
+        ({"endpoint_url": "http://h/base/"}, {}, "http://h:80/base/bkt/ us-east-1"),
+        (
+            {"endpoint_url": "https://h", "addressing_style": "virtual", "region": "local"},
+            {},
+            "https://bkt.h:443/ local",
+        ),
+        ({}, {"AWS_ENDPOINT_URL_S3": "http://h:9"}, "http://h:9/bkt/ us-east-1"),
+        (
+            {},
+            {"AWS_DEFAULT_REGION": "eu-north-1"},
+            "https://bkt.s3.eu-north-1.amazonaws.com:443/ eu-north-1",
+        ),
+    ],
+)
+async def test_where_the_bucket_is(
+    settings: dict[str, Any], environment: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    endpoint, tls = await find_endpoint(Config(**{"bucket": "bkt", **settings}))
+    scheme = "https" if endpoint.tls else "http"
+    found = f"{scheme}://{endpoint.host}:{endpoint.port}{endpoint.path} {endpoint.region}"
+    assert found == url
+    assert (tls is not None) == endpoint.tls
+
+
+async def test_listing_that_is_no_listing() -> None:
+    for body in (b"", b"<ListBucketResult><Contents></Contents></ListBucketResult>"):
+        answer = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        async with canned(answer) as url, s3_store(url) as store:
+            with pytest.raises(StoreUnavailable, match="listing cannot be read"):
+                await store.check()
+
+
+def test_import_is_light() -> None:
+    """The I/O process starts in well under a second: none of the heavy packages comes along."""
+    script = (
+        "import sys, json, s3kv.objects.s3, s3kv.objects.codec, s3kv.objects.memory;"
+        "print(json.dumps([m for m in ('torch', 'vllm', 'numpy', 'boto3') if m in sys.modules]))"
+    )
+    out = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout
+    assert json.loads(out) == []
