@@ -16,13 +16,6 @@ from typing import Any
 from s3kv.io import wire
 
 _RECEIVE_BYTES = 2**16
-_MALLOC = {
-    # Without these glibc gives every large buffer back to the kernel and faults it in again for
-    # the next one: 10 to 40 % of the process's CPU time (mallopt(3)).
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most glibc takes
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
-    "MALLOC_TOP_PAD_": str(2**26),
-}
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -137,12 +130,12 @@ def _spawn(sock_fd: int, slab_fd: int, module: str) -> subprocess.Popen[Any]:
 
 
 def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The worker's, plus malloc settings and an import path that finds this very s3kv.
+    """The worker's, with an import path that finds this very s3kv.
 
     The path is left alone where s3kv is installed: site-packages in PYTHONPATH would come before
     the standard library, and old backports there would replace parts of it.
     """
-    environment = {**inherited, **_MALLOC, "PYTHONSAFEPATH": "1"}
+    environment = {**inherited, "PYTHONSAFEPATH": "1"}
     home = Path(__file__).parents[2]
     if str(home) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         path = [str(home), inherited.get("PYTHONPATH", "")]
