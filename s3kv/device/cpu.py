@@ -46,7 +46,7 @@ class CpuCopier:
         return
 
     def copy_out(self, part: LoadPart, mark: None) -> FinishedTicket:
-        layout, payload = self._places.locate(part)
+        layout, payload = self._places.locate_whole(part)
         payload += self._slab_address
         for address, offset, nbytes in layout.moves(part.block_ids, part.first_block):
             ctypes.memmove(payload + offset, address, nbytes)

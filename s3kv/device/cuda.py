@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from s3kv.device.layout import PageLayout
 from s3kv.device.places import ChunkPlaces
 from s3kv.device.stacks import Stack, stacks
 from s3kv.messages import LoadPart
@@ -95,7 +96,7 @@ class CudaCopier:
         torch.cuda.set_device(self._device)
 
     def copy_out(self, part: LoadPart, mark: torch.cuda.Event) -> EventTicket:
-        payload, staging = self._payload(part, self._out)
+        payload, staging = self._payloads(*self._places.locate_whole(part), self._out)
         with torch.inference_mode(), torch.cuda.stream(self._out.stream):
             self._out.stream.wait_event(mark)
             ids = self._out.ids(part.block_ids)
@@ -106,7 +107,7 @@ class CudaCopier:
             return EventTicket(source_read, self._out.stream.record_event(), self._device)
 
     def copy_in(self, part: LoadPart, mark: torch.cuda.Event) -> EventTicket:
-        payload, staging = self._payload(part, self._in)
+        payload, staging = self._payloads(*self._places.locate(part), self._in)
         # vLLM allocates its caches in inference mode, and only there may they be written to.
         with torch.inference_mode(), torch.cuda.stream(self._in.stream):
             # Not only for fences: what the engine has launched may still use the previous content
@@ -121,8 +122,10 @@ class CudaCopier:
             finished = self._in.stream.record_event()
             return EventTicket(finished, finished, self._device)
 
-    def _payload(self, part: LoadPart, lane: _Lane) -> tuple[torch.Tensor, torch.Tensor]:
-        layout, begin = self._places.locate(part)
+    def _payloads(
+        self, layout: PageLayout, begin: int, lane: _Lane
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The payload in the slab, and in staging."""
         nbytes = layout.payload_bytes
         return self._places.memory.narrow(0, begin, nbytes), lane.staging.narrow(0, 0, nbytes)
 

@@ -73,6 +73,13 @@ class ChunkPlaces:
             raise ValueError(f"block ids {part.block_ids} exceed {layout.num_blocks} blocks")
         return layout, part.slot * self.slot_bytes + self.header_bytes[part.group]
 
+    def locate_whole(self, part: LoadPart) -> tuple[PageLayout, int]:
+        """As `locate`, for a save: a chunk with a hole would be uploaded as if it had none."""
+        layout, begin = self.locate(part)
+        if len(part.block_ids) != layout.blocks_per_chunk:
+            raise ValueError(f"{len(part.block_ids)} of a chunk's {layout.blocks_per_chunk} blocks")
+        return layout, begin
+
     def close(self) -> None:
         """Let go of the slab. No copy may be running. Idempotent."""
         self.memory = torch.empty(0, dtype=torch.uint8)
