@@ -1,0 +1,72 @@
+"""The named tensors of one block, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+
+from s3kv.types import TensorSpec
+
+_NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+class BlockTensors:
+    """Shapes and dtypes that every block of a store has.
+
+    shapes: name to shape and dtype, in the order the payload is to have. Raises `ValueError` for
+    a dtype that has no place in the object format.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        for name, (_, dtype) in shapes.items():
+            if dtype not in _NAMES:
+                raise ValueError(f"tensor {name!r} is {dtype}: allowed is one of {list(_NAMES)}")
+        self._shapes = {n: (tuple(shape), dtype) for n, (shape, dtype) in shapes.items()}
+        self.specs = tuple(
+            TensorSpec(name, _NAMES[dtype], shape) for name, (shape, dtype) in self._shapes.items()
+        )
+        self.payload_bytes = sum(spec.nbytes for spec in self.specs)
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `ValueError` unless `tensors` has exactly these names, shapes and dtypes."""
+        if tensors.keys() != self._shapes.keys():
+            raise ValueError(f"tensors {sorted(tensors)}: expected are {sorted(self._shapes)}")
+        for name, tensor in tensors.items():
+            shape, dtype = self._shapes[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise ValueError(
+                    f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype}: expected is "
+                    f"{shape} {dtype}"
+                )
+
+    def copy_out(self, source: Mapping[str, torch.Tensor], payload: torch.Tensor) -> None:
+        """Write the tensors into `payload`, flat uint8 on any device. Blocks between devices."""
+        for name, view in self._views(payload).items():
+            view.copy_(source[name])
+
+    def copy_in(self, payload: torch.Tensor, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill `into` from `payload`, flat uint8 on any device. Blocks between devices."""
+        for name, view in self._views(payload).items():
+            into[name].copy_(view)
+
+    def _views(self, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+        views, offset = {}, 0
+        for name, (shape, dtype) in self._shapes.items():
+            nbytes = prod(shape) * dtype.itemsize
+            views[name] = payload[offset : offset + nbytes].view(dtype).view(shape)
+            offset += nbytes
+        return views
