@@ -6,6 +6,7 @@ Lives in each worker process, on the thread that runs the model.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,8 @@ class WorkerSide(Guarded):
         self._slab: Slab | None = None
         self._hello: WorkerHello | None = None
         self._stranded: set[str] = set()
+        self._prefault: threading.Thread | None = None
+        self._closing = threading.Event()
 
     # --- start and end: these may raise, and wait ------------------------------------------
 
@@ -93,6 +96,12 @@ class WorkerSide(Guarded):
             {GROUP: layout}, self._slab.view, slot_bytes, {GROUP: chunk.header_bytes}
         )
         self._rank = RankWorker(copies=copies, client=self._client, slot_bytes=slot_bytes)
+        if layout.device.type == "cpu":
+            # Pinning touches every page of the slab; without it the first copies would have to.
+            self._prefault = threading.Thread(
+                target=self._slab.prefault, args=(self._closing.is_set,), daemon=True
+            )
+            self._prefault.start()
         self._hello = WorkerHello(namespace.digest, count, slot_bytes)
 
     def hello(self) -> WorkerHello:
@@ -108,6 +117,7 @@ class WorkerSide(Guarded):
 
     def shutdown(self) -> None:
         """Finish uploads within `drain_timeout_s`, then give everything back. Idempotent."""
+        self._closing.set()
         rank, self._rank = self._rank, None
         if rank is not None:
             left = rank.shutdown(self._config.drain_timeout_s, time.monotonic)
@@ -118,6 +128,8 @@ class WorkerSide(Guarded):
                     left,
                     self._config.drain_timeout_s,
                 )
+        if self._prefault is not None:
+            self._prefault.join()
         if self._slab is not None:
             self._slab.close()
 
