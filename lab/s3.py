@@ -56,6 +56,7 @@ def moto_process() -> Iterator[S3Server]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        start_new_session=True,  # Ctrl-C is for whoever started us
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ START_AND_STOP_S = 240
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = importlib.util.find_spec("vllm") is None
+    missing = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)

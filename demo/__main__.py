@@ -1,0 +1,216 @@
+"""What s3kv does, in a minute: an engine computes, another one that starts afterwards does not.
+
+    make demo                                            an S3 of its own, in memory
+    S3KV_BUCKET=my-bucket [AWS_ENDPOINT_URL=…] make demo your bucket; what it writes, it removes
+
+Exit status: 0, or 1 when the tokens differ or nothing came from the bucket, or 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lab import models
+from lab.engine import Answer, Engine, EngineFailed
+from lab.s3 import S3Server, moto_process
+
+MODEL = models.FAT
+PROMPTS = models.prompts(6, 1_600, seed=1)
+WARM_UP = models.prompts(1, 200, seed=2)[0]
+KV_CACHE_BYTES = 1_100 * 2**20  # all prompts stay in the engine's own cache, for comparison
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bucket, and the prefix in it that is this demo's own."""
+
+    server: S3Server
+    bucket: str
+    prefix: str
+
+    def connector(self) -> dict[str, Any]:
+        extra: dict[str, Any] = {
+            "bucket": self.bucket,
+            "prefix": self.prefix,
+            "host_bytes": "1GiB",
+            "drain_timeout_s": 60.0,  # the second engine has to find everything
+        }
+        if self.server.url is not None:
+            extra["endpoint_url"] = self.server.url
+        return {
+            "kv_connector": "S3KVConnector",
+            "kv_connector_module_path": "s3kv.connectors",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All prompts once through an engine. `tokens_from` is keyed by `SOURCES`."""
+
+    answers: list[Answer]
+    tokens_from: dict[str, int]
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * statistics.median(a.ttft_s for a in self.answers if a.ttft_s is not None)
+
+
+class Demo:
+    def __init__(self, place: Place, directory: Path, progress: Progress) -> None:
+        self._place = place
+        self._directory = directory
+        self._progress = progress
+        self._bar = progress.add_task("", total=1 + 2 * 4 + 3 * len(PROMPTS))
+
+    def run(self) -> tuple[Pass, Pass, Pass, dict[str, int]]:
+        """Cold, own cache, from the bucket; and what the bucket holds."""
+        self._say("building a small model")
+        model = models.build(self._directory, MODEL)
+        self._step()
+        with self._engine(model, "first") as engine:
+            cold = self._ask(engine, "first engine, empty bucket")
+            own = self._ask(engine, "first engine, its own cache")
+            self._say("first engine: sending the rest to the bucket")
+        objects = self._place.server.objects(self._place.bucket, self._place.prefix + "/")
+        self._step()
+        with self._engine(model, "second") as engine:
+            warm = self._ask(engine, "second engine, from the bucket")
+            self._say("done")
+        self._step()
+        return cold, own, warm, objects
+
+    @contextmanager
+    def _engine(self, model: Path, name: str) -> Iterator[Engine]:
+        self._say(f"{name} engine: starting")
+        with Engine(
+            model,
+            connector=self._place.connector(),
+            env=self._place.server.env,
+            log_path=self._directory / f"{name}-engine.log",
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+        ) as engine:
+            engine.generate([WARM_UP])  # the first request of any engine pays for lazy set-up
+            self._step(3)
+            yield engine
+
+    def _ask(self, engine: Engine, what: str) -> Pass:
+        before = tokens_by_source(engine)
+        answers = []
+        for number, prompt in enumerate(PROMPTS, 1):
+            self._say(f"{what}: prompt {number} of {len(PROMPTS)}")
+            answers += engine.generate([prompt])
+            self._step()
+        after = tokens_by_source(engine)
+        return Pass(answers, {source: after[source] - before[source] for source in SOURCES})
+
+    def _say(self, text: str) -> None:
+        self._progress.update(self._bar, description=text)
+
+    def _step(self, steps: int = 1) -> None:
+        self._progress.advance(self._bar, steps)
+
+
+def tokens_by_source(engine: Engine) -> dict[str, int]:
+    metrics = engine.metrics()
+    return {
+        source: int(metrics.get(f"vllm:prompt_tokens_by_source_total{{source={source}}}", 0))
+        for source in SOURCES
+    }
+
+
+@contextmanager
+def place_to_use() -> Iterator[Place]:
+    """The user's bucket, or one of our own that is gone afterwards."""
+    prefix = f"s3kv-demo/{uuid.uuid4().hex[:8]}"
+    bucket = os.environ.get("S3KV_BUCKET")
+    if bucket is None:
+        with moto_process() as server:
+            server.client().create_bucket(Bucket="demo")
+            yield Place(server, "demo", prefix)
+        return
+    server = S3Server(os.environ.get("AWS_ENDPOINT_URL"), {})
+    try:
+        yield Place(server, bucket, prefix)
+    finally:
+        for key in server.objects(bucket, prefix + "/"):
+            server.client().delete_object(Bucket=bucket, Key=key)
+
+
+def table_of(passes: Sequence[tuple[str, Pass]]) -> Table:
+    table = Table(title="Time to first token, and where the prompts' tokens came from")
+    table.add_column("")
+    for column in ("TTFT, median", "computed", "engine's cache", "bucket"):
+        table.add_column(column, justify="right")
+    for name, one in passes:
+        counts = (f"{one.tokens_from[source]:,}" for source in SOURCES)
+        table.add_row(name, f"{one.ttft_ms:,.0f} ms", *counts)
+    return table
+
+
+def verdict(own: Pass, warm: Pass, console: Console) -> int:
+    """Say whether the bucket's KV is as good as the engine's own; the exit status."""
+    equal = sum(a.tokens == b.tokens for a, b in zip(own.answers, warm.answers, strict=True))
+    if warm.tokens_from["external_kv_transfer"] == 0:
+        console.print("[bold red]Nothing came from the bucket.[/]")
+        return 1
+    if equal < len(PROMPTS):
+        console.print(f"Same tokens: [bold red]no[/], only {equal} of {len(PROMPTS)} prompts")
+        return 1
+    console.print(
+        f"Same tokens as with the engine's own cache: [bold green]yes[/], {equal} of {equal}"
+    )
+    return 0
+
+
+def main() -> int:
+    console = Console()
+    console.print(
+        f"{len(PROMPTS)} prompts of {len(PROMPTS[0]):,} tokens, one after another, through a small "
+        f"Llama with {MODEL.kv_bytes_per_token >> 10} KiB of KV per token (Llama-3-8B has 128)."
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with (
+        tempfile.TemporaryDirectory(prefix="s3kv-demo-") as directory,
+        place_to_use() as place,
+    ):
+        with Progress(*columns, console=console, transient=True) as progress:
+            cold, own, warm, objects = Demo(place, Path(directory), progress).run()
+        rows = [
+            ("empty bucket", cold),
+            ("same engine again", own),
+            ("new engine process", warm),
+        ]
+        console.print(table_of(rows))
+        megabytes = sum(objects.values()) / 1e6
+        console.print(
+            f"In the bucket: {len(objects)} objects, {megabytes:,.0f} MB, "
+            f"at s3://{place.bucket}/{place.prefix}/"
+        )
+        return verdict(own, warm, console)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("Interrupted. Nothing of it is left running.", file=sys.stderr)
+        sys.exit(130)
+    except EngineFailed as failure:
+        print(failure, file=sys.stderr)
+        sys.exit(1)

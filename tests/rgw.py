@@ -1,0 +1,190 @@
+"""A Ceph object gateway of our own, for the tests that must not trust a simulation.
+
+`rgw_server()` starts one monitor, one object store daemon that keeps its data in memory, and the
+gateway, all in the foreground under the calling process, without systemd, without cephx, on free
+ports, in a directory of their own. About three seconds. Everything ends with the block, and with
+the calling process however it ends.
+
+Debian's packages: radosgw ceph-mon ceph-osd ceph-common.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "setpriv")
+KEYS = {"AWS_ACCESS_KEY_ID": "s3kvaccess", "AWS_SECRET_ACCESS_KEY": "s3kvsecretsecretsecret"}
+
+# One copy of everything, four placement groups a pool, no warnings about either; and intervals
+# that are seconds in a data centre shortened for a cluster that lives for a minute.
+CONFIGURATION = """\
+[global]
+fsid = {fsid}
+mon host = [v1:127.0.0.1:{mon_port}/0]
+mon initial members = a
+public network = 127.0.0.0/8
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+ms bind msgr2 = false
+auth cluster required = none
+auth service required = none
+auth client required = none
+run dir = {home}
+admin socket = {home}/$name.$pid.asok
+log file = {home}/$name.log
+crash dir = {home}
+log to stderr = false
+debug none = 0
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 4
+osd pool default pgp num = 4
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+mon max pg per osd = 1000
+mon data avail crit = 0
+paxos propose interval = 0.05
+paxos min wait = 0.01
+[mon.a]
+host = localhost
+mon data = {home}/mon
+mon addr = 127.0.0.1:{mon_port}
+[osd.0]
+osd data = {home}/osd
+osd objectstore = memstore
+memstore device bytes = {memory_bytes}
+osd class update on start = false
+osd crush update on start = false
+osd class load list = *
+osd class default list = *
+[client.rgw]
+host = localhost
+rgw data = {home}/rgw
+rgw frontends = beast endpoint=127.0.0.1:{rgw_port}
+rgw enable usage log = false
+rgw enable ops log = false
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    url: str
+    keys: dict[str, str]
+    """AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may create buckets."""
+
+
+def missing_programs() -> list[str]:
+    """What `rgw_server` needs and this machine lacks."""
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+@contextmanager
+def rgw_server(home: Path, *, memory_bytes: int = 2 * 2**30) -> Iterator[Gateway]:
+    """A gateway with an empty object store. `home` is an empty directory; logs stay there."""
+    for name in ("mon", "osd", "rgw"):
+        (home / name).mkdir()
+    mon_port, rgw_port = free_ports(2)
+    fsid = str(uuid.uuid4())
+    configuration = CONFIGURATION.format(
+        fsid=fsid, home=home, mon_port=mon_port, rgw_port=rgw_port, memory_bytes=memory_bytes
+    )
+    (home / "ceph.conf").write_text(configuration)
+    cluster = _Cluster(home)
+    try:
+        cluster.start_monitor(fsid, mon_port)
+        cluster.start_store()
+        cluster.start_gateway(f"http://127.0.0.1:{rgw_port}/")
+        yield Gateway(f"http://127.0.0.1:{rgw_port}", KEYS)
+    finally:
+        cluster.kill()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now; all held at once, so that they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+class _Cluster:
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._configuration = ["-c", str(home / "ceph.conf")]
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start_monitor(self, fsid: str, port: int) -> None:
+        monmap = str(self._home / "monmap")
+        address = f"[v1:127.0.0.1:{port}]"
+        self._run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", address, monmap)
+        # Started by root, the daemons would become the user "ceph", who may not read our files.
+        self._owner = ["--setuser", "root", "--setgroup", "root"] if os.getuid() == 0 else []
+        self._run("ceph-mon", "-i", "a", "--mkfs", "--monmap", monmap, *self._owner)
+        self._start("ceph-mon", "-i", "a", *self._owner)
+
+    def start_store(self) -> None:
+        identity = str(uuid.uuid4())
+        self._run("ceph", "--connect-timeout", "30", "osd", "new", identity, "0")
+        self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", identity, *self._owner)
+        self._start("ceph-osd", "-i", "0", *self._owner)
+        self._wait("the object store daemon", lambda: b"1 up" in self._run("ceph", "osd", "stat"))
+        self._run("ceph", "osd", "crush", "add", "osd.0", "1", "root=default", "host=localhost")
+
+    def start_gateway(self, url: str) -> None:
+        self._start("radosgw", "-n", "client.rgw", *self._owner)
+        self._wait("the gateway", lambda: _answers(url))
+        user = ["user", "create", "--uid=s3kv", "--display-name=s3kv", "--max-buckets=10000"]
+        access = ["--access-key", KEYS["AWS_ACCESS_KEY_ID"]]
+        secret = ["--secret-key", KEYS["AWS_SECRET_ACCESS_KEY"]]
+        self._run("radosgw-admin", "-n", "client.rgw", *user, *access, *secret)
+
+    def kill(self) -> None:
+        for daemon in reversed(self._daemons):  # nothing is to be kept, so nothing is flushed
+            daemon.kill()
+            daemon.wait()
+
+    def _start(self, program: str, *arguments: str) -> None:
+        command = ["setpriv", "--pdeathsig", "KILL", program, "-f", *self._configuration]
+        with (self._home / f"{program}.out").open("wb") as output:
+            self._daemons.append(
+                subprocess.Popen([*command, *arguments], stdout=output, stderr=output)
+            )
+
+    def _run(self, program: str, *arguments: str) -> bytes:
+        command = [program, *(self._configuration if program != "monmaptool" else []), *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.decode(errors='replace')}")
+        return done.stdout
+
+    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            if dead or time.monotonic() > deadline:
+                raise RuntimeError(f"{what} does not start; ended: {dead}; logs: {self._home}")
+            time.sleep(0.1)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
