@@ -22,7 +22,7 @@ from s3kv.objects.exchange import BadAnswer, Exchange, Request, Response
 if sys.version_info >= (3, 11):
     from asyncio import timeout
 else:
-    from async_timeout import timeout
+    from async_timeout import timeout  # type: ignore[import-not-found,unused-ignore]
 
 SCRATCH_BYTES = 16 * 2**10
 """Receives heads; what of a body comes along with its head is copied from here."""

@@ -1,0 +1,195 @@
+"""Speed and processor time of the object tier against a server: `python -m benchmarks.objects URL`.
+
+8 MiB objects, 8 at once. Each row runs in a process of its own, rows take turns, and every figure
+is the median over the rounds. `ratio` is the row's MB/s over that of plain blocking sockets in
+threads in the same round, which is what this machine and this server can give; `cpu_s_per_gib` is
+the client process's processor time while bytes moved. Credentials are botocore's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from time import perf_counter, process_time
+from urllib.parse import urlsplit
+
+import boto3
+import uvloop
+from botocore.config import Config as BotoConfig
+
+from s3kv.config import Config
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.s3 import S3Store
+from s3kv.types import TensorSpec
+
+AT_ONCE = 8
+FORMAT = ChunkFormat("0" * 32, (TensorSpec("kv", "U8", (8 * 2**20 - 4096,)),), 0, "t0of1-p0of1")
+OBJECT_BYTES = FORMAT.object_bytes
+HASH = bytes(32)
+KEYS = [f"s3kv-benchmark/{i}" for i in range(AT_ONCE)]
+ROWS = ("raw get", "get", "get asyncio", "get checked", "raw put", "put", "put asyncio")
+
+
+def row(name: str, url: str, bucket: str, requests: int) -> dict[str, float]:
+    buffers = [memoryview(bytearray(OBJECT_BYTES)) for _ in range(AT_ONCE)]
+    for buffer in buffers:
+        buffer[:] = b"\x5a" * OBJECT_BYTES  # its pages exist before the clock starts
+        FORMAT.seal(buffer, HASH)
+    if name.startswith("raw"):
+        wall_s, cpu_s = raw(name.removeprefix("raw ").upper(), url, bucket, requests, buffers)
+    else:
+        work = ours(name, url, bucket, requests, buffers)
+        wall_s, cpu_s = asyncio.run(work) if "asyncio" in name else uvloop.run(work)
+    return {"wall_s": wall_s, "cpu_s": cpu_s}
+
+
+async def ours(
+    name: str, url: str, bucket: str, requests: int, buffers: list[memoryview]
+) -> tuple[float, float]:
+    store = S3Store(Config(bucket=bucket, endpoint_url=url))
+    left = list(range(requests))
+
+    async def work(key: str, buffer: memoryview) -> None:
+        while left:
+            left.pop()
+            if name.startswith("put"):
+                await store.put(key, buffer, if_absent=False)
+                continue
+            nbytes = await store.get_into(key, buffer)
+            assert nbytes == OBJECT_BYTES
+            if name == "get checked":
+                assert FORMAT.check(buffer, nbytes, HASH) is None
+
+    await store.check()
+    started_s, cpu_s = perf_counter(), process_time()
+    await asyncio.gather(*(work(k, b) for k, b in zip(KEYS, buffers, strict=True)))
+    taken = perf_counter() - started_s, process_time() - cpu_s
+    await store.close()
+    return taken
+
+
+def raw(
+    method: str, url: str, bucket: str, requests: int, buffers: list[memoryview]
+) -> tuple[float, float]:
+    settings = BotoConfig(signature_version="s3v4", s3={"addressing_style": "path"})
+    client = boto3.client("s3", endpoint_url=url, config=settings)
+    verb = f"{method.lower()}_object"
+    heads = []
+    for key in KEYS:
+        signed = client.generate_presigned_url(verb, Params={"Bucket": bucket, "Key": key})
+        parts = urlsplit(signed)
+        length = OBJECT_BYTES if method == "PUT" else 0
+        heads.append(
+            f"{method} {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            f"Content-Length: {length}\r\n\r\n".encode()
+        )
+    address = (urlsplit(url).hostname or "", urlsplit(url).port or 80)
+    turns: SimpleQueue[int] = SimpleQueue()
+    for turn in range(requests):
+        turns.put(turn)
+    exchange = raw_get if method == "GET" else raw_put
+    threads = [
+        threading.Thread(target=raw_loop, args=(address, turns, exchange, head, buffer))
+        for head, buffer in zip(heads, buffers, strict=True)
+    ]
+    started_s, cpu_s = perf_counter(), process_time()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return perf_counter() - started_s, process_time() - cpu_s
+
+
+Exchange = Callable[[socket.socket, bytes, memoryview], None]
+
+
+def raw_loop(
+    address: tuple[str, int],
+    turns: SimpleQueue[int],
+    exchange: Exchange,
+    head: bytes,
+    buffer: memoryview,
+) -> None:
+    with socket.create_connection(address) as connection:
+        while True:
+            try:
+                turns.get_nowait()
+            except Empty:
+                return
+            exchange(connection, head, buffer)
+
+
+def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> None:
+    connection.sendall(head)
+    rest = read_head(connection)
+    buffer[: len(rest)] = rest
+    filled = len(rest)
+    while filled < OBJECT_BYTES:
+        filled += connection.recv_into(buffer[filled:])
+
+
+def raw_put(connection: socket.socket, head: bytes, buffer: memoryview) -> None:
+    connection.sendall(head)
+    connection.sendall(buffer)
+    read_head(connection)
+
+
+def read_head(connection: socket.socket) -> bytes:
+    """Reads an answer's head; returns what of the body came with it."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(2**16)
+    assert data.startswith(b"HTTP/1.1 200"), data
+    return data.partition(b"\r\n\r\n")[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--bucket", default="bkt")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--row", choices=ROWS, help="run this one, once, in this process")
+    args = parser.parse_args()
+    if args.row is not None:
+        print(json.dumps(row(args.row, args.url, args.bucket, args.requests)))
+        return
+    row("put", args.url, args.bucket, AT_ONCE)
+    rounds = [{name: child(name, args) for name in ROWS} for _ in range(args.rounds)]
+    print(json.dumps(report(rounds, args.requests * OBJECT_BYTES), indent=2))
+
+
+def child(name: str, args: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.objects", args.url, "--bucket", args.bucket]
+    command += ["--requests", str(args.requests), "--row", name]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ).stdout
+    taken: dict[str, float] = json.loads(out)
+    return taken
+
+
+def report(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[str, dict[str, float]]:
+    rows = {}
+    for name in ROWS:
+        base = "raw put" if "put" in name else "raw get"
+        walls = [r[name]["wall_s"] for r in rounds]
+        ratios = [r[base]["wall_s"] / r[name]["wall_s"] for r in rounds]
+        cpus = [r[name]["cpu_s"] for r in rounds]
+        rows[name] = {
+            "mb_per_s": round(nbytes / statistics.median(walls) / 1e6),
+            "ratio": round(statistics.median(ratios), 2),
+            "cpu_s_per_gib": round(statistics.median(cpus) / nbytes * 2**30, 3),
+        }
+    return rows
+
+
+if __name__ == "__main__":
+    main()
