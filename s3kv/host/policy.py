@@ -183,11 +183,15 @@ class S3FIFO:
         del (self._small if slot in self._small else self._main)[slot]
 
     def evict(self, evictable: Callable[[int], bool]) -> int | None:
-        if len(self._small) >= self._small_count:
+        slot = None
+        if len(self._small) < self._small_count:
+            slot = self._evict_main(evictable)
+        if slot is None:
             slot = self._evict_small(evictable)
-            return self._evict_main(evictable) if slot is None else slot
-        slot = self._evict_main(evictable)
-        return self._evict_small(evictable) if slot is None else slot
+        if slot is None:
+            # Even if it was asked before: the small queue may have moved all it had to it.
+            slot = self._evict_main(evictable)
+        return slot
 
     def _evict_small(self, evictable: Callable[[int], bool]) -> int | None:
         for _ in range(len(self._small)):

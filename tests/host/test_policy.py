@@ -134,9 +134,9 @@ class S3FIFOModel:
         (self.small if slot in self.small else self.main).remove(slot)
 
     def evict(self, evictable: Evictable) -> int | None:
-        queues = [self.evict_main, self.evict_small]
-        if len(self.small) >= self.small_count:
-            queues.reverse()
+        queues = [self.evict_small, self.evict_main]
+        if len(self.small) < self.small_count:
+            queues.insert(0, self.evict_main)
         for evict in queues:
             slot = evict(evictable)
             if slot is not None:
@@ -431,6 +431,13 @@ class TestS3FIFO(PolicySuite):
         policy.removed(19)
         policy.inserted(19, key(18))
         assert policy.evict(anything) == (0 if is_remembered else 18)
+
+    def test_the_main_queue_gives_what_the_small_queue_has_just_moved_there(self) -> None:
+        policy = self.make(20)
+        policy.inserted(0, key(0))
+        policy.touched(0)
+        policy.touched(0)
+        assert policy.evict(anything) == 0
 
     def test_the_main_queue_gives_a_round_per_use_and_at_most_three(self) -> None:
         policy = self.filled(3)
