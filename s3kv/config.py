@@ -263,7 +263,7 @@ def allowed(field: dataclasses.Field[Any]) -> str:
         "bytes": "a number of bytes, or text with a unit such as '4GiB'",
     }[meta["kind"]]
     if meta["minimum"] is not None:
-        words += f", {meta['minimum']:g} or more"
+        words += f", {meta['minimum']:,} or more"
     return words
 
 

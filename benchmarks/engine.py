@@ -1,0 +1,149 @@
+"""What s3kv does to a real vLLM engine: `python -m benchmarks.engine [--rounds N] [--json FILE]`.
+
+One request after another, as in a chat that starts cold: prompts of 1,600 tokens, 64 KiB of KV per
+token, eight tokens out, the median over all prompts and rounds. Every round starts four engines,
+so that a machine that slows down slows all of them:
+
+    none     an engine without a connector: a cold pass, then the same prompts again, which hit
+             the engine's own prefix cache (the floor: nothing is fetched from anywhere)
+    cold     an engine with s3kv on an empty prefix of the bucket: computes, saves, uploads
+    warm     a new engine with s3kv on what `cold` left in the bucket
+    short    prompts shorter than a chunk, many at once: nothing to hit, nothing to save
+
+The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded moto, which is a
+Python program and slow: figures to be compared come from a real server on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lab.engine import Engine
+from lab.models import FAT, build, prompts
+from lab.s3 import moto_process
+
+PROMPTS = 6
+PROMPT_TOKENS = 1_600
+CHUNK_TOKENS = 128
+SHORT_PROMPTS = 48
+SHORT_TOKENS = 100
+
+
+@contextmanager
+def s3() -> Iterator[tuple[dict[str, str], dict[str, Any], str]]:
+    """Environment, connector settings, and what to call the server."""
+    if bucket := os.environ.get("S3KV_BUCKET"):
+        url = os.environ.get("AWS_ENDPOINT_URL")
+        yield {}, {"bucket": bucket, "endpoint_url": url}, url or "AWS"
+        return
+    with moto_process() as server:
+        server.client().create_bucket(Bucket="bench")
+        yield server.env, {"bucket": "bench", "endpoint_url": server.url}, "moto"
+
+
+def connector(settings: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "S3KVConnector",
+        "kv_connector_module_path": "s3kv.connectors",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings
+        | {"prefix": prefix, "chunk_tokens": CHUNK_TOKENS, "host_bytes": "2GiB"},
+    }
+
+
+class Bench:
+    def __init__(self, folder: Path, env: dict[str, str], settings: dict[str, Any]) -> None:
+        self._folder = folder
+        self._env = env
+        self._settings = settings
+        self._model = build(folder, FAT)
+        self._long = prompts(PROMPTS, PROMPT_TOKENS, seed=7)
+        self._short = prompts(SHORT_PROMPTS, SHORT_TOKENS, seed=8)
+        self.seconds: dict[str, list[float]] = {}
+        self.rates: dict[str, list[float]] = {"none": [], "s3kv": []}
+        self.hits: list[int | None] = []
+
+    @contextmanager
+    def _engine(self, name: str, prefix: str | None) -> Iterator[Engine]:
+        engine = Engine(
+            self._model,
+            log_path=self._folder / f"{name}.log",
+            connector=connector(self._settings, prefix) if prefix else None,
+            env=self._env,
+            kv_cache_memory_bytes=2**30,
+            max_num_batched_tokens=2_048,
+        )
+        with engine:
+            engine.generate(prompts(2, SHORT_TOKENS, seed=9))
+            yield engine
+
+    def _pass(self, name: str, engine: Engine) -> None:
+        answers = engine.generate(self._long)
+        self.seconds.setdefault(name, []).extend(answer.seconds for answer in answers)
+        if name == "warm":
+            self.hits.extend(answer.cached_tokens for answer in answers)
+
+    def _throughput(self, name: str, engine: Engine) -> None:
+        start = time.monotonic()
+        engine.generate(self._short, max_tokens=16, concurrency=8)
+        self.rates[name].append(SHORT_PROMPTS / (time.monotonic() - start))
+        engine.reset_prefix_cache()
+
+    def round(self) -> None:
+        prefix = f"bench/{uuid.uuid4().hex[:8]}"
+        with self._engine("none", None) as engine:
+            self._pass("none", engine)
+            self._pass("local", engine)
+            self._throughput("none", engine)
+        with self._engine("cold", prefix) as engine:
+            self._pass("cold", engine)
+        with self._engine("warm", prefix) as engine:
+            self._pass("warm", engine)
+            self._throughput("s3kv", engine)
+
+    def result(self, server: str) -> dict[str, Any]:
+        ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self.seconds.items()}
+        rate = {name: round(statistics.median(r), 2) for name, r in self.rates.items()}
+        return {
+            "benchmark": "engine",
+            "server": server,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "prompts": f"{PROMPTS} x {PROMPT_TOKENS} tokens, {FAT.kv_bytes_per_token} B/token",
+            "tokens_hit_of_prompt": sorted({str(hit) for hit in self.hits}),
+            "median_ms": ms,
+            "short_requests_per_s": rate,
+            "warm_over_local_hit": round(ms["warm"] / ms["local"], 3),
+            "cold_over_none": round(ms["cold"] / ms["none"], 3),
+            "short_throughput_ratio": round(rate["s3kv"] / rate["none"], 3),
+            "all_ms": {n: [round(1e3 * x) for x in s] for n, s in self.seconds.items()},
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with s3() as (env, settings, server), tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), env, settings)
+        for _ in range(options.rounds):
+            bench.round()
+        text = json.dumps(bench.result(server), indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
