@@ -142,6 +142,9 @@ class CudaCopier:
             for address in self._registered:
                 _cudart().cudaHostUnregister(address)
             self._registered = {}
+            # The views would keep the engine's cache alive.
+            self._out.stacks.clear()
+            self._in.stacks.clear()
             self._places.close()
 
 

@@ -72,11 +72,21 @@ def test_every_dtype_has_a_name_of_its_width(dtype: torch.dtype) -> None:
     assert layout.tensors[0].nbytes == 2 * 2 * 4 * 8 * dtype.itemsize
 
 
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
-def test_dimensions_of_size_one_do_not_depend_on_their_strides(order: str) -> None:
-    layout = caches_of(Shape(order, heads=1)).layout()
-    assert layout.layers[0].order == "HNC"
-    assert layout.layers[0].page == (1, 4, 8)
+@pytest.mark.parametrize("stride", [1, 8, 10**6])
+def test_dimensions_of_size_one_do_not_depend_on_their_strides(stride: int) -> None:
+    cache = torch.zeros(6 * 32).as_strided((6, 1, 4, 8), (32, stride, 8, 1))
+    (layer,) = PageLayout.of({"x": cache}, 6, ["x"], 2).layers
+    assert (layer.order, layer.page) == ("HNC", (1, 4, 8))
+
+
+def test_the_same_memory_seen_otherwise_is_another_layer() -> None:
+    memory = torch.zeros(6 * 32)
+    views = {
+        "a": memory.as_strided((6, 2, 2, 8), (32, 16, 8, 1)),
+        "b": memory.as_strided((6, 2, 2, 8), (32, 8, 16, 1)),
+    }
+    layout = PageLayout.of(views, 6, ["a", "b"], 2)
+    assert [layer.order for layer in layout.layers] == ["HNC", "NHC"]
 
 
 def test_shared_layers_are_stored_once() -> None:
@@ -109,18 +119,30 @@ def test_even_layers_are_one_stack(order: str, separate: bool, count: int) -> No
     assert len(stacks(layout, staging)) == count
 
 
-def test_layers_of_different_geometry_are_different_stacks() -> None:
-    # Two layers, one twice as wide, two layers.
+def test_uneven_layers_are_different_stacks() -> None:
+    # Two layers, one twice as wide, two layers, one at another distance.
     base = torch.zeros(10_000, dtype=torch.float16)
 
     def layer(begin: int, content: int) -> torch.Tensor:
         return base.as_strided((8, 1, 4, content), (4 * content, 4 * content, content, 1), begin)
 
     views = {"a": layer(0, 8), "b": layer(256, 8), "wide": layer(512, 16)}
-    views |= {"c": layer(1024, 8), "d": layer(1400, 8)}
+    views |= {"c": layer(1024, 8), "d": layer(1400, 8), "e": layer(1700, 8)}
     layout = PageLayout.of(views, 8, list(views), 2)
     staging = torch.empty(layout.payload_bytes, dtype=torch.uint8)
-    assert [stack.pages.shape[0] for stack in stacks(layout, staging)] == [2, 1, 2]
+    assert [stack.pages.shape[0] for stack in stacks(layout, staging)] == [2, 1, 2, 1]
+
+
+def test_a_stack_behind_an_odd_number_of_bytes() -> None:
+    views = {
+        "odd": torch.zeros(6, 1, 1, 3, dtype=torch.uint8),
+        "wide": torch.arange(6 * 8, dtype=torch.uint8).view(6, 1, 1, 8),
+    }
+    layout = PageLayout.of(views, 6, list(views), 1)
+    staging = torch.empty(layout.payload_bytes, dtype=torch.uint8)
+    for stack in stacks(layout, staging):
+        stack.gather(torch.tensor([2]))
+    assert staging.tolist() == [0, 0, 0, *range(16, 24)]
 
 
 REFUSED = {
