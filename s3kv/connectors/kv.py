@@ -25,11 +25,14 @@ from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.connectors.translate import check_supported, geometry
 from s3kv.messages import EMPTY_PLAN, StepPlan
 
-try:  # vLLM 0.32 and later
+try:  # vLLM 0.30 and later
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:  # pragma: no cover
+    KVConnectorTransferResults = None
+try:  # vLLM 0.32 and later
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # pragma: no cover
-    KVConnectorTransferResults = CacheHitSource = None
+    CacheHitSource = None
 
 if TYPE_CHECKING:
     import torch
