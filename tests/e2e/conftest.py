@@ -6,6 +6,7 @@ without one that are kept for the whole session, one per set of engine arguments
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lab import models
@@ -137,3 +139,84 @@ def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
             "host_bytes": "256MiB",
         },
     }
+
+
+def changed(connector: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A copy of `connector` with other settings."""
+    extra = connector["kv_connector_extra_config"] | settings
+    return connector | {"kv_connector_extra_config": extra}
+
+
+@pytest.fixture
+def patient(connector: dict[str, Any]) -> dict[str, Any]:
+    """`connector` with one block per chunk, and waiting for every chunk however slow the machine
+    is, so that what is hit does not depend on time.
+    """
+    return changed(connector, chunk_tokens=128, recompute_gate=False, max_wait_ms=100_000)
+
+
+class Serve:
+    """`with serve(tiny, connector) as engine`: an engine that is audited before it is shut down.
+
+    When the block has succeeded and the engine still lives, nothing may be left of its requests:
+    no lease, no slot reserved or dirty, no job, no device block, no internal error; and after the
+    shutdown no process and no file in /dev/shm. `at_rest=False` leaves out what only a reachable
+    bucket lets end (dirty slots and their jobs).
+    """
+
+    def __init__(self, s3: S3Server, directory: Path) -> None:
+        self._env = s3.env
+        self._directory = directory
+        self._count = 0
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        model: Path,
+        connector: dict[str, Any],
+        *,
+        at_rest: bool = True,
+        env: dict[str, str] | None = None,
+        **engine_args: Any,
+    ) -> Iterator[Engine]:
+        self._count += 1
+        log = self._directory / f"engine-{self._count}.log"
+        in_process = engine_args.get("in_process", True)
+        engine = Engine(
+            model, connector=connector, log_path=log, env=self._env | (env or {}), **engine_args
+        )
+        with engine:
+            yield engine
+            processes = engine.processes()
+            processes += [p for parent in processes for p in parent.children(recursive=True)]
+            alive = bool(processes)
+            if alive:
+                check_metrics(engine)
+            if alive and in_process:
+                check_at_rest(engine.call("lab.audit:audit"), at_rest=at_rest)
+            shared = {name for process in processes for name in shared_memory_of(process)}
+        assert [p for p in processes if p.is_running() and p.status() != "zombie"] == []
+        assert [name for name in shared if Path(name).exists()] == []
+
+
+def check_metrics(engine: Engine) -> None:
+    assert engine.metrics().get("vllm:s3kv_internal_errors_total", 0) == 0
+
+
+def check_at_rest(report: dict[str, Any], *, at_rest: bool = True) -> None:
+    assert report["broken"] == [], report
+    outstanding = () if at_rest else ("jobs", "dirty")
+    left = {name: n for name, n in report["left"].items() if n and name not in outstanding}
+    assert left == {}, report
+
+
+def shared_memory_of(process: psutil.Process) -> set[str]:
+    try:
+        return {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+@pytest.fixture
+def serve(s3: S3Server, tmp_path: Path) -> Serve:
+    return Serve(s3, tmp_path)

@@ -1,0 +1,87 @@
+"""What an idle engine and its connector still hold, told from within the engine's process.
+
+    engine.call("lab.audit:audit")      what is left once everything has ended
+    engine.call("lab.audit:reset", …)   vLLM's reset, with its options
+
+An engine without requests does not step, and without a step the scheduler does not hear of the
+uploads that were acknowledged meanwhile. So the audit steps the idle engine itself, whole steps
+as the engine makes them, until nothing is under way any more or its time is up.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def audit(engine: LLMEngine, timeout_s: float = 30.0) -> dict[str, Any]:
+    """Wait until the connector is at rest, check the planner's books, tell what there is.
+
+    left: what an engine without requests has none of once all has ended, counted. broken: the
+    hooks that failed for a bug, of either side. slots: all there are. planner, rank: counters of
+    the two sides. Raises RuntimeError while requests are being served: their outputs would be
+    lost in the steps made here.
+    """
+    if engine.has_unfinished_requests():
+        raise RuntimeError("requests are being served; audit the engine when they are answered")
+    deadline_s = time.monotonic() + timeout_s
+    while any((left := _leftovers(engine)).values()) and time.monotonic() < deadline_s:
+        step_idle(engine)
+        time.sleep(0.002)
+    scheduler, worker = _sides(engine)
+    if scheduler.broken is None:
+        scheduler.planner.check()
+    return {
+        "left": left,
+        "broken": [side.broken for side in (scheduler, worker) if side.broken is not None],
+        "slots": len(scheduler.planner.ledger.slots),
+        "planner": dict(scheduler.planner.counters),
+        "rank": dict(worker._rank.counters),
+    }
+
+
+def step_idle(engine: LLMEngine) -> None:
+    """One engine step although there is nothing to compute."""
+    core = engine.engine_core.engine_core
+    core.scheduler.has_requests = lambda: True
+    try:
+        engine.step()
+    finally:
+        del core.scheduler.has_requests
+    while core.batch_queue:
+        engine.step()
+
+
+def reset(engine: LLMEngine, connector: bool) -> bool:
+    """vLLM's reset of its own prefix cache, and with `connector` of the connector's too."""
+    return bool(engine.reset_prefix_cache(reset_connector=connector))
+
+
+def _sides(engine: LLMEngine) -> tuple[Any, Any]:
+    connector: Any = engine.engine_core.engine_core.scheduler.connector
+    return connector._scheduler, get_kv_transfer_group()._worker
+
+
+def _leftovers(engine: LLMEngine) -> dict[str, int]:
+    scheduler, worker = _sides(engine)
+    planner, rank = scheduler.planner, worker._rank
+    slots = planner.ledger.slots.statistics()
+    core_scheduler = engine.engine_core.engine_core.scheduler
+    pool = core_scheduler.kv_cache_manager.block_pool
+    return {
+        "engine_requests": len(core_scheduler.requests),
+        # One block is vLLM's placeholder and never free.
+        "blocks_used": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "requests": len(planner._requests),
+        "orphans": len(planner._orphans),
+        "jobs": planner.ledger.fetches_inflight + planner.ledger.saves_inflight,
+        "copying_blocks": len(planner.ledger._saving_blocks),
+        "pinned": slots.pinned,
+        "reserved": slots.reserved,
+        "dirty": slots.dirty,
+        "rank_orders": rank.busy,
+        "rank_loads": len(rank._loading) + len(rank._loaded),
+    }
