@@ -1,0 +1,374 @@
+"""What s3kv relies on of vLLM, held against the vLLM that is installed.
+
+A failure here is not a bug yet. It says that vLLM has moved something, and which of our files to
+read again with that in mind; then this table is brought up to date. Versions in the tables are
+those in which the thing first appeared; what is older than all we support has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+
+from s3kv.connectors.kv import S3KVConnector
+
+VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+
+CONNECTOR = "s3kv/connectors/kv.py"
+SCHEDULER = "s3kv/connectors/kv_scheduler.py"
+WORKER = "s3kv/connectors/kv_worker.py"
+TRANSLATE = "s3kv/connectors/translate.py"
+METRICS = "s3kv/connectors/metrics.py"
+
+# Hook -> its parameters, and where to read what we make of it.
+HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
+    "__init__": (("vllm_config", "role", "kv_cache_config"), CONNECTOR),
+    # worker
+    "register_kv_caches": (("kv_caches",), WORKER),
+    "get_handshake_metadata": ((), WORKER),
+    "handle_preemptions": (("kv_connector_metadata",), WORKER),
+    "start_load_kv": (("forward_context", "**kwargs"), WORKER),
+    "wait_for_layer_load": (("layer_name",), CONNECTOR),
+    "save_kv_layer": (("layer_name", "kv_layer", "attn_metadata", "**kwargs"), CONNECTOR),
+    "wait_for_save": ((), WORKER),
+    "get_finished": (("finished_req_ids",), WORKER),
+    "get_transfer_results": (("finished_req_ids",), WORKER),
+    "build_connector_worker_meta": ((), WORKER),
+    # scheduler
+    "set_xfer_handshake_metadata": (("metadata",), SCHEDULER),
+    "set_xfer_handshake_metadata_pp_aware": (("metadata",), SCHEDULER),
+    "bind_gpu_block_pool": (("gpu_block_pool",), SCHEDULER),
+    "on_new_request": (("request",), SCHEDULER),
+    "get_num_new_matched_tokens": (("request", "num_computed_tokens"), SCHEDULER),
+    "update_state_after_alloc": (("request", "blocks", "num_external_tokens"), SCHEDULER),
+    "get_external_cache_hit_sources": (("request", "num_external_tokens"), SCHEDULER),
+    "build_connector_meta": (("scheduler_output",), SCHEDULER),
+    "update_connector_output": (("connector_output",), SCHEDULER),
+    "request_finished": (("request", "block_ids"), SCHEDULER),
+    "request_finished_all_groups": (("request", "block_ids"), SCHEDULER),
+    "requires_kv_delivery": ((), CONNECTOR),
+    "has_pending_push_work": ((), SCHEDULER),
+    "reset_cache": ((), SCHEDULER),
+    # both, and the logger's process
+    "get_kv_connector_stats": ((), METRICS),
+    "shutdown": ((), WORKER),
+    "build_kv_connector_stats": (("data",), METRICS),
+    "build_prom_metrics": (
+        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+        METRICS,
+    ),
+    # Not ours, but we call them.
+    "has_connector_metadata": ((), CONNECTOR),
+    "_get_connector_metadata": ((), CONNECTOR),
+    "role": ((), CONNECTOR),
+}
+SINCE = {"get_transfer_results": (0, 30), "get_external_cache_hit_sources": (0, 32)}
+
+# Hooks whose defaults are right for s3kv, each read in every version it is in.
+LEFT_ALONE = {
+    "bind_connector_metadata",
+    "bind_kv_cache_manager",
+    "clear_connector_metadata",
+    "finish_forward",
+    "get_block_ids_with_load_errors",
+    "get_finished_count",
+    "get_kv_connector_kv_cache_events",
+    "get_loaded_kv_cache_group_ids",
+    "get_mem_pool_context",
+    "get_required_kvcache_layout",
+    "has_pending_block_frees",
+    "register_finished_partial_tail",
+    "requires_piecewise_for_cudagraph",
+    "reset_capture_state",
+    "restore_kv_caches",
+    "set_host_xfer_buffer_ops",
+    "supports_divergent_local_hybrid_hits",
+    "supports_sleep_mode",
+    "take_events",
+    "unregister_kv_caches",
+}
+
+ABSTRACT = {
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+}
+
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+STATS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+CACHE = "vllm.v1.kv_cache_interface"
+
+# Dataclass -> the fields we read or set.
+FIELDS: list[tuple[str, str, set[str], str]] = [
+    (
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
+        TRANSLATE,
+    ),
+    (
+        "vllm.v1.core.sched.output",
+        "NewRequestData",
+        {"req_id", "block_ids", "num_computed_tokens"},
+        TRANSLATE,
+    ),
+    (
+        "vllm.v1.core.sched.output",
+        "CachedRequestData",
+        {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"},
+        TRANSLATE,
+    ),
+    (
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        {"finished_recving", "kv_connector_worker_meta"},
+        SCHEDULER,
+    ),
+    (CACHE, "KVCacheConfig", {"num_blocks", "kv_cache_groups", "kv_cache_layout"}, TRANSLATE),
+    (CACHE, "KVCacheGroupSpec", {"layer_names", "kv_cache_spec"}, WORKER),
+    (CACHE, "FullAttentionSpec", {"block_size", "sliding_window"}, TRANSLATE),
+    (CACHE, "UniformTypeKVCacheSpecs", {"kv_cache_specs"}, TRANSLATE),
+    (STATS, "KVConnectorStats", {"data"}, METRICS),
+    (
+        "vllm.config",
+        "KVTransferConfig",
+        {"kv_connector_extra_config", "kv_load_failure_policy"},
+        CONNECTOR,
+    ),
+    ("vllm.config", "CacheConfig", {"prefix_caching_hash_algo", "cache_dtype"}, TRANSLATE),
+    ("vllm.config", "DeviceConfig", {"device_type"}, TRANSLATE),
+    (
+        "vllm.config",
+        "ParallelConfig",
+        {
+            "world_size",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        },
+        TRANSLATE,
+    ),
+    (
+        "vllm.config",
+        "ModelConfig",
+        {"model", "revision", "dtype", "quantization", "hf_config"},
+        TRANSLATE,
+    ),
+]
+NEWER_FIELDS: list[tuple[tuple[int, int], str, str, set[str], str]] = [
+    ((0, 30), "vllm.v1.outputs", "KVConnectorOutput", {"failed_recving"}, SCHEDULER),
+    (
+        (0, 30),
+        BASE,
+        "KVConnectorTransferResults",
+        {"finished_sending", "finished_recving", "failed_recving"},
+        CONNECTOR,
+    ),
+    ((0, 32), CACHE, "KVCacheConfig", {"hash_block_size"}, TRANSLATE),
+]
+
+# Things we call or subclass -> their parameters without self; None: it only has to be there.
+CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
+    (
+        "vllm.v1.core.block_pool",
+        "BlockPool.get_cached_block",
+        ("block_hash", "kv_cache_group_ids"),
+        SCHEDULER,
+    ),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "resolve_kv_cache_block_sizes",
+        ("kv_cache_config", "vllm_config"),
+        TRANSLATE,
+    ),
+    (
+        "vllm.v1.metrics.utils",
+        "create_metric_per_engine",
+        ("metric", "per_engine_labelvalues"),
+        METRICS,
+    ),
+    (
+        STATS,
+        "KVConnectorPromMetrics.__init__",
+        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+        METRICS,
+    ),
+    (STATS, "KVConnectorPromMetrics.observe", ("transfer_stats_data", "engine_idx"), METRICS),
+    (STATS, "KVConnectorStats.aggregate", ("other",), METRICS),
+    (STATS, "KVConnectorStats.reduce", (), METRICS),
+    (STATS, "KVConnectorStats.is_empty", (), METRICS),
+    (BASE, "KVConnectorWorkerMetadata.aggregate", ("other",), "s3kv/connectors/kv_messages.py"),
+    ("vllm.config", "KVTransferConfig.is_kv_producer", None, CONNECTOR),
+    ("vllm.config", "KVTransferConfig.is_kv_consumer", None, CONNECTOR),
+    ("vllm.distributed.parallel_state", "get_tp_group", (), WORKER),
+    ("vllm.distributed.parallel_state", "get_pp_group", (), WORKER),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory.register_connector",
+        ("name", "module_path", "class_name"),
+        "s3kv/connectors/plugin.py",
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.factory",
+        "KVConnectorFactory._registry",
+        None,
+        "s3kv/connectors/plugin.py",
+    ),
+    (CACHE, "MLAAttentionSpec", None, TRANSLATE),
+]
+
+
+def moved(what: str, read_again: str) -> str:
+    return f"vLLM {vllm.__version__}: {what}. Read {read_again} again with that in mind"
+
+
+def parameters(function: Any) -> tuple[str, ...]:
+    if isinstance(function, property):
+        return ()
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+        names.append(stars.get(parameter.kind, "") + parameter.name)
+    return tuple(name for name in names if name != "self")
+
+
+def find(module: str, path: str) -> Any:
+    thing: Any = importlib.import_module(module)
+    for name in path.split("."):
+        thing = getattr(thing, name)
+    return thing
+
+
+def public_hooks() -> set[str]:
+    return {
+        name
+        for base in (KVConnectorBase_V1, SupportsHMA)
+        for name in vars(base)
+        if not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_has_the_parameters_we_wrote_it_for(hook: str) -> None:
+    expected, read_again = HOOKS[hook]
+    owner = SupportsHMA if hook == "request_finished_all_groups" else KVConnectorBase_V1
+    theirs = getattr(owner, hook, None)
+    if theirs is None and SINCE.get(hook, (0, 0)) > VERSION:
+        pytest.skip(f"newer than vLLM {vllm.__version__}")
+    assert theirs is not None, moved(f"KVConnectorBase_V1.{hook} is gone", read_again)
+    assert parameters(theirs) == expected, moved(f"{hook} has other parameters", read_again)
+    assert parameters(getattr(S3KVConnector, hook)) == expected
+
+
+def test_the_abstract_hooks_are_these() -> None:
+    assert KVConnectorBase_V1.__abstractmethods__ == ABSTRACT, moved(
+        "KVConnectorBase_V1 has other abstract methods", CONNECTOR
+    )
+    assert SupportsHMA.__abstractmethods__ == {"request_finished_all_groups"}
+    assert not S3KVConnector.__abstractmethods__
+
+
+def test_no_hook_is_unknown_to_us() -> None:
+    unknown = public_hooks() - set(HOOKS) - LEFT_ALONE
+    assert not unknown, moved(
+        f"new hooks {sorted(unknown)}: is their default right for a cache?", CONNECTOR
+    )
+
+
+def test_nothing_of_ours_waits_for_a_call_that_never_comes() -> None:
+    ours = {name for name in vars(S3KVConnector) if not name.startswith("_")}
+    newer = {name for name, version in SINCE.items() if version > VERSION}
+    uncalled = ours - public_hooks() - newer
+    assert not uncalled, moved(f"{sorted(uncalled)} are hooks no more", CONNECTOR)
+
+
+def test_the_block_pool_reaches_us() -> None:
+    """Since 0.30 vLLM hands over the whole cache manager; its default takes the pool out of it."""
+
+    class Manager:
+        block_pool = object()
+
+    class Connector:
+        pool: object = None
+
+        def bind_gpu_block_pool(self, gpu_block_pool: object) -> None:
+            self.pool = gpu_block_pool
+
+    if not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
+        pytest.skip(f"vLLM {vllm.__version__} calls bind_gpu_block_pool itself")
+    connector = Connector()
+    KVConnectorBase_V1.bind_kv_cache_manager(connector, Manager())  # type: ignore[arg-type]
+    assert connector.pool is Manager.block_pool, moved("the block pool is not bound", SCHEDULER)
+
+
+@pytest.mark.parametrize(("module", "name", "wanted", "read_again"), FIELDS)
+def test_fields_we_read(module: str, name: str, wanted: set[str], read_again: str) -> None:
+    cls = find(module, name)
+    there = {field.name for field in dataclasses.fields(cls)}
+    missing = {field for field in wanted - there if not hasattr(cls, field)}
+    assert not missing, moved(f"{name} has no {sorted(missing)}", read_again)
+
+
+@pytest.mark.parametrize(("since", "module", "name", "wanted", "read_again"), NEWER_FIELDS)
+def test_newer_fields_we_read(
+    since: tuple[int, int], module: str, name: str, wanted: set[str], read_again: str
+) -> None:
+    if since > VERSION:
+        pytest.skip(f"newer than vLLM {vllm.__version__}")
+    test_fields_we_read(module, name, wanted, read_again)
+
+
+@pytest.mark.parametrize(("module", "path", "expected", "read_again"), CALLS)
+def test_things_we_call(
+    module: str, path: str, expected: tuple[str, ...] | None, read_again: str
+) -> None:
+    try:
+        thing = find(module, path)
+    except AttributeError:
+        pytest.fail(moved(f"{module}.{path} is gone", read_again))
+    if expected is not None:
+        assert parameters(thing) == expected, moved(f"{path} has other parameters", read_again)
+
+
+def test_a_request_has_what_we_read() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    request = Request("one", [1, 2, 3], SamplingParams(), None)
+    assert request.request_id == "one"
+    for name in ("block_hashes", "skip_reading_prefix_cache"):
+        assert hasattr(request, name), moved(f"Request has no {name}", SCHEDULER)
+    assert request.block_hashes is request.block_hashes, moved(
+        "Request.block_hashes is a new list each time, and we keep the growing one", SCHEDULER
+    )
+
+
+@pytest.mark.skipif(VERSION < (0, 32), reason="newer than this vLLM")
+def test_the_tiers_we_name_exist() -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    for tier in ("HOST", "EXTERNAL_UNSPECIFIED"):
+        assert hasattr(CacheHitSource, tier), moved(f"CacheHitSource has no {tier}", CONNECTOR)
+
+
+def test_each_newer_class_is_found_where_there_is_one() -> None:
+    """One missing must not hide the other: 0.30 and 0.31 have the first only."""
+    from s3kv.connectors import kv
+
+    assert (kv.KVConnectorTransferResults is not None) == (VERSION >= (0, 30))
+    assert (kv.CacheHitSource is not None) == (VERSION >= (0, 32))
+
+
+def test_the_version_is_one_we_claim() -> None:
+    assert (0, 29) <= VERSION < (0, 34), moved("outside the range in pyproject.toml", CONNECTOR)
