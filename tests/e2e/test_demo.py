@@ -1,0 +1,49 @@
+"""`make demo` is the first thing a newcomer runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from lab.engine import ROOT
+
+OWN_SERVER = {k: v for k, v in os.environ.items() if k != "S3KV_BUCKET"} | {"COLUMNS": "100"}
+
+
+def start_demo() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "demo"],
+        cwd=ROOT,
+        env=OWN_SERVER,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_second_engine_computes_less_and_says_the_same() -> None:
+    demo = start_demo()
+    output, errors = demo.communicate(timeout=200)
+    assert demo.returncode == 0, output + errors
+    assert "yes, 6 of 6" in output
+    row = next(line for line in output.splitlines() if "new engine process" in line)
+    assert [cell.strip() for cell in row.split("│")[3:6]] == ["384", "0", "9,216"]
+
+
+def test_ctrl_c_ends_everything_with_one_line() -> None:
+    demo = start_demo()
+    assert demo.stdout is not None
+    demo.stdout.readline()
+    while not (children := psutil.Process(demo.pid).children(recursive=True)):
+        assert demo.poll() is None
+    demo.send_signal(signal.SIGINT)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert errors.splitlines() == ["Interrupted. Nothing of it is left running."]
+    assert not any(child.is_running() for child in children)
