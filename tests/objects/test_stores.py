@@ -1,4 +1,4 @@
-"""The suite on every store: in memory, on moto, and on a real server when one is named."""
+"""The suite on every store: in memory, moto, Ceph, and the server the environment names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from s3kv.objects.memory import MemoryStore
 from s3kv.objects.s3 import S3Store
 from tests import servers
 from tests.objects.suite import ObjectStoreSuite, pattern
+from tests.rgw import Gateway
 
 REAL = servers.real_server()
 
@@ -62,6 +63,14 @@ class TestS3StoreOnMoto(S3Suite):
     @pytest.fixture
     def place(self, moto_url: str) -> tuple[str, str, dict[str, str]]:
         return moto_url, servers.BUCKET, servers.KEYS
+
+
+@pytest.mark.infra
+class TestS3StoreOnCeph(S3Suite):
+    @pytest.fixture
+    def place(self, rgw: Gateway) -> tuple[str, str, dict[str, str]]:
+        servers.boto_client(rgw.url, rgw.keys).create_bucket(Bucket=servers.BUCKET)
+        return rgw.url, servers.BUCKET, rgw.keys
 
 
 if REAL is not None:
