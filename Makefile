@@ -39,7 +39,7 @@ format: $(STAMP) ## what ruff can mend by itself
 demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of yours
 	@$(BIN)/python -m demo
 
-bench: $(STAMP) ## the benchmarks; ARGS="…" picks some
+bench: $(STAMP) ## what there is to measure; ARGS="engine --rounds 3" runs one
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove the virtual environment and every cache
