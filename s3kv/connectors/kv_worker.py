@@ -17,7 +17,7 @@ from s3kv.connectors.metrics import Meter, S3KVStats
 from s3kv.connectors.translate import GROUP, KVGeometry, fingerprint, shard_name
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
-from s3kv.errors import ConfigError
+from s3kv.errors import ConfigError, IoProcessError, StoreError
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
@@ -110,7 +110,16 @@ class WorkerSide(Guarded):
         """
         assert self._client is not None, "register comes first"
         assert self._hello is not None
-        ready = self._client.wait_ready(self._config.start_timeout_ms / 1000)
+        try:
+            ready = self._client.wait_ready(self._config.start_timeout_ms / 1000)
+        except (IoProcessError, StoreError) as error:
+            told = type(error)(
+                f"s3kv: bucket {self._config.bucket!r} cannot be used: {error}. The engine does "
+                "not start without it; with on_unavailable 'serve' it would, and keep trying"
+            )
+            # One line of its own: vLLM repeats the error at the end of several tracebacks.
+            logger.error("%s", told)
+            raise told from error
         if ready.trouble is not None:
             logger.warning("s3kv serves without the bucket for now: %s", ready.message)
         return self._hello
