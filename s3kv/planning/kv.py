@@ -19,7 +19,7 @@ from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
 from s3kv.planning.pace import Pace, wait_until_s
 from s3kv.planning.prefix import KVPlannerSettings, PrefixCollector
 from s3kv.planning.requests import RequestEvent, RequestRecord, RequestState
-from s3kv.types import ChunkKey
+from s3kv.types import ChunkKey, Outcome
 
 
 class Answer(NamedTuple):
@@ -61,7 +61,7 @@ class KVPlanner:
         self._orphans: dict[str, RequestRecord] = {}
         self._loads: list[LoadOrder] = []
         self._fences: set[int] = set()
-        self._cancels: list[int] = []
+        self._unwanted: dict[int, Job] = {}
 
     # --- requests come and go --------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class KVPlanner:
         aborted = record.wants_chunks
         for position, job in record.pending.items():
             job.waiters.remove((record, position))
-            if aborted and not job.waiters:
-                self._cancels.append(job.job_id)
+            if aborted:
+                self._unwanted[job.job_id] = job
 
     # --- lookups ---------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class KVPlanner:
         record.step(RequestEvent.LOOKUP)
         record.news = False
         self._prefix.collect(record, local_tokens, now_s)
-        if record.ready in record.pending:
+        if record.waits:
             if record.started_s is None:
                 record.started_s = now_s
             record.wait_until_s = self._wait_until_s(record, now_s, record.started_s)
@@ -153,8 +153,8 @@ class KVPlanner:
         """The engine placed the request in `block_ids` and takes `external_tokens` of the offer."""
         record = self._requests[request_id]
         if external_tokens == 0:
-            self._prefix.release(record)
             if record.state is not RequestState.LOADING:
+                self._prefix.release(record)
                 record.step(RequestEvent.ADMIT)
             return
         record.step(RequestEvent.LOAD)
@@ -221,7 +221,9 @@ class KVPlanner:
                 self._save(record, step.computed_tokens + step.scheduled_tokens)
         self.pace.step_started(now_s, tokens)
         loads, self._loads = tuple(self._loads), []
-        cancels, self._cancels = tuple(self._cancels), []
+        # Whoever joined such a fetch since keeps it going.
+        cancels = tuple(job_id for job_id, job in self._unwanted.items() if not job.waiters)
+        self._unwanted.clear()
         return StepPlan(
             fetches=self.ledger.take_fetches(),
             saves=self.ledger.take_saves(),
@@ -245,18 +247,23 @@ class KVPlanner:
         Only known tokens have hashes, so drafts that may yet be rejected are never saved.
         """
         complete = computed_tokens // self._settings.chunk_tokens
-        if complete <= record.saved:
+        if complete <= record.saved and not record.undecided:
             return
         hashes = self._prefix.hashes(record)
-        for position in range(record.saved, min(complete, len(hashes))):
-            key = ChunkKey(self._settings.group, hashes[position])
-            if self.ledger.state(key) is ChunkState.ABSENT and not self.ledger.index.is_present(
-                key
-            ):
-                self._save_chunk(record, position, key)
-            record.saved = position + 1
+        complete = min(complete, len(hashes))
+        # After a preemption the undecided ones may have to be computed again first.
+        due = [position for position in record.undecided if position < complete]
+        record.undecided = [p for p in record.undecided if p >= complete]
+        for position in (*due, *range(record.saved, complete)):
+            self._save_chunk(record, position, ChunkKey(self._settings.group, hashes[position]))
+        record.saved = max(record.saved, complete)
 
     def _save_chunk(self, record: RequestRecord, position: int, key: ChunkKey) -> None:
+        state = self.ledger.state(key)
+        if state is ChunkState.FETCHING:
+            record.undecided.append(position)
+        if state is not ChunkState.ABSENT or self.ledger.index.is_present(key):
+            return
         low = position * self._chunk_blocks
         blocks = tuple(record.block_ids[low : low + self._chunk_blocks])
         full = self.ledger.saves_inflight >= self._settings.max_saves_inflight
@@ -277,12 +284,16 @@ class KVPlanner:
                 self._fetch_ended(job, now_s)
 
     def _fetch_ended(self, job: Job, now_s: float) -> None:
-        arrived = job.outcomes[JobKind.FETCH].is_success
+        outcome = job.outcomes[JobKind.FETCH]
+        arrived = outcome.is_success
         self.pace.fetch_ended(now_s, arrived=arrived, still_inflight=self.ledger.fetches_inflight)
         for record, position in job.waiters:
             del record.pending[position]
             record.news = True
-            if not arrived:
+            if outcome is Outcome.CANCELLED:
+                # Of somebody else who gave up, in the moment this request joined: ask again.
+                record.asked = min(record.asked, position)
+            elif not arrived:
                 record.end = position if record.end is None else min(record.end, position)
             elif record.wants_chunks:
                 self._prefix.lease(record, position, job.slot)

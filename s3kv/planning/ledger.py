@@ -1,6 +1,7 @@
 """The life of every chunk this engine knows, and the jobs that move chunks along.
 
-    absent ──save planned──▶ COPYING ──copied──▶ DIRTY ──upload acknowledged──▶ CLEAN ──evicted──▶ absent
+    absent ──save planned──▶ COPYING ──copied──▶ DIRTY ──upload acknowledged──▶ CLEAN
+    CLEAN ──evicted──▶ absent
     absent ──fetch planned──▶ FETCHING ──arrived and verified──▶ CLEAN
     FETCHING ──missing, corrupt, failed──▶ absent      COPYING ──copy failed──▶ absent
     DIRTY ──upload failed──▶ DIRTY, tried again later; given up──▶ CLEAN

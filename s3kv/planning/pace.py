@@ -38,6 +38,7 @@ class Pace:
         "_busy_since_s",
         "_chunks_per_s",
         "_prefill_tokens_per_s",
+        "_step_ended_s",
         "_steps",
     )
 
@@ -47,6 +48,7 @@ class Pace:
         self._busy_since_s: float | None = None
         self._busy_chunks = 0
         self._steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
+        self._step_ended_s = -math.inf
 
     def fetch_started(self, now_s: float) -> None:
         if self._busy_since_s is None:
@@ -70,6 +72,8 @@ class Pace:
         if not self._steps:
             return
         started_s, tokens = self._steps.popleft()
+        # Steps may be planned ahead, but they are carried out one after the other.
+        started_s, self._step_ended_s = max(started_s, self._step_ended_s), now_s
         if tokens >= _MIN_PREFILL_SAMPLE_TOKENS and now_s > started_s:
             sample = tokens / (now_s - started_s)
             self._prefill_tokens_per_s = _smooth(self._prefill_tokens_per_s, sample)

@@ -51,14 +51,17 @@ class PrefixCollector:
         return self._ledger.counters
 
     def collect(self, record: RequestRecord, local_tokens: int, now_s: float) -> None:
-        """Lease what is resident from the request's first missing chunk on, ask for more."""
+        """Lease what is resident from the request's first missing chunk on, ask for more.
+
+        `record.end` bounds what is asked for; what is here anyway is taken beyond it too.
+        """
         first = local_tokens // self._settings.chunk_tokens
         if first != record.first or local_tokens != record.local_tokens:
             record.first = record.ready = record.asked = first
             record.local_tokens = local_tokens
         hashes = self.hashes(record)
         end = len(hashes) if record.end is None else min(record.end, len(hashes))
-        self._lease_prefix(record, hashes[:end])
+        self._lease_prefix(record, hashes)
         while record.asked < end and self._ask(record, record.asked, now_s):
             record.asked += 1
 
@@ -92,9 +95,12 @@ class PrefixCollector:
         if state is ChunkState.FETCHING and in_window:
             job = ledger.fetch_job(key)
         elif state is ChunkState.ABSENT and (in_window or ledger.index.is_present(key)):
+            if ledger.index.is_absent(key, now_s):
+                self._counters["fetches_spared"] += 1
+                record.end = position
+                return False
             fetch = self._fetch(key, now_s)
             if fetch is None:
-                record.end = position
                 return False
             job = fetch
         else:
@@ -105,10 +111,8 @@ class PrefixCollector:
         return True
 
     def _fetch(self, key: ChunkKey, now_s: float) -> Job | None:
+        """None when nothing can be asked now; the next lookup tries again."""
         ledger = self._ledger
-        if ledger.index.is_absent(key, now_s):
-            self._counters["fetches_spared"] += 1
-            return None
         if not ledger.breaker.allows(now_s):
             self._counters["fetches_refused_by_breaker"] += 1
             return None

@@ -66,7 +66,8 @@ class RequestRecord:
     """What the planner keeps of one request.
 
     Chunk positions count from the start of the prompt. The chunks `first … ready` are resident
-    and leased, `ready … asked` have been asked for, nothing from `end` on is of interest.
+    and leased while the engine has not decided, `ready … asked` have been asked for, from `end`
+    on nothing is asked for any more.
     """
 
     request_id: str
@@ -94,7 +95,9 @@ class RequestRecord:
     """A load of its failed, or the cache was reset under it: no loads and no saves any more."""
     block_ids: list[int] = field(default_factory=list)
     saved: int = 0
-    """Chunks before this one have been saved or deliberately not."""
+    """Chunks before this one have been saved or deliberately not, but for the `undecided`."""
+    undecided: list[int] = field(default_factory=list)
+    """Chunks computed here while their fetch was still under way: saved if it comes to nothing."""
 
     def step(self, event: RequestEvent) -> None:
         try:
@@ -105,13 +108,19 @@ class RequestRecord:
             ) from None
 
     @property
+    def waits(self) -> bool:
+        """Its next chunk is on its way, and it has not been answered without that one."""
+        return self.ready in self.pending and (self.end is None or self.ready < self.end)
+
+    @property
     def wants_chunks(self) -> bool:
         """An arriving chunk should be leased for it."""
         return self.state in (RequestState.NEW, RequestState.WAITING) and not self.barred
 
     def start_over(self) -> None:
         """The engine has preempted the request and asks for its prefix again."""
+        self.ready = self.asked = self.first
         self.end = None
         self.started_s = None
-        self.asked_chunks = 0
+        self.asked_chunks = len(self.pending)
         self.fetched.clear()
