@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,16 +61,25 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture
-def bucket(s3: S3Server) -> Iterator[str]:
-    """An empty bucket of this test's own."""
+@contextlib.contextmanager
+def new_bucket(s3: S3Server, like: str | None = None) -> Iterator[str]:
+    """A bucket with copies of the objects in `like`; it goes with its contents."""
     client = s3.client()
     name = f"e2e-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=name)
+    for key in s3.objects(like) if like else ():
+        client.copy_object(Bucket=name, Key=key, CopySource={"Bucket": like, "Key": key})
     yield name
     for key in s3.objects(name):
         client.delete_object(Bucket=name, Key=key)
     client.delete_bucket(Bucket=name)
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Iterator[str]:
+    """An empty bucket of this test's own."""
+    with new_bucket(s3) as name:
+        yield name
 
 
 class References:
@@ -94,7 +104,7 @@ class References:
         hit_tokens: int | None = None,
         **engine_args: Any,
     ) -> list[Answer]:
-        engine = self._engine(model, engine_args)
+        engine = self.engine(model, **engine_args)
         engine.reset_prefix_cache()
         engine.generate(prompts, max_tokens=max_tokens)
         engine.limit_hits(hit_tokens)
@@ -102,7 +112,8 @@ class References:
         engine.limit_hits(None)
         return answers
 
-    def _engine(self, model: Path, engine_args: dict[str, Any]) -> Engine:
+    def engine(self, model: Path, **engine_args: Any) -> Engine:
+        """The engine without a connector that computes the references for these arguments."""
         name = json.dumps([str(model), engine_args], sort_keys=True)
         if name not in self._engines:
             log = self._directory / f"reference-{len(self._engines)}.log"
@@ -123,12 +134,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
     references.close()
 
 
-@pytest.fixture
-def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
-    """A kv_transfer_config for `bucket`; change `kv_connector_extra_config` as the test needs.
-
-    The engine also needs `env=s3.env`.
-    """
+def connector_for(s3: S3Server, bucket: str) -> dict[str, Any]:
     return {
         "kv_connector": "S3KVConnector",
         "kv_connector_module_path": "s3kv.connectors",
@@ -141,18 +147,32 @@ def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
+    """A kv_transfer_config for `bucket`; change `kv_connector_extra_config` as the test needs.
+
+    The engine also needs `env=s3.env`, which `serve` gives it.
+    """
+    return connector_for(s3, bucket)
+
+
 def changed(connector: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A copy of `connector` with other settings."""
     extra = connector["kv_connector_extra_config"] | settings
     return connector | {"kv_connector_extra_config": extra}
 
 
-@pytest.fixture
-def patient(connector: dict[str, Any]) -> dict[str, Any]:
-    """`connector` with one block per chunk, and waiting for every chunk however slow the machine
-    is, so that what is hit does not depend on time.
+def patient_for(s3: S3Server, bucket: str) -> dict[str, Any]:
+    """One block per chunk, and waiting for every chunk however slow the machine is, so that what
+    is hit does not depend on time.
     """
-    return changed(connector, chunk_tokens=128, recompute_gate=False, max_wait_ms=100_000)
+    settings = {"chunk_tokens": 128, "recompute_gate": False, "max_wait_ms": 100_000}
+    return changed(connector_for(s3, bucket), **settings)
+
+
+@pytest.fixture
+def patient(s3: S3Server, bucket: str) -> dict[str, Any]:
+    return patient_for(s3, bucket)
 
 
 class Serve:
@@ -199,6 +219,21 @@ class Serve:
         assert [name for name in shared if Path(name).exists()] == []
 
 
+def at_rest(engine: Engine) -> Counter[str]:
+    """All counters of an engine (in_process), which has to be at rest now."""
+    report = engine.call("lab.audit:audit")
+    check_at_rest(report)
+    return Counter(report["rank"]) | Counter(report["planner"])
+
+
+def tokens(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def cached(answers: Sequence[Answer]) -> list[int | None]:
+    return [answer.cached_tokens for answer in answers]
+
+
 def check_metrics(engine: Engine) -> None:
     assert engine.metrics().get("vllm:s3kv_internal_errors_total", 0) == 0
 
@@ -217,6 +252,6 @@ def shared_memory_of(process: psutil.Process) -> set[str]:
         return set()
 
 
-@pytest.fixture
-def serve(s3: S3Server, tmp_path: Path) -> Serve:
-    return Serve(s3, tmp_path)
+@pytest.fixture(scope="session")
+def serve(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    return Serve(s3, tmp_path_factory.mktemp("serve"))
