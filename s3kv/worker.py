@@ -8,6 +8,7 @@ carried out ends as failed. What it reports is all the scheduler knows of this r
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -24,17 +25,27 @@ from s3kv.messages import (
 )
 from s3kv.types import ChunkKey, Outcome
 
+logger = logging.getLogger("s3kv")
+
 _GIVE_UP_S = 5.0
+_SAY_AGAIN_S = 60.0
+"""An outage fails thousands of jobs; the log hears of each kind of trouble once a minute."""
+_TROUBLE = (Outcome.CORRUPT, Outcome.DENIED, Outcome.FAILED)
 
 
 class RankWorker:
     """`copies` and `client` work on the same slab; both are closed by `shutdown`.
 
-    slot_bytes: distance between slots, which start at offset 0 of the slab.
+    slot_bytes: distance between slots, which start at offset 0 of the slab. clock: seconds,
+    monotonic.
     """
 
-    def __init__(self, *, copies: BlockCopies, client: IoClient, slot_bytes: int) -> None:
+    def __init__(
+        self, *, copies: BlockCopies, client: IoClient, slot_bytes: int, clock: Callable[[], float]
+    ) -> None:
         self.counters: Counter[str] = Counter()
+        self._clock = clock
+        self._said_s: dict[tuple[JobKind, Outcome], float] = {}
         self._copies = copies
         self._client = client
         self._slot_bytes = slot_bytes
@@ -83,6 +94,8 @@ class RankWorker:
         for done in self._client.poll():
             kind = self._kinds.pop(done.job_id)
             self._end(done.job_id, kind, done.outcome, done.nbytes, done.seconds)
+            if done.outcome in _TROUBLE:
+                self._say(kind, done.outcome, done.detail)
         self._client.flush()
 
     def take_report(self) -> StepReport | None:
@@ -105,12 +118,12 @@ class RankWorker:
         self._copies.wait_all(_GIVE_UP_S)
         return self._loading | self._loaded
 
-    def shutdown(self, drain_timeout_s: float, clock: Callable[[], float]) -> int:
+    def shutdown(self, drain_timeout_s: float) -> int:
         """Finish copies and uploads within the time given, then close. Returns uploads left."""
-        deadline_s = clock() + drain_timeout_s
+        deadline_s = self._clock() + drain_timeout_s
         self._copies.wait_all(drain_timeout_s)
         self.poll()
-        left = self._client.drain(max(0.0, deadline_s - clock()))
+        left = self._client.drain(max(0.0, deadline_s - self._clock()))
         self._client.close()
         self._copies.close()
         return left
@@ -137,6 +150,13 @@ class RankWorker:
             self._upload(order.job_id, order.key, order.slot)
         else:
             self._end(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED, 0, 0.0)
+
+    def _say(self, kind: JobKind, outcome: Outcome, detail: str) -> None:
+        now_s = self._clock()
+        said_s = self._said_s.get((kind, outcome))
+        if said_s is None or now_s - said_s >= _SAY_AGAIN_S:
+            self._said_s[kind, outcome] = now_s
+            logger.warning("s3kv: %s %s: %s", kind.value, outcome.name.lower(), detail)
 
     def _end(
         self, job_id: int, kind: JobKind, outcome: Outcome, nbytes: int, seconds: float

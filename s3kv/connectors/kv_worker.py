@@ -95,7 +95,9 @@ class WorkerSide(Guarded):
         copies = BlockCopies.open(
             {GROUP: layout}, self._slab.view, slot_bytes, {GROUP: chunk.header_bytes}
         )
-        self._rank = RankWorker(copies=copies, client=self._client, slot_bytes=slot_bytes)
+        self._rank = RankWorker(
+            copies=copies, client=self._client, slot_bytes=slot_bytes, clock=time.monotonic
+        )
         if layout.device.type == "cpu":
             # Pinning touches every page of the slab; without it the first copies would have to.
             self._prefault = threading.Thread(
@@ -129,7 +131,7 @@ class WorkerSide(Guarded):
         self._closing.set()
         rank, self._rank = self._rank, None
         if rank is not None:
-            left = rank.shutdown(self._config.drain_timeout_s, time.monotonic)
+            left = rank.shutdown(self._config.drain_timeout_s)
             if left:
                 logger.warning(
                     "s3kv: %d uploads were not finished within drain_timeout_s=%g; those chunks "

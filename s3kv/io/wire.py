@@ -27,9 +27,10 @@ from s3kv.types import Outcome, TensorSpec
 MAX_FRAME_BYTES = 2**20
 """What a peer has to be ready to hold. `Hello` is the largest message: about 60 bytes per layer."""
 _MESSAGES_PER_FRAME = 1024
-"""Keeps frames of job messages (under 200 bytes each, `Done` with a detail under 400) far below
+"""Keeps frames of job messages (under 200 bytes each, `Done` with a detail under 800) below
 the maximum."""
-MAX_DETAIL_CHARS = 300
+MAX_DETAIL_CHARS = 700
+"""A key is about 150; the advice at the end of the message must not be what is cut off."""
 
 
 class WireError(S3KVError):
