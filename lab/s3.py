@@ -1,8 +1,8 @@
 """An S3 of our own, in a process of its own: `with moto_process() as s3: s3.url …`.
 
 moto in the process that uses it would share its GIL, and with an engine's that is a lie about
-both. `python -m lab.s3` prints its port and serves until its stdin ends, so it cannot outlive who
-started it.
+both. `python -m lab.s3 [port]` prints its port and serves until its stdin ends, so it cannot
+outlive who started it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ class S3Server:
 
 
 @contextmanager
-def moto_process() -> Iterator[S3Server]:
-    """A fresh, empty moto server; it keeps everything in memory."""
+def moto_process(port: int = 0) -> Iterator[S3Server]:
+    """A fresh, empty moto server; it keeps everything in memory. port 0: any that is free.
+
+    It is killed when the block ends, in the middle of whatever it does.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "lab.s3"],
+        [sys.executable, "-m", "lab.s3", str(port)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -76,14 +79,14 @@ def moto_process() -> Iterator[S3Server]:
         process.wait()
 
 
-def serve() -> None:
+def serve(port: int) -> None:
     from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     server.start()
     print(server.get_host_and_port()[1], flush=True)
     sys.stdin.read()
 
 
 if __name__ == "__main__":
-    serve()
+    serve(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
