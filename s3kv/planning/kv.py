@@ -115,13 +115,12 @@ class KVPlanner:
         record.news = False
         self._prefix.collect(record, local_tokens, now_s)
         if record.waits:
-            if record.started_s is None:
-                record.started_s = now_s
-            record.wait_until_s = self._wait_until_s(record, now_s, record.started_s)
+            record.wait_until_s = self._wait_until_s(record, now_s)
             if now_s < record.wait_until_s:
                 record.step(RequestEvent.WAIT)
                 return WAIT
             self.counters["deadline_cuts"] += 1
+            self.pace.gave_up(now_s)
         record.end = record.ready
         return self._offer(record)
 
@@ -135,12 +134,16 @@ class KVPlanner:
         record.step(RequestEvent.OFFER)
         return Answer(False, tokens)
 
-    def _wait_until_s(self, record: RequestRecord, now_s: float, started_s: float) -> float:
+    def _wait_until_s(self, record: RequestRecord, now_s: float) -> float:
+        if record.started_s is None:
+            record.started_s = record.arrival_s = now_s
+            record.wanted_chunks = len(record.hashes) - record.ready
         return wait_until_s(
             self.pace,
             now_s=now_s,
-            started_s=started_s,
-            asked_tokens=record.asked_chunks * self._settings.chunk_tokens,
+            started_s=record.started_s,
+            arrival_s=record.arrival_s,
+            wanted_tokens=record.wanted_chunks * self._settings.chunk_tokens,
             missing_tokens=(record.asked - record.ready) * self._settings.chunk_tokens,
             chunks_ahead=self.ledger.fetches_ahead_of(record.pending.values()),
             max_wait_s=self._settings.max_wait_s,
@@ -297,6 +300,7 @@ class KVPlanner:
                 record.end = position if record.end is None else min(record.end, position)
             elif record.wants_chunks:
                 self._prefix.lease(record, position, job.slot)
+                record.arrival_s = now_s
                 record.fetched.add(position)
                 record.window *= 2
 

@@ -107,7 +107,6 @@ class PrefixCollector:
             return False
         job.waiters.append((record, position))
         record.pending[position] = job
-        record.asked_chunks += 1
         return True
 
     def _fetch(self, key: ChunkKey, now_s: float) -> Job | None:

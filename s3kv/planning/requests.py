@@ -87,8 +87,10 @@ class RequestRecord:
     """Something ended since the last lookup."""
     started_s: float | None = None
     wait_until_s: float = 0.0
-    asked_chunks: int = 0
-    """Chunks this request has waited for since `started_s`."""
+    arrival_s: float = 0.0
+    """When something last arrived for it, or its wait began."""
+    wanted_chunks: int = 0
+    """What it might get from the bucket, as of `started_s`."""
     fetched: set[int] = field(default_factory=set)
     """Chunks that came from the bucket for this request, for the hit statistics."""
     barred: bool = False
@@ -122,5 +124,4 @@ class RequestRecord:
         self.ready = self.asked = self.first
         self.end = None
         self.started_s = None
-        self.asked_chunks = len(self.pending)
         self.fetched.clear()
