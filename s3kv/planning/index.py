@@ -40,6 +40,8 @@ class BucketIndex:
         """The bucket holds the chunk, as of now."""
         prefix = _short(key)
         self._absent_until.pop(prefix, None)
+        if prefix in self._young:
+            return
         if len(self._young) >= self._generation_size:
             self._old = self._young
             self._young = set()
