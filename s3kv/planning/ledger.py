@@ -82,7 +82,8 @@ class ChunkLedger:
         self._world_size = world_size
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[ChunkKey, Job] = {}
-        self._saving_blocks: dict[int, int] = {}
+        # Several saves read one block when a reset has given its chunk another name meanwhile.
+        self._saving_blocks: dict[int, tuple[int, ...]] = {}
         self._next_job_id = 1
         self._fetches_inflight = 0
         self._saves_inflight = 0
@@ -124,7 +125,7 @@ class ChunkLedger:
         saving = self._saving_blocks
         if not saving:
             return set()
-        return {saving[block] for block in block_ids if block in saving}
+        return {job_id for block in block_ids for job_id in saving.get(block, ())}
 
     # --- orders ----------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class ChunkLedger:
         self._saves_inflight += 1
         self.counters["saves"] += 1
         for block in block_ids:
-            self._saving_blocks[block] = job.job_id
+            self._saving_blocks[block] = (*self._saving_blocks.get(block, ()), job.job_id)
         self._save_orders.append(SaveOrder(job.job_id, key, job.slot.number, block_ids))
         return True
 
@@ -203,8 +204,9 @@ class ChunkLedger:
 
     def _copied(self, job: Job) -> None:
         for block in job.block_ids:
-            if self._saving_blocks.get(block) == job.job_id:
-                del self._saving_blocks[block]
+            others = tuple(j for j in self._saving_blocks.pop(block) if j != job.job_id)
+            if others:
+                self._saving_blocks[block] = others
         if job.outcomes[JobKind.SAVE].is_success:
             self.slots.commit(job.slot, dirty=True)
 
@@ -279,5 +281,7 @@ class ChunkLedger:
         assert filling == self.slots.statistics().reserved, "a reserved slot has no job"
         assert saving >= self.slots.statistics().dirty, "a dirty chunk is on its way nowhere"
         assert {job.key for job in jobs} == set(self._job_of)
-        for job_id in self._saving_blocks.values():
-            assert self._jobs[job_id].ranks_left[JobKind.SAVE] > 0, job_id
+        copying = [job for job in jobs if job.ranks_left.get(JobKind.SAVE)]
+        readers = {(block, job.job_id) for job in copying for block in job.block_ids}
+        fenced = {(block, job) for block, ids in self._saving_blocks.items() for job in ids}
+        assert readers == fenced, readers ^ fenced

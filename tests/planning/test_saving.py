@@ -222,6 +222,19 @@ def test_one_save_is_fenced_once_however_many_of_its_blocks_are_reused() -> None
     assert desk.run("next", [0, 1], 0, 4, new=True).fences == (save.job_id,)
 
 
+def test_a_block_that_two_saves_read_is_fenced_until_both_have_read_it() -> None:
+    desk, first = saving()
+    desk.planner.reset(b"salt")  # and the engine keeps its own cache
+    desk.add("same", "aaaazz")
+    desk.admit("same")
+    (second,) = desk.run("same", [0, 1, 2], 4, 2, new=True).saves
+    assert second.block_ids == first.block_ids
+    desk.copied(second)
+    desk.add("other", "xxxx")
+    desk.admit("other")
+    assert desk.run("other", [1, 3], 0, 3, new=True).fences == (first.job_id,)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.OK, FAILED])
 def test_blocks_that_have_been_copied_are_not_fenced(outcome: Outcome) -> None:
     desk, save = saving(world_size=2)
