@@ -1,0 +1,108 @@
+"""Settings that change what an engine does, or that it refuses, on the real engine.
+
+What is refused before an engine is needed is in tests/test_config.py and tests/contract.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.engine import Engine, EngineFailed
+from lab.s3 import S3Server
+from tests.e2e.conftest import References, Serve, cached, changed, tokens
+
+PROMPTS = models.prompts(2, 800)
+CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
+
+
+def test_an_unknown_setting_stops_the_engine_at_start(
+    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    connector = changed(patient, hostbytes="1GiB")
+    engine = Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env)
+    with pytest.raises(EngineFailed, match=r"unknown setting 'hostbytes'.*did you mean 'host_byte"):
+        engine.start()
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    """A model two of whose three layers look at the last 64 tokens only; no weights."""
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "vocab_size": models.VOCABULARY,
+        "max_position_embeddings": models.MAX_TOKENS,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    directory = tmp_path / "hybrid"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_a_hybrid_model_stops_the_engine_at_start(
+    hybrid: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = Engine(
+        hybrid, connector=patient, log_path=tmp_path / "log", env=s3.env, load_format="dummy"
+    )
+    with pytest.raises(EngineFailed, match=r"KV-cache groups.*SlidingWindowSpec"):
+        engine.start()
+
+
+def test_a_slab_smaller_than_a_prompt_serves_the_part_that_fits(
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Six chunks a prompt, three slots. In float32, where the length of a hit does not matter."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    small = changed(patient, host_bytes=3 * (CHUNK_BYTES + 2 * 4096))
+    with serve(tiny, patient, dtype="float32") as engine:
+        engine.generate(PROMPTS[:1])
+    with serve(tiny, small, dtype="float32") as engine:
+        answers = engine.generate(PROMPTS)
+        engine.reset_prefix_cache()
+        answers += engine.generate(PROMPTS)
+    assert tokens(answers) == expected * 2
+    fits = 3 * 128
+    # The second prompt was new: what of it was saved depends on how fast its uploads were.
+    assert cached(answers)[:3] == [fits, 0, fits]
+    assert cached(answers)[3] <= fits
+
+
+def test_two_models_in_one_bucket_do_not_meet(
+    models_dir: Path, tmp_path: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Same shape, same prompts, same bucket and prefix; the weights differ. And the other way
+    round: the same weights under another path are the same model when `model_id` says so."""
+    first = models.build(models_dir, models.TINY)
+    second = models.build(models_dir, models.TINY, seed=1)
+    moved = tmp_path / "moved"
+    shutil.copytree(first, moved)
+    with serve(first, changed(patient, model_id="first")) as engine:
+        engine.generate(PROMPTS)
+    with serve(second, changed(patient, model_id="second")) as engine:
+        cold = engine.generate(PROMPTS)
+    assert cached(cold) == [0, 0]
+    with serve(moved, changed(patient, model_id="first")) as engine:
+        warm = engine.generate(PROMPTS)
+    expected = reference(first, PROMPTS)
+    assert cached(warm) == cached(expected) == [768, 768]
+    assert tokens(warm) == tokens(expected)
+    assert tokens(cold) != tokens(expected)
