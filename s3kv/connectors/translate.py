@@ -52,8 +52,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
         raise UnsupportedError(
             f"this model has {len(groups)} KV-cache groups ({', '.join(kinds)}); s3kv serves "
-            "models whose layers all use full attention. Run it without s3kv, or with "
-            "--disable-hybrid-kv-cache-manager if vLLM supports that for the model"
+            "models whose layers all use full attention. Run it without s3kv"
         )
     spec = groups[0].kv_cache_spec
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
@@ -67,7 +66,10 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
                 f"this model has layers of kind {name}; s3kv serves full attention (with MLA) only"
             )
         if getattr(layer, "sliding_window", None) is not None:
-            raise UnsupportedError("sliding-window layers cannot be served yet")
+            raise UnsupportedError(
+                "this model has sliding-window layers, which cannot be served yet. Run it without "
+                "s3kv"
+            )
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:
