@@ -167,23 +167,6 @@ class SlotTable:
         group = self._groups.get(key.group)
         return None if group is None else group.get(key.block_hash)
 
-    def resident_prefix(
-        self, group: int, block_hashes: Sequence[bytes], start: int = 0
-    ) -> list[Slot]:
-        """The slots of `block_hashes[start:]`, up to the first that is not resident.
-
-        A question only: pins and touches nothing.
-        """
-        found: list[Slot] = []
-        find = self._groups.get(group, {}).get
-        states, reserved = self._states, _RESERVED
-        for block_hash in islice(block_hashes, start, None):
-            slot = find(block_hash)
-            if slot is None or states[slot[0]] is reserved:
-                break
-            found.append(slot)
-        return found
-
     def state(self, slot: Slot) -> SlotState:
         """RESERVED, CLEAN or DIRTY (never FREE: a handle to a free slot is stale)."""
         self._check_live(slot, "state")
@@ -239,6 +222,31 @@ class SlotTable:
             self._pinned_per_state[state] += 1
         self._pins[slot.number] += 1
 
+    def pin_prefix(self, group: int, block_hashes: Sequence[bytes], start: int = 0) -> list[Slot]:
+        """Find the slots of `block_hashes[start:]`, up to the first that is not resident; pin each.
+
+        One pass over a long prompt, on the engine's thread: hence the local names.
+        """
+        found: list[Slot] = []
+        find = self._groups.get(group, {}).get
+        states, pins, reserved = self._states, self._pins, _RESERVED
+        fresh = []
+        for block_hash in islice(block_hashes, start, None):
+            slot = find(block_hash)
+            if slot is None:
+                break
+            index = slot[0]
+            state = states[index]
+            if state is reserved:
+                break
+            if not pins[index]:
+                fresh.append(state)
+            pins[index] += 1
+            found.append(slot)
+        for state in (_CLEAN, _DIRTY):
+            self._pinned_per_state[state] += fresh.count(state)
+        return found
+
     def unpin(self, slot: Slot) -> None:
         state = self._next(slot, "unpin")
         if not self._pins[slot.number]:
@@ -292,9 +300,8 @@ class SlotTable:
         )
 
     def check(self) -> None:
-        """Derive every index and count again from the slots; raise `SlotError` where they differ.
-
-        O(slots). For tests, after every event or at their end.
+        """Derive every index and count anew, in O(slots); raise `SlotError` where they differ.
+        For tests, after every event or at their end.
         """
         taken = [i for i, state in enumerate(self._states) if state is not _FREE]
         resident = [i for i in taken if self._states[i].is_resident]
@@ -306,9 +313,7 @@ class SlotTable:
         }
         free = [i for i, state in enumerate(self._states) if state is _FREE]
         _require(sorted(self._free) == free, "the free list is not the slots that are FREE")
-        _require(
-            self._slots_per_state == _per_state(self._states), "the slots per state are miscounted"
-        )
+        _require(self._slots_per_state == _per_state(self._states), "slots per state: miscounted")
         _require(
             self._pinned_per_state == _per_state(self._states[i] for i in pinned),
             "the pinned slots per state are miscounted",
@@ -319,15 +324,11 @@ class SlotTable:
             "the index by key is not the keys of the slots",
         )
         for i, (key, handle) in enumerate(zip(self._keys, self._handles, strict=True)):
-            if self._states[i] is _FREE:
-                _require(key is None and handle is None, f"free slot {i} still has a holder")
-            else:
-                _require(
-                    handle is not None
-                    and handle.number == i
-                    and 0 < handle.generation <= self._reservations,
-                    f"the handle of slot {i} is {handle}",
-                )
+            if handle is not None:
+                fits = handle.number == i and 0 < handle.generation <= self._reservations
+                _require(fits, f"the handle of slot {i} is {handle}")
+            holders = (key is not None, handle is not None, self._states[i] is not _FREE)
+            _require(len(set(holders)) == 1, f"slot {i} has only some of key, handle and state")
         _require(
             len(self._policy) == len(resident) and all(i in self._policy for i in resident),
             "the policy does not hold exactly the resident slots",

@@ -120,7 +120,8 @@ class KVPlanner:
                 record.step(RequestEvent.WAIT)
                 return WAIT
             self.counters["deadline_cuts"] += 1
-            self.pace.gave_up(now_s)
+            if record.started_s != now_s:
+                self.pace.gave_up(now_s)
         record.end = record.ready
         return self._offer(record)
 
@@ -130,7 +131,7 @@ class KVPlanner:
             self._prefix.release(record)
             record.step(RequestEvent.NOTHING)
             return NOTHING
-        self._prefix.release(record, keep=range(record.first, record.ready))
+        self._prefix.release_early(record)
         record.step(RequestEvent.OFFER)
         return Answer(False, tokens)
 
@@ -165,7 +166,7 @@ class KVPlanner:
         blocks = [block for part in parts for block in part.block_ids]
         self._fences |= self.ledger.fences(blocks)
         self._loads.append(LoadOrder(request_id, parts))
-        self.ledger.slots.touch_chain([record.leases[p] for p in sorted(record.leases)])
+        self.ledger.slots.touch_chain(record.prefix)
         bucket_tokens = self.bucket_tokens(request_id, external_tokens)
         self.counters["hit_tokens_bucket"] += bucket_tokens
         self.counters["hit_tokens_host"] += external_tokens - bucket_tokens
@@ -190,7 +191,7 @@ class KVPlanner:
         for position in range(start // per_chunk, -(-end // per_chunk)):
             low, high = position * per_chunk, (position + 1) * per_chunk
             blocks = tuple(block_ids[max(low, start) : min(high, end)])
-            slot = record.leases[position]
+            slot = record.prefix[position - record.first]
             parts.append(LoadPart(self._settings.group, slot.number, max(low, start) - low, blocks))
         return tuple(parts)
 
@@ -299,7 +300,7 @@ class KVPlanner:
             elif not arrived:
                 record.end = position if record.end is None else min(record.end, position)
             elif record.wants_chunks:
-                self._prefix.lease(record, position, job.slot)
+                self._prefix.lease_early(record, position, job.slot)
                 record.arrival_s = now_s
                 record.fetched.add(position)
                 record.window *= 2
@@ -329,7 +330,7 @@ class KVPlanner:
         leased = Counter(
             slot
             for record in (*self._requests.values(), *self._orphans.values())
-            for slot in record.leases.values()
+            for slot in (*record.prefix, *record.early.values())
         )
         for slot, pins in leased.items():
             assert self.ledger.slots.pins(slot) == pins, (slot, pins)

@@ -9,7 +9,7 @@ somebody is joined, never asked for twice.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -56,9 +56,10 @@ class PrefixCollector:
         `record.end` bounds what is asked for; what is here anyway is taken beyond it too.
         """
         first = local_tokens // self._settings.chunk_tokens
-        if first != record.first or local_tokens != record.local_tokens:
+        record.local_tokens = local_tokens
+        if first != record.first:
+            self.release(record)
             record.first = record.ready = record.asked = first
-            record.local_tokens = local_tokens
         hashes = self.hashes(record)
         end = len(hashes) if record.end is None else min(record.end, len(hashes))
         self._lease_prefix(record, hashes)
@@ -66,22 +67,22 @@ class PrefixCollector:
             record.asked += 1
 
     def _lease_prefix(self, record: RequestRecord, hashes: Sequence[bytes]) -> None:
-        slots = self._ledger.slots.resident_prefix(
-            self._settings.group, hashes, min(record.ready, len(hashes))
-        )
-        for position, slot in enumerate(slots, record.ready):
-            self.lease(record, position, slot)
+        slots = self._ledger.slots.pin_prefix(self._settings.group, hashes, record.ready)
+        record.prefix += slots
         record.ready += len(slots)
         record.asked = max(record.asked, record.ready)
+        for position in [p for p in record.early if p < record.ready]:
+            self._ledger.slots.unpin(record.early.pop(position))
 
-    def lease(self, record: RequestRecord, position: int, slot: Slot) -> None:
-        if position not in record.leases:
+    def lease_early(self, record: RequestRecord, position: int, slot: Slot) -> None:
+        """Keep a resident chunk for the request until its prefix reaches it."""
+        if position >= record.ready and position not in record.early:
             self._ledger.slots.pin(slot)
-            record.leases[position] = slot
+            record.early[position] = slot
 
     def _ask(self, record: RequestRecord, position: int, now_s: float) -> bool:
         """Get the chunk at `position` on its way. False: go no further than this, for now."""
-        if position in record.pending or position in record.leases:
+        if position in record.pending or position in record.early:
             return True
         ledger = self._ledger
         key = ChunkKey(self._settings.group, record.hashes[position])
@@ -89,7 +90,7 @@ class PrefixCollector:
         if state is ChunkState.RESIDENT:
             slot = ledger.slots.lookup(key)
             assert slot is not None
-            self.lease(record, position, slot)
+            self.lease_early(record, position, slot)
             return True
         in_window = position < record.ready + record.window
         if state is ChunkState.FETCHING and in_window:
@@ -120,19 +121,25 @@ class PrefixCollector:
             self._pace.fetch_started(now_s)
         return job
 
-    def release(self, record: RequestRecord, keep: Iterable[int] = ()) -> None:
-        """Give back the request's leases, but for the chunks in `keep`."""
-        kept = {p: record.leases[p] for p in keep if p in record.leases}
-        for position, slot in record.leases.items():
-            if position not in kept:
-                self._ledger.slots.unpin(slot)
-        record.leases = kept
+    def release_early(self, record: RequestRecord) -> None:
+        """Give back what is behind the prefix that is ready."""
+        for slot in record.early.values():
+            self._ledger.slots.unpin(slot)
+        record.early.clear()
+
+    def release(self, record: RequestRecord) -> None:
+        """Give back all leases; to be leased again, the prefix has to be collected anew."""
+        for slot in record.prefix:
+            self._ledger.slots.unpin(slot)
+        record.prefix.clear()
+        record.ready = record.asked = record.first
+        self.release_early(record)
 
     def hashes(self, record: RequestRecord) -> list[bytes]:
         stride, known = self._hash_stride, len(record.hashes)
         fresh = record.block_hashes[(known + 1) * stride - 1 :: stride]
         if fresh:
-            record.hashes.extend(self._salted(h) if self._salt else h for h in fresh)
+            record.hashes += [self._salted(h) for h in fresh] if self._salt else fresh
         return record.hashes
 
     def _salted(self, block_hash: bytes) -> bytes:

@@ -66,8 +66,8 @@ class RequestRecord:
     """What the planner keeps of one request.
 
     Chunk positions count from the start of the prompt. The chunks `first … ready` are resident
-    and leased while the engine has not decided, `ready … asked` have been asked for, from `end`
-    on nothing is asked for any more.
+    and, until the engine has decided, leased; `ready … asked` have been asked for; from `end` on
+    nothing is asked for any more.
     """
 
     request_id: str
@@ -81,7 +81,10 @@ class RequestRecord:
     end: int | None = None
     window: int = 0
     local_tokens: int = 0
-    leases: dict[int, Slot] = field(default_factory=dict)
+    prefix: list[Slot] = field(default_factory=list)
+    """The leases of the chunks `first … ready`, or none."""
+    early: dict[int, Slot] = field(default_factory=dict)
+    """Leases of chunks behind `ready`, which arrived before one that is still missing."""
     pending: dict[int, Job] = field(default_factory=dict)
     news: bool = False
     """Something ended since the last lookup."""
@@ -121,7 +124,6 @@ class RequestRecord:
 
     def start_over(self) -> None:
         """The engine has preempted the request and asks for its prefix again."""
-        self.ready = self.asked = self.first
         self.end = None
         self.started_s = None
         self.fetched.clear()

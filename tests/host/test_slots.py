@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -42,6 +42,15 @@ def resident(table: SlotTable, of: ChunkKey, *, dirty: bool = False) -> Slot:
     slot = reserve(table, of)
     table.commit(slot, dirty=dirty)
     return slot
+
+
+def prefix(
+    table: SlotTable, hashes: Sequence[bytes], *, group: int = 0, start: int = 0
+) -> list[Slot]:
+    slots = table.pin_prefix(group, hashes, start)
+    for slot in slots:
+        table.unpin(slot)
+    return slots
 
 
 # ---- every state and every event
@@ -176,8 +185,8 @@ def test_groups_do_not_share_keys() -> None:
     first, second = resident(table, key(1, group=0)), resident(table, key(1, group=1))
     assert table.lookup(key(1, group=0)) == first
     assert table.lookup(key(1, group=1)) == second
-    assert table.resident_prefix(1, [key(1).block_hash]) == [second]
-    assert table.resident_prefix(2, [key(1).block_hash]) == []
+    assert prefix(table, [key(1).block_hash], group=1) == [second]
+    assert prefix(table, [key(1).block_hash], group=2) == []
 
 
 def test_pins_nest() -> None:
@@ -202,10 +211,26 @@ def test_a_prefix_ends_at_the_first_chunk_that_is_not_resident() -> None:
     slots = [resident(table, key(number), dirty=number == 1) for number in (0, 1)]
     reserve(table, key(2))
     slots += [resident(table, key(number)) for number in (3, 4)]
-    assert table.resident_prefix(0, hashes) == slots[:2], "chunk 2 is only reserved"
-    assert table.resident_prefix(0, hashes, start=1) == slots[1:2]
-    assert table.resident_prefix(0, hashes, start=3) == slots[2:], "chunk 5 is unknown"
-    assert table.resident_prefix(0, hashes, start=6) == []
+    assert prefix(table, hashes) == slots[:2], "chunk 2 is only reserved"
+    assert prefix(table, hashes, start=1) == slots[1:2]
+    assert prefix(table, hashes, start=3) == slots[2:], "chunk 5 is unknown"
+    assert prefix(table, hashes, start=6) == []
+
+
+def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
+    table = make_table(4)
+    slots = [resident(table, key(n), dirty=n == 2) for n in (1, 2, 3)]
+    table.pin(slots[1])
+    missing = reserve(table, key(4))
+    hashes = [key(n).block_hash for n in (1, 2, 3, 4)]
+    assert table.pin_prefix(0, hashes, start=1) == slots[1:]
+    assert [table.pins(slot) for slot in slots] == [0, 2, 1]
+    table.check()
+    table.abandon(missing)
+    for slot in (*slots[1:], slots[1]):
+        table.unpin(slot)
+    assert table.statistics().pinned == 0
+    table.check()
 
 
 def test_a_chain_leaves_from_its_tail() -> None:
@@ -350,7 +375,7 @@ def machine_for(policy: str) -> type[RuleBasedStateMachine]:
                     break
                 expected.append(entry.slot)
             hashes = [key(number).block_hash for number in numbers]
-            assert self.table.resident_prefix(group, hashes) == expected
+            assert prefix(self.table, hashes, group=group) == expected
 
         @invariant()
         def agrees_with_the_model(self) -> None:

@@ -81,6 +81,27 @@ def test_a_bucket_faster_than_computing_is_waited_for() -> None:
     assert desk.lookup("r") == WAIT
 
 
+def test_who_does_not_wait_has_measured_nothing() -> None:
+    desk = measured(seconds_per_chunk=0.6)
+    before = desk.planner.pace.statistics()
+    desk.now_s = 10.0
+    for letter in "abcdefgh":
+        desk.add(letter, letter * 4)
+        assert desk.lookup(letter) == NOTHING
+        desk.now_s += 0.001
+    assert desk.planner.pace.statistics() == before
+
+
+def test_who_gives_up_has_measured_a_slow_bucket() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True)
+    desk.add("r", "a" * 400)
+    assert desk.lookup("r") == WAIT
+    desk.now_s = 1.0
+    assert desk.lookup("r") == NOTHING, "nothing has come for a second"
+    desk.add("next", "b" * 400)
+    assert desk.lookup("next") == NOTHING
+
+
 def test_chunks_of_others_are_ahead_in_the_queue() -> None:
     desk = measured(seconds_per_chunk=0.4)
     desk.add("other", "bbbb")

@@ -13,7 +13,7 @@ from s3kv.host.slots import SlotError
 from s3kv.messages import JobEnd, LoadPart
 from s3kv.planning import kv
 from s3kv.planning.index import BucketIndex
-from s3kv.planning.kv import KVPlanner
+from s3kv.planning.kv import Answer, KVPlanner
 from s3kv.planning.ledger import ChunkLedger, Job
 from s3kv.planning.prefix import PrefixCollector
 from s3kv.planning.requests import RequestRecord
@@ -29,6 +29,7 @@ from tests.planning.test_saving import (
 Patch = pytest.MonkeyPatch
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], object]]] = []
 
+offer = KVPlanner._offer
 save = KVPlanner._save
 finished = KVPlanner.finished
 admitted = KVPlanner.admitted
@@ -56,18 +57,19 @@ def mutant_for(test: Callable[[], object]) -> Callable[[Callable[[Patch], None]]
 
 @mutant
 def forgets_to_unpin(patch: Patch) -> None:
-    def forgetful(self: PrefixCollector, record: RequestRecord, keep: Iterable[int] = ()) -> None:
-        record.leases = {p: record.leases[p] for p in keep if p in record.leases}
-
-    patch.setattr(PrefixCollector, "release", forgetful)
+    patch.setattr(PrefixCollector, "release_early", lambda self, record: record.early.clear())
 
 
 @mutant
 def does_not_keep_what_it_offers(patch: Patch) -> None:
-    def stingy(self: PrefixCollector, record: RequestRecord, keep: Iterable[int] = ()) -> None:
-        release(self, record)
+    def stingy(self: KVPlanner, record: RequestRecord) -> Answer:
+        answer = offer(self, record)
+        for slot in record.prefix:
+            self.ledger.slots.unpin(slot)
+        return answer
 
-    patch.setattr(PrefixCollector, "release", stingy)
+    patch.setattr(KVPlanner, "_offer", stingy)
+    patch.setattr(KVPlanner, "check", lambda self: None)
 
 
 @mutant
@@ -177,11 +179,13 @@ def offers_again_what_failed_to_load(patch: Patch) -> None:
 
 
 @mutant
-def remembers_what_was_ready_before_a_preemption(patch: Patch) -> None:
-    def stale(self: RequestRecord) -> None:
-        self.end = self.started_s = None
+def remembers_what_was_ready_before_it_gave_it_back(patch: Patch) -> None:
+    def stale(self: PrefixCollector, record: RequestRecord) -> None:
+        ready = record.ready
+        release(self, record)
+        record.ready = ready
 
-    patch.setattr(RequestRecord, "start_over", stale)
+    patch.setattr(PrefixCollector, "release", stale)
 
 
 @mutant
@@ -226,5 +230,5 @@ def test_it_is_noticed_that_a_planner(
     mutate: Callable[[Patch], None], check: Callable[[], object], monkeypatch: Patch
 ) -> None:
     mutate(monkeypatch)
-    with pytest.raises((AssertionError, SlotError, KeyError)):
+    with pytest.raises((AssertionError, SlotError, LookupError)):
         check()

@@ -1,0 +1,249 @@
+"""What the planner costs the engine's thread: `python -m benchmarks.planner`.
+
+Times are the least of several rounds, on one core, without the engine beside it. Chunks are 128
+tokens, hash blocks 16, so a prompt of 131,072 tokens has 1,024 chunks and 8,192 hashes. The first
+lookup of a prompt includes picking the chunks' hashes out of the engine's list. Bytes are what
+`BucketIndex` holds per chunk it knows, its keys included.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import random
+import tracemalloc
+from collections.abc import Callable
+from time import perf_counter_ns
+
+from s3kv.host.policy import make_policy
+from s3kv.host.slots import SlotTable
+from s3kv.messages import JobEnd, JobKind, StepReport
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.kv import KVPlanner, ScheduledRequest
+from s3kv.planning.ledger import ChunkLedger
+from s3kv.planning.pace import Pace
+from s3kv.planning.prefix import KVPlannerSettings
+from s3kv.types import ChunkKey, Outcome
+
+CHUNK_TOKENS = 128
+BLOCK_TOKENS = 16
+CHUNKS = 1_024
+KNOWN = 100_000
+SLOTS = 8_192
+ROUNDS = 15
+
+GOALS = {
+    "lookup_waiting_us": 3.0,
+    "first_lookup_all_resident_us": 200.0,
+    "first_lookup_nothing_known_us": 200.0,
+    "plan_idle_us": 20.0,
+    "index_present_bytes_per_chunk": 150.0,
+    "index_absent_bytes_per_chunk": 150.0,
+}
+
+
+def make_planner() -> KVPlanner:
+    ledger = ChunkLedger(
+        SlotTable(SLOTS, make_policy("s3fifo", SLOTS)),
+        BucketIndex(capacity=2_000_000, miss_ttl_s=20.0),
+        Breaker(threshold=5),
+        world_size=1,
+    )
+    settings = KVPlannerSettings(
+        chunk_tokens=CHUNK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        hash_tokens=BLOCK_TOKENS,
+        probe_chunks=4,
+        max_wait_s=10.0,
+        recompute_gate=False,
+        max_saves_inflight=256,
+    )
+    return KVPlanner(ledger, Pace(prefill_tokens_per_s=8_000.0), settings)
+
+
+def prompt(rng: random.Random) -> list[bytes]:
+    return [rng.randbytes(32) for _ in range(CHUNKS * CHUNK_TOKENS // BLOCK_TOKENS)]
+
+
+def chunk_hashes(hashes: list[bytes]) -> list[bytes]:
+    stride = CHUNK_TOKENS // BLOCK_TOKENS
+    return hashes[stride - 1 :: stride]
+
+
+def know(planner: KVPlanner, rng: random.Random, count: int) -> None:
+    """The bucket holds these chunks, and host memory is full of the newest."""
+    ledger = planner.ledger
+    for _ in range(count):
+        key = ChunkKey(0, rng.randbytes(32))
+        ledger.index.note_present(key)
+        reservation = ledger.slots.reserve(key)
+        assert reservation is not None
+        ledger.slots.commit(reservation.slot, dirty=False)
+
+
+def least_us(prepare: Callable[[int], Callable[[], object]]) -> float:
+    """`prepare(round)` is not measured, what it returns is."""
+    times = []
+    gc.disable()
+    for number in range(ROUNDS):
+        work = prepare(number)
+        start = perf_counter_ns()
+        work()
+        times.append(perf_counter_ns() - start)
+    gc.enable()
+    return round(min(times) / 1_000, 2)
+
+
+def first_lookup(planner: KVPlanner, rng: random.Random, *, kind: str) -> float:
+    """Of a new request each time. kind: what is known of its chunks."""
+    known = prompt(rng)
+    for block_hash in chunk_hashes(known):
+        key = ChunkKey(0, block_hash)
+        if kind == "resident":
+            reservation = planner.ledger.slots.reserve(key)
+            assert reservation is not None
+            planner.ledger.slots.commit(reservation.slot, dirty=False)
+
+    def prepare(number: int) -> Callable[[], object]:
+        request_id = f"{kind} {number}"
+        # Hashes equal to those known, not the same objects, as a new request brings them.
+        hashes = [bytes(bytearray(block_hash)) for block_hash in known]
+        if kind != "resident":
+            hashes = prompt(rng)
+        if kind == "in the bucket":
+            for block_hash in chunk_hashes(hashes):
+                planner.ledger.index.note_present(ChunkKey(0, block_hash))
+        settle(planner, f"{kind} {number - 1}")
+        planner.add_request(request_id, hashes)
+        return lambda: planner.lookup(request_id, 0, 0.0)
+
+    cost = least_us(prepare)
+    settle(planner, f"{kind} {ROUNDS - 1}")
+    return cost
+
+
+def settle(planner: KVPlanner, request_id: str) -> None:
+    """The request is over, and so are its fetches."""
+    planner.finished(request_id)
+    report = StepReport()
+    for fetch in planner.plan((), 0.0).fetches:
+        report.add(JobEnd(fetch.job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
+    planner.on_report(report, 0.0)
+
+
+def offered_again(planner: KVPlanner, rng: random.Random) -> dict[str, float]:
+    """A request of 1,024 resident chunks: asked about again, placed, loaded."""
+    hashes = prompt(rng)
+    for block_hash in chunk_hashes(hashes):
+        reservation = planner.ledger.slots.reserve(ChunkKey(0, block_hash))
+        assert reservation is not None
+        planner.ledger.slots.commit(reservation.slot, dirty=False)
+    planner.add_request("again", hashes)
+    planner.lookup("again", 0, 0.0)
+    again = least_us(lambda _: lambda: planner.lookup("again", 0, 0.0))
+    blocks = list(range(len(hashes)))
+    tokens = CHUNKS * CHUNK_TOKENS
+
+    def admit(number: int) -> Callable[[], object]:
+        if number:
+            planner.loaded(["again"])
+            planner.lookup("again", 0, 0.0)
+        return lambda: planner.admitted("again", blocks, tokens)
+
+    def load_ends(number: int) -> Callable[[], object]:
+        if number:
+            planner.lookup("again", 0, 0.0)
+            planner.admitted("again", blocks, tokens)
+        return lambda: planner.loaded(["again"])
+
+    costs = {
+        "lookup_offered_again_us": again,
+        "admitted_1024_chunks_us": least_us(admit),
+        "loaded_1024_chunks_us": least_us(load_ends),
+    }
+    planner.finished("again")
+    planner.plan((), 0.0)
+    return costs
+
+
+def waiting(planner: KVPlanner, rng: random.Random) -> float:
+    """The mean over 256 requests that wait."""
+    names = [f"waiting {number}" for number in range(256)]
+    for name in names:
+        planner.add_request(name, prompt(rng)[:512])
+        assert planner.lookup(name, 0, 0.0).wait
+
+    def ask_all() -> None:
+        for name in names:
+            planner.lookup(name, 0, 0.0)
+
+    cost = least_us(lambda _: ask_all)
+    for name in names:
+        planner.finished(name)
+    return round(cost / len(names), 3)
+
+
+def decode_step(planner: KVPlanner, rng: random.Random) -> float:
+    """A step in which 256 requests of 4,096 tokens decode one token each."""
+    hashes = prompt(rng)[:256]
+    for number in range(256):
+        planner.add_request(f"decoding {number}", hashes)
+        planner.admitted(f"decoding {number}", [], 0)
+    first = [
+        ScheduledRequest(f"decoding {n}", [n * 300 + b for b in range(257)], True, 0, 4_096)
+        for n in range(256)
+    ]
+    planner.plan(first, 0.0)
+    step = [ScheduledRequest(f"decoding {n}", (), False, 4_097, 1) for n in range(256)]
+    cost = least_us(lambda _: lambda: planner.plan(step, 0.0))
+    for number in range(256):
+        planner.finished(f"decoding {number}")
+    return cost
+
+
+def index_bytes(count: int, *, present: bool) -> float:
+    rng = random.Random(count)
+    tracemalloc.start()
+    index = BucketIndex(capacity=4 * count, miss_ttl_s=20.0)
+    for number in range(count):
+        key = ChunkKey(0, rng.randbytes(32))
+        if present:
+            index.note_present(key)
+        else:
+            index.note_absent(key, number / count)
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return round(nbytes / len(index), 1)
+
+
+def main() -> None:
+    rng = random.Random(1)
+    planner = make_planner()
+    know(planner, rng, KNOWN)
+    idle = least_us(lambda _: lambda: planner.plan((), 0.0))
+    measured = {
+        "lookup_waiting_us": waiting(planner, rng),
+        "plan_idle_us": idle,
+        "plan_256_decoding_us": decode_step(make_planner(), rng),
+        "first_lookup_all_resident_us": first_lookup(planner, rng, kind="resident"),
+        "first_lookup_nothing_known_us": first_lookup(planner, rng, kind="unknown"),
+        "first_lookup_all_in_bucket_us": first_lookup(make_planner(), rng, kind="in the bucket"),
+        **offered_again(planner, rng),
+        "index_present_bytes_per_chunk": index_bytes(KNOWN, present=True),
+        "index_absent_bytes_per_chunk": index_bytes(KNOWN, present=False),
+    }
+    report = {
+        "python": platform.python_version(),
+        "chunks_per_prompt": CHUNKS,
+        "chunks_known": KNOWN,
+        "measured": measured,
+        "goals": GOALS,
+        "missed": [name for name, goal in GOALS.items() if measured[name] > goal],
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
