@@ -1,0 +1,11 @@
+"""A fleet of engines over one bucket in simulated time, around the real planner.
+
+    workload.py   the requests of a trace, when they arrive and at which engine
+    wire.py       time, the network, the bucket and each engine's I/O process
+    gpu.py        the engine's own prefix cache
+    engine.py     vLLM's loop, as far as a KV connector sees it
+    belady.py     the best that any eviction policy could have done
+    fleet.py      one run of it all, and what came of it
+
+`benchmarks/trace.py` says what the model leaves out.
+"""

@@ -1,0 +1,227 @@
+"""One run: a trace, a fleet, an eviction policy; and what came of it, as plain figures."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from benchmarks.simulation import belady
+from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
+from benchmarks.simulation.gpu import PagePool
+from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
+from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
+from s3kv.config import Config
+from s3kv.host.policy import make_policy
+from s3kv.host.slots import SlotTable
+from s3kv.io.jobs import JobQueue
+from s3kv.objects.codec import ChunkFormat
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.kv import KVPlanner
+from s3kv.planning.ledger import ChunkLedger
+from s3kv.planning.pace import Pace
+from s3kv.planning.prefix import KVPlannerSettings
+from s3kv.types import TensorSpec
+
+# Amazon S3 Standard in us-east-1, first 50 TB, https://aws.amazon.com/s3/pricing/, as of 2025.
+# A GET that finds nothing is billed like any other. Transfer within the region costs nothing.
+USD_PER_PUT = 0.005 / 1000
+USD_PER_GET = 0.0004 / 1000
+USD_PER_GIB_MONTH = 0.023
+
+_INDEX_CHUNKS = 2_000_000
+_BREAKER_FAILURES = 5
+
+
+def option(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"doc": doc, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything but the trace and the policy."""
+
+    engines: int = option(8, "engines that share the bucket, one worker each")
+    routing: str = option(
+        "session", "which engine serves a request", choices=("session", "round-robin")
+    )
+    host_gib: float = option(32.0, "host memory per worker")
+    gpu_gib: float = option(16.0, "device memory for KV per engine, its own prefix cache")
+    kib_per_token: float = option(128.0, "KV per token and worker; Llama-3-8B in 16 bits")
+    prefill_tokens_per_s: float = option(8_000.0, "prompt tokens computed per second and engine")
+    batch_tokens: int = option(2_048, "prompt tokens in one step, at most")
+    decode_ms: float = option(20.0, "per token of an answer")
+    load_gb_per_s: float = option(20.0, "host memory to device")
+    first_byte_ms: float = option(100.0, "median time to an answer's first byte")
+    first_byte_sigma: float = option(0.3, "shape of its lognormal distribution; 0: always the same")
+    network_gbit_per_s: float = option(25.0, "per worker and direction")
+    connection_mb_per_s: float = option(90.0, "of one S3 connection, at most")
+    recompute_gate: str = option("on", "s3kv's setting of that name", choices=("on", "off"))
+    seed: int = option(0, "of the first-byte times")
+
+    @property
+    def layout(self) -> ChunkFormat:
+        payload_bytes = int(self.kib_per_token * 1024) * CHUNK_TOKENS
+        return ChunkFormat("0" * 32, (TensorSpec("kv", "U8", (payload_bytes,)),), 0, "t0of1-p0of1")
+
+    @property
+    def pages(self) -> int:
+        return int(self.gpu_gib * 2**20 / self.kib_per_token) // CHUNK_TOKENS
+
+    @property
+    def slots(self) -> int:
+        slot_bytes = -(-self.layout.object_bytes // 4096) * 4096
+        return int(self.host_gib * 2**30) // slot_bytes
+
+    @property
+    def speed(self) -> EngineSpeed:
+        return EngineSpeed(
+            self.prefill_tokens_per_s,
+            self.batch_tokens,
+            self.decode_ms / 1e3,
+            self.load_gb_per_s * 1e9,
+        )
+
+    @property
+    def network(self) -> Network:
+        return Network(
+            self.first_byte_ms / 1e3,
+            self.first_byte_sigma,
+            self.network_gbit_per_s * 1e9 / 8,
+            self.connection_mb_per_s * 1e6,
+        )
+
+
+BASELINES = ("no cache", "device only")
+"""Runs without s3kv: with no prefix cache at all, and with the engine's own."""
+
+
+VERBS = ("get_hit", "get_404", "get_cancelled", "put_new", "put_exists")
+
+
+def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any]:
+    """Figures of one run, the same for the same arguments. `policy` may be one of `BASELINES`."""
+    longest = max(a.prompt_tokens + a.output_tokens for a in arrivals)
+    if longest > setup.pages * CHUNK_TOKENS:
+        raise ValueError(f"gpu_gib is {setup.gpu_gib}: a request of {longest} tokens does not fit")
+    timeline, bucket = Timeline(), Bucket()
+    engines = [_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)]
+    for arrival in arrivals:
+        engine = engines[arrival.engine(setup.engines, setup.routing)]
+        timeline.at(arrival.time_s, partial(engine.arrive, arrival))
+    timeline.run()
+    for engine in engines:
+        engine.planner.check()
+    planner_s = sum(engine.stopwatch.seconds for engine in engines)
+    print(f"{policy}: planner {planner_s / len(arrivals) * 1e6:.0f} µs/request", file=sys.stderr)
+    return _figures(arrivals, setup, policy, engines, bucket)
+
+
+def _engine(timeline: Timeline, bucket: Bucket, setup: Setup, policy: str, place: int) -> Engine:
+    config = Config(bucket="trace", recompute_gate=setup.recompute_gate == "on")
+    planner = _planner(config, setup, policy)
+    pool = PagePool(setup.pages, keeps=policy != "no cache")
+    engine = Engine(timeline, planner, pool, setup.speed, setup.layout.object_bytes)
+    engine.io = IoProcess(
+        timeline,
+        bucket,
+        setup.network,
+        JobQueue(config.max_inflight_requests, config.max_inflight_bytes),
+        setup.layout,
+        random.Random(f"{setup.seed}/{place}"),
+        engine.job_ended,
+    )
+    return engine
+
+
+def _planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
+    """As `s3kv.connectors.kv_scheduler` makes it, with the defaults of `s3kv.config`."""
+    is_on = policy not in BASELINES
+    ledger = ChunkLedger(
+        SlotTable(setup.slots, make_policy(policy if is_on else "lru", setup.slots)),
+        BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
+        Breaker(threshold=_BREAKER_FAILURES),
+        world_size=1,
+    )
+    settings = KVPlannerSettings(
+        chunk_tokens=CHUNK_TOKENS,
+        block_tokens=BLOCK_TOKENS,
+        hash_tokens=CHUNK_TOKENS,
+        probe_chunks=config.probe_chunks,
+        max_wait_s=config.max_wait_ms / 1000,
+        recompute_gate=config.recompute_gate,
+        max_saves_inflight=config.max_saves_inflight,
+        may_load=is_on,
+        may_save=is_on,
+    )
+    return KVPlanner(ledger, Pace(prefill_tokens_per_s=config.prefill_tokens_per_s), settings)
+
+
+def _figures(
+    arrivals: Sequence[Arrival],
+    setup: Setup,
+    policy: str,
+    engines: Sequence[Engine],
+    bucket: Bucket,
+) -> dict[str, Any]:
+    counters: Counter[str] = Counter()
+    for engine in engines:
+        counters.update(engine.planner.counters)
+    tokens = {
+        "gpu": sum(engine.seen.gpu_tokens for engine in engines),
+        "host": counters["hit_tokens_host"],
+        "bucket": counters["hit_tokens_bucket"],
+        "computed": sum(engine.seen.computed_tokens for engine in engines),
+    }
+    prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
+    waited_s = [s for engine in engines for s in engine.seen.waited_s if s > 0]
+    is_on = policy not in BASELINES
+    best = sum(belady.hits(e.seen.references, setup.slots) for e in engines) * CHUNK_TOKENS
+    return {
+        "policy": policy,
+        "host_gib": setup.host_gib if is_on else 0,
+        "tokens": tokens,
+        "percent": {tier: round(100 * n / prompt_tokens, 2) for tier, n in tokens.items()},
+        "belady_host_percent": round(100 * best / prompt_tokens, 2) if is_on else None,
+        "host_of_belady": round(tokens["host"] / best, 3) if best and is_on else None,
+        **_bill(setup, bucket),
+        "requests_that_waited": len(waited_s),
+        "wait_ms": percentiles_ms(waited_s, 50, 95, 99),
+        "ttft_ms": percentiles_ms([s for e in engines for s in e.seen.ttft_s], 50, 95),
+        "deadline_cuts": counters["deadline_cuts"],
+        "evictions": counters["evictions"],
+        "saves": counters["saves"],
+        "saves_dropped": counters["saves_dropped"],
+    }
+
+
+def _bill(setup: Setup, bucket: Bucket) -> dict[str, Any]:
+    requests, object_bytes = bucket.requests, setup.layout.object_bytes
+    puts = requests["put_new"] + requests["put_exists"]
+    gets = requests["get_hit"] + requests["get_404"] + requests["get_cancelled"]
+    stored_gib = len(bucket.objects) * object_bytes / 2**30
+    return {
+        "requests": {verb: requests[verb] for verb in VERBS},
+        "gib_down": round(requests["get_hit"] * object_bytes / 2**30, 1),
+        "gib_up": round(puts * object_bytes / 2**30, 1),
+        "gib_stored": round(stored_gib, 1),
+        "usd_requests": round(puts * USD_PER_PUT + gets * USD_PER_GET, 4),
+        "usd_stored_per_month": round(stored_gib * USD_PER_GIB_MONTH, 2),
+    }
+
+
+def percentiles_ms(seconds: Sequence[float], *percents: int) -> dict[str, float]:
+    """By the nearest rank; 0 of nothing."""
+    ordered = sorted(seconds)
+    return {
+        f"p{p}": round(1e3 * ordered[max(0, math.ceil(len(ordered) * p / 100) - 1)], 1)
+        if ordered
+        else 0.0
+        for p in percents
+    }

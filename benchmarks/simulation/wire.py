@@ -1,0 +1,204 @@
+"""Time, the network, the bucket, and the I/O process that moves one engine's objects.
+
+The network: every request waits for its first byte, then its body shares the link of its engine,
+one link per direction, equally with all others (processor sharing), and no connection gets more
+than `connection_bytes_per_s`. The order in which requests start, and how many run at once, are
+s3kv's own: `s3kv.io.jobs.JobQueue`. The bucket never fails, throttles or forgets.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from s3kv.io.jobs import Direction, Job, JobQueue
+from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder
+from s3kv.objects.codec import ChunkFormat
+from s3kv.types import ChunkKey, Outcome
+
+_NO_BUFFER = memoryview(b"")
+
+
+class Timeline:
+    """Simulated time: actions happen in the order of their times, then of their being planned."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._actions: list[tuple[float, int, Callable[[], None]]] = []
+        self._planned = 0
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        self._planned += 1
+        heapq.heappush(self._actions, (time_s, self._planned, action))
+
+    def run(self) -> None:
+        while self._actions:
+            self.now_s, _, action = heapq.heappop(self._actions)
+            action()
+
+
+class Link:
+    """One direction of an engine's network, shared equally by whatever flies."""
+
+    def __init__(
+        self, timeline: Timeline, *, bytes_per_s: float, connection_bytes_per_s: float
+    ) -> None:
+        self._timeline = timeline
+        self._bytes_per_s = bytes_per_s
+        self._connection_bytes_per_s = connection_bytes_per_s
+        # All flights have the same speed, so one figure serves them all: how many bytes a flight
+        # that had always been here would have got by now. A flight ends at a value of it.
+        self._served = 0.0
+        self._served_at_s = 0.0
+        self._flights: list[tuple[float, int, Callable[[], None]]] = []
+        self._started = 0
+        self._version = 0
+
+    def carry(self, nbytes: int, on_end: Callable[[], None]) -> None:
+        self._serve()
+        self._started += 1
+        heapq.heappush(self._flights, (self._served + nbytes, self._started, on_end))
+        self._plan()
+
+    @property
+    def _flight_bytes_per_s(self) -> float:
+        return min(self._connection_bytes_per_s, self._bytes_per_s / len(self._flights))
+
+    def _serve(self) -> None:
+        now_s = self._timeline.now_s
+        if self._flights:
+            self._served += (now_s - self._served_at_s) * self._flight_bytes_per_s
+        self._served_at_s = now_s
+
+    def _plan(self) -> None:
+        """Look again when the next flight ends, if none has come or gone until then."""
+        self._version += 1
+        if self._flights:
+            left_s = (self._flights[0][0] - self._served) / self._flight_bytes_per_s
+            end_s = self._timeline.now_s + max(0.0, left_s)
+            self._timeline.at(end_s, partial(self._end_first, self._version))
+
+    def _end_first(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._serve()
+        _, _, on_end = heapq.heappop(self._flights)
+        self._plan()
+        on_end()
+
+
+class Bucket:
+    """Objects by block hash, and the requests made, by verb and outcome."""
+
+    def __init__(self) -> None:
+        self.objects: set[bytes] = set()
+        self.requests: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """first_byte_s is the median of a lognormal distribution of shape `first_byte_sigma`."""
+
+    first_byte_s: float
+    first_byte_sigma: float
+    bytes_per_s: float
+    connection_bytes_per_s: float
+
+    def latency_s(self, rng: random.Random) -> float:
+        return self.first_byte_s * math.exp(rng.gauss(0.0, self.first_byte_sigma))
+
+
+class IoProcess:
+    """Moves one engine's objects; says what ended through `on_end`."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        bucket: Bucket,
+        network: Network,
+        queue: JobQueue,
+        layout: ChunkFormat,
+        rng: random.Random,
+        on_end: Callable[[JobEnd], None],
+    ) -> None:
+        self._timeline = timeline
+        self._bucket = bucket
+        self._network = network
+        self._queue = queue
+        self._layout = layout
+        self._rng = rng
+        self._on_end = on_end
+        self._cancelled: set[int] = set()
+        self._links = {
+            direction: Link(
+                timeline,
+                bytes_per_s=network.bytes_per_s,
+                connection_bytes_per_s=network.connection_bytes_per_s,
+            )
+            for direction in Direction
+        }
+
+    def fetch(self, order: FetchOrder) -> None:
+        self._add(order.job_id, Direction.FETCH, order.key)
+
+    def upload(self, order: SaveOrder) -> None:
+        self._add(order.job_id, Direction.UPLOAD, order.key)
+
+    def cancel(self, job_id: int) -> None:
+        """It ends at once if it waits; if it runs, where its next byte would have come."""
+        job = self._queue.withdraw(job_id)
+        if job is not None:
+            self._on_end(JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
+        elif job_id in self._queue:
+            self._cancelled.add(job_id)
+
+    def _add(self, job_id: int, direction: Direction, key: ChunkKey) -> None:
+        self._queue.add(Job(job_id, direction, "", key.block_hash, self._layout, _NO_BUFFER))
+        self._start()
+
+    def _start(self) -> None:
+        while (job := self._queue.take()) is not None:
+            now_s = self._timeline.now_s
+            answer_s = now_s + self._network.latency_s(self._rng)
+            self._timeline.at(answer_s, partial(self._answered, job, now_s))
+
+    def _answered(self, job: Job, started_s: float) -> None:
+        if job.job_id in self._cancelled:
+            self._bucket.requests["get_cancelled"] += 1
+            self._ended(job, started_s, Outcome.CANCELLED)
+            return
+        if job.direction is Direction.FETCH and job.block_hash not in self._bucket.objects:
+            self._bucket.requests["get_404"] += 1
+            self._ended(job, started_s, Outcome.MISSING)
+            return
+        self._links[job.direction].carry(job.nbytes, partial(self._carried, job, started_s))
+
+    def _carried(self, job: Job, started_s: float) -> None:
+        outcome = Outcome.OK
+        if job.job_id in self._cancelled:
+            self._bucket.requests["get_cancelled"] += 1
+            outcome = Outcome.CANCELLED
+        elif job.direction is Direction.FETCH:
+            self._bucket.requests["get_hit"] += 1
+        elif job.block_hash in self._bucket.objects:
+            # Another engine was first. Its answer comes after the body, as with most servers.
+            self._bucket.requests["put_exists"] += 1
+            outcome = Outcome.EXISTS
+        else:
+            self._bucket.requests["put_new"] += 1
+            self._bucket.objects.add(job.block_hash)
+        self._ended(job, started_s, outcome)
+
+    def _ended(self, job: Job, started_s: float, outcome: Outcome) -> None:
+        self._queue.end(job)
+        self._cancelled.discard(job.job_id)
+        kind = JobKind.FETCH if job.direction is Direction.FETCH else JobKind.UPLOAD
+        nbytes = job.nbytes if outcome.is_success else 0
+        seconds = self._timeline.now_s - started_s
+        self._on_end(JobEnd(job.job_id, kind, outcome, nbytes, seconds))
+        self._start()

@@ -1,0 +1,140 @@
+"""A production trace against s3kv's planner, in simulated time: `python -m benchmarks.trace --trace
+PATH [--host-gib 8 32 128] [--policies lru sieve s3fifo] [--json FILE]`.
+
+The planner, its slot table and policies, and the I/O process's queue are the real ones; engines,
+network and bucket are models (`benchmarks/simulation/`). The trace is in Mooncake's form, one JSON
+object per line: timestamp (ms), input_length, output_length, hash_ids (one id per 512 tokens).
+
+What the model leaves out, and which way that errs:
+
+- Chunks are 512 tokens, as the trace knows no less; s3kv's default is 256. Half the requests, twice
+  the bytes in each, and with one connection per object half the speed while few are asked for.
+- Only prompts are saved. What the trace says of an answer is its length, so the next turn of a
+  chat finds its predecessor's prompt, never its answer: too few hits, on the device alike.
+- Prefill takes the same time per token at any length, alone or in a batch; decoding takes memory
+  and time, but none of the prompts' time. Real engines are slower, and hits are worth more.
+- Memory for a request's answer is taken on admission: no preemption, and so no fences.
+- Copies to host memory end with their step, a real engine's a little later.
+- The bucket never fails, throttles or slows down with load. First-byte times are independent.
+- One worker per engine. With several, each moves its part of every chunk at the same time.
+- Arrivals of one time stamp are spread evenly until the next; see `simulation/workload.py`.
+- The bucket starts empty, the hour includes warming up, and nothing expires.
+
+Stdout and `--json` depend on the arguments only; the planner's own time goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.simulation.fleet import BASELINES, Setup, run
+from benchmarks.simulation.workload import load
+from s3kv.config import Config
+
+POLICIES: tuple[str, ...] = Config.__dataclass_fields__["eviction"].metadata["choices"]
+
+ROWS = (
+    ("prompt tokens from the device, %", "percent.gpu"),
+    ("  from host memory, %", "percent.host"),
+    ("  from the bucket, %", "percent.bucket"),
+    ("  computed, %", "percent.computed"),
+    ("host hits Belady could have had, %", "belady_host_percent"),
+    ("host hits / Belady's", "host_of_belady"),
+    ("TTFT p50, ms", "ttft_ms.p50"),
+    ("TTFT p95, ms", "ttft_ms.p95"),
+    ("requests that waited for the bucket", "requests_that_waited"),
+    ("their wait p50, ms", "wait_ms.p50"),
+    ("their wait p95, ms", "wait_ms.p95"),
+    ("their wait p99, ms", "wait_ms.p99"),
+    ("deadline cuts", "deadline_cuts"),
+    ("GET, found", "requests.get_hit"),
+    ("GET, 404", "requests.get_404"),
+    ("GET, given up", "requests.get_cancelled"),
+    ("PUT, new", "requests.put_new"),
+    ("PUT, already there", "requests.put_exists"),
+    ("GiB down", "gib_down"),
+    ("GiB up", "gib_up"),
+    ("requests, $", "usd_requests"),
+    ("storage of what is there, $/month", "usd_stored_per_month"),
+    ("evictions", "evictions"),
+    ("saves dropped", "saves_dropped"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    arrivals = load(options.trace, options.limit)
+    names = [f.name for f in dataclasses.fields(Setup) if f.name != "host_gib"]
+    setup = Setup(**{name: getattr(options, name) for name in names})
+    runs = [run(arrivals, setup, name) for name in BASELINES]
+    for host_gib in options.host_gib:
+        sized = dataclasses.replace(setup, host_gib=host_gib)
+        ours = [run(arrivals, sized, policy) for policy in options.policies]
+        print("\n".join(table(host_gib, [*runs[: len(BASELINES)], *ours])))
+        runs += ours
+    if options.json:
+        result = {
+            "benchmark": "trace",
+            "command": _command(sys.argv[1:] if arguments is None else arguments, options.trace),
+            "trace": _identity(options.trace, len(arrivals)),
+            "setup": {name: getattr(setup, name) for name in names},
+            "runs": runs,
+        }
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
+    parser.add_argument("--limit", type=int, help="only that many requests, from the start")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--host-gib", nargs="+", type=float, default=[8.0, 32.0, 128.0])
+    parser.add_argument("--json", type=Path, help="write everything there")
+    for field in dataclasses.fields(Setup):
+        if field.name == "host_gib":
+            continue
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(field.default),
+            default=field.default,
+            choices=field.metadata["choices"] or None,
+            help=f"{field.metadata['doc']} (default: {field.default})",
+        )
+    return parser
+
+
+def table(host_gib: float, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield f"\n{host_gib:g} GiB of host memory"
+    yield " " * 36 + "".join(f"{run['policy']:>13}" for run in runs)
+    for title, path in ROWS:
+        yield f"{title:36}" + "".join(f"{_cell(run, path):>13}" for run in runs)
+
+
+def _cell(run: dict[str, Any], path: str) -> str:
+    value: Any = run
+    for name in path.split("."):
+        value = value[name]
+    return "-" if value is None else f"{value:,}"
+
+
+def _command(arguments: Sequence[str], trace: Path) -> str:
+    words = [Path(word).name if word == str(trace) else word for word in arguments]
+    return " ".join(["python -m benchmarks.trace", *words])
+
+
+def _identity(trace: Path, requests: int) -> dict[str, Any]:
+    digest = hashlib.sha256(trace.read_bytes()).hexdigest()
+    return {"file": trace.name, "sha256": digest, "requests": requests}
+
+
+if __name__ == "__main__":
+    main()
