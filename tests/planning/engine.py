@@ -75,7 +75,11 @@ class Engine:
     def abort(self, request: Request) -> None:
         state = "loading" if request.loading else "running" if request.blocks else "waiting"
         self.seen[f"aborted while {state}"] += 1
-        request.aborted = True
+        self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """The request is over. Blocks that a load writes to are given back at its end."""
+        request.over = True
         self.planner.finished(request.request_id)
         for queue in (self.waiting, self.running):
             if request in queue:
@@ -275,7 +279,7 @@ class Engine:
         self.planner.on_report(report, self.now_s)
         self._loads_ended()
         for request, sampled, rejected in output.sampled:
-            if not request.aborted:
+            if not request.over:
                 self._sampled(request, sampled, rejected)
 
     def _sampled(self, request: Request, sampled: int, rejected: int) -> None:
@@ -285,13 +289,8 @@ class Engine:
         if request in self.running:
             request.computed -= rejected
         if request.known >= len(request.chain):
-            for queue in (self.waiting, self.running):
-                if request in queue:
-                    queue.remove(request)
-            self.planner.finished(request.request_id)
-            self.pool.give_back(request)
-            request.aborted = True
             self.seen["finished"] += 1
+            self._leave(request)
 
     def _loads_ended(self) -> None:
         ended = {r: all(e) for r, e in self._load_ends.items() if len(e) == len(self.ranks)}
@@ -304,10 +303,10 @@ class Engine:
         self.seen["loads" if ok else "loads failed"] += 1
         request.loading = False
         request.load_failed = not ok
-        if request.aborted or not ok:
+        if request.over or not ok:
             self.pool.give_back(request)
             request.computed = 0
-        if request.aborted:
+        if request.over:
             return
         self.waiting.insert(0, request)
         if ok:

@@ -67,7 +67,7 @@ class PlannerMachine(RuleBasedStateMachine):
     def alive(self) -> list[Request]:
         engine = self.engine
         queues = (engine.loading.values(), engine.waiting, engine.running)
-        return [request for queue in queues for request in queue if not request.aborted]
+        return [request for queue in queues for request in queue if not request.over]
 
     # Few rules that branch by themselves: Hypothesis leaves whole rules out of most examples, and
     # the interesting states need all of them.

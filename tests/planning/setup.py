@@ -86,7 +86,7 @@ class Request:
     outstanding: int = 0
     blocks: list[int] = field(default_factory=list)
     loading: bool = False
-    aborted: bool = False
+    over: bool = False
     before_reset: bool = False
     load_failed: bool = False
     waits_since_s: float | None = None
