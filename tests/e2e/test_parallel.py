@@ -1,0 +1,128 @@
+"""Several ranks, several engines: everybody's shards, and each object once.
+
+In float32, where a token does not depend on how long the hit was.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.engine import Ask, Engine
+from lab.s3 import S3Server
+from s3kv.objects.keys import parse
+from tests.e2e.conftest import START_AND_STOP_S, References, Serve, at_rest, cached, tokens
+from tests.e2e.test_failures import io_processes, wait_until
+
+PROMPTS = models.prompts(2, 800)
+CHUNKS = 6
+
+# vLLM's CPU worker makes the buffers a stage receives into in its warm-up, and skips that for an
+# eager engine. This engine is as eager as one can be that warms up.
+WARMED_UP = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+
+
+def shards(s3: S3Server, bucket: str) -> dict[str, dict[str, str]]:
+    """Chunk hash -> shard -> key, of all the bucket holds."""
+    found: dict[str, dict[str, str]] = {}
+    for key in s3.objects(bucket):
+        address = parse(key)
+        assert address is not None, key
+        found.setdefault(address.key.block_hash.hex(), {})[address.shard] = key
+    return found
+
+
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+@pytest.mark.parametrize(
+    ("engine_args", "ranks"),
+    [
+        ({"tensor_parallel_size": 2}, {"t0of2-p0of1", "t1of2-p0of1"}),
+        ({"pipeline_parallel_size": 2, **WARMED_UP}, {"t0of1-p0of2", "t0of1-p1of2"}),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_two_ranks(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+    engine_args: dict[str, Any],
+    ranks: set[str],
+) -> None:
+    """A new process hits what both ranks have, and nothing of what one of them has lost."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+
+    def engine(name: str) -> Engine:
+        args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
+        log = tmp_path / f"{name}.log"
+        return Engine(tiny, connector=patient, log_path=log, env=s3.env, **args)
+
+    def everything(prompts: int) -> bool:
+        found = shards(s3, bucket)
+        return len(found) == prompts * CHUNKS and all(set(f) == ranks for f in found.values())
+
+    with engine("cold") as cold:
+        answers = cold.generate(PROMPTS[:1])
+        wait_until("the first prompt is in the bucket", lambda: everything(1))
+        of_the_first = shards(s3, bucket)
+        answers += cold.generate(PROMPTS[1:])
+        local = cold.generate(PROMPTS)
+    assert cached(answers + local) == [0, 0, CHUNKS * 128, CHUNKS * 128]
+    assert tokens(answers) == tokens(local) == expected
+    assert everything(2)  # what was under way has been finished at the shutdown
+
+    lost = max(ranks)
+    for keys in of_the_first.values():
+        s3.client().delete_object(Bucket=bucket, Key=keys[lost])
+    with engine("warm") as warm:
+        answers = warm.generate(PROMPTS)
+        assert cached(answers) == [0, CHUNKS * 128]
+        assert tokens(answers) == expected
+        wait_until("what was lost is there again", lambda: everything(2))
+        assert warm.metrics()["vllm:s3kv_internal_errors_total"] == 0
+
+        # Out of memory, or an impatient supervisor: nothing may be left.
+        assert len(io_processes(warm)) == 2
+        warm.begin_generate([Ask(p, max_tokens=500) for p in models.prompts(2, 1_000, seed=7)])
+        os.killpg(warm.processes()[0].pid, signal.SIGKILL)
+        wait_until("all processes end", lambda: not warm.processes())
+
+
+def test_two_engines_at_once(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    serve: Serve,
+    reference: References,
+) -> None:
+    """Both compute the same prompts at the same time, and both upload every chunk."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    everything = len(PROMPTS) * CHUNKS
+    with (
+        serve(tiny, patient, dtype="float32") as one,
+        serve(tiny, patient, dtype="float32") as other,
+    ):
+        pending = [e.begin_generate(PROMPTS, concurrency=2) for e in (one, other)]
+        for answers in pending:
+            assert [a["tokens"] for a in answers.result()] == expected
+        uploads = at_rest(one) + at_rest(other)
+        assert uploads["upload_ok"] == len(s3.objects(bucket)) == everything
+        assert uploads["upload_failed"] == 0
+        for engine in (one, other):
+            engine.reset_prefix_cache()
+            answers = engine.generate(PROMPTS)
+            assert cached(answers) == [CHUNKS * 128] * 2
+            assert tokens(answers) == expected
+    with serve(tiny, patient, dtype="float32") as third:
+        answers = third.generate(PROMPTS)
+        assert at_rest(third)["hit_tokens_bucket"] == everything * 128
+    assert cached(answers) == [CHUNKS * 128] * 2
+    assert tokens(answers) == expected
