@@ -1,7 +1,7 @@
 """Gathering a request's prefix in host memory: lease what is there, ask for what is not.
 
 The GET is the probe. A prefix is asked for from its front, a few chunks at a time when nothing is
-known of it (the window doubles with every arrival), all at once as far as the bucket index says
+known of it (the window doubles with every arrival), hundreds as far as the bucket index says
 present; the first chunk that is missing ends the prefix. A chunk that is already on its way for
 somebody is joined, never asked for twice.
 """
@@ -18,6 +18,10 @@ from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
 from s3kv.planning.pace import Pace
 from s3kv.planning.requests import RequestRecord
 from s3kv.types import ChunkKey
+
+_KNOWN_WINDOW_CHUNKS = 256
+"""How far ahead chunks known to be in the bucket are asked for. More than any network keeps in
+flight; ordering a whole 128k-token prompt at once would hold up the engine for milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,10 @@ class PrefixCollector:
             self.lease_early(record, position, slot)
             return True
         in_window = position < record.ready + record.window
+        known = position < record.ready + _KNOWN_WINDOW_CHUNKS and ledger.index.is_present(key)
         if state is ChunkState.FETCHING and in_window:
             job = ledger.fetch_job(key)
-        elif state is ChunkState.ABSENT and (in_window or ledger.index.is_present(key)):
+        elif state is ChunkState.ABSENT and (in_window or known):
             if ledger.index.is_absent(key, now_s):
                 self._counters["fetches_spared"] += 1
                 record.end = position
