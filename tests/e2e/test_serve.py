@@ -1,0 +1,184 @@
+"""vLLM's HTTP server, set up as the README says, by the connector's name alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lab import models
+from lab.engine import ENGINE_ARGS, ENVIRONMENT
+from lab.s3 import S3Server
+from tests.e2e.conftest import START_AND_STOP_S, References, changed, tokens
+from tests.e2e.servers import valve
+from tests.e2e.test_failures import CHUNK_BYTES, port_of, wait_until
+from tests.rgw import free_ports
+
+PROMPTS = models.prompts(2, 800)
+HIT_TOKENS = 768
+
+
+class Server:
+    """A server process and its children."""
+
+    def __init__(self, model: Path, connector: dict[str, Any], env: dict[str, str], log: Path):
+        (port,) = free_ports(1)
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = log
+        # What `vllm serve` runs; the command itself asks for a distribution of the name "vllm",
+        # and the one for CPUs has another.
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+        ]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "4096"]
+        command += ["--kv-cache-memory-bytes", str(ENGINE_ARGS["kv_cache_memory_bytes"])]
+        command += ["--kv-transfer-config", json.dumps(connector)]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT | env,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert self._process.poll() is None, self._log.read_text()[-4_000:]
+            assert time.monotonic() < deadline, self._log.read_text()[-4_000:]
+            with contextlib.suppress(OSError):
+                self._get("/health")
+                return
+            time.sleep(0.2)
+
+    def _get(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._url + path, data=data, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return bytes(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AssertionError(error.read().decode()) from None
+
+    def complete(self, prompt: list[int]) -> list[int]:
+        answer = json.loads(
+            self._get(
+                "/v1/completions",
+                {
+                    "prompt": prompt,
+                    "max_tokens": 8,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                    "detokenize": False,
+                },
+            )
+        )
+        return list(answer["choices"][0]["token_ids"])
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels of one counter."""
+        text = self._get("/metrics").decode()
+        found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"/metrics has no {name}"
+        return sum(float(value) for value in found)
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                ours = os.getsid(process.pid) == self._process.pid
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to every process at once, as a terminal does."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def wait_until_gone(self, timeout_s: float) -> None:
+        self._process.wait(timeout_s)
+        wait_until("all processes end", lambda: not self.processes())
+
+    def kill(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def vllm_serve(
+    model: Path, connector: dict[str, Any], env: dict[str, str], log: Path
+) -> Iterator[Server]:
+    server = Server(model, connector, env, log)
+    try:
+        server.wait_until_ready(START_AND_STOP_S)
+        yield server
+    finally:
+        server.kill()
+
+
+def test_the_plugin_is_installed() -> None:
+    found = {entry.name: entry.value for entry in entry_points(group="vllm.general_plugins")}
+    assert found.get("s3kv") == "s3kv.connectors.plugin:register", "run: pip install -e ."
+
+
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+def test_serve_restart_serve(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C in the middle of uploads loses none of them, and the next server hits them all."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    by_name = {k: v for k, v in patient.items() if k != "kv_connector_module_path"}
+    with valve(port_of(s3)) as slow:
+        connector = changed(by_name, endpoint_url=slow.url, drain_timeout_s=60)
+        with vllm_serve(tiny, connector, s3.env, tmp_path / "cold.log") as server:
+            slow.shut_after(3 * CHUNK_BYTES)
+            assert [server.complete(prompt) for prompt in PROMPTS] == expected
+            assert server.metric("vllm:external_prefix_cache_queries_total") > 0
+            assert server.metric("vllm:external_prefix_cache_hits_total") == 0
+            slow.wait_until_shut(30.0)
+            under_way = len(s3.objects(bucket))
+            server.interrupt()
+            slow.open()
+            server.wait_until_gone(60.0)
+    assert under_way < 12
+    assert len(s3.objects(bucket)) == 12
+
+    with vllm_serve(tiny, by_name, s3.env, tmp_path / "warm.log") as server:
+        assert [server.complete(prompt) for prompt in PROMPTS] == expected
+        assert server.metric("vllm:external_prefix_cache_hits_total") == 2 * HIT_TOKENS
+        assert server.metric("vllm:s3kv_hit_tokens_bucket_total") == 2 * HIT_TOKENS
+        assert server.metric("vllm:s3kv_fetch_bytes_total") > 0
+        assert server.metric("vllm:s3kv_internal_errors_total") == 0
+        server.interrupt()
+        server.wait_until_gone(60.0)
