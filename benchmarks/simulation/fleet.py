@@ -118,6 +118,9 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
     timeline.run()
     for engine in engines:
         engine.planner.check()
+    answered = sum(len(engine.seen.ttft_s) for engine in engines)
+    if answered != len(arrivals):
+        raise RuntimeError(f"{len(arrivals) - answered} requests of {len(arrivals)} still wait")
     planner_s = sum(engine.stopwatch.seconds for engine in engines)
     print(f"{policy}: planner {planner_s / len(arrivals) * 1e6:.0f} µs/request", file=sys.stderr)
     return _figures(arrivals, setup, policy, engines, bucket)
