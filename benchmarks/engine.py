@@ -10,6 +10,9 @@ so that a machine that slows down slows all of them:
     warm     a new engine with s3kv on what `cold` left in the bucket
     short    prompts shorter than a chunk, many at once: nothing to hit, nothing to save
 
+Every engine first writes to all of its KV cache, so that no page of it is touched for the first
+time while something is measured.
+
 The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded moto, which is a
 Python program and slow: figures to be compared come from a real server on the same machine.
 """
@@ -85,6 +88,7 @@ class Bench:
             max_num_batched_tokens=2_048,
         )
         with engine:
+            engine.call("lab.memory:touch_kv_cache")
             engine.generate(prompts(2, SHORT_TOKENS, seed=9))
             yield engine
 

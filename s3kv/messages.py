@@ -71,6 +71,8 @@ class StepPlan:
         read the blocks before anything of this step writes.
     cancels: fetches nobody waits for any more. They still end, and only their end frees the slot.
     abandons: requests the engine holds for a load that will not come; they end as failed loads.
+    linger_s: how long a worker may wait at the end of this step for one of its fetches to end,
+        because the engine has nothing else to do than to ask again.
     """
 
     fetches: tuple[FetchOrder, ...] = ()
@@ -80,6 +82,7 @@ class StepPlan:
     fences: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
     abandons: tuple[str, ...] = ()
+    linger_s: float = 0.0
 
 
 EMPTY_PLAN = StepPlan()

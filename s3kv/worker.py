@@ -62,10 +62,10 @@ class RankWorker:
         """Before anything of the step writes to blocks: fences, and what the network can start."""
         if plan.fences:
             self._copies.fence(plan.fences)
-        for job_id in plan.cancels:
-            self._client.cancel(job_id)
         for fetch in plan.fetches:
             self._fetch(fetch)
+        for job_id in plan.cancels:
+            self._client.cancel(job_id)
         for upload in plan.uploads:
             self._upload(upload.job_id, upload.key, upload.slot)
         self._client.flush()
@@ -81,8 +81,11 @@ class RankWorker:
             self._saves[order.job_id] = order
             self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
 
-    def poll(self) -> None:
-        """Take in what has ended since; `take_report` and `take_loaded` hand it on."""
+    def poll(self, linger_s: float = 0.0) -> None:
+        """Take in what has ended since; `take_report` and `take_loaded` hand it on.
+
+        linger_s: how long to wait for a fetch or an upload to end, unless a copy is under way.
+        """
         ends = self._copies.poll()
         for job_id, ok, seconds in ends.saved:
             self._saved(self._saves.pop(job_id), ok, seconds)
@@ -91,7 +94,8 @@ class RankWorker:
             self._loaded.add(request_id)
             if not ok:
                 self._failed.add(request_id)
-        for done in self._client.poll():
+        copying = self._loading or self._saves
+        for done in self._client.poll(0.0 if copying else linger_s):
             kind = self._kinds.pop(done.job_id)
             self._end(done.job_id, kind, done.outcome, done.nbytes, done.seconds)
             if done.outcome in _TROUBLE:

@@ -109,11 +109,11 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.save(self._plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        loaded, _ = self._worker.loaded()
+        loaded, _ = self._worker.loaded(self._plan)
         return None, loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        loaded, failed = self._worker.loaded()
+        loaded, failed = self._worker.loaded(self._plan)
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

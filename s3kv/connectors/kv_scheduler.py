@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
@@ -39,6 +40,11 @@ _INDEX_CHUNKS = 2_000_000
 """Verdicts remembered at most; about 150 bytes each, so 300 MB when full. Two million chunks of
 256 tokens are 512 million tokens."""
 
+_LINGER_S = 0.002
+"""What a request that arrives while all others wait for the bucket may lose. vLLM's own loop looks
+for new requests about as often, but burns a core with it that the I/O process and, in a test
+set-up, the S3 server can use."""
+
 _BREAKER_FAILURES = 5
 """Failures in a row that open the breaker: more than one request's first window."""
 
@@ -57,6 +63,7 @@ class SchedulerSide(Guarded):
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
         self._unplanned: list[str] = []
+        self._was_idle = False
 
     @property
     def planner(self) -> KVPlanner:
@@ -171,7 +178,13 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def _plan(self, output: SchedulerOutput) -> StepPlan | None:
-        return self.planner.plan(scheduled_requests(output), time.monotonic())
+        plan = self.planner.plan(scheduled_requests(output), time.monotonic())
+        # Twice, because the step before may still be running when this one is planned.
+        idle = output.total_num_scheduled_tokens == 0
+        if idle and self._was_idle and self.planner.ledger.fetches_inflight:
+            plan = replace(plan, linger_s=_LINGER_S)
+        self._was_idle = idle
+        return plan
 
     @guarded(default=lambda: None)
     def on_output(self, output: KVConnectorOutput) -> None:

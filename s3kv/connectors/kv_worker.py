@@ -99,7 +99,8 @@ class WorkerSide(Guarded):
             copies=copies, client=self._client, slot_bytes=slot_bytes, clock=time.monotonic
         )
         if layout.device.type == "cpu":
-            # Pinning touches every page of the slab; without it the first copies would have to.
+            # Pinning touches every page of the slab; without it the first copies would have to, or
+            # this thread beside the first requests. So it is waited for, like pinning.
             self._prefault = threading.Thread(
                 target=self._slab.prefault, args=(self._closing.is_set,), daemon=True
             )
@@ -122,6 +123,8 @@ class WorkerSide(Guarded):
             # One line of its own: vLLM repeats the error at the end of several tracebacks.
             logger.error("%s", told)
             raise told from error
+        if self._prefault is not None:
+            self._prefault.join()
         if ready.trouble is not None:
             logger.warning("s3kv serves without the bucket for now: %s", ready.message)
         return self._hello
@@ -194,16 +197,16 @@ class WorkerSide(Guarded):
         if self._rank is not None:
             self._rank.save(plan.saves)
 
-    def loaded(self) -> tuple[set[str], set[str]]:
+    def loaded(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Requests whose load has ended since the last call, and those whose load failed."""
         stranded, self._stranded = self._stranded, set()
-        loaded, failed = self._poll()
+        loaded, failed = self._poll(plan.linger_s)
         return loaded | stranded, failed | stranded
 
     @guarded(default=lambda: (set(), set()))
-    def _poll(self) -> tuple[set[str], set[str]]:
+    def _poll(self, linger_s: float) -> tuple[set[str], set[str]]:
         assert self._rank is not None
-        self._rank.poll()
+        self._rank.poll(linger_s)
         return self._rank.take_loaded()
 
     @guarded(default=lambda: None)

@@ -184,10 +184,7 @@ class IoClient:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return
-            poller = select.poll()  # select() takes no descriptor above 1023
-            wanted = select.POLLOUT if self._child.has_unsent else 0
-            poller.register(self._child, select.POLLIN | wanted)
-            poller.poll(left_s * 1000)
+            _await_input(self._child, left_s)
             self._receive(self._child)
         while self._state is State.DYING and time.monotonic() < deadline_s:
             self._bury()
@@ -220,10 +217,15 @@ class IoClient:
             self._child.send(self._outbox)
             self._outbox.clear()
 
-    def poll(self) -> list[wire.Done]:
-        """The jobs that have ended since the last call. Call it every engine step."""
+    def poll(self, linger_s: float = 0.0) -> list[wire.Done]:
+        """The jobs that have ended since the last call. Call it every engine step.
+
+        With `linger_s`, and when jobs are under way, it waits so long for something to end.
+        """
         if self._state is State.UP and self._child is not None:
             self.flush()
+            if linger_s and self._outstanding:
+                _await_input(self._child, linger_s)
             self._receive(self._child)
             self._look_after(self._child)
         if self._state is State.DYING:
@@ -341,3 +343,11 @@ class IoClient:
         self._starts += 1
         self._outbox.append(hello)
         self.flush()
+
+
+def _await_input(child: Child, timeout_s: float) -> None:
+    """Until `child` has said something, or can be told what was queued for it."""
+    poller = select.poll()  # select() takes no descriptor above 1023
+    wanted = select.POLLOUT if child.has_unsent else 0
+    poller.register(child, select.POLLIN | wanted)
+    poller.poll(timeout_s * 1000)

@@ -160,6 +160,15 @@ def test_round_trip(endpoint: str, bucket: Any, slab: Slab, open_client: Open) -
     assert client.wait_ready(0).trouble is None
 
 
+def test_one_poll_waits_for_an_end_when_told(endpoint: str, slab: Slab, open_client: Open) -> None:
+    client = open_client(endpoint)
+    client.wait_ready(20.0)
+    assert client.poll(linger_s=60.0) == [], "nothing is under way, so there is nothing to wait for"
+    fetch(client, 1, number=404)
+    (done,) = client.poll(linger_s=60.0)
+    assert (done.job_id, done.outcome) == (1, Outcome.MISSING)
+
+
 def test_damaged_objects_are_corrupt(endpoint: str, bucket: Any, open_client: Open) -> None:
     good = rig.sealed(1)
     damaged = {

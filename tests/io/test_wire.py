@@ -63,7 +63,8 @@ def test_hello_carries_the_settings_and_the_formats() -> None:
 
 
 def test_thousands_of_messages_fit_into_frames_in_order() -> None:
-    messages = [wire.Done(i, Outcome.FAILED, 0, 0.0, "x" * wire.MAX_DETAIL_CHARS) for i in range(5000)]
+    detail = "x" * wire.MAX_DETAIL_CHARS
+    messages = [wire.Done(i, Outcome.FAILED, 0, 0.0, detail) for i in range(5000)]
     assert wire.FrameReader(wire.Up).feed(wire.encode(messages)) == messages
 
 

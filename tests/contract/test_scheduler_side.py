@@ -1,0 +1,83 @@
+"""The scheduler's side of the connector, driven by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
+from s3kv.connectors.kv_scheduler import SchedulerSide
+from s3kv.connectors.translate import KVGeometry
+from s3kv.messages import JobEnd, JobKind, StepReport
+from s3kv.types import Outcome
+
+
+def side(**settings: Any) -> SchedulerSide:
+    config = Config(bucket="bucket", **settings)
+    scheduler = SchedulerSide(config, KVGeometry(16, 16, 32), may_load=True, may_save=True)
+    scheduler.set_workers([WorkerHello("n" * 32, slot_count=8, slot_bytes=4096)], 1)
+    return scheduler
+
+
+def request(name: str, chunks: int = 2) -> Any:
+    hashes = [f"{name}-{block}".encode() for block in range(2 * chunks)]
+    return SimpleNamespace(request_id=name, block_hashes=hashes, skip_reading_prefix_cache=False)
+
+
+def step(tokens: int = 0) -> Any:
+    cached = SimpleNamespace(
+        req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+    )
+    return SimpleNamespace(
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+    )
+
+
+def output(ends: list[JobEnd]) -> Any:
+    report = StepReport()
+    for end in ends:
+        report.add(end)
+    return SimpleNamespace(kv_connector_worker_meta=WorkerReport(report), finished_recving=None)
+
+
+def test_workers_linger_only_while_all_the_engine_can_do_is_ask_again() -> None:
+    scheduler = side(recompute_gate=False)
+    scheduler.on_new_request(request("r"))
+    assert scheduler.lookup(request("r"), 0) == (None, False)
+    first = scheduler.plan(step())
+    assert len(first.fetches) == 2
+    assert first.linger_s == 0, "the step before may still be running"
+    assert scheduler.plan(step()).linger_s > 0
+    assert scheduler.plan(step(tokens=5)).linger_s == 0
+    assert scheduler.plan(step()).linger_s == 0
+    assert scheduler.plan(step()).linger_s > 0
+    scheduler.on_output(
+        output([JobEnd(f.job_id, JobKind.FETCH, Outcome.MISSING, 0, 0.1) for f in first.fetches])
+    )
+    assert scheduler.plan(step()).linger_s == 0, "nothing is under way"
+    assert scheduler.broken is None
+
+
+def test_a_bug_turns_the_cache_off_and_strands_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = side(recompute_gate=False)
+    subject = request("r")
+    scheduler.on_new_request(subject)
+    scheduler.lookup(subject, 0)
+    # The engine never takes what it was not offered; the planner says so with an AssertionError.
+    blocks = SimpleNamespace(get_block_ids=lambda: ([0, 1],))
+    scheduler.admitted(subject, blocks, 32)
+    assert scheduler.broken == "_admitted"
+    assert "without its cache from now on" in caplog.text
+    assert scheduler.plan(step()).abandons == ("r",), "the load it waits for will not come"
+    assert scheduler.plan(step()).abandons == ()
+    assert scheduler.lookup(request("other"), 0) == (0, False)
+    scheduler.on_finished(subject)
+    stats = scheduler.stats()
+    assert stats is not None
+    assert stats.data["internal_errors"] == 1
