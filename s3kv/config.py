@@ -117,7 +117,7 @@ class Config:
         4 * 2**30, doc="Host memory for chunks, per worker.", kind="bytes", minimum=2**20
     )
     eviction: str = setting(
-        "s3fifo",
+        "lru",
         doc="Which chunk leaves host memory first.",
         kind="text",
         choices=("lru", "sieve", "s3fifo"),
