@@ -1,0 +1,40 @@
+"""What the README shows works as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from s3kv.config import Config
+from tests.servers import KEYS, REGION, boto_client, moto_server, set_credentials
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    set_credentials(monkeypatch)
+    with moto_server() as url:
+        boto_client(url, KEYS).create_bucket(Bucket="my-bucket")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "Location(device=False, host=True, bucket=True)",
+        "True 1.0",
+    ]
+
+
+def test_the_transfer_config_is_valid() -> None:
+    (text,) = re.findall(r"--kv-transfer-config '(.*?)'", README, re.DOTALL)
+    transfer = json.loads(text)
+    assert transfer["kv_connector"] == "S3KVConnector"
+    Config.parse(transfer["kv_connector_extra_config"])
