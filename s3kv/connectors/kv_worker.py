@@ -116,10 +116,13 @@ class WorkerSide(Guarded):
         try:
             ready = self._client.wait_ready(self._config.start_timeout_ms / 1000)
         except (IoProcessError, StoreError) as error:
-            told = type(error)(
-                f"s3kv: bucket {self._config.bucket!r} cannot be used: {error}. The engine does "
-                "not start without it; with on_unavailable 'serve' it would, and keep trying"
-            )
+            said = f"s3kv: bucket {self._config.bucket!r} cannot be used: {error}"
+            if isinstance(error, StoreError):
+                said += (
+                    ". The engine does not start without it; with on_unavailable 'serve' it would, "
+                    "and keep trying"
+                )
+            told = type(error)(said)
             # One line of its own: vLLM repeats the error at the end of several tracebacks.
             logger.error("%s", told)
             raise told from error
