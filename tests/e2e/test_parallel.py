@@ -16,8 +16,8 @@ from lab import models
 from lab.engine import Ask, Engine
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
-from tests.e2e.conftest import START_AND_STOP_S, References, Serve, at_rest, cached, tokens
-from tests.e2e.test_failures import io_processes, wait_until
+from tests.e2e.conftest import START_AND_STOP_S, References, Serve, at_rest, cached, changed, tokens
+from tests.e2e.test_failures import SAVED_AT_ONCE, io_processes, wait_until
 
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6
@@ -58,6 +58,7 @@ def test_two_ranks(
 ) -> None:
     """A new process hits what both ranks have, and nothing of what one of them has lost."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    patient = changed(patient, **SAVED_AT_ONCE)
 
     def engine(name: str) -> Engine:
         args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
@@ -105,6 +106,7 @@ def test_two_engines_at_once(
 ) -> None:
     """Both compute the same prompts at the same time, and both upload every chunk."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    patient = changed(patient, **SAVED_AT_ONCE)
     everything = len(PROMPTS) * CHUNKS
     with (
         serve(tiny, patient, dtype="float32") as one,

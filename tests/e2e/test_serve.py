@@ -25,7 +25,7 @@ from lab.engine import ENGINE_ARGS, ENVIRONMENT
 from lab.s3 import S3Server
 from tests.e2e.conftest import START_AND_STOP_S, References, changed, tokens
 from tests.e2e.servers import valve
-from tests.e2e.test_failures import CHUNK_BYTES, port_of, wait_until
+from tests.e2e.test_failures import CHUNK_BYTES, SAVED_AT_ONCE, port_of, wait_until
 from tests.rgw import free_ports
 
 PROMPTS = models.prompts(2, 800)
@@ -158,7 +158,8 @@ def test_serve_restart_serve(
 ) -> None:
     """Ctrl-C in the middle of uploads loses none of them, and the next server hits them all."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    by_name = {k: v for k, v in patient.items() if k != "kv_connector_module_path"}
+    by_name = changed(patient, **SAVED_AT_ONCE)
+    del by_name["kv_connector_module_path"]
     with valve(port_of(s3)) as slow:
         connector = changed(by_name, endpoint_url=slow.url, drain_timeout_s=60)
         with vllm_serve(tiny, connector, s3.env, tmp_path / "cold.log") as server:

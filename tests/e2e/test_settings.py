@@ -16,9 +16,9 @@ from lab import models
 from lab.engine import Engine, EngineFailed
 from lab.s3 import S3Server
 from tests.e2e.conftest import References, Serve, cached, changed, tokens
+from tests.e2e.test_failures import CHUNK_BYTES, SAVED_AT_ONCE
 
 PROMPTS = models.prompts(2, 800)
-CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
 
 
 def test_an_unknown_setting_stops_the_engine_at_start(
@@ -72,6 +72,7 @@ def test_a_slab_smaller_than_a_prompt_serves_the_part_that_fits(
 ) -> None:
     """Six chunks a prompt, three slots. In float32, where the length of a hit does not matter."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    patient = changed(patient, **SAVED_AT_ONCE)
     small = changed(patient, host_bytes=3 * (CHUNK_BYTES + 2 * 4096))
     with serve(tiny, patient, dtype="float32") as engine:
         engine.generate(PROMPTS[:1])
@@ -95,6 +96,7 @@ def test_two_models_in_one_bucket_do_not_meet(
     second = models.build(models_dir, models.TINY, seed=1)
     moved = tmp_path / "moved"
     shutil.copytree(first, moved)
+    patient = changed(patient, **SAVED_AT_ONCE)
     with serve(first, changed(patient, model_id="first")) as engine:
         engine.generate(PROMPTS)
     with serve(second, changed(patient, model_id="second")) as engine:
