@@ -36,12 +36,24 @@ def test_second_engine_computes_less_and_says_the_same() -> None:
     assert [cell.strip() for cell in row.split("│")[3:6]] == ["384", "0", "9,216"]
 
 
+def children_of(demo: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(demo.pid).children(recursive=True)
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def test_ctrl_c_ends_everything_with_one_line() -> None:
     demo = start_demo()
     assert demo.stdout is not None
     demo.stdout.readline()
-    while not (children := psutil.Process(demo.pid).children(recursive=True)):
+    while not any("lab.child" in command_line(child) for child in children_of(demo)):
         assert demo.poll() is None
+    children = children_of(demo)
     demo.send_signal(signal.SIGINT)
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 130
