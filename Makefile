@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e lint format demo bench clean
+.PHONY: help venv test e2e nightly lint format demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: $(STAMP) ## all tests; ARGS="-m 'not e2e'" for those without an engine
 
 e2e: $(STAMP) ## only the tests on the real engine
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+nightly: $(STAMP) ## the tests that take minutes each and are no part of `make test`
+	$(BIN)/python -m pytest -m nightly $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, and the import contracts
 	$(BIN)/ruff check
