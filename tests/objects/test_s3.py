@@ -145,16 +145,7 @@ async def test_check_with_a_host_that_does_not_answer() -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A self-signed certificate for 127.0.0.1, with its key in the same file."""
-    path = tmp_path_factory.mktemp("tls") / "server.pem"
-    subprocess.run(
-        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30 "
-        f"-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -keyout {path} -out {path}.crt",
-        shell=True,
-        check=True,
-        capture_output=True,
-    )
-    path.write_bytes(path.read_bytes() + Path(f"{path}.crt").read_bytes())
-    return path
+    return servers.self_signed(tmp_path_factory.mktemp("tls") / "server.pem", "IP:127.0.0.1")
 
 
 @pytest.fixture
