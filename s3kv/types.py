@@ -29,6 +29,14 @@ class Span(NamedTuple):
     nbytes: int
 
 
+class ItemShape(NamedTuple):
+    """What is known of an item's object: the rows of its tensor, and its length in bytes (for a
+    fetch, at most)."""
+
+    rows: int
+    nbytes: int
+
+
 class Outcome(enum.IntEnum):
     """How a job ended; a larger value is worse, so the outcome over all ranks is the maximum."""
 
@@ -66,6 +74,13 @@ _ITEM_BYTES = {
 }
 
 
+def item_bytes(dtype: str) -> int:
+    """Bytes of one number of a safetensors dtype. Raises `ValueError` for one s3kv cannot store."""
+    if dtype not in _ITEM_BYTES:
+        raise ValueError(f"dtype {dtype!r} is none of {sorted(_ITEM_BYTES)}")
+    return _ITEM_BYTES[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of an object: a safetensors dtype name and a row-major shape."""
@@ -75,8 +90,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in _ITEM_BYTES:
-            raise ValueError(f"dtype {self.dtype!r} is none of {sorted(_ITEM_BYTES)}")
+        item_bytes(self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -41,7 +41,7 @@ from s3kv.errors import (
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.child import Child
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import ChunkKey, ItemShape, Outcome
 
 _PAUSE_FIRST_S = 0.1
 _PAUSE_MAX_S = 30.0
@@ -192,17 +192,19 @@ class IoClient:
 
     # While the engine runs: nothing below blocks.
 
-    def fetch(self, job_id: int, key: ChunkKey, offset: int) -> None:
-        """Fill the slab from `offset` with the object of `key`.
+    def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None) -> None:
+        """Fill the slab from `offset` with the object of `key`: of an item, if it has a shape.
 
         From now until the job has ended, that part of the slab is the I/O process's. `job_id` is
         none of those that have not ended: `ValueError`. Sent by the next `flush` or `poll`.
         """
-        self._submit(wire.Fetch(job_id, key.group, key.block_hash, offset))
+        self._submit(wire.Fetch(job_id, key.group, key.block_hash, offset, item))
 
-    def upload(self, job_id: int, key: ChunkKey, offset: int) -> None:
-        """Send the chunk whose payload lies behind its header's place at `offset`. As `fetch`."""
-        self._submit(wire.Upload(job_id, key.group, key.block_hash, offset))
+    def upload(
+        self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None
+    ) -> None:
+        """Send the object whose payload lies behind its header's place at `offset`. As `fetch`."""
+        self._submit(wire.Upload(job_id, key.group, key.block_hash, offset, item))
 
     def cancel(self, job_id: int) -> None:
         """Hurry the end of a job. It still ends, as CANCELLED or as it would have anyway."""

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.items import ItemFormat
 
 FETCHES_PER_UPLOAD = 16
 """Costs fetches 6 % of their places at the worst."""
@@ -37,7 +38,7 @@ class Job:
     direction: Direction
     key: str
     block_hash: bytes
-    format: ChunkFormat
+    format: ChunkFormat | ItemFormat
     buffer: memoryview
 
     @property

@@ -24,6 +24,7 @@ from s3kv.io import wire
 from s3kv.io.jobs import Direction, Job, JobQueue
 from s3kv.io.transfers import End, Transfers
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.items import ItemFormat
 from s3kv.objects.keys import Namespace
 from s3kv.objects.store import ObjectStore
 from s3kv.types import ChunkKey, Outcome
@@ -63,6 +64,7 @@ class Service:
         self._hang_up = hang_up
         self._namespace = Namespace(hello.namespace_prefix, hello.namespace_digest)
         self._shard = hello.shard
+        self._item_dtype = hello.item_dtype
         self._formats = {
             group: ChunkFormat(hello.namespace_digest, tensors, group, hello.shard)
             for group, tensors in hello.groups.items()
@@ -142,7 +144,7 @@ class Service:
 
     def _job(self, message: wire.Fetch | wire.Upload, direction: Direction) -> Job | str:
         """The job a message asks for, or what is wrong with it."""
-        layout = self._formats.get(message.group)
+        layout = self._format_of(message)
         if layout is None:
             return f"group {message.group} is none of {sorted(self._formats)}"
         end = message.offset + layout.object_bytes
@@ -154,6 +156,11 @@ class Service:
             return str(error)
         buffer = self._slab.view[message.offset : end]
         return Job(message.job_id, direction, key, message.block_hash, layout, buffer)
+
+    def _format_of(self, message: wire.Fetch | wire.Upload) -> ChunkFormat | ItemFormat | None:
+        if message.item is None or self._item_dtype is None:
+            return self._formats.get(message.group)
+        return ItemFormat(self._namespace.digest, self._item_dtype, message.item)
 
     def _start_jobs(self) -> None:
         while self._started and (job := self._queue.take()) is not None:

@@ -22,7 +22,7 @@ import msgspec
 
 from s3kv.config import Config
 from s3kv.errors import S3KVError
-from s3kv.types import Outcome, TensorSpec
+from s3kv.types import ItemShape, Outcome, TensorSpec
 
 MAX_FRAME_BYTES = 2**20
 """What a peer has to be ready to hold. `Hello` is the largest message: about 60 bytes per layer."""
@@ -42,6 +42,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 
     groups: KV-cache group to the tensors of its chunks, as in `ChunkFormat`.
     shard: this rank's part of every chunk.
+    item_dtype: of items (`objects.items`), for a process that moves those instead of chunks.
     """
 
     config: Config
@@ -49,25 +50,29 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     namespace_digest: str
     shard: str
     groups: dict[int, tuple[TensorSpec, ...]]
+    item_dtype: str | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Fill the slab from `offset` with the object of a chunk. `job_id` is unique among the jobs
-    not yet done, uploads included."""
+    """Fill the slab from `offset` with the object of a chunk, or of an item if it has an `item`
+    shape. `job_id` is unique among the jobs not yet done, uploads included."""
 
     job_id: int
     group: int
     block_hash: bytes
     offset: int
+    item: ItemShape | None = None
 
 
 class Upload(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Write the header of the chunk whose payload is at `offset`, and send the object."""
+    """Write the header of the chunk or item whose payload is behind its place at `offset`, and
+    send the object."""
 
     job_id: int
     group: int
     block_hash: bytes
     offset: int
+    item: ItemShape | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
