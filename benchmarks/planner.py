@@ -60,7 +60,7 @@ def make_planner() -> KVPlanner:
         recompute_gate=False,
         max_saves_inflight=256,
     )
-    return KVPlanner(ledger, Pace(prefill_tokens_per_s=8_000.0), settings)
+    return KVPlanner(ledger, Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=32), settings)
 
 
 def prompt(rng: random.Random) -> list[bytes]:

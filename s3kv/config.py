@@ -191,6 +191,11 @@ class Config:
                 "either end, such as 's3kv' or 'team-a/s3kv'"
             )
 
+    def fetches_at_once(self, object_bytes: int) -> int:
+        """How many objects of that size one worker asks for at once, at most."""
+        by_bytes = self.max_inflight_bytes // object_bytes
+        return max(1, min(self.max_inflight_requests, self.pool_size, by_bytes))
+
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Config:
         """Settings from `kv_connector_extra_config`. Raises `ConfigError`.

@@ -70,6 +70,9 @@ class StepPlan:
     fences: saves (by job id) whose source blocks this step overwrites; their copies must have
         read the blocks before anything of this step writes.
     cancels: fetches nobody waits for any more. They still end, and only their end frees the slot.
+    withdrawals: fetches that come too late for those who asked. They are cancelled if they have not
+        been sent yet; otherwise what arrives serves the next who asks, and tells how fast the
+        bucket is.
     abandons: requests the engine holds for a load that will not come; they end as failed loads.
     linger_s: how long a worker may wait at the end of this step for one of its fetches to end,
         because the engine has nothing else to do than to ask again.
@@ -81,6 +84,7 @@ class StepPlan:
     loads: tuple[LoadOrder, ...] = ()
     fences: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
+    withdrawals: tuple[int, ...] = ()
     abandons: tuple[str, ...] = ()
     linger_s: float = 0.0
 

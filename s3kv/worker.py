@@ -66,6 +66,8 @@ class RankWorker:
             self._fetch(fetch)
         for job_id in plan.cancels:
             self._client.cancel(job_id)
+        for job_id in plan.withdrawals:
+            self._client.withdraw(job_id)
         for upload in plan.uploads:
             self._upload(upload.job_id, upload.key, upload.slot)
         self._client.flush()

@@ -189,13 +189,16 @@ class Engine:
         plan = self._calls.plan(scheduled, now_s)
         assert not plan.uploads, "no upload is tried again: this bucket never fails"
         assert not plan.fences, "no block is used again before the copy of its step is done"
+        # Some jobs end at once, and what ends in a step is heard at its end.
+        self._stepping = True
         for job_id in plan.cancels:
             self.io.cancel(job_id)
         for order in plan.fetches:
             self.io.fetch(order)
+        for job_id in plan.withdrawals:
+            self.io.withdraw(job_id)
         for load in plan.loads:
             self._load(load)
-        self._stepping = True
         length_s = tokens / self._speed.prefill_tokens_per_s if tokens else _EMPTY_STEP_S
         self._timeline.at(now_s + length_s, partial(self._step_ended, plan, tokens))
 
@@ -312,9 +315,9 @@ class Engine:
 
     def _start_computing(self, request: Request) -> None:
         """Its load has ended. The last token has to be computed in any case, for its logits."""
-        self._fill(request)
         request.loading = False
         request.computed = min(request.computed, request.arrival.prompt_tokens - 1)
+        self._fill(request)
 
     def _first_tokens(self) -> None:
         now_s = self._timeline.now_s

@@ -163,7 +163,11 @@ def _planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
         may_load=is_on,
         may_save=is_on,
     )
-    return KVPlanner(ledger, Pace(prefill_tokens_per_s=config.prefill_tokens_per_s), settings)
+    pace = Pace(
+        prefill_tokens_per_s=config.prefill_tokens_per_s,
+        fetches_at_once=config.fetches_at_once(setup.layout.object_bytes),
+    )
+    return KVPlanner(ledger, pace, settings)
 
 
 def _figures(

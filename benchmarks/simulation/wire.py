@@ -151,11 +151,15 @@ class IoProcess:
 
     def cancel(self, job_id: int) -> None:
         """It ends at once if it waits; if it runs, where its next byte would have come."""
-        job = self._queue.withdraw(job_id)
-        if job is not None:
-            self._on_end(JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
-        elif job_id in self._queue:
+        if not self.withdraw(job_id) and job_id in self._queue:
             self._cancelled.add(job_id)
+
+    def withdraw(self, job_id: int) -> bool:
+        """It ends at once if it waits. False if it does not."""
+        if self._queue.withdraw(job_id) is None:
+            return False
+        self._on_end(JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
+        return True
 
     def _add(self, job_id: int, direction: Direction, key: ChunkKey) -> None:
         self._queue.add(Job(job_id, direction, "", key.block_hash, self._layout, _NO_BUFFER))

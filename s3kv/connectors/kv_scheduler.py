@@ -90,7 +90,7 @@ class SchedulerSide(Guarded):
                 f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, "
                 f"{need} bytes here (or make chunk_tokens smaller)"
             )
-        self._planner = self._make_planner(slots, world_size)
+        self._planner = self._make_planner(slots, world_size, hellos[0].slot_bytes)
         logger.info(
             "s3kv: bucket %s, namespace %s, %d ranks, %d slots of %d tokens",
             self._config.bucket,
@@ -100,7 +100,7 @@ class SchedulerSide(Guarded):
             self._sizes.chunk_tokens,
         )
 
-    def _make_planner(self, slots: int, world_size: int) -> KVPlanner:
+    def _make_planner(self, slots: int, world_size: int, slot_bytes: int) -> KVPlanner:
         config = self._config
         ledger = ChunkLedger(
             SlotTable(slots, make_policy(config.eviction, slots)),
@@ -120,7 +120,10 @@ class SchedulerSide(Guarded):
             may_save=self._may_save,
             group=GROUP,
         )
-        pace = Pace(prefill_tokens_per_s=config.prefill_tokens_per_s)
+        pace = Pace(
+            prefill_tokens_per_s=config.prefill_tokens_per_s,
+            fetches_at_once=config.fetches_at_once(slot_bytes),
+        )
         return KVPlanner(ledger, pace, settings)
 
     # --- hooks -----------------------------------------------------------------------------

@@ -211,6 +211,11 @@ class IoClient:
         if self._state is State.UP and job_id in self._outstanding:
             self._outbox.append(wire.Cancel(job_id))
 
+    def withdraw(self, job_id: int) -> None:
+        """End a job as CANCELLED if it has not begun, and leave it alone otherwise."""
+        if self._state is State.UP and job_id in self._outstanding:
+            self._outbox.append(wire.Withdraw(job_id))
+
     def flush(self) -> None:
         """Send what is queued, as far as the socket takes it."""
         if self._state is not State.UP or self._child is None:

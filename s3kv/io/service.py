@@ -122,6 +122,8 @@ class Service:
                 self._accept(message, Direction.UPLOAD)
             case wire.Cancel():
                 self._cancel(message.job_id)
+            case wire.Withdraw():
+                self._withdraw(message.job_id)
             case wire.Ping():
                 self._send(self._statistics())
             case wire.Drain():
@@ -191,10 +193,16 @@ class Service:
         detail = end.detail[: wire.MAX_DETAIL_CHARS]
         self._send(wire.Done(job_id, end.outcome, end.nbytes, seconds, detail))
 
+    def _withdraw(self, job_id: int) -> bool:
+        """End a job that has not begun. False when there is none."""
+        if self._queue.withdraw(job_id) is None:
+            return False
+        self._say_done(job_id, End(Outcome.CANCELLED, 0, "cancelled before it began"), 0.0)
+        return True
+
     def _cancel(self, job_id: int) -> None:
-        if self._queue.withdraw(job_id) is not None:
-            self._say_done(job_id, End(Outcome.CANCELLED, 0, "cancelled before it began"), 0.0)
-        elif job_id in self._tasks and job_id not in self._cancelled:
+        begun = not self._withdraw(job_id) and job_id in self._tasks
+        if begun and job_id not in self._cancelled:
             # Once: a second cancellation would interrupt the tidying up after the first.
             self._cancelled.add(job_id)
             self._tasks[job_id].cancel()

@@ -81,6 +81,12 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
     job_id: int
 
 
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """As `Cancel`, but only if the job has not begun; otherwise nothing changes."""
+
+    job_id: int
+
+
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Give up all fetches, finish the uploads, but give those up, too, after `timeout_s`."""
 
@@ -145,7 +151,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     cpu_s: float
 
 
-Down = Hello | Fetch | Upload | Cancel | Drain | Ping
+Down = Hello | Fetch | Upload | Cancel | Withdraw | Drain | Ping
 Up = Ready | Done | Drained | Stats
 
 _encoder = msgspec.msgpack.Encoder()

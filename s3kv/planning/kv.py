@@ -55,13 +55,14 @@ class KVPlanner:
         self.pace = pace
         self.counters: Counter[str] = ledger.counters
         self._settings = settings
-        self._prefix = PrefixCollector(ledger, pace, settings)
+        self._prefix = PrefixCollector(ledger, settings)
         self._chunk_blocks = settings.chunk_tokens // settings.block_tokens
         self._requests: dict[str, RequestRecord] = {}
         self._orphans: dict[str, RequestRecord] = {}
         self._loads: list[LoadOrder] = []
         self._fences: set[int] = set()
         self._unwanted: dict[int, Job] = {}
+        self._overdue: dict[int, Job] = {}
 
     # --- requests come and go --------------------------------------------------------------
 
@@ -120,9 +121,11 @@ class KVPlanner:
                 record.step(RequestEvent.WAIT)
                 return WAIT
             self.counters["deadline_cuts"] += 1
-            if record.started_s != now_s:
-                self.pace.gave_up(now_s)
+            if record.arrival_s < now_s:
+                ahead = self.ledger.fetches_ahead_of(record.pending.values())
+                self.pace.gave_up(now_s - record.arrival_s, ahead)
         record.end = record.ready
+        self._overdue.update((job.job_id, job) for job in record.pending.values())
         return self._offer(record)
 
     def _offer(self, record: RequestRecord) -> Answer:
@@ -139,14 +142,16 @@ class KVPlanner:
         if record.started_s is None:
             record.started_s = record.arrival_s = now_s
             record.wanted_chunks = len(record.hashes) - record.ready
+        end = len(record.hashes) if record.end is None else record.end
+        unasked = max(0, end - record.asked)
         return wait_until_s(
             self.pace,
-            now_s=now_s,
             started_s=record.started_s,
             arrival_s=record.arrival_s,
             wanted_tokens=record.wanted_chunks * self._settings.chunk_tokens,
-            missing_tokens=(record.asked - record.ready) * self._settings.chunk_tokens,
-            chunks_ahead=self.ledger.fetches_ahead_of(record.pending.values()),
+            missing_tokens=(end - record.ready) * self._settings.chunk_tokens,
+            missing_chunks=self.ledger.fetches_ahead_of(record.pending.values()) + unasked,
+            rounds=(unasked // record.window).bit_length(),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
@@ -228,6 +233,8 @@ class KVPlanner:
         # Whoever joined such a fetch since keeps it going.
         cancels = tuple(job_id for job_id, job in self._unwanted.items() if not job.waiters)
         self._unwanted.clear()
+        withdrawals = tuple(job_id for job_id, job in self._overdue.items() if not _awaited(job))
+        self._overdue.clear()
         return StepPlan(
             fetches=self.ledger.take_fetches(),
             saves=self.ledger.take_saves(),
@@ -235,6 +242,7 @@ class KVPlanner:
             loads=loads,
             fences=tuple(sorted(fences)),
             cancels=cancels,
+            withdrawals=withdrawals,
         )
 
     def _place(self, record: RequestRecord, step: ScheduledRequest) -> list[int]:
@@ -290,7 +298,9 @@ class KVPlanner:
     def _fetch_ended(self, job: Job, now_s: float) -> None:
         outcome = job.outcomes[JobKind.FETCH]
         arrived = outcome.is_success
-        self.pace.fetch_ended(now_s, arrived=arrived, still_inflight=self.ledger.fetches_inflight)
+        if arrived:
+            ended_with = self.ledger.fetches_inflight + 1
+            self.pace.fetched(job.seconds, began_with=job.began_with, ended_with=ended_with)
         for record, position in job.waiters:
             del record.pending[position]
             record.news = True
@@ -335,3 +345,8 @@ class KVPlanner:
         for slot, pins in leased.items():
             assert self.ledger.slots.pins(slot) == pins, (slot, pins)
         assert self.ledger.slots.statistics().pinned == len(leased)
+
+
+def _awaited(job: Job) -> bool:
+    """Somebody still waits for this fetch, or would take it."""
+    return any(record.awaits(position) for record, position in job.waiters)

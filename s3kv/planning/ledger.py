@@ -60,6 +60,10 @@ class Job:
     attempt: int = 0
     sequence: int = 0
     """Of a fetch: how many fetches had been ordered when it was."""
+    began_with: int = 0
+    """Of a fetch: how many were under way when it was ordered, it included."""
+    seconds: float = 0.0
+    """The longest any rank was at it, waiting for its turn not counted."""
     outcomes: dict[JobKind, Outcome] = field(default_factory=dict)
     waiters: list[Any] = field(default_factory=list)
     """Opaque to the ledger: whoever joined a fetch, handed back with its end."""
@@ -138,6 +142,7 @@ class ChunkLedger:
         self._fetches_inflight += 1
         self.counters["fetches"] += 1
         job.sequence = self.counters["fetches"]
+        job.began_with = self._fetches_inflight
         self._fetch_orders.append(FetchOrder(job.job_id, key, job.slot.number))
         return job
 
@@ -190,6 +195,7 @@ class ChunkLedger:
         assert left >= 0, f"job {end.job_id} ended more often than there are ranks"
         job.ranks_left[end.kind] = left
         job.outcomes[end.kind] = max(job.outcomes.get(end.kind, Outcome.OK), end.outcome)
+        job.seconds = max(job.seconds, end.seconds)
         if left == 0 and end.kind is JobKind.SAVE:
             self._copied(job)
         if any(job.ranks_left.values()):

@@ -2,14 +2,16 @@
 
 The rule (a deadline on every wait): a request waits for its missing chunks only while
 
-1. they are expected to arrive sooner than the engine would compute them,
+1. all it may yet get from the bucket is expected to arrive sooner than the engine computes it,
 2. it has not waited as long as computing everything it hoped for would have taken,
-3. something has arrived within the last `PATIENCE_S`, and
+3. something has arrived for it lately: within `PATIENCE_FETCHES` times what a fetch takes, or
+   `PATIENCE_S` while that is not known, and
 4. it has not waited `max_wait_s`.
 
-So a request is at most about twice as late as without a cache, and never more than a second late
-for a bucket that does not answer at all. Giving up is a measurement too: the requests after it do
-not wait, until something has arrived again.
+A bucket that is known to be slow is therefore not waited for at all; what was asked of it arrives
+later and serves others. Only when it turns slow does a request lose time, at most as much as
+computing takes, and a second at most while nothing comes. Giving up is a measurement too: those
+after it do not wait, until something has arrived faster again.
 """
 
 from __future__ import annotations
@@ -19,10 +21,16 @@ from collections import deque
 from dataclasses import dataclass
 
 PATIENCE_S = 1.0
-"""Ten times the slowest first byte of a healthy S3."""
+"""Ten times the first byte of a healthy S3; nobody waits longer for a sign of life."""
 
-_SMOOTHING = 0.3
-"""Weight of a new sample of the fetch speed: three or four settle a change."""
+PATIENCE_MIN_S = 0.25
+"""What arrives is heard of at the end of an engine step only, and two steps may be under way."""
+
+PATIENCE_FETCHES = 4.0
+"""First bytes of S3 differ by about this much between the median and the 99th percentile."""
+
+_SMOOTHING = 0.1
+"""Weight of a new fetch; a request's window is 4 to 32 of them."""
 
 _SETTLING_TOKENS = 4_096.0
 """Prefilled tokens that make up two thirds of the estimate: one large step, or a few small."""
@@ -30,53 +38,95 @@ _SETTLING_TOKENS = 4_096.0
 _MIN_PREFILL_SAMPLE_TOKENS = 64
 """Steps with fewer tokens are decode-bound and say nothing about prefill."""
 
-
 _MAX_STEPS_INFLIGHT = 8
 """More than any engine keeps in flight; a step that never reports is forgotten."""
 
 
+class FetchTime:
+    """How long one fetch takes while `n` are under way: a latency, and a share for each of them.
+
+    The line through the recent fetches by least squares, old ones weighing less and less. With one
+    connection at its limit only the latency shows, on a full network only the share.
+    """
+
+    __slots__ = ("_count", "_covariance", "_n", "_seconds", "_variance")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._n = self._seconds = self._variance = self._covariance = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        return self._count > 0
+
+    def add(self, n: float, seconds: float) -> None:
+        self._count += 1
+        weight = max(_SMOOTHING, 1 / self._count)
+        more_n, more_s = n - self._n, seconds - self._seconds
+        self._n += weight * more_n
+        self._seconds += weight * more_s
+        self._variance = (1 - weight) * (self._variance + weight * more_n * more_n)
+        self._covariance = (1 - weight) * (self._covariance + weight * more_n * more_s)
+
+    def at(self, n: float) -> float:
+        """Seconds, expected. Only after `is_measured`."""
+        slope = self._covariance / self._variance if self._variance > 0 else 0.0
+        # More at once never make one faster, and none takes less than nothing.
+        slope = min(max(slope, 0.0), self._seconds / self._n)
+        return self._seconds + slope * (n - self._n)
+
+
 @dataclass(frozen=True, slots=True)
 class PaceStatistics:
-    fetch_chunks_per_s: float | None
+    fetch_s: float | None
+    """One fetch alone."""
+    fetch_full_s: float | None
+    """One of as many as are sent at once."""
     prefill_tokens_per_s: float
 
 
 class Pace:
-    """Measured speeds. Times are seconds of one monotonic clock, passed in."""
+    """Measured speeds. Times are seconds of one monotonic clock, passed in.
+
+    fetches_at_once: how many the I/O process sends at once; the others queue there.
+    """
 
     __slots__ = (
-        "_busy_chunks",
-        "_busy_since_s",
-        "_chunks_per_s",
+        "_fetch",
+        "_fetches_at_once",
         "_prefill_measured",
         "_prefill_tokens_per_s",
         "_step_ended_s",
         "_steps",
     )
 
-    def __init__(self, *, prefill_tokens_per_s: float) -> None:
+    def __init__(self, *, prefill_tokens_per_s: float, fetches_at_once: int) -> None:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._prefill_measured = False
-        self._chunks_per_s: float | None = None
-        self._busy_since_s: float | None = None
-        self._busy_chunks = 0
+        self._fetches_at_once = fetches_at_once
+        self._fetch = FetchTime()
         self._steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
         self._step_ended_s = -math.inf
 
-    def fetch_started(self, now_s: float) -> None:
-        if self._busy_since_s is None:
-            self._busy_since_s = now_s
-            self._busy_chunks = 0
+    def fetched(self, seconds: float, *, began_with: int, ended_with: int) -> None:
+        """A chunk arrived, `seconds` after its request was sent.
 
-    def fetch_ended(self, now_s: float, *, arrived: bool, still_inflight: int) -> None:
-        """A fetch ended; only arrived chunks count towards the speed."""
-        if self._busy_since_s is not None and arrived:
-            self._busy_chunks += 1
-            elapsed_s = now_s - self._busy_since_s
-            if elapsed_s > 0:
-                self._chunks_per_s = _smooth(self._chunks_per_s, self._busy_chunks / elapsed_s)
-        if still_inflight == 0:
-            self._busy_since_s = None
+        began_with, ended_with: fetches under way then, this one included.
+        """
+        self._fetch.add(self._concurrency(began_with, ended_with), seconds)
+
+    def gave_up(self, waited_s: float, chunks: int) -> None:
+        """The last of `chunks` on their way had not come after so long: one takes its share of
+        that at least.
+        """
+        n = self._concurrency(chunks, 1)
+        seconds = waited_s / max(1.0, chunks / self._fetches_at_once)
+        if not self._fetch.is_measured or self._fetch.at(n) < seconds:
+            self._fetch.add(n, seconds)
+
+    def _concurrency(self, began_with: int, ended_with: int) -> float:
+        most = self._fetches_at_once
+        return (min(began_with, most) + min(ended_with, most)) / 2
 
     def step_started(self, now_s: float, scheduled_tokens: int) -> None:
         self._steps.append((now_s, scheduled_tokens))
@@ -96,53 +146,61 @@ class Pace:
         self._prefill_tokens_per_s += weight * (tokens_per_s - self._prefill_tokens_per_s)
         self._prefill_measured = True
 
-    def gave_up(self, now_s: float) -> None:
-        """A request has stopped waiting: what came in the time it waited is the speed."""
-        if self._busy_since_s is not None and now_s > self._busy_since_s:
-            sample = self._busy_chunks / (now_s - self._busy_since_s)
-            self._chunks_per_s = _smooth(self._chunks_per_s, sample)
-
     def compute_s(self, tokens: int) -> float:
         """Expected time to prefill `tokens`."""
         return tokens / self._prefill_tokens_per_s
 
-    def fetch_s(self, chunks: int) -> float | None:
-        """Expected time until that many chunks have arrived; None before the first arrival."""
-        if self._chunks_per_s is None:
+    def fetch_s(self, chunks: int, rounds: int) -> float | None:
+        """Expected time until the last of `chunks` has arrived; None before the first arrival.
+
+        rounds: how often the answer has to be awaited before more of them can be asked for.
+        """
+        if not self._fetch.is_measured:
             return None
-        return chunks / self._chunks_per_s if self._chunks_per_s else math.inf
+        full_s = self._fetch.at(self._concurrency(chunks, 1))
+        return full_s * max(1.0, chunks / self._fetches_at_once) + rounds * self._fetch.at(1)
+
+    def patience_s(self, chunks: int) -> float:
+        """How long nothing may come of `chunks` on their way."""
+        if not self._fetch.is_measured:
+            return PATIENCE_S
+        expected_s = self._fetch.at(self._concurrency(chunks, 1))
+        return min(PATIENCE_S, max(PATIENCE_MIN_S, PATIENCE_FETCHES * expected_s))
 
     def statistics(self) -> PaceStatistics:
-        return PaceStatistics(self._chunks_per_s, self._prefill_tokens_per_s)
-
-
-def _smooth(old: float | None, sample: float) -> float:
-    return sample if old is None else old + _SMOOTHING * (sample - old)
+        is_measured = self._fetch.is_measured
+        return PaceStatistics(
+            self._fetch.at(1) if is_measured else None,
+            self._fetch.at(self._fetches_at_once) if is_measured else None,
+            self._prefill_tokens_per_s,
+        )
 
 
 def wait_until_s(
     pace: Pace,
     *,
-    now_s: float,
     started_s: float,
     arrival_s: float,
     wanted_tokens: int,
     missing_tokens: int,
-    chunks_ahead: int,
+    missing_chunks: int,
+    rounds: int,
     max_wait_s: float,
     gate: bool,
 ) -> float:
-    """Until when a request may wait if nothing new happens; a time not after `now_s` means: stop.
+    """Until when a request may wait if nothing new happens; a time not after now means: stop.
 
     started_s, arrival_s: when the wait began, and when something last arrived for it.
-    wanted_tokens: all the request may yet get from the bucket, as of `started_s`.
-    missing_tokens: those it has asked for and that have not arrived.
-    chunks_ahead: chunks on their way, for anybody, that will arrive no later than its last one.
+    wanted_tokens: all the request might get from the bucket, as of `started_s`.
+    missing_tokens: what it may yet get.
+    missing_chunks: the same in chunks, and with them those of others that come before its last.
+    rounds: see `Pace.fetch_s`.
     """
     hard_s = started_s + max_wait_s
     if not gate:
         return hard_s
-    expected_s = pace.fetch_s(chunks_ahead)
+    expected_s = pace.fetch_s(missing_chunks, rounds)
     if expected_s is not None and expected_s >= pace.compute_s(missing_tokens):
         return -math.inf
-    return min(hard_s, started_s + pace.compute_s(wanted_tokens), arrival_s + PATIENCE_S)
+    patient_s = arrival_s + pace.patience_s(missing_chunks)
+    return min(hard_s, started_s + pace.compute_s(wanted_tokens), patient_s)

@@ -15,7 +15,6 @@ from hashlib import blake2b
 
 from s3kv.host.slots import Slot
 from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
-from s3kv.planning.pace import Pace
 from s3kv.planning.requests import RequestRecord
 from s3kv.types import ChunkKey
 
@@ -43,9 +42,8 @@ class KVPlannerSettings:
 class PrefixCollector:
     """Leases and fetches for requests. Same process, thread and clock as the planner."""
 
-    def __init__(self, ledger: ChunkLedger, pace: Pace, settings: KVPlannerSettings) -> None:
+    def __init__(self, ledger: ChunkLedger, settings: KVPlannerSettings) -> None:
         self._ledger = ledger
-        self._pace = pace
         self._settings = settings
         self._hash_stride = settings.chunk_tokens // settings.hash_tokens
         self._salt = b""
@@ -121,10 +119,7 @@ class PrefixCollector:
         if not ledger.breaker.allows(now_s):
             self._counters["fetches_refused_by_breaker"] += 1
             return None
-        job = ledger.plan_fetch(key)
-        if job is not None:
-            self._pace.fetch_started(now_s)
-        return job
+        return ledger.plan_fetch(key)
 
     def release_early(self, record: RequestRecord) -> None:
         """Give back what is behind the prefix that is ready."""

@@ -122,6 +122,10 @@ class RequestRecord:
         """An arriving chunk should be leased for it."""
         return self.state in (RequestState.NEW, RequestState.WAITING) and not self.barred
 
+    def awaits(self, position: int) -> bool:
+        """The chunk at `position` is still of use to it when it arrives."""
+        return self.wants_chunks and (self.end is None or position < self.end)
+
     def start_over(self) -> None:
         """The engine has preempted the request and asks for its prefix again."""
         self.end = None

@@ -208,6 +208,18 @@ def test_a_cancelled_fetch_writes_no_more_after_its_end(
     assert set(rig.slot(slab, 1)) == {0xAA}
 
 
+def test_what_has_begun_cannot_be_withdrawn(stubborn: StubbornServer, open_client: Open) -> None:
+    client = open_client(stubborn.url, max_inflight_requests=1)
+    fetch(client, 1, number=0)
+    fetch(client, 2, number=1)
+    until(lambda: client.poll() or stubborn.begun)
+    client.withdraw(1)
+    client.withdraw(2)
+    assert ends(client, 1)[2].outcome is Outcome.CANCELLED
+    stubborn.go_on.set()
+    assert ends(client, 1)[1].outcome is Outcome.OK
+
+
 def test_ids_of_running_jobs_cannot_be_used_again(
     stubborn: StubbornServer, open_client: Open
 ) -> None:

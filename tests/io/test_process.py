@@ -165,6 +165,16 @@ async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
         assert len(store.begun) == 1
 
 
+async def test_only_what_has_not_begun_can_be_withdrawn(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, _):
+        await ready(worker)
+        worker.say(rig.fetch(1), rig.fetch(2), *(wire.Withdraw(job_id) for job_id in (1, 2, 3)))
+        assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
+        store.open_gate()
+        assert (await worker.done(1))[1].outcome is Outcome.MISSING
+
+
 async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab) as (worker, _):

@@ -75,6 +75,7 @@ class Desk:
         *,
         kind: JobKind | None = None,
         ranks: int | None = None,
+        seconds: float = 0.0,
     ) -> None:
         """Orders end, on all ranks: a fetch or an upload, or (by `kind`) one half of a save."""
         report = StepReport()
@@ -83,7 +84,7 @@ class Desk:
         ):
             what = kind or (JobKind.FETCH if isinstance(order, FetchOrder) else JobKind.UPLOAD)
             count = self.setup.world_size if ranks is None else ranks
-            report.add(JobEnd(order.job_id, what, outcome, 0, 0.0, count))
+            report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count))
         self.planner.on_report(report, self.now_s)
         self.planner.check()
 

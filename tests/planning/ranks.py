@@ -70,6 +70,8 @@ class Rank:
                 self._copy(job_id, Outcome.OK)
                 self.seen["fences that mattered"] += 1
         self.cancelled.update(plan.cancels)
+        # Whether a fetch has begun differs between ranks.
+        self.cancelled.update(job for job in plan.withdrawals if (job + self.number) % 2)
         for fetch in plan.fetches:
             self._claim(fetch.slot)
             self.slots[fetch.slot] = None

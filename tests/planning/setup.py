@@ -53,7 +53,7 @@ class Setup:
             may_load=self.may_load,
             may_save=self.may_save,
         )
-        return KVPlanner(ledger, Pace(prefill_tokens_per_s=8.0), settings)
+        return KVPlanner(ledger, Pace(prefill_tokens_per_s=8.0, fetches_at_once=4), settings)
 
 
 class Prefixes:

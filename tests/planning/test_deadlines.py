@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from s3kv.planning.kv import NOTHING, WAIT, Answer
-from s3kv.planning.pace import PATIENCE_S, Pace, wait_until_s
-from tests.planning.desk import Desk
+from s3kv.planning.pace import PATIENCE_S, FetchTime, Pace, wait_until_s
+from s3kv.types import Outcome
+from tests.planning.desk import MISSING, Desk
 
 
 def test_nobody_waits_longer_than_max_wait() -> None:
@@ -51,19 +52,19 @@ def test_unmeasured_the_gate_allows_as_long_as_computing_takes() -> None:
     assert desk.lookup("r") == NOTHING
 
 
-def measured(*, seconds_per_chunk: float) -> Desk:
-    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=1)
+def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
+    """Computing a chunk takes 0.5 s; up to four fetches are sent at once."""
+    desk = Desk(max_wait_s=50.0, gate=True, **{"probe_chunks": 1, **setup})
     desk.add("first", "zzzz")
     desk.lookup("first")
-    fetches = desk.plan().fetches
     desk.now_s = seconds_per_chunk
-    desk.end(fetches)
+    desk.end(desk.plan().fetches, seconds=seconds_per_chunk)
     desk.planner.finished("first")
     return desk
 
 
 def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
-    desk = measured(seconds_per_chunk=0.6)  # computing a chunk takes 0.5 s
+    desk = measured(seconds_per_chunk=0.6)
     desk.add("r", "aaaa")
     assert desk.lookup("r") == NOTHING
     late = desk.plan().fetches
@@ -81,6 +82,27 @@ def test_a_bucket_faster_than_computing_is_waited_for() -> None:
     assert desk.lookup("r") == WAIT
 
 
+def test_what_comes_at_once_is_weighed_against_all_it_saves() -> None:
+    """Chunks that take longer to come than to compute pay when several come together."""
+    desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
+    desk.add("r", "aaaabbbbccccdddd")
+    assert desk.lookup("r") == WAIT
+
+
+def test_rounds_that_have_to_be_awaited_count() -> None:
+    desk = measured(seconds_per_chunk=0.6, probe_chunks=1)
+    desk.add("r", "aaaabbbb")
+    assert desk.lookup("r") == NOTHING, "the second can be asked for after the first: 1.2 s"
+
+
+def test_chunks_of_others_are_ahead_in_the_queue() -> None:
+    desk = measured(seconds_per_chunk=0.4, probe_chunks=4)
+    desk.add("other", "bbbbccccddddeeee")
+    assert desk.lookup("other") == WAIT
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == NOTHING, "the fifth, where four are sent at once, comes after 0.5 s"
+
+
 def test_who_does_not_wait_has_measured_nothing() -> None:
     desk = measured(seconds_per_chunk=0.6)
     before = desk.planner.pace.statistics()
@@ -94,20 +116,67 @@ def test_who_does_not_wait_has_measured_nothing() -> None:
 
 def test_who_gives_up_has_measured_a_slow_bucket() -> None:
     desk = Desk(max_wait_s=50.0, gate=True)
-    desk.add("r", "a" * 400)
+    desk.add("r", "aaaabbbbcccc")
     assert desk.lookup("r") == WAIT
     desk.now_s = 1.0
     assert desk.lookup("r") == NOTHING, "nothing has come for a second"
-    desk.add("next", "b" * 400)
+    desk.add("next", "eeeeffff")
     assert desk.lookup("next") == NOTHING
 
 
-def test_chunks_of_others_are_ahead_in_the_queue() -> None:
-    desk = measured(seconds_per_chunk=0.4)
-    desk.add("other", "bbbb")
-    desk.lookup("other")
+def test_who_gives_up_early_has_measured_nothing() -> None:
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    pace.fetched(0.5, began_with=1, ended_with=1)
+    pace.gave_up(0.4, 1)
+    pace.gave_up(1.6, 16)  # four times four
+    assert pace.fetch_s(1, 0) == pytest.approx(0.5)
+    pace.gave_up(0.6, 1)
+    assert (pace.fetch_s(1, 0) or 0.0) > 0.5
+
+
+def test_a_bucket_that_answered_is_given_less_patience() -> None:
+    desk = measured(seconds_per_chunk=0.1)
+    desk.add("r", "aaaa" * 4)
+    assert desk.lookup("r") == WAIT
+    desk.now_s += 0.39
+    assert desk.lookup("r") == WAIT
+    desk.now_s += 0.02
+    assert desk.lookup("r") == NOTHING, "four times 0.1 s"
+
+
+def test_what_comes_too_late_is_withdrawn() -> None:
+    desk = measured(seconds_per_chunk=0.6)
     desk.add("r", "aaaa")
-    assert desk.lookup("r") == NOTHING, "the second in the queue comes after 0.8 s"
+    assert desk.lookup("r") == NOTHING
+    plan = desk.plan()
+    assert plan.withdrawals == tuple(fetch.job_id for fetch in plan.fetches)
+    assert plan.cancels == ()
+    desk.admit("r", [0, 1])
+    desk.end(plan.fetches, Outcome.CANCELLED)
+    assert desk.planner.ledger.slots.statistics().reserved == 0
+
+
+def test_what_somebody_else_waits_for_is_not_withdrawn() -> None:
+    desk = measured(seconds_per_chunk=0.1)
+    desk.add("r", "aaaa" * 4)
+    assert desk.lookup("r") == WAIT
+    desk.now_s += 0.2
+    desk.add("other", "aaaa" * 4)
+    assert desk.lookup("other") == WAIT
+    desk.now_s += 0.21
+    assert desk.lookup("r") == NOTHING
+    assert desk.plan().withdrawals == ()
+
+
+def test_a_withdrawn_chunk_is_saved_where_it_was_computed() -> None:
+    desk = measured(seconds_per_chunk=0.6)
+    desk.add("r", "aaaab")
+    assert desk.lookup("r") == NOTHING
+    desk.admit("r", [0, 1, 2])
+    first = desk.run("r", [0, 1, 2], 0, 5, new=True)
+    assert first.saves == ()
+    desk.end(first.fetches, Outcome.CANCELLED)
+    assert desk.keys(desk.run("r", [], 5, 1, new=False).saves) == [desk.key("aaaa")]
 
 
 def test_without_the_gate_a_slow_bucket_is_waited_for() -> None:
@@ -122,7 +191,7 @@ def test_without_the_gate_a_slow_bucket_is_waited_for() -> None:
 
 
 def test_prefill_is_measured_and_decode_is_not() -> None:
-    pace = Pace(prefill_tokens_per_s=8.0)
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
     pace.step_started(0.0, 4)
     pace.step_ended(1.0)
     assert pace.statistics().prefill_tokens_per_s == 8.0
@@ -133,7 +202,7 @@ def test_prefill_is_measured_and_decode_is_not() -> None:
 
 
 def test_a_step_planned_ahead_starts_when_the_one_before_has_ended() -> None:
-    pace = Pace(prefill_tokens_per_s=1_000.0)
+    pace = Pace(prefill_tokens_per_s=1_000.0, fetches_at_once=4)
     pace.step_started(0.0, 1_000)
     for step in range(1, 20):
         pace.step_started(step - 0.9, 1_000)
@@ -142,32 +211,56 @@ def test_a_step_planned_ahead_starts_when_the_one_before_has_ended() -> None:
 
 
 def test_an_end_without_a_step_says_nothing() -> None:
-    pace = Pace(prefill_tokens_per_s=8.0)
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
     pace.step_ended(1.0)
     assert pace.statistics().prefill_tokens_per_s == 8.0
 
 
 def test_only_what_arrives_counts_as_speed() -> None:
-    pace = Pace(prefill_tokens_per_s=8.0)
-    pace.fetch_started(0.0)
-    pace.fetch_ended(1.0, arrived=False, still_inflight=0)
-    assert pace.fetch_s(1) is None
-    pace.fetch_started(10.0)  # the pause before does not count
-    pace.fetch_ended(10.5, arrived=True, still_inflight=0)
-    assert pace.fetch_s(4) == pytest.approx(2.0)
+    desk = Desk(max_wait_s=50.0, gate=True)
+    desk.add("r", "aaaa")
+    desk.lookup("r")
+    desk.end(desk.plan().fetches, MISSING, seconds=30.0)
+    assert desk.planner.pace.statistics().fetch_s is None
+
+
+def test_latency_and_bandwidth_are_told_apart() -> None:
+    """Fetches that take 0.1 s each and 0.02 s for each that shares the network with them."""
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=32)
+    for n in (1, 4, 16, 2, 8, 1, 30, 3):
+        pace.fetched(0.1 + 0.02 * n, began_with=n, ended_with=n)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.12)
+    assert pace.fetch_s(1, 3) == pytest.approx(0.48), "three rounds before it"
+    # Of 32 sent together, 16.5 are under way on average.
+    assert pace.fetch_s(32, 0) == pytest.approx(0.1 + 0.02 * 16.5)
+    assert pace.fetch_s(64, 0) == pytest.approx(2 * (0.1 + 0.02 * 16.5))
+
+
+def test_fetches_that_get_faster_under_load_are_noise() -> None:
+    fetch = FetchTime()
+    fetch.add(1, 0.3)
+    fetch.add(9, 0.1)
+    assert fetch.at(1) == fetch.at(9) == pytest.approx(0.2)
+
+
+def test_no_latency_is_below_nothing() -> None:
+    fetch = FetchTime()
+    fetch.add(9, 0.1)
+    fetch.add(11, 0.9)
+    assert fetch.at(0) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(("gate", "until_s"), [(True, 101.0), (False, 110.0)])
 def test_the_deadline_is_the_earlier_of_two(gate: bool, until_s: float) -> None:
-    pace = Pace(prefill_tokens_per_s=100.0)
+    pace = Pace(prefill_tokens_per_s=100.0, fetches_at_once=4)
     until = wait_until_s(
         pace,
-        now_s=100.5,
         started_s=100.0,
         arrival_s=100.4,
         wanted_tokens=100,
         missing_tokens=50,
-        chunks_ahead=1,
+        missing_chunks=1,
+        rounds=0,
         max_wait_s=10.0,
         gate=gate,
     )
@@ -190,7 +283,7 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
 
 
 def test_the_first_measurement_replaces_the_assumption() -> None:
-    pace = Pace(prefill_tokens_per_s=8_000.0)
+    pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=4)
     pace.step_started(0.0, 1_000)
     pace.step_ended(1.0)
     assert pace.statistics().prefill_tokens_per_s == 1_000
