@@ -210,7 +210,7 @@ def test_a_cancelled_fetch_writes_no_more_after_its_end(
 
 def test_what_has_begun_cannot_be_withdrawn(stubborn: StubbornServer, open_client: Open) -> None:
     client = open_client(stubborn.url, max_inflight_requests=1)
-    fetch(client, 1, number=0)
+    fetch(client, 1, number=1)
     fetch(client, 2, number=1)
     until(lambda: client.poll() or stubborn.begun)
     client.withdraw(1)
