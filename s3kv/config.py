@@ -3,12 +3,14 @@
 The keys are those of `kv_connector_extra_config`. `Config.parse` refuses what it does not know
 and says which setting is wrong, what it was, and what is allowed. Nothing else in the package
 reads settings or environment variables (botocore reads its own for credentials and region).
+The one secret there is, that of `integrity`, is never a field: it is read where it is needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | 
     "gib": 2**30,
     "tib": 2**40,
 }
+SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
+"""The environment variable that holds the secret of `integrity` where no file does."""
+_SECRET_MIN_BYTES = 16
 _BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?\s*$", re.IGNORECASE)
 
 
@@ -99,6 +104,28 @@ class Config:
         doc="Bytes of objects on their way at once, per worker.",
         kind="bytes",
         minimum=2**20,
+    )
+
+    integrity: str = setting(
+        "xxh3",
+        doc="How objects are verified: xxh3 finds damage, blake3-keyed forgery too, none neither. "
+        "Part of the namespace. See docs/objects.md.",
+        kind="text",
+        choices=("xxh3", "blake3-keyed", "none"),
+    )
+    integrity_secret_file: str | None = setting(
+        None,
+        doc="File with the secret of blake3-keyed, 16 bytes or more, the same on all instances. "
+        f"Otherwise the environment variable {SECRET_VARIABLE}.",
+        kind="text",
+    )
+    on_corrupt: str = setting(
+        "ignore",
+        doc="An object that is not what its key says is a miss. ignore: leave it in the bucket. "
+        "delete: look twice, then delete it, so that the chunk can be saved anew (needs "
+        "s3:DeleteObject).",
+        kind="text",
+        choices=("ignore", "delete"),
     )
 
     model_id: str | None = setting(
@@ -195,6 +222,29 @@ class Config:
         """How many objects of that size one worker asks for at once, at most."""
         by_bytes = self.max_inflight_bytes // object_bytes
         return max(1, min(self.max_inflight_requests, self.pool_size, by_bytes))
+
+    def read_integrity_secret(self) -> bytes:
+        """The secret of integrity "blake3-keyed", without white space at its ends.
+
+        Raises `ConfigError`, which names where it looked and nothing it found.
+        """
+        path = self.integrity_secret_file
+        if path is None:
+            where = f"the environment variable {SECRET_VARIABLE}"
+            secret = os.environ.get(SECRET_VARIABLE, "").encode()
+        else:
+            where = f"integrity_secret_file {path!r}"
+            try:
+                secret = Path(path).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
+        secret = secret.strip()
+        if len(secret) < _SECRET_MIN_BYTES:
+            raise ConfigError(
+                f"integrity is 'blake3-keyed', and {where} holds {len(secret)} bytes: allowed are "
+                f"{_SECRET_MIN_BYTES} random bytes or more, such as `openssl rand -hex 32` prints"
+            )
+        return secret
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> Config:

@@ -34,6 +34,7 @@ from s3kv.io.client import IoClient
 from s3kv.io.wire import Done, Hello
 from s3kv.messages import JobEnd, JobKind, SaveOrder
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, fingerprint_digest
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
@@ -105,9 +106,14 @@ class TieredStore:
         Raises `ConfigError`, or a `StoreError` when the bucket cannot be used.
         """
         tensors = BlockTensors(shapes)
-        identity = {"namespace": dict(namespace), "tensors": [_plain(t) for t in tensors.specs]}
+        integrity = Integrity.of(config)
+        identity = {
+            "namespace": dict(namespace),
+            "tensors": [_plain(t) for t in tensors.specs],
+            "integrity": integrity.identity(),
+        }
         place = Namespace(config.prefix, fingerprint_digest(identity))
-        chunk = ChunkFormat(place.digest, tensors.specs, _GROUP, _SHARD)
+        chunk = ChunkFormat(place.digest, tensors.specs, _GROUP, _SHARD, integrity)
         slot_bytes = -(-chunk.object_bytes // 4096) * 4096
         count = config.host_bytes // slot_bytes
         if count < 1:
@@ -115,7 +121,14 @@ class TieredStore:
                 f"host_bytes is {config.host_bytes}: allowed is at least one block, {slot_bytes}"
             )
         slab = Slab.create(count * slot_bytes)
-        hello = Hello(config, place.prefix, place.digest, _SHARD, {_GROUP: tensors.specs})
+        hello = Hello(
+            config,
+            place.prefix,
+            place.digest,
+            _SHARD,
+            {_GROUP: tensors.specs},
+            integrity=integrity,
+        )
         client = IoClient(hello, slab)
         try:
             client.start()
@@ -316,6 +329,8 @@ class TieredStore:
 
     def _done(self, done: Done) -> None:
         kind = self._kinds.pop(done.job_id)
+        if done.reason:
+            self._ledger.counters[f"{kind.value}_corrupt_{done.reason}"] += 1
         self._end(JobEnd(done.job_id, kind, done.outcome, done.nbytes, done.seconds))
 
     def _end(self, end: JobEnd) -> None:

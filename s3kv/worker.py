@@ -100,6 +100,8 @@ class RankWorker:
         for done in self._client.poll(0.0 if copying else linger_s):
             kind = self._kinds.pop(done.job_id)
             self._end(done.job_id, kind, done.outcome, done.nbytes, done.seconds)
+            if done.reason:
+                self.counters[f"{kind.value}_corrupt_{done.reason}"] += 1
             if done.outcome in _TROUBLE:
                 self._say(kind, done.outcome, done.detail)
         self._client.flush()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from s3kv.config import Config
+from s3kv.config import SECRET_VARIABLE, Config
 from s3kv.errors import ConfigError, StoreMissing
 from s3kv.tiered import TieredStore
-from tests.servers import BUCKET, REGION, moto_server, set_credentials
+from tests.servers import BUCKET, KEYS, REGION, boto_client, moto_server, set_credentials
 
 SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((4, 64), torch.float32)}
 NAMESPACE = {"model": "test"}
@@ -171,3 +172,34 @@ async def test_a_store_that_cannot_work_says_why_at_start(config: Config) -> Non
     missing = Config(bucket="no-such-bucket", endpoint_url=config.endpoint_url, region=REGION)
     with pytest.raises(StoreMissing, match="no-such-bucket"):
         await opened(missing)
+
+
+async def test_an_object_sealed_without_the_secret_is_a_miss(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put under the very key that an engine with the secret asks for."""
+    monkeypatch.setenv(SECRET_VARIABLE, "a secret of 16 bytes and more")
+    plain = dataclasses.replace(config, prefix="keyed")
+    keyed = dataclasses.replace(plain, integrity="blake3-keyed")
+    key, tensors = block(1)
+    async with await opened(keyed) as store:
+        assert await store.put(key, tensors)
+        await store.flush()
+    async with await opened(keyed) as store:
+        assert await store.get(key, room())
+
+    client = boto_client(str(config.endpoint_url), KEYS)
+    found = client.list_objects_v2(Bucket=BUCKET, Prefix="keyed/")["Contents"]
+    (address,) = [entry["Key"] for entry in found]
+    data = bytearray(client.get_object(Bucket=BUCKET, Key=address)["Body"].read())
+    data[-1] ^= 1
+    client.put_object(Bucket=BUCKET, Key=address, Body=bytes(data))
+    async with await opened(keyed) as store:
+        assert not await store.get(key, room())
+        assert store.counters["fetch_corrupt_digest"] == 1
+
+    monkeypatch.setenv(SECRET_VARIABLE, "another secret of 16 bytes and more")
+    for other in (keyed, plain):
+        async with await opened(other) as store:
+            assert not await store.get(key, room())
+            assert store.counters["fetch_missing"] == 1

@@ -23,6 +23,7 @@ from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
 from s3kv.messages import StepPlan
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, fingerprint_digest
 from s3kv.worker import RankWorker
 
@@ -47,6 +48,7 @@ class WorkerSide(Guarded):
         sizes: KVGeometry,
     ) -> None:
         self._config = config
+        self._integrity = Integrity.of(config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._sizes = sizes
@@ -74,7 +76,7 @@ class WorkerSide(Guarded):
         )
         namespace = self._namespace(layout)
         shard = self._shard()
-        chunk = ChunkFormat(namespace.digest, layout.tensors, GROUP, shard)
+        chunk = ChunkFormat(namespace.digest, layout.tensors, GROUP, shard, self._integrity)
         slot_bytes = -(-chunk.object_bytes // _PAGE_BYTES) * _PAGE_BYTES
         count = self._config.host_bytes // slot_bytes
         if count < 1:
@@ -89,6 +91,7 @@ class WorkerSide(Guarded):
             namespace_digest=namespace.digest,
             shard=shard,
             groups={GROUP: layout.tensors},
+            integrity=self._integrity,
         )
         self._client = IoClient(hello, self._slab)
         self._client.start()
@@ -158,6 +161,7 @@ class WorkerSide(Guarded):
         identity = fingerprint(
             self._config, self._vllm_config, self._kv_cache_config, self._sizes, page
         )
+        identity["integrity"] = self._integrity.identity()
         return Namespace(self._config.prefix, fingerprint_digest(identity))
 
     def _shard(self) -> str:

@@ -17,6 +17,22 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+_CORRUPT: dict[str, str] = {
+    "length": "Objects that were shorter or longer than their chunk",
+    "header": "Objects without a header s3kv could have written",
+    "version": "Objects of another format version",
+    "namespace": "Objects of another namespace under this one's keys",
+    "group": "Objects of another KV-cache group under this one's keys",
+    "shard": "Objects of another rank under this one's keys",
+    "block_hash": "Objects of another chunk under this one's key",
+    "tensors": "Objects with other tensors",
+    "algorithm": "Objects sealed in another integrity mode",
+    "digest": "Objects whose digest does not fit: damaged, or forged",
+    "quarantined": "Chunks not asked for because their object is known to be bad",
+}
+"""What `fetch_corrupt` consists of (`codec.Refusal`), together with second readings that verified
+after all; and, outside of it, what the quarantine spared."""
+
 COUNTERS: dict[str, str] = {
     "hit_tokens_bucket": "Prompt tokens served from the bucket.",
     "hit_tokens_host": "Prompt tokens served from host memory.",
@@ -24,6 +40,7 @@ COUNTERS: dict[str, str] = {
     "fetch_ok": "Chunks that arrived and verified, per rank.",
     "fetch_missing": "Chunks the bucket did not have, per rank.",
     "fetch_corrupt": "Objects that were not what their key says, per rank.",
+    **{f"fetch_corrupt_{reason}": f"{doc}, per rank." for reason, doc in _CORRUPT.items()},
     "fetch_denied": "Fetches refused for want of permission, per rank.",
     "fetch_failed": "Fetches that failed otherwise, per rank.",
     "fetch_cancelled": "Fetches given up because nobody waited any more, per rank.",

@@ -65,12 +65,15 @@ class Service:
         self._namespace = Namespace(hello.namespace_prefix, hello.namespace_digest)
         self._shard = hello.shard
         self._item_dtype = hello.item_dtype
+        self._integrity = hello.integrity
         self._formats = {
-            group: ChunkFormat(hello.namespace_digest, tensors, group, hello.shard)
+            group: ChunkFormat(hello.namespace_digest, tensors, group, hello.shard, hello.integrity)
             for group, tensors in hello.groups.items()
         }
         self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
-        self._transfers = Transfers(store, config.max_attempts, rng)
+        self._transfers = Transfers(
+            store, config.max_attempts, rng, delete_corrupt=config.on_corrupt == "delete"
+        )
         self._tasks: dict[int, asyncio.Task[End]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
@@ -162,7 +165,7 @@ class Service:
     def _format_of(self, message: wire.Fetch | wire.Upload) -> ChunkFormat | ItemFormat | None:
         if message.item is None or self._item_dtype is None:
             return self._formats.get(message.group)
-        return ItemFormat(self._namespace.digest, self._item_dtype, message.item)
+        return ItemFormat(self._namespace.digest, self._item_dtype, message.item, self._integrity)
 
     def _start_jobs(self) -> None:
         while self._started and (job := self._queue.take()) is not None:
@@ -191,7 +194,7 @@ class Service:
 
     def _say_done(self, job_id: int, end: End, seconds: float) -> None:
         detail = end.detail[: wire.MAX_DETAIL_CHARS]
-        self._send(wire.Done(job_id, end.outcome, end.nbytes, seconds, detail))
+        self._send(wire.Done(job_id, end.outcome, end.nbytes, seconds, detail, end.reason))
 
     def _withdraw(self, job_id: int) -> bool:
         """End a job that has not begun. False when there is none."""

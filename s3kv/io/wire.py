@@ -22,6 +22,7 @@ import msgspec
 
 from s3kv.config import Config
 from s3kv.errors import S3KVError
+from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.types import ItemShape, Outcome, TensorSpec
 
 MAX_FRAME_BYTES = 2**20
@@ -43,6 +44,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     groups: KV-cache group to the tensors of its chunks, as in `ChunkFormat`.
     shard: this rank's part of every chunk.
     item_dtype: of items (`objects.items`), for a process that moves those instead of chunks.
+    integrity: how objects are sealed and verified.
     """
 
     config: Config
@@ -51,6 +53,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     shard: str
     groups: dict[int, tuple[TensorSpec, ...]]
     item_dtype: str | None = None
+    integrity: Integrity = XXH3
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -120,6 +123,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=1):
     nbytes: object bytes moved over the network by the last attempt; 0 unless it succeeded.
     seconds: from its first attempt to its end, retries included, the wait for its turn not.
     detail: for a person, why it did not succeed; empty when it did.
+    reason: what was wrong with an object that did not verify (`codec.Refusal`), also when a second
+        reading did; "quarantined" when it is known to be bad and was not read; otherwise empty.
     """
 
     job_id: int
@@ -127,6 +132,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=1):
     nbytes: int
     seconds: float
     detail: str
+    reason: str = ""
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=2):

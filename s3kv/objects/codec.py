@@ -15,8 +15,11 @@ in this order:
     s3kv.group       KV-cache group, decimal
     s3kv.shard       which rank's part, as in the key
     s3kv.block_hash  the block hash at the chunk's end, hex
-    s3kv.algorithm   "xxh3-128"
-    s3kv.digest      XXH3-128 (seed 0) of the payload, 32 hex digits, big-endian as xxhash prints it
+    s3kv.algorithm   "xxh3-128", "blake3-keyed" or "none"
+    s3kv.digest      "xxh3-128": XXH3-128 (seed 0) of the payload, 32 hex digits, big-endian as
+                     xxhash prints it. "blake3-keyed": BLAKE3 keyed, of the whole header with this
+                     text empty (and spaces for it at the end) and the payload, 64 hex digits.
+                     "none": empty
 
 and every other member is a tensor, `"name":{"dtype":…,"shape":[…],"data_offsets":[begin,end]}`.
 N is padded as if the block hash had 64 bytes, so a format's header has the same length for every
@@ -25,28 +28,27 @@ chunk, and slots, headers and payloads are all page-aligned.
 All of the header but the block hash and the digest follows from the format. A reader therefore
 knows every byte of the object it asked for except the payload, computes the digest of the payload
 it got, and compares the header with the one it would have written: one comparison refuses a
-flipped byte anywhere, another chunk's object and another model's. The digest guards against
-accidents, not against an adversary; who may write to the bucket can write wrong bytes.
+flipped byte anywhere, another chunk's object and another model's. Against whom the digest guards
+is told in `integrity`.
 
 Everything here is synchronous, allocates a header at most, and runs in any process and thread.
-`xxhash` lets go of the GIL while it digests a payload.
+The digests let go of the GIL while they read a payload.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import xxhash
-
 from s3kv.errors import S3KVError
+from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import MAX_HASH_BYTES
 from s3kv.types import TensorSpec
 
 FORMAT_VERSION = "1"
-ALGORITHM = "xxh3-128"
 ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 2**20
 """Far above any real model's (about 100 bytes per layer); what a reader of an untrusted object
@@ -54,12 +56,22 @@ is ready to look at."""
 MAX_DIMENSIONS = 16
 
 Refusal = Literal[
-    "length", "header", "version", "namespace", "group", "shard", "block_hash", "tensors", "digest"
+    "length",
+    "header",
+    "version",
+    "namespace",
+    "group",
+    "shard",
+    "block_hash",
+    "tensors",
+    "algorithm",
+    "digest",
 ]
 """Why an object is not the one asked for, the first that applies in this order:
 length: shorter or longer than the format's objects. header: no header of s3kv, or one that says
-the right things in other bytes. version, namespace, group, shard, block_hash, tensors: the object
-says it is something else. digest: it says it is the right one, but its payload is damaged.
+the right things in other bytes. version, namespace, group, shard, block_hash, tensors, algorithm:
+the object says it is something else. digest: it says it is the right one, but it is damaged or
+forged.
 """
 
 
@@ -95,6 +107,7 @@ class ChunkFormat:
     tensors: tuple[TensorSpec, ...]
     group: int
     shard: str
+    integrity: Integrity = XXH3
     header_bytes: int = field(init=False, repr=False, compare=False)
     """Length of the header with its 8-byte length, a multiple of 4096."""
     payload_bytes: int = field(init=False, repr=False, compare=False)
@@ -105,9 +118,10 @@ class ChunkFormat:
         names = {t.name for t in self.tensors} | {"__metadata__"}
         if not self.tensors or len(names) != len(self.tensors) + 1:
             raise ValueError("a chunk needs tensors, with names that differ from each other")
-        text = _header_text(self.namespace_digest, self.tensors, self.group, self.shard)
+        text = _header_text(self)
         before, between, after = text.encode("ascii").split(_HOLE)
-        longest = 8 + len(before) + 2 * MAX_HASH_BYTES + len(between) + 32 + len(after)
+        digest_chars = self.integrity.digest_chars
+        longest = 8 + len(before) + 2 * MAX_HASH_BYTES + len(between) + digest_chars + len(after)
         header_bytes = -(-longest // ALIGN_BYTES) * ALIGN_BYTES
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"header of {header_bytes} bytes: at most {MAX_HEADER_BYTES}")
@@ -130,7 +144,7 @@ class ChunkFormat:
         """
         if len(buffer) < self.object_bytes:
             raise ValueError(f"buffer of {len(buffer)} bytes for an object of {self.object_bytes}")
-        buffer[: self.header_bytes] = self._header(block_hash, self._digest(buffer))
+        buffer[: self.header_bytes] = self._header(block_hash, self._digest(buffer, block_hash))
 
     def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Refusal | None:
         """None when the first `nbytes` of `buffer` are this format's object for `block_hash`.
@@ -141,13 +155,15 @@ class ChunkFormat:
         """
         if nbytes != self.object_bytes or len(buffer) < nbytes:
             return "length"
-        expected = self._header(block_hash, self._digest(buffer))
-        if buffer[: self.header_bytes] == expected:
+        expected = self._header(block_hash, self._digest(buffer, block_hash))
+        # In constant time: with a key, where the first difference is would be worth knowing.
+        if hmac.compare_digest(bytes(buffer[: self.header_bytes]), expected):
             return None
         return self._reason(buffer[:nbytes], block_hash, expected)
 
-    def _digest(self, buffer: memoryview) -> str:
-        return xxhash.xxh3_128_hexdigest(buffer[self.header_bytes : self.object_bytes])
+    def _digest(self, buffer: memoryview, block_hash: bytes) -> str:
+        payload = buffer[self.header_bytes : self.object_bytes]
+        return self.integrity.digest(self._header(block_hash, ""), payload)
 
     def _header(self, block_hash: bytes, digest: str) -> bytes:
         if not 1 <= len(block_hash) <= MAX_HASH_BYTES:
@@ -169,6 +185,7 @@ class ChunkFormat:
             ("shard", said.shard != meant.shard),
             ("block_hash", said.block_hash != block_hash),
             ("tensors", said.tensors != meant.tensors),
+            ("algorithm", said.algorithm != meant.algorithm),
             ("digest", said.digest != meant.digest),
         )
         return next((reason for reason, differs in differences if differs), "header")
@@ -179,22 +196,20 @@ _HOLE = b"?"
 it elsewhere, because `_header_text` refuses names that do."""
 
 
-def _header_text(
-    namespace_digest: str, tensors: tuple[TensorSpec, ...], group: int, shard: str
-) -> str:
+def _header_text(chunk: ChunkFormat) -> str:
     hole = _HOLE.decode()
     metadata = {
         "s3kv.format": FORMAT_VERSION,
-        "s3kv.namespace": namespace_digest,
-        "s3kv.group": str(group),
-        "s3kv.shard": shard,
+        "s3kv.namespace": chunk.namespace_digest,
+        "s3kv.group": str(chunk.group),
+        "s3kv.shard": chunk.shard,
         "s3kv.block_hash": hole,
-        "s3kv.algorithm": ALGORITHM,
+        "s3kv.algorithm": chunk.integrity.algorithm,
         "s3kv.digest": hole,
     }
     members: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
-    for tensor in tensors:
+    for tensor in chunk.tensors:
         end = begin + tensor.nbytes
         members[tensor.name] = {
             "dtype": tensor.dtype,

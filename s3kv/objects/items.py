@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from s3kv.objects.codec import ChunkFormat, Refusal
+from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.types import ItemShape, TensorSpec, item_bytes
 
 TENSOR = "encoder_output"
@@ -31,6 +32,7 @@ class ItemFormat:
     namespace_digest: str
     dtype: str
     shape: ItemShape
+    integrity: Integrity = XXH3
 
     @property
     def object_bytes(self) -> int:
@@ -56,7 +58,7 @@ class ItemFormat:
         if width is None:
             return None
         spec = TensorSpec(TENSOR, self.dtype, (self.shape.rows, width))
-        return ChunkFormat(self.namespace_digest, (spec,), GROUP, SHARD)
+        return ChunkFormat(self.namespace_digest, (spec,), GROUP, SHARD, self.integrity)
 
 
 def width_of(dtype: str, rows: int, nbytes: int) -> int | None:

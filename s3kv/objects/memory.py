@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -43,9 +44,12 @@ class MemoryStore:
         await asyncio.sleep(0)
         return self._info(key) if key in self._objects else None
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         await asyncio.sleep(0)
+        if key in self._objects and if_etag not in (None, self._info(key).etag):
+            return False
         self._objects.pop(key, None)
+        return True
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         await asyncio.sleep(0)
@@ -62,4 +66,4 @@ class MemoryStore:
 
     def _info(self, key: str) -> ObjectInfo:
         data, modified_s = self._objects[key]
-        return ObjectInfo(key, len(data), modified_s)
+        return ObjectInfo(key, len(data), modified_s, f'"{hashlib.sha256(data).hexdigest()}"')

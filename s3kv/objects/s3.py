@@ -82,12 +82,19 @@ class S3Store:
         if response.status != 200:
             raise error_of(response, call)
         modified = parsedate_to_datetime(response.headers["last-modified"])
-        return ObjectInfo(key, int(response.headers["content-length"]), modified.timestamp())
+        nbytes, etag = int(response.headers["content-length"]), response.headers.get("etag", "")
+        return ObjectInfo(key, nbytes, modified.timestamp(), etag)
 
-    async def delete(self, key: str) -> None:
-        response, call = await self._send("s3:DeleteObject", "DELETE", key)
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        headers = {"If-Match": if_etag} if if_etag else {}
+        response, call = await self._send("s3:DeleteObject", "DELETE", key, headers=headers)
+        if response.status == 501 and headers:
+            return await self.delete(key)
+        if response.status == 412 and headers:
+            return False
         if response.status not in (200, 204) and not _is_no_such_key(response):
             raise error_of(response, call)
+        return True
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         token: str | None = None
@@ -173,6 +180,7 @@ def _read_page(body: bytes, call: Call) -> tuple[Sequence[ObjectInfo], str | Non
                 datetime.fromisoformat(
                     _text(item, "LastModified").replace("Z", "+00:00")
                 ).timestamp(),
+                item.findtext("{*}ETag") or "",
             )
             for item in root.iterfind("{*}Contents")
         ]

@@ -25,6 +25,8 @@ class ObjectInfo:
     nbytes: int
     modified_s: float
     """Last write, seconds since the epoch, by the store's clock."""
+    etag: str = ""
+    """What the store calls this content, quotes included; changes when the object does."""
 
 
 class ObjectStore(Protocol):
@@ -54,8 +56,12 @@ class ObjectStore(Protocol):
         """The object's length and age, or None when there is no such object."""
         ...
 
-    async def delete(self, key: str) -> None:
-        """Remove the object; one that is not there is no error."""
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        """Remove the object; one that is not there is no error.
+
+        Returns False, having done nothing, when the object is not the one with `if_etag`. A
+        server that knows no conditional deletes removes whatever is there.
+        """
         ...
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:

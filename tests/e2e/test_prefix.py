@@ -18,6 +18,7 @@ import xxhash
 from lab import models
 from lab.s3 import S3Server
 from s3kv.objects.codec import read_header
+from s3kv.objects.keys import parse
 from tests.e2e.conftest import (
     References,
     Serve,
@@ -130,7 +131,8 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
     tiny: Path, s3: S3Server, library: Library, serve: Serve, reference: References
 ) -> None:
     """Zeroed KV under a valid digest is served and changes the tokens, or this suite proves
-    nothing. Damage of any kind is a miss from there on, and what is missing is saved again.
+    nothing. Damage of any kind is a miss from there on, and what was damaged or is missing is saved
+    again.
     """
     whole = reference(tiny, PROMPTS[:1])
     nothing = reference(tiny, PROMPTS[1:3], hit_tokens=0)
@@ -139,28 +141,39 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
     with new_bucket(s3, like=library.bucket) as bucket:
 
         def rewrite(key: str, change: Any) -> None:
-            data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
-            client.put_object(Bucket=bucket, Key=key, Body=bytes(change(data)))
+            client.put_object(Bucket=bucket, Key=key, Body=bytes(change(bytearray(body(key)))))
 
+        def body(key: str) -> bytes:
+            return bytes(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+
+        broken = [library.keys[1][0], library.keys[2][0], library.keys[2][1], library.keys[3][2]]
         complete = set(s3.objects(bucket))
         for key in library.keys[0]:
             rewrite(key, zeroed)
         rewrite(library.keys[1][0], flipped)
         rewrite(library.keys[2][0], lambda data: data[:-1])
+        rewrite(library.keys[2][1], lambda data: body(library.keys[0][1]))
         client.delete_object(Bucket=bucket, Key=library.keys[3][2])
 
-        with serve(tiny, patient_for(s3, bucket)) as engine:
+        deleting = changed(patient_for(s3, bucket), on_corrupt="delete")
+        with serve(tiny, deleting) as engine:
             zeros, *damaged = engine.generate(PROMPTS)
             done = at_rest(engine)
+            metrics = engine.metrics()
         kept = set(s3.objects(bucket))
+        replaced = {key: body(key) for key in broken}
 
     assert zeros.cached_tokens == HIT
     assert zeros.tokens != whole[0].tokens
     assert cached(damaged) == [0, 0, 256]
     assert tokens(damaged) == tokens([*nothing, *part])
-    assert done["fetch_corrupt"] == 2
+    assert done["fetch_corrupt"] == 3
     assert done["fetch_missing"] == 1
+    for reason in ("digest", "length", "block_hash"):
+        assert done[f"fetch_corrupt_{reason}"] == 1
+        assert metrics[f"vllm:s3kv_fetch_corrupt_{reason}_total"] == 1
     assert kept == complete
+    assert [*replaced] == [key for key, data in replaced.items() if same_chunk(data, key)]
 
 
 def test_prompts_of_all_lengths(
@@ -224,6 +237,15 @@ def zeroed(data: bytearray) -> bytearray:
     digest = xxhash.xxh3_128_hexdigest(data[size:])
     data[:size] = data[:size].replace(header.digest.encode(), digest.encode())
     return data
+
+
+def same_chunk(data: bytes, key: str) -> bool:
+    """Whether these bytes are a whole object of the chunk that `key` names."""
+    header = read_header(memoryview(data))
+    address = parse(key)
+    assert address is not None
+    whole = xxhash.xxh3_128_hexdigest(data[header.header_bytes :]) == header.digest
+    return whole and header.block_hash == address.key.block_hash
 
 
 def flipped(data: bytearray) -> bytearray:

@@ -41,6 +41,8 @@ async def fetch(store: ObjectStore, key: str, room: int = 2**16) -> bytes | None
 
 
 class ObjectStoreSuite:
+    conditional_deletes = True
+
     @pytest.fixture
     def root(self) -> str:
         return f"suite/{uuid.uuid4().hex}/"
@@ -107,6 +109,24 @@ class ObjectStoreSuite:
         assert await fetch(store, root + "k") is None
         await store.delete(root + "k")
         await store.delete(root + "never")
+
+    async def test_conditional_delete(self, store: ObjectStore, root: str) -> None:
+        """Of servers that know none only the second half can be asked."""
+        await store.put(root + "k", pattern(10, 1), if_absent=False)
+        first = await store.head(root + "k")
+        assert first is not None
+        await store.put(root + "k", pattern(10, 2), if_absent=False)
+        second = await store.head(root + "k")
+        assert second is not None
+        assert first.etag != second.etag
+        listed = [info async for info in store.list(root + "k")]
+        assert [info.etag for info in listed] == [second.etag]
+        if self.conditional_deletes:
+            assert await store.delete(root + "k", if_etag=first.etag) is False
+            assert await fetch(store, root + "k") == bytes(pattern(10, 2))
+        assert await store.delete(root + "k", if_etag=second.etag) is True
+        assert await fetch(store, root + "k") is None
+        await store.delete(root + "k", if_etag=second.etag)
 
     async def test_odd_characters_in_keys(self, store: ObjectStore, root: str) -> None:
         for i, name in enumerate(ODD_NAMES):

@@ -169,7 +169,7 @@ def test_foreign_format_is_refused(change: dict[str, Any], reason: str) -> None:
     ("old", "new", "reason"),
     [
         (b'"s3kv.format":"1"', b'"s3kv.format":"2"', "version"),
-        (b'xxh3-128"', b'xxh3-64" ', "header"),
+        (b'xxh3-128"', b'xxh3-64" ', "algorithm"),
         (b"layers.0.kv", b"layers.1.kv", "tensors"),
         (b"[2,3,4]", b"[3,2,4]", "tensors"),
         (b"}} ", b"} }", "header"),

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from s3kv.objects.codec import read_header
+from s3kv.objects.integrity import Integrity
 from s3kv.objects.items import HEADER_BYTES, TENSOR, ItemFormat, object_bytes, width_of
 from s3kv.types import ItemShape
 
@@ -53,6 +54,18 @@ def test_a_flipped_bit_anywhere_is_refused() -> None:
         data[place] ^= 1 << draw.randrange(8)
         assert reader(3, len(data)).check(memoryview(data), len(data), HASH) is not None, place
         data[:] = sealed(3, 40)
+
+
+def test_with_a_key_an_item_without_it_is_refused() -> None:
+    keyed = Integrity("blake3-keyed", bytes(32))
+    shape = ItemShape(3, object_bytes("BF16", 3, 40))
+    data = sealed(3, 40)
+    item = ItemFormat(NAMESPACE, "BF16", shape, keyed)
+    assert item.check(memoryview(data), len(data), HASH) == "algorithm"
+    item.seal(memoryview(data), HASH)
+    assert item.check(memoryview(data), len(data), HASH) is None
+    data[-1] ^= 1
+    assert item.check(memoryview(data), len(data), HASH) == "digest"
 
 
 def test_another_length_is_refused() -> None:

@@ -81,6 +81,23 @@ async def test_denied_names_the_action(
         assert url in str(caught.value)
 
 
+async def test_a_server_without_conditional_deletes_deletes() -> None:
+    heads: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
+        writer.write(error(501, "NotImplemented"))
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
+        writer.write(b"HTTP/1.1 204 X\r\n\r\n")
+
+    async with (
+        servers.scripted_server(serve) as port,
+        s3_store(f"http://127.0.0.1:{port}") as store,
+    ):
+        assert await store.delete("k", if_etag='"e"') is True
+    assert ['if-match: "e"' in head for head in heads] == [True, False]
+
+
 @pytest.mark.parametrize(("action", "call"), CALLS)
 async def test_missing_bucket_is_no_missing_object(
     action: str, call: Callable[[S3Store], Awaitable[Any]]
