@@ -131,3 +131,53 @@ class StepReport:
     def merge(self, other: StepReport) -> None:
         for end in other.ends.values():
             self.add(end)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLoad:
+    """The item at `offset` of the scheduler's slab, header and all, goes into the engine's encoder
+    cache as `identifier`: a tensor [rows, width]."""
+
+    identifier: str
+    offset: int
+    nbytes: int
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSave:
+    """Once this step has encoded `identifier`, its output goes to the bucket under `key`."""
+
+    identifier: str
+    key: ChunkKey
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlan:
+    """What one engine step loads instead of encoding, and what it encodes and saves."""
+
+    loads: tuple[ItemLoad, ...] = ()
+    saves: tuple[ItemSave, ...] = ()
+
+
+@dataclass(slots=True)
+class ItemReport:
+    """What one or more ranks have to tell of items: increments since the last report.
+
+    encoded_rows, encode_seconds: what the encoder made, and how long that took.
+    uploaded: keys the bucket is now known to hold.
+    """
+
+    counters: dict[str, int] = field(default_factory=dict)
+    uploaded: list[ChunkKey] = field(default_factory=list)
+    encoded_rows: int = 0
+    encode_seconds: float = 0.0
+
+    def merge(self, other: ItemReport) -> None:
+        for name, value in other.counters.items():
+            self.counters[name] = self.counters.get(name, 0) + value
+        self.uploaded += other.uploaded
+        self.encoded_rows += other.encoded_rows
+        self.encode_seconds += other.encode_seconds

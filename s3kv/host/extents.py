@@ -63,6 +63,16 @@ class Extents:
         self._give_back(start, self._taken.pop(start))
         del self._starts[bisect_left(self._starts, start)]
 
+    def shrink(self, start: int, pages: int) -> None:
+        """Keep the first `pages` pages of an extent and give the others back. Its place is from
+        then on what `allocate` would have chosen a place for. Raises `KeyError`, `ValueError`.
+        """
+        before = self._taken[start]
+        if not 1 <= pages <= before:
+            raise ValueError(f"an extent of {before} pages cannot become one of {pages}")
+        self._taken[start] = pages
+        self._give_back(start + pages, before - pages)
+
     def pages(self, start: int) -> int:
         """The length of the extent that begins at `start`. Raises `KeyError`."""
         return self._taken[start]

@@ -14,6 +14,7 @@ so fragmentation cannot grow.
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
 from dataclasses import dataclass
 
 from s3kv.host.extents import Extents, order_of, region_of
@@ -73,13 +74,17 @@ class ItemTable:
         """The item, resident or being filled (`Item.resident`)."""
         return self._items.get(key)
 
+    def items(self) -> ItemsView[ChunkKey, Item]:
+        """All there are, for tests and statistics."""
+        return self._items.items()
+
     def reserve(self, key: ChunkKey, nbytes: int) -> Item | None:
         """A place to fill with `nbytes`. None, and nothing changed, when what is in the way is
         being filled or pinned, or the slab is too small.
         """
         if key in self._items:
             raise ItemError(f"reserve of {key}: it has a place already")
-        pages = max(1, -(-nbytes // PAGE_BYTES))
+        pages = _pages(nbytes)
         if pages > self._extents.largest:
             return None
         start = self._extents.allocate(pages)
@@ -92,9 +97,14 @@ class ItemTable:
         self._items[key] = self._at[start] = item
         return item
 
-    def commit(self, item: Item) -> None:
-        """Filled and verified."""
+    def commit(self, item: Item, nbytes: int | None = None) -> None:
+        """Filled and verified. nbytes: what it is, if that is less than what was reserved."""
         self._require(item, resident=False)
+        if nbytes is not None and nbytes != item.nbytes:
+            if nbytes > item.nbytes:
+                raise ItemError(f"{item}: filled with {nbytes} bytes")
+            self._extents.shrink(item.start, _pages(nbytes))
+            item.nbytes = nbytes
         item.resident = True
         self._policy.inserted(item.start, item.key)
 
@@ -156,7 +166,11 @@ class ItemTable:
         self._extents.check()
         assert {i.start for i in self._items.values()} == set(self._at)
         for item in self._items.values():
-            assert self._extents.pages(item.start) == max(1, -(-item.nbytes // PAGE_BYTES))
+            assert self._extents.pages(item.start) == _pages(item.nbytes)
             assert item.resident == (item.start in self._policy)
             assert item.resident or not item.pins
         assert len(self._policy) == sum(i.resident for i in self._items.values())
+
+
+def _pages(nbytes: int) -> int:
+    return max(1, -(-nbytes // PAGE_BYTES))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import enum
 
+from s3kv.types import Outcome
+
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 
@@ -43,6 +45,13 @@ class Breaker:
         self.state = BreakerState.HALF_OPEN
         self._open_until_s = now_s + self._pause_s
         return True
+
+    def saw(self, outcome: Outcome, now_s: float) -> None:
+        """A call has ended. One that was given up says nothing about the store."""
+        if outcome in (Outcome.FAILED, Outcome.DENIED):
+            self.failed(now_s)
+        elif outcome is not Outcome.CANCELLED:
+            self.succeeded()
 
     def succeeded(self) -> None:
         self.state = BreakerState.CLOSED

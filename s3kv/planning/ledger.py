@@ -220,7 +220,7 @@ class ChunkLedger:
         self._fetches_inflight -= 1
         outcome = job.outcomes[JobKind.FETCH]
         self.counters[f"fetch_{outcome.name.lower()}"] += 1
-        self._tell_breaker(outcome, now_s)
+        self.breaker.saw(outcome, now_s)
         if outcome.is_success:
             self.slots.commit(job.slot, dirty=False)
             self.index.note_present(job.key)
@@ -238,7 +238,7 @@ class ChunkLedger:
             return
         outcome = job.outcomes[JobKind.UPLOAD]
         self.counters[f"upload_{outcome.name.lower()}"] += 1
-        self._tell_breaker(outcome, now_s)
+        self.breaker.saw(outcome, now_s)
         if outcome.is_success:
             self._saves_inflight -= 1
             self.slots.mark_clean(job.slot)
@@ -251,12 +251,6 @@ class ChunkLedger:
             self._saves_inflight -= 1
             self.counters["uploads_given_up"] += 1
             self.slots.mark_clean(job.slot)
-
-    def _tell_breaker(self, outcome: Outcome, now_s: float) -> None:
-        if outcome in (Outcome.FAILED, Outcome.DENIED):
-            self.breaker.failed(now_s)
-        elif outcome is not Outcome.CANCELLED:
-            self.breaker.succeeded()
 
     # --- shared ----------------------------------------------------------------------------
 
