@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from s3kv.planning.pace import PATIENCE_S
+from s3kv.planning.pace import PATIENCE_S, FetchTime
 
 _SMOOTHING = 0.2
 """Weight of a new sample: five or so settle a change."""
@@ -22,19 +22,17 @@ _SMOOTHING = 0.2
 class EncodingPace:
     """Measured speeds. encode_rows_per_s: assumed until an encoder run has been measured."""
 
-    __slots__ = ("_encode_measured", "_encode_rows_per_s", "_fetch_bytes", "_fetch_seconds")
+    __slots__ = ("_encode_measured", "_encode_rows_per_s", "_fetch")
 
     def __init__(self, *, encode_rows_per_s: float) -> None:
         self._encode_rows_per_s = encode_rows_per_s
         self._encode_measured = False
-        self._fetch_bytes = 0.0
-        self._fetch_seconds = 0.0
+        self._fetch = FetchTime()
+        """A latency, and a share for each byte."""
 
     def fetched(self, nbytes: int, seconds: float) -> None:
         """An item arrived, `seconds` after its request was sent."""
-        weight = _SMOOTHING if self._fetch_bytes else 1.0
-        self._fetch_bytes += weight * (nbytes - self._fetch_bytes)
-        self._fetch_seconds += weight * (seconds - self._fetch_seconds)
+        self._fetch.add(nbytes, seconds)
 
     def gave_up(self, nbytes: int, waited_s: float) -> None:
         """So many bytes had not come after so long: that is a measurement, too."""
@@ -43,13 +41,8 @@ class EncodingPace:
             self.fetched(nbytes, waited_s)
 
     def fetch_s(self, nbytes: int) -> float | None:
-        """Expected time until that much has arrived; None before the first arrival.
-
-        What is smaller than the items seen so far takes as long as they do: a request's latency.
-        """
-        if not self._fetch_bytes:
-            return None
-        return self._fetch_seconds * max(1.0, nbytes / self._fetch_bytes)
+        """Expected time until that much has arrived; None before the first arrival."""
+        return self._fetch.at(nbytes) if self._fetch.is_measured else None
 
     def encoded(self, rows: int, seconds: float) -> None:
         """The encoder made so many rows in so long."""
