@@ -87,17 +87,43 @@ class Config:
     connect_timeout_ms: int = setting(
         2_000, doc="Longest wait for a connection, TLS included.", kind="count", minimum=1
     )
+    first_byte_timeout_ms: int = setting(
+        5_000,
+        doc="Longest wait for an answer to begin once its request has been sent.",
+        kind="count",
+        minimum=1,
+    )
     request_timeout_ms: int = setting(
         10_000,
         doc="Longest time without progress on a request before it is given up.",
         kind="count",
         minimum=1,
     )
+    min_bytes_per_s: int = setting(
+        16 * 2**10,
+        doc="A body that moves more slowly than this for request_timeout_ms is given up: it hangs.",
+        kind="bytes",
+        minimum=1,
+    )
     max_attempts: int = setting(
-        3, doc="Tries of one object operation before it counts as failed.", kind="count", minimum=1
+        3,
+        doc="Tries of one fetch before it counts as failed, none of them after max_wait_ms.",
+        kind="count",
+        minimum=1,
+    )
+    hedge_percent: float = setting(
+        3.0,
+        doc="Of all fetches, how many may be sent a second time because their first byte is later "
+        "than those of 95 % of the others. 0: none.",
+        kind="number",
+        minimum=0.0,
+        maximum=100.0,
     )
     max_inflight_requests: int = setting(
-        32, doc="Requests to the store at once, per worker.", kind="count", minimum=1
+        32,
+        doc="Requests to the store at once, per worker; fewer while it throttles or is slow.",
+        kind="count",
+        minimum=1,
     )
     max_inflight_bytes: int = setting(
         2**30,

@@ -15,6 +15,7 @@ Within its kind every job keeps its turn: none overtakes one that waits for byte
 from __future__ import annotations
 
 import enum
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -40,6 +41,8 @@ class Job:
     block_hash: bytes
     format: ChunkFormat | ItemFormat
     buffer: memoryview
+    due_s: float = math.inf
+    """After that it is not tried again. The loop's clock."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +86,8 @@ class _Line:
 class JobQueue:
     """Jobs that wait and jobs that run. A job is in here from `add` until `withdraw` or `end`.
 
-    max_requests, max_bytes: what may run at once, of both directions together.
+    max_requests, max_bytes: what may run at once, of both directions together. Of requests,
+    `limit_requests` may make it less.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
@@ -91,6 +95,23 @@ class JobQueue:
         self._upload_places = _Places(max(1, max_requests // 2), max_bytes // 2)
         self._lines = {direction: _Line() for direction in Direction}
         self._fetches_in_a_row = 0
+
+    def limit_requests(self, max_requests: int) -> None:
+        """From now on so many may run at once; more that run already are left alone."""
+        self._places.max_requests = max_requests
+        self._upload_places.max_requests = max(1, max_requests // 2)
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether a place is free that no job wants."""
+        return not self.waiting and self._places.requests < self._places.max_requests
+
+    def take_spare(self) -> None:
+        """Take a place for a second request of a running job. It has the job's bytes."""
+        self._places.requests += 1
+
+    def give_back_spare(self) -> None:
+        self._places.requests -= 1
 
     @property
     def waiting(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -21,8 +22,11 @@ from functools import partial
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
+from s3kv.io.hedging import Lateness
 from s3kv.io.jobs import Direction, Job, JobQueue
+from s3kv.io.pacing import PacedStore
 from s3kv.io.transfers import End, Transfers
+from s3kv.io.window import Window
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.items import ItemFormat
 from s3kv.objects.keys import Namespace
@@ -71,8 +75,11 @@ class Service:
             for group, tensors in hello.groups.items()
         }
         self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
+        self._window = Window(config.max_inflight_requests)
+        self._lateness = Lateness(config.hedge_percent)
+        self._paced = PacedStore(store, self._window, self._lateness, self._queue)
         self._transfers = Transfers(
-            store, config.max_attempts, rng, delete_corrupt=config.on_corrupt == "delete"
+            self._paced, config.max_attempts, rng, delete_corrupt=config.on_corrupt == "delete"
         )
         self._tasks: dict[int, asyncio.Task[End]] = {}
         self._cancelled: set[int] = set()
@@ -160,7 +167,15 @@ class Service:
         except ValueError as error:
             return str(error)
         buffer = self._slab.view[message.offset : end]
-        return Job(message.job_id, direction, key, message.block_hash, layout, buffer)
+        due_s = self._due_s(message, direction)
+        return Job(message.job_id, direction, key, message.block_hash, layout, buffer, due_s)
+
+    def _due_s(self, message: wire.Fetch | wire.Upload, direction: Direction) -> float:
+        """Fetches are waited for so long at most. The planner of chunks tries an upload again by
+        itself, seconds later, when it is of more use; the planner of items never does."""
+        if direction is Direction.UPLOAD and message.item is None:
+            return -math.inf
+        return asyncio.get_running_loop().time() + self._config.max_wait_ms / 1000
 
     def _format_of(self, message: wire.Fetch | wire.Upload) -> ChunkFormat | ItemFormat | None:
         if message.item is None or self._item_dtype is None:
@@ -168,6 +183,7 @@ class Service:
         return ItemFormat(self._namespace.digest, self._item_dtype, message.item, self._integrity)
 
     def _start_jobs(self) -> None:
+        self._queue.limit_requests(self._window.size)
         while self._started and (job := self._queue.take()) is not None:
             task = asyncio.get_running_loop().create_task(self._transfers.run(job))
             self._tasks[job.job_id] = task
@@ -214,7 +230,9 @@ class Service:
         self._drain_left = 0
         for job_id in self._queue.ids(Direction.FETCH):
             self._cancel(job_id)
-        asyncio.get_running_loop().call_later(timeout_s, self._give_up_uploads)
+        loop = asyncio.get_running_loop()
+        self._transfers.drain_until_s = loop.time() + timeout_s
+        loop.call_later(timeout_s, self._give_up_uploads)
         self._look_whether_drained()
 
     def _give_up_uploads(self) -> None:
@@ -236,6 +254,11 @@ class Service:
             self._queue.running,
             self._queue.running_bytes,
             self._transfers.retries,
+            self._paced.throttled,
+            self._window.size,
+            self._window.cuts,
+            self._lateness.hedges,
+            self._paced.hedges_won,
             self._defects,
             time.process_time(),
         )

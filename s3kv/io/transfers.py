@@ -16,8 +16,10 @@ An object that does not verify is a miss, and what becomes of it is a setting, `
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
@@ -45,6 +47,9 @@ class End(NamedTuple):
 class Transfers:
     """Carries out jobs, each once, any number at a time; the caller bounds them.
 
+    A request that has failed is sent again here, until `Job.due_s`; in a drain an upload is, until
+    `drain_until_s`. Nothing above tries again within that time, and nothing below at all.
+
     rng: for the jitter of the backoff. delete_corrupt: `on_corrupt`. sleep: for the tests.
     """
 
@@ -58,6 +63,7 @@ class Transfers:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.retries = 0
+        self.drain_until_s = -math.inf
         self._store = store
         self._max_attempts = max_attempts
         self._rng = rng
@@ -91,7 +97,8 @@ class Transfers:
 
     async def _read(self, job: Job) -> tuple[int | None, Refusal | None]:
         """The length of the object now in the buffer, and what is wrong with it."""
-        nbytes = await self.attempts(lambda: self._store.get_into(job.key, job.buffer))
+        read = partial(self._store.get_into, job.key, job.buffer)
+        nbytes = await self.attempts(read, until_s=job.due_s)
         if nbytes is None:
             return None, None
         return nbytes, job.format.check(job.buffer, nbytes, job.block_hash)
@@ -120,24 +127,30 @@ class Transfers:
 
     async def _upload(self, job: Job) -> End:
         job.format.seal(job.buffer, job.block_hash)
-        created = await self.attempts(lambda: self._store.put(job.key, job.buffer, if_absent=True))
+        write = partial(self._store.put, job.key, job.buffer, if_absent=True)
+        created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
             return End(Outcome.EXISTS, 0, "")
         self._quarantine.lift(job.key)
         return End(Outcome.OK, job.nbytes, "")
 
-    async def attempts(self, call: Callable[[], Awaitable[T]]) -> T:
-        """`call()`, again after `StoreUnavailable`, `max_attempts` times in all.
+    async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
+        """`call()`, again after `StoreUnavailable`, `max_attempts` times in all, and none begun
+        after `until_s` on the loop's clock but the first.
 
         Between attempts it sleeps 50, 100, 200 … ms, at most 1 s, less up to a half at random. The
         job keeps its place meanwhile: with an ailing store fewer requests are sent. Raises what the
         last attempt raised.
         """
+        now_s = asyncio.get_running_loop().time
         for attempt in range(self._max_attempts - 1):
+            pause_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**attempt)
+            pause_s *= self._rng.uniform(0.5, 1.0)
             try:
                 return await call()
             except StoreUnavailable:
-                self.retries += 1
-            pause_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**attempt)
-            await self._sleep(pause_s * self._rng.uniform(0.5, 1.0))
+                if now_s() + pause_s >= until_s:
+                    raise
+            self.retries += 1
+            await self._sleep(pause_s)
         return await call()

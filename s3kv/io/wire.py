@@ -145,14 +145,21 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Counters of one I/O process since it started.
 
     waiting, running, running_bytes: jobs now.
-    retries: attempts after the first. defects: exceptions nobody had foreseen.
-    cpu_s: processor time of the process.
+    retries: attempts after the first. throttled: answers that asked for fewer requests.
+    window: requests that may run at once now. window_cuts: how often it has been made smaller.
+    hedges: reads sent a second time because they were late. hedges_won: those that were faster.
+    defects: exceptions nobody had foreseen. cpu_s: processor time of the process.
     """
 
     waiting: int
     running: int
     running_bytes: int
     retries: int
+    throttled: int
+    window: int
+    window_cuts: int
+    hedges: int
+    hedges_won: int
     defects: int
     cpu_s: float
 

@@ -7,7 +7,7 @@ none of them. Pure: no I/O, no asyncio, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import h11
@@ -63,10 +63,13 @@ class Exchange:
     The owner asks `place()` where to receive, and tells `arrived(n)` or `arrived_elsewhere(data)`
     after each receive, `ended()` when the peer has closed. Those three raise `BadAnswer`.
 
-    into: for the body of a 200 answer. Longer bodies than it are left on the wire.
+    into: for the body of a 200 answer. Longer bodies than it are left on the wire, and so is every
+    body when `claim`, asked before the first byte is written, says no.
     """
 
-    def __init__(self, method: str, into: memoryview | None) -> None:
+    def __init__(
+        self, method: str, into: memoryview | None, claim: Callable[[], bool] | None = None
+    ) -> None:
         self.response: Response | None = None
         """Set once, when the answer is complete."""
         self.reusable = False
@@ -74,6 +77,7 @@ class Exchange:
         self.begun = False
         """Whether any byte of an answer has arrived."""
         self._into = into
+        self._claim = claim
         self._filled = self._wanted = 0
         self._text = bytearray()
         self._head: h11.Response | None = None
@@ -135,7 +139,8 @@ class Exchange:
         if length is None:
             raise BadAnswer("an object without Content-Length")
         self._wanted = int(length)
-        if self._wanted > len(into):
+        allowed = self._claim is None or self._claim()
+        if not allowed or self._wanted > len(into):
             return self._finish(reusable=False)
         first, _ = self._parser.trailing_data
         taken = min(len(first), self._wanted)

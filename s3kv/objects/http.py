@@ -14,10 +14,12 @@ import ssl
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import cast
 
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects.exchange import BadAnswer, Exchange, Request, Response
+from s3kv.objects.store import Claim
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -43,21 +45,39 @@ class _Stale(_Lost):
 
 
 class _Stalled(Exception):
-    """No byte has moved for too long."""
+    """Too little has moved for too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a request is waited for.
+
+    connect_ms: for a connection, TLS included. first_byte_ms: for the answer to begin, once the
+    request has been sent. progress_ms: for the next byte, in either direction.
+    min_bytes_per_s: a body that comes more slowly than this hangs, too, although it moves: every
+    byte buys only so much more time, and never more than `progress_ms`.
+    """
+
+    connect_ms: int
+    first_byte_ms: int
+    progress_ms: int
+    min_bytes_per_s: int
 
 
 class _Connection(asyncio.BufferedProtocol):
     """One connection, one exchange at a time."""
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, patience: Patience) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stall_s = stall_s
+        self._patience = patience
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._answer: asyncio.Future[Response] | None = None
         self._writable = asyncio.Event()
-        self._moved_s = 0.0
+        self._give_up_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits_for_answer = False
         self._served = 0
         self.closed: asyncio.Future[None] = self._loop.create_future()
         self.idle_since_s = 0.0
@@ -75,8 +95,12 @@ class _Connection(asyncio.BufferedProtocol):
         return self._scratch if place is None else place
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._moved_s = self._loop.time()
         exchange = self._exchange
+        if exchange is not None and not exchange.begun:
+            self._wait_anew(self._patience.progress_ms)
+            self._waits_for_answer = False
+        else:
+            self._moved(nbytes)
         if exchange is None:
             self.abort()  # Nobody asked: the peer and we no longer agree on where answers end.
         elif exchange.place() is None:
@@ -100,7 +124,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        self._moved_s = self._loop.time()
         self._writable.set()
 
     # What the pool calls.
@@ -109,7 +132,9 @@ class _Connection(asyncio.BufferedProtocol):
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def run(self, request: Request, head: bytes, into: memoryview | None) -> Response:
+    async def run(
+        self, request: Request, head: bytes, into: memoryview | None, claim: Claim | None
+    ) -> Response:
         """Send the request, return its answer. Ends with the connection idle, or ended.
 
         Raises `_Lost`, `_Stalled` or `BadAnswer`. However it ends, `into` is not written to and
@@ -117,17 +142,20 @@ class _Connection(asyncio.BufferedProtocol):
         """
         if not self.is_open:
             raise _Stale("the peer closed the connection")
-        exchange = self._exchange = Exchange(request.method, into)
+        exchange = self._exchange = Exchange(request.method, into, claim)
         answer: asyncio.Future[Response] = self._loop.create_future()
         self._answer = answer
-        self._moved_s = self._loop.time()
-        self._watch(answer)
+        self._waits_for_answer = False
+        self._wait_anew(self._patience.progress_ms)
         all_sent = False
         try:
             all_sent = await self._send(head, request.body, answer)
+            if not exchange.begun:
+                self._waits_for_answer = True
+                self._wait_anew(self._patience.first_byte_ms)
             return await answer
         finally:
-            self._stall_timer.cancel()
+            self._stop_watching()
             self._exchange = self._answer = None
             self._served += 1
             self.idle_since_s = self._loop.time()
@@ -179,22 +207,45 @@ class _Connection(asyncio.BufferedProtocol):
                 return False
             self._transport.write(piece)
             await self._writable.wait()
+            self._moved(len(piece))
         return not answer.done()
 
-    def _watch(self, answer: asyncio.Future[Response]) -> None:
-        left_s = self._moved_s + self._stall_s - self._loop.time()
+    def _watch(self) -> None:
+        left_s = self._give_up_s - self._loop.time()
         if left_s > 0:
-            self._stall_timer = self._loop.call_later(left_s, self._watch, answer)
-        elif answer is self._answer:
-            self._fail(_Stalled())
+            self._timer = self._loop.call_later(left_s, self._watch)
+        else:
+            self._fail(_Stalled(self._why_given_up()))
+
+    def _stop_watching(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _wait_anew(self, wait_ms: int) -> None:
+        """Give up after so long, whether that is sooner or later than before."""
+        self._give_up_s = self._loop.time() + wait_ms / 1e3
+        self._stop_watching()
+        self._watch()
+
+    def _moved(self, nbytes: int) -> None:
+        at_most_s = self._loop.time() + self._patience.progress_ms / 1e3
+        self._give_up_s += nbytes / self._patience.min_bytes_per_s
+        self._give_up_s = min(self._give_up_s, at_most_s)
+
+    def _why_given_up(self) -> str:
+        if self._waits_for_answer:
+            return f"got no answer within {self._patience.first_byte_ms} ms (first_byte_timeout_ms)"
+        return (
+            f"moved fewer than {self._patience.min_bytes_per_s} bytes a second (min_bytes_per_s) "
+            f"for {self._patience.progress_ms} ms (request_timeout_ms)"
+        )
 
 
 class Pool:
     """Connections to one origin.
 
     tls: None for plain HTTP. size: connections at once; further requests wait their turn, in
-    order, for as long as their caller lets them. connect_timeout_ms includes TLS;
-    request_timeout_ms is the longest time without a byte moving in either direction.
+    order, for as long as their caller lets them.
     """
 
     def __init__(
@@ -204,12 +255,10 @@ class Pool:
         *,
         tls: ssl.SSLContext | None,
         size: int,
-        connect_timeout_ms: int,
-        request_timeout_ms: int,
+        patience: Patience,
     ) -> None:
         self._host, self._port, self._tls = host, port, tls
-        self._connect_timeout_ms = connect_timeout_ms
-        self._request_timeout_ms = request_timeout_ms
+        self._patience = patience
         self._permits = asyncio.Semaphore(size)
         self._open: set[_Connection] = set()
         self._idle: list[_Connection] = []
@@ -219,13 +268,15 @@ class Pool:
     def origin(self) -> str:
         return f"http{'s' if self._tls else ''}://{self._host}:{self._port}"
 
-    async def request(self, request: Request, into: memoryview | None = None) -> Response:
+    async def request(
+        self, request: Request, into: memoryview | None = None, claim: Claim | None = None
+    ) -> Response:
         """Send `request` and return its answer, whatever its status.
 
         into: receives the body of a 200 answer, which must have a Content-Length. When that is
-        more than `into` holds, the body is left unread and `into` as it was. However the call
-        ends, nothing writes to `into` or reads `request.body` afterwards; cancelling it closes
-        its connection.
+        more than `into` holds, or `claim` says no, the body is left unread and `into` as it was.
+        However the call ends, nothing writes to `into` or reads `request.body` afterwards;
+        cancelling it closes its connection.
 
         When a connection that has served before turns out to be closed, the request is sent once
         more on a new one: peers close idle connections at any moment. Any other failure raises
@@ -236,8 +287,8 @@ class Pool:
             used = self._take_idle()
             if used is not None:
                 with suppress(_Stale):
-                    return await self._run(used, request, head, into)
-            return await self._run(await self._connect(), request, head, into)
+                    return await self._run(used, request, head, into, claim)
+            return await self._run(await self._connect(), request, head, into, claim)
 
     async def close(self) -> None:
         """End all connections, those in use too: their requests raise. Idempotent."""
@@ -259,28 +310,30 @@ class Pool:
         return None
 
     async def _run(
-        self, connection: _Connection, request: Request, head: bytes, into: memoryview | None
+        self,
+        connection: _Connection,
+        request: Request,
+        head: bytes,
+        into: memoryview | None,
+        claim: Claim | None,
     ) -> Response:
         try:
-            response = await connection.run(request, head, into)
+            response = await connection.run(request, head, into, claim)
         except _Stale:
             raise
         except (_Lost, BadAnswer) as error:
             raise StoreUnavailable(f"{request.method} to {self.origin} failed: {error}") from error
         except _Stalled as error:
-            raise StoreUnavailable(
-                f"{request.method} to {self.origin} made no progress for "
-                f"{self._request_timeout_ms} ms (request_timeout_ms)"
-            ) from error
+            raise StoreUnavailable(f"{request.method} to {self.origin} {error}") from error
         if connection.is_open:
             self._idle.append(connection)
         return response
 
     async def _connect(self) -> _Connection:
         try:
-            async with timeout(self._connect_timeout_ms / 1e3):
+            async with timeout(self._patience.connect_ms / 1e3):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self._request_timeout_ms / 1e3),
+                    lambda: _Connection(self._patience),
                     self._host,
                     self._port,
                     ssl=self._tls,
@@ -303,8 +356,8 @@ class Pool:
             return f"TLS failed ({error.reason}): does endpoint_url name a TLS port?"
         if isinstance(error, asyncio.TimeoutError):
             return (
-                f"no connection within {self._connect_timeout_ms} ms (connect_timeout_ms): look at "
-                "endpoint_url, and at whether the network lets it through; proxies are not used"
+                f"no connection within {self._patience.connect_ms} ms (connect_timeout_ms): look "
+                "at endpoint_url, and at whether the network lets it through; proxies are not used"
             )
         # With several addresses asyncio folds their errors into one text.
         if f"[Errno {errno.ECONNREFUSED}]" in str(error):

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
 
-from s3kv.objects.store import ObjectInfo
+from s3kv.objects.store import Claim, ObjectInfo
 
 
 class MemoryStore:
@@ -23,13 +23,16 @@ class MemoryStore:
         self._clock = clock
         self._objects: dict[str, tuple[bytes, float]] = {}
 
-    async def get_into(self, key: str, buffer: memoryview) -> int | None:
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> int | None:
         await asyncio.sleep(0)
         found = self._objects.get(key)
         if found is None:
             return None
         data = found[0]
-        if len(data) <= len(buffer):
+        allowed = claim is None or claim()
+        if allowed and len(data) <= len(buffer):
             buffer[: len(data)] = data
         return len(data)
 

@@ -24,8 +24,8 @@ from s3kv.errors import StoreUnavailable
 from s3kv.objects.answers import Call, error_of, read_error
 from s3kv.objects.endpoint import Endpoint, find_endpoint
 from s3kv.objects.exchange import EMPTY, Request, Response
-from s3kv.objects.http import Pool
-from s3kv.objects.store import ObjectInfo
+from s3kv.objects.http import Patience, Pool
+from s3kv.objects.store import Claim, ObjectInfo
 
 PAGE_KEYS = 1000
 """Keys per page of a listing; the most S3 gives."""
@@ -50,8 +50,10 @@ class S3Store:
     def __repr__(self) -> str:
         return f"S3Store({self._config.bucket!r} at {self._config.endpoint_url or 'AWS'})"
 
-    async def get_into(self, key: str, buffer: memoryview) -> int | None:
-        response, call = await self._send("s3:GetObject", "GET", key, into=buffer)
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> int | None:
+        response, call = await self._send("s3:GetObject", "GET", key, into=buffer, claim=claim)
         if response.status == 200:
             return response.nbytes
         if _is_no_such_key(response):
@@ -140,13 +142,14 @@ class S3Store:
         headers: Mapping[str, str] | None = None,
         body: memoryview = EMPTY,
         into: memoryview | None = None,
+        claim: Claim | None = None,
     ) -> tuple[Response, Call]:
         endpoint, pool = self._opened or await self._open()
         call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
         request: Request = await endpoint.sign(
             method, key or "", query=query, headers=headers, body=body
         )
-        return await pool.request(request, into), call
+        return await pool.request(request, into, claim), call
 
     async def _open(self) -> tuple[Endpoint, Pool]:
         """Find credentials and endpoint once, however many first requests there are."""
@@ -158,8 +161,12 @@ class S3Store:
                     endpoint.port,
                     tls=tls,
                     size=self._config.pool_size,
-                    connect_timeout_ms=self._config.connect_timeout_ms,
-                    request_timeout_ms=self._config.request_timeout_ms,
+                    patience=Patience(
+                        connect_ms=self._config.connect_timeout_ms,
+                        first_byte_ms=self._config.first_byte_timeout_ms,
+                        progress_ms=self._config.request_timeout_ms,
+                        min_bytes_per_s=self._config.min_bytes_per_s,
+                    ),
                 )
                 self._opened = (endpoint, pool)
             return self._opened

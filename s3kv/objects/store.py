@@ -12,9 +12,14 @@ bounds them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+Claim = Callable[[], bool]
+"""Called once by a read whose object is about to arrive, before its first byte is written to the
+buffer. False: another read has the buffer now; this one must not write, and what it returns or
+raises means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +37,10 @@ class ObjectInfo:
 class ObjectStore(Protocol):
     """A bucket. Keys are relative to the bucket and are used as given."""
 
-    async def get_into(self, key: str, buffer: memoryview) -> int | None:
-        """Read the whole object into the front of `buffer`.
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> int | None:
+        """Read the whole object into the front of `buffer`, if `claim` allows it.
 
         Returns the object's length in bytes, or None when there is no such object. When the object
         is longer than `buffer`, returns its true length, and what `buffer` holds is undefined.

@@ -14,7 +14,7 @@ from s3kv.io import wire
 from s3kv.io.quarantine import Quarantine
 from s3kv.objects.codec import Refusal
 from s3kv.objects.memory import MemoryStore
-from s3kv.objects.store import ObjectInfo
+from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.io import rig
 from tests.io.rig import Worker, served
@@ -46,13 +46,15 @@ class Bucket(MemoryStore):
         nbytes = await super().get_into(KEY, buffer)
         return None if nbytes is None else bytes(buffer[:nbytes])
 
-    async def get_into(self, key: str, buffer: memoryview) -> int | None:
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> int | None:
         self.asked["get"] += 1
         if self.lies:
             lie = self.lies.pop(0)
             buffer[: len(lie)] = lie[: len(buffer)]
             return len(lie)
-        return await super().get_into(key, buffer)
+        return await super().get_into(key, buffer, claim)
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
         self.asked["put"] += 1

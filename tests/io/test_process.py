@@ -12,6 +12,7 @@ from s3kv.errors import ConfigError, StoreDenied, StoreError, StoreMissing, Stor
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects.memory import MemoryStore
+from s3kv.objects.store import Claim
 from s3kv.types import Outcome
 from tests.io import rig
 from tests.io.rig import Worker, served
@@ -44,7 +45,9 @@ class GatedStore(MemoryStore):
     def open_gate(self) -> None:
         self._gate.set()
 
-    async def get_into(self, key: str, buffer: memoryview) -> int | None:
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> int | None:
         self.begun.append(("get", key))
         buffer[:4] = b"part"
         try:
@@ -52,7 +55,7 @@ class GatedStore(MemoryStore):
         finally:
             await self.unwound.wait()
             buffer[:4] = b"last"
-        return await super().get_into(key, buffer)
+        return await super().get_into(key, buffer, claim)
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
         self.begun.append(("put", key))
@@ -74,9 +77,11 @@ class FailingStore(MemoryStore):
         if self.errors:
             raise self.errors.pop(0)
 
-    async def get_into(self, key: str, buffer: memoryview) -> int | None:
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> int | None:
         self._fail()
-        return await super().get_into(key, buffer)
+        return await super().get_into(key, buffer, claim)
 
     async def check(self) -> None:
         self._fail()

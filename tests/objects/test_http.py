@@ -13,7 +13,7 @@ import pytest
 
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects.exchange import TEXT_LIMIT_BYTES, Request
-from s3kv.objects.http import Pool
+from s3kv.objects.http import Patience, Pool
 from tests import servers
 from tests.objects.suite import pattern
 
@@ -25,10 +25,18 @@ def put(body: memoryview) -> Request:
     return Request("PUT", "/k", {"Host": "test"}, body)
 
 
+def patience(**changed: int) -> Patience:
+    usual = {
+        "connect_ms": 5000,
+        "first_byte_ms": 5000,
+        "progress_ms": 5000,
+        "min_bytes_per_s": 1000,
+    }
+    return Patience(**usual | changed)
+
+
 @asynccontextmanager
-async def pool_on(
-    *handlers: servers.Handler, size: int = 4, stall_ms: int = 5000
-) -> AsyncIterator[Pool]:
+async def pool_on(*handlers: servers.Handler, size: int = 4, **waiting: int) -> AsyncIterator[Pool]:
     """A pool on a server whose n-th connection is served by the n-th handler (then the last)."""
     async with servers.scripted_server(*handlers) as port:
         pool = Pool(
@@ -36,8 +44,7 @@ async def pool_on(
             port,
             tls=None,
             size=size,
-            connect_timeout_ms=5000,
-            request_timeout_ms=stall_ms,
+            patience=patience(**waiting),
         )
         try:
             yield pool
@@ -189,28 +196,61 @@ async def test_requests_wait_for_a_connection() -> None:
         assert {r.body for r in responses} == {b"x"}
 
 
-async def test_silence_is_given_up() -> None:
-    async def silence(reader: Reader, writer: Writer) -> None:
-        await reader.read()
+async def silence(reader: Reader, writer: Writer) -> None:
+    await reader.read()
 
-    async with pool_on(silence, stall_ms=50) as pool:
-        with pytest.raises(StoreUnavailable, match="request_timeout_ms"):
+
+async def test_no_answer_is_given_up() -> None:
+    async with pool_on(silence, first_byte_ms=50) as pool:
+        with pytest.raises(StoreUnavailable, match=r"no answer within 50 ms.*first_byte_timeout"):
             await pool.request(GET)
+        with pytest.raises(StoreUnavailable, match="first_byte_timeout_ms"):
+            await pool.request(put(memoryview(b"x")))
+
+
+async def test_a_body_nobody_reads_is_given_up() -> None:
+    async def never_read(reader: Reader, writer: Writer) -> None:
+        await asyncio.Event().wait()
+
+    async with pool_on(never_read, progress_ms=50) as pool:
+        with pytest.raises(StoreUnavailable, match="request_timeout_ms"):
+            await pool.request(put(memoryview(bytes(2**25))))
+
+
+def drip(data: bytes, piece_bytes: int, pause_s: float) -> servers.Handler:
+    async def handle(reader: Reader, writer: Writer) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for at in range(0, len(data), piece_bytes):
+            writer.write(data[at : at + piece_bytes])
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+
+    return handle
 
 
 async def test_slow_but_moving_is_not_given_up() -> None:
-    async def drip(reader: Reader, writer: Writer) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        data = ok(b"0123456789")
-        for at in range(0, len(data), 4):
-            writer.write(data[at : at + 4])
-            await writer.drain()
-            await asyncio.sleep(0.05)
-
-    async with pool_on(drip, stall_ms=400) as pool:
-        buffer = memoryview(bytearray(10))
+    slow = drip(ok(b"0123456789" * 100), 100, 0.05)
+    async with pool_on(slow, progress_ms=400, min_bytes_per_s=10) as pool:
+        buffer = memoryview(bytearray(1000))
         await pool.request(GET, buffer)
-        assert bytes(buffer) == b"0123456789"
+        assert bytes(buffer) == b"0123456789" * 100
+
+
+async def test_a_body_that_trickles_is_given_up() -> None:
+    """It never stops moving, so a limit on silence alone would wait until its end."""
+    trickle = drip(ok(bytes(10_000)), 40, 0.01)
+    async with pool_on(trickle, progress_ms=200, min_bytes_per_s=2**20) as pool:
+        buffer = memoryview(bytearray(10_000))
+        with pytest.raises(StoreUnavailable, match="min_bytes_per_s"):
+            await pool.request(GET, buffer)
+
+
+async def test_a_body_nobody_claims_is_left_on_the_wire() -> None:
+    async with pool_on(say(ok(bytes(1000))), say(ok(b"fresh"))) as pool:
+        buffer = memoryview(bytearray(b"\xee" * 1000))
+        await pool.request(GET, buffer, lambda: False)
+        assert bytes(buffer) == b"\xee" * 1000
+        assert (await pool.request(GET, buffer, lambda: True)).nbytes == 5
 
 
 async def test_cancelled_get_writes_no_more() -> None:
@@ -255,9 +295,7 @@ async def test_cancelled_put_sends_no_more() -> None:
 
     reader = threading.Thread(target=read_late)
     reader.start()
-    pool = Pool(
-        *listener.getsockname(), tls=None, size=1, connect_timeout_ms=5000, request_timeout_ms=5000
-    )
+    pool = Pool(*listener.getsockname(), tls=None, size=1, patience=patience())
     body = memoryview(bytearray(b"\x11" * 2**25))
 
     async def put_and_reuse() -> None:

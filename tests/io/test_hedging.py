@@ -1,0 +1,218 @@
+"""Second requests: when, how many, which of the two may write, and that both have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from s3kv.errors import StoreUnavailable
+from s3kv.io.hedging import Lateness, hedged
+from s3kv.io.jobs import JobQueue
+from s3kv.io.pacing import PacedStore
+from s3kv.io.window import Window
+from s3kv.objects.memory import MemoryStore
+from s3kv.objects.store import Claim
+
+Play = Callable[[Claim], Awaitable[int]]
+
+
+def lateness(percent: float = 3.0, requests: int = 1000) -> Lateness:
+    it = Lateness(percent)
+    for i in range(requests):
+        it.requests += 1
+        it.began(0.010 if i % 10 else 0.100)
+    return it
+
+
+def test_nobody_is_late_until_there_is_a_measure() -> None:
+    it = lateness(requests=31)
+    assert it.late_s is None
+    it.began(0.01)
+    assert it.late_s is not None
+
+
+def test_late_is_what_few_others_are() -> None:
+    it = Lateness(3.0)
+    for i in range(320):
+        it.requests += 1
+        it.began(i % 100 / 1000)
+    assert it.late_s == pytest.approx(0.095, abs=0.005)
+
+
+def test_only_a_few_percent_are_sent_again() -> None:
+    it = lateness(percent=3.0, requests=1000)
+    assert sum(it.take() for _ in range(1000)) == 30 == it.hedges
+
+
+def test_none_are_when_it_is_turned_off() -> None:
+    it = lateness(percent=0.0)
+    assert it.late_s is None
+    assert not it.take()
+
+
+class Requests:
+    """Each request does what it was told to, in the order in which they are sent."""
+
+    def __init__(self, *plays: Play) -> None:
+        self._plays = list(plays)
+        self.running = 0
+        self.sent = 0
+
+    async def __call__(self, claim: Claim) -> int:
+        self.sent += 1
+        self.running += 1
+        try:
+            return await self._plays.pop(0)(claim)
+        finally:
+            await asyncio.sleep(0)
+            self.running -= 1
+
+
+async def silent(claim: Claim) -> int:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def quick(claim: Claim) -> int:
+    return 1 if claim() else -1
+
+
+async def absent(claim: Claim) -> int:
+    return 404
+
+
+def failing(after_s: float) -> Play:
+    async def play(claim: Claim) -> int:
+        await asyncio.sleep(after_s)
+        raise StoreUnavailable("reset")
+
+    return play
+
+
+def body(claimed_after_s: float, seconds: float, value: int) -> Play:
+    async def play(claim: Claim) -> int:
+        await asyncio.sleep(claimed_after_s)
+        if not claim():
+            return -1
+        await asyncio.sleep(seconds)
+        return value
+
+    return play
+
+
+async def run(requests: Requests, late_s: float = 0.01, may: bool = True) -> tuple[int, bool]:
+    try:
+        return await hedged(requests, late_s, lambda: may)
+    finally:
+        assert requests.running == 0, "something may still write"
+
+
+async def test_the_second_wins_over_one_that_is_silent() -> None:
+    assert await run(Requests(silent, quick)) == (1, True)
+
+
+async def test_nothing_is_sent_twice_without_need_or_leave() -> None:
+    requests = Requests(quick, quick)
+    assert await run(requests, late_s=10.0) == (1, False)
+    assert requests.sent == 1
+    requests = Requests(body(0.03, 0.0, 7), quick)
+    assert await run(requests, may=False) == (7, False)
+    assert requests.sent == 1
+
+
+async def test_a_body_on_its_way_is_not_late() -> None:
+    requests = Requests(body(0.0, 0.05, 7), quick)
+    assert await run(requests, late_s=0.01) == (7, False)
+    assert requests.sent == 1
+
+
+async def test_the_first_may_still_win_and_ends_the_second() -> None:
+    requests = Requests(body(0.03, 0.03, 7), silent)
+    assert await run(requests) == (7, False)
+    assert requests.sent == 2
+
+
+async def test_only_one_may_write() -> None:
+    for _ in range(20):
+        value, _ = await run(Requests(body(0.02, 0.02, 7), body(0.01, 0.0, 8)))
+        assert value in (7, 8)
+
+
+async def test_an_object_that_is_absent_needs_no_buffer() -> None:
+    assert await run(Requests(silent, absent)) == (404, False)
+
+
+async def test_an_error_waits_for_the_other() -> None:
+    assert await run(Requests(body(0.05, 0.0, 7), failing(0.0))) == (7, False)
+    assert await run(Requests(failing(0.02), body(0.05, 0.0, 7))) == (7, True)
+
+
+async def test_two_errors_are_an_error() -> None:
+    with pytest.raises(StoreUnavailable):
+        await run(Requests(failing(0.03), failing(0.0)))
+
+
+async def test_the_winner_failing_is_not_rescued_by_who_was_sent_away() -> None:
+    async def claim_and_fail(claim: Claim) -> int:
+        assert claim()
+        raise StoreUnavailable("reset in the middle of the body")
+
+    with pytest.raises(StoreUnavailable):
+        await run(Requests(silent, claim_and_fail))
+
+
+async def test_cancelling_ends_both() -> None:
+    requests = Requests(silent, silent)
+    task = asyncio.create_task(run(requests))
+    while requests.sent < 2:  # noqa: ASYNC110 - nobody could set an event
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert requests.running == 0
+
+
+class LateStore(MemoryStore):
+    """The first read of a key is never answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> int | None:
+        self.asked.append(key)
+        if self.asked.count(key) == 1:
+            await asyncio.Event().wait()
+        return await super().get_into(key, buffer, claim)
+
+
+async def paced(queue: JobQueue, window: Window) -> tuple[PacedStore, LateStore]:
+    store = LateStore()
+    await store.put("k", memoryview(b"here"), if_absent=True)
+    return PacedStore(store, window, lateness(), queue), store
+
+
+async def test_a_second_request_has_a_place_of_its_own() -> None:
+    queue = JobQueue(2, 2**20)
+    store, late = await paced(queue, Window(2))
+    buffer = memoryview(bytearray(4))
+    assert await asyncio.wait_for(store.get_into("k", buffer), 5) == 4
+    assert bytes(buffer) == b"here"
+    assert (late.asked, queue.running, store.hedges_won) == (["k", "k"], 0, 1)
+
+
+@pytest.mark.parametrize("reason", ["no place", "throttled"])
+async def test_no_second_request_when_the_store_or_we_are_busy(reason: str) -> None:
+    queue, window = JobQueue(1, 2**20), Window(8)
+    queue.take_spare()
+    if reason == "throttled":
+        queue.limit_requests(8)
+        window.throttled(0.0, 0.0)
+    store, late = await paced(queue, window)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(store.get_into("k", memoryview(bytearray(4))), 0.3)
+    assert late.asked == ["k"]
