@@ -46,6 +46,7 @@ class RankWorker:
         self.counters: Counter[str] = Counter()
         self._clock = clock
         self._said_s: dict[tuple[JobKind, Outcome], float] = {}
+        self._denied: set[JobKind] = set()
         self._copies = copies
         self._client = client
         self._slot_bytes = slot_bytes
@@ -160,11 +161,20 @@ class RankWorker:
             self._end(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED, 0, 0.0)
 
     def _say(self, kind: JobKind, outcome: Outcome, detail: str) -> None:
+        if outcome is Outcome.DENIED:
+            self._say_denied(kind, detail)
+            return
         now_s = self._clock()
         said_s = self._said_s.get((kind, outcome))
         if said_s is None or now_s - said_s >= _SAY_AGAIN_S:
             self._said_s[kind, outcome] = now_s
             logger.warning("s3kv: %s %s: %s", kind.value, outcome.name.lower(), detail)
+
+    def _say_denied(self, kind: JobKind, detail: str) -> None:
+        """Once, until it is allowed again: nothing changes before somebody has acted."""
+        if kind not in self._denied:
+            self._denied.add(kind)
+            logger.error("s3kv: %s denied, goes on without: %s", kind.value, detail)
 
     def _end(
         self, job_id: int, kind: JobKind, outcome: Outcome, nbytes: int, seconds: float
@@ -173,3 +183,6 @@ class RankWorker:
         self.counters[f"{kind.value}_{outcome.name.lower()}"] += 1
         if outcome.is_success:
             self.counters[f"{kind.value}_bytes"] += nbytes
+            if kind in self._denied:
+                self._denied.discard(kind)
+                logger.warning("s3kv: %s is allowed again", kind.value)

@@ -222,11 +222,10 @@ class WorkerSide(Guarded):
         return WorkerReport(report) if report is not None else None
 
     def stats(self) -> S3KVStats | None:
-        if self._rank is None:
+        if self._rank is None or self._client is None:
             return None
-        return self._meter.take(
-            {**self._rank.counters, "internal_errors": int(self.broken is not None)}
-        )
+        broken = {"internal_errors": int(self.broken is not None)}
+        return self._meter.take({**self._rank.counters, **self._client.counters, **broken})
 
 
 def _distinct(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -60,6 +60,11 @@ COUNTERS: dict[str, str] = {
     "upload_failed": "Uploads that failed otherwise, per rank.",
     "upload_bytes": "Bytes of objects written or found written.",
     "uploads_given_up": "Chunks that were never uploaded, after all tries.",
+    "io_retries": "Requests to the store sent again after they had failed.",
+    "io_throttled": "Answers of the store that asked for fewer requests.",
+    "io_window_cuts": "Times the number of requests at once was made smaller.",
+    "io_hedges": "Fetches sent a second time because their first byte was late.",
+    "io_hedges_won": "Of those, the ones whose second request was the faster.",
     "evictions": "Chunks evicted from host memory.",
     "internal_errors": "Bugs of s3kv that made it stop caching in this engine.",
 }

@@ -25,6 +25,7 @@ import dataclasses
 import enum
 import select
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ _SILENCE_MAX_S = 30.0
 """A ping not answered for so long means a process that hangs: its loop never waits for anything."""
 _GRACE_S = 2.0
 """For a process to do by itself what it is expected to do: end a drain, or itself."""
+
+_COUNTED = ("retries", "throttled", "window_cuts", "hedges", "hedges_won")
 
 _ERRORS: dict[wire.Trouble, type[S3KVError]] = {
     "config": ConfigError,
@@ -97,6 +100,8 @@ class IoClient:
         clock: Callable[[], float] = time.monotonic,
         module: str = "s3kv.io",
     ) -> None:
+        self.counters: Counter[str] = Counter()
+        """What all processes there have been said of themselves, up to a second ago."""
         self._hello = hello
         self._slab = slab
         self._clock = clock
@@ -282,6 +287,9 @@ class IoClient:
                 del self._outstanding[job_id]
                 self._ended.append(message)
             case wire.Stats():
+                for name in _COUNTED:
+                    before = getattr(self._stats, name) if self._stats is not None else 0
+                    self.counters[f"io_{name}"] += getattr(message, name) - before
                 self._stats = message
                 self._pinged_s = None
             case wire.Ready():

@@ -50,6 +50,15 @@ _DENIED: Mapping[str, str] = {
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     "InvalidObjectState": "the object has been archived: keep lifecycle transitions off the prefix",
 }
+_OTHER_CREDENTIALS_MAY_HELP = frozenset(
+    {
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
 _ELSEWHERE = frozenset(
     {
         "PermanentRedirect",
@@ -73,6 +82,14 @@ def read_error(body: bytes) -> Mapping[str, str]:
     if root.tag.rpartition("}")[2] != "Error":
         return {}
     return {child.tag.rpartition("}")[2]: child.text or "" for child in root}
+
+
+def refuses_credentials(response: Response) -> bool:
+    """Whether an answer refuses who asks, not what is asked for. It may, when it has no body."""
+    if response.status not in (400, 401, 403):
+        return False
+    code = read_error(response.body).get("Code", "")
+    return code in _OTHER_CREDENTIALS_MAY_HELP or (response.status != 400 and not code)
 
 
 def error_of(response: Response, call: Call) -> StoreError:

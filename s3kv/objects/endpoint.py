@@ -11,7 +11,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import botocore.exceptions
@@ -22,12 +22,9 @@ from botocore.httpsession import get_cert_path
 
 import s3kv
 from s3kv.config import Config
-from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from s3kv.errors import StoreError
+from s3kv.objects.credentials import Credentials
 from s3kv.objects.exchange import EMPTY, Request
-
-
-class _Credentials(Protocol):
-    async def get_frozen_credentials(self) -> Any: ...
 
 
 class _Signer(S3SigV4Auth):
@@ -51,14 +48,15 @@ class Endpoint:
     authority: str
     path: str
     region: str
-    _credentials: _Credentials
+    credentials: Credentials
 
     @property
     def url(self) -> str:
         return f"http{'s' if self.tls else ''}://{self.authority}"
 
-    async def sign(
+    def sign(
         self,
+        frozen: Any,
         method: str,
         key: str,
         *,
@@ -66,7 +64,7 @@ class Endpoint:
         headers: Mapping[str, str] | None = None,
         body: memoryview = EMPTY,
     ) -> Request:
-        """A signed request. Credentials are asked for each time, because they may expire."""
+        """A request signed with `frozen`, which `credentials.frozen` gave just now."""
         # Amazon's own escaping: everything but unreserved characters, and '/' in paths.
         target = self.path + quote(key, safe="/-_.~")
         if query:
@@ -75,7 +73,6 @@ class Endpoint:
         unsigned = AWSRequest(
             method, self.url + target, headers={"Host": self.authority, **(headers or {})}
         )
-        frozen = await _frozen(self._credentials)
         _Signer(frozen, "s3", self.region).add_auth(unsigned)
         return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT}, body)
 
@@ -83,29 +80,10 @@ class Endpoint:
 _AGENT = f"s3kv/{s3kv.__version__}"
 
 
-async def _frozen(credentials: _Credentials) -> Any:
-    try:
-        return await credentials.get_frozen_credentials()
-    except botocore.exceptions.HTTPClientError as error:
-        raise StoreUnavailable(f"credentials could not be fetched: {error}") from error
-    except (
-        botocore.exceptions.BotoCoreError,
-        botocore.exceptions.ClientError,  # from STS
-        RuntimeError,  # botocore's, when what it fetched has expired already
-    ) as error:
-        raise StoreDenied(f"no valid credentials could be had: {error}") from error
-
-
 async def find_endpoint(config: Config) -> tuple[Endpoint, ssl.SSLContext | None]:
     """Ask botocore where the bucket is; sends nothing to it. Raises `StoreError`."""
     session = AioSession()
     try:
-        credentials = await session.get_credentials()
-        if credentials is None:
-            raise StoreDenied(
-                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "AWS_PROFILE, or give this machine a role"
-            )
         ca_bundle = config.ca_bundle or session.get_config_variable("ca_bundle")
         async with session.create_client(
             "s3", region_name=config.region, endpoint_url=config.endpoint_url
@@ -122,7 +100,7 @@ async def find_endpoint(config: Config) -> tuple[Endpoint, ssl.SSLContext | None
         path += f"{config.bucket}/"
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
-    endpoint = Endpoint(tls, host, port, authority, path, region, credentials)
+    endpoint = Endpoint(tls, host, port, authority, path, region, Credentials(session))
     return endpoint, _tls_context(config.verify_tls, ca_bundle) if tls else None
 
 

@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from s3kv.config import Config
-from s3kv.errors import StoreUnavailable
-from s3kv.objects.answers import Call, error_of, read_error
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects.answers import Call, error_of, read_error, refuses_credentials
 from s3kv.objects.endpoint import Endpoint, find_endpoint
-from s3kv.objects.exchange import EMPTY, Request, Response
+from s3kv.objects.exchange import EMPTY, Response
 from s3kv.objects.http import Patience, Pool
 from s3kv.objects.store import Claim, ObjectInfo
+
+_log = logging.getLogger("s3kv.io")
 
 PAGE_KEYS = 1000
 """Keys per page of a listing; the most S3 gives."""
 MAX_PUT_BYTES = 5 * 2**30
+_WRITTEN = (200, 201, 204)
 
 
 class S3Store:
@@ -38,12 +43,20 @@ class S3Store:
     Each method makes one attempt, on a new connection when an idle one proves to be closed, and
     raises `StoreThrottled`, `StoreUnavailable`, `StoreDenied`, `StoreMissing`, or `StoreError`
     for an answer no S3 server should give. A PUT with `if_absent` that was sent twice because the
-    server closed an idle connection may find its own first copy, and then returns False.
+    server closed an idle connection may find its own first copy, and then returns False. When the
+    store refuses our credentials and others have come meanwhile (a file was rewritten), it is asked
+    once more with those.
+
+    Some servers do not know `If-None-Match`. Those that ignore it create the object again. Those
+    that refuse it (501, or 400 for no other reason) are sent plain PUTs from then on. With either,
+    `put` with `if_absent` always returns True: what it writes must not depend on who was first.
     """
 
     def __init__(self, config: Config, *, page_keys: int = PAGE_KEYS) -> None:
         self._config = config
         self._page_keys = page_keys
+        self._conditional_puts: bool | None = None
+        """Whether the server knows them; None: not found out yet."""
         self._opening = asyncio.Lock()
         self._opened: tuple[Endpoint, Pool] | None = None
 
@@ -64,18 +77,30 @@ class S3Store:
         """Raises `ValueError` for more than 5 GiB."""
         if len(data) > MAX_PUT_BYTES:
             raise ValueError(f"{len(data)} bytes do not fit into one PUT ({MAX_PUT_BYTES})")
+        conditional = if_absent and self._conditional_puts is not False
+        response, call = await self._put(key, data, conditional=conditional)
+        if conditional and response.status == 412:
+            self._conditional_puts = True
+            return False
+        if conditional and self._conditional_puts is None and response.status in (400, 501):
+            refusal = error_of(response, call)
+            if type(refusal) is StoreError:
+                response, call = await self._put(key, data, conditional=False)
+                if response.status in _WRITTEN:
+                    self._conditional_puts = False
+                    _log.warning("%s. From now on plain PUTs are sent there", refusal)
+        if response.status in _WRITTEN:
+            return True
+        raise error_of(response, call)
+
+    async def _put(self, key: str, data: memoryview, *, conditional: bool) -> tuple[Response, Call]:
         headers = {"Content-Type": "application/octet-stream"}
-        if if_absent:
+        if conditional:
             headers["If-None-Match"] = "*"
         if self._config.checksum == "when_supported":
             crc = zlib.crc32(data).to_bytes(4, "big")
             headers["x-amz-checksum-crc32"] = base64.b64encode(crc).decode()
-        response, call = await self._send("s3:PutObject", "PUT", key, headers=headers, body=data)
-        if response.status in (200, 201, 204):
-            return True
-        if response.status == 412 and if_absent:
-            return False
-        raise error_of(response, call)
+        return await self._send("s3:PutObject", "PUT", key, headers=headers, body=data)
 
     async def head(self, key: str) -> ObjectInfo | None:
         response, call = await self._send("s3:GetObject", "HEAD", key)
@@ -146,10 +171,15 @@ class S3Store:
     ) -> tuple[Response, Call]:
         endpoint, pool = self._opened or await self._open()
         call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
-        request: Request = await endpoint.sign(
-            method, key or "", query=query, headers=headers, body=body
+        sign = partial(
+            endpoint.sign, method=method, key=key or "", query=query, headers=headers, body=body
         )
-        return await pool.request(request, into, claim), call
+        frozen = await endpoint.credentials.frozen()
+        response = await pool.request(sign(frozen), into, claim)
+        if refuses_credentials(response) and await endpoint.credentials.differ_from(frozen):
+            frozen = await endpoint.credentials.frozen()
+            response = await pool.request(sign(frozen), into, claim)
+        return response, call
 
     async def _open(self) -> tuple[Endpoint, Pool]:
         """Find credentials and endpoint once, however many first requests there are."""

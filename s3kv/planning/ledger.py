@@ -238,7 +238,8 @@ class ChunkLedger:
             return
         outcome = job.outcomes[JobKind.UPLOAD]
         self.counters[f"upload_{outcome.name.lower()}"] += 1
-        self.breaker.saw(outcome, now_s)
+        if outcome is not Outcome.DENIED:  # who may not write may still read
+            self.breaker.saw(outcome, now_s)
         if outcome.is_success:
             self._saves_inflight -= 1
             self.slots.mark_clean(job.slot)
