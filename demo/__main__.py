@@ -151,7 +151,7 @@ def place_to_use() -> Iterator[Place]:
     try:
         yield Place(server, bucket, prefix)
     finally:
-        for key in server.objects(bucket, prefix + "/"):
+        for key in server.everything(bucket, prefix + "/"):
             server.client().delete_object(Bucket=bucket, Key=key)
 
 

@@ -35,7 +35,7 @@ from s3kv.io.wire import Done, Hello
 from s3kv.messages import JobEnd, JobKind, SaveOrder
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
-from s3kv.objects.keys import Namespace, fingerprint_digest
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
@@ -128,6 +128,7 @@ class TieredStore:
             _SHARD,
             {_GROUP: tensors.specs},
             integrity=integrity,
+            manifest=canonical_json(identity),
         )
         client = IoClient(hello, slab)
         try:

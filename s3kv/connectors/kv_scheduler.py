@@ -15,6 +15,7 @@ from s3kv.config import Config
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.metrics import Meter, S3KVStats
+from s3kv.connectors.requests import RequestHashes
 from s3kv.connectors.translate import GROUP, KVGeometry, scheduled_requests
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.host.policy import make_policy
@@ -62,6 +63,7 @@ class SchedulerSide(Guarded):
         self._meter = Meter()
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
+        self._hashes = RequestHashes()
         self._unplanned: list[str] = []
         self._was_idle = False
 
@@ -133,7 +135,7 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def on_new_request(self, request: Request) -> None:
-        self.planner.add_request(request.request_id, request.block_hashes)
+        self.planner.add_request(request.request_id, self._hashes.of(request))
         if not request.skip_reading_prefix_cache:
             local = self._local_tokens(request)
             self.planner.prefetch(request.request_id, local, time.monotonic())

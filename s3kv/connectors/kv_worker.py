@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from s3kv.config import Config
 from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.metrics import Meter, S3KVStats
-from s3kv.connectors.translate import GROUP, KVGeometry, fingerprint, shard_name
+from s3kv.connectors.translate import GROUP, KVGeometry, shard_name
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
 from s3kv.errors import ConfigError, IoProcessError, StoreError
@@ -24,7 +25,7 @@ from s3kv.io.wire import Hello
 from s3kv.messages import StepPlan
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
-from s3kv.objects.keys import Namespace, fingerprint_digest
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.worker import RankWorker
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class WorkerSide(Guarded):
             group.layer_names,
             self._sizes.chunk_blocks,
         )
-        namespace = self._namespace(layout)
+        identity = self._identity(layout)
+        namespace = Namespace(self._config.prefix, fingerprint_digest(identity))
         shard = self._shard()
         chunk = ChunkFormat(namespace.digest, layout.tensors, GROUP, shard, self._integrity)
         slot_bytes = -(-chunk.object_bytes // _PAGE_BYTES) * _PAGE_BYTES
@@ -92,6 +94,8 @@ class WorkerSide(Guarded):
             shard=shard,
             groups={GROUP: layout.tensors},
             integrity=self._integrity,
+            # One rank is enough to say what all of them are.
+            manifest=canonical_json(identity) if _is_first(shard) else b"",
         )
         self._client = IoClient(hello, self._slab)
         self._client.start()
@@ -153,16 +157,19 @@ class WorkerSide(Guarded):
         if self._slab is not None:
             self._slab.close()
 
-    def _namespace(self, layout: PageLayout) -> Namespace:
+    def _identity(self, layout: PageLayout) -> dict[str, Any]:
         page = {
             "chunk_blocks": self._sizes.chunk_blocks,
             "layers": _distinct(layout.describe()["layers"]),
         }
-        identity = fingerprint(
-            self._config, self._vllm_config, self._kv_cache_config, self._sizes, page
+        return fingerprint(
+            self._config,
+            self._vllm_config,
+            self._kv_cache_config,
+            self._sizes,
+            page,
+            self._integrity,
         )
-        identity["integrity"] = self._integrity.identity()
-        return Namespace(self._config.prefix, fingerprint_digest(identity))
 
     def _shard(self) -> str:
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -226,6 +233,10 @@ class WorkerSide(Guarded):
             return None
         broken = {"internal_errors": int(self.broken is not None)}
         return self._meter.take({**self._rank.counters, **self._client.counters, **broken})
+
+
+def _is_first(shard: str) -> bool:
+    return shard.startswith("t0of") and "-p0of" in shard
 
 
 def _distinct(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:

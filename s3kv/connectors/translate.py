@@ -1,17 +1,12 @@
-"""vLLM's objects in s3kv's words: what can be served, its geometry, its fingerprint, its steps."""
+"""vLLM's objects in s3kv's words: what can be served, its geometry, its steps."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import platform
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -74,12 +69,27 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:
             raise UnsupportedError(f"{setting} > 1 cannot be served yet")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            "calculate_kv_scales: every engine would scale its quantised KV differently, by the "
+            "first prompts it saw. Use a checkpoint with scales, or run it without s3kv"
+        )
     _check_hashes_are_stable(vllm_config)
 
 
 def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
+    """vLLM's own function says what seeds the hashes: twice the same unless it is random."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None:
+    if hasattr(kv_cache_utils, "resolve_none_hash_seed"):
+        function = get_hash_fn_by_name(algorithm)
+        seeds = {kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2)}
+        random = len(seeds) > 1
+    else:
+        random = algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
+    if random:
         raise ConfigError(
             f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in every "
             "process, so that nothing in the bucket would ever be found again. Set PYTHONHASHSEED "
@@ -109,68 +119,6 @@ def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
 def shard_name(*, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> str:
     """This rank's part of every chunk, as it stands in object keys."""
     return f"t{tp_rank}of{tp_size}-p{pp_rank}of{pp_size}"
-
-
-def fingerprint(
-    config: Config,
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    sizes: KVGeometry,
-    page: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Everything that changes the bytes of a chunk or what they mean, as plain JSON values.
-
-    page: the byte layout of a page on this rank, without what differs between ranks.
-    """
-    model, cache, parallel = (
-        vllm_config.model_config,
-        vllm_config.cache_config,
-        vllm_config.parallel_config,
-    )
-    return {
-        "model": config.model_id or f"{model.model}@{model.revision or ''}",
-        "model_config": _digest(model.hf_config.to_dict()),
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "kv_cache_dtype": cache.cache_dtype,
-        "kv_cache_layout": getattr(kv_cache_config, "kv_cache_layout", None),
-        "page": dict(page),
-        "cpu_isa": _cpu_isa() if vllm_config.device_config.device_type == "cpu" else None,
-        "tensor_parallel_size": parallel.tensor_parallel_size,
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "block_tokens": sizes.block_tokens,
-        "chunk_tokens": sizes.chunk_tokens,
-        "hash": _hash_identity(cache.prefix_caching_hash_algo, sizes.hash_tokens),
-    }
-
-
-def _digest(tree: Any) -> str:
-    # Where the file came from and which library wrote it do not change what the model computes.
-    volatile = {"_name_or_path", "name_or_path", "transformers_version"}
-    kept = {k: v for k, v in tree.items() if k not in volatile}
-    text = json.dumps(kept, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _cpu_isa() -> str:
-    """The instruction sets that decide how vLLM's CPU attention packs a page."""
-    amx = torch.cpu._is_amx_tile_supported() if platform.machine() == "x86_64" else False
-    return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-amx{int(amx)}"
-
-
-def _hash_identity(algorithm: str, hash_tokens: int) -> dict[str, Any]:
-    import vllm
-
-    major, minor = (int(part) for part in vllm.__version__.split(".")[:2])
-    return {
-        "algorithm": algorithm,
-        "tokens": hash_tokens,
-        "seed": os.environ.get("PYTHONHASHSEED", "vllm-none-hash"),
-        # Hashes of LoRA, multi-modal and salted requests changed their form between 0.29 and 0.32.
-        "form": "0.32" if (major, minor) >= (0, 32) else f"{major}.{minor}",
-        # sha256 hashes pickles, which are a matter of the Python version.
-        "python": list(sys.version_info[:2]) if algorithm == "sha256" else None,
-    }
 
 
 def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:

@@ -33,6 +33,7 @@ def main() -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="s3kv.io[%(process)d]: %(message)s"
     )
+    logging.getLogger("s3kv.io").setLevel(logging.INFO)
     sock = socket.socket(fileno=arguments.fd)
     slab = Slab.attach(arguments.slab_fd)
     loop = uvloop.new_event_loop()

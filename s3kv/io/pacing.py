@@ -7,7 +7,7 @@ by itself: `Window` says how many requests run at once, `Lateness` what is late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import TypeVar
 
 from s3kv.errors import StoreThrottled
@@ -88,6 +88,9 @@ class PacedStore:
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         return self._store.list(prefix)
+
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        return await self._watched(self._store.folders(prefix, limit))
 
     async def check(self) -> None:
         await self._watched(self._store.check())

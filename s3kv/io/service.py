@@ -24,6 +24,7 @@ from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.hedging import Lateness
 from s3kv.io.jobs import Direction, Job, JobQueue
+from s3kv.io.manifest import introduce
 from s3kv.io.pacing import PacedStore
 from s3kv.io.transfers import End, Transfers
 from s3kv.io.window import Window
@@ -38,6 +39,7 @@ _log = logging.getLogger("s3kv.io")
 _CLOSE_TIMEOUT_S = 1.0
 _UNWIND_TIMEOUT_S = 2.0
 """For cancelled jobs to end. The process's own end stops what is left after it."""
+_INTRODUCTION_PAUSE_S = 60.0
 _TROUBLE: dict[type[StoreError], wire.Trouble] = {
     StoreDenied: "denied",
     StoreMissing: "missing",
@@ -84,6 +86,8 @@ class Service:
         self._tasks: dict[int, asyncio.Task[End]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
+        self._manifest = hello.manifest
+        self._introducing: asyncio.Task[None] | None = None
         self._started = False
         self._drain_left: int | None = None
         self._drained = asyncio.Event()
@@ -109,6 +113,24 @@ class Service:
             return
         self._started = True
         self._start_jobs()
+        if self._manifest:
+            self._introducing = asyncio.get_running_loop().create_task(self._introduce())
+
+    async def _introduce(self) -> None:
+        """Say which namespace this is, as soon as the bucket answers."""
+        while True:
+            try:
+                said = await self._transfers.attempts(
+                    lambda: introduce(self._store, self._namespace, self._manifest)
+                )
+            except StoreUnavailable:
+                await asyncio.sleep(_INTRODUCTION_PAUSE_S)
+            except StoreError as error:
+                _log.warning("the manifest of the namespace cannot be looked at: %s", error)
+                return
+            else:
+                _log.info("%s", said)
+                return
 
     async def _try_bucket(self) -> tuple[wire.Trouble | None, str]:
         timeout_s = self._config.start_timeout_ms / 1000
@@ -270,7 +292,9 @@ class Service:
         self._started = False
         for job_id in tuple(self._tasks):
             self._cancel(job_id)
-        self._starting.cancel()
-        await asyncio.wait([self._starting, *self._tasks.values()], timeout=_UNWIND_TIMEOUT_S)
+        background = [task for task in (self._starting, self._introducing) if task is not None]
+        for task in background:
+            task.cancel()
+        await asyncio.wait([*background, *self._tasks.values()], timeout=_UNWIND_TIMEOUT_S)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)

@@ -111,14 +111,14 @@ class Transfers:
         deletes may lose a repair made in the moment between; that costs a miss.
         """
         try:
-            info = await self.attempts(lambda: self._store.head(job.key))
+            info = await self.attempts(partial(self._store.head, job.key), until_s=job.due_s)
             nbytes, again = await self._read(job)
             if info is None or nbytes is None:
                 return End(Outcome.CORRUPT, 0, f"{said}; it is gone now", reason)
             if again is None:
                 return End(Outcome.OK, nbytes, f"{said}; a second reading was right", reason)
-            etag = info.etag
-            deleted = await self.attempts(lambda: self._store.delete(job.key, if_etag=etag))
+            delete = partial(self._store.delete, job.key, if_etag=info.etag)
+            deleted = await self.attempts(delete, until_s=job.due_s)
         except StoreError as error:
             self._quarantine.add(job.key)
             return End(Outcome.CORRUPT, 0, f"{said}; it could not be deleted: {error}", reason)

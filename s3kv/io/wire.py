@@ -45,6 +45,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     shard: this rank's part of every chunk.
     item_dtype: of items (`objects.items`), for a process that moves those instead of chunks.
     integrity: how objects are sealed and verified.
+    manifest: what the namespace is, to be written and compared; empty where another rank does it.
     """
 
     config: Config
@@ -54,6 +55,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     groups: dict[int, tuple[TensorSpec, ...]]
     item_dtype: str | None = None
     integrity: Integrity = XXH3
+    manifest: bytes = b""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from s3kv.objects.store import Claim, ObjectInfo
 
@@ -60,6 +60,12 @@ class MemoryStore:
         for key in sorted(self._objects, key=lambda k: k.encode()):
             if key.startswith(prefix) and key in self._objects:
                 yield self._info(key)
+
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        await asyncio.sleep(0)
+        tails = (key[len(prefix) :] for key in self._objects if key.startswith(prefix))
+        names = {tail.partition("/")[0] for tail in tails if "/" in tail}
+        return sorted(names, key=lambda n: n.encode())[:limit]
 
     async def check(self) -> None:
         await asyncio.sleep(0)

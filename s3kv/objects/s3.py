@@ -132,6 +132,13 @@ class S3Store:
             if token is None:
                 return
 
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        query = _list_query(prefix, limit) | {"delimiter": "/"}
+        response, call = await self._send("s3:ListBucket", "GET", None, query=query)
+        if response.status != 200:
+            raise error_of(response, call)
+        return _read_folders(response.body, call, prefix)
+
     async def check(self) -> None:
         # A listing rather than a HEAD of the bucket: its errors have a body that says which.
         await self._list_page(f"{self._config.prefix}/", 1, None)
@@ -144,12 +151,7 @@ class S3Store:
     async def _list_page(
         self, prefix: str, keys: int, token: str | None
     ) -> tuple[Sequence[ObjectInfo], str | None]:
-        query = {
-            "list-type": "2",
-            "prefix": prefix,
-            "max-keys": str(keys),
-            "encoding-type": "url",
-        }
+        query = _list_query(prefix, keys)
         if token is not None:
             query["continuation-token"] = token
         response, call = await self._send("s3:ListBucket", "GET", None, query=query)
@@ -204,6 +206,19 @@ class S3Store:
 
 def _is_no_such_key(response: Response) -> bool:
     return response.status == 404 and read_error(response.body).get("Code") != "NoSuchBucket"
+
+
+def _list_query(prefix: str, keys: int) -> dict[str, str]:
+    return {"list-type": "2", "prefix": prefix, "max-keys": str(keys), "encoding-type": "url"}
+
+
+def _read_folders(body: bytes, call: Call, prefix: str) -> Sequence[str]:
+    try:
+        root = ElementTree.fromstring(body)
+        whole = [unquote(_text(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]
+    except (ElementTree.ParseError, ValueError) as error:
+        raise StoreUnavailable(f"{call}: the listing cannot be read: {error}") from error
+    return [name[len(prefix) :].rstrip("/") for name in whole]
 
 
 def _read_page(body: bytes, call: Call) -> tuple[Sequence[ObjectInfo], str | None]:

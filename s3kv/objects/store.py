@@ -1,7 +1,7 @@
 """What s3kv needs of an object store.
 
 An object store is not a file system: an object appears whole or not at all, and is never changed
-in place by s3kv. The five verbs below are everything the cache uses. A missing object is an
+in place by s3kv. The verbs below are everything the cache uses. A missing object is an
 answer (`None`, `False`), not an error; every other failure raises a `StoreError` that says what
 the caller can do. No method retries more than the transport's one fresh-connection retry: how
 often to try, and for how long, is decided by the caller, who knows the deadline.
@@ -12,7 +12,7 @@ bounds them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,12 @@ class ObjectStore(Protocol):
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Every object whose key starts with `prefix`, in key order."""
+        ...
+
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        """The names that keys continue `prefix` with before their next slash, at most `limit`, in
+        order. Without keys that have no further slash. limit: 1 to 1000.
+        """
         ...
 
     async def check(self) -> None:

@@ -24,7 +24,13 @@ def side(**settings: Any) -> SchedulerSide:
 
 def request(name: str, chunks: int = 2) -> Any:
     hashes = [f"{name}-{block}".encode() for block in range(2 * chunks)]
-    return SimpleNamespace(request_id=name, block_hashes=hashes, skip_reading_prefix_cache=False)
+    return SimpleNamespace(
+        request_id=name,
+        block_hashes=hashes,
+        skip_reading_prefix_cache=False,
+        lora_request=None,
+        mm_features=[],
+    )
 
 
 def step(tokens: int = 0) -> Any:

@@ -24,6 +24,8 @@ CONNECTOR = "s3kv/connectors/kv.py"
 SCHEDULER = "s3kv/connectors/kv_scheduler.py"
 WORKER = "s3kv/connectors/kv_worker.py"
 TRANSLATE = "s3kv/connectors/translate.py"
+IDENTITY = "s3kv/connectors/identity.py"
+REQUESTS = "s3kv/connectors/requests.py"
 METRICS = "s3kv/connectors/metrics.py"
 
 # Hook -> its parameters, and where to read what we make of it.
@@ -162,9 +164,30 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     (
         "vllm.config",
         "ModelConfig",
-        {"model", "revision", "dtype", "quantization", "hf_config"},
-        TRANSLATE,
+        {
+            "model",
+            "revision",
+            "code_revision",
+            "dtype",
+            "quantization",
+            "hf_config",
+            "model_impl",
+            "disable_sliding_window",
+            "max_model_len",
+            "seed",
+            "multimodal_config",
+        },
+        IDENTITY,
     ),
+    (
+        "vllm.config",
+        "VllmConfig",
+        {"speculative_config", "lora_config", "load_config", "compilation_config"},
+        IDENTITY,
+    ),
+    ("vllm.config", "CompilationConfig", {"static_forward_context"}, IDENTITY),
+    ("vllm.config", "LoadConfig", {"load_format"}, IDENTITY),
+    ("vllm.multimodal.inputs", "MultiModalFeatureSpec", {"identifier"}, REQUESTS),
 ]
 NEWER_FIELDS: list[tuple[tuple[int, int], str, str, set[str], str]] = [
     ((0, 30), "vllm.v1.outputs", "KVConnectorOutput", {"failed_recving"}, SCHEDULER),
@@ -347,7 +370,7 @@ def test_a_request_has_what_we_read() -> None:
 
     request = Request("one", [1, 2, 3], SamplingParams(), None)
     assert request.request_id == "one"
-    for name in ("block_hashes", "skip_reading_prefix_cache"):
+    for name in ("block_hashes", "skip_reading_prefix_cache", "lora_request", "mm_features"):
         assert hasattr(request, name), moved(f"Request has no {name}", SCHEDULER)
     assert request.block_hashes is request.block_hashes, moved(
         "Request.block_hashes is a new list each time, and we keep the growing one", SCHEDULER

@@ -67,10 +67,10 @@ def new_bucket(s3: S3Server, like: str | None = None) -> Iterator[str]:
     client = s3.client()
     name = f"e2e-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=name)
-    for key in s3.objects(like) if like else ():
+    for key in s3.everything(like) if like else ():
         client.copy_object(Bucket=name, Key=key, CopySource={"Bucket": like, "Key": key})
     yield name
-    for key in s3.objects(name):
+    for key in s3.everything(name):
         client.delete_object(Bucket=name, Key=key)
     client.delete_bucket(Bucket=name)
 

@@ -148,6 +148,13 @@ class ObjectStoreSuite:
         assert abs(head.modified_s - infos[0].modified_s) < 1.5  # a HEAD tells whole seconds
         assert [info async for info in store.list(f"{root}f")] == []
 
+    async def test_folders(self, store: ObjectStore, root: str) -> None:
+        for name in ("b/1", "b/2/3", "a b+/1", "c", "d/"):
+            await store.put(root + name, pattern(7, 1), if_absent=True)
+        assert list(await store.folders(root, 100)) == ["a b+", "b", "d"]
+        assert list(await store.folders(root, 2)) == ["a b+", "b"]
+        assert list(await store.folders(root + "none/", 100)) == []
+
     async def test_cancelled_get_leaves_the_buffer_alone(
         self, store: ObjectStore, root: str
     ) -> None:

@@ -1,0 +1,123 @@
+"""The manifest: an object at a namespace's root that spells out its fingerprint.
+
+The namespace's name is a digest of the fingerprint, so engines that differ are in different
+namespaces, manifest or not. It is there for people: it says what a namespace is, and lets a new one
+be compared with its siblings, because "why does nothing hit?" is mostly answered by one field.
+
+Nothing waits for this, and nothing depends on it: a bucket that may only be read serves as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from s3kv.errors import StoreDenied
+from s3kv.objects.keys import Namespace, all_namespaces
+from s3kv.objects.store import ObjectStore
+
+MAX_MANIFEST_BYTES = 2**18
+_MAX_SIBLINGS = 32
+"""Read at most; one small object each, once in the life of a namespace."""
+_MAX_FIELDS_TOLD = 8
+_MAX_VALUE_CHARS = 60
+_ABSENT = "-"
+
+
+async def introduce(store: ObjectStore, namespace: Namespace, manifest: bytes) -> str:
+    """Write the manifest if there is none. Returns a sentence on which namespace this is and why.
+
+    manifest: canonical JSON of the fingerprint. Raises `StoreError` when the bucket cannot be
+    asked.
+    """
+    held = await _read(store, namespace.manifest)
+    if held == manifest:
+        return f"namespace {namespace.root} is known, its manifest says the same as this engine"
+    if held is not None:
+        return (
+            f"namespace {namespace.root} is known, but its manifest is damaged: it is not what "
+            "the name is a digest of. It is left alone; nothing depends on it"
+        )
+    note = ""
+    try:
+        await store.put(namespace.manifest, memoryview(manifest), if_absent=True)
+    except StoreDenied:
+        note = " (and has no manifest, which may not be written)"
+    return f"namespace {namespace.root} is new{note}; {await _compare(store, namespace, manifest)}"
+
+
+async def _compare(store: ObjectStore, namespace: Namespace, manifest: bytes) -> str:
+    """How the namespace differs from the sibling it differs least from."""
+    ours = _flat(json.loads(manifest))
+    names = await store.folders(all_namespaces(namespace.prefix), _MAX_SIBLINGS + 1)
+    siblings = [name for name in names if name != namespace.digest][:_MAX_SIBLINGS]
+    found: list[tuple[int, str, list[str]]] = []
+    for name, text in zip(
+        siblings,
+        await asyncio.gather(*(_read_sibling(store, namespace.prefix, n) for n in siblings)),
+        strict=True,
+    ):
+        theirs = _parse(text)
+        if theirs is not None:
+            differences = explain(_flat(theirs), ours)
+            found.append((len(differences), name, differences))
+    if not found:
+        return f"there is no other under {namespace.prefix}/ to compare it with"
+    count, name, differences = min(found)
+    told = "; ".join(differences[:_MAX_FIELDS_TOLD])
+    more = f"; and {count - _MAX_FIELDS_TOLD} more" if count > _MAX_FIELDS_TOLD else ""
+    return f"of {len(found)} others the nearest, {name}, differs in {told}{more}"
+
+
+async def _read_sibling(store: ObjectStore, prefix: str, name: str) -> bytes | None:
+    try:
+        sibling = Namespace(prefix, name)
+    except ValueError:  # a folder somebody else has put there
+        return None
+    return await _read(store, sibling.manifest)
+
+
+async def _read(store: ObjectStore, key: str) -> bytes | None:
+    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
+    nbytes = await store.get_into(key, buffer)
+    if nbytes is None:
+        return None
+    return bytes(buffer[:nbytes]) if nbytes <= MAX_MANIFEST_BYTES else b""
+
+
+def _parse(text: bytes | None) -> Mapping[str, Any] | None:
+    try:
+        tree = json.loads(text or b"")
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, Mapping) else None
+
+
+def _flat(tree: Any, name: str = "") -> dict[str, str]:
+    """Every leaf's JSON under its dotted name."""
+    if isinstance(tree, Mapping) and tree:
+        items = list(tree.items())
+    elif isinstance(tree, list) and tree:
+        items = list(enumerate(tree))
+    else:
+        return {name: json.dumps(tree)}
+    flat: dict[str, str] = {}
+    for key, value in items:
+        flat |= _flat(value, f"{name}.{key}" if name else str(key))
+    return flat
+
+
+def explain(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """Each leaf that differs: its name, its value there and its value here."""
+    return [
+        f"{name[:_MAX_VALUE_CHARS]!a} ({_short(theirs, name)} there, {_short(ours, name)} here)"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+def _short(values: Mapping[str, str], name: str) -> str:
+    value = values.get(name, _ABSENT)
+    return value if len(value) <= _MAX_VALUE_CHARS else f"{value[:_MAX_VALUE_CHARS]}…"

@@ -1,0 +1,48 @@
+"""vLLM's own configuration objects, as an engine would have them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+
+from lab.engine import ENGINE_ARGS, ENVIRONMENT
+
+BLOCK_TOKENS = 128
+SHAPE: dict[str, Any] = {
+    "block_size": BLOCK_TOKENS,
+    "num_kv_heads": 4,
+    "head_size": 32,
+    "dtype": torch.bfloat16,
+}
+FULL = FullAttentionSpec(**SHAPE)
+WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
+
+
+def groups(*specs: Any) -> KVCacheConfig:
+    return KVCacheConfig(
+        num_blocks=10,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)],
+    )
+
+
+def configured(model: Path, **engine_args: Any) -> Any:
+    """The VllmConfig an engine of that model would have."""
+    args = {name: value for name, value in ENGINE_ARGS.items() if name != "disable_log_stats"}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        patch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+        return EngineArgs(model=str(model), **(args | engine_args)).create_engine_config()

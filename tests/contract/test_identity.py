@@ -1,0 +1,295 @@
+"""What changes the bytes of a chunk, or what they mean, changes the namespace."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lab import models
+from s3kv.config import Config
+from s3kv.connectors import identity
+from s3kv.connectors.identity import fingerprint
+from s3kv.connectors.translate import geometry
+from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.objects.keys import canonical_json, fingerprint_digest
+from tests.contract.configurations import FULL, configured, groups
+
+PAGE: dict[str, Any] = {"chunk_blocks": 2, "layers": [{"dtype": "BF16", "order": "HNC"}]}
+
+
+class Engine:
+    """What a fingerprint is taken of. Changes to vLLM's objects go through `patch`."""
+
+    def __init__(self, vllm_config: Any, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self._undo: list[tuple[dict[str, Any], str, Any]] = []
+        self.config = Config(bucket="kv-cache")
+        self.vllm = vllm_config
+        self.cache = groups(FULL)
+        self.page = PAGE
+        self.integrity = XXH3
+        self.set(self.vllm.compilation_config, static_forward_context={"layer.0": layer("CPU")})
+
+    def set(self, holder: Any, **values: Any) -> None:
+        for name, value in values.items():
+            # Around pydantic, which would want whole configurations where a name is enough.
+            before = holder.__dict__.get(name, self)
+            holder.__dict__[name] = value
+            self._undo.append((holder.__dict__, name, before))
+
+    def restore(self) -> None:
+        while self._undo:
+            values, name, before = self._undo.pop()
+            if before is self:
+                del values[name]
+            else:
+                values[name] = before
+
+    def fingerprint(self) -> dict[str, Any]:
+        sizes = geometry(self.config, self.vllm, self.cache)
+        return fingerprint(self.config, self.vllm, self.cache, sizes, self.page, self.integrity)
+
+    @property
+    def model(self) -> Any:
+        return self.vllm.model_config
+
+    def settings(self, **settings: Any) -> None:
+        self.config = dataclasses.replace(self.config, **settings)
+
+
+def layer(backend: str) -> Any:
+    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+
+
+@pytest.fixture
+def engine(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
+) -> Iterator[Engine]:
+    """An engine of a model of this test's own, whose name does not tell where it lies."""
+    shutil.copytree(models.build(directory, models.TINY), tmp_path / "model")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    it = Engine(tiny_config, monkeypatch)
+    it.set(it.model, model=str(tmp_path / "model"))
+    it.settings(model_id="tiny")
+    yield it
+    it.restore()
+
+
+def leaves(tree: Any, depth: int = 2) -> dict[str, Any]:
+    """Field -> value, down to the second level."""
+    if depth == 0 or not isinstance(tree, dict):
+        return {"": tree}
+    return {
+        f"{key}.{name}".rstrip("."): value
+        for key, item in tree.items()
+        for name, value in leaves(item, depth - 1).items()
+    }
+
+
+def weights_of_an_update(e: Engine) -> None:
+    file = Path(e.model.model) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 8192] = bytes(8192)
+    file.write_bytes(data)
+
+
+def hf(**values: Any) -> Callable[[Engine], None]:
+    """Another model configuration, as `hf_overrides` or another config.json make it."""
+
+    def change(e: Engine) -> None:
+        tree = e.model.hf_config.to_dict() | values
+        e.set(e.model, hf_config=SimpleNamespace(to_dict=lambda: tree))
+
+    return change
+
+
+def model(**values: Any) -> Callable[[Engine], None]:
+    return lambda e: e.set(e.model, **values)
+
+
+def cache(**values: Any) -> Callable[[Engine], None]:
+    return lambda e: e.set(e.vllm.cache_config, **values)
+
+
+def parallel(**values: Any) -> Callable[[Engine], None]:
+    return lambda e: e.set(e.vllm.parallel_config, **values)
+
+
+def environment(name: str, value: str) -> Callable[[Engine], None]:
+    return lambda e: e.patch.setenv(name, value)
+
+
+def commit(e: Engine) -> None:
+    tree = e.model.hf_config.to_dict()
+    e.set(e.model, hf_config=SimpleNamespace(to_dict=lambda: tree, _commit_hash="c0ffee"))
+
+
+def longrope(e: Engine) -> None:
+    hf(rope_parameters={"rope_type": "longrope"})(e)
+
+
+def dummy(e: Engine) -> None:
+    e.set(e.vllm.load_config, load_format="dummy")
+
+
+CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
+    ("format", "format version", lambda e: e.patch.setattr(identity, "FORMAT_VERSION", "2")),
+    ("vllm", "engine", lambda e: e.patch.setattr("vllm.__version__", "0.40.0")),
+    ("model.name", "name by setting", lambda e: e.settings(model_id="other")),
+    ("model.name", "path", lambda e: e.settings(model_id=None)),
+    ("model.commit", "commit of a branch", commit),
+    ("model.code_revision", "remote code", model(code_revision="abc")),
+    ("model.weights", "weights in place", weights_of_an_update),
+    ("model.weights", "no weights at hand", model(model="org/model")),
+    ("model.dummy_seed", "random weights", dummy),
+    ("model.config", "rope", hf(rope_theta=20_000.0)),
+    ("model.config", "rope scaling", hf(rope_parameters={"rope_type": "yarn", "factor": 4.0})),
+    ("model.config", "layers", hf(num_hidden_layers=5)),
+    ("model.config", "checkpoint quantization", hf(quantization_config={"bits": 4})),
+    ("model.implementation", "implementation", model(model_impl="transformers")),
+    ("model.class_overrides", "class", model(model_class_overrides={"A": "b:C"})),
+    ("model.dtype", "dtype", model(dtype="torch.float16")),
+    ("model.quantization", "quantization", model(quantization="fp8")),
+    ("model.quantization_config", "online", model(quantization_config={"scheme": "fp8"})),
+    ("model.disable_sliding_window", "window", model(disable_sliding_window=True)),
+    (
+        "speculative.method",
+        "draft",
+        lambda e: e.set(e.vllm, speculative_config=SimpleNamespace(method="eagle", model="d")),
+    ),
+    (
+        "multimodal.mm_processor_kwargs",
+        "image sizes",
+        model(multimodal_config=SimpleNamespace(mm_processor_kwargs={"max_pixels": 1})),
+    ),
+    (
+        "lora.lora_dtype",
+        "adapters",
+        lambda e: e.set(e.vllm, lora_config=SimpleNamespace(lora_dtype="float32")),
+    ),
+    ("kv_cache.dtype", "kv dtype", cache(cache_dtype="fp8_e4m3")),
+    ("kv_cache.unquantized_layers", "kv dtype", cache(kv_cache_dtype_skip_layers=["1"])),
+    ("kv_cache.layout", "layout", lambda e: e.set(e.cache, kv_cache_layout="LHBNC")),
+    ("kv_cache.page", "page", lambda e: setattr(e, "page", PAGE | {"chunk_blocks": 4})),
+    (
+        "kv_cache.attention",
+        "backend",
+        lambda e: e.set(
+            e.vllm.compilation_config, static_forward_context={"layer.0": layer("FLASHINFER")}
+        ),
+    ),
+    ("kv_cache.cpu_isa", "CPU", lambda e: e.patch.setattr("platform.machine", lambda: "arm")),
+    ("ranks.tensor", "tensor parallelism", parallel(tensor_parallel_size=2)),
+    ("ranks.pipeline", "pipeline parallelism", parallel(pipeline_parallel_size=2)),
+    ("chunk_tokens", "chunk", lambda e: e.settings(chunk_tokens=512)),
+    (
+        "block_tokens",
+        "block",
+        lambda e: setattr(e, "cache", groups(dataclasses.replace(FULL, block_size=64))),
+    ),
+    ("hash.algorithm", "hash", cache(prefix_caching_hash_algo="sha256_cbor")),
+    ("hash.tokens", "hash block", lambda e: e.set(e.cache, hash_block_size=64)),
+    ("hash.seed", "seed", environment("PYTHONHASHSEED", "1")),
+    ("hash.python", "pickle", lambda e: e.patch.setattr(sys, "version_info", (3, 99, 0))),
+    ("integrity.mode", "mode", lambda e: setattr(e, "integrity", Integrity("none"))),
+    (
+        "integrity.key_id",
+        "secret",
+        lambda e: setattr(e, "integrity", Integrity("blake3-keyed", bytes(32))),
+    ),
+]
+TOGETHER: list[tuple[str, Callable[[Engine], Any], Callable[[Engine], Any]]] = [
+    ("model.max_model_len", longrope, model(max_model_len=100_000)),
+    ("model.dummy_seed", dummy, model(seed=7)),
+    (
+        "ranks.layers",
+        parallel(pipeline_parallel_size=2),
+        environment("VLLM_PP_LAYER_PARTITION", "1,3"),
+    ),
+    (
+        "integrity.key_id",
+        lambda e: setattr(e, "integrity", Integrity("blake3-keyed", bytes(32))),
+        lambda e: setattr(e, "integrity", Integrity("blake3-keyed", bytes(31) + b"1")),
+    ),
+]
+"""Fields that matter only where something else has been set first."""
+
+
+@pytest.mark.parametrize(("field", "change"), [c[::2] for c in CHANGES], ids=lambda c: str(c)[:40])
+def test_each_change_is_another_namespace(
+    engine: Engine, field: str, change: Callable[[Engine], Any]
+) -> None:
+    before = engine.fingerprint()
+    change(engine)
+    after = engine.fingerprint()
+    assert fingerprint_digest(after) != fingerprint_digest(before)
+    assert leaves(after).get(field) != leaves(before).get(field)
+
+
+@pytest.mark.parametrize(("field", "first", "second"), TOGETHER, ids=[t[0] for t in TOGETHER])
+def test_what_matters_only_in_company(
+    engine: Engine,
+    field: str,
+    first: Callable[[Engine], Any],
+    second: Callable[[Engine], Any],
+) -> None:
+    first(engine)
+    before = engine.fingerprint()
+    second(engine)
+    after = engine.fingerprint()
+    assert fingerprint_digest(after) != fingerprint_digest(before)
+    assert leaves(after)[field] != leaves(before)[field]
+
+
+def test_no_field_is_left_out_of_the_list_above(engine: Engine) -> None:
+    """Whatever is added to a fingerprint has to be added there."""
+    tried = {field for field, _, _ in CHANGES} | {field for field, _, _ in TOGETHER}
+    whole_sections = {"speculative", "multimodal", "lora"}
+    there = set(leaves(engine.fingerprint()))
+    assert there - whole_sections <= tried
+    assert whole_sections <= {field.partition(".")[0] for field in tried}
+
+
+# ------------------------------------------------------------------------- what is the same
+
+
+def test_the_same_engine_elsewhere_is_the_same(engine: Engine, tmp_path: Path) -> None:
+    before = engine.fingerprint()
+    shutil.copytree(tmp_path / "model", tmp_path / "elsewhere")
+    engine.set(engine.model, model=str(tmp_path / "elsewhere"), max_model_len=1024, seed=9)
+    engine.set(engine.vllm.cache_config, gpu_memory_utilization=0.5)
+    os.utime(tmp_path / "elsewhere" / "model.safetensors", (1, 1))
+    assert engine.fingerprint() == before
+
+
+def test_a_second_start_is_the_same(directory: Path, tiny_config: Any) -> None:
+    path = models.build(directory, models.TINY)
+    config, cached = Config(bucket="kv-cache"), groups(FULL)
+    first, second = (
+        fingerprint(config, c, cached, geometry(config, c, cached), PAGE, XXH3)
+        for c in (tiny_config, configured(path))
+    )
+    assert canonical_json(first) == canonical_json(second)
+
+
+def test_objects_of_no_stable_text_do_not_make_every_start_another_namespace() -> None:
+    assert identity._plain({"a": object(), "b": {2, 1}, "c": float("inf")}) == {
+        "a": "a object",
+        "b": [1, 2],
+        "c": "inf",
+    }
+
+
+def test_a_very_long_configuration_is_told_by_its_digest() -> None:
+    long = {"names": ["x" * 100] * 2000}
+    assert len(identity._spelled(long)) == 64
+    assert identity._spelled(long) != identity._spelled({"names": ["x" * 100] * 2001})
