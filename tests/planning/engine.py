@@ -11,8 +11,11 @@ All along it asserts what the planner promises, by the meaning of the bytes (see
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from s3kv.messages import StepPlan, StepReport
 from s3kv.planning.kv import Answer, ScheduledRequest
@@ -31,11 +34,22 @@ class _Output:
 
 
 class Engine:
-    def __init__(self, setup: Setup) -> None:
+    """ranks: other ones than those that move meanings. prefixes: shared by engines that share a
+    bucket, and so are numbers, of which every weight update takes a new one.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        ranks: Sequence[Any] | None = None,
+        prefixes: Prefixes | None = None,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self.setup = setup
         self.planner = setup.planner()
         self.bucket = Bucket()
-        self.ranks = [
+        self.ranks: Sequence[Any] = ranks or [
             Rank(
                 number,
                 slots=setup.slots,
@@ -46,7 +60,8 @@ class Engine:
             for number in range(setup.world_size)
         ]
         self.now_s = 0.0
-        self.prefixes = Prefixes()
+        self.prefixes = Prefixes() if prefixes is None else prefixes
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.loading: dict[str, Request] = {}
@@ -107,10 +122,10 @@ class Engine:
         holding = bool(self.loading) or any(request.blocks for request in self.waiting)
         if not holding:
             self.pool.forget()
-            self.oracle.weights += 1
+            self.oracle.weights = next(self._numbers)
         self.seen["resets refused" if holding else "resets"] += 1
         self.oracle.in_bucket.clear()
-        self.planner.reset(b"salt %d" % self.seen.total())
+        self.planner.reset(b"salt %d" % next(self._numbers))
 
     # --- a step ----------------------------------------------------------------------------
 

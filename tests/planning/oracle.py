@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from s3kv.messages import (
     FetchOrder,
     JobKind,
@@ -21,7 +23,7 @@ from tests.planning.setup import Request, Setup
 class Oracle:
     """Sees every plan before the ranks do, and every report before the planner does."""
 
-    def __init__(self, setup: Setup, ranks: list[Rank], pool: BlockPool) -> None:
+    def __init__(self, setup: Setup, ranks: Sequence[Rank], pool: BlockPool) -> None:
         self.weights = 0
         self.in_bucket: set[ChunkKey] = set()
         """What the planner has been told, and not been told otherwise since."""

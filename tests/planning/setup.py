@@ -29,6 +29,7 @@ class Setup:
     max_wait_s: float = 5.0
     gate: bool = False
     max_saves_inflight: int = 4
+    miss_ttl_s: float = 20.0
     eviction: str = "lru"
     may_load: bool = True
     may_save: bool = True
@@ -38,7 +39,7 @@ class Setup:
     def planner(self) -> KVPlanner:
         ledger = ChunkLedger(
             SlotTable(self.slots, make_policy(self.eviction, self.slots)),
-            BucketIndex(capacity=10_000, miss_ttl_s=20.0),
+            BucketIndex(capacity=10_000, miss_ttl_s=self.miss_ttl_s),
             Breaker(threshold=3),
             world_size=self.world_size,
         )
