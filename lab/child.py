@@ -34,7 +34,8 @@ class Host(Protocol):
     """An engine whose requests are asynchronous generators; leaving one early aborts it."""
 
     def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]: ...
-    async def reset_prefix_cache(self) -> bool: ...
+    async def reset_prefix_cache(self, running: bool, connector: bool) -> bool: ...
+    async def collective_rpc(self, method: str, *, kwargs: Message) -> Any: ...
     def shutdown(self) -> None: ...
 
 
@@ -82,8 +83,11 @@ class InlineHost:
                 self.engine.abort_request([request_id])
                 self._wake.set()
 
-    async def reset_prefix_cache(self) -> bool:
-        return bool(self.engine.reset_prefix_cache())
+    async def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        return bool(self.engine.reset_prefix_cache(running, connector))
+
+    async def collective_rpc(self, method: str, *, kwargs: Message) -> Any:
+        return self.engine.collective_rpc(method, kwargs=kwargs)
 
     def shutdown(self) -> None:
         self.engine.engine_core.shutdown()
@@ -171,8 +175,12 @@ class Child:
                 values[name] = values.get(name, 0.0) + sample.value
         return values
 
-    async def do_reset_prefix_cache(self) -> bool:
-        return await self._host.reset_prefix_cache()
+    async def do_reset_prefix_cache(self, connector: bool) -> bool:
+        return await self._host.reset_prefix_cache(False, connector)
+
+    async def do_reload_weights(self, path: str) -> None:
+        """Put other weights into the running model, on every rank."""
+        await self._host.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
     async def do_limit_hits(self, tokens: int | None) -> None:
         """Let the engine's own prefix cache answer with at most `tokens` tokens."""

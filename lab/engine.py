@@ -245,9 +245,15 @@ class Engine:
         """vLLM's Prometheus samples: {"vllm:external_prefix_cache_hits_total": 1536.0, …}."""
         return dict(self._begin("metrics").result())
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the engine's own KV cache, so that only the connector's tiers can hit."""
-        if not self._begin("reset_prefix_cache").result():
+    def reload_weights(self, path: Path) -> None:
+        """Put the weights of another model of the same shape into the running one, and no more:
+        what is cached stays."""
+        self._begin("reload_weights", path=str(path)).result()
+
+    def reset_prefix_cache(self, *, connector: bool = False) -> None:
+        """Forget the engine's own KV cache, so that only the connector's tiers can hit; with
+        `connector` tell the connector to forget, too."""
+        if not self._begin("reset_prefix_cache", connector=connector).result():
             raise EngineFailed(self._with_log("the prefix cache could not be reset: blocks in use"))
 
     def limit_hits(self, tokens: int | None) -> None:

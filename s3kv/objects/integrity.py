@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast
 
 import xxhash
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 
+Mode = Literal["xxh3", "blake3-keyed", "none"]
+
 _KEY_CONTEXT = "s3kv 2026-11 chunk integrity key"
 _KEY_ID_MESSAGE = b"s3kv key id"
-_ALGORITHMS = {"xxh3": "xxh3-128", "blake3-keyed": "blake3-keyed", "none": "none"}
-_DIGEST_CHARS = {"xxh3": 32, "blake3-keyed": 64, "none": 0}
+_ALGORITHMS: dict[Mode, str] = {"xxh3": "xxh3-128", "blake3-keyed": "blake3-keyed", "none": "none"}
+_DIGEST_CHARS: dict[Mode, int] = {"xxh3": 32, "blake3-keyed": 64, "none": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,17 @@ class Integrity:
     Made from settings by `of`. Holds the key derived from the secret, never the secret.
     """
 
-    mode: str = "xxh3"
+    mode: Mode = "xxh3"
     key: bytes = field(default=b"", repr=False)
 
     @classmethod
     def of(cls, config: Config) -> Integrity:
         """Raises `ConfigError` when the mode needs a secret or a package that is not there."""
-        if config.integrity != "blake3-keyed":
-            return cls(config.integrity)
+        mode = cast(Mode, config.integrity)  # Config has checked it
+        if mode != "blake3-keyed":
+            return cls(mode)
         secret = config.read_integrity_secret()
-        return cls(config.integrity, _blake3()(secret, derive_key_context=_KEY_CONTEXT).digest())
+        return cls(mode, _blake3()(secret, derive_key_context=_KEY_CONTEXT).digest())
 
     @property
     def algorithm(self) -> str:

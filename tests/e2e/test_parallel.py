@@ -96,6 +96,48 @@ def test_two_ranks(
         wait_until("all processes end", lambda: not warm.processes())
 
 
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+def test_new_weights_find_nothing_of_the_old_on_any_rank(
+    tiny: Path,
+    models_dir: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """The weights of a running engine change, and vLLM resets the connector: nothing of before is
+    ever loaded again, in host memory or from the bucket, and what is computed from then on is."""
+    new = models.build(models_dir, models.TINY, seed=1)
+    expected = tokens(reference(new, PROMPTS, dtype="float32"))
+    both = {"t0of2-p0of1", "t1of2-p0of1"}
+    args: dict[str, Any] = {"in_process": False, "dtype": "float32", "tensor_parallel_size": 2}
+    patient = changed(patient, **SAVED_AT_ONCE)
+
+    def saved(chunks: int) -> bool:
+        found = shards(s3, bucket)
+        return len(found) == chunks and all(set(f) == both for f in found.values())
+
+    with Engine(tiny, connector=patient, log_path=tmp_path / "log", env=s3.env, **args) as engine:
+        of_the_old = tokens(engine.generate(PROMPTS))
+        wait_until("all is in the bucket", lambda: saved(2 * CHUNKS))
+        before = set(shards(s3, bucket))
+
+        engine.reload_weights(new)
+        engine.reset_prefix_cache(connector=True)
+        answers = engine.generate(PROMPTS)
+        assert cached(answers) == [0, 0]
+        assert tokens(answers) == expected != of_the_old
+        wait_until("all is in the bucket again", lambda: saved(4 * CHUNKS))
+        assert before < set(shards(s3, bucket))
+
+        engine.reset_prefix_cache()
+        answers = engine.generate(PROMPTS)
+        assert cached(answers) == [CHUNKS * 128] * 2
+        assert tokens(answers) == expected
+        assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
+
+
 def test_two_engines_at_once(
     tiny: Path,
     s3: S3Server,

@@ -107,13 +107,19 @@ class Worker:
 
 @contextlib.asynccontextmanager
 async def served(
-    make_store: Callable[[Config], ObjectStore], slab: Slab, **settings: Any
+    make_store: Callable[[Config], ObjectStore],
+    slab: Slab,
+    *,
+    greeting: wire.Hello | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
-    """A process served in this loop, greeted but not yet heard."""
+    """A process served in this loop, greeted (with `hello` and these settings, unless told
+    otherwise) but not yet heard.
+    """
     ours, theirs = socket.socketpair()
     serving = asyncio.ensure_future(serve(theirs, slab, make_store, rng=random.Random(0)))
     worker = Worker(*await asyncio.open_unix_connection(sock=ours))
-    worker.say(hello(Config(bucket="bkt", **settings)))
+    worker.say(greeting or hello(Config(bucket="bkt", **settings)))
     try:
         yield worker, serving
     finally:

@@ -1,0 +1,167 @@
+"""Many kinds of engines on one prefix at once: nobody ever gets another's bytes.
+
+Two models, two dtypes, two tensor-parallel sizes, two chunk sizes and two KV layouts: 32 engines
+of 48 ranks, each with the fingerprint that the connector takes of vLLM's own configuration and of
+caches in that layout, and an I/O process's loop of its own. vLLM's block hashes know nothing of
+all this: the same prompt has the same hashes in all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab import models
+from s3kv.config import Config
+from s3kv.connectors.kv_worker import WorkerSide
+from s3kv.connectors.translate import geometry, shard_name
+from s3kv.device.layout import PageLayout
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.objects.memory import MemoryStore
+from s3kv.types import ChunkKey, Outcome
+from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
+from tests.device.caches import Shape, build
+from tests.io.rig import Worker, served
+
+HASHES = [bytes([n]) * 32 for n in range(3)]
+SLOT_BYTES = 16 * 1024
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of one engine. number: makes its bytes and its place in the slab its own."""
+
+    number: int
+    hello: wire.Hello
+
+    @property
+    def form(self) -> ChunkFormat:
+        return ChunkFormat(self.hello.namespace_digest, self.hello.groups[0], 0, self.hello.shard)
+
+    def key(self, block_hash: bytes) -> str:
+        namespace = Namespace(self.hello.namespace_prefix, self.hello.namespace_digest)
+        return namespace.chunk(ChunkKey(0, block_hash), self.hello.shard)
+
+    def payload(self, chunk: int) -> bytes:
+        size = self.form.payload_bytes
+        return random.Random(1000 * self.number + chunk).randbytes(size)
+
+    def offset(self, chunk: int) -> int:
+        return (self.number * len(HASHES) + chunk) * SLOT_BYTES
+
+    def view(self, slab: Slab, chunk: int) -> memoryview:
+        begin = self.offset(chunk) + self.form.header_bytes
+        return slab.view[begin : begin + self.form.payload_bytes]
+
+
+def layout_of(order: str, dtype: str, chunk_blocks: int) -> PageLayout:
+    shape = Shape(order, layers=1, dtype=DTYPES[dtype], blocks_per_chunk=chunk_blocks)
+    return build(shape, "cpu", torch.Generator().manual_seed(0)).layout()
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[Rank]:
+    found: list[Rank] = []
+    for seed, dtype in itertools.product((0, 1), DTYPES):
+        vllm_config = configured(models.build(directory, models.TINY, seed=seed), dtype=dtype)
+        for tp, chunk_tokens, order in itertools.product((1, 2), (256, 512), ("LBNHC", "LBHNC")):
+            vllm_config.parallel_config.__dict__["tensor_parallel_size"] = tp
+            config = Config(bucket="bkt", chunk_tokens=chunk_tokens)
+            cache = groups(replace(FULL, dtype=DTYPES[dtype]))
+            sizes = geometry(config, vllm_config, cache)
+            layout = layout_of(order, dtype, chunk_tokens // BLOCK_TOKENS)
+            identity = WorkerSide(config, vllm_config, cache, sizes)._identity(layout)
+            for rank in range(tp):
+                hello = wire.Hello(
+                    config,
+                    config.prefix,
+                    fingerprint_digest(identity),
+                    shard_name(tp_rank=rank, tp_size=tp, pp_rank=0, pp_size=1),
+                    {0: layout.tensors},
+                    manifest=canonical_json(identity),
+                )
+                found.append(Rank(len(found), hello))
+    return found
+
+
+@pytest.fixture
+def slab(ranks: list[Rank]) -> Iterator[Slab]:
+    assert max(rank.form.object_bytes for rank in ranks) <= SLOT_BYTES
+    slab = Slab.create(len(ranks) * len(HASHES) * SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+async def move(rank: Rank, worker: Worker, message: Any) -> list[wire.Done]:
+    """Send one message for each chunk; how they ended."""
+    worker.say(*(message(n, 0, h, rank.offset(n)) for n, h in enumerate(HASHES)))
+    ends = await worker.done(len(HASHES))
+    return [ends[n] for n in range(len(HASHES))]
+
+
+def test_every_combination_is_a_namespace_of_its_own(ranks: list[Rank]) -> None:
+    assert len(ranks) == 48
+    assert len({rank.hello.namespace_digest for rank in ranks}) == 32
+    keys = [rank.key(block_hash) for rank in ranks for block_hash in HASHES]
+    assert len(set(keys)) == len(keys)
+
+
+async def test_all_at_once_find_their_own_bytes_and_no_others(
+    ranks: list[Rank], slab: Slab
+) -> None:
+    store = MemoryStore()
+    async with contextlib.AsyncExitStack() as stack:
+        workers: list[Worker] = []
+        for rank in ranks:
+            context = served(lambda _: store, slab, greeting=rank.hello)
+            worker, _ = await stack.enter_async_context(context)
+            assert await worker.hear() == wire.Ready(True, None, "")
+            workers.append(worker)
+        pairs = list(zip(ranks, workers, strict=True))
+
+        # One after the other has saved, everybody asks: before its own save, nothing is there.
+        for rank, worker in pairs:
+            assert {e.outcome for e in await move(rank, worker, wire.Fetch)} == {Outcome.MISSING}
+            for chunk in range(len(HASHES)):
+                rank.view(slab, chunk)[:] = rank.payload(chunk)
+            assert {e.outcome for e in await move(rank, worker, wire.Upload)} == {Outcome.OK}
+
+        for rank in ranks:
+            for chunk in range(len(HASHES)):
+                rank.view(slab, chunk)[:] = bytes(rank.form.payload_bytes)
+        ended = await asyncio.gather(*(move(r, w, wire.Fetch) for r, w in pairs))
+        assert {end.outcome for ends in ended for end in ends} == {Outcome.OK}
+        for rank in ranks:
+            for chunk in range(len(HASHES)):
+                assert bytes(rank.view(slab, chunk)) == rank.payload(chunk)
+
+        # Somebody moves objects about: whose they are is written in them.
+        for rank, other in zip(ranks, ranks[1:] + ranks[:1], strict=True):
+            for block_hash in HASHES:
+                data = memoryview(bytearray(SLOT_BYTES))
+                nbytes = await store.get_into(rank.key(block_hash), data)
+                moved = data[:nbytes]
+                await store.put("moved/" + other.key(block_hash), moved, if_absent=False)
+        for rank in ranks:
+            for block_hash in HASHES:
+                data = memoryview(bytearray(SLOT_BYTES))
+                nbytes = await store.get_into("moved/" + rank.key(block_hash), data)
+                await store.put(rank.key(block_hash), data[:nbytes], if_absent=False)
+        ended = await asyncio.gather(*(move(r, w, wire.Fetch) for r, w in pairs))
+        assert {end.outcome for ends in ended for end in ends} == {Outcome.CORRUPT}
+        reasons = {end.reason for ends in ended for end in ends}
+        assert reasons <= {"length", "namespace", "shard"}
+        assert {"namespace", "shard"} <= reasons

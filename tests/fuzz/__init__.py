@@ -1,0 +1,1 @@
+"""Hostile bytes, for everything that reads what it did not write itself."""

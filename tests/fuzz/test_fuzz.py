@@ -1,0 +1,115 @@
+"""Hypothesis on every run, libFuzzer (atheris) every night."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from s3kv.io import wire
+from s3kv.objects.codec import ChunkFormat
+from tests.fuzz import targets
+from tests.fuzz.targets import DOWN, FORMATS, GOOD, HASH, SEEDS, TARGETS, UP, edited
+
+ROOT = Path(__file__).parents[2]
+NIGHTLY_SECONDS = int(os.environ.get("S3KV_FUZZ_SECONDS", "60"))
+
+edits = st.lists(
+    st.tuples(st.integers(0, 2**16 - 1), st.binary(min_size=1, max_size=40)), max_size=5
+).map(lambda pieces: b"".join(o.to_bytes(2, "little") + bytes([len(p)]) + p for o, p in pieces))
+hostile = st.one_of(
+    st.binary(max_size=300),
+    edits,
+    st.builds(edited, st.sampled_from([*GOOD.values(), DOWN, UP, DOWN[4:], UP[4:]]), edits),
+)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_seeds_pass(name: str) -> None:
+    for data in SEEDS[name]:
+        TARGETS[name](data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@given(data=hostile)
+@settings(max_examples=200, deadline=None)
+@example(data=b"")
+@example(data=b"\xff" * 300)
+def test_hostile_bytes(name: str, data: bytes) -> None:
+    TARGETS[name](data)
+
+
+@pytest.mark.parametrize("name", ["header", "frames", "manifests"])
+@given(data=hostile)
+@settings(max_examples=60, deadline=None)
+@example(data=b"\xdd\xff\xff\xff\xff")
+@example(data=b"\xc6\xff\xff\xff\xff")
+@example(data=(2**63).to_bytes(8, "little"))
+@example(data=b'{"t":{"dtype":"U8","shape":[' + b"9" * 2000 + b'],"data_offsets":[0,1]}}')
+def test_memory_is_in_proportion(name: str, data: bytes) -> None:
+    """Lengths that are announced are not believed: what is allocated follows what is there."""
+    tracemalloc.start()
+    try:
+        TARGETS[name](data)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2**20 + 200 * len(data)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.integrity.mode)
+@given(pieces=edits)
+@settings(max_examples=200, deadline=None)
+def test_no_edit_of_a_good_object_is_accepted(form: ChunkFormat, pieces: bytes) -> None:
+    data = edited(GOOD[form], pieces)
+    assert (form.check(memoryview(data), len(data), HASH) is None) == (data == GOOD[form])
+
+
+def test_a_reader_that_believes_anything_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkFormat, "check", lambda *arguments: None)
+    with pytest.raises(targets.Wrong, match="forgery"):
+        targets.objects(b"\x00\x00\x01x")
+
+
+def test_a_reader_that_hoards_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hoard(self: Any, data: bytes) -> list[Any]:
+        self._pending.extend(data)
+        return []
+
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 10)
+    monkeypatch.setattr(wire.FrameReader, "feed", hoard)
+    with pytest.raises(targets.Wrong, match="more than a frame"):
+        targets.frames(b"x" * 100)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(NIGHTLY_SECONDS + 120)
+@pytest.mark.parametrize("name", TARGETS)
+def test_libfuzzer(name: str, tmp_path: Path) -> None:
+    """Guided by coverage; S3KV_FUZZ_SECONDS each. What fails is told in Base64."""
+    if importlib.util.find_spec("atheris") is None:
+        pytest.fail("atheris is not installed") if os.environ.get("CI") else pytest.skip("atheris")
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number, data in enumerate(SEEDS[name]):
+        (corpus / str(number)).write_bytes(data)
+    options = [f"-max_total_time={NIGHTLY_SECONDS}", "-rss_limit_mb=512", "-max_len=20000"]
+    options += ["-timeout=10", f"-artifact_prefix={tmp_path}/", str(corpus)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", name, *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=NIGHTLY_SECONDS + 100,
+        check=False,
+    )
+    print(done.stderr[-1500:])
+    assert done.returncode == 0, done.stderr[-5000:]
