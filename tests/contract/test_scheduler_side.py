@@ -87,3 +87,17 @@ def test_a_bug_turns_the_cache_off_and_strands_nobody(caplog: pytest.LogCaptureF
     stats = scheduler.stats()
     assert stats is not None
     assert stats.data["internal_errors"] == 1
+
+
+@pytest.mark.parametrize("local_tokens", [0, 32, 64])
+def test_a_request_whose_hashes_say_too_little_has_no_cache(local_tokens: int) -> None:
+    scheduler = side(recompute_gate=False)
+    subject = request("r")
+    subject.mm_features = [SimpleNamespace(identifier="my-cat.png")]
+    scheduler.on_new_request(subject)
+    assert scheduler.lookup(subject, local_tokens) == (0, False)
+    plan = scheduler.plan(step())
+    assert (plan.fetches, plan.saves) == ((), ())
+    scheduler.on_finished(subject)
+    scheduler.planner.check()
+    assert scheduler.broken is None
