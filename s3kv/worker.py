@@ -8,12 +8,12 @@ carried out ends as failed. What it reports is all the scheduler knows of this r
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 from s3kv.device.copies import BlockCopies
 from s3kv.io.client import IoClient
+from s3kv.io.complaints import Complaints
 from s3kv.messages import (
     FetchOrder,
     JobEnd,
@@ -25,12 +25,7 @@ from s3kv.messages import (
 )
 from s3kv.types import ChunkKey, Outcome
 
-logger = logging.getLogger("s3kv")
-
 _GIVE_UP_S = 5.0
-_SAY_AGAIN_S = 60.0
-"""An outage fails thousands of jobs; the log hears of each kind of trouble once a minute."""
-_TROUBLE = (Outcome.CORRUPT, Outcome.DENIED, Outcome.FAILED)
 
 
 class RankWorker:
@@ -45,8 +40,7 @@ class RankWorker:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._clock = clock
-        self._said_s: dict[tuple[JobKind, Outcome], float] = {}
-        self._denied: set[JobKind] = set()
+        self._complaints = Complaints(clock)
         self._copies = copies
         self._client = client
         self._slot_bytes = slot_bytes
@@ -103,8 +97,7 @@ class RankWorker:
             self._end(done.job_id, kind, done.outcome, done.nbytes, done.seconds)
             if done.reason:
                 self.counters[f"{kind.value}_corrupt_{done.reason}"] += 1
-            if done.outcome in _TROUBLE:
-                self._say(kind, done.outcome, done.detail)
+            self._complaints.note(kind.value, done.outcome, done.detail)
         self._client.flush()
 
     def take_report(self) -> StepReport | None:
@@ -160,22 +153,6 @@ class RankWorker:
         else:
             self._end(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED, 0, 0.0)
 
-    def _say(self, kind: JobKind, outcome: Outcome, detail: str) -> None:
-        if outcome is Outcome.DENIED:
-            self._say_denied(kind, detail)
-            return
-        now_s = self._clock()
-        said_s = self._said_s.get((kind, outcome))
-        if said_s is None or now_s - said_s >= _SAY_AGAIN_S:
-            self._said_s[kind, outcome] = now_s
-            logger.warning("s3kv: %s %s: %s", kind.value, outcome.name.lower(), detail)
-
-    def _say_denied(self, kind: JobKind, detail: str) -> None:
-        """Once, until it is allowed again: nothing changes before somebody has acted."""
-        if kind not in self._denied:
-            self._denied.add(kind)
-            logger.error("s3kv: %s denied, goes on without: %s", kind.value, detail)
-
     def _end(
         self, job_id: int, kind: JobKind, outcome: Outcome, nbytes: int, seconds: float
     ) -> None:
@@ -183,6 +160,3 @@ class RankWorker:
         self.counters[f"{kind.value}_{outcome.name.lower()}"] += 1
         if outcome.is_success:
             self.counters[f"{kind.value}_bytes"] += nbytes
-            if kind in self._denied:
-                self._denied.discard(kind)
-                logger.warning("s3kv: %s is allowed again", kind.value)

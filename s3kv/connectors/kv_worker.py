@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from s3kv.config import Config
+from s3kv.connectors.bucket import wait_for_bucket
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
@@ -18,7 +19,7 @@ from s3kv.connectors.metrics import Meter, S3KVStats
 from s3kv.connectors.translate import GROUP, KVGeometry, shard_name
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
-from s3kv.errors import ConfigError, IoProcessError, StoreError
+from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
@@ -120,23 +121,9 @@ class WorkerSide(Guarded):
         """
         assert self._client is not None, "register comes first"
         assert self._hello is not None
-        try:
-            ready = self._client.wait_ready(self._config.start_timeout_ms / 1000)
-        except (IoProcessError, StoreError) as error:
-            said = f"s3kv: bucket {self._config.bucket!r} cannot be used: {error}"
-            if isinstance(error, StoreError):
-                said += (
-                    ". The engine does not start without it; with on_unavailable 'serve' it would, "
-                    "and keep trying"
-                )
-            told = type(error)(said)
-            # One line of its own: vLLM repeats the error at the end of several tracebacks.
-            logger.error("%s", told)
-            raise told from error
+        wait_for_bucket(self._client, self._config)
         if self._prefault is not None:
             self._prefault.join()
-        if ready.trouble is not None:
-            logger.warning("s3kv serves without the bucket for now: %s", ready.message)
         return self._hello
 
     def shutdown(self) -> None:

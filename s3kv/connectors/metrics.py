@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -71,13 +71,15 @@ COUNTERS: dict[str, str] = {
 """Every counter there is, with its meaning. Exported as `vllm:s3kv_<name>_total`."""
 
 
-class S3KVStats(KVConnectorStats):
-    """Increments of `COUNTERS` since the last report; sums over ranks and sides."""
+class Sums:
+    """The arithmetic of both connectors' statistics: increments by name, summed over ranks."""
+
+    data: dict[str, Any]
 
     def reset(self) -> None:
         self.data.clear()
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: Any) -> Any:
         for name, value in other.data.items():
             self.data[name] = self.data.get(name, 0) + value
         return self
@@ -89,26 +91,53 @@ class S3KVStats(KVConnectorStats):
         return not self.data
 
 
+class S3KVStats(Sums, KVConnectorStats):
+    """Increments of `COUNTERS` since the last report; sums over ranks and sides."""
+
+
 class Meter:
     """Hands out what a set of counters grew by since the last time."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Container[str] = frozenset(COUNTERS)) -> None:
+        self._names = names
         self._seen: Counter[str] = Counter()
 
-    def take(self, counters: Mapping[str, int]) -> S3KVStats | None:
+    def grown(self, counters: Mapping[str, int]) -> dict[str, int]:
+        """Those of `names` that have, and by how much."""
         if self._seen == counters:
-            return None
+            return {}
         grown = {
             name: value - self._seen[name]
             for name, value in counters.items()
-            if name in COUNTERS and value != self._seen[name]
+            if name in self._names and value != self._seen[name]
         }
         self._seen = Counter(counters)
+        return grown
+
+    def take(self, counters: Mapping[str, int]) -> S3KVStats | None:
+        grown = self.grown(counters)
         return S3KVStats(data=grown) if grown else None
 
 
+def prometheus_counters(
+    counter_cls: Any,
+    prefix: str,
+    docs: Mapping[str, str],
+    labelnames: list[str],
+    per_engine_labelvalues: dict[int, list[object]],
+) -> dict[str, Any]:
+    """One Prometheus counter per name, labelled per engine as vLLM does."""
+    return {
+        name: create_metric_per_engine(
+            counter_cls(name=f"{prefix}{name}", documentation=doc, labelnames=labelnames),
+            per_engine_labelvalues,
+        )
+        for name, doc in docs.items()
+    }
+
+
 class S3KVPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per entry of `COUNTERS`, labelled per engine as vLLM does."""
+    """One Prometheus counter per entry of `COUNTERS`."""
 
     def __init__(
         self,
@@ -118,15 +147,9 @@ class S3KVPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(
-                    name=f"vllm:s3kv_{name}", documentation=doc, labelnames=labelnames
-                ),
-                per_engine_labelvalues,
-            )
-            for name, doc in COUNTERS.items()
-        }
+        self._counters = prometheus_counters(
+            self._counter_cls, "vllm:s3kv_", COUNTERS, labelnames, per_engine_labelvalues
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():

@@ -85,7 +85,7 @@ class CudaCopier:
             # load, nobody for a save.
             self._out = _Lane(places, priority=0)
             self._in = _Lane(places, priority=-1)
-            self._registered = pin(places)
+            self._registered = pin(places.memory, places.slot_bytes, self._device)
         self.pinned = sum(self._registered.values()) == places.memory.numel()
 
     def mark(self) -> torch.cuda.Event:
@@ -139,26 +139,25 @@ class CudaCopier:
         try:
             self.settle()
         finally:
-            for address in self._registered:
-                _cudart().cudaHostUnregister(address)
-            self._registered = {}
+            unpin(self._registered)
             # The views would keep the engine's cache alive.
             self._out.stacks.clear()
             self._in.stacks.clear()
             self._places.close()
 
 
-def pin(places: ChunkPlaces) -> dict[int, int]:
+def pin(memory: torch.Tensor, unit_bytes: int, device: torch.device) -> dict[int, int]:
     """Register the slab with CUDA, piece by piece, on the current device. {address: bytes}.
 
-    A DMA must not cross from one registered piece to the next, so pieces are whole slots. The
-    first refusal ends it, with a warning that says what to do; the rest stays unpinned.
+    A DMA must not cross from one registered piece to the next, so pieces are whole units: slots,
+    or what an extent cannot cross. The first refusal ends it, with a warning that says what to do;
+    the rest stays unpinned.
     """
     registered: dict[int, int] = {}
-    for address, nbytes in _pieces(places):
+    for address, nbytes in _pieces(memory, unit_bytes):
         code = int(_cudart().cudaHostRegister(address, nbytes, 0))
         if code:
-            _forget_error(places.device)
+            _forget_error(device)
             logger.warning(
                 "CUDA refused to pin host memory (error %d) after %d of %d bytes of s3kv's slab; "
                 "going on unpinned, copies to and from it will be several times slower. Raise "
@@ -166,19 +165,26 @@ def pin(places: ChunkPlaces) -> dict[int, int]:
                 "memory, or lower host_bytes.",
                 code,
                 sum(registered.values()),
-                places.memory.numel(),
+                memory.numel(),
             )
             break
         registered[address] = nbytes
     return registered
 
 
-def _pieces(places: ChunkPlaces) -> Iterator[tuple[int, int]]:
-    total, piece = places.memory.numel(), places.memory.numel()
-    if places.slot_bytes % _PAGE_BYTES == 0:
-        piece = max(1, _PIECE_BYTES // places.slot_bytes) * places.slot_bytes
+def unpin(registered: dict[int, int]) -> None:
+    """Undo `pin`. No copy may be running."""
+    for address in registered:
+        _cudart().cudaHostUnregister(address)
+    registered.clear()
+
+
+def _pieces(memory: torch.Tensor, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    total, piece = memory.numel(), memory.numel()
+    if unit_bytes % _PAGE_BYTES == 0:
+        piece = max(1, _PIECE_BYTES // unit_bytes) * unit_bytes
     for begin in range(0, total, piece):
-        yield places.memory.data_ptr() + begin, min(piece, total - begin)
+        yield memory.data_ptr() + begin, min(piece, total - begin)
 
 
 def _cudart() -> Any:

@@ -46,7 +46,7 @@ def pin_with(monkeypatch: pytest.MonkeyPatch, runtime: Refusing, where: ChunkPla
     monkeypatch.setattr(cuda, "_cudart", lambda: runtime)
     monkeypatch.setattr(cuda, "_PIECE_BYTES", 3 * 8192)
     monkeypatch.setattr(cuda, "_forget_error", lambda device: None)
-    registered = cuda.pin(where)
+    registered = cuda.pin(where.memory, where.slot_bytes, where.device)
     assert registered == dict(runtime.registered)
     return sum(registered.values())
 
