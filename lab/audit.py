@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm.distributed.ec_transfer import get_ec_transfer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -40,6 +41,43 @@ def audit(engine: LLMEngine, timeout_s: float = 30.0) -> dict[str, Any]:
         "slots": len(scheduler.planner.ledger.slots),
         "planner": dict(scheduler.planner.counters),
         "rank": dict(worker._rank.counters),
+    }
+
+
+def audit_items(engine: LLMEngine, timeout_s: float = 30.0) -> dict[str, Any]:
+    """The same for the EC connector: no request, lease, fetch or upload may be left."""
+    if engine.has_unfinished_requests():
+        raise RuntimeError("requests are being served; audit the engine when they are answered")
+    deadline_s = time.monotonic() + timeout_s
+    while any((left := _leftover_items(engine)).values()) and time.monotonic() < deadline_s:
+        step_idle(engine)
+        time.sleep(0.002)
+    scheduler, worker = _item_sides(engine)
+    if scheduler.broken is None:
+        scheduler.planner.check()
+    return {
+        "left": left,
+        "broken": [side.broken for side in (scheduler, worker) if side.broken is not None],
+        "planner": dict(scheduler.planner.counters),
+    }
+
+
+def _item_sides(engine: LLMEngine) -> tuple[Any, Any]:
+    scheduler: Any = engine.engine_core.engine_core.scheduler
+    return scheduler.ec_connector._scheduler, get_ec_transfer()._worker
+
+
+def _leftover_items(engine: LLMEngine) -> dict[str, int]:
+    scheduler, worker = _item_sides(engine)
+    planner, outbox = scheduler.planner, worker._outbox
+    # A worker hears nothing in steps without tokens; what has ended is taken in here instead.
+    worker._take_ends()
+    return {
+        "requests": len(planner._requests) + len(scheduler._items) + len(scheduler._settled),
+        "names": len(planner._names),
+        "fetches": planner.fetches_inflight,
+        "pinned": sum(item.pins > 0 for _, item in planner.table.items()),
+        "uploads": 0 if outbox is None else len(outbox._extents),
     }
 
 

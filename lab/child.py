@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig
+from vllm.config import ECTransferConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -126,6 +126,8 @@ class Child:
         prompt: list[int],
         max_tokens: int,
         cache_salt: str | None,
+        images: list[int],
+        uuids: list[str | None],
         abort_after_tokens: int | None,
         abort_after_s: float | None,
     ) -> Message:
@@ -135,6 +137,12 @@ class Child:
         whole: Message = {"prompt_token_ids": prompt}
         if cache_salt is not None:
             whole["cache_salt"] = cache_salt
+        if images:
+            from lab.vision import image
+
+            whole["multi_modal_data"] = {"image": [image(seed) for seed in images]}
+        if uuids:
+            whole["multi_modal_uuids"] = {"image": uuids}
         self._requests += 1
         stream = self._host.generate(whole, params, f"lab-{self._requests}")
         record: Message = {
@@ -207,6 +215,8 @@ def start_host(settings: Message) -> Host:
     engine_args = dict(settings["engine_args"])
     if settings["kv_transfer_config"] is not None:
         engine_args["kv_transfer_config"] = KVTransferConfig(**settings["kv_transfer_config"])
+    if settings["ec_transfer_config"] is not None:
+        engine_args["ec_transfer_config"] = ECTransferConfig(**settings["ec_transfer_config"])
     args = AsyncEngineArgs(model=settings["model"], **engine_args)
     return InlineHost(args) if settings["in_process"] else AsyncLLM.from_engine_args(args)
 

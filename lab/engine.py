@@ -60,11 +60,17 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `abort_after_*`: give it up after so many tokens, or so long after sending."""
+    """One request.
+
+    images: seeds of `lab.vision.image`; uuids: a client's names for them.
+    abort_after_*: give it up after so many tokens, or so long after sending.
+    """
 
     prompt: Sequence[int]
     max_tokens: int = 8
     cache_salt: str | None = None
+    images: Sequence[int] = ()
+    uuids: Sequence[str | None] = ()
     abort_after_tokens: int | None = None
     abort_after_s: float | None = None
 
@@ -99,7 +105,7 @@ class Engine:
     """A vLLM engine. Not thread-safe.
 
     model: a directory from `lab.models.build`.
-    connector: vLLM's kv_transfer_config as a dict, or None.
+    connector, ec_connector: vLLM's kv_transfer_config and ec_transfer_config as dicts, or None.
     in_process: True runs scheduler, worker and client in one process: up in about 8 s, and `call`
         reaches in. False starts the engine core and its worker as processes of their own, as a
         server does: about 14 s.
@@ -113,6 +119,7 @@ class Engine:
         *,
         log_path: Path,
         connector: Mapping[str, Any] | None = None,
+        ec_connector: Mapping[str, Any] | None = None,
         in_process: bool = True,
         env: Mapping[str, str] | None = None,
         start_timeout_s: float = 120.0,
@@ -123,6 +130,7 @@ class Engine:
         self._settings = {
             "model": str(model),
             "kv_transfer_config": connector,
+            "ec_transfer_config": ec_connector,
             "in_process": in_process,
             "engine_args": ENGINE_ARGS | engine_args,
         }

@@ -1,6 +1,7 @@
 """Every setting of s3kv, parsed once and then frozen.
 
-The keys are those of `kv_connector_extra_config`. `Config.parse` refuses what it does not know
+The keys are those of `kv_connector_extra_config`, and of `ec_connector_extra_config`: the one
+class serves both connectors. `Config.parse` refuses what it does not know
 and says which setting is wrong, what it was, and what is allowed. Nothing else in the package
 reads settings or environment variables (botocore reads its own for credentials and region).
 The one secret there is, that of `integrity`, is never a field: it is read where it is needed.
@@ -214,6 +215,35 @@ class Config:
         minimum=1,
     )
 
+    encode_tokens_per_s: float = setting(
+        4_000.0,
+        doc="Encoder speed assumed until it has been measured, in embeddings of images, audio or "
+        "video. EC connector only.",
+        kind="number",
+        minimum=1.0,
+    )
+    max_item_bytes: int = setting(
+        64 * 2**20,
+        doc="Largest encoder output that is saved or fetched; the same on all instances. EC "
+        "connector only.",
+        kind="bytes",
+        minimum=2**16,
+        maximum=2**30,
+    )
+    staging_bytes: int = setting(
+        256 * 2**20,
+        doc="Host memory for encoder outputs on their way to the bucket, in one worker; what finds "
+        "no room is not saved. EC connector only.",
+        kind="bytes",
+        minimum=2**20,
+    )
+    trust_client_uuid: bool = setting(
+        False,
+        doc="Cache items under the identifier a client gave them, unchecked. Off: only under what "
+        "looks like vLLM's hash of the content. EC connector only.",
+        kind="flag",
+    )
+
     on_unavailable: str = setting(
         "fail",
         doc="When the bucket cannot be used at start: fail, or serve without it and keep trying.",
@@ -273,8 +303,8 @@ class Config:
         return secret
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any]) -> Config:
-        """Settings from `kv_connector_extra_config`. Raises `ConfigError`.
+    def parse(cls, raw: Mapping[str, Any], source: str = "kv_connector_extra_config") -> Config:
+        """Settings from what vLLM calls `source`. Raises `ConfigError`.
 
         Byte settings take a number or a text with a unit ("4GiB", "500MB").
         """
@@ -283,13 +313,12 @@ class Config:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
                 raise ConfigError(
-                    f"unknown setting {name!r} in kv_connector_extra_config; did you mean "
+                    f"unknown setting {name!r} in {source}; did you mean "
                     f"{near[0]!r}? Known: {', '.join(sorted(known))}"
                 )
         if "bucket" not in raw:
             raise ConfigError(
-                'bucket is missing: name the bucket in kv_connector_extra_config, as in {"bucket": '
-                '"my-bucket"}'
+                f'bucket is missing: name the bucket in {source}, as in {{"bucket": "my-bucket"}}'
             )
         return cls(**{name: _convert(known[name], value) for name, value in raw.items()})
 
@@ -345,6 +374,8 @@ def allowed(field: dataclasses.Field[Any]) -> str:
     }[meta["kind"]]
     if meta["minimum"] is not None:
         words += f", {meta['minimum']:,} or more"
+    if meta["maximum"] is not None:
+        words += f", at most {meta['maximum']:,}"
     return words
 
 

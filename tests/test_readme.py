@@ -38,3 +38,7 @@ def test_the_transfer_config_is_valid() -> None:
     transfer = json.loads(text)
     assert transfer["kv_connector"] == "S3KVConnector"
     Config.parse(transfer["kv_connector_extra_config"])
+    (text,) = re.findall(r"--ec-transfer-config '(.*?)'", README, re.DOTALL)
+    transfer = json.loads(text)
+    assert transfer["ec_connector"] == "S3ECConnector"
+    Config.parse(transfer["ec_connector_extra_config"])

@@ -1,6 +1,7 @@
 """The vLLM edge: the only package that imports vLLM, and the only one that may catch everything.
 
-vLLM looks connector classes up here by name (`kv_connector_module_path: "s3kv.connectors"`).
+vLLM looks connector classes up here by name (`kv_connector_module_path: "s3kv.connectors"`, and
+`ec_connector_module_path` likewise).
 They are imported on first use, so that importing the package costs nothing.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from s3kv.connectors.ec import S3ECConnector as S3ECConnector
     from s3kv.connectors.kv import S3KVConnector as S3KVConnector
 
 
@@ -17,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from s3kv.connectors.kv import S3KVConnector
 
         return S3KVConnector
+    if name == "S3ECConnector":
+        from s3kv.connectors.ec import S3ECConnector
+
+        return S3ECConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -93,6 +93,30 @@ def fingerprint(
     }
 
 
+def encoder_fingerprint(
+    config: Config, vllm_config: VllmConfig, integrity: Integrity
+) -> dict[str, Any]:
+    """Everything that changes an encoder's output but the item itself and its adapter.
+
+    Parallel sizes are not in it: every rank has the whole output, whatever computed it.
+    """
+    import transformers
+
+    model = vllm_config.model_config
+    return {
+        "format": FORMAT_VERSION,
+        "content": "encoder outputs",
+        "vllm": ".".join(_vllm_version()),
+        # Its processors make what the encoder is given.
+        "transformers": transformers.__version__,
+        "model": _model(config, vllm_config),
+        "processor": _plain(getattr(model, "hf_image_processor_config", None)),
+        "multimodal": _fields(model.multimodal_config, _MULTIMODAL),
+        "lora": _fields(vllm_config.lora_config, _LORA),
+        "integrity": integrity.identity(),
+    }
+
+
 def _model(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
     model = vllm_config.model_config
     dummy = str(vllm_config.load_config.load_format) == "dummy"

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    name = "S3KVConnector"
-    if name not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(name, "s3kv.connectors.kv", name)
+    for factory, name, module in (
+        (KVConnectorFactory, "S3KVConnector", "s3kv.connectors.kv"),
+        (ECConnectorFactory, "S3ECConnector", "s3kv.connectors.ec"),
+    ):
+        if name not in factory._registry:
+            factory.register_connector(name, module, name)

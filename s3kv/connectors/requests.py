@@ -52,39 +52,25 @@ class DerivedHashes(Sequence[bytes]):
         return blake2b(block_hash, key=self._key, digest_size=32).digest()
 
 
-class RequestHashes:
-    """Answers for one engine. Reads files the first time it meets an adapter, then only asks
-    whether they have changed. One thread.
+class Adapters:
+    """What tells adapters (LoRA) apart: digests of their files. Reads them the first time it meets
+    an adapter, then only asks whether they have changed. One thread.
     """
 
     def __init__(self) -> None:
-        self._adapters: dict[int, tuple[str, Any, bytes | None]] = {}
+        self._known: dict[int, tuple[str, Any, bytes | None]] = {}
         self._said: set[str] = set()
 
-    def of(self, request: Request) -> Sequence[bytes]:
-        """The hashes of the request's blocks, or none at all when it must not be cached."""
-        features = getattr(request, "mm_features", None) or ()
-        if not names_are_hashes(feature.identifier for feature in features):
-            self._say_once(
-                "s3kv does not cache requests whose images have names given by the client: "
-                "nothing says that the same name is the same image in another engine"
-            )
-            return ()
-        hashes: Sequence[bytes] = request.block_hashes
-        if request.lora_request is None:
-            return hashes
-        key = self._adapter_key(request.lora_request)
-        return () if key is None else DerivedHashes(hashes, key)
-
-    def _adapter_key(self, adapter: LoRARequest) -> bytes | None:
-        known = self._adapters.get(adapter.lora_int_id)
+    def key(self, adapter: LoRARequest) -> bytes | None:
+        """A digest; None for an adapter whose content cannot be told any more."""
+        known = self._known.get(adapter.lora_int_id)
         path = adapter.lora_path
         try:
             stamp = adapter_stamp(path)
             if known is None or getattr(adapter, "load_inplace", False) or known[0] != path:
                 digest = adapter_digest(path)
                 known = (path, stamp, None if digest is None else bytes.fromhex(digest))
-                self._adapters[adapter.lora_int_id] = known
+                self._known[adapter.lora_int_id] = known
         except OSError as error:
             self._say_once(
                 f"s3kv does not cache requests with the adapter {adapter.lora_name!r}: its files "
@@ -103,6 +89,31 @@ class RequestHashes:
         if message not in self._said:
             self._said.add(message)
             logger.warning("%s", message)
+
+
+class RequestHashes:
+    """Answers for one engine. One thread."""
+
+    def __init__(self) -> None:
+        self._adapters = Adapters()
+        self._said = False
+
+    def of(self, request: Request) -> Sequence[bytes]:
+        """The hashes of the request's blocks, or none at all when it must not be cached."""
+        features = getattr(request, "mm_features", None) or ()
+        if not names_are_hashes(feature.identifier for feature in features):
+            if not self._said:
+                self._said = True
+                logger.warning(
+                    "s3kv does not cache requests whose images have names given by the client: "
+                    "nothing says that the same name is the same image in another engine"
+                )
+            return ()
+        hashes: Sequence[bytes] = request.block_hashes
+        if request.lora_request is None:
+            return hashes
+        key = self._adapters.key(request.lora_request)
+        return () if key is None else DerivedHashes(hashes, key)
 
 
 def names_are_hashes(names: Iterable[str]) -> bool:

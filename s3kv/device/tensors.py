@@ -24,6 +24,13 @@ _NAMES = {
 }
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As safetensors calls it. Raises `ValueError` for one that has no place in the format."""
+    if dtype not in _NAMES:
+        raise ValueError(f"{dtype}: allowed is one of {list(_NAMES)}")
+    return _NAMES[dtype]
+
+
 class BlockTensors:
     """Shapes and dtypes that every block of a store has.
 

@@ -260,26 +260,26 @@ class ECPlanner:
 
     # --- a scheduling pass -----------------------------------------------------------------
 
-    def promise(self, identifier: str) -> bool:
-        """Whether the engine may load the item in this pass instead of encoding it."""
+    def promise(self, identifier: str) -> ItemLoad | None:
+        """What the engine may load in this pass instead of encoding the item; None: it encodes."""
         if identifier in self._promises:
-            return True
+            return self._promises[identifier][1]
         meanings = self._names.get(identifier)
-        if meanings is None or len(meanings) != 1 or not self._settings.may_load:
-            return False
+        if meanings is None or len(meanings) != 1:
+            return None
         (wanted,) = meanings
         item = self.table.lookup(wanted.key)
         if item is None or not item.resident:
-            return False
+            return None
         width = width_of(self._settings.dtype, wanted.rows, item.nbytes)
         assert width is not None, "a resident item was verified to have these rows"
         self.table.pin(item)
         span = item.span
         load = ItemLoad(identifier, span.offset, span.nbytes, wanted.rows, width)
         self._promises[identifier] = (item, load)
-        return True
+        return load
 
-    def allocated(self, request_id: str, wanted: Wanted, *, cacheable: bool) -> None:
+    def allocated(self, request_id: str, wanted: Wanted) -> None:
         """The engine has made room for the item in its own cache: it loads it if that was
         promised in this pass, and encodes it otherwise.
         """
@@ -295,7 +295,7 @@ class ECPlanner:
                 self.counters["hits"] += 1
                 self.counters["hit_rows"] += wanted.rows
             self._loads[identifier] = promise[1]
-        elif cacheable and self._settings.may_save:
+        elif self._settings.may_save:
             self._save(wanted)
 
     def _save(self, wanted: Wanted) -> None:

@@ -69,13 +69,11 @@ class Desk:
         self.planner.check()
         return outcome
 
-    def schedule(
-        self, request_id: str, *items: Wanted, cacheable: bool = True, freed: tuple[str, ...] = ()
-    ) -> ItemPlan:
+    def schedule(self, request_id: str, *items: Wanted, freed: tuple[str, ...] = ()) -> ItemPlan:
         """One pass of the engine that places these items."""
         for item in items:
             self.planner.promise(item.identifier)
-            self.planner.allocated(request_id, item, cacheable=cacheable)
+            self.planner.allocated(request_id, item)
         plan = self.planner.plan(freed)
         self.planner.check()
         return plan

@@ -83,7 +83,7 @@ class Engine:
                 promised = self.desk.planner.promise(item.identifier)
                 if self.draw.random() < 0.1:
                     break  # no room after all; it comes back in a later pass
-                self.desk.planner.allocated(name, item, cacheable=True)
+                self.desk.planner.allocated(name, item)
                 self.cache[item.identifier] = None
                 self.encoded += not promised
             else:

@@ -1,0 +1,131 @@
+"""S3ECConnector: vLLM's EC connector interface (0.29 to 0.33), dispatched to the two sides.
+
+No state and no decision here. What the hooks mean is in docs/encoder-outputs.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.ec_transfer.ec_connector.base import (
+    ECConnectorBase,
+    ECConnectorMetadata,
+    ECConnectorRole,
+)
+
+from s3kv.config import Config
+from s3kv.connectors.ec_messages import ItemPlanMetadata, ItemWorkerReport
+from s3kv.connectors.ec_metrics import S3ECPromMetrics, S3ECStats
+from s3kv.connectors.ec_scheduler import ECSchedulerSide
+from s3kv.connectors.ec_translate import check_supported
+from s3kv.connectors.ec_worker import ECWorkerSide
+from s3kv.messages import ItemPlan
+
+try:  # vLLM 0.32 and later
+    from vllm.distributed.ec_transfer.ec_connector.utils import (
+        PlaceholderMetadataResolver,
+        collect_ec_item_metadata,
+    )
+except ImportError:  # pragma: no cover
+    PlaceholderMetadataResolver = collect_ec_item_metadata = None
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ECConnectorOutput
+    from vllm.v1.request import Request
+
+
+class S3ECConnector(ECConnectorBase):
+    """Serves encoder outputs from a bucket. Settings: `ec_connector_extra_config`, see
+    `s3kv.config`. Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        transfer = vllm_config.ec_transfer_config
+        config = Config.parse(transfer.ec_connector_extra_config, "ec_connector_extra_config")
+        check_supported(config, vllm_config)
+        self._resolver: Any = None
+        directions = {"may_load": self.is_consumer, "may_save": self.is_producer}
+        if role is ECConnectorRole.SCHEDULER:
+            self._scheduler = ECSchedulerSide(config, vllm_config, **directions)
+            if PlaceholderMetadataResolver is not None and not self.is_consumer:
+                self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
+        else:
+            self._worker = ECWorkerSide(config, vllm_config, **directions)
+
+    # --- worker ----------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(_plan_of(connector_metadata))
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        self._worker.load(_plan_of(self._get_connector_metadata()).loads, encoder_cache)
+
+    def save_caches(
+        self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
+    ) -> None:
+        self._worker.save(encoder_cache, mm_hash)
+
+    def build_connector_worker_meta(self) -> ItemWorkerReport | None:
+        return self._worker.report()
+
+    # --- scheduler -------------------------------------------------------------------------
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        return self._scheduler.ensure(request, num_computed_tokens)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        return self._scheduler.has(identifier)
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        self._scheduler.allocated(request, index)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        return ItemPlanMetadata(self._scheduler.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: ECConnectorOutput) -> None:
+        self._scheduler.on_output(connector_output)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """An instance that only encodes tells what a consumer needs to skip the image transform."""
+        self._scheduler.on_finished(request)
+        if self._resolver is None or not request.mm_features:
+            return False, None
+        return False, collect_ec_item_metadata(request.mm_features, self._resolver) or None
+
+    # --- both ------------------------------------------------------------------------------
+
+    def get_ec_connector_stats(self) -> S3ECStats | None:
+        """All from the scheduler's side; the workers' counts come to it with their reports."""
+        return self._scheduler.stats() if self.role is ECConnectorRole.SCHEDULER else None
+
+    def shutdown(self) -> None:
+        if self.role is ECConnectorRole.SCHEDULER:
+            self._scheduler.shutdown()
+        else:
+            self._worker.shutdown()
+
+    # --- the logger's process --------------------------------------------------------------
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> S3ECStats | None:
+        return S3ECStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> S3ECPromMetrics | None:
+        return S3ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _plan_of(metadata: ECConnectorMetadata) -> ItemPlan:
+    assert isinstance(metadata, ItemPlanMetadata), metadata
+    return metadata.plan

@@ -1,0 +1,214 @@
+"""The worker's side of the EC connector: loads from the scheduler's slab, saves to its own outbox.
+
+Lives in each worker process, on the thread that runs the model. Only the first pipeline stage has
+an encoder cache. All its ranks load; one of them saves, since all have the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from s3kv.config import Config
+from s3kv.connectors.bucket import wait_for_bucket
+from s3kv.connectors.ec_messages import ItemWorkerReport
+from s3kv.connectors.ec_translate import item_dtype, worker_rendezvous
+from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.identity import encoder_fingerprint
+from s3kv.device.items import ItemCopies, item_copies
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from s3kv.io.handover import SlabTaker
+from s3kv.io.wire import Hello
+from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.items import HEADER_BYTES, SHARD, object_bytes
+from s3kv.objects.keys import canonical_json, fingerprint_digest
+from s3kv.outbox import Outbox
+from s3kv.types import ItemShape
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("s3kv")
+
+
+class ECWorkerSide(Guarded):
+    """Raises `ConfigError` or a `StoreError` at start. Afterwards only a load that was promised
+    and cannot be carried out raises: there is no right answer to that any more.
+    """
+
+    def __init__(
+        self, config: Config, vllm_config: VllmConfig, *, may_load: bool, may_save: bool
+    ) -> None:
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        self._config = config
+        self._dtype_name = item_dtype(vllm_config)
+        self._dtype: torch.dtype = vllm_config.model_config.dtype
+        self._counters: Counter[str] = Counter()
+        self._report = ItemReport()
+        self._saves: dict[str, ItemSave] = {}
+        self._clock_started: Any = None
+        self._encoding: list[tuple[int, Any, Any]] = []
+        self._rows = 0
+        self._clock_stopped: Any = None
+        self._loads_from: Slab | None = None
+        self._outbox: Outbox | None = None
+        self._taker: SlabTaker | None = None
+        self._copies: ItemCopies = item_copies(self._dtype, _device(vllm_config))
+        tp_rank = get_tp_group().rank_in_group
+        self.counts = tp_rank == 0 and get_pp_group().is_first_rank
+        """Whether this rank saves, measures and reports."""
+        if not get_pp_group().is_first_rank:
+            return
+        integrity = Integrity.of(config)
+        identity = encoder_fingerprint(config, vllm_config, integrity)
+        digest = fingerprint_digest(identity)
+        if may_save and self.counts:
+            hello = Hello(
+                config,
+                config.prefix,
+                digest,
+                SHARD,
+                {},
+                item_dtype=self._dtype_name,
+                integrity=integrity,
+                manifest=canonical_json(identity),
+            )
+            self._outbox = self._open_outbox(hello)
+        if may_load:
+            name = worker_rendezvous(vllm_config, tp_rank)
+            self._taker = SlabTaker(name, self._take, digest.encode("ascii"))
+
+    def _open_outbox(self, hello: Hello) -> Outbox:
+        slab = Slab.create(self._config.staging_bytes)
+        client = IoClient(hello, slab)
+        try:
+            client.start()
+            wait_for_bucket(client, self._config)
+            self._copies.attach(slab.view)
+        except BaseException:
+            client.close()
+            slab.close()
+            raise
+        return Outbox(client, slab, time.monotonic)
+
+    def _take(self, slab: Slab) -> None:
+        """On the taker's thread, before the scheduler's side is up."""
+        self._copies.attach(slab.view)
+        self._loads_from = slab
+
+    def shutdown(self) -> None:
+        """Finish uploads within `drain_timeout_s`, then give everything back. Idempotent."""
+        outbox, self._outbox = self._outbox, None
+        self._copies.close()
+        if outbox is not None:
+            left = outbox.close(self._config.drain_timeout_s)
+            if left:
+                logger.warning(
+                    "s3kv: %d encoder outputs were not uploaded within drain_timeout_s=%g and are "
+                    "not in the bucket",
+                    left,
+                    self._config.drain_timeout_s,
+                )
+        taker, self._taker = self._taker, None
+        if taker is not None:
+            self._loads_from = None
+            taker.close()
+
+    # --- a step, in the order the engine calls ---------------------------------------------
+
+    def begin(self, plan: ItemPlan) -> None:
+        self._saves = {save.identifier: save for save in plan.saves}
+        self._rows = 0
+        self._clock_started = self._copies.now() if self.counts else None
+
+    def load(self, loads: tuple[ItemLoad, ...], cache: MutableMapping[str, torch.Tensor]) -> None:
+        """Fill the engine's encoder cache. Raises `RuntimeError` when an item cannot be copied."""
+        for load in loads:
+            if load.identifier in cache:
+                continue
+            if self._loads_from is None:
+                raise RuntimeError(f"s3kv: {load.identifier} was promised without a slab; a bug")
+            end = load.offset + load.nbytes
+            payload = self._loads_from.view[load.offset + HEADER_BYTES : end]
+            cache[load.identifier] = self._copies.load(payload, load.rows, load.width)
+        if loads and self.counts:
+            self._clock_started = self._copies.now()
+
+    @guarded(default=lambda: None)
+    def save(self, cache: MutableMapping[str, torch.Tensor], identifier: str) -> None:
+        """The encoder has just made this item."""
+        if not self.counts:
+            return
+        tensor = cache[identifier]
+        if not self._rows:
+            self._clock_stopped = self._copies.now()
+        self._rows += len(tensor)
+        self._counters["encoded"] += 1
+        self._counters["encoded_rows"] += len(tensor)
+        order = self._saves.pop(identifier, None)
+        if order is not None and self._outbox is not None:
+            self._send(self._outbox, order, tensor)
+
+    def _send(self, outbox: Outbox, order: ItemSave, tensor: torch.Tensor) -> None:
+        if tensor.ndim != 2 or len(tensor) != order.rows or tensor.dtype is not self._dtype:
+            self._counters["saves_unfit"] += 1
+            return
+        nbytes = object_bytes(self._dtype_name, order.rows, tensor.shape[1])
+        if nbytes > self._config.max_item_bytes:
+            self._counters["items_too_large"] += 1
+            return
+        self._take_ends()
+        span = outbox.place(nbytes)
+        if span is None:
+            self._counters["saves_dropped"] += 1
+            return
+        payload = outbox.view[span.offset + HEADER_BYTES : span.offset + nbytes]
+        copy = self._copies.save(tensor, payload)
+        outbox.send(order.key, span, ItemShape(order.rows, nbytes), copy)
+
+    @guarded(default=lambda: None)
+    def report(self) -> ItemWorkerReport | None:
+        """End of the step: what has happened since the last report; None for nothing."""
+        if self._rows:
+            self._encoding.append((self._rows, self._clock_started, self._clock_stopped))
+        self._measure()
+        self._take_ends()
+        report = self._report
+        report.counters, self._counters = dict(self._counters), Counter()
+        if not (report.counters or report.uploaded or report.encoded_rows):
+            return None
+        self._report = ItemReport()
+        return ItemWorkerReport(report)
+
+    def _measure(self) -> None:
+        while self._encoding:
+            rows, started, stopped = self._encoding[0]
+            seconds = self._copies.seconds_between(started, stopped)
+            if seconds is None:
+                return
+            self._encoding.pop(0)
+            self._report.encoded_rows += rows
+            self._report.encode_seconds += seconds
+
+    def _take_ends(self) -> None:
+        if self._outbox is None:
+            return
+        ends = self._outbox.take_ends()
+        self._counters.update(ends.counters)
+        self._report.uploaded += ends.uploaded
+
+    def on_broken(self) -> None:
+        self._counters["internal_errors"] += 1
+
+
+def _device(vllm_config: VllmConfig) -> torch.device:
+    kind = vllm_config.device_config.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
