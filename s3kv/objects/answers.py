@@ -70,7 +70,15 @@ _ELSEWHERE = frozenset(
 _THROTTLED = frozenset(
     {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
 )
-_TRANSIENT = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestConflict"})
+_TRANSIENT = frozenset(
+    {
+        "ConditionalRequestConflict",
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "ServiceUnavailable",
+    }
+)
 
 
 def read_error(body: bytes) -> Mapping[str, str]:

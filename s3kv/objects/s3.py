@@ -34,7 +34,6 @@ _log = logging.getLogger("s3kv.io")
 PAGE_KEYS = 1000
 """Keys per page of a listing; the most S3 gives."""
 MAX_PUT_BYTES = 5 * 2**30
-_WRITTEN = (200, 201, 204)
 
 
 class S3Store:
@@ -86,10 +85,10 @@ class S3Store:
             refusal = error_of(response, call)
             if type(refusal) is StoreError:
                 response, call = await self._put(key, data, conditional=False)
-                if response.status in _WRITTEN:
+                if _is_written(response):
                     self._conditional_puts = False
                     _log.warning("%s. From now on plain PUTs are sent there", refusal)
-        if response.status in _WRITTEN:
+        if _is_written(response):
             return True
         raise error_of(response, call)
 
@@ -204,6 +203,11 @@ class S3Store:
             return self._opened
 
 
+def _is_written(response: Response) -> bool:
+    # A server that begins to answer before it has finished can only put its error into the body.
+    return response.status in (200, 201, 204) and not read_error(response.body)
+
+
 def _is_no_such_key(response: Response) -> bool:
     return response.status == 404 and read_error(response.body).get("Code") != "NoSuchBucket"
 
@@ -225,6 +229,8 @@ def _read_page(body: bytes, call: Call) -> tuple[Sequence[ObjectInfo], str | Non
     """One page of ListObjectsV2: its objects, and the token of the next page."""
     try:
         root = ElementTree.fromstring(body)
+        if not root.tag.endswith("ListBucketResult"):
+            raise StoreUnavailable(f"{call}: the listing cannot be read: it is a {root.tag}")
         infos = [
             ObjectInfo(
                 unquote(_text(item, "Key")),

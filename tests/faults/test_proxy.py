@@ -216,9 +216,13 @@ def test_open_connections_are_cut(faulty: Proxy) -> None:
     assert connection.getresponse().read() == BODY
     assert faulty.statistics().open_connections >= 1
     faulty.cut()
-    connection.request("GET", "/bkt/k")
-    with pytest.raises(ERRORS):
+
+    def ask_again() -> None:
+        connection.request("GET", "/bkt/k")
         connection.getresponse()
+
+    with pytest.raises(ERRORS):
+        ask_again()
     connection.close()
 
 

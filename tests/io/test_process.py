@@ -83,6 +83,10 @@ class FailingStore(MemoryStore):
         self._fail()
         return await super().get_into(key, buffer, claim)
 
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        self._fail()
+        return await super().put(key, data, if_absent=if_absent)
+
     async def check(self) -> None:
         self._fail()
 
@@ -366,6 +370,19 @@ async def test_a_drain_gives_up_fetches_and_finishes_uploads(slab: Slab) -> None
         ends = await worker.done(5)
         assert {end.outcome for end in ends.values()} == {Outcome.OK}
         assert await worker.hear() == wire.Drained(0)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) -> None:
+    """Otherwise the planner does, which is gone by then."""
+    store = FailingStore()
+    async with served(lambda _: store, slab, max_attempts=3) as (worker, _):
+        await ready(worker)
+        store.errors = [StoreUnavailable("away")] * 2
+        rig.fill(slab, 1, number=1)
+        worker.say(rig.upload(1), *([wire.Drain(30.0)] if drain else []))
+        end = (await worker.done(1))[1]
+        assert end.outcome is (Outcome.OK if drain else Outcome.FAILED)
 
 
 async def test_a_drain_ends_in_time(slab: Slab) -> None:
