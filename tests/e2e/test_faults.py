@@ -32,14 +32,11 @@ SOON = {
 STRUCK = {
     "refuse": None,
     "reset-mid-body": None,
-    "truncated": None,
     "trickle": None,
     "black-hole": None,
     "slow-down": None,
-    "redirect": None,
     "access-denied": None,
     "flipped-payload": 1,
-    "error-body-with-200": 1,
 }
 
 
