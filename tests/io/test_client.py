@@ -161,7 +161,7 @@ def test_round_trip(endpoint: str, bucket: Any, slab: Slab, open_client: Open) -
 
 
 def test_one_poll_waits_for_an_end_when_told(endpoint: str, slab: Slab, open_client: Open) -> None:
-    client = open_client(endpoint)
+    client = open_client(endpoint, clock=Clock())  # time stands still, so nobody pings
     client.wait_ready(20.0)
     assert client.poll(linger_s=60.0) == [], "nothing is under way, so there is nothing to wait for"
     fetch(client, 1, number=404)
