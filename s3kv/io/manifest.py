@@ -50,7 +50,7 @@ async def introduce(store: ObjectStore, namespace: Namespace, manifest: bytes) -
 
 async def _compare(store: ObjectStore, namespace: Namespace, manifest: bytes) -> str:
     """How the namespace differs from the sibling it differs least from."""
-    ours = _flat(json.loads(manifest))
+    ours = leaves(manifest) or {}
     names = await store.folders(all_namespaces(namespace.prefix), _MAX_SIBLINGS + 1)
     siblings = [name for name in names if name != namespace.digest][:_MAX_SIBLINGS]
     found: list[tuple[int, str, list[str]]] = []
@@ -59,9 +59,9 @@ async def _compare(store: ObjectStore, namespace: Namespace, manifest: bytes) ->
         await asyncio.gather(*(_read_sibling(store, namespace.prefix, n) for n in siblings)),
         strict=True,
     ):
-        theirs = _parse(text)
+        theirs = leaves(text or b"")
         if theirs is not None:
-            differences = explain(_flat(theirs), ours)
+            differences = explain(theirs, ours)
             found.append((len(differences), name, differences))
     if not found:
         return f"there is no other under {namespace.prefix}/ to compare it with"
@@ -87,16 +87,17 @@ async def _read(store: ObjectStore, key: str) -> bytes | None:
     return bytes(buffer[:nbytes]) if nbytes <= MAX_MANIFEST_BYTES else b""
 
 
-def _parse(text: bytes | None) -> Mapping[str, Any] | None:
+def leaves(text: bytes) -> dict[str, str] | None:
+    """Every leaf of a manifest, as JSON under its dotted name; None for what is none. Somebody else
+    may have written it."""
     try:
-        tree = json.loads(text or b"")
+        tree = json.loads(text)
+        return _flat(tree) if isinstance(tree, Mapping) else None
     except (ValueError, RecursionError):
         return None
-    return tree if isinstance(tree, Mapping) else None
 
 
 def _flat(tree: Any, name: str = "") -> dict[str, str]:
-    """Every leaf's JSON under its dotted name."""
     if isinstance(tree, Mapping) and tree:
         items = list(tree.items())
     elif isinstance(tree, list) and tree:

@@ -115,6 +115,7 @@ class Service:
         self._start_jobs()
         if self._manifest:
             self._introducing = asyncio.get_running_loop().create_task(self._introduce())
+            self._introducing.add_done_callback(self._introduced)
 
     async def _introduce(self) -> None:
         """Say which namespace this is, as soon as the bucket answers."""
@@ -131,6 +132,12 @@ class Service:
             else:
                 _log.info("%s", said)
                 return
+
+    def _introduced(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._defects += 1
+            _log.error("the manifest of the namespace: %r", error, exc_info=error)
 
     async def _try_bucket(self) -> tuple[wire.Trouble | None, str]:
         timeout_s = self._config.start_timeout_ms / 1000

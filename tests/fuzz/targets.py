@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from s3kv.config import Config
 from s3kv.io import wire
-from s3kv.io.manifest import MAX_MANIFEST_BYTES, _flat, _parse, explain
+from s3kv.io.manifest import MAX_MANIFEST_BYTES, explain, leaves
 from s3kv.objects.codec import MAX_HEADER_BYTES, ChunkFormat, CodecError, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.items import ItemFormat, object_bytes
@@ -100,10 +100,10 @@ def read_stream(direction: object, stream: bytes, step: int) -> None:
 
 def manifests(data: bytes) -> None:
     """What somebody else has put at a sibling's root, up to the line that is logged of it."""
-    tree = _parse(data[:MAX_MANIFEST_BYTES])
-    if tree is None:
+    theirs = leaves(data[:MAX_MANIFEST_BYTES])
+    if theirs is None:
         return
-    for line in explain(_flat(tree), {"model": '"m"'}):
+    for line in explain(theirs, {"model": '"m"'}):
         if not line.isprintable() or len(line) > 1000:
             raise Wrong(f"a line that does not belong into a log: {line!r}")
 

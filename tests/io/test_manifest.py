@@ -96,6 +96,7 @@ HOSTILE = [
     b"",
     b"\xff\xfe",
     b"[" * 200_000,
+    b'{"a":' * 900 + b"1" + b"}" * 900,
     b"[]",
     b'"text"',
     b"{" + b" " * MAX_MANIFEST_BYTES + b"}",
@@ -238,3 +239,20 @@ async def test_a_bucket_that_may_not_be_read_is_said_and_served(
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.DENIED
     assert "manifest of the namespace cannot be looked at: s3:GetObject" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_a_defect_in_it_is_counted_and_costs_nothing(
+    slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(MemoryStore):
+        async def folders(self, prefix: str, limit: int) -> list[str]:
+            raise ZeroDivisionError("oops")
+
+    async with served(lambda _: Odd(), slab) as (worker, _):
+        assert await worker.hear() == wire.Ready(True, None, "")
+        while (await worker.settled()).defects == 0:
+            pass
+        worker.say(rig.fetch(1))
+        assert (await worker.done(1))[1].outcome is Outcome.MISSING
+    assert "ZeroDivisionError" in caplog.text
