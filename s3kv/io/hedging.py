@@ -20,25 +20,33 @@ _SAMPLES = 256
 _FEWEST_SAMPLES = 32
 """Before that, nobody knows what is late."""
 _QUANTILE = 0.95
+_BURST = 8.0
 
 
 class Lateness:
     """After how long a first byte is late, and how many second requests that has been worth.
 
-    percent: of all requests, how many may have a second one. Pure.
+    percent: of all requests, how many may have a second one. What a quiet hour did not use is not
+    saved up: a store in trouble must not get twice the requests all at once. Pure.
     """
 
     def __init__(self, percent: float) -> None:
         self.hedges = 0
-        self.requests = 0
         self._share = percent / 100
+        self._requests = 0
+        self._allowance = 0.0
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
         self._late_s: float | None = None
+
+    def sent(self) -> None:
+        """A request is sent, a first one."""
+        self._requests += 1
+        self._allowance = min(_BURST, self._allowance + self._share)
 
     def began(self, seconds: float) -> None:
         """A first byte took so long."""
         self._samples.append(seconds)
-        if self._late_s is None or self.requests % 16 == 0:
+        if self._late_s is None or self._requests % 16 == 0:
             self._late_s = self._quantile()
 
     def _quantile(self) -> float | None:
@@ -53,8 +61,9 @@ class Lateness:
 
     def take(self) -> bool:
         """Whether one more second request keeps the share; counts it if so."""
-        if self.hedges >= self._share * self.requests or self.hedges >= self.requests:
+        if self._allowance < 1:
             return False
+        self._allowance -= 1
         self.hedges += 1
         return True
 

@@ -42,7 +42,7 @@ class PacedStore:
         self, key: str, buffer: memoryview, claim: Claim | None = None
     ) -> int | None:
         """As `ObjectStore`. A `claim` of the caller's own is asked by the request that wins."""
-        self._lateness.requests += 1
+        self._lateness.sent()
         late_s = self._lateness.late_s
         if late_s is None:
             return await self._read(key, buffer, claim)
