@@ -7,7 +7,10 @@ Fetches make a request wait, uploads make nobody wait. So:
    uploads are slow under load, never starved.
 3. Uploads hold at most half of the requests and half of the bytes, so that a fetch which comes
    after a burst of uploads does not find everything taken.
-4. A job that is larger than a limit on bytes goes when it is alone.
+4. Uploads are in no hurry, and each that runs takes cores and memory bandwidth from the engine: one
+   goes at a time, and one more for every `UPLOADS_PER_STREAM` that wait, so that a burst is spread
+   out and a backlog is not allowed to grow. At the end of the process they hurry.
+5. A job that is larger than a limit on bytes goes when it is alone.
 
 Within its kind every job keeps its turn: none overtakes one that waits for bytes.
 """
@@ -24,6 +27,11 @@ from s3kv.objects.items import ItemFormat
 
 FETCHES_PER_UPLOAD = 16
 """Costs fetches 6 % of their places at the worst."""
+
+
+UPLOADS_PER_STREAM = 8
+"""A backlog of half of what a worker may have on its way by default (`max_saves_inflight`) brings
+all upload places into use."""
 
 
 class Direction(enum.Enum):
@@ -95,6 +103,8 @@ class JobQueue:
         self._upload_places = _Places(max(1, max_requests // 2), max_bytes // 2)
         self._lines = {direction: _Line() for direction in Direction}
         self._fetches_in_a_row = 0
+        self.in_hurry = False
+        """Nothing is left to be spared: as many uploads at once as there are places."""
 
     def limit_requests(self, max_requests: int) -> None:
         """From now on so many may run at once; more that run already are left alone."""
@@ -157,11 +167,17 @@ class JobQueue:
     def _whose_turn(self) -> Job | None:
         fetch = self._lines[Direction.FETCH].first()
         upload = self._lines[Direction.UPLOAD].first()
-        if upload is None or not self._upload_places.fit(upload):
+        if upload is None or not self._has_upload_stream or not self._upload_places.fit(upload):
             return fetch
         if fetch is None or self._fetches_in_a_row >= FETCHES_PER_UPLOAD:
             return upload
         return fetch
+
+    @property
+    def _has_upload_stream(self) -> bool:
+        line = self._lines[Direction.UPLOAD]
+        streams = 1 + (len(line.waiting) - 1) // UPLOADS_PER_STREAM
+        return self.in_hurry or len(line.running) < streams
 
     def withdraw(self, job_id: int) -> Job | None:
         """Take out a job that waits; None when it does not wait (any more)."""

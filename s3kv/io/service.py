@@ -257,11 +257,13 @@ class Service:
 
     def _drain(self, timeout_s: float) -> None:
         self._drain_left = 0
+        self._queue.in_hurry = True
         for job_id in self._queue.ids(Direction.FETCH):
             self._cancel(job_id)
         loop = asyncio.get_running_loop()
         self._transfers.drain_until_s = loop.time() + timeout_s
         loop.call_later(timeout_s, self._give_up_uploads)
+        self._start_jobs()
         self._look_whether_drained()
 
     def _give_up_uploads(self) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from s3kv.io.jobs import FETCHES_PER_UPLOAD, Direction, Job, JobQueue
+from s3kv.io.jobs import FETCHES_PER_UPLOAD, UPLOADS_PER_STREAM, Direction, Job, JobQueue
 from s3kv.objects.codec import ChunkFormat
 from s3kv.types import TensorSpec
 
@@ -26,12 +26,41 @@ def test_fetches_go_before_uploads_that_came_first() -> None:
     queue = JobQueue(4, 2**30)
     for i, direction in enumerate([UPLOAD, UPLOAD, FETCH, UPLOAD, FETCH]):
         queue.add(job(i, direction))
-    assert [j.job_id for j in take_all(queue)] == [2, 4, 0, 1]
-    assert (queue.waiting, queue.running, queue.running_bytes) == (1, 4, 4 * ONE.object_bytes)
+    assert [j.job_id for j in take_all(queue)] == [2, 4, 0]
+    assert (queue.waiting, queue.running, queue.running_bytes) == (2, 3, 3 * ONE.object_bytes)
+
+
+def test_uploads_go_one_at_a_time_until_many_wait() -> None:
+    queue = JobQueue(32, 2**30)
+    for i in range(UPLOADS_PER_STREAM):
+        queue.add(job(i, UPLOAD))
+    running = take_all(queue)
+    assert len(running) == 1
+    for i in range(UPLOADS_PER_STREAM, 3 * UPLOADS_PER_STREAM):
+        queue.add(job(i, UPLOAD))
+    running += take_all(queue)
+    assert len(running) == 3
+    while queue.waiting:
+        queue.end(running.pop(0))
+        running += take_all(queue)
+    assert len(running) == 1
+    for i in range(100, 300):
+        queue.add(job(i, UPLOAD))
+    assert len(running + take_all(queue)) == 16
+
+
+def test_uploads_in_a_hurry_take_all_their_places() -> None:
+    queue = JobQueue(8, 2**30)
+    for i in range(5):
+        queue.add(job(i, UPLOAD))
+    assert len(take_all(queue)) == 1
+    queue.in_hurry = True
+    assert len(take_all(queue)) == 3
 
 
 def test_uploads_leave_half_of_the_places_to_fetches() -> None:
     queue = JobQueue(8, 2**30)
+    queue.in_hurry = True
     for i in range(10):
         queue.add(job(i, UPLOAD))
     assert len(take_all(queue)) == 4
@@ -47,6 +76,7 @@ def test_uploads_leave_half_of_the_bytes_to_fetches() -> None:
         queue.add(job(i + 10, FETCH))
     assert [j.job_id for j in take_all(queue)] == [10, 11, 12, 13, 14, 15]
     queue = JobQueue(100, 6 * ONE.object_bytes)
+    queue.in_hurry = True
     for i in range(10):
         queue.add(job(i, UPLOAD))
     assert len(take_all(queue)) == 3

@@ -140,15 +140,26 @@ async def test_fetches_begin_before_uploads_that_came_first(slab: Slab) -> None:
         worker.say(rig.upload(1), rig.upload(2), rig.upload(3), rig.fetch(4), rig.fetch(5))
         await ready(worker)
         stats = await worker.settled()
-        assert (stats.running, stats.waiting) == (4, 1)
-        assert stats.running_bytes == 4 * rig.FORMAT.object_bytes
-        kinds = [kind for kind, _ in store.begun]
-        assert kinds == ["get", "get", "put", "put"]
-        worker.say(rig.fetch(6))
+        assert (stats.running, stats.waiting) == (3, 2)
+        assert stats.running_bytes == 3 * rig.FORMAT.object_bytes
+        assert [kind for kind, _ in store.begun] == ["get", "get", "put"]
+        worker.say(rig.fetch(6), rig.fetch(7))
         await worker.settled()
         store.open_gate()
-        await worker.done(6)
-        assert [kind for kind, _ in store.begun[4:]] == ["get", "put"]
+        await worker.done(7)
+        assert [kind for kind, _ in store.begun[3:]] == ["get", "get", "put", "put"]
+
+
+async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=8) as (worker, _):
+        await ready(worker)
+        worker.say(*(rig.upload(i) for i in range(5)))
+        assert (await worker.settled()).running == 1
+        worker.say(wire.Drain(60.0))
+        assert (await worker.settled()).running == 4
+        store.open_gate()
+        assert len(await worker.done(5)) == 5
 
 
 async def test_bytes_at_once_are_limited(slab: Slab) -> None:
