@@ -111,7 +111,9 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
     if longest > setup.pages * CHUNK_TOKENS:
         raise ValueError(f"gpu_gib is {setup.gpu_gib}: a request of {longest} tokens does not fit")
     timeline, bucket = Timeline(), Bucket()
-    engines = [_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)]
+    engines = [
+        make_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)
+    ]
     for arrival in arrivals:
         engine = engines[arrival.engine(setup.engines, setup.routing)]
         timeline.at(arrival.time_s, partial(engine.arrive, arrival))
@@ -126,7 +128,9 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
     return _figures(arrivals, setup, policy, engines, bucket)
 
 
-def _engine(timeline: Timeline, bucket: Bucket, setup: Setup, policy: str, place: int) -> Engine:
+def make_engine(
+    timeline: Timeline, bucket: Bucket, setup: Setup, policy: str, place: int
+) -> Engine:
     config = Config(bucket="trace", recompute_gate=setup.recompute_gate == "on")
     planner = _planner(config, setup, policy)
     pool = PagePool(setup.pages, keeps=policy != "no cache")

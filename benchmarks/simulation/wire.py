@@ -59,6 +59,12 @@ class Link:
         self._started = 0
         self._version = 0
 
+    def set_speed(self, bytes_per_s: float) -> None:
+        """From now on."""
+        self._serve()
+        self._bytes_per_s = bytes_per_s
+        self._plan()
+
     def carry(self, nbytes: int, on_end: Callable[[], None]) -> None:
         self._serve()
         self._started += 1
@@ -142,6 +148,11 @@ class IoProcess:
             )
             for direction in Direction
         }
+
+    def set_speed(self, bytes_per_s: float) -> None:
+        """Of the network, in either direction, from now on."""
+        for link in self._links.values():
+            link.set_speed(bytes_per_s)
 
     def fetch(self, order: FetchOrder) -> None:
         self._add(order.job_id, Direction.FETCH, order.key)

@@ -146,7 +146,9 @@ class KVPlanner:
         unasked = max(0, end - record.asked)
         return wait_until_s(
             self.pace,
+            now_s=now_s,
             started_s=record.started_s,
+            asked_s=record.asked_s,
             arrival_s=record.arrival_s,
             wanted_tokens=record.wanted_chunks * self._settings.chunk_tokens,
             missing_tokens=(end - record.ready) * self._settings.chunk_tokens,

@@ -2,16 +2,17 @@
 
 The rule (a deadline on every wait): a request waits for its missing chunks only while
 
-1. all it may yet get from the bucket is expected to arrive sooner than the engine computes it,
+1. all it may yet get from the bucket is expected to arrive in `GAIN` of the time in which the
+   engine computes it,
 2. it has not waited as long as computing everything it hoped for would have taken,
-3. something has arrived for it lately: within `PATIENCE_FETCHES` times what a fetch takes, or
+3. something has arrived for it lately: within twice the time a fetch is expected to take, or
    `PATIENCE_S` while that is not known, and
 4. it has not waited `max_wait_s`.
 
 A bucket that is known to be slow is therefore not waited for at all; what was asked of it arrives
-later and serves others. Only when it turns slow does a request lose time, at most as much as
-computing takes, and a second at most while nothing comes. Giving up is a measurement too: those
-after it do not wait, until something has arrived faster again.
+later and serves others. Only while nothing is known, and when it turns slow, does a request lose
+time: at most as much as computing takes. Giving up is a measurement too: a fetch is taken to last
+twice as long as was waited in vain, and longer with every further attempt, until one arrives.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+GAIN = 0.8
+"""What an expectation may err by before waiting for it costs time."""
+
 PATIENCE_S = 1.0
-"""Ten times the first byte of a healthy S3; nobody waits longer for a sign of life."""
+"""Ten times the first byte of a healthy S3."""
 
 PATIENCE_MIN_S = 0.25
 """What arrives is heard of at the end of an engine step only, and two steps may be under way."""
 
-PATIENCE_FETCHES = 4.0
-"""First bytes of S3 differ by about this much between the median and the 99th percentile."""
+PATIENCE_FETCHES = 2.0
+"""What comes later is not worth the wait: others were expected to come before it."""
 
 _SMOOTHING = 0.1
 """Weight of a new fetch; a request's window is 4 to 32 of them."""
@@ -93,6 +97,7 @@ class Pace:
 
     __slots__ = (
         "_fetch",
+        "_fetch_at_least_s",
         "_fetches_at_once",
         "_prefill_measured",
         "_prefill_tokens_per_s",
@@ -105,6 +110,7 @@ class Pace:
         self._prefill_measured = False
         self._fetches_at_once = fetches_at_once
         self._fetch = FetchTime()
+        self._fetch_at_least_s = 0.0
         self._steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
         self._step_ended_s = -math.inf
 
@@ -114,15 +120,18 @@ class Pace:
         began_with, ended_with: fetches under way then, this one included.
         """
         self._fetch.add(self._concurrency(began_with, ended_with), seconds)
+        self._fetch_at_least_s = 0.0
 
     def gave_up(self, waited_s: float, chunks: int) -> None:
-        """The last of `chunks` on their way had not come after so long: one takes its share of
-        that at least.
-        """
-        n = self._concurrency(chunks, 1)
-        seconds = waited_s / max(1.0, chunks / self._fetches_at_once)
-        if not self._fetch.is_measured or self._fetch.at(n) < seconds:
-            self._fetch.add(n, seconds)
+        """Of `chunks` on their way the last had not come after so long."""
+        each_s = waited_s / max(1.0, chunks / self._fetches_at_once)
+        self._fetch_at_least_s = 2 * max(self._fetch_at_least_s, each_s)
+
+    def _one_fetch_s(self, n: float) -> float | None:
+        """Expected while `n` are under way; None while nothing is known."""
+        if not self._fetch.is_measured:
+            return self._fetch_at_least_s or None
+        return max(self._fetch.at(n), self._fetch_at_least_s)
 
     def _concurrency(self, began_with: int, ended_with: int) -> float:
         most = self._fetches_at_once
@@ -151,21 +160,22 @@ class Pace:
         return tokens / self._prefill_tokens_per_s
 
     def fetch_s(self, chunks: int, rounds: int) -> float | None:
-        """Expected time until the last of `chunks` has arrived; None before the first arrival.
+        """Expected time until the last of `chunks` has arrived; None while nothing is known.
 
         rounds: how often the answer has to be awaited before more of them can be asked for.
         """
-        if not self._fetch.is_measured:
+        full_s = self._one_fetch_s(self._concurrency(chunks, 1))
+        alone_s = self._one_fetch_s(1)
+        if full_s is None or alone_s is None:
             return None
-        full_s = self._fetch.at(self._concurrency(chunks, 1))
-        return full_s * max(1.0, chunks / self._fetches_at_once) + rounds * self._fetch.at(1)
+        return full_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
 
     def patience_s(self, chunks: int) -> float:
         """How long nothing may come of `chunks` on their way."""
         if not self._fetch.is_measured:
             return PATIENCE_S
         expected_s = self._fetch.at(self._concurrency(chunks, 1))
-        return min(PATIENCE_S, max(PATIENCE_MIN_S, PATIENCE_FETCHES * expected_s))
+        return max(PATIENCE_MIN_S, PATIENCE_FETCHES * expected_s)
 
     def statistics(self) -> PaceStatistics:
         is_measured = self._fetch.is_measured
@@ -179,7 +189,9 @@ class Pace:
 def wait_until_s(
     pace: Pace,
     *,
+    now_s: float,
     started_s: float,
+    asked_s: float,
     arrival_s: float,
     wanted_tokens: int,
     missing_tokens: int,
@@ -190,7 +202,8 @@ def wait_until_s(
 ) -> float:
     """Until when a request may wait if nothing new happens; a time not after now means: stop.
 
-    started_s, arrival_s: when the wait began, and when something last arrived for it.
+    started_s, asked_s, arrival_s: when the wait began, when it last asked for something, and when
+        something last arrived for it.
     wanted_tokens: all the request might get from the bucket, as of `started_s`.
     missing_tokens: what it may yet get.
     missing_chunks: the same in chunks, and with them those of others that come before its last.
@@ -200,7 +213,9 @@ def wait_until_s(
     if not gate:
         return hard_s
     expected_s = pace.fetch_s(missing_chunks, rounds)
-    if expected_s is not None and expected_s >= pace.compute_s(missing_tokens):
-        return -math.inf
+    if expected_s is not None:
+        left_s = expected_s - (now_s - asked_s)
+        if left_s >= GAIN * pace.compute_s(missing_tokens):
+            return -math.inf
     patient_s = arrival_s + pace.patience_s(missing_chunks)
     return min(hard_s, started_s + pace.compute_s(wanted_tokens), patient_s)

@@ -111,6 +111,7 @@ class PrefixCollector:
             return False
         job.waiters.append((record, position))
         record.pending[position] = job
+        record.asked_s = now_s
         return True
 
     def _fetch(self, key: ChunkKey, now_s: float) -> Job | None:

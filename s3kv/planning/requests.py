@@ -90,6 +90,8 @@ class RequestRecord:
     """Something ended since the last lookup."""
     started_s: float | None = None
     wait_until_s: float = 0.0
+    asked_s: float = 0.0
+    """When it last asked for, or joined, a fetch."""
     arrival_s: float = 0.0
     """When something last arrived for it, or its wait began."""
     wanted_chunks: int = 0

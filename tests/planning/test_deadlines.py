@@ -77,9 +77,25 @@ def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
 
 
 def test_a_bucket_faster_than_computing_is_waited_for() -> None:
-    desk = measured(seconds_per_chunk=0.4)
+    desk = measured(seconds_per_chunk=0.3)
     desk.add("r", "aaaa")
     assert desk.lookup("r") == WAIT
+
+
+def test_a_gain_too_small_to_be_sure_of_is_left() -> None:
+    desk = measured(seconds_per_chunk=0.45)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == NOTHING
+
+
+def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
+    desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
+    desk.add("r", "aaaabbbb")
+    assert desk.lookup("r") == WAIT
+    first, _ = desk.plan().fetches
+    desk.now_s += 0.5
+    desk.end(first, seconds=0.5)
+    assert desk.lookup("r") == WAIT, "for a chunk that takes longer than computing it, but not now"
 
 
 def test_what_comes_at_once_is_weighed_against_all_it_saves() -> None:
@@ -124,24 +140,27 @@ def test_who_gives_up_has_measured_a_slow_bucket() -> None:
     assert desk.lookup("next") == NOTHING
 
 
-def test_who_gives_up_early_has_measured_nothing() -> None:
+def test_giving_up_counts_until_something_arrives() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    assert pace.fetch_s(1, 0) is None
+    pace.gave_up(0.2, 1)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.4), "twice what was waited in vain"
+    pace.gave_up(1.2, 16)  # four times four
+    assert pace.fetch_s(1, 0) == pytest.approx(0.8), "and more with every attempt"
     pace.fetched(0.5, began_with=1, ended_with=1)
-    pace.gave_up(0.4, 1)
-    pace.gave_up(1.6, 16)  # four times four
-    assert pace.fetch_s(1, 0) == pytest.approx(0.5)
-    pace.gave_up(0.6, 1)
-    assert (pace.fetch_s(1, 0) or 0.0) > 0.5
+    assert pace.fetch_s(1, 0) == pytest.approx(0.5), "until one arrives"
+    pace.gave_up(0.1, 1)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.5), "less than is known to be needed"
 
 
 def test_a_bucket_that_answered_is_given_less_patience() -> None:
-    desk = measured(seconds_per_chunk=0.1)
+    desk = measured(seconds_per_chunk=0.2)
     desk.add("r", "aaaa" * 4)
     assert desk.lookup("r") == WAIT
     desk.now_s += 0.39
     assert desk.lookup("r") == WAIT
     desk.now_s += 0.02
-    assert desk.lookup("r") == NOTHING, "four times 0.1 s"
+    assert desk.lookup("r") == NOTHING, "twice 0.2 s"
 
 
 def test_what_comes_too_late_is_withdrawn() -> None:
@@ -255,7 +274,9 @@ def test_the_deadline_is_the_earlier_of_two(gate: bool, until_s: float) -> None:
     pace = Pace(prefill_tokens_per_s=100.0, fetches_at_once=4)
     until = wait_until_s(
         pace,
+        now_s=100.5,
         started_s=100.0,
+        asked_s=100.0,
         arrival_s=100.4,
         wanted_tokens=100,
         missing_tokens=50,

@@ -1,0 +1,90 @@
+"""What a bucket of any speed costs and gives, in simulated time around the real planner.
+
+One engine, prompts of 64 KiB of KV per token one after another, every chunk of them in the bucket.
+The network gives each direction the same bytes per second, shared by whatever is under way.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+
+from benchmarks.simulation.fleet import Setup, make_engine
+from benchmarks.simulation.wire import Bucket, Timeline
+from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, block_hash
+
+PROMPTS = 40
+CHUNKS = 4
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    mib_per_s: float
+    gap_s: float = 60.0
+    then_mib_per_s: float | None = None
+    """The speed from the middle of the prompts on."""
+
+    @property
+    def setup(self) -> Setup:
+        return Setup(
+            engines=1,
+            host_gib=1.0,
+            kib_per_token=64.0,
+            prefill_tokens_per_s=1_000.0,
+            first_byte_ms=30.0,
+            network_gbit_per_s=self.mib_per_s * MIB * 8 / 1e9,
+            connection_mb_per_s=1e6,
+        )
+
+    def ttfts_s(self, policy: str) -> list[float]:
+        """Times to first token, in order."""
+        timeline, bucket = Timeline(), Bucket()
+        engine = make_engine(timeline, bucket, self.setup, policy, 0)
+        for number in range(PROMPTS):
+            hashes = tuple(block_hash(number * CHUNKS + place) for place in range(CHUNKS))
+            bucket.objects.update(hashes)
+            tokens = CHUNKS * CHUNK_TOKENS + 100
+            arrival = Arrival(number, number * self.gap_s, tokens, 1, hashes, number)
+            timeline.at(arrival.time_s, partial(engine.arrive, arrival))
+        if self.then_mib_per_s is not None:
+            middle_s = (PROMPTS / 2 - 0.5) * self.gap_s
+            timeline.at(middle_s, partial(engine.io.set_speed, self.then_mib_per_s * MIB))
+        timeline.run()
+        engine.planner.check()
+        return engine.seen.ttft_s
+
+    def ratios(self) -> list[float]:
+        """Per prompt: TTFT over that of an engine without a cache."""
+        pairs = zip(self.ttfts_s("lru"), self.ttfts_s("no cache"), strict=True)
+        return [with_it / without for with_it, without in pairs]
+
+
+@pytest.mark.parametrize("gap_s", [5.0, 60.0])
+@pytest.mark.parametrize("mib_per_s", [1, 4, 16, 64, 96, 128, 256])
+def test_a_bucket_of_any_speed_costs_little(mib_per_s: float, gap_s: float) -> None:
+    ratios = Case(mib_per_s, gap_s).ratios()
+    assert max(ratios) <= 2.0, "not even the first, when nothing is known"
+    assert max(ratios[2:]) <= 1.02, "and then it is"
+    assert statistics.mean(ratios) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("mib_per_s", "ratio"), [(96, 0.7), (128, 0.55), (256, 0.35), (1024, 0.15)]
+)
+def test_a_bucket_fast_enough_is_of_use(mib_per_s: float, ratio: float) -> None:
+    assert statistics.median(Case(mib_per_s).ratios()) <= ratio
+
+
+def test_a_bucket_that_turns_slow_costs_one_request_something() -> None:
+    ratios = Case(256, then_mib_per_s=4).ratios()[PROMPTS // 2 :]
+    assert 1.02 < max(ratios) <= 2.0
+    assert sum(ratio > 1.02 for ratio in ratios) <= 2
+
+
+def test_a_bucket_that_turns_fast_is_found_out() -> None:
+    ratios = Case(4, then_mib_per_s=1024).ratios()[PROMPTS // 2 :]
+    assert statistics.median(ratios) <= 0.2
