@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests at a time. Every engine wants a core and 2 GiB.
+JOBS ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help venv test e2e nightly lint format demo bench clean
 
@@ -21,10 +24,10 @@ $(STAMP): pyproject.toml scripts/install_engine.sh
 	touch $@
 
 test: $(STAMP) ## all tests; ARGS="-m 'not e2e'" for those without an engine
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 
 e2e: $(STAMP) ## only the tests on the real engine
-	$(BIN)/python -m pytest tests/e2e $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) tests/e2e $(ARGS)
 
 nightly: $(STAMP) ## the tests that take minutes each and are no part of `make test`
 	$(BIN)/python -m pytest -m nightly $(ARGS)

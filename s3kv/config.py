@@ -196,7 +196,7 @@ class Config:
         minimum=1.0,
     )
     probe_chunks: int = setting(
-        4,
+        8,
         doc="Chunks asked for at once when nothing is known of a prefix; doubles with each that "
         "arrives.",
         kind="count",

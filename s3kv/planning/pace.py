@@ -21,7 +21,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-GAIN = 0.8
+GAIN = 0.9
 """What an expectation may err by before waiting for it costs time."""
 
 PATIENCE_S = 1.0
@@ -33,8 +33,8 @@ PATIENCE_MIN_S = 0.25
 PATIENCE_FETCHES = 2.0
 """What comes later is not worth the wait: others were expected to come before it."""
 
-_SMOOTHING = 0.1
-"""Weight of a new fetch; a request's window is 4 to 32 of them."""
+_SMOOTHING = 0.2
+"""Weight of a new fetch; a request's first window is eight of them."""
 
 _SETTLING_TOKENS = 4_096.0
 """Prefilled tokens that make up two thirds of the estimate: one large step, or a few small."""
