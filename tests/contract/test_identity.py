@@ -224,7 +224,11 @@ TOGETHER: list[tuple[str, Callable[[Engine], Any], Callable[[Engine], Any]]] = [
 """Fields that matter only where something else has been set first."""
 
 
-@pytest.mark.parametrize(("field", "change"), [c[::2] for c in CHANGES], ids=lambda c: str(c)[:40])
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [c[::2] for c in CHANGES],
+    ids=[f"{number}-{c[0]}" for number, c in enumerate(CHANGES)],
+)
 def test_each_change_is_another_namespace(
     engine: Engine, field: str, change: Callable[[Engine], Any]
 ) -> None:
