@@ -10,6 +10,9 @@ so that a machine that slows down slows all of them:
     warm     a new engine with s3kv on what `cold` left in the bucket
     short    prompts shorter than a chunk, many at once: nothing to hit, nothing to save
 
+and after them plain sockets read what each prompt has in the bucket, with no engine beside them
+(`raw`): what of the difference between `warm` and `local` is the server's and the network's.
+
 Every engine first writes to all of its KV cache, so that no page of it is touched for the first
 time while something is measured.
 
@@ -32,6 +35,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.floor import Server
 from lab.engine import Engine
 from lab.models import FAT, build, prompts
 from lab.s3 import moto_process
@@ -67,6 +71,7 @@ def connector(settings: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 class Bench:
     def __init__(self, folder: Path, env: dict[str, str], settings: dict[str, Any]) -> None:
+        self._server = Server(settings["endpoint_url"], settings["bucket"], env)
         self._folder = folder
         self._env = env
         self._settings = settings
@@ -115,6 +120,8 @@ class Bench:
         with self._engine("warm", prefix) as engine:
             self._pass("warm", engine)
             self._throughput("s3kv", engine)
+        per_prompt = PROMPT_TOKENS // CHUNK_TOKENS
+        self.seconds.setdefault("raw", []).extend(self._server.read_s(prefix, per_prompt))
 
     def result(self, server: str) -> dict[str, Any]:
         ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self.seconds.items()}
@@ -128,6 +135,7 @@ class Bench:
             "median_ms": ms,
             "short_requests_per_s": rate,
             "warm_over_local_hit": round(ms["warm"] / ms["local"], 3),
+            "raw_and_local_over_local_hit": round((ms["raw"] + ms["local"]) / ms["local"], 3),
             "cold_over_none": round(ms["cold"] / ms["none"], 3),
             "short_throughput_ratio": round(rate["s3kv"] / rate["none"], 3),
             "all_ms": {n: [round(1e3 * x) for x in s] for n, s in self.seconds.items()},

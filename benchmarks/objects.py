@@ -133,7 +133,7 @@ def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> None:
     rest = read_head(connection)
     buffer[: len(rest)] = rest
     filled = len(rest)
-    while filled < OBJECT_BYTES:
+    while filled < len(buffer):
         filled += connection.recv_into(buffer[filled:])
 
 

@@ -1,0 +1,58 @@
+"""What a server gives plain sockets: the floor of whatever is measured against it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+from time import perf_counter
+from urllib.parse import urlsplit
+
+from benchmarks.objects import raw_get
+from lab.s3 import S3Server
+
+AT_ONCE = 8
+
+
+class Server:
+    """A bucket, read with blocking sockets in threads and nothing else."""
+
+    def __init__(self, url: str, bucket: str, env: Mapping[str, str]) -> None:
+        self._s3 = S3Server(url, dict(env))
+        self._bucket = bucket
+        self._address = (urlsplit(url).hostname or "", urlsplit(url).port or 80)
+
+    def read_s(self, prefix: str, per_batch: int) -> list[float]:
+        """Seconds for each `per_batch` objects under `prefix`, `AT_ONCE` at a time."""
+        objects = sorted(self._s3.objects(self._bucket, prefix).items())
+        heads = [self._head(key) for key, _ in objects]
+        buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _, nbytes in objects]
+        connections = [socket.create_connection(self._address) for _ in range(AT_ONCE)]
+        try:
+            starts = range(0, len(objects) - per_batch + 1, per_batch)
+            batches = [slice(start, start + per_batch) for start in starts]
+            return [_batch_s(connections, heads[b], buffers[b]) for b in batches]
+        finally:
+            for connection in connections:
+                connection.close()
+
+    def _head(self, key: str) -> bytes:
+        params = {"Bucket": self._bucket, "Key": key}
+        parts = urlsplit(self._s3.client().generate_presigned_url("get_object", Params=params))
+        return f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
+
+
+def _batch_s(
+    connections: list[socket.socket], heads: list[bytes], buffers: list[memoryview]
+) -> float:
+    def work(number: int) -> None:
+        for head, buffer in list(zip(heads, buffers, strict=True))[number::AT_ONCE]:
+            raw_get(connections[number], head, buffer)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(AT_ONCE)]
+    start_s = perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return perf_counter() - start_s

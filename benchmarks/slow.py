@@ -1,0 +1,102 @@
+"""What a bucket of any speed costs a real engine: `python -m benchmarks.slow [--json FILE]`.
+
+Every prompt is in the bucket, behind a proxy that passes on so many MiB/s. 1,600 tokens and
+100 MiB of KV each, one request after another, a fresh engine per speed. The ratio is the time to
+first token over that of an engine without a connector, prompt by prompt: median, mean and worst,
+and the engine's first request, when nothing is known of the bucket. Below 1 the cache is of use.
+
+The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded moto.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import CHUNK_TOKENS, connector, s3
+from lab.engine import Answer, Engine
+from lab.models import FAT, build, prompts
+from lab.proxy import proxy
+
+PROMPTS = 8
+PROMPT_TOKENS = 1_600
+MIB_PER_S = (1, 4, 16, 64, 256, 1_024)
+
+
+class Bench:
+    def __init__(self, folder: Path, env: dict[str, str], settings: dict[str, Any]) -> None:
+        self._folder = folder
+        self._env = env
+        self._settings = settings
+        self._prefix = f"bench/{uuid.uuid4().hex[:8]}"
+        self._model = build(folder, FAT)
+        self._prompts = prompts(PROMPTS, PROMPT_TOKENS, seed=7)
+
+    def answers(self, name: str, url: str | None = None) -> list[Answer]:
+        """One engine's. url: where it finds the bucket; None: it has no connector."""
+        settings = self._settings | {"endpoint_url": url}
+        engine = Engine(
+            self._model,
+            log_path=self._folder / f"{name}.log",
+            connector=connector(settings, self._prefix) if url else None,
+            env=self._env,
+            kv_cache_memory_bytes=2**30,
+            max_num_batched_tokens=2_048,
+        )
+        with engine:
+            engine.call("lab.memory:touch_kv_cache")
+            engine.generate(prompts(2, CHUNK_TOKENS - 1, seed=9))
+            return engine.generate(self._prompts)
+
+
+def compared(answers: list[Answer], without: list[Answer]) -> dict[str, Any]:
+    ratios = [a.ttft_s / b.ttft_s for a, b in zip(answers, without, strict=True)]  # type: ignore[operator]
+    return {
+        "median": round(statistics.median(ratios), 3),
+        "mean": round(statistics.mean(ratios), 3),
+        "worst": round(max(ratios), 3),
+        "first": round(ratios[0], 3),
+        "tokens_hit": [answer.cached_tokens for answer in answers],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--mib-per-s", type=float, nargs="+", default=MIB_PER_S)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with s3() as (env, settings, server), tempfile.TemporaryDirectory() as folder:
+        url = settings["endpoint_url"]
+        if url is None:
+            parser.error("S3KV_BUCKET is set: set AWS_ENDPOINT_URL, too; the proxy has to know it")
+        bench = Bench(Path(folder), env, settings)
+        bench.answers("filling", url)
+        without = bench.answers("none")
+        by_speed = {}
+        for mib_per_s in options.mib_per_s:
+            with proxy(url, bytes_per_s=mib_per_s * 2**20) as limited:
+                answers = bench.answers(f"at-{mib_per_s:g}", limited.url)
+            by_speed[f"{mib_per_s:g}"] = compared(answers, without)
+    result = {
+        "benchmark": "slow",
+        "server": server,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "prompts": f"{PROMPTS} x {PROMPT_TOKENS} tokens, {FAT.kv_bytes_per_token} B/token",
+        "ttft_without_ms": round(1e3 * statistics.median(a.ttft_s or 0.0 for a in without)),
+        "ttft_over_no_cache_by_mib_per_s": by_speed,
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
