@@ -148,8 +148,10 @@ def other_group_renamed(good: bytes) -> bytes:
 
 def other_tensors_renamed(good: bytes) -> bytes:
     tensors = (TensorSpec("kv", "U8", (2, 2500)),)
-    data = bytes(sealed(of(KEYED, tensors=tensors), seed=2))
-    return data.replace(b"[2,2500] ", b"[5000]   ").replace(b"[2,2500]", b"[5000]  ")
+    chunk = of(KEYED, tensors=tensors)
+    data = bytes(sealed(chunk, seed=2))
+    head = data[: chunk.header_bytes].replace(b"[2,2500]", b"[5000]").ljust(chunk.header_bytes)
+    return head + data[chunk.header_bytes :]
 
 
 def spliced(good: bytes) -> bytes:
