@@ -77,7 +77,8 @@ def start(model: Path, s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -
         engine = Engine(model, ec_connector=ec, log_path=log, env=s3.env, **arguments)
         with engine:
             yield engine
-            if ec is not None and ec["ec_role"] != "ec_producer":
+            reachable = engine_args.get("in_process", True)
+            if ec is not None and ec["ec_role"] != "ec_producer" and reachable:
                 report = engine.call("lab.audit:audit_items")
                 assert report["broken"] == [], report
                 assert not any(report["left"].values()), report
@@ -230,6 +231,21 @@ def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
         time.sleep(1.0)  # twice the breaker's first pause
         assert tokens(engine.generate([ask(7), ask(8)])) == tokens(right[6:])
         assert counters(engine)["hits"] == 2
+
+
+def test_ranks_in_processes_of_their_own_share_one_fetch(
+    start: Start, s3: S3Server, filled: str
+) -> None:
+    """Two tensor ranks map the scheduler's slab, and find what an engine with one rank has saved.
+    Their tokens are not compared: two halves of a matrix round differently.
+    """
+    sizes = {"in_process": False, "tensor_parallel_size": 2}
+    with start(ec_connector(s3, filled), **sizes) as engine:
+        answers = engine.generate([ask(image) for image in IMAGES], concurrency=4)
+        count = counters(engine)
+    assert all(answer.finish_reason == "length" for answer in answers)
+    assert (count["hits"], count["encoded"], count["fetches"]) == (len(IMAGES), 0, len(IMAGES))
+    assert count["fetch_bytes"] == len(IMAGES) * ITEM_BYTES
 
 
 def test_keys_and_values_and_images_together(
