@@ -190,10 +190,10 @@ def test_requests_for_one_image_share_a_fetch_and_aborts_leave_nothing(
     assert s3.url is not None
     with (
         proxy(s3.url) as slow,
-        start(ec_connector(s3, filled, endpoint_url=slow.url, host_bytes="1MiB")) as engine,
+        start(ec_connector(s3, filled, endpoint_url=slow.url, hedge_percent=0.0)) as engine,
     ):
         engine.generate([ask(1)])
-        slow.fault(Fault(kind="delay", verbs=("GET",), seconds=1.0))
+        slow.fault(Fault(kind="delay", verbs=("GET",), seconds=3.0))
         before = slow.statistics().requests["GET"]
         crowd = [ask(2) for _ in range(6)] + [ask(2, abort_after_s=0.3), ask(3, abort_after_s=0.3)]
         answers = engine.generate(crowd, concurrency=len(crowd))
@@ -210,12 +210,12 @@ def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
 ) -> None:
     """Slow beyond the deadline, then failing, then gone; and back again."""
     assert s3.url is not None
-    settings = {"max_wait_ms": 2_000, "max_attempts": 1, "request_timeout_ms": 10_000}
+    settings = {"max_wait_ms": 4_000, "max_attempts": 1, "hedge_percent": 0.0}
     with (
         proxy(s3.url) as store,
         start(ec_connector(s3, filled, endpoint_url=store.url, **settings)) as engine,
     ):
-        store.fault(Fault(kind="delay", verbs=("GET",), seconds=4.0))
+        store.fault(Fault(kind="delay", verbs=("GET",), seconds=6.0))
         assert tokens(engine.generate([ask(1)])) == tokens(right[:1])
         assert counters(engine)["deadline_cuts"] == 1
         store.fault(s3_error(500, "InternalError"))
