@@ -21,6 +21,7 @@ from s3kv.connectors.ec_translate import item_dtype, worker_rendezvous
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.identity import encoder_fingerprint
 from s3kv.device.items import ItemCopies, item_copies
+from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.handover import SlabTaker
@@ -83,8 +84,18 @@ class ECWorkerSide(Guarded):
             )
             self._outbox = self._open_outbox(hello)
         if may_load:
+            self._taker = self._listen(vllm_config, tp_rank, digest)
+
+    def _listen(self, vllm_config: VllmConfig, tp_rank: int, digest: str) -> SlabTaker:
+        try:
             name = worker_rendezvous(vllm_config, tp_rank)
-            self._taker = SlabTaker(name, self._take, digest.encode("ascii"))
+            return SlabTaker(name, self._take, digest.encode("ascii"))
+        except OSError as error:
+            engine_id = vllm_config.ec_transfer_config.engine_id
+            raise ConfigError(
+                f"engine_id is {engine_id!r}, and another engine on this machine has the same "
+                f"({error}): leave it out of ec_transfer_config, or give each engine its own"
+            ) from error
 
     def _open_outbox(self, hello: Hello) -> Outbox:
         slab = Slab.create(self._config.staging_bytes)
@@ -127,7 +138,7 @@ class ECWorkerSide(Guarded):
     def begin(self, plan: ItemPlan) -> None:
         self._saves = {save.identifier: save for save in plan.saves}
         self._rows = 0
-        self._clock_started = self._copies.now() if self.counts else None
+        self._start_clock()
 
     def load(self, loads: tuple[ItemLoad, ...], cache: MutableMapping[str, torch.Tensor]) -> None:
         """Fill the engine's encoder cache. Raises `RuntimeError` when an item cannot be copied."""
@@ -139,7 +150,13 @@ class ECWorkerSide(Guarded):
             end = load.offset + load.nbytes
             payload = self._loads_from.view[load.offset + HEADER_BYTES : end]
             cache[load.identifier] = self._copies.load(payload, load.rows, load.width)
-        if loads and self.counts:
+        if loads:
+            self._start_clock()
+
+    @guarded(default=lambda: None)
+    def _start_clock(self) -> None:
+        """The encoder runs next."""
+        if self.counts:
             self._clock_started = self._copies.now()
 
     @guarded(default=lambda: None)
