@@ -55,6 +55,7 @@ class ECWorkerSide(Guarded):
         self._counters: Counter[str] = Counter()
         self._report = ItemReport()
         self._saves: dict[str, ItemSave] = {}
+        self._unsaid_bug = False
         self._clock_started: Any = None
         self._encoding: list[tuple[int, Any, Any]] = []
         self._rows = 0
@@ -191,11 +192,18 @@ class ECWorkerSide(Guarded):
         copy = self._copies.save(tensor, payload)
         outbox.send(order.key, span, ItemShape(order.rows, nbytes), copy)
 
-    @guarded(default=lambda: None)
     def report(self) -> ItemWorkerReport | None:
         """End of the step: what has happened since the last report; None for nothing."""
+        if self._unsaid_bug:
+            self._unsaid_bug = False
+            return ItemWorkerReport(ItemReport({"internal_errors": 1}))
+        return self._report_step()
+
+    @guarded(default=lambda: None)
+    def _report_step(self) -> ItemWorkerReport | None:
         if self._rows:
             self._encoding.append((self._rows, self._clock_started, self._clock_stopped))
+            self._rows = 0
         self._measure()
         self._take_ends()
         report = self._report
@@ -223,7 +231,7 @@ class ECWorkerSide(Guarded):
         self._report.uploaded += ends.uploaded
 
     def on_broken(self) -> None:
-        self._counters["internal_errors"] += 1
+        self._unsaid_bug = True
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:
