@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 
 import botocore.exceptions
 from aiobotocore.session import AioSession
-from botocore.auth import UNSIGNED_PAYLOAD, S3SigV4Auth
+from botocore.auth import UNSIGNED_PAYLOAD, S3ExpressAuth, S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.httpsession import get_cert_path
 
@@ -25,11 +25,23 @@ from s3kv.config import Config
 from s3kv.errors import StoreError
 from s3kv.objects.credentials import Credentials
 from s3kv.objects.exchange import EMPTY, Request
+from s3kv.objects.sessions import SessionCredentials, zone_of
 
 
 class _Signer(S3SigV4Auth):
     """Signature V4 without a digest of the body: that would read every payload once more, and
     chunks carry their own."""
+
+    def payload(self, request: AWSRequest) -> str:
+        return str(UNSIGNED_PAYLOAD)
+
+
+class _SessionSigner(S3ExpressAuth):
+    """The same for a directory bucket, where the token goes into another header."""
+
+    def __init__(self, keys: Any, region: str) -> None:
+        # Not S3ExpressAuth's own: it wants botocore's cache of sessions, and ours are elsewhere.
+        S3SigV4Auth.__init__(self, keys, "s3express", region)
 
     def payload(self, request: AWSRequest) -> str:
         return str(UNSIGNED_PAYLOAD)
@@ -48,7 +60,7 @@ class Endpoint:
     authority: str
     path: str
     region: str
-    credentials: Credentials
+    credentials: Credentials | SessionCredentials
 
     @property
     def url(self) -> str:
@@ -73,7 +85,10 @@ class Endpoint:
         unsigned = AWSRequest(
             method, self.url + target, headers={"Host": self.authority, **(headers or {})}
         )
-        _Signer(frozen, "s3", self.region).add_auth(unsigned)
+        if isinstance(self.credentials, SessionCredentials):
+            _SessionSigner(frozen, self.region).add_auth(unsigned)
+        else:
+            _Signer(frozen, "s3", self.region).add_auth(unsigned)
         return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT}, body)
 
 
@@ -94,13 +109,17 @@ async def find_endpoint(config: Config) -> tuple[Endpoint, ssl.SSLContext | None
     parts = urlsplit(url)
     path = parts.path.rstrip("/") + "/"
     authority, host = parts.netloc, parts.hostname or ""
+    zone = zone_of(config.bucket)
+    if zone is not None and _on_aws(config, host):
+        authority = host = f"s3express-{zone}.{region}.{host[host.index('amazonaws.') :]}"
     if _in_host_name(config, host):
         authority, host = f"{config.bucket}.{authority}", f"{config.bucket}.{host}"
     else:
         path += f"{config.bucket}/"
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
-    endpoint = Endpoint(tls, host, port, authority, path, region, Credentials(session))
+    credentials = Credentials(session) if zone is None else SessionCredentials(session, config)
+    endpoint = Endpoint(tls, host, port, authority, path, region, credentials)
     return endpoint, _tls_context(config.verify_tls, ca_bundle) if tls else None
 
 
@@ -109,8 +128,11 @@ def _in_host_name(config: Config, host: str) -> bool:
     for any other server, named by a setting or by botocore's own, never."""
     if config.addressing_style != "auto":
         return config.addressing_style == "virtual"
-    on_aws = config.endpoint_url is None and "amazonaws." in host
-    return on_aws and re.fullmatch(r"[a-z0-9-]+", config.bucket) is not None
+    return _on_aws(config, host) and re.fullmatch(r"[a-z0-9-]+", config.bucket) is not None
+
+
+def _on_aws(config: Config, host: str) -> bool:
+    return config.endpoint_url is None and "amazonaws." in host
 
 
 def _tls_context(verify: bool, ca_bundle: str | None) -> ssl.SSLContext:

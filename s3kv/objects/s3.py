@@ -1,7 +1,8 @@
 """`ObjectStore` on S3 and everything that speaks its protocol.
 
 Requests: GET, PUT, HEAD and DELETE of an object, ListObjectsV2. Nothing else, so an IAM policy
-needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket. Objects are written with one
+needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket; for a directory bucket, which
+wants a session first (`sessions`), s3express:CreateSession instead. Objects are written with one
 PUT, so 5 GiB is the largest; a chunk is thousands of times smaller.
 
 Integrity of content is not this layer's: chunks carry a digest (`codec`). With the setting

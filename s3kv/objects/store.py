@@ -72,7 +72,8 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Every object whose key starts with `prefix`, in key order."""
+        """Every object whose key starts with `prefix`, in key order where the store has one (a
+        directory bucket of AWS has none, and lists only prefixes that end with a slash)."""
         ...
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
