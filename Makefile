@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e nightly lint format demo bench clean
+.PHONY: help venv test e2e infra nightly lint format demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: $(STAMP) ## all tests; ARGS="-m 'not e2e'" for those without an engine
 
 e2e: $(STAMP) ## only the tests on the real engine
 	$(BIN)/python -m pytest --numprocesses $(JOBS) tests/e2e $(ARGS)
+
+infra: $(STAMP) ## only the tests of terraform/; they need terraform and its AWS provider, but no AWS
+	$(BIN)/python -m pytest tests/infra $(ARGS)
 
 nightly: $(STAMP) ## the tests that take minutes each and are no part of `make test`
 	$(BIN)/python -m pytest -m nightly $(ARGS)

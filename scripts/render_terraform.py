@@ -1,0 +1,88 @@
+"""Write the tables of terraform/README.md from the module: `python scripts/render_terraform.py`.
+
+What stands between the marks is replaced. A test fails when it is not what this would write.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import hcl2
+
+MODULE = Path(__file__).resolve().parent.parent / "terraform"
+BEGIN, END = "<!-- BEGIN_TF_DOCS -->", "<!-- END_TF_DOCS -->"
+
+
+def readme(module: Path = MODULE) -> str:
+    """The whole of the module's README.md, as it should be."""
+    before, rest = (module / "README.md").read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{tables(module)}{END}{after}"
+
+
+def tables(module: Path = MODULE) -> str:
+    """Variables, outputs and resources of the module."""
+    lines = ["### Variables", "", "| variable | type | default | |", "|---|---|---|---|"]
+    lines += [_variable(name, told) for name, told in variables(module)]
+    lines += ["", "### Outputs", "", "| output | |", "|---|---|"]
+    lines += [f"| `{name}` | {_text(told['description'])} |" for name, told in outputs(module)]
+    lines += ["", "### Resources", ""]
+    kinds = sorted(
+        {_unquoted(kind) for block in _blocks(module, "resource") for kind in _keys(block)}
+    )
+    lines += [", ".join(f"`{kind}`" for kind in kinds)]
+    return "\n".join(lines) + "\n"
+
+
+def variables(module: Path = MODULE) -> list[tuple[str, dict[str, Any]]]:
+    """Name and attributes of every variable, in the order of the file."""
+    return _named(module, "variable")
+
+
+def outputs(module: Path = MODULE) -> list[tuple[str, dict[str, Any]]]:
+    """Name and attributes of every output, in the order of the file."""
+    return _named(module, "output")
+
+
+def _named(module: Path, kind: str) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (_unquoted(name), block[name]) for block in _blocks(module, kind) for name in _keys(block)
+    ]
+
+
+def _blocks(module: Path, kind: str) -> list[dict[str, Any]]:
+    return [
+        block
+        for path in sorted(module.glob("*.tf"))
+        for block in hcl2.loads(path.read_text()).get(kind, [])
+    ]
+
+
+def _keys(block: dict[str, Any]) -> list[str]:
+    return [key for key in block if not key.startswith("__")]
+
+
+def _variable(name: str, told: dict[str, Any]) -> str:
+    kind = re.sub(r"^\$\{(.*)\}$", r"\1", told["type"])
+    default = f"`{_default(told['default'])}`" if "default" in told else "required"
+    return f"| `{name}` | `{kind}` | {default} | {_text(told['description'])} |"
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)
+
+
+def _text(quoted: str) -> str:
+    return _unquoted(quoted).replace('\\"', '"').replace("|", "\\|")
+
+
+def _unquoted(text: str) -> str:
+    return text.removeprefix('"').removesuffix('"')
+
+
+if __name__ == "__main__":
+    (MODULE / "README.md").write_text(readme())

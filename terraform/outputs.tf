@@ -1,0 +1,62 @@
+output "bucket" {
+  description = "Name of the bucket."
+  value       = local.bucket
+}
+
+output "bucket_arn" {
+  description = "ARN of the bucket."
+  value       = local.bucket_arn
+}
+
+output "reader_policy_arn" {
+  description = "Managed policy to attach to whoever may only read."
+  value       = aws_iam_policy.access["reader"].arn
+}
+
+output "writer_policy_arn" {
+  description = "Managed policy to attach to whoever runs s3kv: an instance profile, a task role, a user."
+  value       = aws_iam_policy.access["writer"].arn
+}
+
+output "role_arns" {
+  description = "ARNs of the roles for EKS, by the names in `pod_identities` and `irsa`. IRSA wants them as the annotation `eks.amazonaws.com/role-arn` of the service account."
+  value       = { for name, role in aws_iam_role.eks : name => role.arn }
+}
+
+output "kv_transfer_config" {
+  description = "For a writer: the value of vLLM's `--kv-transfer-config`."
+  value       = jsonencode(merge(local.kv_transfer_config, { kv_role = "kv_both" }))
+}
+
+output "reader_kv_transfer_config" {
+  description = "For a reader: the same, but it never saves."
+  value       = jsonencode(merge(local.kv_transfer_config, { kv_role = "kv_consumer" }))
+}
+
+output "ec_transfer_config" {
+  description = "For a writer: the value of vLLM's `--ec-transfer-config`."
+  value       = jsonencode(merge(local.ec_transfer_config, { ec_role = "ec_both" }))
+}
+
+output "reader_ec_transfer_config" {
+  description = "For a reader: the same, but it never saves."
+  value       = jsonencode(merge(local.ec_transfer_config, { ec_role = "ec_consumer" }))
+}
+
+locals {
+  settings = {
+    bucket = local.bucket_name
+    prefix = var.prefix
+    region = local.region
+  }
+  kv_transfer_config = {
+    kv_connector              = "S3KVConnector"
+    kv_connector_module_path  = "s3kv.connectors"
+    kv_connector_extra_config = local.settings
+  }
+  ec_transfer_config = {
+    ec_connector              = "S3ECConnector"
+    ec_connector_module_path  = "s3kv.connectors"
+    ec_connector_extra_config = local.settings
+  }
+}
