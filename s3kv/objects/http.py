@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import socket
 import ssl
 import sys
+import termios
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +78,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._answer: asyncio.Future[Response] | None = None
         self._writable = asyncio.Event()
         self._give_up_s = 0.0
+        self._unsent_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._waits_for_answer = False
         self._served = 0
@@ -206,14 +209,40 @@ class _Connection(asyncio.BufferedProtocol):
             if self._transport is None or answer.done():
                 return False
             self._transport.write(piece)
+            self._unsent_bytes = self._unsent()
             await self._writable.wait()
             self._moved(len(piece))
         return not answer.done()
+
+    def _unsent(self) -> int:
+        """Bytes the kernel has taken and the peer's has not acknowledged: megabytes, on a link that
+        is slow, which take longer than any answer should."""
+        if self._transport is None:
+            return 0
+        count = bytearray(4)
+        fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+        return int.from_bytes(count, sys.byteorder)
+
+    def _is_draining(self) -> bool:
+        """Whether the peer has taken enough of the request since this was last asked."""
+        if self._exchange is None or self._exchange.begun:
+            return False
+        before, self._unsent_bytes = self._unsent_bytes, self._unsent()
+        taken = before - self._unsent_bytes
+        enough = self._patience.min_bytes_per_s * self._wait_ms / 1e3
+        return taken > 0 and (taken >= enough or self._unsent_bytes == 0)
+
+    @property
+    def _wait_ms(self) -> int:
+        patience = self._patience
+        return patience.first_byte_ms if self._waits_for_answer else patience.progress_ms
 
     def _watch(self) -> None:
         left_s = self._give_up_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._watch)
+        elif self._is_draining():
+            self._wait_anew(self._wait_ms)
         else:
             self._fail(_Stalled(self._why_given_up()))
 

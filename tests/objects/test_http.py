@@ -217,6 +217,34 @@ async def test_a_body_nobody_reads_is_given_up() -> None:
             await pool.request(put(memoryview(bytes(2**25))))
 
 
+async def test_a_body_that_is_read_slowly_is_not_given_up() -> None:
+    """What the kernel has taken of it is on its way for longer than the answer may take."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    nbytes = 2**23
+
+    def read_slowly() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            data = connection.recv(2**16)
+            left = nbytes - (len(data) - data.index(b"\r\n\r\n") - 4)
+            while left:
+                left -= len(connection.recv(2**16))
+                time.sleep(0.01)
+            connection.sendall(ok(b"kept"))
+
+    reader = threading.Thread(target=read_slowly)
+    reader.start()
+    slow = patience(first_byte_ms=150, progress_ms=150)
+    pool = Pool(*listener.getsockname(), tls=None, size=1, patience=slow)
+    assert (await pool.request(put(memoryview(bytes(nbytes))))).body == b"kept"
+    await asyncio.to_thread(reader.join)
+    await pool.close()
+    listener.close()
+
+
 def drip(data: bytes, piece_bytes: int, pause_s: float) -> servers.Handler:
     async def handle(reader: Reader, writer: Writer) -> None:
         await reader.readuntil(b"\r\n\r\n")
