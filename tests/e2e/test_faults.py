@@ -76,3 +76,6 @@ def test_one_of_each_kind(
                     f"the bucket is used after {name}",
                     lambda: asker.bucket_hits() > hits,  # noqa: B023
                 )
+            metrics = engine.metrics()
+            for counter in ("io_retries", "io_throttled", "io_window_cuts"):
+                assert metrics[f"vllm:s3kv_{counter}_total"] > 0, counter
