@@ -4,7 +4,9 @@ What the simulation cannot do, and what is done about it:
 - It does not evaluate conditions in policies, so the bucket policy's denials hold for everybody;
   `Applied.drop_bucket_policy` takes it away before the bucket is used.
 - It has no associations of Pod Identity: those are left out, and only planned.
-- The provider waits 55 seconds for lifecycle rules to settle, on AWS as well: they are left out.
+- It takes the removal of request metrics for that of the bucket: `destroyable` leaves them out.
+- The provider waits 55 seconds for lifecycle rules to settle, on AWS as well: `destroyable`, which
+  is for a nightly test, does so, the others leave the rules out.
 - It does not carry directory buckets far enough: those are only planned.
 """
 
@@ -79,6 +81,11 @@ resource "aws_eks_pod_identity_association" "this" {
   for_each = {}
 }
 """
+WITHOUT_METRICS = """
+resource "aws_s3_bucket_metric" "this" {
+  count = 0
+}
+"""
 WITHOUT_LIFECYCLE = """
 resource "aws_s3_bucket_lifecycle_configuration" "this" {
   count = 0
@@ -148,11 +155,14 @@ def aws(server: S3Server, service: str) -> Any:
 
 
 @contextmanager
-def applied(terraform: Terraform, directory: Path) -> Iterator[Applied]:
+def applied(
+    terraform: Terraform, directory: Path, *, destroyable: bool = False
+) -> Iterator[Applied]:
     """Apply the module with everything it can make to a fresh, simulated account."""
     module = copy_module(directory / "module")
     (module / "associations_override.tf").write_text(WITHOUT_ASSOCIATIONS)
-    (module / "lifecycle_override.tf").write_text(WITHOUT_LIFECYCLE)
+    left_out = WITHOUT_METRICS if destroyable else WITHOUT_LIFECYCLE
+    (module / "left_out_override.tf").write_text(left_out)
     with moto_process() as server:
         (directory / "main.tf").write_text(_root(server))
         terraform.init(directory)

@@ -13,7 +13,8 @@ from botocore.exceptions import ClientError
 from s3kv.config import Config
 from s3kv.errors import StoreDenied
 from s3kv.objects.s3 import S3Store
-from tests.infra.applied import NAME, PREFIX, Applied
+from tests.infra.applied import NAME, PREFIX, Applied, applied
+from tests.infra.terraform import Terraform
 from tests.servers import forget_credentials
 
 pytestmark = pytest.mark.timeout(300)  # the first test of the file applies the module
@@ -166,3 +167,26 @@ async def test_a_pod_gets_the_writers_role_by_its_token(
     with bucket.policies_enforced():
         await _use(client)
     await client.close()
+
+
+@pytest.mark.nightly
+def test_lifecycle_rules_and_the_way_back(terraform: Terraform, tmp_path: Path) -> None:
+    """Everything applied, lifecycle rules included, used, and destroyed with what is in it."""
+    with applied(terraform, tmp_path, destroyable=True) as cloud:
+        again = cloud.command("plan", "-detailed-exitcode", "-input=false")
+        assert again.code == 0, again.output
+        s3 = cloud.aws("s3")
+        rules = s3.get_bucket_lifecycle_configuration(Bucket=NAME)["Rules"]
+        assert [(r["ID"], r["Status"], r["Filter"], r.get("Expiration")) for r in rules] == [
+            ("expire", "Enabled", {"Prefix": f"{PREFIX}/"}, {"Days": 7}),
+            ("abort-multipart", "Enabled", {"Prefix": ""}, None),
+        ]
+        assert rules[1]["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
+        s3.delete_bucket_policy(Bucket=NAME)
+        s3.put_object(Bucket=NAME, Key=KEY, Body=b"chunk")
+        destroyed = cloud.command("destroy", "-auto-approve", "-input=false")
+        assert destroyed.code == 0, destroyed.output
+        assert s3.list_buckets()["Buckets"] == []
+        assert cloud.aws("iam").list_policies(Scope="Local")["Policies"] == []
+        assert cloud.aws("iam").list_roles()["Roles"] == []
+        assert _alarms(cloud) == []
