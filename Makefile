@@ -24,10 +24,10 @@ $(STAMP): pyproject.toml scripts/install_engine.sh
 	touch $@
 
 test: $(STAMP) ## all tests; ARGS="-m 'not e2e'" for those without an engine
-	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 e2e: $(STAMP) ## only the tests on the real engine
-	$(BIN)/python -m pytest --numprocesses $(JOBS) tests/e2e $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup tests/e2e $(ARGS)
 
 infra: $(STAMP) ## only the tests of terraform/; they need terraform and its AWS provider, but no AWS
 	$(BIN)/python -m pytest tests/infra $(ARGS)

@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            # Engines and servers that the tests of a file share are started once.
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
             # An engine starts in 8 s alone and in 40 s on a machine that is busy.
             item.add_marker(pytest.mark.timeout(START_AND_STOP_S))
             if missing:
