@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e infra nightly lint format demo bench clean
+.PHONY: help venv test e2e infra long nightly lint format demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,10 @@ e2e: $(STAMP) ## only the tests on the real engine
 infra: $(STAMP) ## only the tests of terraform/; they need terraform and its AWS provider, but no AWS
 	$(BIN)/python -m pytest tests/infra $(ARGS)
 
-nightly: $(STAMP) ## the tests that take minutes each and are no part of `make test`
+long: $(STAMP) ## the tests that take a minute or more each: part of CI, not of `make test`
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m 'long and not nightly' $(ARGS)
+
+nightly: $(STAMP) ## the tests that take many minutes
 	$(BIN)/python -m pytest -m nightly $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, and the import contracts

@@ -9,16 +9,18 @@ import pytest
 
 from tests.rgw import Gateway, missing_programs, rgw_server
 
+ON_REQUEST = ("long", "nightly")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests marked `nightly` to whoever names the mark, a test or its file."""
-    named = any(".py" in argument for argument in config.invocation_params.args)
-    if named or "nightly" in config.option.markexpr:
+    """Leave the tests with a mark of `ON_REQUEST` to whoever names the mark, or the test."""
+    if any("::" in argument for argument in config.invocation_params.args):
         return
-    nightly = [item for item in items if item.get_closest_marker("nightly")]
-    if nightly:
-        config.hook.pytest_deselected(items=nightly)
-        items[:] = [item for item in items if item not in nightly]
+    unasked = [mark for mark in ON_REQUEST if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

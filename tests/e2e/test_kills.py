@@ -130,7 +130,7 @@ def seed() -> int:
     return drawn
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_engine_is_killed_and_the_next_one_is_right(
     tiny: Path,

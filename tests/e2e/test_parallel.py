@@ -96,6 +96,7 @@ def test_two_ranks(
         wait_until("all processes end", lambda: not warm.processes())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 def test_new_weights_find_nothing_of_the_old_on_any_rank(
     tiny: Path,

@@ -73,7 +73,7 @@ def test_soak(tiny: Path, patient: dict[str, Any], serve: Serve, reference: Refe
         assert done[counter] > 0, counter
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_ten_lives_on_one_bucket(
     tiny: Path, patient: dict[str, Any], serve: Serve, reference: References

@@ -30,7 +30,7 @@ from tests.kills.worker import SETUP, shard
 
 ROOT = Path(__file__).parents[2]
 BUCKET = "kills"
-LIVES_AND_IO_KILLS = [(5, 18), (5, 19)]
+LIVES_AND_IO_KILLS = [(5, 18), pytest.param(5, 19, marks=pytest.mark.long)]
 """Each life ends with another kill; with those of `tests/e2e/test_kills.py` that makes fifty."""
 NIGHTLY = (100, 370)
 

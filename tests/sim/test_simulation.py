@@ -72,7 +72,16 @@ def report(failures: list[Failure]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [
+        0,
+        *(
+            pytest.param(n, marks=pytest.mark.long)
+            for n in range(SEEDS_AT_ONCE, SEEDS, SEEDS_AT_ONCE)
+        ),
+    ],
+)
 def test_nothing_is_ever_wrong_or_stuck(first: int) -> None:
     seen, failures = run_seeds(first, SEEDS_AT_ONCE)
     assert not failures, report(failures)
