@@ -168,7 +168,13 @@ def patient_for(s3: S3Server, bucket: str) -> dict[str, Any]:
     """One block per chunk, and waiting for every chunk however slow the machine is, so that what
     is hit does not depend on time.
     """
-    settings = {"chunk_tokens": 128, "recompute_gate": False, "max_wait_ms": 100_000}
+    settings = {
+        "chunk_tokens": 128,
+        "recompute_gate": False,
+        "max_wait_ms": 100_000,
+        "first_byte_timeout_ms": 90_000,
+        "request_timeout_ms": 90_000,
+    }
     return changed(connector_for(s3, bucket), **settings)
 
 
