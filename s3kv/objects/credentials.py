@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 import botocore.exceptions
+import botocore.parsers
 from aiobotocore.session import AioSession
 
 from s3kv.errors import StoreDenied, StoreUnavailable
@@ -40,7 +41,10 @@ class Credentials:
                     "AWS_PROFILE, or give this machine a role"
                 )
             return await self._source.get_frozen_credentials()
-        except botocore.exceptions.HTTPClientError as error:
+        except (
+            botocore.exceptions.HTTPClientError,
+            botocore.parsers.ResponseParserError,  # STS, or what answers in its place
+        ) as error:
             raise StoreUnavailable(f"credentials could not be fetched: {error}") from error
         except (
             botocore.exceptions.BotoCoreError,

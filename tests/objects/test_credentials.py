@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from s3kv.config import Config
-from s3kv.errors import StoreDenied
+from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.objects.s3 import S3Store
 from tests import servers
 
@@ -175,3 +175,25 @@ async def test_a_container_endpoint_is_asked_when_they_are_revoked(
         endpoint.number, server.key = 1, "container1"
         assert await read(store) == len(OBJECT)
         assert server.asked_by[-2:] == ["container0", "container1"]
+
+
+async def test_an_answer_of_sts_that_cannot_be_read_is_an_outage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if length := re.search(r"content-length: (\d+)", head, re.IGNORECASE):
+                await reader.readexactly(int(length[1]))
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n<html>\n")
+            await writer.drain()
+
+    servers.forget_credentials(monkeypatch)
+    token = tmp_path / "token"
+    token.write_text("a token")
+    async with guarded("any") as (_, store), servers.scripted_server(babble) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/s3kv")
+        with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
+            await read(store)
