@@ -254,7 +254,11 @@ class Config:
         20_000, doc="Longest wait for the bucket at start.", kind="count", minimum=1
     )
     drain_timeout_s: float = setting(
-        5.0, doc="Longest time given to unfinished uploads at shutdown.", kind="number", minimum=0.0
+        5.0,
+        doc="Longest time given to unfinished uploads at shutdown. A `vllm serve` that is stopped "
+        "kills its engine at once by default, and nothing waits then.",
+        kind="number",
+        minimum=0.0,
     )
 
     def __post_init__(self) -> None:
