@@ -9,6 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import click
+
+from s3kv.cli.app import cli
 from s3kv.config import Config, allowed
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -47,5 +50,33 @@ def _binary(nbytes: int) -> str:
     return str(nbytes)
 
 
+_CLI = """# The command line
+
+`pip install 's3kv[cli]'`. What stands below is what `s3kv --help` and `s3kv COMMAND --help` print,
+rendered by `scripts/render_docs.py`.
+
+`doctor` goes through the client the cache itself uses. Without `--read-only` it writes one object
+of 1 KiB under `PREFIX/doctor/` and deletes it; without `s3:DeleteObject` it says which one it has
+left there. A warning means that the cache works, with less; the exit code is 0. What it says to
+each fault is shown by `tests/cli/test_doctor.py`: no bucket, no credentials, wrong ones, each
+missing permission, the wrong region, a wrong clock, nobody there. It measures no bandwidth, and
+does not look at the GPU or at vLLM.
+
+`inspect` believes nothing an object says: what has to be known to verify it comes from its key and
+from the settings, only the tensors from its header. An object it refuses is a miss to an engine.
+"""
+
+
+def command_line() -> str:
+    """docs/cli.md: the help of every command."""
+    commands = [("s3kv", cli), *((f"s3kv {name}", c) for name, c in sorted(cli.commands.items()))]
+    sections = [_CLI]
+    for name, command in commands:
+        context = click.Context(command, info_name=name, terminal_width=100)
+        sections.append(f"## {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(sections)
+
+
 if __name__ == "__main__":
+    (DOCS / "cli.md").write_text(command_line())
     (DOCS / "configuration.md").write_text(configuration())

@@ -12,6 +12,11 @@ def test_the_table_of_settings_is_current() -> None:
     assert written == render_docs.configuration(), "run: python scripts/render_docs.py"
 
 
+def test_the_help_of_the_command_line_is_current() -> None:
+    written = (render_docs.DOCS / "cli.md").read_text()
+    assert written == render_docs.command_line(), "run: python scripts/render_docs.py"
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     import re
 

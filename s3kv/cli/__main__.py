@@ -1,0 +1,28 @@
+"""The entry point of `s3kv` and of `python -m s3kv.cli`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_NEEDED = ("click", "rich")
+
+
+def main() -> None:
+    """Run the command line, or say what to install for it and exit with 2."""
+    try:
+        for name in _NEEDED:
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in _NEEDED:
+            raise
+        sys.stderr.write(f"the command line needs the package {error.name}: ")
+        sys.stderr.write("pip install 's3kv[cli]'\n")
+        sys.exit(2)
+    from s3kv.cli.app import cli
+
+    cli(prog_name="s3kv")
+
+
+if __name__ == "__main__":
+    main()
