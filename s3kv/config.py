@@ -225,7 +225,7 @@ class Config:
     max_item_bytes: int = setting(
         64 * 2**20,
         doc="Largest encoder output that is saved or fetched; the same on all instances. EC "
-        "connector only.",
+        "connector, and tensors by content hash of the library.",
         kind="bytes",
         minimum=2**16,
         maximum=2**30,

@@ -8,6 +8,7 @@
         await store.put(block_hash, {"kv": tensor})
         hit = await store.get(block_hash, into={"kv": tensor})
 
+and, beside such blocks, tensors of any number of rows by the hash of their content (`tensors`).
 The same slab, I/O process, object format and ledger as under vLLM, driven by the caller's asyncio
 loop. All methods are for that loop's thread.
 """
@@ -16,10 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -39,29 +39,20 @@ from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
-from s3kv.types import ChunkKey, Outcome
+from s3kv.pump import Pump, started
+from s3kv.tensors import TensorRows, TensorStore
+from s3kv.types import ChunkKey, Location, Outcome
 
-_POLL_S = 0.001
-"""How often a store with jobs under way looks for their ends; as an engine's step loop would."""
 _INDEX_CHUNKS = 2_000_000
 _BREAKER_FAILURES = 5
 _GROUP = 0
 _SHARD = "t0of1-p0of1"
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a block is. bucket: None when nobody has asked the bucket yet."""
-
-    device: bool
-    host: bool
-    bucket: bool | None
-
 
 class TieredStore:
-    """A store of equally shaped blocks by hash. Made by `open`, ended by `close`."""
+    """A store of equally shaped blocks by hash, and of tensors with rows if it was opened for them.
+    Made by `open`, ended by `close`.
+    """
 
     def __init__(
         self,
@@ -82,10 +73,9 @@ class TieredStore:
         self._client = client
         self._ledger = ledger
         self._hot = hot
+        self._rows: TensorStore | None = None
         self._kinds: dict[int, JobKind] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._ended = asyncio.Event()
-        self._pump: asyncio.Task[None] | None = None
+        self._pump = Pump(client, slab, self._done, self._is_busy)
 
     @classmethod
     async def open(
@@ -96,6 +86,7 @@ class TieredStore:
         namespace: Mapping[str, Any],
         device: str | torch.device = "cpu",
         device_blocks: int = 0,
+        tensors: TensorRows | None = None,
     ) -> TieredStore:
         """Start on a bucket.
 
@@ -103,17 +94,19 @@ class TieredStore:
         namespace: plain values that say what the blocks mean (model, revision, …); two stores
             see each other's blocks when these, the shapes and the prefix are equal.
         device_blocks: blocks kept on `device` as a tier of its own, 0 for none.
+        tensors: what `put_tensor` and `get_tensor` are to take, and their memory, which is not
+            part of `host_bytes`; None for none. They have an I/O process of their own.
         Raises `ConfigError`, or a `StoreError` when the bucket cannot be used.
         """
-        tensors = BlockTensors(shapes)
+        blocks = BlockTensors(shapes)
         integrity = Integrity.of(config)
         identity = {
             "namespace": dict(namespace),
-            "tensors": [_plain(t) for t in tensors.specs],
+            "tensors": [_plain(t) for t in blocks.specs],
             "integrity": integrity.identity(),
         }
         place = Namespace(config.prefix, fingerprint_digest(identity))
-        chunk = ChunkFormat(place.digest, tensors.specs, _GROUP, _SHARD, integrity)
+        chunk = ChunkFormat(place.digest, blocks.specs, _GROUP, _SHARD, integrity)
         slot_bytes = -(-chunk.object_bytes // 4096) * 4096
         count = config.host_bytes // slot_bytes
         if count < 1:
@@ -121,31 +114,14 @@ class TieredStore:
                 f"host_bytes is {config.host_bytes}: allowed is at least one block, {slot_bytes}"
             )
         slab = Slab.create(count * slot_bytes)
-        hello = Hello(
-            config,
-            place.prefix,
-            place.digest,
-            _SHARD,
-            {_GROUP: tensors.specs},
-            integrity=integrity,
-            manifest=canonical_json(identity),
-        )
-        client = IoClient(hello, slab)
-        try:
-            client.start()
-            await asyncio.to_thread(client.wait_ready, config.start_timeout_ms / 1000)
-        except BaseException:
-            client.close()
-            slab.close()
-            raise
-        ledger = ChunkLedger(
-            SlotTable(count, make_policy(config.eviction, count)),
-            BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
-            Breaker(threshold=_BREAKER_FAILURES),
-            world_size=1,
-        )
-        hot = DeviceBlocks(tensors, device_blocks, torch.device(device)) if device_blocks else None
-        return cls(config, tensors, chunk, slab, slot_bytes, client, ledger, hot)
+        hello = _hello(config, place, blocks, integrity, canonical_json(identity))
+        client = await started(hello, slab)
+        ledger = _ledger(config, count)
+        hot = DeviceBlocks(blocks, device_blocks, torch.device(device)) if device_blocks else None
+        store = cls(config, blocks, chunk, slab, slot_bytes, client, ledger, hot)
+        if tensors is not None:
+            await store._open_rows(tensors, namespace)
+        return store
 
     async def __aenter__(self) -> TieredStore:
         return self
@@ -168,7 +144,7 @@ class TieredStore:
         nothing was kept there. Raises `ValueError` for tensors of another shape or dtype.
         """
         self._tensors.check(tensors)
-        return await self._whole(self._put(ChunkKey(_GROUP, block_hash), tensors))
+        return await self._pump.whole(self._put(ChunkKey(_GROUP, block_hash), tensors))
 
     async def get(self, block_hash: bytes, into: Mapping[str, torch.Tensor]) -> bool:
         """Fill `into` with the block, from the nearest tier that has it. False on a miss.
@@ -176,7 +152,7 @@ class TieredStore:
         On a miss, and when cancelled, what `into` holds is undefined.
         """
         self._tensors.check(into)
-        return await self._whole(self._get(ChunkKey(_GROUP, block_hash), into))
+        return await self._pump.whole(self._get(ChunkKey(_GROUP, block_hash), into))
 
     def prefetch(self, block_hashes: Iterable[bytes]) -> int:
         """Get these blocks on their way to host memory, without waiting for them.
@@ -195,49 +171,68 @@ class TieredStore:
     def where(self, block_hash: bytes) -> Location:
         """Which tiers hold the block, as far as is known without asking."""
         key = ChunkKey(_GROUP, block_hash)
-        bucket: bool | None = None
-        if self._ledger.index.is_present(key):
-            bucket = True
-        elif self._ledger.index.is_absent(key, time.monotonic()):
-            bucket = False
         return Location(
             device=self._hot is not None and self._hot.holds(key),
             host=self._ledger.state(key) is ChunkState.RESIDENT,
-            bucket=bucket,
+            bucket=self._ledger.index.verdict(key, time.monotonic()),
         )
+
+    async def put_tensor(self, content_hash: bytes, tensor: torch.Tensor) -> bool:
+        """As `TensorStore.put`. Raises `ConfigError` in a store opened without `tensors`."""
+        return await self._opened_rows().put(content_hash, tensor)
+
+    async def get_tensor(
+        self, content_hash: bytes, device: str | torch.device | None = None
+    ) -> torch.Tensor | None:
+        """As `TensorStore.get`. Raises `ConfigError` in a store opened without `tensors`."""
+        return await self._opened_rows().get(content_hash, device)
+
+    def where_tensor(self, content_hash: bytes) -> Location:
+        """As `TensorStore.where`. Raises `ConfigError` in a store opened without `tensors`."""
+        return self._opened_rows().where(content_hash)
 
     @property
     def counters(self) -> Mapping[str, int]:
         """What has happened so far, in the words of the metrics."""
         return self._ledger.counters
 
+    @property
+    def tensor_counters(self) -> Mapping[str, int]:
+        """The same of `put_tensor` and `get_tensor`."""
+        return self._opened_rows().counters
+
     async def flush(self) -> None:
         """Wait until the bucket has answered for everything put so far."""
         while self._ledger.saves_inflight:
-            await self._next_end()
+            await self._pump.next_end()
+        if self._rows is not None:
+            await self._rows.flush()
 
     async def close(self) -> None:
         """End what is under way and give everything back. Uploads get as long as they need, but
         no longer than `drain_timeout_s`. Idempotent.
         """
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-        if self._pump is not None:
-            self._pump.cancel()
-            await asyncio.wait([self._pump])
-            self._pump = None
-        await asyncio.to_thread(self._client.drain, self._config.drain_timeout_s)
-        await asyncio.to_thread(self._client.close)
-        self._slab.close()
+        closing = [self._pump.close(self._config.drain_timeout_s)]
+        if self._rows is not None:
+            closing.append(self._rows.close())
+        await asyncio.gather(*closing)
 
     # --- inside ----------------------------------------------------------------------------
 
-    async def _whole(self, work: Awaitable[T]) -> T:
-        """Carry `work` through even if the caller is cancelled: a slot in use stays in use."""
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+    async def _open_rows(self, tensors: TensorRows, namespace: Mapping[str, Any]) -> None:
+        try:
+            self._rows = await TensorStore.open(self._config, tensors, namespace=namespace)
+        except BaseException:
+            await self.close()
+            raise
+
+    def _opened_rows(self) -> TensorStore:
+        if self._rows is None:
+            raise ConfigError(
+                "this store was opened for blocks alone: say TieredStore.open(..., "
+                "tensors=TensorRows(shape of one row, dtype)) to keep tensors by content hash"
+            )
+        return self._rows
 
     async def _put(self, key: ChunkKey, tensors: Mapping[str, torch.Tensor]) -> bool:
         if self._hot is not None:
@@ -266,7 +261,7 @@ class TieredStore:
         if self._hot is not None and self._hot.get(key, into):
             return True
         while self._ledger.state(key) is ChunkState.COPYING:
-            await self._next_end()
+            await self._pump.next_end()
         if self._ledger.state(key) is not ChunkState.RESIDENT and not await self._arrival(key):
             return False
         slots = self._ledger.slots
@@ -302,31 +297,23 @@ class TieredStore:
         for order in ledger.take_fetches():
             self._kinds[order.job_id] = JobKind.FETCH
             self._client.fetch(order.job_id, order.key, order.slot * self._slot_bytes)
-        self._wake()
+        self._pump.wake()
         return job
 
     def _upload(self, job_id: int, key: ChunkKey, slot: int) -> None:
         self._kinds[job_id] = JobKind.UPLOAD
         self._client.upload(job_id, key, slot * self._slot_bytes)
-        self._wake()
+        self._pump.wake()
 
     def _payload(self, slot: int) -> torch.Tensor:
         start = slot * self._slot_bytes + self._chunk.header_bytes
         view = self._slab.view[start : start + self._chunk.payload_bytes]
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def _wake(self) -> None:
-        self._client.flush()
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.get_running_loop().create_task(self._poll())
-
-    async def _poll(self) -> None:
-        while self._kinds or self._ledger.saves_inflight:
-            for done in self._client.poll():
-                self._done(done)
-            for order in self._ledger.take_uploads(time.monotonic()):
-                self._upload(order.job_id, order.key, order.slot)
-            await asyncio.sleep(_POLL_S)
+    def _is_busy(self) -> bool:
+        for order in self._ledger.take_uploads(time.monotonic()):
+            self._upload(order.job_id, order.key, order.slot)
+        return bool(self._kinds or self._ledger.saves_inflight)
 
     def _done(self, done: Done) -> None:
         kind = self._kinds.pop(done.job_id)
@@ -339,11 +326,30 @@ class TieredStore:
         for arrived in job.waiters if job is not None else ():
             if not arrived.done():
                 arrived.set_result(end.outcome.is_success)
-        self._ended.set()
-        self._ended.clear()
+        self._pump.announce()
 
-    async def _next_end(self) -> None:
-        await self._ended.wait()
+
+def _hello(
+    config: Config, place: Namespace, blocks: BlockTensors, integrity: Integrity, manifest: bytes
+) -> Hello:
+    return Hello(
+        config,
+        place.prefix,
+        place.digest,
+        _SHARD,
+        {_GROUP: blocks.specs},
+        integrity=integrity,
+        manifest=manifest,
+    )
+
+
+def _ledger(config: Config, slots: int) -> ChunkLedger:
+    return ChunkLedger(
+        SlotTable(slots, make_policy(config.eviction, slots)),
+        BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
+        Breaker(threshold=_BREAKER_FAILURES),
+        world_size=1,
+    )
 
 
 def _plain(spec: Any) -> dict[str, Any]:

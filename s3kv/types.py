@@ -37,6 +37,15 @@ class ItemShape(NamedTuple):
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Which tiers hold something. bucket: None when nobody has asked the bucket yet."""
+
+    device: bool
+    host: bool
+    bucket: bool | None
+
+
 class Outcome(enum.IntEnum):
     """How a job ended; a larger value is worse, so the outcome over all ranks is the maximum."""
 

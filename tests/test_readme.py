@@ -14,10 +14,24 @@ from s3kv.config import Config
 from tests.servers import KEYS, REGION, boto_client, moto_server, set_credentials
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PRINTED = (
+    ["Location(device=False, host=True, bucket=True)", "True 1.0"],
+    ["encoding", "torch.Size([8, 1408])", "torch.Size([8, 1408])"],
+)
+"""What the examples print, in the order they come."""
+
+
+def test_there_is_no_python_example_but_these() -> None:
+    assert len(EXAMPLES) == len(PRINTED)
+
+
+@pytest.mark.parametrize(("code", "printed"), zip(EXAMPLES, PRINTED, strict=False))
+def test_a_python_example_runs(
+    code: str, printed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_credentials(monkeypatch)
     with moto_server() as url:
         boto_client(url, KEYS).create_bucket(Bucket="my-bucket")
@@ -27,10 +41,7 @@ def test_the_python_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
         )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "Location(device=False, host=True, bucket=True)",
-        "True 1.0",
-    ]
+    assert done.stdout.splitlines() == printed
 
 
 def test_the_transfer_config_is_valid() -> None:

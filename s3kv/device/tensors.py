@@ -1,8 +1,9 @@
-"""The named tensors of one block, and their bytes."""
+"""What the tensors of a store look like: the named ones of one block and their bytes, or rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -77,3 +78,36 @@ class BlockTensors:
             views[name] = payload[offset : offset + nbytes].view(dtype).view(shape)
             offset += nbytes
         return views
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRows:
+    """What the tensors of a store have in common, and the memory for them.
+
+    shape: of one row; a tensor is [rows, *shape], with at least one row.
+    host_bytes: for all of them, up to a quarter of it for those arriving from the bucket.
+    Raises `ValueError` for a dtype that has no place in the object format, and for an empty row.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    host_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        dtype_name(self.dtype)
+        if min(self.shape, default=1) < 1:
+            raise ValueError(f"a row of shape {self.shape} holds nothing")
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise `ValueError` unless this is such a tensor."""
+        fits = tensor.ndim == 1 + len(self.shape) and tuple(tensor.shape[1:]) == self.shape
+        if not fits or not len(tensor) or tensor.dtype != self.dtype:
+            sizes = ", ".join(str(n) for n in ("rows", *self.shape))
+            raise ValueError(
+                f"the tensor is {tuple(tensor.shape)} {tensor.dtype}: allowed is [{sizes}] "
+                f"{self.dtype} with 1 row or more, as the store was opened for"
+            )

@@ -65,6 +65,12 @@ class BucketIndex:
         until_s = self._absent_until.get(_short(key))
         return until_s is not None and now_s < until_s
 
+    def verdict(self, key: ChunkKey, now_s: float) -> bool | None:
+        """True for present, False for absent, None for nothing known."""
+        if self.is_present(key):
+            return True
+        return False if self.is_absent(key, now_s) else None
+
     def forget(self) -> None:
         """Know nothing any more."""
         self._young.clear()
