@@ -28,7 +28,7 @@ def test_there_is_no_python_example_but_these() -> None:
     assert len(EXAMPLES) == len(PRINTED)
 
 
-@pytest.mark.parametrize(("code", "printed"), zip(EXAMPLES, PRINTED, strict=False))
+@pytest.mark.parametrize(("code", "printed"), list(zip(EXAMPLES, PRINTED, strict=False)))
 def test_a_python_example_runs(
     code: str, printed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
