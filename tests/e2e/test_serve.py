@@ -163,7 +163,8 @@ def test_serve_restart_serve(
     by_name = changed(patient, **SAVED_AT_ONCE)
     del by_name["kv_connector_module_path"]
     with valve(port_of(s3)) as slow:
-        connector = changed(by_name, endpoint_url=slow.url, drain_timeout_s=60)
+        # The valve shuts before the second prompt asks: that one need not wait for long.
+        connector = changed(by_name, endpoint_url=slow.url, max_wait_ms=2_000)
         with vllm_serve(tiny, connector, s3.env, tmp_path / "cold.log") as server:
             slow.shut_after(3 * CHUNK_BYTES)
             assert [server.complete(prompt) for prompt in PROMPTS] == expected
