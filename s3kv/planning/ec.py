@@ -8,7 +8,7 @@ The life of an item in here:
 and of a request, from its first `ensure` to `finished`:
 
     it asks once for every item it needs that neither the engine nor host memory holds; it waits
-    while `encoding.wait_until_s` says so; items that are there are leased to it (pinned) until it
+    while `pace.wait_until_s` says so; items that are there are leased to it (pinned) until it
     has been given them or ends. After that it never waits again for the same item.
 
 What makes it safe:
@@ -30,8 +30,9 @@ from s3kv.host.items import Item, ItemTable
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
 from s3kv.objects.items import object_bytes, width_of
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.encoding import EncodingPace, wait_until_s
+from s3kv.planning.encoding import EncodingPace
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.pace import wait_until_s
 from s3kv.types import ChunkKey, ItemShape, Outcome
 
 _WIDEST = 8
@@ -94,6 +95,7 @@ class _Request:
     leases: dict[str, Item] = field(default_factory=dict)
     hoped_rows: int = 0
     started_s: float = 0.0
+    asked_s: float = 0.0
     arrival_s: float = 0.0
 
 
@@ -168,6 +170,7 @@ class ECPlanner:
         if not request.pending:
             request.started_s = request.arrival_s = now_s
             request.hoped_rows = 0
+        request.asked_s = now_s
         request.hoped_rows += wanted.rows
         request.pending[wanted.key] = flight
         flight.waiters.add(request_id)
@@ -213,22 +216,25 @@ class ECPlanner:
 
     def _stops_waiting(self, request: _Request, request_id: str, now_s: float) -> bool:
         last = max(flight.job_id for flight in request.pending.values())
-        missing = [flight.wanted for flight in request.pending.values()]
+        ahead = sum(self._expected(f) for f in self._jobs.values() if f.job_id <= last)
+        missing_rows = sum(flight.wanted.rows for flight in request.pending.values())
         until_s = wait_until_s(
-            self.pace,
+            now_s=now_s,
             started_s=request.started_s,
+            asked_s=request.asked_s,
             arrival_s=request.arrival_s,
-            hoped_rows=request.hoped_rows,
-            missing_rows=sum(wanted.rows for wanted in missing),
-            bytes_ahead=sum(self._expected(f) for f in self._jobs.values() if f.job_id <= last),
+            expected_s=self.pace.fetch_s(ahead),
+            patience_s=self.pace.patience_s(ahead),
+            missing_compute_s=self.pace.encode_s(missing_rows),
+            wanted_compute_s=self.pace.encode_s(request.hoped_rows),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
         if now_s < until_s:
             return False
         self.counters["deadline_cuts"] += 1
-        nbytes = sum(self._expected(flight) for flight in request.pending.values())
-        self.pace.gave_up(nbytes, now_s - request.arrival_s)
+        if request.arrival_s < now_s:
+            self.pace.gave_up(now_s - request.arrival_s)
         for flight in request.pending.values():
             flight.waiters.discard(request_id)
             flight.late = True

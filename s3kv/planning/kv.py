@@ -144,16 +144,18 @@ class KVPlanner:
             record.wanted_chunks = len(record.hashes) - record.ready
         end = len(record.hashes) if record.end is None else record.end
         unasked = max(0, end - record.asked)
+        # Others' chunks, too, come before the last of these.
+        missing = self.ledger.fetches_ahead_of(record.pending.values()) + unasked
+        size, pace = self._settings.chunk_tokens, self.pace
         return wait_until_s(
-            self.pace,
             now_s=now_s,
             started_s=record.started_s,
             asked_s=record.asked_s,
             arrival_s=record.arrival_s,
-            wanted_tokens=record.wanted_chunks * self._settings.chunk_tokens,
-            missing_tokens=(end - record.ready) * self._settings.chunk_tokens,
-            missing_chunks=self.ledger.fetches_ahead_of(record.pending.values()) + unasked,
-            rounds=(unasked // record.window).bit_length(),
+            expected_s=pace.fetch_s(missing, rounds=(unasked // record.window).bit_length()),
+            patience_s=pace.patience_s(missing),
+            missing_compute_s=pace.compute_s((end - record.ready) * size),
+            wanted_compute_s=pace.compute_s(record.wanted_chunks * size),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )

@@ -47,23 +47,24 @@ _MAX_STEPS_INFLIGHT = 8
 
 
 class FetchTime:
-    """How long one fetch takes while `n` are under way: a latency, and a share for each of them.
+    """How long a fetch takes: a latency, and a share for each unit `n` of what it shares the way
+    with (fetches under way, or bytes ahead of its end).
 
     The line through the recent fetches by least squares, old ones weighing less and less. With one
-    connection at its limit only the latency shows, on a full network only the share.
+    connection at its limit only the latency shows, on a full network only the share. Beside it what
+    was waited for in vain says how long a fetch takes at least, until one arrives.
     """
 
-    __slots__ = ("_count", "_covariance", "_n", "_seconds", "_variance")
+    __slots__ = ("_at_least_s", "_count", "_covariance", "_n", "_seconds", "_variance")
 
     def __init__(self) -> None:
         self._count = 0
         self._n = self._seconds = self._variance = self._covariance = 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        return self._count > 0
+        self._at_least_s = 0.0
 
     def add(self, n: float, seconds: float) -> None:
+        """A fetch took so long."""
+        self._at_least_s = 0.0
         self._count += 1
         weight = max(_SMOOTHING, 1 / self._count)
         more_n, more_s = n - self._n, seconds - self._seconds
@@ -72,12 +73,32 @@ class FetchTime:
         self._variance = (1 - weight) * (self._variance + weight * more_n * more_n)
         self._covariance = (1 - weight) * (self._covariance + weight * more_n * more_s)
 
-    def at(self, n: float) -> float:
-        """Seconds, expected. Only after `is_measured`."""
+    def gave_up(self, waited_s: float) -> None:
+        """A fetch had not come after so long. Every further one doubles what is expected."""
+        self._at_least_s = 2 * max(self._at_least_s, waited_s)
+
+    def measured(self, n: float) -> float | None:
+        """Seconds, as those took that arrived; None before the first."""
+        if not self._count:
+            return None
         slope = self._covariance / self._variance if self._variance > 0 else 0.0
         # More at once never make one faster, and none takes less than nothing.
         slope = min(max(slope, 0.0), self._seconds / self._n)
         return self._seconds + slope * (n - self._n)
+
+    def at(self, n: float) -> float | None:
+        """Seconds, expected; None while nothing is known."""
+        measured_s = self.measured(n)
+        if measured_s is None:
+            return self._at_least_s or None
+        return max(measured_s, self._at_least_s)
+
+    def patience_s(self, n: float) -> float:
+        """How long to go on when nothing comes."""
+        measured_s = self.measured(n)
+        if measured_s is None:
+            return PATIENCE_S
+        return max(PATIENCE_MIN_S, PATIENCE_FETCHES * measured_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +118,6 @@ class Pace:
 
     __slots__ = (
         "_fetch",
-        "_fetch_at_least_s",
         "_fetches_at_once",
         "_prefill_measured",
         "_prefill_tokens_per_s",
@@ -110,7 +130,6 @@ class Pace:
         self._prefill_measured = False
         self._fetches_at_once = fetches_at_once
         self._fetch = FetchTime()
-        self._fetch_at_least_s = 0.0
         self._steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
         self._step_ended_s = -math.inf
 
@@ -120,18 +139,10 @@ class Pace:
         began_with, ended_with: fetches under way then, this one included.
         """
         self._fetch.add(self._concurrency(began_with, ended_with), seconds)
-        self._fetch_at_least_s = 0.0
 
     def gave_up(self, waited_s: float, chunks: int) -> None:
         """Of `chunks` on their way the last had not come after so long."""
-        each_s = waited_s / max(1.0, chunks / self._fetches_at_once)
-        self._fetch_at_least_s = 2 * max(self._fetch_at_least_s, each_s)
-
-    def _one_fetch_s(self, n: float) -> float | None:
-        """Expected while `n` are under way; None while nothing is known."""
-        if not self._fetch.is_measured:
-            return self._fetch_at_least_s or None
-        return max(self._fetch.at(n), self._fetch_at_least_s)
+        self._fetch.gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
 
     def _concurrency(self, began_with: int, ended_with: int) -> float:
         most = self._fetches_at_once
@@ -164,39 +175,34 @@ class Pace:
 
         rounds: how often the answer has to be awaited before more of them can be asked for.
         """
-        full_s = self._one_fetch_s(self._concurrency(chunks, 1))
-        alone_s = self._one_fetch_s(1)
+        full_s = self._fetch.at(self._concurrency(chunks, 1))
+        alone_s = self._fetch.at(1)
         if full_s is None or alone_s is None:
             return None
         return full_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
 
     def patience_s(self, chunks: int) -> float:
         """How long nothing may come of `chunks` on their way."""
-        if not self._fetch.is_measured:
-            return PATIENCE_S
-        expected_s = self._fetch.at(self._concurrency(chunks, 1))
-        return max(PATIENCE_MIN_S, PATIENCE_FETCHES * expected_s)
+        return self._fetch.patience_s(self._concurrency(chunks, 1))
 
     def statistics(self) -> PaceStatistics:
-        is_measured = self._fetch.is_measured
         return PaceStatistics(
-            self._fetch.at(1) if is_measured else None,
-            self._fetch.at(self._fetches_at_once) if is_measured else None,
+            self._fetch.measured(1),
+            self._fetch.measured(self._fetches_at_once),
             self._prefill_tokens_per_s,
         )
 
 
 def wait_until_s(
-    pace: Pace,
     *,
     now_s: float,
     started_s: float,
     asked_s: float,
     arrival_s: float,
-    wanted_tokens: int,
-    missing_tokens: int,
-    missing_chunks: int,
-    rounds: int,
+    expected_s: float | None,
+    patience_s: float,
+    missing_compute_s: float,
+    wanted_compute_s: float,
     max_wait_s: float,
     gate: bool,
 ) -> float:
@@ -204,18 +210,15 @@ def wait_until_s(
 
     started_s, asked_s, arrival_s: when the wait began, when it last asked for something, and when
         something last arrived for it.
-    wanted_tokens: all the request might get from the bucket, as of `started_s`.
-    missing_tokens: what it may yet get.
-    missing_chunks: the same in chunks, and with them those of others that come before its last.
-    rounds: see `Pace.fetch_s`.
+    expected_s: from `asked_s` until all it may yet get has arrived; None while nothing is known.
+    patience_s: how long nothing may arrive.
+    missing_compute_s: what the engine needs to compute what it may yet get.
+    wanted_compute_s: the same for all it might get from the bucket, as of `started_s`.
+    gate: whether the first three points of the rule count.
     """
     hard_s = started_s + max_wait_s
     if not gate:
         return hard_s
-    expected_s = pace.fetch_s(missing_chunks, rounds)
-    if expected_s is not None:
-        left_s = expected_s - (now_s - asked_s)
-        if left_s >= GAIN * pace.compute_s(missing_tokens):
-            return -math.inf
-    patient_s = arrival_s + pace.patience_s(missing_chunks)
-    return min(hard_s, started_s + pace.compute_s(wanted_tokens), patient_s)
+    if expected_s is not None and expected_s - (now_s - asked_s) >= GAIN * missing_compute_s:
+        return -math.inf
+    return min(hard_s, started_s + wanted_compute_s, arrival_s + patience_s)

@@ -271,17 +271,15 @@ def test_no_latency_is_below_nothing() -> None:
 
 @pytest.mark.parametrize(("gate", "until_s"), [(True, 101.0), (False, 110.0)])
 def test_the_deadline_is_the_earlier_of_two(gate: bool, until_s: float) -> None:
-    pace = Pace(prefill_tokens_per_s=100.0, fetches_at_once=4)
     until = wait_until_s(
-        pace,
         now_s=100.5,
         started_s=100.0,
         asked_s=100.0,
         arrival_s=100.4,
-        wanted_tokens=100,
-        missing_tokens=50,
-        missing_chunks=1,
-        rounds=0,
+        expected_s=None,
+        patience_s=1.0,
+        missing_compute_s=0.5,
+        wanted_compute_s=1.0,
         max_wait_s=10.0,
         gate=gate,
     )

@@ -266,6 +266,34 @@ def test_a_bucket_known_to_be_slower_than_the_encoder_is_not_waited_for() -> Non
     assert len(desk.orders) == 1, "but asked, for the next one"
 
 
+def test_more_is_expected_of_a_bucket_that_is_slow_but_worth_it() -> None:
+    desk = Desk(max_wait_s=100.0, slab_bytes=64 * 2**20)
+    large, next_one = wanted("large", rows=5_000), wanted("next", rows=5_000)  # 50 s to encode
+    desk.planner.pace.fetched(nbytes(large), 10.0)
+    assert not desk.ensure("r", large)
+    desk.now_s = 19.9
+    assert not desk.ensure("r", large), "twice what is expected"
+    desk.now_s = 20.0
+    assert desk.ensure("r", large)
+    # Giving up counts as twice what was waited; forty seconds still pay, eighty do not.
+    assert not desk.ensure("s", next_one)
+    desk.now_s = 60.0
+    assert desk.ensure("s", next_one)
+    assert desk.ensure("t", wanted("third", rows=5_000))
+    desk.planner.pace.fetched(nbytes(large), 10.0)
+    assert not desk.ensure("u", wanted("fourth", rows=5_000)), "it answers again"
+
+
+def test_what_was_waited_already_is_not_expected_again() -> None:
+    desk = Desk()
+    desk.planner.pace.fetched(nbytes(A), 0.8)  # 0.9 s is where waiting for it stops to pay
+    assert not desk.ensure("r", A, wanted("b"))
+    desk.bucket.add(A.key)
+    desk.now_s = 0.75
+    desk.answer()
+    assert not desk.ensure("r", A, wanted("b")), "the second is due in a moment"
+
+
 def test_without_the_gate_only_max_wait_counts() -> None:
     desk = Desk(recompute_gate=False, max_wait_s=30.0)
     desk.planner.pace.fetched(nbytes(A), 20.0)
