@@ -78,7 +78,7 @@ class WorkerSide(Guarded):
         )
         identity = self._identity(layout)
         namespace = Namespace(self._config.prefix, fingerprint_digest(identity))
-        shard = self._shard()
+        shard, is_first_rank = self._place()
         chunk = ChunkFormat(namespace.digest, layout.tensors, GROUP, shard, self._integrity)
         slot_bytes = -(-chunk.object_bytes // _PAGE_BYTES) * _PAGE_BYTES
         count = self._config.host_bytes // slot_bytes
@@ -96,7 +96,7 @@ class WorkerSide(Guarded):
             groups={GROUP: layout.tensors},
             integrity=self._integrity,
             # One rank is enough to say what all of them are.
-            manifest=canonical_json(identity) if _is_first(shard) else b"",
+            manifest=canonical_json(identity) if is_first_rank else b"",
         )
         self._client = IoClient(hello, self._slab)
         self._client.start()
@@ -158,16 +158,18 @@ class WorkerSide(Guarded):
             self._integrity,
         )
 
-    def _shard(self) -> str:
+    def _place(self) -> tuple[str, bool]:
+        """This rank's part of every chunk, and whether it is the first of all ranks."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         tp, pp = get_tp_group(), get_pp_group()
-        return shard_name(
+        shard = shard_name(
             tp_rank=tp.rank_in_group,
             tp_size=tp.world_size,
             pp_rank=pp.rank_in_group,
             pp_size=pp.world_size,
         )
+        return shard, tp.rank_in_group == pp.rank_in_group == 0
 
     def on_broken(self) -> None:
         """The engine still waits for the loads it has ordered: let them end, as failed."""
@@ -220,10 +222,6 @@ class WorkerSide(Guarded):
             return None
         broken = {"internal_errors": int(self.broken is not None)}
         return self._meter.take({**self._rank.counters, **self._client.counters, **broken})
-
-
-def _is_first(shard: str) -> bool:
-    return shard.startswith("t0of") and "-p0of" in shard
 
 
 def _distinct(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ FETCHES_PER_UPLOAD = 16
 
 UPLOADS_PER_STREAM = 8
 """With four, a prompt of twelve chunks went up in three streams at first and cost a prompt computed
-on two shared cores 8 % instead of 6 %. A backlog of half of what may be on its way by default
+on two shared cores 8 % instead of 6 to 7 %. A backlog of half of what may be on its way by default
 (`max_saves_inflight`) brings all upload places into use."""
 
 

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 START_AND_STOP_S = 240
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
     for item in items:
