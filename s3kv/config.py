@@ -19,33 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from s3kv.errors import ConfigError
+from s3kv.fields import check, convert, setting
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
 SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
 """The environment variable that holds the secret of `integrity` where no file does."""
 _SECRET_MIN_BYTES = 16
-_BYTES = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?\s*$", re.IGNORECASE)
-
-
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    doc: str,
-    kind: str,
-    choices: tuple[str, ...] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """A field of `Config`. `kind` is one of text, flag, count, number, bytes."""
-    meta = {"doc": doc, "kind": kind, "choices": choices, "minimum": minimum, "maximum": maximum}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=meta)
-    return dataclasses.field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +241,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check(field, getattr(self, field.name))
+            check(field, getattr(self, field.name))
         _check_bucket(self.bucket)
         if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
             raise ConfigError(f"ca_bundle is {self.ca_bundle!r}: there is no such file")
@@ -324,67 +302,7 @@ class Config:
             raise ConfigError(
                 f'bucket is missing: name the bucket in {source}, as in {{"bucket": "my-bucket"}}'
             )
-        return cls(**{name: _convert(known[name], value) for name, value in raw.items()})
-
-
-def _convert(field: dataclasses.Field[Any], value: Any) -> Any:
-    kind = field.metadata["kind"]
-    if kind == "bytes" and isinstance(value, str):
-        match = _BYTES.match(value)
-        if match is None:
-            raise ConfigError(_wrong(field, value))
-        return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
-    if kind == "number" and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value
-
-
-_PYTHON_TYPES: dict[str, type] = {
-    "text": str,
-    "flag": bool,
-    "count": int,
-    "number": float,
-    "bytes": int,
-}
-
-
-def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    meta = field.metadata
-    if value is None and field.default is None:
-        return
-    right_type = isinstance(value, _PYTHON_TYPES[meta["kind"]])
-    if isinstance(value, bool) and meta["kind"] != "flag":
-        right_type = False
-    in_range = right_type and not (
-        (meta["choices"] and value not in meta["choices"])
-        or (meta["minimum"] is not None and not value >= meta["minimum"])
-        or (meta["maximum"] is not None and not value <= meta["maximum"])
-    )
-    if not in_range:
-        raise ConfigError(_wrong(field, value))
-
-
-def allowed(field: dataclasses.Field[Any]) -> str:
-    """In words, what a setting may be; for error messages and the documentation."""
-    meta = field.metadata
-    if meta["choices"]:
-        return " or ".join(repr(c) for c in meta["choices"])
-    words = {
-        "text": "text",
-        "flag": "true or false",
-        "count": "a whole number",
-        "number": "a number",
-        "bytes": "a number of bytes, or text with a unit such as '4GiB'",
-    }[meta["kind"]]
-    if meta["minimum"] is not None:
-        words += f", {meta['minimum']:,} or more"
-    if meta["maximum"] is not None:
-        words += f", at most {meta['maximum']:,}"
-    return words
-
-
-def _wrong(field: dataclasses.Field[Any], value: Any) -> str:
-    return f"{field.name} is {value!r}: allowed is {allowed(field)}"
+        return cls(**{name: convert(known[name], value) for name, value in raw.items()})
 
 
 def _check_bucket(bucket: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from s3kv.cli.app import cli
-from s3kv.config import Config, allowed
+from s3kv.config import Config
+from s3kv.fields import allowed
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

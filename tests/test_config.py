@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from s3kv.config import Config, allowed
+from s3kv.config import Config
 from s3kv.errors import ConfigError
+from s3kv.fields import allowed
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
