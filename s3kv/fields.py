@@ -36,14 +36,20 @@ def setting(
     return dataclasses.field(default=default, metadata=meta)
 
 
+def parse_bytes(text: str) -> int | None:
+    """A number of bytes with or without a unit ("4GiB", "500MB", "4096"); None for other text."""
+    match = _BYTES.match(text)
+    return None if match is None else int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
 def convert(field: dataclasses.Field[Any], value: Any) -> Any:
     """The value of a setting as `Config` holds it. Raises `ConfigError` for bytes not readable."""
     kind = field.metadata["kind"]
     if kind == "bytes" and isinstance(value, str):
-        match = _BYTES.match(value)
-        if match is None:
+        nbytes = parse_bytes(value)
+        if nbytes is None:
             raise ConfigError(wrong(field, value))
-        return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+        return nbytes
     if kind == "number" and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value

@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+_TARGET_CHUNK_TOKENS = 256
+
+
+def default_chunk_tokens(block_tokens: int) -> int:
+    """Tokens per chunk where no setting says so: the multiple of the block size next to 256."""
+    return max(1, round(_TARGET_CHUNK_TOKENS / block_tokens)) * block_tokens
+
 
 class ChunkKey(NamedTuple):
     """Identity of one chunk inside a namespace, the same on every rank.

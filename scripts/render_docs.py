@@ -65,6 +65,16 @@ does not look at the GPU or at vLLM.
 
 `inspect` believes nothing an object says: what has to be known to verify it comes from its key and
 from the settings, only the tensors from its header. An object it refuses is a miss to an engine.
+
+`config` prints what its settings are to vLLM; a shell and a YAML reader read it back in
+`tests/cli/test_configure.py`.
+
+`cost` multiplies counts with prices, and every price is an option: the tables are Amazon's of the
+date in its help, and need looking up before they are relied on. What it says is worked out by hand
+in `tests/cli/test_cost.py`.
+
+Completion of commands and options: `eval "$(_S3KV_COMPLETE=bash_source s3kv)"` in `~/.bashrc`, the
+same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | source` for fish.
 """
 
 

@@ -16,6 +16,7 @@ from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
+from s3kv.cli import prices
 from s3kv.config import Config
 from s3kv.host.policy import make_policy
 from s3kv.host.slots import SlotTable
@@ -29,12 +30,7 @@ from s3kv.planning.pace import Pace
 from s3kv.planning.prefix import KVPlannerSettings
 from s3kv.types import TensorSpec
 
-# Amazon S3 Standard in us-east-1, first 50 TB, https://aws.amazon.com/s3/pricing/, as of 2025.
-# A GET that finds nothing is billed like any other. Transfer within the region costs nothing.
-USD_PER_PUT = 0.005 / 1000
-USD_PER_GET = 0.0004 / 1000
-USD_PER_GIB_MONTH = 0.023
-
+_PRICES = prices.TABLE["us-east-1/standard"]
 _INDEX_CHUNKS = 2_000_000
 _BREAKER_FAILURES = 5
 
@@ -222,8 +218,8 @@ def _bill(setup: Setup, bucket: Bucket) -> dict[str, Any]:
         "gib_down": round(requests["get_hit"] * object_bytes / 2**30, 1),
         "gib_up": round(puts * object_bytes / 2**30, 1),
         "gib_stored": round(stored_gib, 1),
-        "usd_requests": round(puts * USD_PER_PUT + gets * USD_PER_GET, 4),
-        "usd_stored_per_month": round(stored_gib * USD_PER_GIB_MONTH, 2),
+        "usd_requests": round((puts * _PRICES.put + gets * _PRICES.get) / 1000, 4),
+        "usd_stored_per_month": round(stored_gib * _PRICES.storage, 2),
     }
 
 

@@ -13,6 +13,8 @@ import click
 from s3kv import __version__
 from s3kv.cli import doctor as examination
 from s3kv.cli import show
+from s3kv.cli.configure import configure
+from s3kv.cli.cost import cost
 from s3kv.cli.inspection import Inspection
 from s3kv.cli.inspection import inspect as inspect_object
 from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
@@ -102,3 +104,7 @@ def _as_document(found: Inspection) -> dict[str, Any]:
     if found.header is not None:
         document["header"]["block_hash"] = found.header.block_hash.hex()
     return document
+
+
+for command in (configure, cost):
+    cli.add_command(command)

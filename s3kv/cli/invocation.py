@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from s3kv.cli.server import ServerError
 from s3kv.cli.settings import read_settings
 from s3kv.config import Config
 from s3kv.errors import S3KVError, StoreError
 from s3kv.objects.s3 import S3Store
 
-FOUND, WRONG_USE, NO_STORE = 1, 2, 3
+FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
 _T = TypeVar("_T")
-EPILOG = """\b
+EXIT_CODES = """\b
 EXIT CODES
   0  all is well
   1  something was found: a fault, a damaged object, no such object
   2  the command was used wrongly, or a setting is wrong
-  3  the bucket could not be asked: the message says why
+  3  the bucket, or the server named, could not be asked: the message says why"""
+EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
 
@@ -48,13 +51,21 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*, file: Path | None, assign: tuple[str, ...], **options: Any) -> None:
         names = ("bucket", "prefix", "region", "endpoint_url")
         named = {name: options.pop(name) for name in names}
-        try:
+        with reporting_errors():
             command(config=read_settings(file, named, assign), **options)
-        except S3KVError as error:
-            click.echo(f"s3kv: {error}", err=True)
-            raise SystemExit(NO_STORE if isinstance(error, StoreError) else WRONG_USE) from error
 
     return wrapped
+
+
+@contextlib.contextmanager
+def reporting_errors() -> Iterator[None]:
+    """Our errors become one line on stderr and an exit code."""
+    try:
+        yield
+    except S3KVError as error:
+        click.echo(f"s3kv: {error}", err=True)
+        unasked = isinstance(error, StoreError | ServerError)
+        raise SystemExit(NOT_ASKED if unasked else WRONG_USE) from error
 
 
 def on_bucket(config: Config, work: Callable[[S3Store], Awaitable[_T]]) -> _T:

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from s3kv.config import Config
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.kv import ScheduledRequest
+from s3kv.types import default_chunk_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 GROUP = 0
 """The KV-cache group that is served: models with one group only, so far."""
-
-_TARGET_CHUNK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
         hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
-    chunk = config.chunk_tokens or max(1, round(_TARGET_CHUNK_TOKENS / block)) * block
+    chunk = config.chunk_tokens or default_chunk_tokens(block)
     if chunk % block or chunk % hashed:
         below = chunk // block * block
         near = f"{below} or {below + block}" if below else f"{block}"

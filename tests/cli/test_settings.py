@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,10 @@ def test_what_is_wrong_is_said(
         read_settings(file, {}, assignments)
 
 
-def start(code: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def start(
+    code: str, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(variables or {})
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -71,3 +74,13 @@ def test_a_missing_package_is_named(package: str) -> None:
 def test_it_starts_without_torch() -> None:
     done = start("import s3kv.cli.app, sys; print('torch' in sys.modules)")
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    main = "import s3kv.cli.__main__ as m; m.main()"
+    script = start(main, {"_S3KV_COMPLETE": f"{shell}_source"})
+    assert "_S3KV_COMPLETE" in script.stdout, script.stderr
+    word = "do" if shell == "fish" else "1"  # fish says which word, the others which place
+    asked = {"_S3KV_COMPLETE": f"{shell}_complete", "COMP_WORDS": "s3kv do", "COMP_CWORD": word}
+    assert "doctor" in start(main, asked).stdout
