@@ -18,7 +18,7 @@ from s3kv.cli import billing, prices, show
 from s3kv.cli.billing import Part, Savings, Traffic
 from s3kv.cli.invocation import EXIT_CODES, print_json, reporting_errors
 from s3kv.cli.prices import Prices
-from s3kv.cli.quantities import Bytes, Duration
+from s3kv.cli.quantities import duration, size
 from s3kv.cli.server import fetch_text, sums_by_name
 from s3kv.errors import ConfigError
 
@@ -52,12 +52,12 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--host-gib", type=float, help="Which run of the simulation: its host memory.")
 @click.option(
     "--over",
-    type=Duration(),
+    type=duration,
     required=True,
     help="The time the counts are of (90m, 24h, 7d): since the servers started, or of the trace.",
 )
 @click.option(
-    "--stored", type=Bytes(), help="What the bucket holds, as `s3kv du` says it (1.5TiB)."
+    "--stored", type=size, help="What the bucket holds, as `s3kv du` says it (1.5TiB)."
 )
 @click.option(
     "--keep-days",
