@@ -29,8 +29,8 @@ test: $(STAMP) ## all tests; ARGS="-m 'not e2e'" for those without an engine
 e2e: $(STAMP) ## only the tests on the real engine
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup tests/e2e $(ARGS)
 
-infra: $(STAMP) ## only the tests of terraform/; they need terraform and its AWS provider, but no AWS
-	$(BIN)/python -m pytest tests/infra $(ARGS)
+infra: $(STAMP) ## only the tests of terraform/ and deploy/: they need terraform, its AWS provider and kubectl, but no AWS
+	$(BIN)/python -m pytest tests/infra tests/deploy $(ARGS)
 
 long: $(STAMP) ## the tests that take a minute or more each: part of CI, not of `make test`
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m 'long and not nightly' $(ARGS)

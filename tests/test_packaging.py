@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import s3kv
+from tests.project import ROOT, extras
 
-ROOT = Path(__file__).resolve().parent.parent
 STEM = f"s3kv-{s3kv.__version__}"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("packaging")]
@@ -115,11 +115,7 @@ def test_the_metadata_say_what_pyproject_says(wheel: Path) -> None:
     metadata = members(wheel)[f"{STEM}.dist-info/METADATA"].decode()
     assert f"Version: {s3kv.__version__}" in metadata
     assert "Requires-Python: >=3.10" in metadata
-    assert set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.M)) >= {
-        "cli",
-        "integrity",
-        "vllm",
-    }
+    assert set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.M)) == set(extras())
 
 
 def test_every_module_is_there_and_importable(installed: Path, tmp_path: Path) -> None:

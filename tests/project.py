@@ -1,0 +1,26 @@
+"""The project itself, as tests look at it: where it is, and what its pyproject.toml declares."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def declared() -> dict[str, Any]:
+    """The table `project` of pyproject.toml."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project
+
+
+def extras() -> dict[str, list[str]]:
+    """The extras, and what each asks for."""
+    asked: dict[str, list[str]] = declared()["optional-dependencies"]
+    return asked
