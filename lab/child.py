@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 from vllm import SamplingParams
-from vllm.config import ECTransferConfig, KVTransferConfig
+from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -217,6 +217,8 @@ def start_host(settings: Message) -> Host:
         engine_args["kv_transfer_config"] = KVTransferConfig(**settings["kv_transfer_config"])
     if settings["ec_transfer_config"] is not None:
         engine_args["ec_transfer_config"] = ECTransferConfig(**settings["ec_transfer_config"])
+    if "kv_events_config" in engine_args:
+        engine_args["kv_events_config"] = KVEventsConfig(**engine_args["kv_events_config"])
     args = AsyncEngineArgs(model=settings["model"], **engine_args)
     return InlineHost(args) if settings["in_process"] else AsyncLLM.from_engine_args(args)
 

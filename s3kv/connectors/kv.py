@@ -6,6 +6,7 @@ of `translate`. What the hooks mean, and in which order they come, is in docs/ar
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -37,6 +38,7 @@ except ImportError:  # pragma: no cover
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -74,6 +76,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
                 sizes,
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
+                publishes_events=_publishes_events(vllm_config),
             )
         else:
             self._worker = WorkerSide(config, vllm_config, kv_cache_config, sizes)
@@ -198,6 +201,9 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
+
     # --- both ------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -226,6 +232,11 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return S3KVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _publishes_events(vllm_config: VllmConfig) -> bool:
+    events = vllm_config.kv_events_config
+    return events is not None and events.enable_kv_cache_events
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

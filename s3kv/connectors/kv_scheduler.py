@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
+from s3kv.connectors.events import KVEvents
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.metrics import Meter, S3KVStats
@@ -27,8 +29,10 @@ from s3kv.planning.kv import KVPlanner
 from s3kv.planning.ledger import ChunkLedger
 from s3kv.planning.pace import Pace
 from s3kv.planning.prefix import KVPlannerSettings
+from s3kv.planning.residency import ResidencyLog
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,7 +58,13 @@ class SchedulerSide(Guarded):
     """Made before the workers have reported; of use from `set_workers` on."""
 
     def __init__(
-        self, config: Config, sizes: KVGeometry, *, may_load: bool, may_save: bool
+        self,
+        config: Config,
+        sizes: KVGeometry,
+        *,
+        may_load: bool,
+        may_save: bool,
+        publishes_events: bool = False,
     ) -> None:
         self._config = config
         self._sizes = sizes
@@ -64,6 +74,8 @@ class SchedulerSide(Guarded):
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
         self._hashes = RequestHashes()
+        self._residency = ResidencyLog() if publishes_events else None
+        self._events = KVEvents(sizes, self._residency) if self._residency is not None else None
         self._unplanned: list[str] = []
         self._was_idle = False
 
@@ -109,6 +121,7 @@ class SchedulerSide(Guarded):
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=world_size,
+            residency=self._residency,
         )
         settings = KVPlannerSettings(
             chunk_tokens=self._sizes.chunk_tokens,
@@ -136,6 +149,8 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: None)
     def on_new_request(self, request: Request) -> None:
         self.planner.add_request(request.request_id, self._hashes.of(request))
+        if self._events is not None:
+            self._events.add_request(request)
         if not request.skip_reading_prefix_cache:
             local = self._local_tokens(request)
             self.planner.prefetch(request.request_id, local, time.monotonic())
@@ -205,6 +220,12 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
         self.planner.finished(request.request_id)
+        if self._events is not None:
+            self._events.finished(request)
+
+    @guarded(default=tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._events is None else self._events.take()
 
     @guarded(default=lambda: False)
     def has_copies_inflight(self) -> bool:
@@ -213,6 +234,8 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: False)
     def reset(self) -> bool:
         self.planner.reset(secrets.token_bytes(32))
+        if self._events is not None:
+            self._events.reset()
         logger.info("s3kv: cache reset; what was cached before cannot be reached any more")
         return True
 

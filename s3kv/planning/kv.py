@@ -285,6 +285,8 @@ class KVPlanner:
         full = self.ledger.saves_inflight >= self._settings.max_saves_inflight
         if full or not self.ledger.plan_save(key, blocks):
             self.counters["saves_dropped"] += 1
+        elif self.ledger.residency is not None:
+            self.ledger.residency.origin(key, record.request_id, position)
 
     # --- reports ---------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from s3kv.host.slots import Slot, SlotState, SlotTable
 from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.residency import Residency, ResidencyLog
 from s3kv.types import ChunkKey, Outcome
 
 _UPLOAD_RETRY_S = (1.0, 4.0, 15.0, 60.0)
@@ -77,9 +78,16 @@ class ChunkLedger:
     """Which chunks are in host memory or on their way, and what has to be done for them."""
 
     def __init__(
-        self, slots: SlotTable, index: BucketIndex, breaker: Breaker, *, world_size: int
+        self,
+        slots: SlotTable,
+        index: BucketIndex,
+        breaker: Breaker,
+        *,
+        world_size: int,
+        residency: ResidencyLog | None = None,
     ) -> None:
         self.slots = slots
+        self.residency = residency
         self.index = index
         self.breaker = breaker
         self.counters: Counter[str] = Counter()
@@ -215,6 +223,7 @@ class ChunkLedger:
                 self._saving_blocks[block] = others
         if job.outcomes[JobKind.SAVE].is_success:
             self.slots.commit(job.slot, dirty=True)
+            self._note(job.key, Residency.HOST_STORED)
 
     def _fetched(self, job: Job, now_s: float) -> None:
         self._fetches_inflight -= 1
@@ -223,11 +232,15 @@ class ChunkLedger:
         self.breaker.saw(outcome, now_s)
         if outcome.is_success:
             self.slots.commit(job.slot, dirty=False)
-            self.index.note_present(job.key)
+            self._note(job.key, Residency.HOST_STORED)
+            self._is_in_bucket(job.key)
             return
         self.slots.abandon(job.slot)
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+            if self.residency is not None and self.index.is_present(job.key):
+                self._note(job.key, Residency.BUCKET_REMOVED)
             self.index.note_absent(job.key, now_s)
+        self._note(job.key, Residency.NOTHING)
 
     def _uploaded(self, job: Job, now_s: float) -> None:
         if not job.outcomes.get(JobKind.SAVE, Outcome.OK).is_success:
@@ -235,6 +248,7 @@ class ChunkLedger:
             self._saves_inflight -= 1
             self.counters["saves_failed"] += 1
             self.slots.abandon(job.slot)
+            self._note(job.key, Residency.NOTHING)
             return
         outcome = job.outcomes[JobKind.UPLOAD]
         self.counters[f"upload_{outcome.name.lower()}"] += 1
@@ -243,7 +257,7 @@ class ChunkLedger:
         if outcome.is_success:
             self._saves_inflight -= 1
             self.slots.mark_clean(job.slot)
-            self.index.note_present(job.key)
+            self._is_in_bucket(job.key)
         elif job.attempt < len(_UPLOAD_RETRY_S):
             due_s = now_s + _UPLOAD_RETRY_S[job.attempt]
             retry = (due_s, job.job_id, job.key, job.attempt + 1)
@@ -255,12 +269,21 @@ class ChunkLedger:
 
     # --- shared ----------------------------------------------------------------------------
 
+    def _is_in_bucket(self, key: ChunkKey) -> None:
+        self._note(key, Residency.BUCKET_STORED)
+        self.index.note_present(key)
+
+    def _note(self, key: ChunkKey, residency: Residency) -> None:
+        if self.residency is not None:
+            self.residency.change(key, residency)
+
     def _reserve(self, key: ChunkKey, ends: dict[JobKind, int]) -> Job | None:
         reservation = self.slots.reserve(key)
         if reservation is None:
             return None
         if reservation.evicted is not None:
             self.counters["evictions"] += 1
+            self._note(reservation.evicted, Residency.HOST_REMOVED)
         return self._register(key, reservation.slot, ends)
 
     def _register(self, key: ChunkKey, slot: Slot, ends: dict[JobKind, int]) -> Job:

@@ -107,6 +107,8 @@ class PrefixCollector:
             if fetch is None:
                 return False
             job = fetch
+            if ledger.residency is not None:
+                ledger.residency.origin(key, record.request_id, position)
         else:
             return False
         job.waiters.append((record, position))

@@ -13,6 +13,7 @@ from s3kv.planning.kv import KVPlanner
 from s3kv.planning.ledger import ChunkLedger
 from s3kv.planning.pace import Pace
 from s3kv.planning.prefix import KVPlannerSettings
+from s3kv.planning.residency import ResidencyLog
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Setup:
             BucketIndex(capacity=10_000, miss_ttl_s=self.miss_ttl_s),
             Breaker(threshold=3),
             world_size=self.world_size,
+            residency=ResidencyLog(),
         )
         settings = KVPlannerSettings(
             chunk_tokens=self.chunk_tokens,
