@@ -56,9 +56,7 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
     required=True,
     help="The time the counts are of (90m, 24h, 7d): since the servers started, or of the trace.",
 )
-@click.option(
-    "--stored", type=size, help="What the bucket holds, as `s3kv du` says it (1.5TiB)."
-)
+@click.option("--stored", type=size, help="What the bucket holds, as `s3kv du` says it (1.5TiB).")
 @click.option(
     "--keep-days",
     type=click.FloatRange(0, min_open=True),
