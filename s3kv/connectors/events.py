@@ -18,7 +18,7 @@ from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from s3kv.connectors.translate import GROUP, KVGeometry
-from s3kv.planning.residency import Change, Origin, Residency, ResidencyLog
+from s3kv.planning.residency import Change, Origin, Residency
 from s3kv.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -46,11 +46,10 @@ class _Chunk:
 
 
 class KVEvents:
-    """Events of one engine, made of the planner's `ResidencyLog`. The engine's thread."""
+    """Events of one engine, made of the entries of a `ResidencyLog`. The engine's thread."""
 
-    def __init__(self, sizes: KVGeometry, log: ResidencyLog) -> None:
+    def __init__(self, sizes: KVGeometry) -> None:
         self._sizes = sizes
-        self._log = log
         self._requests: dict[str, Request] = {}
         self._chunks: dict[ChunkKey, _Chunk] = {}
         self._events: list[KVCacheEvent] = []
@@ -60,27 +59,23 @@ class KVEvents:
 
     def finished(self, request: Request) -> None:
         """Its tokens cannot be read any more after this."""
-        self._take_in()
         self._requests.pop(request.request_id, None)
 
     def take(self) -> Iterable[KVCacheEvent]:
         """Since the last call, in the order in which it happened."""
-        self._take_in()
         events, self._events = self._events, []
         return events
 
     def reset(self) -> None:
         """Nothing that was announced can be reached any more."""
-        self._take_in()
         self._chunks.clear()
         self._events = [kv_events.AllBlocksCleared()]
 
-    def _take_in(self) -> None:
-        for entry in self._log.take():
-            if isinstance(entry, Origin):
-                self._remember(entry)
-            else:
-                self._announce(entry)
+    def take_in(self, entry: Origin | Change) -> None:
+        if isinstance(entry, Origin):
+            self._remember(entry)
+        else:
+            self._announce(entry)
 
     def _remember(self, origin: Origin) -> None:
         request = self._requests.get(origin.request_id)

@@ -23,6 +23,7 @@ from s3kv.connectors.kv_messages import PlanMetadata, WorkerHello
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
+from s3kv.connectors.observers import Observers
 from s3kv.connectors.translate import check_supported, geometry
 from s3kv.messages import EMPTY_PLAN, StepPlan
 
@@ -76,7 +77,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
                 sizes,
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
-                publishes_events=_publishes_events(vllm_config),
+                observers=Observers.wanted(vllm_config, sizes),
             )
         else:
             self._worker = WorkerSide(config, vllm_config, kv_cache_config, sizes)
@@ -232,11 +233,6 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return S3KVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _publishes_events(vllm_config: VllmConfig) -> bool:
-    events = vllm_config.kv_events_config
-    return events is not None and events.enable_kv_cache_events
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
-from s3kv.connectors.events import KVEvents
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.metrics import Meter, S3KVStats
+from s3kv.connectors.observers import Observers
 from s3kv.connectors.requests import RequestHashes
 from s3kv.connectors.translate import GROUP, KVGeometry, scheduled_requests
 from s3kv.errors import ConfigError, UnsupportedError
@@ -29,7 +29,6 @@ from s3kv.planning.kv import KVPlanner
 from s3kv.planning.ledger import ChunkLedger
 from s3kv.planning.pace import Pace
 from s3kv.planning.prefix import KVPlannerSettings
-from s3kv.planning.residency import ResidencyLog
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -64,7 +63,7 @@ class SchedulerSide(Guarded):
         *,
         may_load: bool,
         may_save: bool,
-        publishes_events: bool = False,
+        observers: Observers | None = None,
     ) -> None:
         self._config = config
         self._sizes = sizes
@@ -74,8 +73,7 @@ class SchedulerSide(Guarded):
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
         self._hashes = RequestHashes()
-        self._residency = ResidencyLog() if publishes_events else None
-        self._events = KVEvents(sizes, self._residency) if self._residency is not None else None
+        self._observers = observers
         self._unplanned: list[str] = []
         self._was_idle = False
 
@@ -121,7 +119,7 @@ class SchedulerSide(Guarded):
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=world_size,
-            residency=self._residency,
+            residency=None if self._observers is None else self._observers.log,
         )
         settings = KVPlannerSettings(
             chunk_tokens=self._sizes.chunk_tokens,
@@ -149,8 +147,8 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: None)
     def on_new_request(self, request: Request) -> None:
         self.planner.add_request(request.request_id, self._hashes.of(request))
-        if self._events is not None:
-            self._events.add_request(request)
+        if self._observers is not None:
+            self._observers.add_request(request)
         if not request.skip_reading_prefix_cache:
             local = self._local_tokens(request)
             self.planner.prefetch(request.request_id, local, time.monotonic())
@@ -171,6 +169,9 @@ class SchedulerSide(Guarded):
         if request.skip_reading_prefix_cache:
             return 0, False
         answer = self.planner.lookup(request.request_id, computed_tokens, time.monotonic())
+        if self._observers is not None:
+            request_id = request.request_id
+            self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
         if answer.wait:
             return None, False
         return answer.tokens, answer.tokens > 0
@@ -204,6 +205,8 @@ class SchedulerSide(Guarded):
         if idle and self._was_idle and self.planner.ledger.fetches_inflight:
             plan = replace(plan, linger_s=_LINGER_S)
         self._was_idle = idle
+        if self._observers is not None:
+            self._observers.read()
         return plan
 
     @guarded(default=lambda: None)
@@ -216,16 +219,18 @@ class SchedulerSide(Guarded):
         if output.finished_recving:
             failed = getattr(output, "failed_recving", None) or ()
             self.planner.loaded(output.finished_recving, failed)
+        if self._observers is not None:
+            self._observers.read()
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
         self.planner.finished(request.request_id)
-        if self._events is not None:
-            self._events.finished(request)
+        if self._observers is not None:
+            self._observers.finished(request)
 
     @guarded(default=tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._events is None else self._events.take()
+        return () if self._observers is None else self._observers.take_events()
 
     @guarded(default=lambda: False)
     def has_copies_inflight(self) -> bool:
@@ -234,8 +239,8 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: False)
     def reset(self) -> bool:
         self.planner.reset(secrets.token_bytes(32))
-        if self._events is not None:
-            self._events.reset()
+        if self._observers is not None:
+            self._observers.reset()
         logger.info("s3kv: cache reset; what was cached before cannot be reached any more")
         return True
 

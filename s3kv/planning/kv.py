@@ -286,7 +286,7 @@ class KVPlanner:
         if full or not self.ledger.plan_save(key, blocks):
             self.counters["saves_dropped"] += 1
         elif self.ledger.residency is not None:
-            self.ledger.residency.origin(key, record.request_id, position)
+            self.ledger.residency.origin(key, JobKind.SAVE, record.request_id, position)
 
     # --- reports ---------------------------------------------------------------------------
 

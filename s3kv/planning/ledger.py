@@ -266,6 +266,7 @@ class ChunkLedger:
             self._saves_inflight -= 1
             self.counters["uploads_given_up"] += 1
             self.slots.mark_clean(job.slot)
+            self._note(job.key, Residency.HOST_ONLY)
 
     # --- shared ----------------------------------------------------------------------------
 

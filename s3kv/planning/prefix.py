@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from s3kv.host.slots import Slot
+from s3kv.messages import JobKind
 from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
 from s3kv.planning.requests import RequestRecord
 from s3kv.types import ChunkKey
@@ -108,7 +109,7 @@ class PrefixCollector:
                 return False
             job = fetch
             if ledger.residency is not None:
-                ledger.residency.origin(key, record.request_id, position)
+                ledger.residency.origin(key, JobKind.FETCH, record.request_id, position)
         else:
             return False
         job.waiters.append((record, position))

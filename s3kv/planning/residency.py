@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+from s3kv.messages import JobKind
 from s3kv.types import ChunkKey
 
 
@@ -21,14 +22,20 @@ class Residency(enum.Enum):
     """The bucket holds it; said every time it has shown that, for who has missed the first."""
     BUCKET_REMOVED = "bucket removed"
     """The bucket turned out not to hold it any more, or to hold something else."""
+    HOST_ONLY = "host only"
+    """Its upload was given up."""
     NOTHING = "nothing"
     """It was on its way and did not arrive."""
 
 
 class Origin(NamedTuple):
-    """A chunk was put on its way for a request: the one at `position`, counted in chunks."""
+    """A chunk was put on its way for a request: the one at `position`, counted in chunks.
+
+    kind: FETCH or SAVE.
+    """
 
     key: ChunkKey
+    kind: JobKind
     request_id: str
     position: int
 
@@ -49,8 +56,8 @@ class ResidencyLog:
     def __init__(self) -> None:
         self._entries: list[Origin | Change] = []
 
-    def origin(self, key: ChunkKey, request_id: str, position: int) -> None:
-        self._entries.append(Origin(key, request_id, position))
+    def origin(self, key: ChunkKey, kind: JobKind, request_id: str, position: int) -> None:
+        self._entries.append(Origin(key, kind, request_id, position))
 
     def change(self, key: ChunkKey, residency: Residency) -> None:
         self._entries.append(Change(key, residency))

@@ -13,7 +13,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from s3kv.connectors import events
 from s3kv.connectors.events import KVEvents
 from s3kv.connectors.translate import KVGeometry
-from s3kv.planning.residency import Residency, ResidencyLog
+from s3kv.messages import JobKind
+from s3kv.planning.residency import Change, Origin, Residency
 from s3kv.types import ChunkKey
 
 SECOND = ChunkKey(0, b"second chunk".ljust(32))
@@ -27,13 +28,12 @@ def request(name: str = "r", **attributes: Any) -> Any:
 
 def published(subject: Any, *residencies: Residency) -> list[Any]:
     """What becomes of the second chunk (blocks 2 and 3) of a request."""
-    log = ResidencyLog()
-    stream = KVEvents(KVGeometry(16, 16, 32), log)
+    stream = KVEvents(KVGeometry(16, 16, 32))
     stream.add_request(subject)
-    log.origin(SECOND, subject.request_id, 1)
+    stream.take_in(Origin(SECOND, JobKind.SAVE, subject.request_id, 1))
     stream.finished(subject)
     for residency in residencies:
-        log.change(SECOND, residency)
+        stream.take_in(Change(SECOND, residency))
     return list(stream.take())
 
 
@@ -53,12 +53,10 @@ def test_a_chunk_is_announced_as_its_blocks() -> None:
 
 
 def test_the_first_chunk_has_no_parent() -> None:
-    log = ResidencyLog()
-    stream = KVEvents(KVGeometry(16, 16, 32), log)
-    subject = request()
-    stream.add_request(subject)
-    log.origin(SECOND, "r", 0)
-    log.change(SECOND, Residency.HOST_STORED)
+    stream = KVEvents(KVGeometry(16, 16, 32))
+    stream.add_request(request())
+    stream.take_in(Origin(SECOND, JobKind.FETCH, "r", 0))
+    stream.take_in(Change(SECOND, Residency.HOST_STORED))
     (stored,) = stream.take()
     assert isinstance(stored, BlockStored)
     assert stored.parent_block_hash is None
@@ -89,13 +87,12 @@ def test_what_comes_to_nothing_is_forgotten() -> None:
 
 
 def test_a_reset_clears_everything_and_nothing_of_before_is_told_of_later() -> None:
-    log = ResidencyLog()
-    stream = KVEvents(KVGeometry(16, 16, 32), log)
+    stream = KVEvents(KVGeometry(16, 16, 32))
     stream.add_request(request())
-    log.origin(SECOND, "r", 1)
-    log.change(SECOND, Residency.HOST_STORED)
+    stream.take_in(Origin(SECOND, JobKind.SAVE, "r", 1))
+    stream.take_in(Change(SECOND, Residency.HOST_STORED))
     stream.reset()
-    log.change(SECOND, Residency.HOST_REMOVED)
+    stream.take_in(Change(SECOND, Residency.HOST_REMOVED))
     (only,) = stream.take()
     assert isinstance(only, AllBlocksCleared)
 
