@@ -25,9 +25,10 @@ from xml.etree import ElementTree
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects.answers import Call, error_of, read_error, refuses_credentials
+from s3kv.objects.connection import Patience
 from s3kv.objects.endpoint import Endpoint, find_endpoint
 from s3kv.objects.exchange import EMPTY, Response
-from s3kv.objects.http import Patience, Pool
+from s3kv.objects.http import Pool
 from s3kv.objects.store import Claim, ObjectInfo
 
 _log = logging.getLogger("s3kv.io")

@@ -6,14 +6,16 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 
 import pytest
+import uvloop
 
 from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.objects.exchange import TEXT_LIMIT_BYTES, Request
-from s3kv.objects.http import Patience, Pool
+from s3kv.objects.connection import Patience
+from s3kv.objects.exchange import TEXT_LIMIT_BYTES, Request, Response
+from s3kv.objects.http import Pool
 from tests import servers
 from tests.objects.suite import pattern
 
@@ -206,6 +208,38 @@ async def test_no_answer_is_given_up() -> None:
             await pool.request(GET)
         with pytest.raises(StoreUnavailable, match="first_byte_timeout_ms"):
             await pool.request(put(memoryview(b"x")))
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_time_in_which_nothing_ran_is_not_taken_for_silence(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    """The machine had stopped, say, and the server with it."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server, closing(new_loop()) as loop:
+        threading.Thread(target=answer_after_a_while, args=(server,), daemon=True).start()
+        port = server.getsockname()[1]
+
+        async def fetch() -> Response:
+            waiting = patience(first_byte_ms=300, progress_ms=300)
+            pool = Pool("127.0.0.1", port, tls=None, size=1, patience=waiting)
+            answer = asyncio.ensure_future(pool.request(GET))
+            await asyncio.sleep(0.05)  # it is sent by now
+            time.sleep(1.0)  # noqa: ASYNC251
+            try:
+                return await answer
+            finally:
+                await pool.close()
+
+        assert loop.run_until_complete(fetch()).status == 200
+
+
+def answer_after_a_while(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with closing(connection):
+        connection.recv(1024)
+        time.sleep(1.15)
+        connection.sendall(ok(b"here"))
+        connection.recv(1024)
 
 
 async def test_a_body_nobody_reads_is_given_up() -> None:
