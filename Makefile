@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e infra long nightly lint format demo bench clean
+.PHONY: help venv test e2e infra long nightly lint format docs demo bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml scripts/install_engine.sh
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	scripts/install_engine.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[test,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,dev,docs]'
 	touch $@
 
 test: $(STAMP) ## all tests; ARGS="-m 'not e2e'" for those without an engine
@@ -47,6 +47,9 @@ lint: $(STAMP) ## ruff, mypy, and the import contracts
 format: $(STAMP) ## what ruff can mend by itself
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: $(STAMP) ## the documentation site, in build/docs/site
+	$(BIN)/python -m scripts.site
 
 demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of yours
 	@$(BIN)/python -m demo

@@ -1,11 +1,12 @@
-"""Write the parts of the documentation that follow from the code: `python scripts/render_docs.py`.
+"""Write the parts of the documentation that follow from the code: `python -m scripts.render_docs`.
 
-A test fails when what stands in docs/ is not what this would write.
+A test fails when what stands there is not what this would write.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import click
 from s3kv.cli.app import cli
 from s3kv.config import Config
 from s3kv.fields import allowed
+from scripts import costs, pictures, reference, results
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def configuration() -> str:
@@ -88,6 +90,19 @@ def command_line() -> str:
     return "\n".join(sections)
 
 
+def documents() -> dict[str, Callable[[], str]]:
+    """Everything that is rendered: its path from the root, and what writes it."""
+    drawn = {f"docs/pictures/{name}.svg": draw for name, draw in pictures.ALL.items()}
+    return {
+        "docs/api.md": reference.page,
+        "docs/cli.md": command_line,
+        "docs/configuration.md": configuration,
+        "docs/cost.md": costs.page,
+        "docs/performance.md": results.page,
+        **drawn,
+    }
+
+
 if __name__ == "__main__":
-    (DOCS / "cli.md").write_text(command_line())
-    (DOCS / "configuration.md").write_text(configuration())
+    for path, write in documents().items():
+        (ROOT / path).write_text(write())

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scripts import render_docs
 
 
-def test_the_table_of_settings_is_current() -> None:
-    written = (render_docs.DOCS / "configuration.md").read_text()
-    assert written == render_docs.configuration(), "run: python scripts/render_docs.py"
-
-
-def test_the_help_of_the_command_line_is_current() -> None:
-    written = (render_docs.DOCS / "cli.md").read_text()
-    assert written == render_docs.command_line(), "run: python scripts/render_docs.py"
+@pytest.mark.parametrize("path", render_docs.documents())
+def test_what_follows_from_the_code_is_current(path: str) -> None:
+    written = (render_docs.ROOT / path).read_text()
+    assert written == render_docs.documents()[path](), "run: python -m scripts.render_docs"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
     import re
 
-    root = render_docs.DOCS.parent
+    root = render_docs.ROOT
     for document in [*root.glob("*.md"), *root.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
             if "://" not in target:

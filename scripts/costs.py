@@ -1,0 +1,127 @@
+"""The numbers of docs/cost.md, worked out from stated prices.
+
+Sizes come from `s3kv.cli.models`, prices and bills from `s3kv.cli`; what an engine costs and how
+fast it computes is assumed, here, where it can be changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from click.testing import CliRunner
+
+from s3kv.cli import billing, prices
+from s3kv.cli.app import cli
+from s3kv.cli.models import KVShape
+from scripts.marks import filled
+from scripts.pictures import ROOT
+
+CHUNK_TOKENS = 256
+PRICES = prices.TABLE[prices.DEFAULT]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An example. kv: of one of `ranks` workers."""
+
+    name: str
+    kv: KVShape
+    ranks: int
+    prefill_tokens_per_s: float
+    dollars_per_hour: float
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of all ranks together."""
+        return self.kv.bytes_per_token * CHUNK_TOKENS * self.ranks
+
+    @property
+    def compute_dollars(self) -> float:
+        """To compute the KV of a chunk."""
+        return CHUNK_TOKENS / self.prefill_tokens_per_s / 3600 * self.dollars_per_hour
+
+    @property
+    def put_dollars(self) -> float:
+        return self.ranks * PRICES.put / 1000
+
+    @property
+    def get_dollars(self) -> float:
+        return self.ranks * PRICES.get / 1000
+
+    def storage_dollars(self, days: float) -> float:
+        return (
+            self.chunk_bytes / billing.GIB * PRICES.storage * days * billing.DAY_S / billing.MONTH_S
+        )
+
+    def break_even(self, days: float) -> float:
+        """How often a chunk has to be fetched in the days it is kept, so that computing it each
+        time would have cost as much."""
+        kept = self.put_dollars + self.storage_dollars(days)
+        return kept / (self.compute_dollars - self.get_dollars)
+
+
+# 32 layers and 8 KV heads of 128, as Llama 3.1 8B has; 80 and 8, as its 70B has.
+ENGINES = (
+    Engine("8B, one GPU", KVShape(32, 8, 256, "BF16"), 1, 8_000, 3.0),
+    Engine("70B, four GPUs", KVShape(80, 2, 256, "BF16"), 4, 3_000, 12.0),
+    Engine("the same, KV in fp8", KVShape(80, 2, 256, "U8"), 4, 3_000, 12.0),
+)
+COMMAND = (
+    "cost --simulation benchmarks/results/trace-session.json --policy lru --host-gib 32 --over 1h "
+    "--keep-days 1 --gpu-dollars-per-hour 3 --prefill-tokens-per-s 8000"
+)
+
+
+def page() -> str:
+    """docs/cost.md."""
+    shown = f"    s3kv {COMMAND.replace(' --keep', f' {chr(92)}{chr(10)}        --keep')}"
+    return filled(
+        ROOT / "docs" / "cost.md",
+        {"prices": price_list(), "chunk": table(), "bill": f"{shown}\n\n```text\n{bill()}\n```"},
+    )
+
+
+def price_list() -> str:
+    return (
+        f"As of {prices.AS_OF}, S3 Standard in us-east-1 ([AWS]({prices.SOURCE})): "
+        f"${PRICES.put:g} for 1,000 PUTs,\n${PRICES.get:g} for 1,000 GETs, "
+        f"${PRICES.storage:g} for a GiB and month, nothing for traffic within the region."
+    )
+
+
+def table() -> str:
+    """One column for each engine."""
+    rows: list[tuple[str, list[str]]] = [
+        ("assumed: tokens per second in prefill", [f"{e.prefill_tokens_per_s:,}" for e in ENGINES]),
+        ("assumed: the engine, per hour", [f"${e.dollars_per_hour:g}" for e in ENGINES]),
+        ("KV per token, all ranks", [_size(e.chunk_bytes // CHUNK_TOKENS) for e in ENGINES]),
+        (f"a chunk of {CHUNK_TOKENS} tokens", [_size(e.chunk_bytes) for e in ENGINES]),
+        ("computing it", [_micro(e.compute_dollars) for e in ENGINES]),
+        ("storing it: PUTs, one per rank", [_micro(e.put_dollars) for e in ENGINES]),
+        ("keeping it a day", [_micro(e.storage_dollars(1)) for e in ENGINES]),
+        ("keeping it a week", [_micro(e.storage_dollars(7)) for e in ENGINES]),
+        ("fetching it once: GETs", [_micro(e.get_dollars) for e in ENGINES]),
+        ("**fetches that pay for a day**", [f"**{e.break_even(1):.1f}**" for e in ENGINES]),
+        ("**fetches that pay for a week**", [f"**{e.break_even(7):.1f}**" for e in ENGINES]),
+    ]
+    head = "| millionths of a dollar, unless said | " + " | ".join(e.name for e in ENGINES) + " |"
+    lines = [head, "|---" * (len(ENGINES) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(values)} |" for name, values in rows]
+    return "\n".join(lines)
+
+
+def bill() -> str:
+    """What `COMMAND` prints."""
+    done = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(
+        cli, COMMAND.replace("benchmarks/", f"{ROOT}/benchmarks/").split()
+    )
+    assert done.exit_code == 0, done.output
+    return "\n".join(line.rstrip() for line in done.output.splitlines())
+
+
+def _micro(dollars: float) -> str:
+    return f"{dollars * 1e6:,.1f}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:g} KiB"

@@ -1,0 +1,21 @@
+"""Rendered parts of a document that is otherwise written by hand.
+
+A part stands between `<!-- BEGIN name -->` and `<!-- END name -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+_PART = re.compile(r"(<!-- BEGIN (?P<name>[a-z-]+) -->\n).*?(<!-- END (?P=name) -->)", re.DOTALL)
+
+
+def filled(document: Path, parts: Mapping[str, str]) -> str:
+    """The document as it should be. Raises `ValueError` unless it has exactly these parts."""
+    text = document.read_text()
+    names = [match["name"] for match in _PART.finditer(text)]
+    if sorted(names) != sorted(parts):
+        raise ValueError(f"{document} has the parts {names}, and {list(parts)} are rendered")
+    return _PART.sub(lambda m: f"{m[1]}\n{parts[m['name']].strip()}\n\n{m[3]}", text)

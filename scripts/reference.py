@@ -1,0 +1,139 @@
+"""docs/api.md: the library's public interface, as its docstrings state it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Container, Iterator
+from types import ModuleType
+
+from s3kv import config, errors, tensors, tiered, types
+from s3kv.device import tensors as device_tensors
+
+LINE = 88
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+PUBLIC: tuple[tuple[ModuleType, str, str, tuple[str, ...]], ...] = (
+    (
+        tiered,
+        "TieredStore",
+        "s3kv.tiered",
+        (
+            "open",
+            "put",
+            "get",
+            "prefetch",
+            "where",
+            "put_tensor",
+            "get_tensor",
+            "where_tensor",
+            "counters",
+            "tensor_counters",
+            "flush",
+            "close",
+        ),
+    ),
+    (tensors, "TensorStore", "s3kv.tensors", ("open", "put", "get", "where", "flush", "close")),
+    (device_tensors, "TensorRows", "s3kv.tensors", ()),
+    (types, "Location", "s3kv.types", ()),
+    (config, "Config", "s3kv.config", ("parse",)),
+)
+"""Where a class is written, its name, where users import it from, and which of its methods."""
+
+
+def page() -> str:
+    """docs/api.md."""
+    sections = [section(*public) for public in PUBLIC]
+    return "\n".join([_BEGIN, *sections, _errors()])
+
+
+def section(module: ModuleType, name: str, imported: str, methods: tuple[str, ...]) -> str:
+    (node,) = (
+        n
+        for n in ast.parse(inspect.getsource(module)).body
+        if isinstance(n, ast.ClassDef) and n.name == name
+    )
+    fields = {} if name == "Config" else dict(_fields(node))
+    lines = [f"## {name}", "", f"`from {imported} import {name}`", ""]
+    lines += [*_prose(_doc(node), fields), ""]
+    if fields:
+        lines += ["```python", *fields.values(), "```", ""]
+    if name == "Config":
+        lines += ["The fields are the settings: [configuration](configuration.md).", ""]
+    found = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for method in methods:
+        lines += [f"### {name}.{method}", "", "```python", signature(found[method]), "```", ""]
+        taken = found[method].args
+        names = [a.arg for a in (*taken.args, *taken.kwonlyargs)]
+        lines += [*_prose(_doc(found[method]), names), ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def signature(node: _Function) -> str:
+    """How it is declared, without its body; in one line where that fits."""
+    decorators = "".join(f"@{ast.unparse(d)}\n" for d in node.decorator_list)
+    word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    assert node.returns is not None
+    arguments, end = list(_arguments(node.args)), f") -> {ast.unparse(node.returns)}"
+    line = f"{word} {node.name}({', '.join(arguments)}{end}"
+    if len(line) > LINE:
+        line = "\n    ".join([f"{word} {node.name}(", *(f"{a}," for a in arguments)]) + f"\n{end}"
+    return decorators + line
+
+
+def _arguments(args: ast.arguments) -> Iterator[str]:
+    required = len(args.args) - len(args.defaults)
+    yield from map(ast.unparse, args.args[:required])
+    for argument, default in zip(args.args[required:], args.defaults, strict=True):
+        yield f"{ast.unparse(argument)} = {ast.unparse(default)}"
+    if args.kwonlyargs:
+        yield "*"
+    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        given = "" if default is None else f" = {ast.unparse(default)}"
+        yield ast.unparse(argument) + given
+
+
+def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for member in node.body:
+        if isinstance(member, ast.AnnAssign):
+            yield ast.unparse(member.target), ast.unparse(member)
+
+
+def _doc(node: ast.ClassDef | _Function) -> str:
+    doc = ast.get_docstring(node)
+    assert doc, f"{node.name} is public and has no docstring"
+    return doc
+
+
+def _prose(doc: str, names: Container[str]) -> Iterator[str]:
+    """A docstring as Markdown: what is said of the arguments `names` becomes a list."""
+    item = False
+    for line in doc.splitlines():
+        word, colon, _ = line.partition(":")
+        if colon and word in names:
+            yield from ([] if item else [""])
+            yield f"- `{word}`{line[len(word) :]}"
+            item = True
+        elif item and line.startswith("    "):
+            yield f"  {line.strip()}"
+        else:
+            yield from ([""] if item else [])
+            item = False
+            yield line
+
+
+def _errors() -> str:
+    doc = ast.get_docstring(ast.parse(inspect.getsource(errors)))
+    assert doc is not None
+    tree = doc[doc.index("    S3KVError") : doc.index("\n\nIn flight")]
+    drawn = "\n".join(line.removeprefix("    ") for line in tree.splitlines())
+    return f"## Errors\n\n`from s3kv.errors import …`\n\n```text\n{drawn}\n```\n"
+
+
+_BEGIN = """# The library
+
+The same tiers without vLLM, for tensors by hash. Two programs that run:
+[README](../README.md#without-vllm). Rendered from the docstrings by `scripts/reference.py`. What is
+not here may change in any release.
+"""

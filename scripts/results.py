@@ -1,0 +1,108 @@
+"""The tables of docs/performance.md, from what stands in benchmarks/results/."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from scripts.marks import filled
+from scripts.pictures import ROOT, recorded
+
+
+def page() -> str:
+    """docs/performance.md."""
+    return filled(
+        ROOT / "docs" / "performance.md",
+        {
+            "engine": engine(recorded("engine-rgw.json")),
+            "slow": slow(recorded("slow-rgw.json")),
+            "planner": planner(recorded("planner.json")),
+            "trace": trace(recorded("trace-session.json")),
+        },
+    )
+
+
+def engine(result: dict[str, Any]) -> str:
+    median = result["median_ms"]
+    rows = [
+        ("computed, no connector", median["none"]),
+        ("computed, saving to S3", median["cold"]),
+        ("served from S3 by a new process", median["warm"]),
+        ("served from the engine's own cache", median["local"]),
+        ("the same objects read by plain sockets, no engine beside them", median["raw"]),
+    ]
+    short = result["short_requests_per_s"]
+    return "\n".join(
+        [
+            f"{result['machine']}; {result['prompts']}, one after another.",
+            "",
+            "| | median per request | of computing |",
+            "|---|---|---|",
+            *(f"| {name} | {ms:,.0f} ms | {_ratio(ms / median['none'])} |" for name, ms in rows),
+            "",
+            "Short prompts, many at once, nothing to hit or save: "
+            f"{short['none']} requests per second without, {short['s3kv']} with the connector "
+            f"({result['short_throughput_ratio']}).",
+        ]
+    )
+
+
+def slow(result: dict[str, Any]) -> str:
+    ratios = result["ttft_over_no_cache_by_mib_per_s"]
+    lines = [
+        f"{result['machine']}; {result['prompts']}; without a connector "
+        f"{result['ttft_without_ms']:,} ms to the first token.",
+        "",
+        "| MiB/s | " + " | ".join(f"{int(speed):,}" for speed in ratios) + " |",
+        "|---" * (len(ratios) + 1) + "|",
+    ]
+    for kind in ("median", "mean", "worst", "first"):
+        told = "first request of the engine" if kind == "first" else kind
+        lines.append(f"| {told} | " + " | ".join(_ratio(r[kind]) for r in ratios.values()) + " |")
+    return "\n".join(lines)
+
+
+def planner(result: dict[str, Any]) -> str:
+    names = {
+        "lookup_waiting_us": "asking again while something is on its way",
+        "plan_idle_us": "the plan of a step with nothing to do",
+        "plan_256_decoding_us": "the plan of a step with 256 requests that decode",
+        "first_lookup_nothing_known_us": "first lookup, nothing known",
+        "first_lookup_all_resident_us": "first lookup, all chunks in host memory",
+        "first_lookup_all_in_bucket_us": "first lookup, all chunks known to be in the bucket",
+    }
+    chunks = f"{result['chunks_per_prompt']:,}"
+    return "\n".join(
+        [
+            f"Prompts of {chunks} chunks, {result['chunks_known']:,} chunks known.",
+            "",
+            "| | µs |",
+            "|---|---|",
+            *(f"| {told} | {result['measured'][name]:,.1f} |" for name, told in names.items()),
+        ]
+    )
+
+
+def trace(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['trace']['requests']:,} requests on {result['setup']['engines']} engines, "
+        f"{result['setup']['kib_per_token']:g} KiB of KV per token, "
+        f"{result['setup']['prefill_tokens_per_s']:,.0f} tokens per second in prefill; per cent of "
+        "prompt tokens by where they came from.",
+        "",
+        "| host memory per engine | policy | device | host | bucket | computed | median TTFT |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        share = run["percent"]
+        memory = f"{run['host_gib']:g} GiB" if run["host_gib"] else "–"
+        places = " | ".join(f"{share[k]:.1f}" for k in ("gpu", "host", "bucket", "computed"))
+        lines.append(
+            f"| {memory} | {run['policy']} | {places} | {run['ttft_ms']['p50'] / 1e3:.1f} s |"
+        )
+    return "\n".join(lines)
+
+
+def _ratio(value: float) -> str:
+    """Two decimals, halves up: as one rounds by hand."""
+    return f"{math.floor(value * 100 + 0.5 + 1e-9) / 100:.2f}"

@@ -1,0 +1,34 @@
+"""The reference leaves nothing public out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.tensors import TensorStore
+from s3kv.tiered import TieredStore
+from scripts import reference
+
+
+@pytest.mark.parametrize("described", [TieredStore, TensorStore, Config])
+def test_every_public_method_is_described(described: type[Any]) -> None:
+    (methods,) = (m for _, name, _, m in reference.PUBLIC if name == described.__name__)
+    internal = {"fetches_at_once", "read_integrity_secret"} if described is Config else {"counters"}
+    public = {
+        name
+        for name, member in vars(described).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(member) or isinstance(member, property | classmethod))
+    }
+    if described is TieredStore:
+        internal = set()
+    assert public - internal == set(methods)
+
+
+def test_signatures_are_python() -> None:
+    for code in re.findall(r"```python\n(.*?)```", reference.page(), re.DOTALL):
+        compile(code if "def " not in code else code.rstrip() + ": ...\n", "page", "exec")
