@@ -233,8 +233,8 @@ class Config:
     )
     drain_timeout_s: float = setting(
         5.0,
-        doc="Longest time given to unfinished uploads at shutdown. A `vllm serve` that is stopped "
-        "kills its engine at once by default, and nothing waits then.",
+        doc="Longest time given to unfinished uploads at shutdown. `vllm serve` kills its "
+        "engine at once by default; with `--shutdown-timeout` it waits so long.",
         kind="number",
         minimum=0.0,
     )

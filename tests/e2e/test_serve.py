@@ -35,7 +35,9 @@ HIT_TOKENS = 768
 class Server:
     """A server process and its children."""
 
-    def __init__(self, model: Path, connector: dict[str, Any], env: dict[str, str], log: Path):
+    def __init__(
+        self, model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
+    ):
         (port,) = free_ports(1)
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
@@ -51,7 +53,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
         command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "4096"]
         command += ["--kv-cache-memory-bytes", str(ENGINE_ARGS["kv_cache_memory_bytes"])]
-        command += ["--kv-transfer-config", json.dumps(connector)]
+        command += ["--kv-transfer-config", json.dumps(connector), *more]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -120,6 +122,10 @@ class Server:
         """Ctrl-C: SIGINT to every process at once, as a terminal does."""
         os.killpg(self._process.pid, signal.SIGINT)
 
+    def terminate(self) -> None:
+        """What an orchestrator does: SIGTERM to the process it has started."""
+        self._process.terminate()
+
     def wait_until_gone(self, timeout_s: float) -> None:
         self._process.wait(timeout_s)
         wait_until("all processes end", lambda: not self.processes())
@@ -132,9 +138,9 @@ class Server:
 
 @contextlib.contextmanager
 def vllm_serve(
-    model: Path, connector: dict[str, Any], env: dict[str, str], log: Path
+    model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
 ) -> Iterator[Server]:
-    server = Server(model, connector, env, log)
+    server = Server(model, connector, env, log, *more)
     try:
         server.wait_until_ready(START_AND_STOP_S)
         yield server
@@ -186,3 +192,26 @@ def test_serve_restart_serve(
         assert server.metric("vllm:s3kv_internal_errors_total") == 0
         server.interrupt()
         server.wait_until_gone(60.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+def test_a_server_that_is_given_time_finishes_its_uploads(
+    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    """With `--shutdown-timeout`, an end in the middle of uploads loses nothing."""
+    with valve(port_of(s3)) as slow:
+        connector = changed(patient, **SAVED_AT_ONCE, endpoint_url=slow.url, max_wait_ms=2_000)
+        time_to_drain = ("--shutdown-timeout", "60")
+        log = tmp_path / "server.log"
+        with vllm_serve(tiny, connector, s3.env, log, *time_to_drain) as server:
+            slow.shut_after(3 * CHUNK_BYTES)
+            for prompt in PROMPTS:
+                server.complete(prompt)
+            slow.wait_until_shut(30.0)
+            assert len(s3.objects(bucket)) < 12
+            server.terminate()
+            time.sleep(3.0)  # whoever would kill it does so by now
+            slow.open()
+            server.wait_until_gone(60.0)
+    assert len(s3.objects(bucket)) == 12
