@@ -30,7 +30,16 @@ class UnsupportedError(S3KVError):
 
 
 class StoreError(S3KVError):
-    """An object-store call failed."""
+    """An object-store call failed.
+
+    code: the store's word for it, such as "AccessDenied"; where no store has answered, one of ours,
+    in small letters; empty when there is none. region: where the bucket is, if the store told.
+    """
+
+    def __init__(self, message: str = "", *, code: str = "", region: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.region = region
 
 
 class StoreDenied(StoreError):

@@ -58,12 +58,14 @@ _CLI = """# The command line
 `pip install 's3kv[cli]'`. What stands below is what `s3kv --help` and `s3kv COMMAND --help` print,
 rendered by `scripts/render_docs.py`.
 
-`doctor` goes through the client the cache itself uses. Without `--read-only` it writes one object
-of 1 KiB under `PREFIX/doctor/` and deletes it; without `s3:DeleteObject` it says which one it has
-left there. A warning means that the cache works, with less; the exit code is 0. What it says to
-each fault is shown by `tests/cli/test_doctor.py`: no bucket, no credentials, wrong ones, each
-missing permission, the wrong region, a wrong clock, nobody there. It measures no bandwidth, and
-does not look at the GPU or at vLLM.
+`doctor` goes through the client the cache itself uses. Without `--read-only` it writes an object of
+1 KiB and one of 8 MiB under `PREFIX/doctor/` and deletes them; without `s3:DeleteObject` it says
+which one it has left there, and does not write the second. A warning means that the cache works,
+with less; the exit code is 0. What it says to each fault is shown, on moto and on Ceph RGW, by
+`tests/cli/doctor/test_faults.py`: no bucket, no credentials, wrong ones, each missing permission,
+the wrong region, a wrong clock, path style only, no conditional PUT, checksums refused, nobody
+there; and what it says of the host by `test_host.py` and `test_software.py` beside it. The slab is
+a memory file, so `/dev/shm` matters to vLLM's own queues only.
 
 `inspect` believes nothing an object says: what has to be known to verify it comes from its key and
 from the settings, only the tensors from its header. An object it refuses is a miss to an engine.

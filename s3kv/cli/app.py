@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import asdict
 from typing import Any
-from uuid import uuid4
 
 import click
 
 from s3kv import __version__
-from s3kv.cli import doctor as examination
 from s3kv.cli import show
 from s3kv.cli.configure import configure
 from s3kv.cli.cost import cost
+from s3kv.cli.doctor.command import doctor
 from s3kv.cli.inspection import Inspection
 from s3kv.cli.inspection import inspect as inspect_object
 from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
 from s3kv.cli.usage import by_age, measure
 from s3kv.config import Config
-from s3kv.host.slab import available_bytes
-from s3kv.objects.s3 import S3Store
 
 
 @click.group(epilog=EPILOG, context_settings={"max_content_width": 100})
@@ -32,34 +27,6 @@ def cli() -> None:
     Every command takes the settings of the engines: --bucket and the other options, or the file
     with their JSON (--config). With --json it prints one JSON document and nothing else.
     """
-
-
-@cli.command(epilog=EPILOG)
-@click.option("--read-only", is_flag=True, help="For hosts that only read: write nothing.")
-@with_settings
-def doctor(config: Config, read_only: bool, as_json: bool) -> None:
-    """Say whether this host can use this bucket, and what to do if not.
-
-    Makes every call the cache makes (list, PUT if absent, GET, HEAD, DELETE) on an object of its
-    own, PREFIX/doctor/ID, which is gone afterwards. Then measures the latency of a small GET,
-    and compares clock, memory and hash seed of this host with what an engine here would need.
-    """
-    key = examination.probe_key(config, uuid4().hex)
-
-    async def examine(store: S3Store) -> list[examination.Finding]:
-        bucket = examination.BucketExamination(
-            store, config, key, clock_s=time.perf_counter, wall_s=now_s
-        )
-        return await bucket.run(read_only=read_only)
-
-    findings = on_bucket(config, examine)
-    findings += examination.examine_host(config, available_bytes(), os.environ)
-    healthy = examination.is_healthy(findings)
-    if as_json:
-        print_json({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
-    else:
-        show.findings(findings)
-    raise SystemExit(0 if healthy else FOUND)
 
 
 @cli.command(epilog=EPILOG)
@@ -106,5 +73,5 @@ def _as_document(found: Inspection) -> dict[str, Any]:
     return document
 
 
-for command in (configure, cost):
+for command in (configure, cost, doctor):
     cli.add_command(command)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from s3kv.cli.doctor import Finding, Status
+from s3kv.cli.doctor.findings import Finding, Status
 from s3kv.cli.inspection import Inspection
 from s3kv.cli.usage import AGES, DAY_S, HOUR_S, NamespaceUsage
 

@@ -110,18 +110,22 @@ def error_of(response: Response, call: Call) -> StoreError:
     if code in _ELSEWHERE or response.status in (301, 302, 307, 308):
         there = said.get("Region") or response.headers.get("x-amz-bucket-region")
         where = f"set region to {there!r}" if there else "look at region and endpoint_url"
-        return StoreMissing(f"{what}: not reachable with region {call.region!r}, {where}")
+        said_where = f"not reachable with region {call.region!r}, {where}"
+        return StoreMissing(f"{what}: {said_where}", code=code, region=there)
     if code == "NoSuchBucket":
-        return StoreMissing(f"{what}: create the bucket, or look at bucket and endpoint_url")
+        todo = "create the bucket, or look at bucket and endpoint_url"
+        return StoreMissing(f"{what}: {todo}", code=code)
     if code in _DENIED or response.status in (401, 403):
-        return StoreDenied(f"{what}: {_DENIED.get(code, _DENIED['AccessDenied'])}{_hint(call)}")
+        why = _DENIED.get(code, _DENIED["AccessDenied"])
+        return StoreDenied(f"{what}: {why}{_hint(call)}", code=code)
     if code in _THROTTLED or response.status == 429:
-        return StoreThrottled(f"{what}: the store asks for fewer requests")
+        return StoreThrottled(f"{what}: the store asks for fewer requests", code=code)
     if response.status >= 500 and response.status != 501:
-        return StoreUnavailable(f"{what}: the server failed")
+        return StoreUnavailable(f"{what}: the server failed", code=code)
     if code in _TRANSIENT:
-        return StoreUnavailable(f"{what}: may work when sent again")
-    return StoreError(f"{what}: not an answer s3kv knows; does endpoint_url name an S3 server?")
+        return StoreUnavailable(f"{what}: may work when sent again", code=code)
+    unknown = "not an answer s3kv knows; does endpoint_url name an S3 server?"
+    return StoreError(f"{what}: {unknown}", code=code)
 
 
 def _hint(call: Call) -> str:

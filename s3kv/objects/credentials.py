@@ -38,7 +38,8 @@ class Credentials:
             if self._source is None:
                 raise StoreDenied(
                     "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                    "AWS_PROFILE, or give this machine a role"
+                    "AWS_PROFILE, or give this machine a role",
+                    code="no-credentials",
                 )
             return await self._source.get_frozen_credentials()
         except (
@@ -51,7 +52,9 @@ class Credentials:
             botocore.exceptions.ClientError,  # from STS
             RuntimeError,  # botocore's, when what it fetched has expired already
         ) as error:
-            raise StoreDenied(f"no valid credentials could be had: {error}") from error
+            raise StoreDenied(
+                f"no valid credentials could be had: {error}", code="bad-credentials"
+            ) from error
 
     async def differ_from(self, refused: Any) -> bool:
         """Whether there are others than those the store has refused; looks for them if need be,

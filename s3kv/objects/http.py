@@ -127,27 +127,31 @@ class Pool:
                     ssl=self._tls,
                 )
         except (OSError, asyncio.TimeoutError) as error:
-            raise StoreUnavailable(f"{self.origin}: {self._why_unreachable(error)}") from error
+            code, why = self._why_unreachable(error)
+            raise StoreUnavailable(f"{self.origin}: {why}", code=code) from error
         self._open.add(connection)
         connection.closed.add_done_callback(lambda _: self._open.discard(connection))
         return connection
 
-    def _why_unreachable(self, error: Exception) -> str:
+    def _why_unreachable(self, error: Exception) -> tuple[str, str]:
+        """The code of the error that is raised, and its words."""
         if isinstance(error, socket.gaierror):
-            return f"the host name cannot be resolved ({error}): look at endpoint_url and region"
+            todo = "look at endpoint_url and region"
+            return "unresolved", f"the host name cannot be resolved ({error}): {todo}"
         if isinstance(error, ssl.SSLCertVerificationError):
-            return (
+            return "untrusted", (
                 f"the server's certificate is not trusted ({error.verify_message}): set ca_bundle "
                 "to the authority that signed it"
             )
         if isinstance(error, ssl.SSLError):
-            return f"TLS failed ({error.reason}): does endpoint_url name a TLS port?"
+            return "no-tls", f"TLS failed ({error.reason}): does endpoint_url name a TLS port?"
         if isinstance(error, asyncio.TimeoutError):
-            return (
+            return "", (
                 f"no connection within {self._patience.connect_ms} ms (connect_timeout_ms): look "
                 "at endpoint_url, and at whether the network lets it through; proxies are not used"
             )
         # With several addresses asyncio folds their errors into one text.
         if f"[Errno {errno.ECONNREFUSED}]" in str(error):
-            return f"the connection was refused ({error}): look at endpoint_url, is a server there?"
-        return f"no connection: {error}"
+            todo = "look at endpoint_url, is a server there?"
+            return "", f"the connection was refused ({error}): {todo}"
+        return "", f"no connection: {error}"

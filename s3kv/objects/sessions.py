@@ -89,9 +89,11 @@ class SessionCredentials:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             if status >= 500 or status == 429:
                 raise StoreUnavailable(f"{what}: {error}") from error
-            raise StoreDenied(f"{what}: {error}: grant the action") from error
+            code = error.response.get("Error", {}).get("Code", "")
+            raise StoreDenied(f"{what}: {error}: grant the action", code=code) from error
         except botocore.exceptions.BotoCoreError as error:
-            raise StoreDenied(f"{what}: no valid credentials could be had: {error}") from error
+            why = f"{what}: no valid credentials could be had: {error}"
+            raise StoreDenied(why, code="bad-credentials") from error
         keys = ReadOnlyCredentials(
             told["AccessKeyId"], told["SecretAccessKey"], told["SessionToken"]
         )

@@ -1,43 +1,37 @@
-"""Whether this host can use this bucket: every call the cache makes, made once.
+"""Every call the cache makes on a bucket, made once, through the store the cache itself uses.
 
-The calls go through the store the cache itself uses, on a key of their own outside every namespace,
-which is deleted at the end. Each finding says what to do about it.
+The objects are outside every namespace, and are deleted at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+import dataclasses
+import itertools
+from collections.abc import Awaitable, Callable
 from statistics import median
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from s3kv.cli.doctor.findings import Finding, Status
+from s3kv.cli.doctor.remedies import is_permission, remedy_for
 from s3kv.config import Config
-from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+from s3kv.errors import StoreDenied, StoreError
+from s3kv.objects.sessions import zone_of
 from s3kv.objects.store import ObjectStore
-
-Status = Literal["ok", "warning", "fault", "skipped"]
-"""warning: the cache works, with less. fault: it does not. skipped: could not be asked, because of
-another finding or because it was not wanted."""
 
 LATENCY_ROUNDS = 8
 MAX_SKEW_S = 60.0
 """A quarter of an hour is where S3 refuses requests; drift is worth a word before that."""
+_AFTER_LIST = (
+    "put",
+    "checksum",
+    "conditional put",
+    "get",
+    "clock",
+    "latency",
+    "delete",
+    "bandwidth",
+)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at. remedy: what to do, empty when there is nothing to do."""
-
-    check: str
-    status: Status
-    detail: str
-    remedy: str = ""
-
-
-def is_healthy(findings: Iterable[Finding]) -> bool:
-    """Whether there is no fault; warnings do not count."""
-    return all(finding.status != "fault" for finding in findings)
 
 
 def probe_key(config: Config, token: str) -> str:
@@ -49,22 +43,27 @@ def probe_key(config: Config, token: str) -> str:
 class BucketExamination:
     """One examination of one bucket. Belongs to one asyncio loop.
 
-    store: stays open; the caller closes it. key: what no other examination uses (`probe_key`).
-    clock_s: a monotonic clock, for latencies. wall_s: the time since the epoch as this host has it.
+    open_store: a store with these settings; what it opens is closed here. key: what no other
+    examination uses (`probe_key`); a second object gets it with a suffix. bandwidth_bytes: what is
+    sent and read to measure throughput; 0: nothing. clock_s: a monotonic clock, for latencies.
+    wall_s: the time since the epoch as this host has it.
     """
 
     def __init__(
         self,
-        store: ObjectStore,
+        open_store: Callable[[Config], ObjectStore],
         config: Config,
         key: str,
         *,
+        bandwidth_bytes: int,
         clock_s: Callable[[], float],
         wall_s: Callable[[], float],
     ) -> None:
-        self._store = store
+        self._open_store = open_store
+        self._store = open_store(config)
         self._config = config
         self._key = key
+        self._bandwidth_bytes = bandwidth_bytes
         self._clock_s = clock_s
         self._wall_s = wall_s
         self._content = bytes(range(256)) * 4
@@ -77,26 +76,37 @@ class BucketExamination:
 
         read_only: neither write nor delete.
         """
+        try:
+            await self._run(read_only=read_only)
+        finally:
+            await self._store.close()
+        return self._findings
+
+    async def _run(self, *, read_only: bool) -> None:
         if not await self._list():
-            self._skip("get", "put", "conditional put", "clock", "latency", "delete")
-            return self._findings
+            self._skip(*_AFTER_LIST)
+            return
         if read_only:
             await self._get(written=False)
-            self._skip("put", "conditional put", "clock", "delete", why="--read-only")
-            return self._findings
+            self._skip(*(check for check in _AFTER_LIST if check != "get"), why="--read-only")
+            return
         written = await self._put()
         if written:
             await self._put_again()
         else:
-            self._skip("conditional put", "clock", "latency")
+            self._skip("conditional put")
         readable = await self._get(written=written)
         if written and readable:
             await self._clock()
             await self._latency()
-        elif written:
+        else:
             self._skip("clock", "latency")
-        await self._delete(written=written)
-        return self._findings
+        gone = await self._delete(written=written)
+        if self._bandwidth_bytes and written and readable and gone:
+            await self._bandwidth()
+        else:
+            why = "because of a finding above" if self._bandwidth_bytes else "--bandwidth 0"
+            self._skip("bandwidth", why=why)
 
     async def _list(self) -> bool:
         """False when nothing else is worth asking: the bucket is not there, or nobody knows us."""
@@ -106,24 +116,71 @@ class BucketExamination:
                 "list", "ok", f"the bucket {self._config.bucket!r} is there and can be listed"
             )
             return True
-        self._fail("list", error, "s3:ListBucket", on_bucket=True)
-        return isinstance(error, StoreDenied) and _is_permission(error)
+        if isinstance(error, StoreDenied):
+            self._fail("list", error, "s3:ListBucket", on_bucket=True)
+            return is_permission(error)
+        other = await self._other_addressing()
+        if other is None:
+            self._fail("list", error, "s3:ListBucket", on_bucket=True)
+            return False
+        where = "in the path" if other == "path" else "in the host name"
+        detail = f"{error}. With the bucket's name {where} it answers"
+        self._note("list", "fault", detail, f"set addressing_style to {other!r}")
+        return False
+
+    async def _other_addressing(self) -> str | None:
+        """The addressing style with which the bucket can be listed, if it is not the one in use."""
+        for style in ("path", "virtual"):
+            store = self._open_store(dataclasses.replace(self._config, addressing_style=style))
+            try:
+                error, _ = await _attempt(store.check())
+            finally:
+                await store.close()
+            if error is None:
+                return style
+        return None
 
     async def _put(self) -> bool:
-        data = memoryview(self._content)
         begin_s = self._wall_s()
         # As the cache does it: a bucket's policy may ask for the condition.
-        error, _ = await _attempt(self._store.put(self._key, data, if_absent=True))
+        error, _ = await _attempt(self._write(self._store, if_absent=True))
         self._written_s = (begin_s, self._wall_s())
+        if error is not None and await self._checksum_is_to_blame(error):
+            self._note("put", "fault", str(error))
+            self._note(
+                "checksum",
+                "fault",
+                "the server refuses uploads that carry a checksum, and takes those without",
+                "set checksum to 'when_required'",
+            )
+            return False
         if error is not None:
             self._fail("put", error, "s3:PutObject")
+            self._skip("checksum")
             return False
         self._note("put", "ok", "an object was written")
+        if self._config.checksum == "when_supported":
+            self._note("checksum", "ok", "uploads carry a CRC-32, and the server takes them")
+        else:
+            detail = "uploads carry none for the server: every object holds a digest of its own"
+            self._note("checksum", "ok", detail)
         return True
 
+    async def _checksum_is_to_blame(self, error: StoreError) -> bool:
+        if self._config.checksum != "when_supported" or type(error) is not StoreError:
+            return False
+        plain = self._open_store(dataclasses.replace(self._config, checksum="when_required"))
+        try:
+            refused, _ = await _attempt(self._write(plain, if_absent=True))
+        finally:
+            await plain.close()
+        return refused is None
+
+    async def _write(self, store: ObjectStore, *, if_absent: bool) -> bool:
+        return await store.put(self._key, memoryview(self._content), if_absent=if_absent)
+
     async def _put_again(self) -> None:
-        data = memoryview(self._content)
-        error, created = await _attempt(self._store.put(self._key, data, if_absent=True))
+        error, created = await _attempt(self._write(self._store, if_absent=True))
         if error is not None:
             self._fail("conditional put", error, "s3:PutObject")
         elif created:
@@ -195,13 +252,13 @@ class BucketExamination:
             f"another), {max(took_ms):.1f} ms at most",
         )
 
-    async def _delete(self, *, written: bool) -> None:
+    async def _delete(self, *, written: bool) -> bool:
         error, _ = await _attempt(self._store.delete(self._key))
         if error is None:
             self._note("delete", "ok", "an object can be deleted")
-            return
+            return True
         left = f"; {self._key} is left behind" if written else ""
-        if isinstance(error, StoreDenied) and _is_permission(error):
+        if is_permission(error):
             self._note(
                 "delete",
                 "warning",
@@ -209,14 +266,48 @@ class BucketExamination:
                 f"allow s3:DeleteObject on {self._resource()}, if damaged objects are to be "
                 "replaced (on_corrupt: delete); otherwise leave it",
             )
+        else:
+            self._note("delete", "fault", f"{error}{left}", remedy_for(error, "", ""))
+        return False
+
+    async def _bandwidth(self) -> None:
+        key, content = f"{self._key}-large", memoryview(bytearray(self._bandwidth_bytes))
+        try:
+            times_s = [self._clock_s()]
+            error, _ = await _attempt(self._store.put(key, content, if_absent=False))
+            times_s.append(self._clock_s())
+            if error is None:
+                error, _ = await _attempt(self._store.get_into(key, content))
+                times_s.append(self._clock_s())
+        finally:
+            left, _ = await _attempt(self._store.delete(key))
+        if error is not None:
+            self._fail("bandwidth", error, "s3:PutObject and s3:GetObject")
             return
-        self._note("delete", "fault", f"{error}{left}", remedy_for(error, "", ""))
+        up, down = (
+            self._bandwidth_bytes / 1e6 / max(end_s - begin_s, 1e-9)
+            for begin_s, end_s in itertools.pairwise(times_s)
+        )
+        told = (
+            f"one connection carries {up:,.0f} MB/s up, {down:,.0f} MB/s down "
+            f"({self._bandwidth_bytes / 2**20:.0f} MiB); `s3kv bench` measures many"
+        )
+        if left is None:
+            self._note("bandwidth", "ok", told)
+        else:
+            remedy = "delete it by hand"
+            self._note("bandwidth", "warning", f"{told}. {left}; {key} is left behind", remedy)
 
     def _resource(self, *, on_bucket: bool = False) -> str:
-        arn = f"arn:aws:s3:::{self._config.bucket}"
+        bucket = self._config.bucket
+        if zone_of(bucket) is not None:
+            return f"arn:aws:s3express:*:*:bucket/{bucket}"
+        arn = f"arn:aws:s3:::{bucket}"
         return arn if on_bucket else f"{arn}/{self._config.prefix}/*"
 
     def _fail(self, check: str, error: StoreError, action: str, *, on_bucket: bool = False) -> None:
+        if zone_of(self._config.bucket) is not None:
+            action = "s3express:CreateSession"
         remedy = remedy_for(error, action, self._resource(on_bucket=on_bucket))
         self._note(check, "fault", str(error), remedy)
 
@@ -228,66 +319,8 @@ class BucketExamination:
             self._note(check, "skipped", f"not asked: {why}")
 
 
-def remedy_for(error: StoreError, action: str, resource: str) -> str:
-    """What to do about an error of the store, by its kind.
-
-    action, resource: what the refused call needs, in the terms of an IAM policy.
-    """
-    if isinstance(error, StoreDenied) and _is_permission(error):
-        return f"allow {action} on {resource} for these credentials"
-    if isinstance(error, StoreDenied | StoreMissing):
-        # What the store's answer means ends with what to do (`s3kv.objects.answers`).
-        return str(error).rpartition(": ")[2]
-    if isinstance(error, StoreUnavailable):
-        return (
-            "look at endpoint_url and at what is between here and the store (DNS, firewall, proxy, "
-            "ca_bundle), or try later"
-        )
-    return "look at endpoint_url: it should name an S3 server"
-
-
-def _is_permission(error: StoreDenied) -> bool:
-    """Whether it is this call that is refused, rather than whoever makes it. A bare 403 may be
-    either, and the calls that follow tell."""
-    return "AccessDenied" in str(error) or "403 (no code)" in str(error)
-
-
 async def _attempt(call: Awaitable[_T]) -> tuple[StoreError | None, _T | None]:
     try:
         return None, await call
     except StoreError as error:
         return error, None
-
-
-def examine_host(
-    config: Config, available_bytes: int, environment: Mapping[str, str]
-) -> list[Finding]:
-    """What of this host matters to an engine here. Pure.
-
-    available_bytes: memory a process could still get.
-    """
-    return [_memory(config, available_bytes), _hash_seed(environment.get("PYTHONHASHSEED"))]
-
-
-def _memory(config: Config, available_bytes: int) -> Finding:
-    told = f"host_bytes is {config.host_bytes:,} per worker, {available_bytes:,} are available"
-    if config.host_bytes <= available_bytes:
-        return Finding("memory", "ok", told)
-    remedy = "set host_bytes lower, or give the container more memory"
-    return Finding("memory", "fault", told, remedy)
-
-
-def _hash_seed(seed: str | None) -> Finding:
-    if seed is None:
-        told = "PYTHONHASHSEED is not set, as the sha256 algorithms allow"
-        remedy = "with prefix_caching_hash_algo xxhash, set it to the same number on all instances"
-        return Finding("hash seed", "ok", told, remedy)
-    if seed == "random":
-        return Finding(
-            "hash seed",
-            "warning",
-            "PYTHONHASHSEED is 'random'",
-            "set it to the same number on all instances, or unset it",
-        )
-    told = f"PYTHONHASHSEED is {seed!r}: instances with another do not share the cache"
-    return Finding("hash seed", "ok", told)
