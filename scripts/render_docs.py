@@ -79,6 +79,18 @@ in `tests/cli/test_cost.py`.
 
 Completion of commands and options: `eval "$(_S3KV_COMPLETE=bash_source s3kv)"` in `~/.bashrc`, the
 same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | source` for fish.
+
+`verify` is the same for many: what it calls damaged was wrong in two readings, and what belongs to
+another secret or integrity mode it names and leaves alone (`tests/cli/test_verification.py`).
+
+`gc` deletes an object only if it is still the one it has listed: it looks at it once more right
+before (Last-Modified and ETag), and lets the deletion depend on the ETag where the server knows
+that. What an engine refreshes, replaces or writes meanwhile stays, and what it still wanted costs
+it one 404 and computing it again (`tests/cli/test_gc.py`). It holds the keys of what is to go in
+memory, about 0.5 GB for a million, and not those of the rest.
+
+`ls`, `stat`, `du`, `gc` and `verify` list the bucket 1,000 objects per request, and go on where a
+listing broke off. They see chunks and items under the prefix and nothing else there may be.
 """
 
 

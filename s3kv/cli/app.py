@@ -12,10 +12,14 @@ from s3kv.cli import show
 from s3kv.cli.configure import configure
 from s3kv.cli.cost import cost
 from s3kv.cli.doctor.command import doctor
+from s3kv.cli.gc import gc
 from s3kv.cli.inspection import Inspection
 from s3kv.cli.inspection import inspect as inspect_object
 from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
+from s3kv.cli.ls import ls
+from s3kv.cli.stat import stat
 from s3kv.cli.usage import by_age, measure
+from s3kv.cli.verify import verify
 from s3kv.config import Config
 
 
@@ -25,7 +29,8 @@ def cli() -> None:
     """Look into the bucket of an s3kv cache, and at what its engines need.
 
     Every command takes the settings of the engines: --bucket and the other options, or the file
-    with their JSON (--config). With --json it prints one JSON document and nothing else.
+    with their JSON (--config). With --json it prints one JSON document and nothing else; ls prints
+    one on every line.
     """
 
 
@@ -35,7 +40,7 @@ def du(config: Config, as_json: bool) -> None:
     """Show what the bucket holds: chunks and bytes by namespace, model and age.
 
     Lists everything under the prefix, 1,000 objects per request. An object's age is the time since
-    it was last written.
+    it was last written or refreshed.
     """
     usages = on_bucket(config, lambda store: measure(store, config.prefix, now_s()))
     if as_json:
@@ -47,15 +52,18 @@ def du(config: Config, as_json: bool) -> None:
 
 @cli.command(epilog=EPILOG)
 @click.argument("key")
+@click.option("--stats", is_flag=True, help="Least, most and mean of every tensor. Needs torch.")
 @with_settings
-def inspect(config: Config, key: str, as_json: bool) -> None:
+def inspect(config: Config, key: str, stats: bool, as_json: bool) -> None:
     """Show the header of the object KEY, and verify the object.
 
     Reads the whole object and verifies it against its key as an engine with these settings would:
     namespace, group, rank, block hash, length and digest. Give the setting integrity (--set) as the
     engines have it, and with blake3-keyed the secret; with none, there is no digest to verify.
     """
-    found = on_bucket(config, lambda store: inspect_object(store, config, key))
+    found = on_bucket(
+        config, lambda store: inspect_object(store, config, key, with_statistics=stats)
+    )
     if found is None:
         click.echo(f"s3kv: there is no object {key!r} in {config.bucket!r}", err=True)
         raise SystemExit(FOUND)
@@ -73,5 +81,5 @@ def _as_document(found: Inspection) -> dict[str, Any]:
     return document
 
 
-for command in (configure, cost, doctor):
+for command in (configure, cost, doctor, gc, ls, stat, verify):
     cli.add_command(command)

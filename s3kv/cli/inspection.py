@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from s3kv.cli.statistics import TensorStatistics, statistics
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.objects import keys
@@ -24,9 +26,13 @@ class Inspection:
     nbytes: int
     header: Header | None
     refusal: Refusal | None
+    statistics: list[TensorStatistics] | None = None
+    """None when they were not asked for, or the header cannot be read."""
 
 
-async def inspect(store: ObjectStore, config: Config, key: str) -> Inspection | None:
+async def inspect(
+    store: ObjectStore, config: Config, key: str, *, with_statistics: bool = False
+) -> Inspection | None:
     """Read the object and verify it against its key; None when there is no such object.
 
     Verifies as an engine with these settings would; only the tensors, which an engine knows from
@@ -50,7 +56,10 @@ async def inspect(store: ObjectStore, config: Config, key: str) -> Inspection | 
         return None
     if nbytes != info.nbytes:  # replaced between the two requests
         return Inspection(key, nbytes, None, "length")
-    return examine(config, address, key, buffer)
+    found = examine(config, address, key, buffer)
+    if not with_statistics or found.header is None:
+        return found
+    return dataclasses.replace(found, statistics=statistics(bytes(buffer)))
 
 
 def examine(config: Config, address: keys.ChunkAddress, key: str, buffer: memoryview) -> Inspection:

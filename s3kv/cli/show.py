@@ -10,6 +10,7 @@ from rich.text import Text
 
 from s3kv.cli.doctor.findings import Finding, Status
 from s3kv.cli.inspection import Inspection
+from s3kv.cli.statistics import TensorStatistics
 from s3kv.cli.usage import AGES, DAY_S, HOUR_S, NamespaceUsage
 
 _STYLES: dict[Status, str] = {
@@ -72,6 +73,8 @@ def inspection(found: Inspection) -> None:
         table.add_row("digest", Text(f"{header.algorithm} {header.digest}"))
         for tensor in header.tensors:
             table.add_row("tensor", Text(f"{tensor.name}  {tensor.dtype} {list(tensor.shape)}"))
+    for one in found.statistics or ():
+        table.add_row("numbers", Text(f"{one.name}  {_numbers(one)}"))
     if found.refusal is None:
         verdict = Text("it is the object its key names", "green")
     else:
@@ -80,6 +83,13 @@ def inspection(found: Inspection) -> None:
             verdict.append("\n→ give --set integrity=… as the engines of this namespace have it")
     table.add_row("verdict", verdict)
     console.print(table)
+
+
+def _numbers(one: TensorStatistics) -> str:
+    told = "nothing finite"
+    if one.mean is not None:
+        told = f"{one.least:g} to {one.most:g}, mean {one.mean:g}"
+    return f"{told}; {one.nans:,} NaN, {one.infinite:,} infinite"
 
 
 def size(nbytes: int) -> str:

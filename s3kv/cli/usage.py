@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from s3kv.io.manifest import MAX_MANIFEST_BYTES, leaves
+from s3kv.cli.catalogue import entry
+from s3kv.cli.patience import chunks
 from s3kv.objects import keys
 from s3kv.objects.store import ObjectInfo, ObjectStore
 
@@ -59,22 +60,18 @@ async def measure(store: ObjectStore, prefix: str, now_s: float) -> list[Namespa
 
     One listing request for every 1,000 objects, and one GET for every namespace.
     """
-    found: dict[str, NamespaceUsage] = {}
-    async for info in store.list(keys.all_namespaces(prefix)):
-        address = keys.parse(info.key)
-        if address is not None:
-            digest = address.namespace.digest
-            found.setdefault(digest, NamespaceUsage(digest)).add(info, now_s)
+    found = await count(store, prefix, now_s)
     for usage in found.values():
-        usage.model = await _model(store, keys.Namespace(prefix, usage.digest))
+        usage.model = (await entry(store, keys.Namespace(prefix, usage.digest))).model
     return sorted(found.values(), key=lambda usage: (-usage.nbytes, usage.digest))
 
 
-async def _model(store: ObjectStore, namespace: keys.Namespace) -> str | None:
-    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    nbytes = await store.get_into(namespace.manifest, buffer)
-    if nbytes is None or nbytes > MAX_MANIFEST_BYTES:
-        return None
-    said = leaves(bytes(buffer[:nbytes])) or {}
-    name = said.get("model.name", said.get("model"))
-    return None if name is None else name.strip('"')
+async def count(
+    store: ObjectStore, prefix: str, now_s: float, under: str | None = None
+) -> dict[str, NamespaceUsage]:
+    """Usage by namespace, without models. under: only of keys that start with this."""
+    found: dict[str, NamespaceUsage] = {}
+    async for address, info in chunks(store, prefix, under):
+        digest = address.namespace.digest
+        found.setdefault(digest, NamespaceUsage(digest)).add(info, now_s)
+    return found

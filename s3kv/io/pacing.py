@@ -86,8 +86,8 @@ class PacedStore:
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         return await self._watched(self._store.delete(key, if_etag=if_etag))
 
-    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        return self._store.list(prefix)
+    def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+        return self._store.list(prefix, after)
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
         return await self._watched(self._store.folders(prefix, limit))

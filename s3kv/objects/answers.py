@@ -102,25 +102,35 @@ def refuses_credentials(response: Response) -> bool:
 
 def error_of(response: Response, call: Call) -> StoreError:
     """The error an answer stands for, when it is not one the caller takes for a result."""
-    said = read_error(response.body)
+    region = response.headers.get("x-amz-bucket-region")
+    return error_about(read_error(response.body), response.status, call, region)
+
+
+def error_about(
+    said: Mapping[str, str], status: int, call: Call, bucket_region: str | None = None
+) -> StoreError:
+    """The error with these members, which came with `status`.
+
+    bucket_region: where the bucket is, if a header told.
+    """
     code = said.get("Code", "")
-    what = f"{call}: {response.status} {code or '(no code)'}"
+    what = f"{call}: {status} {code or '(no code)'}"
     if detail := said.get("Message"):
         what = f"{what}, {detail!r}"
-    if code in _ELSEWHERE or response.status in (301, 302, 307, 308):
-        there = said.get("Region") or response.headers.get("x-amz-bucket-region")
+    if code in _ELSEWHERE or status in (301, 302, 307, 308):
+        there = said.get("Region") or bucket_region
         where = f"set region to {there!r}" if there else "look at region and endpoint_url"
         said_where = f"not reachable with region {call.region!r}, {where}"
         return StoreMissing(f"{what}: {said_where}", code=code, region=there)
     if code == "NoSuchBucket":
         todo = "create the bucket, or look at bucket and endpoint_url"
         return StoreMissing(f"{what}: {todo}", code=code)
-    if code in _DENIED or response.status in (401, 403):
+    if code in _DENIED or status in (401, 403):
         why = _DENIED.get(code, _DENIED["AccessDenied"])
         return StoreDenied(f"{what}: {why}{_hint(call)}", code=code)
-    if code in _THROTTLED or response.status == 429:
+    if code in _THROTTLED or status == 429:
         return StoreThrottled(f"{what}: the store asks for fewer requests", code=code)
-    if response.status >= 500 and response.status != 501:
+    if status >= 500 and status != 501:
         return StoreUnavailable(f"{what}: the server failed", code=code)
     if code in _TRANSIENT:
         return StoreUnavailable(f"{what}: may work when sent again", code=code)

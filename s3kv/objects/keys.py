@@ -35,6 +35,9 @@ _CHUNK = re.compile(
     rf"/g(?P<group>0|[1-9][0-9]{{0,8}})-(?P<shard>{_SHARD.pattern})\.safetensors",
     re.DOTALL,
 )
+_MANIFEST = re.compile(
+    rf"(?P<prefix>.+)/{LAYOUT}/(?P<digest>{_DIGEST.pattern})/manifest\.json", re.DOTALL
+)
 
 
 def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
@@ -131,6 +134,14 @@ def parse(key: str) -> ChunkAddress | None:
         ChunkKey(int(match["group"]), bytes.fromhex(match["hash"])),
         match["shard"],
     )
+
+
+def parse_manifest(key: str) -> Namespace | None:
+    """The namespace whose manifest has this key; None for any other key."""
+    match = _MANIFEST.fullmatch(key)
+    if match is None or match["prefix"] != match["prefix"].strip("/"):
+        return None
+    return Namespace(match["prefix"], match["digest"])
 
 
 def all_namespaces(prefix: str) -> str:

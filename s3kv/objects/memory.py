@@ -54,10 +54,16 @@ class MemoryStore:
         self._objects.pop(key, None)
         return True
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        gone = [await self.delete(info.key, if_etag=info.etag or None) for info in objects]
+        return [info.key for info, went in zip(objects, gone, strict=True) if not went]
+
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         await asyncio.sleep(0)
         # S3 sorts keys by their UTF-8 bytes.
         for key in sorted(self._objects, key=lambda k: k.encode()):
+            if key.encode() <= after.encode():
+                continue
             if key.startswith(prefix) and key in self._objects:
                 yield self._info(key)
 

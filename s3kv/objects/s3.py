@@ -1,9 +1,9 @@
 """`ObjectStore` on S3 and everything that speaks its protocol.
 
-Requests: GET, PUT, HEAD and DELETE of an object, ListObjectsV2. Nothing else, so an IAM policy
-needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket; for a directory bucket, which
-wants a session first (`sessions`), s3express:CreateSession instead. Objects are written with one
-PUT, so 5 GiB is the largest; a chunk is thousands of times smaller.
+Requests: GET, PUT, HEAD and DELETE of an object, ListObjectsV2, and DeleteObjects for tools. So an
+IAM policy needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket; for a directory
+bucket, which wants a session first (`sessions`), s3express:CreateSession instead. Objects are
+written with one PUT, so 5 GiB is the largest; a chunk is thousands of times smaller.
 
 Integrity of content is not this layer's: chunks carry a digest (`codec`). With the setting
 `checksum` at when_supported, a PUT also carries a CRC-32 for the server to verify.
@@ -13,18 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
+import hashlib
 import logging
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from urllib.parse import unquote
-from xml.etree import ElementTree
 
 from s3kv.config import Config
-from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.objects.answers import Call, error_of, read_error, refuses_credentials
+from s3kv.errors import StoreError
+from s3kv.objects import documents
+from s3kv.objects.answers import (
+    Call,
+    error_about,
+    error_of,
+    read_error,
+    refuses_credentials,
+)
 from s3kv.objects.connection import Patience
 from s3kv.objects.endpoint import Endpoint, find_endpoint
 from s3kv.objects.exchange import EMPTY, Response
@@ -58,6 +64,7 @@ class S3Store:
         self._page_keys = page_keys
         self._conditional_puts: bool | None = None
         """Whether the server knows them; None: not found out yet."""
+        self._knows_batches = True
         self._opening = asyncio.Lock()
         self._opened: tuple[Endpoint, Pool] | None = None
 
@@ -124,10 +131,37 @@ class S3Store:
             raise error_of(response, call)
         return True
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        if self._knows_batches:
+            response, call = await self._delete_batch(objects)
+            if response.status == 200:
+                return _left(response.body, call)
+            refusal = error_of(response, call)
+            if type(refusal) is not StoreError:
+                raise refusal
+            self._knows_batches = False
+            _log.warning("%s. From now on objects are deleted there one by one", refusal)
+        gone = await asyncio.gather(*(self.delete(o.key, if_etag=o.etag) for o in objects))
+        return [o.key for o, went in zip(objects, gone, strict=True) if not went]
+
+    async def _delete_batch(self, objects: Sequence[ObjectInfo]) -> tuple[Response, Call]:
+        body = documents.deletion(objects)
+        # The one digest of a body that every server knows, and that AWS demands here.
+        md5 = hashlib.md5(body, usedforsecurity=False).digest()
+        headers = {"Content-MD5": base64.b64encode(md5).decode(), "Content-Type": "application/xml"}
+        return await self._send(
+            "s3:DeleteObject",
+            "POST",
+            None,
+            query={"delete": ""},
+            headers=headers,
+            body=memoryview(body),
+        )
+
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         token: str | None = None
         while True:
-            infos, token = await self._list_page(prefix, self._page_keys, token)
+            infos, token = await self._list_page(prefix, self._page_keys, token, after)
             for info in infos:
                 yield info
             if token is None:
@@ -138,7 +172,7 @@ class S3Store:
         response, call = await self._send("s3:ListBucket", "GET", None, query=query)
         if response.status != 200:
             raise error_of(response, call)
-        return _read_folders(response.body, call, prefix)
+        return documents.read_folders(response.body, call, prefix)
 
     async def check(self) -> None:
         # A listing rather than a HEAD of the bucket: its errors have a body that says which.
@@ -150,15 +184,17 @@ class S3Store:
                 await self._opened[1].close()
 
     async def _list_page(
-        self, prefix: str, keys: int, token: str | None
+        self, prefix: str, keys: int, token: str | None, after: str = ""
     ) -> tuple[Sequence[ObjectInfo], str | None]:
         query = _list_query(prefix, keys)
         if token is not None:
             query["continuation-token"] = token
+        elif after:
+            query["start-after"] = after
         response, call = await self._send("s3:ListBucket", "GET", None, query=query)
         if response.status != 200:
             raise error_of(response, call)
-        return _read_page(response.body, call)
+        return documents.read_page(response.body, call)
 
     async def _send(
         self,
@@ -214,43 +250,16 @@ def _is_no_such_key(response: Response) -> bool:
     return response.status == 404 and read_error(response.body).get("Code") != "NoSuchBucket"
 
 
+def _left(body: bytes, call: Call) -> Sequence[str]:
+    """What a deletion has left because it had changed. Raises what it failed with otherwise."""
+    left: list[str] = []
+    for key, said in documents.read_deletion(body, call).items():
+        if said.get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
+            left.append(key)
+        elif said.get("Code") != "NoSuchKey":
+            raise error_about(said, 200, dataclasses.replace(call, key=key))
+    return left
+
+
 def _list_query(prefix: str, keys: int) -> dict[str, str]:
     return {"list-type": "2", "prefix": prefix, "max-keys": str(keys), "encoding-type": "url"}
-
-
-def _read_folders(body: bytes, call: Call, prefix: str) -> Sequence[str]:
-    try:
-        root = ElementTree.fromstring(body)
-        whole = [unquote(_text(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")]
-    except (ElementTree.ParseError, ValueError) as error:
-        raise StoreUnavailable(f"{call}: the listing cannot be read: {error}") from error
-    return [name[len(prefix) :].rstrip("/") for name in whole]
-
-
-def _read_page(body: bytes, call: Call) -> tuple[Sequence[ObjectInfo], str | None]:
-    """One page of ListObjectsV2: its objects, and the token of the next page."""
-    try:
-        root = ElementTree.fromstring(body)
-        if not root.tag.endswith("ListBucketResult"):
-            raise StoreUnavailable(f"{call}: the listing cannot be read: it is a {root.tag}")
-        infos = [
-            ObjectInfo(
-                unquote(_text(item, "Key")),
-                int(_text(item, "Size")),
-                datetime.fromisoformat(
-                    _text(item, "LastModified").replace("Z", "+00:00")
-                ).timestamp(),
-                item.findtext("{*}ETag") or "",
-            )
-            for item in root.iterfind("{*}Contents")
-        ]
-    except (ElementTree.ParseError, ValueError) as error:
-        raise StoreUnavailable(f"{call}: the listing cannot be read: {error}") from error
-    return infos, root.findtext("{*}NextContinuationToken")
-
-
-def _text(item: ElementTree.Element, name: str) -> str:
-    text = item.findtext(f"{{*}}{name}")
-    if text is None:
-        raise ValueError(f"there is no {name}")
-    return text

@@ -71,9 +71,12 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         """Every object whose key starts with `prefix`, in key order where the store has one (a
-        directory bucket of AWS has none, and lists only prefixes that end with a slash)."""
+        directory bucket of AWS has none, and lists only prefixes that end with a slash).
+
+        after: only keys behind this one in that order; not where there is none.
+        """
         ...
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
@@ -92,4 +95,20 @@ class ObjectStore(Protocol):
 
     async def close(self) -> None:
         """Give back connections. Idempotent."""
+        ...
+
+
+MAX_BATCH = 1000
+"""Objects in one request of S3's for deleting many."""
+
+
+class BulkStore(ObjectStore, Protocol):
+    """What tools need beside."""
+
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        """Remove objects, `MAX_BATCH` at most, each as `delete` with its ETag.
+
+        Returns the keys of those it left because they had changed. After any error some may be
+        gone.
+        """
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import sys
 from typing import Any
 
 import pytest
@@ -22,9 +24,11 @@ KEY = NAMESPACE.chunk(ChunkKey(0, HASH), SHARD)
 SECRET = "0123456789abcdef-secret"
 
 
+TENSORS = (TensorSpec("layer.0", "BF16", (2, 8)), TensorSpec("layer.1", "F32", (4,)))
+
+
 def sealed(integrity: Integrity | None = None) -> bytearray:
-    tensors = (TensorSpec("layer.0", "BF16", (2, 8)), TensorSpec("layer.1", "F32", (4,)))
-    chunk = ChunkFormat(NAMESPACE.digest, tensors, 0, SHARD, integrity or Integrity())
+    chunk = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD, integrity or Integrity())
     buffer = bytearray(range(chunk.object_bytes % 251)) + bytearray(chunk.object_bytes)
     del buffer[chunk.object_bytes :]
     chunk.seal(memoryview(buffer), HASH)
@@ -110,3 +114,41 @@ def test_no_key_of_a_chunk(run: Run) -> None:
     result = run("inspect", "s3kv/v1/something")
     assert result.exit_code == 2
     assert "it looks like s3kv/v1/NAMESPACE/" in result.stderr
+
+
+def test_numbers(run: Run, boto: Any) -> None:
+    data = sealed()
+    layout = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD)
+    floats = struct.pack("<4f", 1.0, -2.0, float("nan"), float("inf"))
+    data[layout.header_bytes :] = b"\x80\x3f" * 16 + floats  # sixteen times 1.0 in BF16
+    layout.seal(memoryview(data), HASH)
+    put(boto, data)
+    result = run("inspect", KEY, "--stats", "--json")
+    assert result.exit_code == 0, result.output
+    ones, mixed = json.loads(result.stdout)["statistics"]
+    assert ones == {
+        "name": "layer.0",
+        "least": 1.0,
+        "most": 1.0,
+        "mean": 1.0,
+        "nans": 0,
+        "infinite": 0,
+    }
+    assert mixed == {
+        "name": "layer.1",
+        "least": -2.0,
+        "most": 1.0,
+        "mean": -0.5,
+        "nans": 1,
+        "infinite": 1,
+    }
+    assert "-2 to 1, mean -0.5; 1 NaN, 1 infinite" in run("inspect", KEY, "--stats").stdout
+    assert json.loads(run("inspect", KEY, "--json").stdout)["statistics"] is None
+
+
+def test_numbers_without_torch(run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(boto, sealed())
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    result = run("inspect", KEY, "--stats")
+    assert result.exit_code == 2
+    assert "--stats needs torch" in result.stderr

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from s3kv.cli.usage import AGES, DAY_S, HOUR_S, NamespaceUsage
-from s3kv.objects.keys import Namespace, canonical_json
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.objects.store import ObjectInfo
 from s3kv.types import ChunkKey
 from tests import servers
 from tests.cli.conftest import Run
 
-SMALL, LARGE = Namespace("s3kv", "a" * 32), Namespace("s3kv", "b" * 32)
+FINGERPRINT = {"model": {"name": "[red]m@main"}}
+SMALL = Namespace("s3kv", "a" * 32)
+LARGE = Namespace("s3kv", fingerprint_digest(FINGERPRINT))
 
 
 def fill(boto: Any) -> None:
@@ -24,9 +26,10 @@ def fill(boto: Any) -> None:
     put(SMALL.chunk(ChunkKey(0, b"x"), "t0of1-p0of1"), b"1" * 10)
     put(LARGE.chunk(ChunkKey(0, b"x"), "t0of1-p0of1"), b"1" * 100)
     put(LARGE.chunk(ChunkKey(0, b"y"), "t0of1-p0of1"), b"1" * 200)
-    put(LARGE.manifest, canonical_json({"model": {"name": "[red]m@main"}}))
+    put(LARGE.manifest, canonical_json(FINGERPRINT))
     put("s3kv/v1/somebody-elses", b"1" * 1000)
     put("other/v1/elsewhere", b"1" * 1000)
+    put(Namespace("s3kv/v1/nested", "c" * 32).chunk(ChunkKey(0, b"x"), "t0of1-p0of1"), b"1" * 1000)
 
 
 def test_by_namespace(run: Run, boto: Any) -> None:
@@ -36,7 +39,7 @@ def test_by_namespace(run: Run, boto: Any) -> None:
     document = json.loads(result.stdout)
     assert document["nbytes"] == 310
     large, small = document["namespaces"]
-    assert (large["digest"], large["model"], large["objects"]) == ("b" * 32, "[red]m@main", 2)
+    assert (large["digest"], large["model"], large["objects"]) == (LARGE.digest, "[red]m@main", 2)
     assert (small["digest"], small["model"], small["nbytes"]) == ("a" * 32, None, 10)
     assert large["bytes_by_age"]["under 1 h"] == 300
 

@@ -1,6 +1,6 @@
 """What every `ObjectStore` must do, as tests. Subclass it and give it a `store` fixture.
 
-Nothing but the five verbs is used, so wrappers of a store pass it too. Keys are fresh in every
+Nothing but the verbs of `BulkStore` is used. Keys are fresh in every
 test; nothing else in the bucket is touched.
 """
 
@@ -11,7 +11,7 @@ import uuid
 
 import pytest
 
-from s3kv.objects.store import ObjectStore
+from s3kv.objects.store import BulkStore
 
 ODD_NAMES = (
     "plain",
@@ -34,7 +34,7 @@ def pattern(nbytes: int, seed: int) -> memoryview:
     return memoryview((unit * (nbytes // len(unit) + 1))[:nbytes])
 
 
-async def fetch(store: ObjectStore, key: str, room: int = 2**16) -> bytes | None:
+async def fetch(store: BulkStore, key: str, room: int = 2**16) -> bytes | None:
     buffer = memoryview(bytearray(room))
     nbytes = await store.get_into(key, buffer)
     return None if nbytes is None else bytes(buffer[:nbytes])
@@ -42,19 +42,21 @@ async def fetch(store: ObjectStore, key: str, room: int = 2**16) -> bytes | None
 
 class ObjectStoreSuite:
     conditional_deletes = True
+    conditional_batches = True
+    """Whether that goes for deleting many at once, too."""
 
     @pytest.fixture
     def root(self) -> str:
         return f"suite/{uuid.uuid4().hex}/"
 
-    async def test_missing_object_is_an_answer(self, store: ObjectStore, root: str) -> None:
+    async def test_missing_object_is_an_answer(self, store: BulkStore, root: str) -> None:
         buffer = memoryview(bytearray(b"untouched"))
         assert await store.get_into(root + "no", buffer) is None
         assert bytes(buffer) == b"untouched"
         assert await store.head(root + "no") is None
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 2**20 + 7])
-    async def test_round_trip(self, store: ObjectStore, root: str, nbytes: int) -> None:
+    async def test_round_trip(self, store: BulkStore, root: str, nbytes: int) -> None:
         data = pattern(nbytes, 1)
         assert await store.put(root + "k", data, if_absent=False) is True
         assert await fetch(store, root + "k", room=nbytes) == bytes(data)
@@ -63,7 +65,7 @@ class ObjectStoreSuite:
         assert (info.key, info.nbytes) == (root + "k", nbytes)
 
     async def test_buffer_with_room_is_filled_at_its_front(
-        self, store: ObjectStore, root: str
+        self, store: BulkStore, root: str
     ) -> None:
         await store.put(root + "k", pattern(3000, 1), if_absent=False)
         buffer = memoryview(bytearray(b"\xee" * 5000))
@@ -71,14 +73,14 @@ class ObjectStoreSuite:
         assert buffer[:3000] == pattern(3000, 1)
         assert bytes(buffer[3000:]) == b"\xee" * 2000
 
-    async def test_buffer_too_small_tells_the_length(self, store: ObjectStore, root: str) -> None:
+    async def test_buffer_too_small_tells_the_length(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(300_000, 1), if_absent=False)
         memory = bytearray(b"\xee" * 2000)
         assert await store.get_into(root + "k", memoryview(memory)[:1000]) == 300_000
         assert memory[1000:] == b"\xee" * 1000
         assert await fetch(store, root + "k", room=300_000) == bytes(pattern(300_000, 1))
 
-    async def test_many_at_once(self, store: ObjectStore, root: str) -> None:
+    async def test_many_at_once(self, store: BulkStore, root: str) -> None:
         async def there_and_back(i: int) -> bytes | None:
             assert await store.put(f"{root}{i}", pattern(100_000 + i, i), if_absent=True)
             return await fetch(store, f"{root}{i}", room=2**17)
@@ -86,31 +88,31 @@ class ObjectStoreSuite:
         came = await asyncio.gather(*(there_and_back(i) for i in range(32)))
         assert came == [bytes(pattern(100_000 + i, i)) for i in range(32)]
 
-    async def test_overwrite(self, store: ObjectStore, root: str) -> None:
+    async def test_overwrite(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(100, 1), if_absent=False)
         assert await store.put(root + "k", pattern(50, 2), if_absent=False) is True
         assert await fetch(store, root + "k") == bytes(pattern(50, 2))
 
-    async def test_if_absent_keeps_what_is_there(self, store: ObjectStore, root: str) -> None:
+    async def test_if_absent_keeps_what_is_there(self, store: BulkStore, root: str) -> None:
         assert await store.put(root + "k", pattern(100, 1), if_absent=True) is True
         assert await store.put(root + "k", pattern(100, 2), if_absent=True) is False
         assert await fetch(store, root + "k") == bytes(pattern(100, 1))
 
-    async def test_if_absent_race_has_one_winner(self, store: ObjectStore, root: str) -> None:
+    async def test_if_absent_race_has_one_winner(self, store: BulkStore, root: str) -> None:
         won = await asyncio.gather(
             *(store.put(root + "k", pattern(5000, i), if_absent=True) for i in range(10))
         )
         assert won.count(True) == 1
         assert await fetch(store, root + "k") == bytes(pattern(5000, won.index(True)))
 
-    async def test_delete(self, store: ObjectStore, root: str) -> None:
+    async def test_delete(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(10, 1), if_absent=False)
         await store.delete(root + "k")
         assert await fetch(store, root + "k") is None
         await store.delete(root + "k")
         await store.delete(root + "never")
 
-    async def test_conditional_delete(self, store: ObjectStore, root: str) -> None:
+    async def test_conditional_delete(self, store: BulkStore, root: str) -> None:
         """Of servers that know none only the second half can be asked."""
         await store.put(root + "k", pattern(10, 1), if_absent=False)
         first = await store.head(root + "k")
@@ -128,7 +130,26 @@ class ObjectStoreSuite:
         assert await fetch(store, root + "k") is None
         await store.delete(root + "k", if_etag=second.etag)
 
-    async def test_odd_characters_in_keys(self, store: ObjectStore, root: str) -> None:
+    async def test_delete_many(self, store: BulkStore, root: str) -> None:
+        """Of servers without conditional deletes, what has changed goes as well."""
+        names = [f"{root}{i} <&> ü+%20'\"" for i in range(5)]
+        await asyncio.gather(*(store.put(n, pattern(9, 1), if_absent=True) for n in names))
+        await store.put(root + "other", pattern(9, 1), if_absent=True)
+        listed = [info async for info in store.list(root) if info.key in names]
+        await store.put(names[2], pattern(9, 2), if_absent=False)
+        await store.delete(names[3])
+        left = await store.delete_many(listed)
+        kept = [names[2]] if self.conditional_batches else []
+        assert list(left) == kept
+        assert [info.key async for info in store.list(root)] == [*kept, root + "other"]
+
+    async def test_a_listing_begins_after_a_key(self, store: BulkStore, root: str) -> None:
+        names = [f"{root}{i:03} +ü" for i in range(25)]
+        await asyncio.gather(*(store.put(n, pattern(7, 1), if_absent=True) for n in names))
+        assert [info.key async for info in store.list(root, names[11])] == names[12:]
+        assert [info.key async for info in store.list(root, names[-1])] == []
+
+    async def test_odd_characters_in_keys(self, store: BulkStore, root: str) -> None:
         for i, name in enumerate(ODD_NAMES):
             await store.put(root + name, pattern(10 + i, i), if_absent=True)
         for i, name in enumerate(ODD_NAMES):
@@ -136,7 +157,7 @@ class ObjectStoreSuite:
         listed = [info.key async for info in store.list(root)]
         assert listed == sorted((root + name for name in ODD_NAMES), key=str.encode)
 
-    async def test_list_is_ordered_and_crosses_pages(self, store: ObjectStore, root: str) -> None:
+    async def test_list_is_ordered_and_crosses_pages(self, store: BulkStore, root: str) -> None:
         names = [f"{root}d/{i:03}" for i in range(25)]
         await asyncio.gather(*(store.put(n, pattern(7, 1), if_absent=True) for n in names))
         await store.put(f"{root}e", pattern(7, 1), if_absent=True)
@@ -148,16 +169,14 @@ class ObjectStoreSuite:
         assert abs(head.modified_s - infos[0].modified_s) < 1.5  # a HEAD tells whole seconds
         assert [info async for info in store.list(f"{root}f")] == []
 
-    async def test_folders(self, store: ObjectStore, root: str) -> None:
+    async def test_folders(self, store: BulkStore, root: str) -> None:
         for name in ("b/1", "b/2/3", "a b+/1", "c", "d/"):
             await store.put(root + name, pattern(7, 1), if_absent=True)
         assert list(await store.folders(root, 100)) == ["a b+", "b", "d"]
         assert list(await store.folders(root, 2)) == ["a b+", "b"]
         assert list(await store.folders(root + "none/", 100)) == []
 
-    async def test_cancelled_get_leaves_the_buffer_alone(
-        self, store: ObjectStore, root: str
-    ) -> None:
+    async def test_cancelled_get_leaves_the_buffer_alone(self, store: BulkStore, root: str) -> None:
         nbytes = 2**22
         await store.put(root + "k", pattern(nbytes, 1), if_absent=False)
         for turns in (0, 1, 2, 5, 10, 20, 40):
@@ -172,7 +191,7 @@ class ObjectStoreSuite:
             assert buffer == b"\xee" * nbytes
         assert await fetch(store, root + "k", room=nbytes) == bytes(pattern(nbytes, 1))
 
-    async def test_cancelled_put_is_whole_or_absent(self, store: ObjectStore, root: str) -> None:
+    async def test_cancelled_put_is_whole_or_absent(self, store: BulkStore, root: str) -> None:
         nbytes = 2**22
         for turns in (0, 1, 3, 6):
             data = memoryview(bytearray(pattern(nbytes, turns)))
@@ -186,10 +205,10 @@ class ObjectStoreSuite:
             await asyncio.sleep(0.02)
             assert await fetch(store, key, room=nbytes) in (None, bytes(pattern(nbytes, turns)))
 
-    async def test_check_passes(self, store: ObjectStore) -> None:
+    async def test_check_passes(self, store: BulkStore) -> None:
         await store.check()
 
-    async def test_close_twice(self, store: ObjectStore, root: str) -> None:
+    async def test_close_twice(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(10, 1), if_absent=False)
         await store.close()
         await store.close()

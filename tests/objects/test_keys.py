@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s3kv.objects.keys import ChunkAddress, Namespace, all_namespaces, fingerprint_digest, parse
+from s3kv.objects.keys import (
+    ChunkAddress,
+    Namespace,
+    all_namespaces,
+    fingerprint_digest,
+    parse,
+    parse_manifest,
+)
 from s3kv.types import ChunkKey
 
 DIGEST = "0123456789abcdef0123456789abcdef"
@@ -106,3 +113,12 @@ def test_chunk_refuses_what_parse_could_not_give_back(key: ChunkKey, shard: str)
 def test_namespace_refuses(prefix: str, digest: str) -> None:
     with pytest.raises(ValueError, match=r"prefix|digest"):
         Namespace(prefix, digest)
+
+
+def test_a_manifest_is_known_by_its_key() -> None:
+    namespace = Namespace("team/s3kv", "a" * 32)
+    assert parse_manifest(namespace.manifest) == namespace
+    for key in ("team/s3kv/v1/manifest.json", "/s3kv/v1/" + "a" * 32 + "/manifest.json"):
+        assert parse_manifest(key) is None
+    assert parse_manifest(namespace.manifest + "x") is None
+    assert parse(namespace.manifest) is None

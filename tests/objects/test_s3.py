@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
 import re
 import socket
@@ -20,6 +22,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
 from s3kv.objects.endpoint import find_endpoint
 from s3kv.objects.s3 import S3Store
+from s3kv.objects.store import ObjectInfo
 from tests import servers
 
 
@@ -79,6 +82,71 @@ async def test_denied_names_the_action(
         with pytest.raises(StoreDenied, match=f"{action} on arn:aws:s3:::bkt") as caught:
             await call(store)
         assert url in str(caught.value)
+
+
+OBJECTS = [ObjectInfo("a&b", 1, 0.0, '"1"'), ObjectInfo("c", 1, 0.0, '"2"')]
+
+
+def deletion(*errors: tuple[str, str]) -> bytes:
+    items = "".join(f"<Error><Key>{k}</Key><Code>{c}</Code></Error>" for k, c in errors)
+    body = f"<DeleteResult>{items}</DeleteResult>".encode()
+    return f"HTTP/1.1 200 X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def test_deleting_many_asks_for_each_etag_and_tells_what_has_changed() -> None:
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = re.search(r"content-length: (\d+)", head)
+        assert length
+        body = await reader.readexactly(int(length[1]))
+        asked.extend([head.encode(), body])
+        writer.write(deletion(("a&amp;b", "PreconditionFailed"), ("c", "NoSuchKey")))
+
+    async with (
+        servers.scripted_server(serve) as port,
+        s3_store(f"http://127.0.0.1:{port}") as store,
+    ):
+        assert list(await store.delete_many(OBJECTS)) == ["a&b"]
+    head, body = asked
+    md5 = base64.b64encode(hashlib.md5(body).digest()).decode().lower()
+    assert head.startswith(b"post /bkt/?delete")
+    assert f"content-md5: {md5}".encode() in head
+    assert b'<Key>a&amp;b</Key><ETag>"1"</ETag>' in body
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [("AccessDenied", StoreDenied), ("SlowDown", StoreUnavailable), ("Strange", StoreError)],
+)
+async def test_what_cannot_be_deleted_among_many_is_said(
+    code: str, raised: type[Exception]
+) -> None:
+    async with canned(deletion(("c", code))) as url, s3_store(url) as store:
+        with pytest.raises(raised, match=f"s3:DeleteObject on arn:aws:s3:::bkt/c .*{code}"):
+            await store.delete_many(OBJECTS)
+
+
+async def test_a_server_that_cannot_delete_many_is_asked_one_by_one() -> None:
+    heads: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            heads.append(head.split(" http/")[0])
+            if length := re.search(r"content-length: (\d+)", head):
+                await reader.readexactly(int(length[1]))
+            posted = head.startswith("post")
+            writer.write(error(501, "NotImplemented") if posted else b"HTTP/1.1 204 X\r\n\r\n")
+
+    async with (
+        servers.scripted_server(serve) as port,
+        s3_store(f"http://127.0.0.1:{port}") as store,
+    ):
+        assert list(await store.delete_many(OBJECTS)) == []
+        assert list(await store.delete_many(OBJECTS[1:])) == []
+    assert [head.split()[0] for head in heads] == ["post", "delete", "delete", "delete"]
 
 
 async def test_a_server_without_conditional_deletes_deletes() -> None:

@@ -214,7 +214,7 @@ class Connection:
                 self._bucket.accuse(f"{key} is deleted, and was not bad twice")
             return await self._bucket.objects.delete(key, if_etag=if_etag)
 
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         await self._begin("get", prefix)
         async for info in self._bucket.objects.list(prefix):
             yield info
