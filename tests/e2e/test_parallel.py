@@ -41,10 +41,18 @@ def shards(s3: S3Server, bucket: str) -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize(
     ("engine_args", "ranks"),
     [
-        ({"tensor_parallel_size": 2}, {"t0of2-p0of1", "t1of2-p0of1"}),
-        ({"pipeline_parallel_size": 2, **WARMED_UP}, {"t0of1-p0of2", "t0of1-p1of2"}),
+        pytest.param(
+            {"tensor_parallel_size": 2},
+            {"t0of2-p0of1", "t1of2-p0of1"},
+            id="tensor",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"pipeline_parallel_size": 2, **WARMED_UP},
+            {"t0of1-p0of2", "t0of1-p1of2"},
+            id="pipeline",
+        ),
     ],
-    ids=["tensor", "pipeline"],
 )
 def test_two_ranks(
     tiny: Path,

@@ -39,7 +39,7 @@ def draw_asks(draw: random.Random, count: int) -> list[Ask]:
     return asks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_soak(tiny: Path, patient: dict[str, Any], serve: Serve, reference: References) -> None:
     """80 requests, eight at once, in a KV cache of 24 blocks and a slab of 16 chunks.
 
