@@ -20,6 +20,7 @@ from typing import Any
 
 from s3kv.errors import ConfigError
 from s3kv.fields import check, convert, setting
+from s3kv.prices import TABLE
 
 SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
 """The environment variable that holds the secret of `integrity` where no file does."""
@@ -220,6 +221,14 @@ class Config:
         doc="Cache items under the identifier a client gave them, unchecked. Off: only under what "
         "looks like vLLM's hash of the content. EC connector only.",
         kind="flag",
+    )
+
+    prices: str = setting(
+        "auto",
+        doc="What requests are taken to cost, for the metric cost_usd; the list is in "
+        "docs/metrics.md. auto: AWS's for a bucket on AWS, nothing for one with another endpoint.",
+        kind="text",
+        choices=("auto", *TABLE, "none"),
     )
 
     on_unavailable: str = setting(

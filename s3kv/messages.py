@@ -167,13 +167,14 @@ class ItemReport:
     """What one or more ranks have to tell of items: increments since the last report.
 
     encoded_rows, encode_seconds: what the encoder made, and how long that took.
-    uploaded: keys the bucket is now known to hold.
+    uploaded: keys the bucket is now known to hold. seconds: how long things took, by metric.
     """
 
     counters: dict[str, int] = field(default_factory=dict)
     uploaded: list[ChunkKey] = field(default_factory=list)
     encoded_rows: int = 0
     encode_seconds: float = 0.0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def merge(self, other: ItemReport) -> None:
         for name, value in other.counters.items():
@@ -181,3 +182,5 @@ class ItemReport:
         self.uploaded += other.uploaded
         self.encoded_rows += other.encoded_rows
         self.encode_seconds += other.encode_seconds
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = self.seconds.get(name, []) + seconds

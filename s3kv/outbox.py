@@ -44,13 +44,26 @@ class _Parcel(NamedTuple):
     span: Span
     shape: ItemShape
     copy: Copy
+    since_s: float
+
+
+class _End(NamedTuple):
+    """copy_s: None for a copy that failed."""
+
+    parcel: _Parcel
+    outcome: Outcome
+    nbytes: int
+    copy_s: float | None
+    upload_s: float
 
 
 class OutboxEnds(NamedTuple):
-    """What has ended since the last time: counts by outcome, and keys the bucket now holds."""
+    """What has happened since the last time: counts, by outcome and of the I/O process; keys the
+    bucket now holds; how long copies and uploads that succeeded took, by metric."""
 
     counters: Counter[str]
     uploaded: list[ChunkKey]
+    seconds: dict[str, list[float]]
 
 
 class Outbox:
@@ -65,9 +78,12 @@ class Outbox:
         self._clock = clock
         self._extents = Extents(slab.nbytes // PAGE_BYTES)
         self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[tuple[_Parcel, Outcome, int]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[_End] = queue.SimpleQueue()
         self._complaints = Complaints(clock)
-        self._underway: dict[int, _Parcel] = {}
+        self._underway: dict[int, tuple[_Parcel, float]] = {}
+        self._io: Counter[str] = Counter()
+        """The client's counters as the outbox's thread saw them last; replaced, never changed."""
+        self._io_told: Counter[str] = self._io
         self._drain_s = 0.0
         self._left = 0
         self._thread = threading.Thread(target=self._serve, name="s3kv-outbox", daemon=True)
@@ -92,19 +108,31 @@ class Outbox:
 
     def send(self, key: ChunkKey, span: Span, shape: ItemShape, copy: Copy) -> None:
         """Upload what `copy` brings to the place. `take_ends` tells what became of it."""
-        self._parcels.put(_Parcel(key, span, shape, copy))
+        self._parcels.put(_Parcel(key, span, shape, copy, self._clock()))
 
     def take_ends(self) -> OutboxEnds:
         """What has ended since the last call; frees the places. Does not block."""
-        ends = OutboxEnds(Counter(), [])
+        ends = OutboxEnds(Counter(), [], {})
         while not self._ended.empty():
-            parcel, outcome, nbytes = self._ended.get()
-            self.put_back(parcel.span)
-            ends.counters[f"upload_{outcome.name.lower()}"] += 1
-            if outcome.is_success:
-                ends.counters["upload_bytes"] += nbytes
-                ends.uploaded.append(parcel.key)
+            self._tell(self._ended.get(), ends)
+        io = self._io
+        if io is not self._io_told:
+            ends.counters.update(io - self._io_told)
+            self._io_told = io
         return ends
+
+    def _tell(self, end: _End, ends: OutboxEnds) -> None:
+        parcel, outcome = end.parcel, end.outcome
+        self.put_back(parcel.span)
+        if end.copy_s is not None:
+            ends.counters["save_ok"] += 1
+            ends.counters["save_bytes"] += parcel.shape.nbytes
+            ends.seconds.setdefault("save_seconds", []).append(end.copy_s)
+        ends.counters[f"upload_{outcome.name.lower()}"] += 1
+        if outcome.is_success:
+            ends.counters["upload_bytes"] += end.nbytes
+            ends.seconds.setdefault("upload_seconds", []).append(end.upload_s)
+            ends.uploaded.append(parcel.key)
 
     def close(self, drain_timeout_s: float) -> int:
         """Finish uploads within that time, then give everything back. Returns those left."""
@@ -137,17 +165,21 @@ class Outbox:
         try:
             parcel.copy.wait()
         except RuntimeError as error:
-            self._end(parcel, Outcome.FAILED, 0, f"copy from the device: {error}")
+            end = _End(parcel, Outcome.FAILED, 0, None, 0.0)
+            self._end(end, f"copy from the device: {error}")
             return
-        self._underway[job_id] = parcel
+        self._underway[job_id] = parcel, self._clock() - parcel.since_s
         self._client.upload(job_id, parcel.key, parcel.span.offset, parcel.shape)
         self._client.flush()
 
     def _poll(self) -> None:
         for done in self._client.poll():
-            parcel = self._underway.pop(done.job_id)
-            self._end(parcel, done.outcome, parcel.shape.nbytes, done.detail)
+            parcel, copy_s = self._underway.pop(done.job_id)
+            nbytes = parcel.shape.nbytes
+            self._end(_End(parcel, done.outcome, nbytes, copy_s, done.seconds), done.detail)
+        if self._io != self._client.counters:
+            self._io = Counter(self._client.counters)
 
-    def _end(self, parcel: _Parcel, outcome: Outcome, nbytes: int, detail: str) -> None:
-        self._complaints.note("upload", outcome, detail)
-        self._ended.put((parcel, outcome, nbytes))
+    def _end(self, end: _End, detail: str) -> None:
+        self._complaints.note("upload", end.outcome, detail)
+        self._ended.put(end)

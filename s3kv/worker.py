@@ -9,7 +9,8 @@ carried out ends as failed. What it reports is all the scheduler knows of this r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from s3kv.device.copies import BlockCopies
 from s3kv.io.client import IoClient
@@ -28,26 +29,39 @@ from s3kv.types import ChunkKey, Outcome
 _GIVE_UP_S = 5.0
 
 
+class _Load(NamedTuple):
+    nbytes: int
+    since_s: float
+
+
 class RankWorker:
     """`copies` and `client` work on the same slab; both are closed by `shutdown`.
 
-    slot_bytes: distance between slots, which start at offset 0 of the slab. clock: seconds,
-    monotonic.
+    slot_bytes: distance between slots, which start at offset 0 of the slab. block_bytes: of one
+    block of each group on this rank. clock: seconds, monotonic.
     """
 
     def __init__(
-        self, *, copies: BlockCopies, client: IoClient, slot_bytes: int, clock: Callable[[], float]
+        self,
+        *,
+        copies: BlockCopies,
+        client: IoClient,
+        slot_bytes: int,
+        block_bytes: Mapping[int, int],
+        clock: Callable[[], float],
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self._seconds: dict[str, list[float]] = {}
         self._clock = clock
         self._complaints = Complaints(clock)
         self._copies = copies
         self._client = client
         self._slot_bytes = slot_bytes
+        self._block_bytes = block_bytes
         self._saves: dict[int, SaveOrder] = {}
         self._kinds: dict[int, JobKind] = {}
         self._report = StepReport()
-        self._loading: set[str] = set()
+        self._loading: dict[str, _Load] = {}
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
 
@@ -69,7 +83,8 @@ class RankWorker:
 
     def load(self, orders: Iterable[LoadOrder]) -> None:
         for order in orders:
-            self._loading.add(order.request_id)
+            nbytes = sum(self._nbytes(part.group, part.block_ids) for part in order.parts)
+            self._loading[order.request_id] = _Load(nbytes, self._clock())
             self._copies.load(order.request_id, order.parts)
 
     def save(self, orders: Iterable[SaveOrder]) -> None:
@@ -87,10 +102,7 @@ class RankWorker:
         for job_id, ok, seconds in ends.saved:
             self._saved(self._saves.pop(job_id), ok, seconds)
         for request_id, ok in ends.loaded:
-            self._loading.discard(request_id)
-            self._loaded.add(request_id)
-            if not ok:
-                self._failed.add(request_id)
+            self._loaded_or_failed(request_id, ok)
         copying = self._loading or self._saves
         for done in self._client.poll(0.0 if copying else linger_s):
             kind = self._kinds.pop(done.job_id)
@@ -107,6 +119,11 @@ class RankWorker:
         report, self._report = self._report, StepReport()
         return report
 
+    def take_seconds(self) -> dict[str, list[float]]:
+        """How long what has succeeded since the last call took, by metric ("fetch_seconds")."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
     def take_loaded(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those of them whose load failed."""
         loaded, self._loaded = self._loaded, set()
@@ -118,7 +135,7 @@ class RankWorker:
         more. For the case that this object cannot be trusted any longer.
         """
         self._copies.wait_all(_GIVE_UP_S)
-        return self._loading | self._loaded
+        return set(self._loading) | self._loaded
 
     def shutdown(self, drain_timeout_s: float) -> int:
         """Finish copies and uploads within the time given, then close. Returns uploads left."""
@@ -145,9 +162,23 @@ class RankWorker:
         self._kinds[job_id] = JobKind.UPLOAD
         self._client.upload(job_id, key, slot * self._slot_bytes)
 
+    def _nbytes(self, group: int, block_ids: tuple[int, ...]) -> int:
+        return self._block_bytes[group] * len(block_ids)
+
+    def _loaded_or_failed(self, request_id: str, ok: bool) -> None:
+        load = self._loading.pop(request_id)
+        self._loaded.add(request_id)
+        if not ok:
+            self._failed.add(request_id)
+            return
+        self.counters["load_ok"] += 1
+        self.counters["load_bytes"] += load.nbytes
+        self._seconds.setdefault("load_seconds", []).append(self._clock() - load.since_s)
+
     def _saved(self, order: SaveOrder, ok: bool, seconds: float) -> None:
         outcome = Outcome.OK if ok else Outcome.FAILED
-        self._end(order.job_id, JobKind.SAVE, outcome, 0, seconds)
+        nbytes = self._nbytes(order.key.group, order.block_ids)
+        self._end(order.job_id, JobKind.SAVE, outcome, nbytes, seconds)
         if ok:
             self._upload(order.job_id, order.key, order.slot)
         else:
@@ -160,3 +191,4 @@ class RankWorker:
         self.counters[f"{kind.value}_{outcome.name.lower()}"] += 1
         if outcome.is_success:
             self.counters[f"{kind.value}_bytes"] += nbytes
+            self._seconds.setdefault(f"{kind.value}_seconds", []).append(seconds)

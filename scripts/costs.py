@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from click.testing import CliRunner
 
-from s3kv.cli import billing, prices
+from s3kv import prices
+from s3kv.cli import billing
 from s3kv.cli.app import cli
 from s3kv.cli.models import KVShape
 from scripts.marks import filled

@@ -15,7 +15,7 @@ import click
 from s3kv.cli.app import cli
 from s3kv.config import Config
 from s3kv.fields import allowed
-from scripts import costs, format_example, pictures, reference, results
+from scripts import costs, format_example, metrics, pictures, reference, results
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,6 +112,7 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/cli.md": command_line,
         "docs/configuration.md": configuration,
         "docs/cost.md": costs.page,
+        "docs/metrics.md": metrics.page,
         "docs/object-format.md": format_example.page,
         "docs/performance.md": results.page,
         **drawn,

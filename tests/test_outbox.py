@@ -20,7 +20,7 @@ from s3kv.io.wire import Hello
 from s3kv.objects.items import HEADER_BYTES, SHARD, ItemFormat, object_bytes
 from s3kv.objects.keys import Namespace
 from s3kv.outbox import Outbox
-from s3kv.types import ChunkKey, ItemShape, Span
+from s3kv.types import ChunkKey, ItemShape, Outcome, Span
 from tests.servers import BUCKET, KEYS, boto_client, moto_server, set_credentials
 
 MIB = 2**20
@@ -93,7 +93,8 @@ def ends(outbox: Outbox, count: int) -> tuple[Counter[str], set[ChunkKey]]:
     counters: Counter[str] = Counter()
     uploaded: set[ChunkKey] = set()
     deadline_s = time.monotonic() + WAIT_S
-    while sum(n for name, n in counters.items() if name != "upload_bytes") < count:
+    ended_as = [f"upload_{outcome.name.lower()}" for outcome in Outcome]
+    while sum(counters[name] for name in ended_as) < count:
         assert time.monotonic() < deadline_s, counters
         ended = outbox.take_ends()
         counters.update(ended.counters)

@@ -16,7 +16,7 @@ from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
-from s3kv.cli import prices
+from s3kv import prices
 from s3kv.config import Config
 from s3kv.host.policy import make_policy
 from s3kv.host.slots import SlotTable

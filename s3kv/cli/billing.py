@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from s3kv.cli.prices import Prices
 from s3kv.errors import ConfigError
+from s3kv.prices import Prices
 
 DAY_S = 86_400.0
 MONTH_S = 365 / 12 * DAY_S

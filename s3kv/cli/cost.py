@@ -14,13 +14,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from s3kv.cli import billing, prices, show
+from s3kv import prices
+from s3kv.cli import billing, show
 from s3kv.cli.billing import Part, Savings, Traffic
 from s3kv.cli.invocation import EXIT_CODES, print_json, reporting_errors
-from s3kv.cli.prices import Prices
 from s3kv.cli.quantities import duration, size
 from s3kv.cli.server import fetch_text, sums_by_name
 from s3kv.errors import ConfigError
+from s3kv.prices import Prices
 
 
 def _price_options(command: Callable[..., None]) -> Callable[..., None]:

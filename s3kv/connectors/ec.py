@@ -113,7 +113,7 @@ class S3ECConnector(ECConnectorBase):
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> S3ECStats | None:
-        return S3ECStats(data=data or {})
+        return S3ECStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(

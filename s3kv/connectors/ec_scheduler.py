@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.bucket import wait_for_bucket
 from s3kv.connectors.ec_messages import ItemWorkerReport
-from s3kv.connectors.ec_metrics import COUNTERS, S3ECStats
+from s3kv.connectors.ec_metrics import S3ECStats
 from s3kv.connectors.ec_translate import (
     embedding_width,
     has_tower_lora,
@@ -25,7 +26,7 @@ from s3kv.connectors.ec_translate import (
     worker_rendezvous,
 )
 from s3kv.connectors.guard import Guarded, guarded
-from s3kv.connectors.metrics import Meter
+from s3kv.connectors.metrics import Gauges, Meter, Values, add, breaker_state, misses
 from s3kv.connectors.requests import Adapters
 from s3kv.errors import UnsupportedError
 from s3kv.host.items import ItemTable
@@ -35,6 +36,7 @@ from s3kv.io.complaints import Complaints
 from s3kv.io.handover import offer_slab
 from s3kv.io.wire import Hello
 from s3kv.messages import ItemLoad, ItemPlan
+from s3kv.metrics import EC_METRICS
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.items import SHARD
 from s3kv.planning.breaker import Breaker
@@ -66,7 +68,12 @@ class ECSchedulerSide(Guarded):
         self._vllm_config = vllm_config
         self._dtype = item_dtype(vllm_config)
         self._adapters = Adapters() if has_tower_lora(vllm_config) else None
-        self._meter = Meter(frozenset(COUNTERS))
+        self._meter = Meter(EC_METRICS, self._words)
+        self._io_meter = Meter(EC_METRICS)
+        self._gauges = Gauges()
+        self._stirred = True
+        """Something happened since the gauges were last looked at."""
+        self._seconds: Values = {}
         self._complaints = Complaints(time.monotonic)
         self._client: IoClient | None = None
         self._slab: Slab | None = None
@@ -233,22 +240,50 @@ class ECSchedulerSide(Guarded):
         report = getattr(output, "ec_connector_worker_meta", None)
         if isinstance(report, ItemWorkerReport):
             self.planner.on_report(report.report)
+            add(self._seconds, report.report.seconds, EC_METRICS)
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
         self._items.pop(request.request_id, None)
         self._settled.pop(request.request_id, None)
+        self._stirred = True
         self.planner.finished(request.request_id)
         self._order()
 
     def stats(self) -> S3ECStats | None:
-        own = {
-            **self.planner.counters,
+        values = self._meter.grown(self.planner.counters)
+        if self._client is not None:
+            add(values, self._io_meter.grown(self._client.counters), EC_METRICS)
+        seconds, self._seconds = self._seconds, {}
+        values |= seconds
+        if values or self._stirred:
+            values |= self._changed_gauges()
+        return S3ECStats(data=values) if values else None
+
+    def on_broken(self) -> None:
+        self.planner.counters["internal_errors"] += 1
+
+    def _words(self, counters: Mapping[str, int]) -> dict[str, int]:
+        return {
+            **counters,
+            "saves_dropped|memory_full": counters.get("saves_dropped", 0),
             "evictions": self.planner.table.evictions,
-            "internal_errors": self.planner.counters["internal_errors"] + (self.broken is not None),
+            **misses(counters),
         }
-        grown = self._meter.grown(own)
-        return S3ECStats(data=grown) if grown else None
+
+    @guarded(default=dict)
+    def _changed_gauges(self) -> Values:
+        self._stirred = False
+        held = self.planner.table.statistics()
+        return self._gauges.changed(
+            {
+                "slab_bytes|free": held.free_bytes,
+                "slab_bytes|filling": held.filling_bytes,
+                "slab_bytes|clean": held.resident_bytes,
+                "slab_pinned_bytes": held.pinned_bytes,
+                **breaker_state(self.planner.breaker.state.value, EC_METRICS),
+            }
+        )
 
     # --- the I/O process -------------------------------------------------------------------
 
@@ -267,5 +302,9 @@ class ECSchedulerSide(Guarded):
             return
         for done in self._client.poll(linger_s):
             now_s = time.monotonic()
+            if done.reason:
+                self.planner.counters[f"fetch_corrupt_{done.reason}"] += 1
+            if done.outcome.is_success:
+                self._seconds.setdefault("fetch_seconds", []).append(done.seconds)
             self.planner.ended(done.job_id, done.outcome, done.nbytes, done.seconds, now_s)
             self._complaints.note("fetch", done.outcome, done.detail)

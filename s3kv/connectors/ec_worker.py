@@ -58,6 +58,7 @@ class ECWorkerSide(Guarded):
         self._unsaid_bug = False
         self._clock_started: Any = None
         self._encoding: list[tuple[int, Any, Any]] = []
+        self._loading: list[tuple[Any, Any]] = []
         self._rows = 0
         self._clock_stopped: Any = None
         self._loads_from: Slab | None = None
@@ -150,9 +151,22 @@ class ECWorkerSide(Guarded):
                 raise RuntimeError(f"s3kv: {load.identifier} was promised without a slab; a bug")
             end = load.offset + load.nbytes
             payload = self._loads_from.view[load.offset + HEADER_BYTES : end]
+            started = self._moment()
             cache[load.identifier] = self._copies.load(payload, load.rows, load.width)
+            self._note_load(len(payload), started)
         if loads:
             self._start_clock()
+
+    @guarded(default=lambda: None)
+    def _moment(self) -> Any:
+        return self._copies.now() if self.counts else None
+
+    @guarded(default=lambda: None)
+    def _note_load(self, nbytes: int, started: Any) -> None:
+        if started is not None:
+            self._counters["load_ok"] += 1
+            self._counters["load_bytes"] += nbytes
+            self._loading.append((started, self._copies.now()))
 
     @guarded(default=lambda: None)
     def _start_clock(self) -> None:
@@ -208,12 +222,18 @@ class ECWorkerSide(Guarded):
         self._take_ends()
         report = self._report
         report.counters, self._counters = dict(self._counters), Counter()
-        if not (report.counters or report.uploaded or report.encoded_rows):
+        if not (report.counters or report.uploaded or report.encoded_rows or report.seconds):
             return None
         self._report = ItemReport()
         return ItemWorkerReport(report)
 
     def _measure(self) -> None:
+        while self._loading:
+            seconds = self._copies.seconds_between(*self._loading[0])
+            if seconds is None:
+                break
+            self._loading.pop(0)
+            self._report.seconds.setdefault("load_seconds", []).append(seconds)
         while self._encoding:
             rows, started, stopped = self._encoding[0]
             seconds = self._copies.seconds_between(started, stopped)
@@ -229,6 +249,8 @@ class ECWorkerSide(Guarded):
         ends = self._outbox.take_ends()
         self._counters.update(ends.counters)
         self._report.uploaded += ends.uploaded
+        for name, seconds in ends.seconds.items():
+            self._report.seconds.setdefault(name, []).extend(seconds)
 
     def on_broken(self) -> None:
         self._unsaid_bug = True

@@ -222,7 +222,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        return S3KVStats(data=data or {})
+        return S3KVStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(

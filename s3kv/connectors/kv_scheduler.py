@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.kv_gauges import kv_gauges, kv_words
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
-from s3kv.connectors.metrics import Meter, S3KVStats
+from s3kv.connectors.metrics import Gauges, Meter, S3KVStats, Values
 from s3kv.connectors.observers import Observers
 from s3kv.connectors.requests import RequestHashes
 from s3kv.connectors.translate import GROUP, KVGeometry, scheduled_requests
@@ -69,7 +70,11 @@ class SchedulerSide(Guarded):
         self._sizes = sizes
         self._may_load = may_load
         self._may_save = may_save
-        self._meter = Meter()
+        self._meter = Meter(words=kv_words)
+        self._gauges = Gauges()
+        self._slot_bytes = 0
+        self._stirred = True
+        """Something happened since the gauges were last looked at."""
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
         self._hashes = RequestHashes()
@@ -96,6 +101,7 @@ class SchedulerSide(Guarded):
         if len(digests) != 1:
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(digests)}")
         slots = min(hello.slot_count for hello in hellos)
+        self._slot_bytes = sum(hello.slot_bytes for hello in hellos)
         if slots < 1:
             need = max(hello.slot_bytes for hello in hellos)
             raise ConfigError(
@@ -215,8 +221,10 @@ class SchedulerSide(Guarded):
         self.planner.step_ended(now_s)
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
+            self._stirred = True
             self.planner.on_report(report.report, now_s)
         if output.finished_recving:
+            self._stirred = True
             failed = getattr(output, "failed_recving", None) or ()
             self.planner.loaded(output.finished_recving, failed)
         if self._observers is not None:
@@ -224,6 +232,7 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
+        self._stirred = True
         self.planner.finished(request.request_id)
         if self._observers is not None:
             self._observers.finished(request)
@@ -247,8 +256,16 @@ class SchedulerSide(Guarded):
     def stats(self) -> S3KVStats | None:
         if self._planner is None:
             return None
-        counters = self._planner.counters
-        # Fetches and uploads are counted where they happen, on the ranks.
-        own = {n: v for n, v in counters.items() if not n.startswith(("fetch_", "upload_"))}
-        own["internal_errors"] = int(self.broken is not None)
-        return self._meter.take(own)
+        values = self._meter.grown(self._planner.counters)
+        if values or self._stirred:
+            values |= self._changed_gauges()
+        return S3KVStats(data=values) if values else None
+
+    @guarded(default=dict)
+    def _changed_gauges(self) -> Values:
+        self._stirred = False
+        return self._gauges.changed(kv_gauges(self.planner, self._slot_bytes))
+
+    def on_broken(self) -> None:
+        if self._planner is not None:
+            self._planner.counters["internal_errors"] += 1

@@ -15,7 +15,7 @@ from s3kv.connectors.bucket import wait_for_bucket
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
-from s3kv.connectors.metrics import Meter, S3KVStats
+from s3kv.connectors.metrics import Meter, S3KVStats, add
 from s3kv.connectors.translate import GROUP, KVGeometry, shard_name
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
@@ -24,6 +24,7 @@ from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
 from s3kv.messages import StepPlan
+from s3kv.metrics import KV_METRICS
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
@@ -55,6 +56,7 @@ class WorkerSide(Guarded):
         self._kv_cache_config = kv_cache_config
         self._sizes = sizes
         self._meter = Meter()
+        self._io_meter = Meter()
         self._rank: RankWorker | None = None
         self._client: IoClient | None = None
         self._slab: Slab | None = None
@@ -104,7 +106,11 @@ class WorkerSide(Guarded):
             {GROUP: layout}, self._slab.view, slot_bytes, {GROUP: chunk.header_bytes}
         )
         self._rank = RankWorker(
-            copies=copies, client=self._client, slot_bytes=slot_bytes, clock=time.monotonic
+            copies=copies,
+            client=self._client,
+            slot_bytes=slot_bytes,
+            block_bytes={GROUP: layout.payload_bytes // self._sizes.chunk_blocks},
+            clock=time.monotonic,
         )
         if layout.device.type == "cpu":
             # Pinning touches every page of the slab; without it the first copies would have to, or
@@ -174,6 +180,7 @@ class WorkerSide(Guarded):
     def on_broken(self) -> None:
         """The engine still waits for the loads it has ordered: let them end, as failed."""
         if self._rank is not None:
+            self._rank.counters["internal_errors"] += 1
             self._stranded |= self._rank.give_up_loads()
 
     # --- a step ----------------------------------------------------------------------------
@@ -220,8 +227,10 @@ class WorkerSide(Guarded):
     def stats(self) -> S3KVStats | None:
         if self._rank is None or self._client is None:
             return None
-        broken = {"internal_errors": int(self.broken is not None)}
-        return self._meter.take({**self._rank.counters, **self._client.counters, **broken})
+        values = self._meter.grown(self._rank.counters)
+        add(values, self._io_meter.grown(self._client.counters), KV_METRICS)
+        add(values, self._rank.take_seconds(), KV_METRICS)
+        return S3KVStats(data=values) if values else None
 
 
 def _distinct(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:

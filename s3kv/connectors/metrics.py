@@ -1,10 +1,15 @@
-"""s3kv's counters in vLLM's words: `KVConnectorStats` and their Prometheus counters."""
+"""s3kv's counters in vLLM's words: statistics of either connector, and their Prometheus metrics.
+
+vLLM asks both sides of a connector for statistics after every step, adds up what it gets, and hands
+it to whoever logs and exports. What is handed over are increments: what has happened since the last
+time. In a step in which nothing has happened nothing is handed over.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -12,132 +17,175 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetric,
     PromMetricT,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
+
+from s3kv.metrics import KV_METRICS, MISSES, NAMESPACE, Metric, labels_of, name_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_CORRUPT: dict[str, str] = {
-    "length": "Objects that were shorter or longer than their chunk",
-    "header": "Objects without a header s3kv could have written",
-    "version": "Objects of another format version",
-    "namespace": "Objects of another namespace under this one's keys",
-    "group": "Objects of another KV-cache group under this one's keys",
-    "shard": "Objects of another rank under this one's keys",
-    "block_hash": "Objects of another chunk under this one's key",
-    "tensors": "Objects with other tensors",
-    "algorithm": "Objects sealed in another integrity mode",
-    "digest": "Objects whose digest does not fit: damaged, or forged",
-    "quarantined": "Chunks not asked for because their object is known to be bad",
-}
-"""What `fetch_corrupt` consists of (`codec.Refusal`), together with second readings that verified
-after all; and, outside of it, what the quarantine spared."""
-
-COUNTERS: dict[str, str] = {
-    "hit_tokens_bucket": "Prompt tokens served from the bucket.",
-    "hit_tokens_host": "Prompt tokens served from host memory.",
-    "fetches": "Chunks asked for in the bucket.",
-    "fetch_ok": "Chunks that arrived and verified, per rank.",
-    "fetch_missing": "Chunks the bucket did not have, per rank.",
-    "fetch_corrupt": "Objects that were not what their key says, per rank.",
-    **{f"fetch_corrupt_{reason}": f"{doc}, per rank." for reason, doc in _CORRUPT.items()},
-    "fetch_denied": "Fetches refused for want of permission, per rank.",
-    "fetch_failed": "Fetches that failed otherwise, per rank.",
-    "fetch_cancelled": "Fetches given up because nobody waited any more, per rank.",
-    "fetch_bytes": "Bytes that arrived from the bucket and verified.",
-    "fetches_spared": "Chunks not asked for because the bucket did not have them a moment ago.",
-    "fetches_without_slot": "Chunks not asked for because host memory was full.",
-    "fetches_refused_by_breaker": "Chunks not asked for because the store keeps failing.",
-    "deadline_cuts": "Waits for the bucket that were cut short in favour of computing.",
-    "loads_failed": "Requests whose copy to the device failed.",
-    "saves": "Chunks ordered saved.",
-    "saves_dropped": "Chunks not saved because too many were on their way or memory was full.",
-    "save_ok": "Chunks copied to host memory, per rank.",
-    "save_failed": "Chunks whose copy to host memory failed, per rank.",
-    "upload_ok": "Objects written, per rank.",
-    "upload_exists": "Objects that were in the bucket already, per rank.",
-    "upload_denied": "Uploads refused for want of permission, per rank.",
-    "upload_failed": "Uploads that failed otherwise, per rank.",
-    "upload_bytes": "Bytes of objects written or found written.",
-    "uploads_given_up": "Chunks that were never uploaded, after all tries.",
-    "io_retries": "Requests to the store sent again after they had failed.",
-    "io_throttled": "Answers of the store that asked for fewer requests.",
-    "io_window_cuts": "Times the number of requests at once was made smaller.",
-    "io_hedges": "Fetches sent a second time because their first byte was late.",
-    "io_hedges_won": "Of those, the ones whose second request was the faster.",
-    "evictions": "Chunks evicted from host memory.",
-    "internal_errors": "Bugs of s3kv that made it stop caching in this engine.",
-}
-"""Every counter there is, with its meaning. Exported as `vllm:s3kv_<name>_total`."""
+Values = dict[str, Any]
+"""Keys as in `s3kv.metrics`: whole numbers, and of histograms lists of what was observed."""
 
 
 class Sums:
-    """The arithmetic of both connectors' statistics: increments by name, summed over ranks."""
+    """The arithmetic of both connectors' statistics. `metrics`: the table they are from."""
 
-    data: dict[str, Any]
+    metrics: ClassVar[Mapping[str, Metric]]
+    data: Values
 
     def reset(self) -> None:
         self.data.clear()
 
     def aggregate(self, other: Any) -> Any:
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
+        add(self.data, other.data, self.metrics)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return dict(sorted(self.data.items()))
+        """For vLLM's log: a histogram as how many it observed, and their mean."""
+        reduced: dict[str, int | float] = {}
+        for key, value in sorted(self.data.items()):
+            metric = self.metrics.get(name_of(key))
+            if isinstance(value, list):
+                reduced[f"{key}_count"] = len(value)
+                reduced[f"{key}_mean"] = _short(sum(value) / max(1, len(value)))
+            elif metric is not None and metric.scale != 1:
+                reduced[key] = _short(value * metric.scale)
+            else:
+                reduced[key] = value
+        return reduced
 
     def is_empty(self) -> bool:
         return not self.data
 
 
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def add(values: Values, more: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
+    """Fold `more` into `values`, each by its kind. `more` stays as it is."""
+    for key, value in more.items():
+        metric = metrics.get(name_of(key))
+        if isinstance(value, list):
+            values[key] = [*values.get(key, ()), *value]
+        elif metric is not None and metric.kind == "gauge":
+            values[key] = value
+        else:
+            values[key] = values.get(key, 0) + value
+
+
 class S3KVStats(Sums, KVConnectorStats):
-    """Increments of `COUNTERS` since the last report; sums over ranks and sides."""
+    """What happened since the last report, of any number of ranks and of both sides."""
+
+    metrics = KV_METRICS
 
 
 class Meter:
-    """Hands out what a set of counters grew by since the last time."""
+    """Hands out by how much a set of counters has grown since the last time.
 
-    def __init__(self, names: Container[str] = frozenset(COUNTERS)) -> None:
-        self._names = names
-        self._seen: Counter[str] = Counter()
+    words: the counters in the keys of the metrics; what is in no table is left out.
+    """
 
-    def grown(self, counters: Mapping[str, int]) -> dict[str, int]:
-        """Those of `names` that have, and by how much."""
-        if self._seen == counters:
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric] = KV_METRICS,
+        words: Callable[[Mapping[str, int]], Mapping[str, int]] = dict,
+    ) -> None:
+        self._keys = {key for name, metric in metrics.items() for key in metric.keys(name)}
+        self._words = words
+        self._raw: dict[str, int] = {}
+        self._told: Mapping[str, int] = {}
+
+    def grown(self, counters: Mapping[str, int]) -> Values:
+        """Costs one comparison when none has."""
+        if self._raw == counters:
             return {}
-        grown = {
-            name: value - self._seen[name]
-            for name, value in counters.items()
-            if name in self._names and value != self._seen[name]
+        self._raw = dict(counters)
+        before, self._told = self._told, dict(self._words(counters))
+        return {
+            key: value - before.get(key, 0)
+            for key, value in self._told.items()
+            if value != before.get(key, 0) and key in self._keys
         }
-        self._seen = Counter(counters)
-        return grown
-
-    def take(self, counters: Mapping[str, int]) -> S3KVStats | None:
-        grown = self.grown(counters)
-        return S3KVStats(data=grown) if grown else None
 
 
-def prometheus_counters(
-    counter_cls: Any,
-    prefix: str,
-    docs: Mapping[str, str],
-    labelnames: list[str],
-    per_engine_labelvalues: dict[int, list[object]],
-) -> dict[str, Any]:
-    """One Prometheus counter per name, labelled per engine as vLLM does."""
-    return {
-        name: create_metric_per_engine(
-            counter_cls(name=f"{prefix}{name}", documentation=doc, labelnames=labelnames),
-            per_engine_labelvalues,
-        )
-        for name, doc in docs.items()
-    }
+class Gauges:
+    """Hands out those of a set of values that are not what they were the last time."""
+
+    def __init__(self) -> None:
+        self._told: Values = {}
+
+    def changed(self, values: Values) -> Values:
+        changed = {k: v for k, v in values.items() if self._told.get(k) != v}
+        self._told.update(changed)
+        return changed
+
+
+def misses(counters: Mapping[str, int]) -> dict[str, int]:
+    """A planner's counters as the metric "misses"."""
+    found: Counter[str] = Counter()
+    for name, reason in MISSES.items():
+        if name in counters:
+            found[f"misses|{reason}"] += counters[name]
+    return dict(found)
+
+
+def breaker_state(state: str, metrics: Mapping[str, Metric]) -> Values:
+    """As the metric "breaker"."""
+    return {key: int(labels_of(key) == (state,)) for key in metrics["breaker"].keys("breaker")}
+
+
+class Registered:
+    """The metrics of one table in Prometheus, per engine, and all their series from the start: an
+    increase from nothing to one is otherwise no increase to Prometheus.
+
+    metric_types: vLLM's classes for each kind, by prometheus_client's.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        namespace: str,
+        types: Mapping[str, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> None:
+        self._metrics = metrics
+        self._series: dict[tuple[int, str], Any] = {}
+        for name, metric in metrics.items():
+            family = types[metric.kind](
+                name=f"{namespace}{name}",
+                documentation=metric.doc,
+                labelnames=[*labelnames, *metric.labels],
+                **_more(metric),
+            )
+            for engine, values in per_engine_labelvalues.items():
+                for key in metric.keys(name):
+                    self._series[engine, key] = family.labels(*values, *labels_of(key))
+
+    def observe(self, values: Mapping[str, Any], engine: int) -> None:
+        for key, value in values.items():
+            series = self._series.get((engine, key))
+            if series is None:
+                continue
+            metric = self._metrics[name_of(key)]
+            if metric.kind == "histogram":
+                for observed in value:
+                    series.observe(observed)
+            elif metric.kind == "gauge":
+                series.set(value)
+            else:
+                series.inc(value * metric.scale)
+
+
+def _more(metric: Metric) -> dict[str, Any]:
+    if metric.kind == "histogram":
+        return {"buckets": metric.buckets}
+    return {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}
 
 
 class S3KVPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per entry of `COUNTERS`."""
+    """`KV_METRICS` in the process that exports."""
 
     def __init__(
         self,
@@ -147,11 +195,14 @@ class S3KVPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = prometheus_counters(
-            self._counter_cls, "vllm:s3kv_", COUNTERS, labelnames, per_engine_labelvalues
+        types = {
+            "counter": self._counter_cls,
+            "gauge": self._gauge_cls,
+            "histogram": self._histogram_cls,
+        }
+        self._registered = Registered(
+            KV_METRICS, NAMESPACE, types, labelnames, per_engine_labelvalues
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
+        self._registered.observe(transfer_stats_data, engine_idx)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import ItemsView
 from dataclasses import dataclass
+from typing import Literal
 
 from s3kv.host.extents import Extents, order_of, region_of
 from s3kv.host.policy import EvictionPolicy, make_policy
@@ -38,11 +39,29 @@ class Item:
     nbytes: int
     resident: bool = False
     pins: int = 0
+    is_fresh: bool = True
+    """Nobody has used it since it was filled."""
 
     @property
     def span(self) -> Span:
         """Its place in the slab, in bytes."""
         return Span(self.start * PAGE_BYTES, self.nbytes)
+
+    def use(self) -> Literal["bucket", "host"]:
+        """The tier it is served from: the bucket the first time after it was filled."""
+        was_fresh, self.is_fresh = self.is_fresh, False
+        return "bucket" if was_fresh else "host"
+
+
+@dataclass(frozen=True, slots=True)
+class ItemStatistics:
+    """Bytes of the slab by what they hold (free + filling + resident is all of it), and of the
+    resident ones those of items with a pin. Rounded up to what an item occupies."""
+
+    free_bytes: int
+    filling_bytes: int
+    resident_bytes: int
+    pinned_bytes: int
 
 
 class ItemTable:
@@ -56,6 +75,7 @@ class ItemTable:
         self._policy: EvictionPolicy = make_policy(eviction, self._extents.count)
         self._items: dict[ChunkKey, Item] = {}
         self._at: dict[int, Item] = {}
+        self._filling_pages = self._pinned_pages = 0
         self.evictions = 0
 
     def __len__(self) -> int:
@@ -69,6 +89,16 @@ class ItemTable:
     @property
     def free_bytes(self) -> int:
         return self._extents.free_pages * PAGE_BYTES
+
+    def statistics(self) -> ItemStatistics:
+        """O(1)."""
+        resident = self._extents.count - self._extents.free_pages - self._filling_pages
+        return ItemStatistics(
+            self.free_bytes,
+            self._filling_pages * PAGE_BYTES,
+            resident * PAGE_BYTES,
+            self._pinned_pages * PAGE_BYTES,
+        )
 
     def lookup(self, key: ChunkKey) -> Item | None:
         """The item, resident or being filled (`Item.resident`)."""
@@ -94,12 +124,14 @@ class ItemTable:
             start = self._extents.allocate(pages)
             assert start is not None, "an empty region holds what it was emptied for"
         item = Item(key, start, nbytes)
+        self._filling_pages += self._extents.pages(start)
         self._items[key] = self._at[start] = item
         return item
 
     def commit(self, item: Item, nbytes: int | None = None) -> None:
         """Filled and verified. nbytes: what it is, if that is less than what was reserved."""
         self._require(item, resident=False)
+        self._filling_pages -= self._extents.pages(item.start)
         if nbytes is not None and nbytes != item.nbytes:
             if nbytes > item.nbytes:
                 raise ItemError(f"{item}: filled with {nbytes} bytes")
@@ -111,11 +143,14 @@ class ItemTable:
     def abandon(self, item: Item) -> None:
         """It was not filled, and nothing will write to its place any more."""
         self._require(item, resident=False)
+        self._filling_pages -= self._extents.pages(item.start)
         self._remove(item)
 
     def pin(self, item: Item) -> None:
         """It stays where it is until as many `unpin`s. Counts as a use."""
         self._require(item, resident=True)
+        if not item.pins:
+            self._pinned_pages += self._extents.pages(item.start)
         item.pins += 1
         self._policy.touched(item.start)
 
@@ -124,6 +159,8 @@ class ItemTable:
         if not item.pins:
             raise ItemError(f"unpin of {item}: it is not pinned")
         item.pins -= 1
+        if not item.pins:
+            self._pinned_pages -= self._extents.pages(item.start)
 
     def _require(self, item: Item, *, resident: bool) -> None:
         if self._items.get(item.key) is not item or item.resident is not resident:
@@ -170,6 +207,10 @@ class ItemTable:
             assert item.resident == (item.start in self._policy)
             assert item.resident or not item.pins
         assert len(self._policy) == sum(i.resident for i in self._items.values())
+        pages = self._extents.pages
+        filling = sum(pages(i.start) for i in self._items.values() if not i.resident)
+        pinned = sum(pages(i.start) for i in self._items.values() if i.pins)
+        assert (filling, pinned) == (self._filling_pages, self._pinned_pages)
 
 
 def _pages(nbytes: int) -> int:

@@ -53,7 +53,7 @@ _SILENCE_MAX_S = 30.0
 _GRACE_S = 2.0
 """For a process to do by itself what it is expected to do: end a drain, or itself."""
 
-_COUNTED = ("retries", "throttled", "window_cuts", "hedges", "hedges_won")
+_COUNTED = ("retries", "throttled", "window_cuts", "hedges", "hedges_won", "defects")
 
 _ERRORS: dict[wire.Trouble, type[S3KVError]] = {
     "config": ConfigError,
@@ -115,6 +115,8 @@ class IoClient:
         self._outstanding: dict[int, bool] = {}
         """Jobs sent and not ended, and whether they are uploads."""
         self._ended: list[wire.Done] = []
+        self._told: dict[str, int] = {}
+        """What the present process has said, of what is counted."""
         self._starts = 0
         self._deaths = 0
         self._failures = 0
@@ -287,15 +289,21 @@ class IoClient:
                 del self._outstanding[job_id]
                 self._ended.append(message)
             case wire.Stats():
-                for name in _COUNTED:
-                    before = getattr(self._stats, name) if self._stats is not None else 0
-                    self.counters[f"io_{name}"] += getattr(message, name) - before
+                self._count(message)
                 self._stats = message
                 self._pinged_s = None
             case wire.Ready():
                 self._ready = message
             case wire.Drained():
                 self._drained = message
+
+    def _count(self, stats: wire.Stats) -> None:
+        told = {f"io_{name}": int(getattr(stats, name)) for name in _COUNTED}
+        told |= {f"io_requests|{name}": count for name, count in stats.requests.items()}
+        told["cost_usd"] = stats.cost_nanousd  # the unit of the metric while it travels
+        for name, value in told.items():
+            self.counters[name] += value - self._told.get(name, 0)
+        self._told = told
 
     def _look_after(self, child: Child) -> None:
         now_s = self._clock()
@@ -348,10 +356,13 @@ class IoClient:
             self._spawn(msgspec.structs.replace(self._hello, config=config))
         except OSError:
             self._down()
+        else:
+            self.counters["io_restarts"] += 1
 
     def _spawn(self, hello: wire.Hello) -> None:
         self._started_s = self._checked_s = self._clock()
         self._ready = self._stats = self._pinged_s = None
+        self._told = {}
         self._why_dying = ""
         self._child = Child(self._slab.fd, self._module)
         self._state = State.UP

@@ -15,6 +15,7 @@ from s3kv.io.hedging import Lateness, hedged
 from s3kv.io.jobs import JobQueue
 from s3kv.io.window import Window
 from s3kv.objects.store import Claim, ObjectInfo, ObjectStore
+from s3kv.objects.traffic import Traffic
 
 T = TypeVar("T")
 
@@ -34,6 +35,10 @@ class PacedStore:
         self._window = window
         self._lateness = lateness
         self._queue = queue
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._store.traffic
 
     def __repr__(self) -> str:
         return f"PacedStore({self._store!r})"

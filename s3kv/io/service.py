@@ -29,6 +29,7 @@ from s3kv.io.pacing import PacedStore
 from s3kv.io.transfers import End, Transfers
 from s3kv.io.window import Window
 from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.costs import nanodollars, prices_of
 from s3kv.objects.items import ItemFormat
 from s3kv.objects.keys import Namespace
 from s3kv.objects.store import ObjectStore
@@ -280,6 +281,7 @@ class Service:
             self._send(wire.Drained(self._drain_left))
 
     def _statistics(self) -> wire.Stats:
+        traffic = self._store.traffic
         return wire.Stats(
             self._queue.waiting,
             self._queue.running,
@@ -292,6 +294,8 @@ class Service:
             self._paced.hedges_won,
             self._defects,
             time.process_time(),
+            dict(traffic.requests),
+            nanodollars(prices_of(self._config, traffic), traffic),
         )
 
     async def finish(self) -> None:

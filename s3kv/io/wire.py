@@ -151,6 +151,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     window: requests that may run at once now. window_cuts: how often it has been made smaller.
     hedges: reads sent a second time because they were late. hedges_won: those that were faster.
     defects: exceptions nobody had foreseen. cpu_s: processor time of the process.
+    requests: sent to the store, by "verb|answer" (`objects.traffic`). cost_nanousd: what they are
+        taken to cost, in 10⁻⁹ dollars.
     """
 
     waiting: int
@@ -164,6 +166,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     hedges_won: int
     defects: int
     cpu_s: float
+    requests: dict[str, int]
+    cost_nanousd: int
 
 
 Down = Hello | Fetch | Upload | Cancel | Withdraw | Drain | Ping

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.objects.traffic import Traffic
 
 
 class MemoryStore:
@@ -20,6 +21,8 @@ class MemoryStore:
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251
+        self.traffic = Traffic()
+        """Stays empty: nothing is sent."""
         self._clock = clock
         self._objects: dict[str, tuple[bytes, float]] = {}
 

@@ -33,9 +33,10 @@ from s3kv.objects.answers import (
 )
 from s3kv.objects.connection import Patience
 from s3kv.objects.endpoint import Endpoint, find_endpoint
-from s3kv.objects.exchange import EMPTY, Response
+from s3kv.objects.exchange import EMPTY, Request, Response
 from s3kv.objects.http import Pool
 from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.objects.traffic import Traffic
 
 _log = logging.getLogger("s3kv.io")
 
@@ -60,6 +61,7 @@ class S3Store:
     """
 
     def __init__(self, config: Config, *, page_keys: int = PAGE_KEYS) -> None:
+        self.traffic = Traffic()
         self._config = config
         self._page_keys = page_keys
         self._conditional_puts: bool | None = None
@@ -213,12 +215,31 @@ class S3Store:
         sign = partial(
             endpoint.sign, method=method, key=key or "", query=query, headers=headers, body=body
         )
+        verb = method if key is not None else "LIST"
         frozen = await endpoint.credentials.frozen()
-        response = await pool.request(sign(frozen), into, claim)
+        response = await self._counted(verb, pool, sign(frozen), into, claim)
         if refuses_credentials(response) and await endpoint.credentials.differ_from(frozen):
             frozen = await endpoint.credentials.frozen()
-            response = await pool.request(sign(frozen), into, claim)
+            response = await self._counted(verb, pool, sign(frozen), into, claim)
         return response, call
+
+    async def _counted(
+        self,
+        verb: str,
+        pool: Pool,
+        request: Request,
+        into: memoryview | None,
+        claim: Claim | None,
+    ) -> Response:
+        try:
+            response = await pool.request(request, into, claim)
+        except BaseException:
+            self.traffic.note(verb, None)
+            raise
+        self.traffic.note(
+            verb, response.status, received_bytes=response.nbytes, sent_bytes=len(request.body)
+        )
+        return response
 
     async def _open(self) -> tuple[Endpoint, Pool]:
         """Find credentials and endpoint once, however many first requests there are."""
@@ -238,6 +259,7 @@ class S3Store:
                     ),
                 )
                 self._opened = (endpoint, pool)
+                self.traffic.host, self.traffic.region = endpoint.host, endpoint.region
             return self._opened
 
 

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from s3kv.objects.traffic import Traffic
+
 Claim = Callable[[], bool]
 """Called once by a read whose object is about to arrive, before its first byte is written to the
 buffer. False: another read has the buffer now; this one must not write, and what it returns or
@@ -36,6 +38,11 @@ class ObjectInfo:
 
 class ObjectStore(Protocol):
     """A bucket. Keys are relative to the bucket and are used as given."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it has been asked for so far, every request of every method."""
+        ...
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None

@@ -298,8 +298,9 @@ class ECPlanner:
         promise = self._promises.get(identifier)
         if promise is not None:
             if identifier not in self._loads:
+                tier = promise[0].use()
                 self.counters["hits"] += 1
-                self.counters["hit_rows"] += wanted.rows
+                self.counters.update({"hit_rows": wanted.rows, f"hit_rows_{tier}": wanted.rows})
             self._loads[identifier] = promise[1]
         elif self._settings.may_save:
             self._save(wanted)

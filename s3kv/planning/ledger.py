@@ -165,6 +165,7 @@ class ChunkLedger:
         ends = {JobKind.SAVE: self._world_size, JobKind.UPLOAD: self._world_size}
         job = self._reserve(key, ends)
         if job is None:
+            self.counters["saves_without_slot"] += 1
             return False
         job.block_ids = block_ids
         self._saves_inflight += 1

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from s3kv.cli.app import cli
-from s3kv.cli.prices import DEFAULT, TABLE
+from s3kv.prices import DEFAULT, TABLE
 from tests.rgw import free_ports
 
 METRICS = """\

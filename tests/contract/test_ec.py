@@ -15,7 +15,6 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from s3kv.config import Config
 from s3kv.connectors import S3ECConnector
 from s3kv.connectors.ec_messages import ItemWorkerReport
-from s3kv.connectors.ec_metrics import COUNTERS, S3ECPromMetrics, S3ECStats
 from s3kv.connectors.ec_scheduler import ECSchedulerSide
 from s3kv.connectors.ec_translate import (
     check_supported,
@@ -294,27 +293,16 @@ def test_a_request_that_has_all_it_needs_costs_a_dictionary_read(side: ECSchedul
 
 
 def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
-    report = ItemReport(counters={"encoded": 2, "upload_ok": 2}, encoded_rows=64)
-    mine = ItemWorkerReport(report).aggregate(ItemWorkerReport(ItemReport({"encoded": 1})))
+    side.stats()
+    seconds = {"upload_seconds": [0.1, 0.2]}
+    counted = {"encoded": 2, "upload_ok": 2, "io_requests|PUT|2xx": 2, "saves_dropped": 1}
+    report = ItemReport(counted, encoded_rows=64, seconds=seconds)
+    other = ItemReport({"encoded": 1}, seconds={"upload_seconds": [0.3]})
+    mine = ItemWorkerReport(report).aggregate(ItemWorkerReport(other))
     side.on_output(SimpleNamespace(ec_connector_worker_meta=mine))  # type: ignore[arg-type]
     side.on_output(SimpleNamespace())  # type: ignore[arg-type]
     stats = side.stats()
     assert stats is not None
-    assert stats.data == {"encoded": 3, "upload_ok": 2}
+    told = {"encoded": 3, "upload_ok": 2, "io_requests|PUT|2xx": 2, "saves_dropped|memory_full": 1}
+    assert stats.data == told | {"upload_seconds": [0.1, 0.2, 0.3]}
     assert side.stats() is None
-    assert stats.aggregate(S3ECStats(data={"encoded": 1})).reduce()["encoded"] == 4
-
-
-def test_every_counter_of_the_planner_is_a_metric(side: ECSchedulerSide) -> None:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-    registry = CollectorRegistry()
-
-    def counter(name: str, documentation: str, labelnames: list[str]) -> Counter:
-        return Counter(name, documentation, labelnames, registry=registry)
-
-    kinds = {Counter: counter, Gauge: Gauge, Histogram: Histogram}
-    config = SimpleNamespace(ec_transfer_config=None)
-    metrics = S3ECPromMetrics(config, kinds, ["engine"], {0: ["0"]})  # type: ignore[arg-type]
-    metrics.observe(dict.fromkeys(COUNTERS, 3))
-    assert registry.get_sample_value("vllm:s3kv_ec_hits_total", {"engine": "0"}) == 3.0

@@ -1,13 +1,245 @@
-"""Everything that is counted is exported."""
+"""What is counted on its way to Prometheus: from two ranks and the scheduler, through vLLM's own
+aggregation and serialisation, into the registry that `/metrics` shows."""
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
-from s3kv.connectors.metrics import COUNTERS
-from s3kv.objects.codec import Refusal
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from s3kv.connectors.ec_metrics import S3ECPromMetrics, S3ECStats
+from s3kv.connectors.metrics import Gauges, Meter, S3KVPromMetrics, S3KVStats
+from s3kv.connectors.plugin import register
+from s3kv.metrics import EC_METRICS, KV_METRICS, MISSES, Metric, labels_of, name_of
+from s3kv.types import Outcome
+
+TABLES = {"kv": KV_METRICS, "ec": EC_METRICS}
 
 
-def test_there_is_a_counter_for_every_reason_to_refuse_an_object() -> None:
-    for reason in (*get_args(Refusal), "quarantined"):
-        assert COUNTERS[f"fetch_corrupt_{reason}"]
+class Exported:
+    """A registry of our own instead of prometheus_client's, and what vLLM makes metrics with."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def types(self) -> Any:
+        return {kind: self._maker(kind) for kind in (Counter, Gauge, Histogram)}
+
+    def _maker(self, kind: Any) -> Any:
+        return lambda **arguments: kind(registry=self.registry, **arguments)
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        everywhere = {"engine": "0"}
+        return self.registry.get_sample_value(f"vllm:s3kv_{name}", everywhere | labels)
+
+
+@pytest.fixture
+def exported() -> Exported:
+    return Exported()
+
+
+def prom(exported: Exported, kind: str = "kv") -> Any:
+    made = S3KVPromMetrics if kind == "kv" else S3ECPromMetrics
+    config: Any = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
+    return made(config, exported.types(), ["engine"], {0: ["0"], 1: ["1"]})
+
+
+def rank(**more: Any) -> S3KVStats:
+    data = {"fetch_ok": 3, "fetch_bytes": 300, "io_requests|GET|2xx": 3, "cost_usd": 1_200}
+    return S3KVStats(data=data | {"fetch_seconds": [0.004, 0.3, 30.0]} | more)
+
+
+def scheduler() -> S3KVStats:
+    return S3KVStats(data={"hit_tokens_bucket": 48, "misses|absent": 1, "breaker|open": 1})
+
+
+def engine_step(ranks: list[Any], of_scheduler: Any) -> Any:
+    """As vLLM does it: the executor folds the ranks, the scheduler adds its own."""
+    outputs: list[Any] = [
+        ModelRunnerOutput(
+            req_ids=[],
+            req_id_to_index={},
+            kv_connector_output=KVConnectorOutput(kv_connector_stats=stats),
+        )
+        for stats in ranks
+    ]
+    folded = KVOutputAggregator(len(ranks)).aggregate(outputs, 0)
+    assert folded is not None
+    assert folded.kv_connector_output is not None
+    of_ranks = folded.kv_connector_output.kv_connector_stats
+    return of_scheduler if of_ranks is None else of_ranks.aggregate(of_scheduler)
+
+
+def sent(stats: Any) -> dict[str, Any]:
+    """From the engine's process to the server's, through vLLM's own encoder."""
+    outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.to_dict()))
+    frames = MsgpackEncoder().encode(outputs)
+    received = MsgpackDecoder(EngineCoreOutputs).decode(frames)
+    data = received.scheduler_stats.kv_connector_stats
+    assert isinstance(data, dict)
+    return data
+
+
+def test_two_ranks_and_the_scheduler_are_counted_once_each(exported: Exported) -> None:
+    metrics = prom(exported)
+    metrics.observe(sent(engine_step([rank(), rank()], scheduler())))
+    metrics.observe(sent(engine_step([None, rank()], scheduler())))
+    assert exported("fetch_ok_total") == 9
+    assert exported("fetch_bytes_total") == 900
+    assert exported("io_requests_total", verb="GET", status="2xx") == 9
+    assert exported("cost_usd_total") == pytest.approx(3_600e-9)
+    assert exported("hit_tokens_bucket_total") == 96
+    assert exported("misses_total", reason="absent") == 2
+    assert exported("fetch_seconds_count") == 9
+    assert exported("fetch_seconds_sum") == pytest.approx(3 * 30.304)
+    assert exported("fetch_seconds_bucket", le="0.005") == 3
+    assert exported("fetch_seconds_bucket", le="10.0") == 6
+    assert exported("breaker", state="open") == 1, "the last value of a gauge stands"
+    assert exported("fetch_ok_total", engine="1") == 0, "engines are told apart"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_beside_other_connectors(exported: Exported, times: int) -> None:
+    """MultiConnector hands statistics through by the class's name; several of one class share."""
+    register()
+    ours = {"kv_connector": "S3KVConnector", "kv_role": "kv_both"}
+    other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_connector_extra_config={"connectors": [*[ours] * times, other]}, engine_id="e"
+        )
+    )
+    metrics = MultiConnector.build_prom_metrics(config, exported.types(), ["engine"], {0: ["0"]})
+
+    def multi(stats: S3KVStats) -> Any:
+        told = {"get_kv_connector_stats": lambda self: S3KVStats(data=dict(stats.data))}
+        children = [type("S3KVConnector", (), told)() for _ in range(times)]
+        silent = SimpleNamespace(get_kv_connector_stats=lambda: None)
+        parent: Any = SimpleNamespace(_connectors=[*children, silent])
+        return MultiConnector.get_kv_connector_stats(parent)
+
+    step = engine_step([multi(rank()), multi(rank())], multi(scheduler()))
+    data = sent(step)
+    metrics.observe(data)
+    assert exported("fetch_ok_total") == 6 * times
+    assert exported("fetch_seconds_count") == 6 * times
+    assert exported("hit_tokens_bucket_total") == 48 * times
+    rebuilt = MultiConnector.build_kv_connector_stats(data)
+    assert rebuilt is not None
+    assert rebuilt.reduce()["S3KVConnector"]["fetch_ok"] == 6 * times
+
+
+def test_what_the_log_adds_up_is_not_added_to_what_is_exported(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives one dictionary to its log, which keeps adding to it, and to Prometheus."""
+    monkeypatch.setattr(KVConnectorLogging, "__init__", lambda self: self.reset())
+    from s3kv.connectors.kv import S3KVConnector
+
+    log = KVConnectorLogging()  # type: ignore[call-arg]
+    log.connector_cls = S3KVConnector
+    metrics = prom(exported)
+    steps = [rank().to_dict(), rank().to_dict(), rank().to_dict()]
+    for data in steps:
+        log.observe(data)
+    for data in steps:
+        metrics.observe(data)
+    assert exported("fetch_ok_total") == 9
+    assert exported("fetch_seconds_count") == 9
+    said: list[str] = []
+    log.log(lambda text, *values: said.append(text % values))
+    assert "fetch_ok=9" in said[0]
+    assert "fetch_seconds_count=9, fetch_seconds_mean=10.1" in said[0]
+    assert "cost_usd=3.6e-06" in said[0]
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_series_is_there_before_anything_happens(exported: Exported, kind: str) -> None:
+    prom(exported, kind)
+    prefix = "" if kind == "kv" else "ec_"
+    for name, metric in TABLES[kind].items():
+        suffix = {"counter": "_total", "gauge": "", "histogram": "_count"}[metric.kind]
+        for key in metric.keys(name):
+            labels = dict(zip(metric.labels, labels_of(key), strict=True))
+            assert exported(f"{prefix}{name}{suffix}", **labels) == 0, key
+
+
+def test_what_is_in_no_table_is_not_exported(exported: Exported) -> None:
+    metrics = prom(exported)
+    metrics.observe({"of_a_later_version": 1, "io_requests|PATCH|2xx": 1, "fetch_ok": 1})
+    assert exported("fetch_ok_total") == 1
+
+
+def test_every_way_a_job_can_end_has_a_metric() -> None:
+    never = {"fetch_exists", "upload_missing", "upload_corrupt", "fetch_cancelled"}
+    for outcome in Outcome:
+        for job in ("fetch", "upload"):
+            name = f"{job}_{outcome.name.lower()}"
+            kv_only_at_shutdown = name == "upload_cancelled"
+            assert name in never or kv_only_at_shutdown or name in KV_METRICS, name
+            assert name in never or name in EC_METRICS, name
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_reasons_of_misses_are_those_of_the_table(kind: str) -> None:
+    assert set(MISSES.values()) == set(TABLES[kind]["misses"].labels["reason"])
+
+
+def test_counters_are_handed_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mapping[str, int]] = []
+
+    def words(counters: Mapping[str, int]) -> Mapping[str, int]:
+        asked.append(counters)
+        return counters
+
+    meter = Meter(words=words)
+    counters = {"saves": 2, "evictions": 0, "no_metric": 5}
+    assert meter.grown(counters) == {"saves": 2}
+    assert meter.grown(counters) == {}
+    assert len(asked) == 1, "nothing is looked at when nothing has changed"
+    counters["saves"] += 1
+    assert meter.grown(counters) == {"saves": 1}
+
+
+def test_gauges_are_handed_over_when_they_change() -> None:
+    gauges = Gauges()
+    assert gauges.changed({"slab_bytes|free": 8, "slab_bytes|dirty": 0}) == {
+        "slab_bytes|free": 8,
+        "slab_bytes|dirty": 0,
+    }
+    assert gauges.changed({"slab_bytes|free": 8, "slab_bytes|dirty": 0}) == {}
+    assert gauges.changed({"slab_bytes|free": 4, "slab_bytes|dirty": 4}) == {
+        "slab_bytes|free": 4,
+        "slab_bytes|dirty": 4,
+    }
+
+
+def test_encoder_statistics_add_up_the_same_way(exported: Exported) -> None:
+    metrics = prom(exported, "ec")
+    one = S3ECStats(data={"hits": 1, "load_seconds": [0.01], "breaker|closed": 1})
+    two = S3ECStats(data={"hits": 2, "load_seconds": [0.02], "io_requests|PUT|2xx": 4})
+    metrics.observe(one.aggregate(two).data)
+    assert exported("ec_hits_total") == 3
+    assert exported("ec_load_seconds_count") == 2
+    assert exported("ec_io_requests_total", verb="PUT", status="2xx") == 4
+    assert exported("ec_breaker", state="closed") == 1
+
+
+def test_tables_are_sound() -> None:
+    for table in TABLES.values():
+        for name, metric in table.items():
+            assert isinstance(metric, Metric)
+            assert name_of(name) == name, "a bar in a name would cut it short"
+            assert metric.doc.endswith("."), name
+            assert (metric.kind == "histogram") == bool(metric.buckets), name
+            assert list(metric.buckets) == sorted(metric.buckets), name

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from s3kv.config import Config
+from s3kv.connectors import kv_scheduler
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.translate import KVGeometry
 from s3kv.messages import JobEnd, JobKind, StepReport
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, Outcome
 
 
 def side(**settings: Any) -> SchedulerSide:
@@ -101,3 +102,63 @@ def test_a_request_whose_hashes_say_too_little_has_no_cache(local_tokens: int) -
     scheduler.on_finished(subject)
     scheduler.planner.check()
     assert scheduler.broken is None
+
+
+def told(scheduler: SchedulerSide) -> dict[str, Any]:
+    stats = scheduler.stats()
+    return {} if stats is None else stats.data
+
+
+def test_what_is_missed_and_what_memory_holds_is_told() -> None:
+    config = Config(bucket="bucket", recompute_gate=False)
+    scheduler = SchedulerSide(config, KVGeometry(16, 16, 32), may_load=True, may_save=True)
+    hello = [WorkerHello("n" * 32, 8, 4096), WorkerHello("n" * 32, 8, 8192)]
+    scheduler.set_workers(hello, 2)
+    slot = 4096 + 8192
+    first = told(scheduler)
+    assert first["slab_bytes|free"] == 8 * slot, "of both ranks"
+    assert (first["breaker|closed"], first["breaker|open"]) == (1, 0)
+    assert scheduler.stats() is None, "nothing has happened"
+
+    scheduler.on_new_request(request("r"))
+    assert scheduler.lookup(request("r"), 0) == (None, False)
+    asked = told(scheduler)
+    assert asked["fetches"] == 2
+    assert (asked["slab_bytes|free"], asked["slab_bytes|filling"]) == (6 * slot, 2 * slot)
+    good, bad = scheduler.plan(step()).fetches
+    assert scheduler.stats() is None
+    ends = {good: Outcome.OK, bad: Outcome.CORRUPT}
+    for _ in hello:
+        scheduler.on_output(
+            output([JobEnd(f.job_id, JobKind.FETCH, o, 9, 0.1) for f, o in ends.items()])
+        )
+    arrived = told(scheduler)
+    assert arrived["misses|corrupt"] == 1, "once, not once per rank"
+    assert "fetch_ok" not in arrived, "the ranks tell of it"
+    assert arrived["slab_bytes|clean"] == arrived["slab_pinned_bytes"] == slot
+    scheduler.on_finished(request("r"))
+    assert told(scheduler) == {"slab_pinned_bytes": 0}
+    assert scheduler.broken is None
+
+
+def test_dropped_saves_are_told_by_reason() -> None:
+    scheduler = side(max_saves_inflight=100)
+    ledger = scheduler.planner.ledger
+    for number in range(8):
+        assert ledger.plan_save(ChunkKey(0, bytes([number])), ())
+    assert not ledger.plan_save(ChunkKey(0, b"9"), ())
+    scheduler.planner.counters["saves_dropped"] += 3
+    data = told(scheduler)
+    assert data["saves_dropped|memory_full"] == 1
+    assert data["saves_dropped|inflight"] == 2
+
+
+def test_a_bug_in_telling_costs_the_cache_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = side()
+    monkeypatch.setattr(kv_scheduler, "kv_gauges", None)
+    scheduler.stats()
+    assert scheduler.broken == "_changed_gauges"
+    assert told(scheduler)["internal_errors"] == 1
+    assert "without its cache" in caplog.text

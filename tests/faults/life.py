@@ -111,6 +111,7 @@ class Life:
                 copies=SlabCopies(slab),  # type: ignore[arg-type]
                 client=client,
                 slot_bytes=rig.SLOT_BYTES,
+                block_bytes={0: 1},
                 clock=time.monotonic,
             )
             for client, slab in zip(self.clients, self.slabs, strict=True)

@@ -506,3 +506,27 @@ def test_a_drain_outlives_a_killed_parent(stubborn: StubbornServer, parent: Any)
     assert not is_gone(child)
     stubborn.go_on.set()
     until(lambda: is_gone(child), "the end of the I/O process")
+
+
+def test_what_processes_say_of_requests_adds_up_over_their_lives(
+    endpoint: str, bucket: Any, open_client: Open
+) -> None:
+    client = open_client(endpoint, prices="us-east-1/standard")
+
+    def told(request: str, count: int) -> Callable[[], bool]:
+        return lambda: not client.poll() and client.counters[f"io_requests|{request}"] == count
+
+    fetch(client, 1, 9_001)
+    ends(client, 1)
+    until(told("GET|4xx", 1), "one request")
+    first = dict(client.counters)
+    assert first["cost_usd"] == 400 + 5_000 * first["io_requests|LIST|2xx"]
+    pid = client.statistics().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: client.poll() or client.counters["io_restarts"] == 1, "another process")
+    assert client.counters["io_requests|GET|4xx"] == 1, "what the first one did stays counted"
+    fetch(client, 2, 9_002)
+    ends(client, 1)
+    until(told("GET|4xx", 2), "its request, too")
+    assert client.counters["cost_usd"] >= first["cost_usd"] + 400

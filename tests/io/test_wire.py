@@ -31,7 +31,13 @@ ups = st.lists(
             wire.Done, job_ids, st.sampled_from(Outcome), job_ids, st.floats(0, 1e6), st.text()
         ),
         st.builds(wire.Drained, st.integers(0, 9)),
-        st.builds(wire.Stats, *[st.integers(0, 9)] * 10, st.floats(0, 1e6)),
+        st.builds(
+            wire.Stats,
+            *[st.integers(0, 9)] * 10,
+            st.floats(0, 1e6),
+            st.dictionaries(st.sampled_from(["GET|2xx", "PUT|none"]), job_ids),
+            job_ids,
+        ),
         st.builds(wire.Ready, st.booleans(), st.sampled_from([None, "denied"]), st.text()),
     )
 )

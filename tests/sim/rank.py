@@ -185,6 +185,7 @@ class ByteRank:
             copies=copies,  # type: ignore[arg-type]
             client=self.client,
             slot_bytes=self._slot_bytes,
+            block_bytes={0: 1},
             clock=clock,
         )
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable
 from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.objects.traffic import Traffic
 from tests.sim.weather import CALM, Weather
 
 HANG_S = 10.0
@@ -96,6 +97,7 @@ class Connection:
 
     def __init__(self, bucket: Bucket) -> None:
         self.alive = True
+        self.traffic = Traffic()
         self.answers: defaultdict[str, list[str]] = defaultdict(list)
         """What the bucket said of each key, for the oracle, which clears it."""
         self.busy: Counter[str] = Counter()

@@ -1,7 +1,8 @@
 """What S3 asks for what a cache does there, in dollars.
 
 Prices change and differ by region, contract and store: every one of them is a field here and an
-option of `s3kv cost`. Transfer between a bucket and instances of its own region costs nothing.
+option of `s3kv cost`; the setting `prices` chooses a row for the metric `cost_usd`. Transfer
+between a bucket and instances of its own region costs nothing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,262 @@
+"""Every metric there is: what it is called, what it means, what it is divided by.
+
+One table per connector, from which the metrics are registered, sent, summed and documented
+(docs/metrics.md). An entry `name` is exported as `vllm:s3kv_<name>` (`vllm:s3kv_ec_<name>` by the
+EC connector), a counter with Prometheus' `_total` behind it.
+
+A value that travels is filed under its key: the name, and after a bar each of its labels' values in
+the order of the table, as in "io_requests|GET|2xx". How values of several ranks become one follows
+from the kind: counters add up, what a histogram observed is put together, and of a gauge the last
+value stands. Gauges are the scheduler's alone, so no two ranks ever speak of the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal, get_args
+
+from s3kv.objects.codec import Refusal
+from s3kv.objects.traffic import ANSWERS, VERBS
+from s3kv.planning.breaker import BreakerState
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+NAMESPACE = "vllm:s3kv_"
+EC_NAMESPACE = "vllm:s3kv_ec_"
+
+_WIRE_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""From a first byte within the rack to `max_wait_ms`."""
+_COPY_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """labels: each with all values it can have. buckets: upper bounds, of a histogram. scale: what
+    a value is multiplied by when it is exported; it travels as a whole number."""
+
+    doc: str
+    kind: Kind = "counter"
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+    scale: float = 1.0
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Every key that values of this metric can be filed under."""
+        return tuple("|".join((name, *values)) for values in product(*self.labels.values()))
+
+
+def name_of(key: str) -> str:
+    """The metric a value belongs to."""
+    return key.partition("|")[0]
+
+
+def labels_of(key: str) -> tuple[str, ...]:
+    """The values of its labels."""
+    return tuple(key.split("|")[1:])
+
+
+_REFUSED: Mapping[str, str] = {
+    "length": "Objects that were shorter or longer than announced",
+    "header": "Objects without a header s3kv could have written",
+    "version": "Objects of another format version",
+    "namespace": "Objects of another namespace under this one's keys",
+    "group": "Objects of another KV-cache group under this one's keys",
+    "shard": "Objects of another rank under this one's keys",
+    "block_hash": "Objects of another chunk or item under this one's key",
+    "tensors": "Objects with other tensors",
+    "algorithm": "Objects sealed in another integrity mode",
+    "digest": "Objects whose digest does not fit: damaged, or forged",
+    "quarantined": "Not asked for because the object is known to be bad",
+}
+"""What `fetch_corrupt` consists of (`codec.Refusal`), together with second readings that verified
+after all; and, outside of it, what the quarantine spared."""
+
+MISSES: Mapping[str, str] = {
+    "fetch_missing": "absent",
+    "fetches_spared": "known_absent",
+    "fetch_corrupt": "corrupt",
+    "fetch_denied": "denied",
+    "fetch_failed": "failed",
+    "fetches_without_slot": "memory_full",
+    "fetches_without_room": "memory_full",
+    "fetches_refused_by_breaker": "breaker_open",
+}
+"""The planners' counters of what was wanted and not served, and the reason they stand for."""
+
+_REASONS = tuple(dict.fromkeys(MISSES.values()))
+
+_IO: Mapping[str, Metric] = {
+    "io_requests": Metric(
+        "Requests sent to the store, by verb and by class of the answer's status; none: no answer.",
+        labels={"verb": VERBS, "status": ANSWERS},
+    ),
+    "io_retries": Metric("Requests to the store sent again after they had failed."),
+    "io_throttled": Metric("Answers of the store that asked for fewer requests."),
+    "io_window_cuts": Metric("Times the number of requests at once was made smaller."),
+    "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
+    "io_hedges_won": Metric("Of those, the ones whose second request was the faster."),
+    "io_restarts": Metric("I/O processes that died and were replaced."),
+    "io_defects": Metric("Errors inside an I/O process that nobody had foreseen: bugs of s3kv."),
+    "cost_usd": Metric(
+        "Estimated cost of the requests in US dollars, by the prices of the setting prices.",
+        scale=1e-9,
+    ),
+}
+
+_BREAKER = Metric(
+    "1 for the state the circuit breaker is in, 0 for the others.",
+    "gauge",
+    {"state": tuple(state.value for state in BreakerState)},
+)
+
+_BUGS = Metric("Bugs of s3kv that made it stop caching in this engine.")
+
+
+def _fetches(what: str, per: str) -> dict[str, Metric]:
+    return {
+        "fetches": Metric(f"{what} asked for in the bucket."),
+        "fetch_ok": Metric(f"{what} that arrived and verified{per}."),
+        "fetch_missing": Metric(f"{what} the bucket did not have{per}."),
+        "fetch_corrupt": Metric(f"Objects that were not what their key says{per}."),
+        **{f"fetch_corrupt_{r}": Metric(f"{doc}{per}.") for r, doc in _REFUSED.items()},
+        "fetch_denied": Metric(f"Fetches refused for want of permission{per}."),
+        "fetch_failed": Metric(f"Fetches that failed otherwise{per}."),
+        "fetch_cancelled": Metric(f"Fetches given up because nobody waited any more{per}."),
+        "fetch_bytes": Metric("Bytes that arrived from the bucket and verified."),
+        "fetch_seconds": Metric(
+            f"Time from the request for one of the {what.lower()} that arrived until it was "
+            f"verified, retries included, the wait for its turn not{per}.",
+            "histogram",
+            buckets=_WIRE_S,
+        ),
+        "fetches_spared": Metric(
+            f"{what} not asked for because the bucket did not have them a moment ago."
+        ),
+        "fetches_refused_by_breaker": Metric(
+            f"{what} not asked for because the store keeps failing."
+        ),
+        "misses": Metric(
+            f"{what} wanted from the bucket and not had from it, by reason, counted once for all "
+            "ranks. breaker_open and memory_full: once for each time the scheduler asks.",
+            labels={"reason": _REASONS},
+        ),
+    }
+
+
+def _uploads(per: str) -> dict[str, Metric]:
+    return {
+        "upload_ok": Metric(f"Objects written{per}."),
+        "upload_exists": Metric(f"Objects that were in the bucket already{per}."),
+        "upload_denied": Metric(f"Uploads refused for want of permission{per}."),
+        "upload_failed": Metric(f"Uploads that failed otherwise{per}."),
+        "upload_bytes": Metric("Bytes of objects written or found written."),
+        "upload_seconds": Metric(
+            f"Time from the request to write an object to the store's answer that it has it, "
+            f"retries included{per}.",
+            "histogram",
+            buckets=_WIRE_S,
+        ),
+    }
+
+
+KV_METRICS: Mapping[str, Metric] = {
+    "hit_tokens_bucket": Metric("Prompt tokens served from the bucket."),
+    "hit_tokens_host": Metric("Prompt tokens served from host memory."),
+    "prefill_tokens_per_s": Metric(
+        "Prompt tokens the engine computes per second, as measured; the assumed figure before.",
+        "gauge",
+    ),
+    **_fetches("Chunks", ", per rank"),
+    "fetches_without_slot": Metric("Chunks not asked for because host memory was full."),
+    "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of computing."),
+    "load_ok": Metric("Requests whose chunks were copied to the device, per rank."),
+    "load_bytes": Metric("Bytes copied from host memory to the device."),
+    "load_seconds": Metric(
+        "Time from the order to copy a request's chunks to the device to the step that found it "
+        "done, per rank.",
+        "histogram",
+        buckets=_COPY_S,
+    ),
+    "loads_failed": Metric("Requests whose copy to the device failed."),
+    "saves": Metric("Chunks ordered saved."),
+    "saves_dropped": Metric(
+        "Chunks not saved. inflight: max_saves_inflight were on their way to the bucket. "
+        "memory_full: every slot of host memory was in use.",
+        labels={"reason": ("inflight", "memory_full")},
+    ),
+    "save_ok": Metric("Chunks copied to host memory, per rank."),
+    "save_failed": Metric("Chunks whose copy to host memory failed, per rank."),
+    "save_bytes": Metric("Bytes copied from the device to host memory."),
+    "save_seconds": Metric(
+        "Time from the order to copy a chunk to host memory to the step that found it done, per "
+        "rank.",
+        "histogram",
+        buckets=_COPY_S,
+    ),
+    **_uploads(", per rank"),
+    "uploads_given_up": Metric("Chunks that were never uploaded, after all tries."),
+    "evictions": Metric("Chunks evicted from host memory."),
+    "slab_bytes": Metric(
+        "Host memory of all ranks by what it holds. filling: being fetched or saved. dirty: not in "
+        "the bucket yet.",
+        "gauge",
+        {"state": ("free", "filling", "clean", "dirty")},
+    ),
+    "slab_pinned_bytes": Metric(
+        "Of clean and dirty, what requests hold: not to be evicted.", "gauge"
+    ),
+    "breaker": _BREAKER,
+    **_IO,
+    "internal_errors": _BUGS,
+}
+"""What the KV connector exports. A chunk is saved and fetched by every rank, so what is counted
+"per rank" is counted once for each."""
+
+EC_METRICS: Mapping[str, Metric] = {
+    "hits": Metric("Encoder outputs loaded instead of encoded."),
+    "hit_rows": Metric("Embeddings in them."),
+    "hit_rows_bucket": Metric("Of those, the ones fetched from the bucket for the purpose."),
+    "hit_rows_host": Metric("And those that were in host memory already."),
+    "encoded": Metric("Encoder outputs that were encoded here."),
+    "encoded_rows": Metric("Embeddings in them."),
+    **_fetches("Items", ""),
+    "fetches_without_room": Metric("Items not asked for because host memory was full."),
+    "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of encoding."),
+    "load_ok": Metric("Items copied to the device."),
+    "load_bytes": Metric("Bytes copied from host memory to the device."),
+    "load_seconds": Metric(
+        "Time an item's copy to the device takes.", "histogram", buckets=_COPY_S
+    ),
+    "saves": Metric("Items ordered saved."),
+    "saves_dropped": Metric(
+        "Items not saved. memory_full: too many were on their way to the bucket (staging_bytes).",
+        labels={"reason": ("memory_full",)},
+    ),
+    "saves_unfit": Metric("Items not saved because their shape or dtype was not the one expected."),
+    "save_ok": Metric("Items copied to host memory."),
+    "save_bytes": Metric("Bytes copied from the device to host memory."),
+    "save_seconds": Metric(
+        "Time from the order to copy an item to host memory until it was there.",
+        "histogram",
+        buckets=_COPY_S,
+    ),
+    **_uploads(""),
+    "upload_cancelled": Metric("Uploads given up at shutdown."),
+    "items_too_large": Metric("Items larger than max_item_bytes or host memory."),
+    "items_untrusted": Metric("Items left alone because a client named them."),
+    "evictions": Metric("Items evicted from host memory."),
+    "slab_bytes": Metric(
+        "Host memory of the scheduler's side by what it holds. filling: being fetched.",
+        "gauge",
+        {"state": ("free", "filling", "clean")},
+    ),
+    "slab_pinned_bytes": Metric("Of clean, what requests hold: not to be evicted.", "gauge"),
+    "breaker": _BREAKER,
+    **_IO,
+    "internal_errors": _BUGS,
+}
+"""What the EC connector exports. Encoder outputs are the same on all ranks; one of them counts."""
+
+assert set(_REFUSED) == {*get_args(Refusal), "quarantined"}

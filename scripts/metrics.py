@@ -1,0 +1,68 @@
+"""docs/metrics.md: every metric of both connectors, and the prices behind one of them."""
+
+from __future__ import annotations
+
+from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE, Metric
+from s3kv.prices import AS_OF, SOURCE, TABLE, Prices
+
+_METRICS = """# Metrics
+
+vLLM's own endpoint `/metrics` shows what s3kv counts: the KV connector as `vllm:s3kv_…`, the EC
+connector (vLLM 0.32 and later) as `vllm:s3kv_ec_…`, each with vLLM's labels `model_name` and
+`engine`. The tables below are rendered from the one in `s3kv/metrics.py` that registers them.
+
+Tiers and directions are in the names: **fetch** is bucket → host memory, **load** is host memory →
+device, **save** is device → host memory, **upload** is host memory → bucket.
+
+- Counters and histograms add up over all ranks of an engine. A chunk is fetched, saved and uploaded
+  by every rank, so what is counted "per rank" counts it once for each. Gauges are the scheduler's:
+  there is one of each per engine.
+- Under `MultiConnector` nothing changes.
+- All series are there from the start, with 0.
+- Numbers move with the engine's steps, and what an I/O process says of itself (`io_…`, `cost_usd`)
+  once a second while there are steps: the metrics of an engine without requests stand still.
+- A step in which nothing has happened hands nothing over.
+
+`tests/contract/test_metrics.py` shows that nothing is counted twice on the way.
+"""
+
+_COST = """## What requests are taken to cost
+
+`cost_usd` multiplies requests by the prices that the setting `prices` names. They are Amazon's list
+prices of {as_of} (<{source}>); `none` is a price of nothing. `auto` takes the row of the bucket's
+region if there is one, that of us-east-1 for another region of AWS, and `none` for a store that is
+not AWS's. Answers of class 5xx are not billed, those of class 4xx are. Traffic between a bucket and
+machines in its region is free; what leaves the region, storage, and requests that are not the
+engine's (lifecycle rules, the command line) are not in it. `s3kv cost` makes a bill of all of them.
+
+| `prices` | 1,000 PUT or LIST | 1,000 GET or HEAD | DELETE | a GiB read | a GiB written |
+|---|---|---|---|---|---|
+{rows}
+"""
+
+
+def page() -> str:
+    """The page."""
+    sections = [_METRICS]
+    for title, namespace, table in (
+        ("The KV connector", NAMESPACE, KV_METRICS),
+        ("The EC connector", EC_NAMESPACE, EC_METRICS),
+    ):
+        lines = [f"## {title}", "", "| metric | labels | meaning |", "|---|---|---|"]
+        lines += [_metric(namespace + name, metric) for name, metric in table.items()]
+        sections.append("\n".join(lines) + "\n")
+    rows = "\n".join(f"| `{name}` | {_price(price)} |" for name, price in TABLE.items())
+    sections.append(_COST.format(as_of=AS_OF, source=SOURCE, rows=rows))
+    return "\n".join(sections)
+
+
+def _metric(name: str, metric: Metric) -> str:
+    suffix = "_total" if metric.kind == "counter" else ""
+    labels = "; ".join(f"`{label}`: {', '.join(values)}" for label, values in metric.labels.items())
+    kind = "" if metric.kind == "counter" else f" ({metric.kind})"
+    return f"| `{name}{suffix}`{kind} | {labels} | {metric.doc} |"
+
+
+def _price(price: Prices) -> str:
+    each = (price.put, price.get, 0.0, price.retrieval, price.upload)
+    return " | ".join(f"${dollars:.6f}".rstrip("0").rstrip(".") for dollars in each)

@@ -1,0 +1,91 @@
+"""What one rank counts and times of its own copies and transfers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
+from s3kv.io.wire import Done
+from s3kv.messages import FetchOrder, LoadOrder, LoadPart, SaveOrder, StepPlan
+from s3kv.types import ChunkKey, Outcome
+from s3kv.worker import RankWorker
+
+KEY = ChunkKey(0, b"k" * 32)
+
+
+class Copies:
+    def __init__(self) -> None:
+        self.ends = CopyEnds([], [])
+
+    def save(self, *order: Any) -> None:
+        """Ends when a test says so."""
+
+    load = save
+
+    def poll(self) -> CopyEnds:
+        ends, self.ends = self.ends, CopyEnds([], [])
+        return ends
+
+
+class Client:
+    def __init__(self) -> None:
+        self.ends: list[Done] = []
+
+    def fetch(self, *order: Any) -> None:
+        """Ends when a test says so."""
+
+    upload = fetch
+
+    def flush(self) -> None:
+        """Nothing is sent."""
+
+    def poll(self, linger_s: float) -> list[Done]:
+        ends, self.ends = self.ends, []
+        return ends
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.copies, self.client = Copies(), Client()
+        self.rank = RankWorker(
+            copies=self.copies,  # type: ignore[arg-type]
+            client=self.client,  # type: ignore[arg-type]
+            slot_bytes=4096,
+            block_bytes={0: 1_000},
+            clock=lambda: self.now_s,
+        )
+
+
+def test_loads_and_saves_are_timed_and_weighed() -> None:
+    rig = Rig()
+    parts = (LoadPart(0, 0, 0, (1, 2)), LoadPart(0, 1, 0, (3,)))
+    rig.rank.load([LoadOrder("good", parts), LoadOrder("bad", parts)])
+    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7))])
+    rig.now_s += 0.5
+    rig.copies.ends = CopyEnds(
+        [SavedEnd(1, True, 0.25), SavedEnd(2, False, 9.0)],
+        [LoadedEnd("good", True), LoadedEnd("bad", False)],
+    )
+    rig.rank.poll()
+    counters = rig.rank.counters
+    assert (counters["load_ok"], counters["load_bytes"]) == (1, 3_000)
+    assert (counters["save_ok"], counters["save_failed"], counters["save_bytes"]) == (1, 1, 2_000)
+    assert rig.rank.take_loaded() == ({"good", "bad"}, {"bad"})
+    assert rig.rank.take_seconds() == {"load_seconds": [0.5], "save_seconds": [0.25]}
+    assert rig.rank.take_seconds() == {}
+
+
+def test_only_transfers_that_succeed_are_timed() -> None:
+    rig = Rig()
+    fetches = tuple(FetchOrder(number, KEY, number) for number in range(1, 4))
+    rig.rank.begin(StepPlan(fetches=fetches))
+    rig.client.ends = [
+        Done(1, Outcome.OK, 4_000, 0.1, ""),
+        Done(2, Outcome.MISSING, 0, 0.2, ""),
+        Done(3, Outcome.FAILED, 0, 3.0, "the server failed"),
+    ]
+    rig.rank.poll()
+    assert rig.rank.take_seconds() == {"fetch_seconds": [0.1]}
+    assert rig.rank.counters["fetch_bytes"] == 4_000
+    assert rig.rank.counters["fetch_missing"] == rig.rank.counters["fetch_failed"] == 1
