@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import re
 
 import pytest
 
+from s3kv.cli.app import cli
+from s3kv.config import Config
 from scripts import render_docs
 
 
@@ -15,11 +18,45 @@ def test_what_follows_from_the_code_is_current(path: str) -> None:
     assert written == render_docs.documents()[path](), "run: python -m scripts.render_docs"
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    import re
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "deploy/*.md", "terraform/*.md")
+    for path in render_docs.ROOT.glob(pattern)
+)
 
-    root = render_docs.ROOT
-    for document in [*root.glob("*.md"), *root.glob("docs/**/*.md")]:
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
             if "://" not in target:
-                assert (document.parent / Path(target)).exists(), f"{document.name}: {target}"
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_every_command_shown_is_one() -> None:
+    """`s3kv COMMAND --option` anywhere in a document: command and options exist."""
+    shown = 0
+    for document in DOCUMENTS:
+        for name, rest in re.findall(r"\bs3kv ([a-z]+)((?: [^\s`|$#]+)*)", document.read_text()):
+            options = re.findall(r"--[a-z-]+", rest)
+            if name not in cli.commands:
+                assert not options, f"{document.name}: s3kv {name}{rest}"
+                continue
+            known = {o for p in cli.commands[name].params for o in (*p.opts, *p.secondary_opts)}
+            assert set(options) <= {*known, "--help"}, f"{document.name}: s3kv {name}{rest}"
+            shown += bool(options)
+    assert shown > 5
+
+
+@pytest.mark.parametrize("kind", ["kv", "ec"])
+def test_every_transfer_config_shown_is_valid(kind: str) -> None:
+    shown = [
+        json.loads(text)
+        for document in DOCUMENTS
+        for text in re.findall(
+            rf"--{kind}-transfer-config '(\{{.*?\}})'", document.read_text(), re.DOTALL
+        )
+    ]
+    assert shown
+    for transfer in shown:
+        assert transfer[f"{kind}_connector"] == f"S3{kind.upper()}Connector"
+        Config.parse(transfer[f"{kind}_connector_extra_config"])
