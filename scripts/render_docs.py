@@ -77,6 +77,9 @@ from the settings, only the tensors from its header. An object it refuses is a m
 date in its help, and need looking up before they are relied on. What it says is worked out by hand
 in `tests/cli/test_cost.py`.
 
+`warm` makes a running server compute, and so save, the prompts of a file before users ask for them;
+`tests/e2e/test_warm.py` does so on vLLM's own server and finds them in the bucket.
+
 Completion of commands and options: `eval "$(_S3KV_COMPLETE=bash_source s3kv)"` in `~/.bashrc`, the
 same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | source` for fish.
 

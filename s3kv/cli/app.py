@@ -20,6 +20,7 @@ from s3kv.cli.ls import ls
 from s3kv.cli.stat import stat
 from s3kv.cli.usage import by_age, measure
 from s3kv.cli.verify import verify
+from s3kv.cli.warm import warm
 from s3kv.config import Config
 
 
@@ -81,5 +82,5 @@ def _as_document(found: Inspection) -> dict[str, Any]:
     return document
 
 
-for command in (configure, cost, doctor, gc, ls, stat, verify):
+for command in (configure, cost, doctor, gc, ls, stat, verify, warm):
     cli.add_command(command)

@@ -39,7 +39,7 @@ class Server:
         self, model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
     ):
         (port,) = free_ports(1)
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         self._log = log
         # What `vllm serve` runs; the command itself asks for a distribution of the name "vllm",
         # and the one for CPUs has another.
@@ -77,7 +77,7 @@ class Server:
     def _get(self, path: str, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self._url + path, data=data, headers={"Content-Type": "application/json"}
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=120) as response:
