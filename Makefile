@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml scripts/install_engine.sh
 	$(BIN)/python -m pip install --quiet --editable '.[test,dev,docs]'
 	touch $@
 
-test: $(STAMP) ## all tests; ARGS="-m 'not e2e'" for those without an engine
+test: $(STAMP) ## the tests, but for those of a minute or more (`make long`); ARGS="-m 'not e2e'" for those without an engine
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 e2e: $(STAMP) ## only the tests on the real engine

@@ -89,9 +89,9 @@ def _arguments(args: ast.arguments) -> Iterator[str]:
         yield f"{ast.unparse(argument)} = {ast.unparse(default)}"
     if args.kwonlyargs:
         yield "*"
-    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        given = "" if default is None else f" = {ast.unparse(default)}"
-        yield ast.unparse(argument) + given
+    for named, value in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        given = "" if value is None else f" = {ast.unparse(value)}"
+        yield ast.unparse(named) + given
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:

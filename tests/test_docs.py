@@ -9,6 +9,7 @@ import pytest
 
 from s3kv.cli.app import cli
 from s3kv.config import Config
+from s3kv.metrics import EC_METRICS, KV_METRICS
 from scripts import render_docs
 
 
@@ -60,3 +61,19 @@ def test_every_transfer_config_shown_is_valid(kind: str) -> None:
     for transfer in shown:
         assert transfer[f"{kind}_connector"] == f"S3{kind.upper()}Connector"
         Config.parse(transfer[f"{kind}_connector_extra_config"])
+
+
+def test_every_metric_named_exists() -> None:
+    tables = (("vllm:s3kv_", KV_METRICS), ("vllm:s3kv_ec_", EC_METRICS))
+    known = {
+        f"{namespace}{name}{'_total' if metric.kind == 'counter' else ''}"
+        for namespace, table in tables
+        for name, metric in table.items()
+    }
+    named = {
+        name
+        for document in DOCUMENTS
+        for name in re.findall(r"vllm:s3kv_[a-z0-9_]*[a-z0-9]\b(?!_)", document.read_text())
+    }
+    assert len(named) > 100  # the tables of docs/metrics.md
+    assert named - known == set()
