@@ -14,18 +14,12 @@ and after them plain sockets read what each prompt has in the bucket, with no en
 (`raw`): what of the difference between `warm` and `local` is the server's and the network's.
 
 Every engine first writes to all of its KV cache, so that no page of it is touched for the first
-time while something is measured.
-
-The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded moto, which is a
-Python program and slow: figures to be compared come from a real server on the same machine.
+time while something is measured. The S3 server: `benchmarks/rig.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -36,37 +30,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.floor import Server
+from benchmarks.rig import (
+    CHUNK_TOKENS,
+    SHORT_TOKENS,
+    connector,
+    machine,
+    publish,
+    s3,
+    warm_engine,
+)
 from lab.engine import Engine
 from lab.models import FAT, build, prompts
-from lab.s3 import moto_process
 
 PROMPTS = 6
 PROMPT_TOKENS = 1_600
-CHUNK_TOKENS = 128
 SHORT_PROMPTS = 48
-SHORT_TOKENS = 100
-
-
-@contextmanager
-def s3() -> Iterator[tuple[dict[str, str], dict[str, Any], str]]:
-    """Environment, connector settings, and what to call the server."""
-    if bucket := os.environ.get("S3KV_BUCKET"):
-        url = os.environ.get("AWS_ENDPOINT_URL")
-        yield {}, {"bucket": bucket, "endpoint_url": url}, url or "AWS"
-        return
-    with moto_process() as server:
-        server.client().create_bucket(Bucket="bench")
-        yield server.env, {"bucket": "bench", "endpoint_url": server.url}, "moto"
-
-
-def connector(settings: dict[str, Any], prefix: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "S3KVConnector",
-        "kv_connector_module_path": "s3kv.connectors",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": settings
-        | {"prefix": prefix, "chunk_tokens": CHUNK_TOKENS, "host_bytes": "2GiB"},
-    }
 
 
 class Bench:
@@ -84,17 +62,9 @@ class Bench:
 
     @contextmanager
     def _engine(self, name: str, prefix: str | None) -> Iterator[Engine]:
-        engine = Engine(
-            self._model,
-            log_path=self._folder / f"{name}.log",
-            connector=connector(self._settings, prefix) if prefix else None,
-            env=self._env,
-            kv_cache_memory_bytes=2**30,
-            max_num_batched_tokens=2_048,
-        )
-        with engine:
-            engine.call("lab.memory:touch_kv_cache")
-            engine.generate(prompts(2, SHORT_TOKENS, seed=9))
+        log_path = self._folder / f"{name}.log"
+        kv_connector = connector(self._settings, prefix) if prefix else None
+        with warm_engine(self._model, log_path, kv_connector, self._env) as engine:
             yield engine
 
     def _pass(self, name: str, engine: Engine) -> None:
@@ -129,7 +99,7 @@ class Bench:
         return {
             "benchmark": "engine",
             "server": server,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "machine": machine(),
             "prompts": f"{PROMPTS} x {PROMPT_TOKENS} tokens, {FAT.kv_bytes_per_token} B/token",
             "tokens_hit_of_prompt": sorted({str(hit) for hit in self.hits}),
             "median_ms": ms,
@@ -151,10 +121,7 @@ def main() -> None:
         bench = Bench(Path(folder), env, settings)
         for _ in range(options.rounds):
             bench.round()
-        text = json.dumps(bench.result(server), indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+        publish(bench.result(server), options.json)
 
 
 if __name__ == "__main__":

@@ -11,17 +11,14 @@ The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded mot
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import CHUNK_TOKENS, connector, s3
-from lab.engine import Answer, Engine
+from benchmarks.rig import connector, machine, publish, s3, warm_engine
+from lab.engine import Answer
 from lab.models import FAT, build, prompts
 from lab.proxy import proxy
 
@@ -42,17 +39,9 @@ class Bench:
     def answers(self, name: str, url: str | None = None) -> list[Answer]:
         """One engine's. url: where it finds the bucket; None: it has no connector."""
         settings = self._settings | {"endpoint_url": url}
-        engine = Engine(
-            self._model,
-            log_path=self._folder / f"{name}.log",
-            connector=connector(settings, self._prefix) if url else None,
-            env=self._env,
-            kv_cache_memory_bytes=2**30,
-            max_num_batched_tokens=2_048,
-        )
-        with engine:
-            engine.call("lab.memory:touch_kv_cache")
-            engine.generate(prompts(2, CHUNK_TOKENS - 1, seed=9))
+        log_path = self._folder / f"{name}.log"
+        kv_connector = connector(settings, self._prefix) if url else None
+        with warm_engine(self._model, log_path, kv_connector, self._env) as engine:
             return engine.generate(self._prompts)
 
 
@@ -87,15 +76,12 @@ def main() -> None:
     result = {
         "benchmark": "slow",
         "server": server,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": machine(),
         "prompts": f"{PROMPTS} x {PROMPT_TOKENS} tokens, {FAT.kv_bytes_per_token} B/token",
         "ttft_without_ms": round(1e3 * statistics.median(a.ttft_s or 0.0 for a in without)),
         "ttft_over_no_cache_by_mib_per_s": by_speed,
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

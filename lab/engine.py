@@ -109,6 +109,7 @@ class Engine:
     in_process: True runs scheduler, worker and client in one process: up in about 8 s, and `call`
         reaches in. False starts the engine core and its worker as processes of their own, as a
         server does: about 14 s.
+    python: the interpreter, where it is to be another environment's.
     engine_args: any of vLLM's EngineArgs, over `ENGINE_ARGS`; `tensor_parallel_size=2` works on a
         CPU, with in_process=False.
     """
@@ -122,10 +123,12 @@ class Engine:
         ec_connector: Mapping[str, Any] | None = None,
         in_process: bool = True,
         env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
         start_timeout_s: float = 120.0,
         **engine_args: Any,
     ) -> None:
         self.log_path = log_path
+        self._python = python
         self._start_timeout_s = start_timeout_s
         self._settings = {
             "model": str(model),
@@ -147,7 +150,7 @@ class Engine:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lab.child"],
+                [self._python, "-m", "lab.child"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
