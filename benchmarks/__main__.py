@@ -10,10 +10,11 @@ from pathlib import Path
 
 def main() -> None:
     folder = Path(__file__).parent
-    names = sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
-    if len(sys.argv) < 2 or sys.argv[1] not in names:
-        for name in names:
-            docstring = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text())) or ""
+    programs = {p.stem: p for p in folder.glob("*.py") if not p.stem.startswith("_")}
+    programs |= {p.parent.name: p for p in folder.glob("*/__main__.py")}
+    if len(sys.argv) < 2 or sys.argv[1] not in programs:
+        for name, path in sorted(programs.items()):
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
             print(f"{name:10} {docstring.splitlines()[0]}")
         sys.exit(0 if len(sys.argv) < 2 else 2)
     del sys.argv[0]

@@ -1,0 +1,1 @@
+"""s3kv beside other connectors: `python -m benchmarks.peers`."""

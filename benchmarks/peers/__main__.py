@@ -1,0 +1,117 @@
+"""s3kv beside other connectors, on one machine, in one run: `python -m benchmarks.peers`.
+
+One request after another: prompts of 1,600 tokens, 64 KiB of KV per token, eight tokens out, the
+median over all prompts and rounds. Every round starts, in turn,
+
+    none     an engine without a connector: a cold pass, then the same prompts again, which hit the
+             engine's own prefix cache (`local`)
+
+and for each connector, in another order every round,
+
+    cold     an engine with nothing to find: computes, saves
+    warm     a new engine, which finds what `cold` has left behind
+
+    s3kv            this project
+    offloading-obj  vLLM's OffloadingConnector, tier `obj`: NIXL's S3 plugin   --nixl-python
+    offloading-fs   vLLM's OffloadingConnector, tier `fs`: files in a temporary folder, no S3
+    lmcache         LMCacheConnectorV1 in the engine's process, S3 remote      --lmcache-python
+
+A time counts only if the work was done: every pass has to give the tokens of the engine without a
+connector (a warm one those of `local`, where the hit is as long), a cold pass has to hit nothing
+and to leave every chunk behind, a warm one has to hit what `local` hits, all of it in the connector
+by the engine's own count. A pass that fails is told with what is wrong, and without a time.
+
+How to give the other connectors environments of their own, and what stands in for a GPU:
+docs/peers-benchmark.md. Whoever gets none is left out, and the result says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.floor import Server
+from benchmarks.peers import contenders
+from benchmarks.peers.bench import Bench, Make
+from benchmarks.peers.contenders import Bucket
+from benchmarks.rig import machine, publish, s3
+from lab.models import FAT, build
+from lab.s3 import S3Server
+
+VERSIONS = """
+import sys
+from importlib.metadata import packages_distributions, version
+distributions = packages_distributions()
+print(*(version(distributions[module][0]) for module in sys.argv[1:]))
+"""
+
+
+def _versions(python: str, *modules: str) -> dict[str, str]:
+    command = [python, "-c", VERSIONS, *modules]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(zip(modules, done.stdout.split(), strict=True))
+
+
+def _entered(
+    options: argparse.Namespace, folder: Path, bucket: Bucket, model: Path
+) -> tuple[list[Make], dict[str, str], dict[str, str]]:
+    """Who takes part, in which versions, and who does not and why."""
+    makes: list[Make] = [
+        lambda run: contenders.s3kv(bucket, run),
+        lambda run: contenders.offloading_fs(folder, run.replace("/", "-")),
+    ]
+    versions, left_out = _versions(sys.executable, "vllm"), {}
+    if nixl := options.nixl_python:
+        makes.append(lambda run: contenders.offloading_obj(bucket, run, nixl))
+        versions |= _versions(nixl, "nixl")
+    else:
+        left_out["offloading-obj"] = "no --nixl-python"
+    if not (options.lmcache_python and options.lmcache_host):
+        left_out["lmcache"] = "no --lmcache-python, or no --lmcache-host"
+    else:
+        lmcache = options.lmcache_python
+        makes.append(
+            lambda run: contenders.lmcache(bucket, folder, model, run.replace("/", "-"), lmcache)
+        )
+        versions |= _versions(lmcache, "lmcache")
+    return makes, versions, left_out
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="a file for the result")
+    parser.add_argument("--nixl-python", help="the interpreter of an environment with nixl")
+    parser.add_argument("--lmcache-python", help="the interpreter of an environment with lmcache")
+    parser.add_argument(
+        "--lmcache-host",
+        metavar="HOST:PORT",
+        help="under which the server answers for the bucket (virtual-host addressing)",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
+    with s3() as (env, settings, server), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        s3_server = S3Server(settings["endpoint_url"], env or dict(os.environ))
+        bucket = Bucket(s3_server, settings["bucket"], options.lmcache_host)
+        model = build(folder, FAT)
+        makes, versions, left_out = _entered(options, folder, bucket, model)
+        bench = Bench(folder, env, makes, model)
+        for _ in range(options.rounds):
+            bench.round(Server(settings["endpoint_url"], bucket.name, s3_server.env))
+        about = {"benchmark": "peers", "server": server, "machine": machine()}
+        who = {"versions": versions, "left_out": left_out}
+        publish(about | who | bench.result(), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""vLLM's OffloadingConnector with tiers, made to run where the device is the CPU.
+
+It exists because the connector refuses a CPU ("CPU Offloading is currently only supported on
+CUDA-alike and XPU GPUs"), and serves nothing but the comparison: it is no way to use the connector.
+
+Replaced, in vllm.v1.kv_offload.cpu.gpu_worker alone: streams and events, by one thread that copies
+in the order of submission, and the batched copy kernel, by memmove (which lets go of the GIL). The
+tensors of the KV cache claim to be on a GPU, because the worker asserts it.
+
+Runs untouched: the scheduler's side, lookups, the primary tier and its memory, the secondary tiers
+with their NIXL or file I/O, and all of the worker's bookkeeping. The engine's stream needs no wait:
+on a CPU the forward pass is over when it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+_COPIES = ThreadPoolExecutor(1, thread_name_prefix="copies")
+
+
+class _Stream:
+    """All work runs in one thread in order, so a stream never has anything to wait for."""
+
+    def wait_stream(self, other: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._reached_s: Future[float]
+
+    def record(self, stream: _Stream) -> None:
+        self._reached_s = _COPIES.submit(perf_counter)
+
+    def query(self) -> bool:
+        return self._reached_s.done()
+
+    def synchronize(self) -> None:
+        self._reached_s.result()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds."""
+        return 1e3 * (end._reached_s.result() - self._reached_s.result())
+
+
+class _Over:
+    """Another object with some attributes replaced."""
+
+    def __init__(self, under: Any, **replaced: Any) -> None:
+        self._under = under
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._under, name)
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor in the CPU's memory that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@contextmanager
+def _stream(stream: _Stream) -> Iterator[None]:
+    yield
+
+
+def _swap_blocks_batch(
+    src: torch.Tensor, dst: torch.Tensor, sizes: torch.Tensor, **hints: Any
+) -> None:
+    # The caller uses the tensors again once the copies are done: take the numbers out now.
+    copies = list(zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True))
+
+    def copy() -> None:
+        for to, at, nbytes in copies:
+            ctypes.memmove(to, at, nbytes)
+
+    _COPIES.submit(copy)
+
+
+gpu_worker.torch = _Over(torch, Event=_Event)
+gpu_worker.ops = _Over(gpu_worker.ops, swap_blocks_batch=_swap_blocks_batch)
+gpu_worker.current_platform = _Over(
+    current_platform, Stream=_Stream, current_stream=_Stream, stream=_stream
+)
+
+
+class TieringOnCpu(TieringOffloadingSpec):  # type: ignore[misc]
+    """For `spec_name` and `spec_module_path` in the connector's extra config."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        tensors = [
+            dataclasses.replace(one, tensor=one.tensor.as_subclass(_OnDevice))
+            for one in kv_caches.tensors
+        ]
+        return self.create_worker(dataclasses.replace(kv_caches, tensors=tensors))
