@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from s3kv.errors import ConfigError
+from s3kv.metrics import EC_NAMESPACE, NAMESPACE
 from s3kv.prices import Prices
 
 DAY_S = 86_400.0
 MONTH_S = 365 / 12 * DAY_S
 GIB = 2**30
-_PREFIX = "vllm:s3kv_"
+LABELS = ("verb", "status")
+"""Of metrics, those by which requests are told apart."""
+_BILLED = ("2xx", "4xx")
+"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/ErrorCodeBilling.html"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """What engines and bucket did in `seconds`, of all engines together.
 
-    puts, gets: requests S3 answered, and bills. bytes_new: of objects that were not there before.
+    puts, gets: requests that are billed as such. bytes_new: of objects that were not there before.
     bytes_up, bytes_down: that moved. tokens_bucket, tokens_host: prompt tokens that were not
     computed because the bucket, or host memory, had them.
     """
@@ -59,32 +63,37 @@ class Savings:
 
 
 def traffic_of_metrics(sums: Mapping[str, float], seconds: float) -> Traffic:
-    """sums: of vLLM's metrics, by name, over all engines. Raises `ConfigError` when s3kv's are not
-    among them.
+    """sums: of vLLM's metrics over all engines, requests by verb and status. Raises `ConfigError`
+    when s3kv's are not among them.
 
-    Counts what S3 answered; requests that failed are not billed. Images and the like are in it.
+    Both connectors are counted. A listing costs what a PUT does, a HEAD what a GET does.
     """
-    if not any(name.startswith(_PREFIX) for name in sums):
+    if not any(name.startswith(NAMESPACE) for name in sums):
         raise ConfigError(
-            f"there is no metric of the name {_PREFIX}… in what was given: is it the /metrics of a "
-            "vLLM server with s3kv, after its first request?"
+            f"there is no metric of the name {NAMESPACE}… in what was given: is it the "
+            "/metrics of a vLLM server with s3kv, after its first request?"
         )
 
     def total(*names: str) -> float:
-        kinds = (_PREFIX, f"{_PREFIX}ec_")
-        return sum(sums.get(f"{kind}{name}_total", 0.0) for kind in kinds for name in names)
+        kinds = (NAMESPACE, EC_NAMESPACE)
+        return sum(sums.get(f"{kind}{name}", 0.0) for kind in kinds for name in names)
 
-    written, found = total("upload_ok"), total("upload_exists")
-    bytes_up = total("upload_bytes")
+    def billed(*verbs: str) -> float:
+        return total(
+            *(f"io_requests_total|{verb}|{status}" for verb in verbs for status in _BILLED)
+        )
+
+    written, found = total("upload_ok_total"), total("upload_exists_total")
+    bytes_up = total("upload_bytes_total")
     return Traffic(
         seconds=seconds,
-        puts=written + found,
-        gets=total("fetch_ok", "fetch_missing", "fetch_corrupt", "io_hedges"),
+        puts=billed("PUT", "LIST"),
+        gets=billed("GET", "HEAD"),
         bytes_new=bytes_up * written / (written + found) if written else 0.0,
         bytes_up=bytes_up,
-        bytes_down=total("fetch_bytes"),
-        tokens_bucket=total("hit_tokens_bucket"),
-        tokens_host=total("hit_tokens_host"),
+        bytes_down=total("fetch_bytes_total"),
+        tokens_bucket=total("hit_tokens_bucket_total"),
+        tokens_host=total("hit_tokens_host_total"),
     )
 
 

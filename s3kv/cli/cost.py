@@ -19,7 +19,7 @@ from s3kv.cli import billing, show
 from s3kv.cli.billing import Part, Savings, Traffic
 from s3kv.cli.invocation import EXIT_CODES, print_json, reporting_errors
 from s3kv.cli.quantities import duration, size
-from s3kv.cli.server import fetch_text, sums_by_name
+from s3kv.cli.server import fetch_text, sums_by_key
 from s3kv.errors import ConfigError
 from s3kv.prices import Prices
 
@@ -102,7 +102,7 @@ def cost(
     """Say what the bucket costs in a month, and what the cache saves.
 
     Counts are those of running servers (--metrics) or of a simulated trace (--simulation). The
-    month is as if all of it were like the time they are of. Listings, a few a day, are left out.
+    month is as if all of it were like the time they are of.
     """
     with reporting_errors():
         if (gpu_dollars_per_hour is None) != (prefill_tokens_per_s is None):
@@ -132,7 +132,7 @@ def _traffic(
         return billing.traffic_of_simulation(run, seconds)
     # One after another they are one exposition: samples of one name are summed.
     text = "\n".join(_read(source) for source in sources)
-    return billing.traffic_of_metrics(sums_by_name(text), seconds)
+    return billing.traffic_of_metrics(sums_by_key(text, billing.LABELS), seconds)
 
 
 def _read(source: str) -> str:

@@ -6,14 +6,15 @@ import json
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
 from s3kv.errors import S3KVError
 
-_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})? (\S+)")
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _SAID_CHARS = 300
 
 
@@ -58,13 +59,19 @@ def fetch_text(url: str) -> str:
     return _fetch(urllib.request.Request(url), timeout_s=30.0)
 
 
-def sums_by_name(exposition: str) -> dict[str, float]:
-    """Samples of Prometheus's text format, summed over their labels."""
+def sums_by_key(exposition: str, labels: Sequence[str]) -> dict[str, float]:
+    """Samples of Prometheus's text format, summed over all labels but these.
+
+    A key is the metric's name, and after a bar each the values of those of `labels` that a sample
+    has, in their order.
+    """
     sums: dict[str, float] = {}
     for line in exposition.splitlines():
         sample = _SAMPLE.match(line)
         if sample is not None:
-            sums[sample[1]] = sums.get(sample[1], 0.0) + float(sample[2])
+            own = dict(_LABEL.findall(sample[2] or ""))
+            key = "|".join([sample[1], *(own[label] for label in labels if label in own)])
+            sums[key] = sums.get(key, 0.0) + float(sample[3])
     return sums
 
 

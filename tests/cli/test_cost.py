@@ -22,20 +22,25 @@ METRICS = """\
 vllm:s3kv_upload_ok_total{engine="0",model_name="a {b} \\"c\\""} 200000.0
 vllm:s3kv_upload_ok_total{engine="1",model_name="m"} 100000.0
 vllm:s3kv_upload_exists_total{engine="0",model_name="m"} 100000.0
-vllm:s3kv_upload_failed_total{engine="0",model_name="m"} 77.0
 vllm:s3kv_upload_bytes_total{engine="0",model_name="m"} 4.294967296e+11
-vllm:s3kv_fetch_ok_total{engine="0",model_name="m"} 900000.0
-vllm:s3kv_fetch_missing_total{engine="0",model_name="m"} 50000.0
-vllm:s3kv_fetch_corrupt_total{engine="0",model_name="m"} 10000.0
-vllm:s3kv_fetch_corrupt_digest_total{engine="0",model_name="m"} 10000.0
-vllm:s3kv_io_hedges_total{engine="0",model_name="m"} 30000.0
-vllm:s3kv_ec_fetch_ok_total{engine="0",model_name="m"} 10000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="PUT"} 200000.0
+vllm:s3kv_io_requests_total{engine="1",model_name="m",status="2xx",verb="PUT"} 99990.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="4xx",verb="PUT"} 100000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="5xx",verb="PUT"} 77.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="LIST"} 10.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="GET"} 930000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="4xx",verb="GET"} 50000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="none",verb="GET"} 55.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="HEAD"} 10000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="DELETE"} 5.0
+vllm:s3kv_ec_io_requests_total{engine="0",model_name="m",status="2xx",verb="GET"} 10000.0
 vllm:s3kv_fetch_bytes_total{engine="0",model_name="m"} 1.073741824e+12
 vllm:s3kv_hit_tokens_bucket_total{engine="0",model_name="m"} 2.3e+08
 vllm:s3kv_hit_tokens_host_total{engine="0",model_name="m"} 1.3e+08
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 """
-"""400,000 PUTs (300,000 new) of 400 GiB, 1,000,000 GETs of 1,000 GiB, 360 M tokens not computed."""
+"""400,000 requests at the price of a PUT (three of four new objects) of 400 GiB,
+1,000,000 at that of a GET, of 1,000 GiB; 360 M tokens not computed."""
 
 MONTH = "730h"
 
