@@ -80,6 +80,10 @@ in `tests/cli/test_cost.py`.
 `warm` makes a running server compute, and so save, the prompts of a file before users ask for them;
 `tests/e2e/test_warm.py` does so on vLLM's own server and finds them in the bucket.
 
+`bench` reads as many objects as a prompt has chunks, as many at once as a worker does, and says how
+long that took; so what it says of a prompt is measured and not inferred, but for the waits of a
+prefix of which nothing is known. The planner's own rule may stop waiting earlier.
+
 Completion of commands and options: `eval "$(_S3KV_COMPLETE=bash_source s3kv)"` in `~/.bashrc`, the
 same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | source` for fish.
 

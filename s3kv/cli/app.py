@@ -9,6 +9,7 @@ import click
 
 from s3kv import __version__
 from s3kv.cli import show
+from s3kv.cli.bench import bench
 from s3kv.cli.configure import configure
 from s3kv.cli.cost import cost
 from s3kv.cli.doctor.command import doctor
@@ -82,5 +83,5 @@ def _as_document(found: Inspection) -> dict[str, Any]:
     return document
 
 
-for command in (configure, cost, doctor, gc, ls, stat, verify, warm):
+for command in (bench, configure, cost, doctor, gc, ls, stat, verify, warm):
     cli.add_command(command)
