@@ -1,142 +1,219 @@
-"""Encoder outputs: s3kv beside vLLM's own example connector, on one machine, in one run.
+"""Encoder outputs: vLLM's own connector and this one, side by side: `python -m benchmarks.encoder`.
 
-    python -m benchmarks.encoder [--images 12] [--layers 24]
+    python -m benchmarks.encoder [--images 24] [--layers 24] [--rounds 3] [--json FILE]
 
-The same images, one after the other, in four engines: cold and warm with vLLM's ECExampleConnector
-on a local directory, cold and warm with S3ECConnector on an S3 server in a process of its own
-(moto). Warm is a new process. Told are encoder runs, the median and the slowest request, and the
-time the engine's scheduler spent in the connector's hooks, all told from inside the engine. Passes
-that schedule nothing are left out of that time: there s3kv sleeps on purpose, up to 1 ms, until
-something arrives.
+The same images, one after the other, in four engines a round: cold and warm with vLLM's
+ECExampleConnector on a local directory, cold and warm with S3ECConnector on a bucket. Cold is an
+empty directory or prefix, warm is a new process on what the cold one left. Told are
 
-What it says about your machine it does not say about another: here server, I/O process and engine
-share the cores, and the disk is a memory cache.
+    encoder runs      of all rounds together, counted in the model
+    request           milliseconds from sending to the answer, as the client sees it
+    scheduler calls   what a request costs in the connector's hooks on the thread that schedules:
+                      processor time of all calls, and wall time, the longest call and the shares
+                      of the hooks without build_connector_meta of passes that schedule nothing:
+                      there s3kv sleeps on purpose, up to 1 ms, until something arrives.
+
+The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded moto, which is a
+Python program and slow. What the figures say about your machine they do not say about another:
+here server, I/O process and engine share the cores, and the local directory is a memory cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import statistics
 import tempfile
 import time
+import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine import s3
 from lab import vision
 from lab.engine import Answer, Ask, Engine
-from lab.s3 import S3Server, moto_process
 
-BUCKET = "encoder-benchmark"
 _SCHEDULER_HOOKS = (
     "ensure_cache_available",
     "has_cache_item",
     "update_state_after_alloc",
     "build_connector_meta",
     "update_connector_output",
+    "get_ec_connector_stats",
     "request_finished",
 )
-_WATCH: dict[str, float] = {"scheduler_s": 0.0, "longest_s": 0.0, "encoder_runs": 0}
+_TEXT = [10, 11, 12]
+
+
+class _Watch:
+    """In the engine's process: what the hooks took so far."""
+
+    def __init__(self) -> None:
+        self.encoder_runs = 0
+        self.wall_s: Counter[str] = Counter()
+        self.cpu_s = 0.0
+        self.longest_s = 0.0
+
+    def timed(self, name: str, hook: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            wall_s, cpu_s = time.perf_counter(), time.thread_time()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
+                self.cpu_s += cpu_s
+                if not any(getattr(arg, "total_num_scheduled_tokens", 1) == 0 for arg in args):
+                    self.wall_s[name] += wall_s
+                    self.longest_s = max(self.longest_s, wall_s)
+
+        return timed
+
+    def counted(self, encode: Any) -> Any:
+        def counted(**kwargs: Any) -> Any:
+            self.encoder_runs += 1
+            return encode(**kwargs)
+
+        return counted
+
+
+_WATCH = _Watch()
 
 
 def watch(engine: Any) -> None:
-    """In the engine's process: count encoder runs and time the scheduler's calls."""
+    """In the engine's process: count encoder runs and time the scheduler's calls from now on."""
     connector: Any = engine.engine_core.engine_core.scheduler.ec_connector
     for name in _SCHEDULER_HOOKS:
-        setattr(connector, name, _timed(getattr(connector, name)))
-    runner = engine.model_executor.driver_worker.worker.model_runner
-    encode = runner.model.embed_multimodal
-
-    def counted(**kwargs: Any) -> Any:
-        _WATCH["encoder_runs"] += 1
-        return encode(**kwargs)
-
-    runner.model.embed_multimodal = counted
+        setattr(connector, name, _WATCH.timed(name, getattr(connector, name)))
+    model: Any = engine.model_executor.driver_worker.worker.model_runner.model
+    model.embed_multimodal = _WATCH.counted(model.embed_multimodal)
 
 
-def _timed(hook: Any) -> Any:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return hook(*args, **kwargs)
-        finally:
-            seconds = time.perf_counter() - start
-            if not any(getattr(arg, "total_num_scheduled_tokens", 1) == 0 for arg in args):
-                _WATCH["scheduler_s"] += seconds
-                _WATCH["longest_s"] = max(_WATCH["longest_s"], seconds)
-
-    return timed
-
-
-def seen(engine: Any) -> dict[str, float]:
+def seen(engine: Any) -> dict[str, Any]:
     """In the engine's process: what `watch` has seen."""
-    return _WATCH
+    return vars(_WATCH)
 
 
-def run(
-    title: str, model: Path, connector: dict[str, Any], s3: S3Server, images: int, log: Path
-) -> None:
-    # An image of this run's own: what it saves, no other finds.
-    warm_up = 10_000 + sum(title.encode())
-    engine = Engine(
-        model,
-        ec_connector=connector,
-        log_path=log,
-        env=s3.env,
-        skip_tokenizer_init=False,
-        max_model_len=1024,
-        kv_cache_memory_bytes=2**26,
-        enable_prefix_caching=False,
-    )
-    with engine:
-        # Once through everything, with an image that is not measured.
-        engine.generate([Ask([10, 11, 12], images=[warm_up], max_tokens=1)])
-        engine.call("benchmarks.encoder:watch")
-        asks = [Ask([10, 11, 12], images=[n], max_tokens=1) for n in range(images)]
-        answers = engine.generate(asks)
-        watched = engine.call("benchmarks.encoder:seen")
-    print(line(title, answers, watched), flush=True)
+class Measured:
+    """One connector, cold or warm, over all rounds."""
+
+    def __init__(self) -> None:
+        self.encoder_runs = 0
+        self.request_ms: list[float] = []
+        self.hooks_s: Counter[str] = Counter()
+        self.cpu_s = 0.0
+        self.longest_s = 0.0
+
+    def add(self, answers: list[Answer], watched: dict[str, Any]) -> None:
+        self.encoder_runs += watched["encoder_runs"]
+        self.request_ms += [1e3 * answer.seconds for answer in answers]
+        self.hooks_s.update(watched["wall_s"])
+        self.cpu_s += watched["cpu_s"]
+        self.longest_s = max(self.longest_s, watched["longest_s"])
+
+    def result(self) -> dict[str, Any]:
+        requests = len(self.request_ms)
+        return {
+            "requests": requests,
+            "encoder_runs": self.encoder_runs,
+            "request_ms": {
+                "median": round(statistics.median(self.request_ms), 1),
+                "slowest": round(max(self.request_ms), 1),
+            },
+            "scheduler_us_per_request": {
+                "wall": round(1e6 * self.hooks_s.total() / requests),
+                "processor": round(1e6 * self.cpu_s / requests),
+                "longest_call": round(1e6 * self.longest_s),
+                "by_hook": {n: round(1e6 * s / requests) for n, s in self.hooks_s.items()},
+            },
+        }
 
 
-def line(title: str, answers: list[Answer], watched: dict[str, float]) -> str:
-    times_ms = sorted(1000 * answer.seconds for answer in answers)
-    scheduler_ms = 1000 * watched["scheduler_s"] / len(answers)
-    return (
-        f"{title:24} {watched['encoder_runs']:4.0f} encoder runs   "
-        f"{statistics.median(times_ms):7.1f} ms median {times_ms[-1]:7.1f} ms slowest   "
-        f"{scheduler_ms:6.2f} ms per request in scheduler calls, "
-        f"{1000 * watched['longest_s']:.2f} ms the longest"
-    )
+class Bench:
+    def __init__(
+        self, folder: Path, env: dict[str, str], settings: dict[str, Any], layers: int, images: int
+    ) -> None:
+        self._folder = folder
+        self._env = env
+        self._settings = settings
+        self._images = images
+        self._model = vision.build(folder, encoder_layers=layers)
+        self.measured: dict[str, dict[str, Measured]] = {}
 
+    def round(self) -> None:
+        name = uuid.uuid4().hex[:8]
+        for connector in (self._example(self._folder / name), self._ours(f"bench/{name}")):
+            for state in ("cold", "warm"):
+                self._engine(connector, state)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--images", type=int, default=12)
-    parser.add_argument("--layers", type=int, default=24, help="of the vision tower")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, moto_process() as s3:
-        place = Path(name)
-        model = vision.build(place, encoder_layers=arguments.layers)
-        s3.client().create_bucket(Bucket=BUCKET)
-        example = {
+    def _example(self, folder: Path) -> dict[str, Any]:
+        return {
             "ec_connector": "ECExampleConnector",
             "ec_role": "ec_both",
-            "ec_connector_extra_config": {"shared_storage_path": str(place / "disk")},
+            "ec_connector_extra_config": {"shared_storage_path": str(folder)},
         }
-        ours = {
+
+    def _ours(self, prefix: str) -> dict[str, Any]:
+        extra = {"prefix": prefix, "host_bytes": "64MiB", "recompute_gate": False}
+        return {
             "ec_connector": "S3ECConnector",
             "ec_connector_module_path": "s3kv.connectors",
             "ec_role": "ec_both",
-            "ec_connector_extra_config": {
-                "bucket": BUCKET,
-                "endpoint_url": s3.url,
-                "host_bytes": "64MiB",
-                "recompute_gate": False,
-            },
+            "ec_connector_extra_config": self._settings | extra,
         }
-        for kind, connector in (("ECExampleConnector", example), ("S3ECConnector", ours)):
-            for state in ("cold", "warm"):
-                log = place / f"{kind}-{state}.log"
-                run(f"{kind}, {state}", model, connector, s3, arguments.images, log)
+
+    def _engine(self, connector: dict[str, Any], state: str) -> None:
+        kind = connector["ec_connector"]
+        engine = Engine(
+            self._model,
+            ec_connector=connector,
+            log_path=self._folder / f"{kind}-{state}.log",
+            env=self._env,
+            skip_tokenizer_init=False,
+            max_model_len=1024,
+            kv_cache_memory_bytes=2**26,
+            enable_prefix_caching=False,
+        )
+        # Once through everything, with an image nobody else has: what this saves no other finds.
+        warm_up = Ask(_TEXT, images=[uuid.uuid4().int % 2**31 + 1_000], max_tokens=1)
+        asks = [Ask(_TEXT, images=[n], max_tokens=1) for n in range(self._images)]
+        with engine:
+            engine.generate([warm_up])
+            engine.call("benchmarks.encoder:watch")
+            answers = engine.generate(asks)
+            watched = engine.call("benchmarks.encoder:seen")
+        by_state = self.measured.setdefault(kind, {})
+        by_state.setdefault(state, Measured()).add(answers, watched)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--images", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=24, help="of the vision tower")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with s3() as (env, settings, server), tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), env, settings, options.layers, options.images)
+        for _ in range(options.rounds):
+            bench.round()
+    result = {
+        "benchmark": "encoder",
+        "server": server,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "images": f"{options.images} a round, one per request, {options.rounds} rounds",
+        "encoder": f"{options.layers} layers",
+        "connectors": {
+            kind: {state: measured.result() for state, measured in states.items()}
+            for kind, states in bench.measured.items()
+        },
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":
