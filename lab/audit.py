@@ -73,7 +73,7 @@ def _leftover_items(engine: LLMEngine) -> dict[str, int]:
     # A worker hears nothing in steps without tokens; what has ended is taken in here instead.
     worker._take_ends()
     return {
-        "requests": len(planner._requests) + len(scheduler._items) + len(scheduler._settled),
+        "requests": len(planner._requests) + len(scheduler._asked),
         "names": len(planner._names),
         "fetches": planner.fetches_inflight,
         "pinned": sum(item.pins > 0 for _, item in planner.table.items()),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
@@ -40,9 +41,10 @@ from s3kv.metrics import EC_METRICS
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.items import SHARD
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.ec import ECPlanner, ECPlannerSettings, Wanted
+from s3kv.planning.ec import ECPlanner, ECPlannerSettings
 from s3kv.planning.encoding import EncodingPace
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.items import Wanted
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +58,19 @@ _INDEX_ITEMS = 500_000
 _BREAKER_FAILURES = 5
 _LINGER_S = 0.001
 """How long an engine that only waits for items may sleep, instead of spinning."""
+_LOOK_AFTER_S = 1.0
+"""How long the I/O process may go unheard while it has nothing to do."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request in the engine's words. items: what its features need, None where that is not for
+    the cache. computed_tokens: as of the last pass. settled: all its features need no more thought.
+    """
+
+    items: list[Wanted | None]
+    computed_tokens: int = -1
+    settled: bool = False
 
 
 class ECSchedulerSide(Guarded):
@@ -77,13 +92,11 @@ class ECSchedulerSide(Guarded):
         self._complaints = Complaints(time.monotonic)
         self._client: IoClient | None = None
         self._slab: Slab | None = None
-        self._items: dict[str, list[Wanted | None]] = {}
-        """By request: what its features need, None where that is not for the cache."""
-        self._settled: dict[str, int] = {}
-        """By request: how many of its features need no more thought."""
+        self._asked: dict[str, _Asked] = {}
         self._promised: dict[str, ItemLoad] = {}
         self._due: dict[str, ItemLoad] = {}
-        self._polled = self._was_idle = False
+        self._heard = self._was_idle = False
+        self._polled_s = 0.0
         if may_load:
             self._start()
         self.planner = self._make_planner(may_load, may_save)
@@ -161,30 +174,30 @@ class ECSchedulerSide(Guarded):
     @guarded(default=lambda: True)
     def ensure(self, request: Request, computed_tokens: int) -> bool:
         """False: not yet. Called for every request with items, in every pass."""
-        features = request.mm_features
-        if self._settled.get(request.request_id) == len(features):
+        asked = self._asked_by(request)
+        if asked.settled:
             return True
-        if not self._polled:
-            self._poll(0.0)
-        items = self._items_of(request)
+        self._hear()
+        now_s = time.monotonic()
+        if asked.computed_tokens == computed_tokens:
+            asked.settled = not self.planner.waits(request.request_id, now_s)
+            return asked.settled
+        asked.computed_tokens = computed_tokens
         needed = [
             item
-            for item, feature in zip(items, features, strict=True)
+            for item, feature in zip(asked.items, request.mm_features, strict=True)
             if item is not None
             and feature.mm_position.offset + feature.mm_position.length > computed_tokens
         ]
-        ready = self.planner.ensure(request.request_id, needed, time.monotonic())
-        self._order()
-        if ready:
-            self._settled[request.request_id] = len(features)
-        return ready
+        asked.settled = self.planner.ensure(request.request_id, needed, now_s)
+        return asked.settled
 
-    def _items_of(self, request: Request) -> list[Wanted | None]:
-        items = self._items.get(request.request_id)
-        if items is None or len(items) != len(request.mm_features):
-            items = [self._item(request, index) for index in range(len(request.mm_features))]
-            self._items[request.request_id] = items
-        return items
+    def _asked_by(self, request: Request) -> _Asked:
+        asked = self._asked.get(request.request_id)
+        if asked is None or len(asked.items) != len(request.mm_features):
+            asked = _Asked([self._item(request, n) for n in range(len(request.mm_features))])
+            self._asked[request.request_id] = asked
+        return asked
 
     def _item(self, request: Request, index: int) -> Wanted | None:
         feature = request.mm_features[index]
@@ -212,7 +225,7 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def _allocated(self, request: Request, index: int) -> None:
-        item = self._items_of(request)[index]
+        item = self._asked_by(request).items[index]
         if item is not None:
             self.planner.allocated(request.request_id, item)
 
@@ -227,7 +240,7 @@ class ECSchedulerSide(Guarded):
     def _plan(self, output: SchedulerOutput) -> ItemPlan | None:
         plan = self.planner.plan(output.free_encoder_mm_hashes)
         self._order()
-        self._polled = False
+        self._heard = False
         # Twice, because the step before may still be running when this one is planned.
         idle = output.total_num_scheduled_tokens == 0
         if idle and self._was_idle and self.planner.fetches_inflight:
@@ -244,8 +257,7 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
-        self._items.pop(request.request_id, None)
-        self._settled.pop(request.request_id, None)
+        self._asked.pop(request.request_id, None)
         self._stirred = True
         self.planner.finished(request.request_id)
         self._order()
@@ -288,6 +300,7 @@ class ECSchedulerSide(Guarded):
     # --- the I/O process -------------------------------------------------------------------
 
     def _order(self) -> None:
+        """Not before the end of the pass: to wake the I/O process costs more than all the rest."""
         if self._client is None:
             return
         for order in self.planner.take_fetches():
@@ -296,12 +309,21 @@ class ECSchedulerSide(Guarded):
             self._client.cancel(job_id)
         self._client.flush()
 
+    def _hear(self) -> None:
+        """Once a pass, if there can be news."""
+        if self._heard:
+            return
+        self._heard = True
+        if self.planner.fetches_inflight or time.monotonic() > self._polled_s + _LOOK_AFTER_S:
+            self._poll(0.0)
+
     def _poll(self, linger_s: float) -> None:
-        self._polled = True
+        self._heard = True
         if self._client is None:
             return
-        for done in self._client.poll(linger_s):
-            now_s = time.monotonic()
+        ended = self._client.poll(linger_s)
+        self._polled_s = now_s = time.monotonic()
+        for done in ended:
             if done.reason:
                 self.planner.counters[f"fetch_corrupt_{done.reason}"] += 1
             if done.outcome.is_success:

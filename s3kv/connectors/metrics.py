@@ -98,9 +98,10 @@ class Meter:
 
     def grown(self, counters: Mapping[str, int]) -> Values:
         """Costs one comparison when none has."""
-        if self._raw == counters:
+        raw = dict(counters)  # a Counter compares in Python, and is asked here every step
+        if self._raw == raw:
             return {}
-        self._raw = dict(counters)
+        self._raw = raw
         before, self._told = self._told, dict(self._words(counters))
         return {
             key: value - before.get(key, 0)

@@ -117,4 +117,4 @@ class RequestHashes:
 
 
 def names_are_hashes(names: Iterable[str]) -> bool:
-    return all(_CONTENT_HASH.fullmatch(name) is not None for name in names)
+    return all(map(_CONTENT_HASH.fullmatch, names))

@@ -10,6 +10,7 @@ an item, too, every byte of the header is known before it is compared.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from s3kv.objects.codec import ChunkFormat, Refusal
 from s3kv.objects.integrity import XXH3, Integrity
@@ -70,6 +71,7 @@ def width_of(dtype: str, rows: int, nbytes: int) -> int | None:
     return payload_bytes // row_bytes
 
 
+@lru_cache(maxsize=1024)
 def object_bytes(dtype: str, rows: int, width: int) -> int:
     """Length of the object of such an item."""
     return HEADER_BYTES + rows * width * item_bytes(dtype)

@@ -28,16 +28,12 @@ from dataclasses import dataclass, field
 
 from s3kv.host.items import Item, ItemTable
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
-from s3kv.objects.items import object_bytes, width_of
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.encoding import EncodingPace
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.items import ItemSizes, Wanted
 from s3kv.planning.pace import wait_until_s
 from s3kv.types import ChunkKey, ItemShape, Outcome
-
-_WIDEST = 8
-"""How many times wider than the model's own embeddings an encoder's output may be until the first
-one has told: some models put the features of several layers side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +49,6 @@ class ECPlannerSettings:
     steps_inflight: int
     may_load: bool
     may_save: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One item as a request needs it. `modality` only tells items of one width together."""
-
-    identifier: str
-    key: ChunkKey
-    rows: int
-    modality: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +74,9 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Request:
-    """leases: items it holds pinned, by identifier. pending: what it waits for."""
+    """leases: items it holds pinned, by identifier. pending: what it waits for. until_s: how long,
+    as of the planner's news `as_of`.
+    """
 
     asked: dict[str, Wanted] = field(default_factory=dict)
     pending: dict[ChunkKey, _Flight] = field(default_factory=dict)
@@ -97,6 +85,8 @@ class _Request:
     started_s: float = 0.0
     asked_s: float = 0.0
     arrival_s: float = 0.0
+    until_s: float = 0.0
+    as_of: int = -1
 
 
 class ECPlanner:
@@ -117,9 +107,10 @@ class ECPlanner:
         self.pace = pace
         self.counters: Counter[str] = Counter()
         self._settings = settings
-        self._widths = dict(widths or {})
+        most = min(settings.max_item_bytes, table.largest_bytes)
+        self._sizes = ItemSizes(settings.dtype, settings.width, most, widths)
         self._requests: dict[str, _Request] = {}
-        self._names: dict[str, Counter[Wanted]] = {}
+        self._names: dict[str, dict[Wanted, int]] = {}
         """By identifier: what the living requests mean by it, and how many of them."""
         self._flights: dict[ChunkKey, _Flight] = {}
         self._jobs: dict[int, _Flight] = {}
@@ -131,6 +122,8 @@ class ECPlanner:
         self._loading: deque[tuple[Item, ...]] = deque()
         self._fetch_orders: list[ItemFetch] = []
         self._cancels: list[int] = []
+        self._news = 0
+        """Counts what may change how long it is right to wait."""
 
     @property
     def fetches_inflight(self) -> int:
@@ -153,11 +146,25 @@ class ECPlanner:
         for item in wanted:
             if item.identifier not in request.asked:
                 self._ask(request_id, request, item, now_s)
-        return not request.pending or self._stops_waiting(request, request_id, now_s)
+        return not self.waits(request_id, now_s)
+
+    def waits(self, request_id: str, now_s: float) -> bool:
+        """Whether `ensure` would say False again, for a request that needs what it needed then."""
+        request = self._requests.get(request_id)
+        if request is None or not request.pending:
+            return False
+        if request.as_of != self._news:
+            request.until_s = self._until_s(request, now_s)
+            request.as_of = self._news
+        if now_s < request.until_s:
+            return True
+        self._stop_waiting(request, request_id, now_s)
+        return False
 
     def _ask(self, request_id: str, request: _Request, wanted: Wanted, now_s: float) -> None:
         request.asked[wanted.identifier] = wanted
-        self._names.setdefault(wanted.identifier, Counter())[wanted] += 1
+        meanings = self._names.setdefault(wanted.identifier, {})
+        meanings[wanted] = meanings.get(wanted, 0) + 1
         if wanted.identifier in self._on_device:
             return
         held = self.table.lookup(wanted.key)
@@ -173,6 +180,7 @@ class ECPlanner:
         request.asked_s = now_s
         request.hoped_rows += wanted.rows
         request.pending[wanted.key] = flight
+        request.as_of = -1
         flight.waiters.add(request_id)
 
     def _lease(self, request: _Request, identifier: str, item: Item) -> None:
@@ -183,7 +191,7 @@ class ECPlanner:
         if self.index.is_absent(wanted.key, now_s):
             self.counters["fetches_spared"] += 1
             return None
-        room = self._room(wanted)
+        room = self._sizes.room(wanted)
         if room is None:
             self.counters["items_too_large"] += 1
             return None
@@ -202,48 +210,36 @@ class ECPlanner:
         self._fetch_orders.append(ItemFetch(flight.job_id, wanted.key, item.span.offset, shape))
         return flight
 
-    def _room(self, wanted: Wanted) -> int | None:
-        """How long its object may be; None for an item that is too large for certain."""
-        settings = self._settings
-        most = min(settings.max_item_bytes, self.table.largest_bytes)
-        known = self._widths.get(wanted.modality)
-        least = object_bytes(settings.dtype, wanted.rows, known or settings.width)
-        if least > most:
-            return None
-        if known is not None:
-            return least
-        return min(most, object_bytes(settings.dtype, wanted.rows, _WIDEST * settings.width))
-
-    def _stops_waiting(self, request: _Request, request_id: str, now_s: float) -> bool:
-        last = max(flight.job_id for flight in request.pending.values())
-        ahead = sum(self._expected(f) for f in self._jobs.values() if f.job_id <= last)
-        missing_rows = sum(flight.wanted.rows for flight in request.pending.values())
-        until_s = wait_until_s(
+    def _until_s(self, request: _Request, now_s: float) -> float:
+        last = missing_rows = bytes_ahead = 0
+        for flight in request.pending.values():
+            last = max(last, flight.job_id)
+            missing_rows += flight.wanted.rows
+        for job_id, flight in self._jobs.items():
+            if job_id <= last:
+                bytes_ahead += self._sizes.expected(flight.wanted)
+        return wait_until_s(
             now_s=now_s,
             started_s=request.started_s,
             asked_s=request.asked_s,
             arrival_s=request.arrival_s,
-            expected_s=self.pace.fetch_s(ahead),
-            patience_s=self.pace.patience_s(ahead),
+            expected_s=self.pace.fetch_s(bytes_ahead),
+            patience_s=self.pace.patience_s(bytes_ahead),
             missing_compute_s=self.pace.encode_s(missing_rows),
             wanted_compute_s=self.pace.encode_s(request.hoped_rows),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
-        if now_s < until_s:
-            return False
+
+    def _stop_waiting(self, request: _Request, request_id: str, now_s: float) -> None:
         self.counters["deadline_cuts"] += 1
         if request.arrival_s < now_s:
             self.pace.gave_up(now_s - request.arrival_s)
+            self._news += 1
         for flight in request.pending.values():
             flight.waiters.discard(request_id)
             flight.late = True
         request.pending.clear()
-        return True
-
-    def _expected(self, flight: _Flight) -> int:
-        width = self._widths.get(flight.wanted.modality, self._settings.width)
-        return object_bytes(self._settings.dtype, flight.wanted.rows, width)
 
     def finished(self, request_id: str) -> None:
         """The request has ended, or was aborted. What nobody waits for any more is given up."""
@@ -277,8 +273,7 @@ class ECPlanner:
         item = self.table.lookup(wanted.key)
         if item is None or not item.resident:
             return None
-        width = width_of(self._settings.dtype, wanted.rows, item.nbytes)
-        assert width is not None, "a resident item was verified to have these rows"
+        width = self._sizes.width(wanted, item.nbytes)
         self.table.pin(item)
         span = item.span
         load = ItemLoad(identifier, span.offset, span.nbytes, wanted.rows, width)
@@ -346,6 +341,7 @@ class ECPlanner:
         self, job_id: int, outcome: Outcome, nbytes: int, seconds: float, now_s: float
     ) -> None:
         """A fetch has ended and nothing writes to its place any more."""
+        self._news += 1
         flight = self._jobs.pop(job_id)
         wanted, item = flight.wanted, flight.item
         del self._flights[wanted.key]
@@ -366,9 +362,7 @@ class ECPlanner:
 
     def _arrived(self, flight: _Flight, nbytes: int, seconds: float) -> None:
         wanted = flight.wanted
-        width = width_of(self._settings.dtype, wanted.rows, nbytes)
-        assert width is not None, "it was verified to have these rows"
-        self._widths.setdefault(wanted.modality, width)
+        self._sizes.arrived(wanted, nbytes)
         self.table.commit(flight.item, nbytes)
         self.index.note_present(wanted.key)
         self.counters["fetch_bytes"] += nbytes
@@ -377,7 +371,9 @@ class ECPlanner:
     def on_report(self, report: ItemReport) -> None:
         """What the workers have to tell."""
         self.counters.update(report.counters)
-        self.pace.encoded(report.encoded_rows, report.encode_seconds)
+        if report.encoded_rows:
+            self.pace.encoded(report.encoded_rows, report.encode_seconds)
+            self._news += 1
         for key in report.uploaded:
             self.index.note_present(key)
 

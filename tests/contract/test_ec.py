@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -225,6 +228,15 @@ def test_an_items_key_covers_its_size_and_the_towers_adapter(tmp_path: Path) -> 
     assert wanted(request("r", feature(), lora=nowhere), feature(), Adapters()) is None
 
 
+@pytest.mark.parametrize("identifier", [HASH, f"adapter:{HASH}", 'a "quoted\\ one', "naïve\n🖼"])
+def test_an_items_key_is_the_hash_of_canonical_json(identifier: str) -> None:
+    item = wanted(request("r"), feature(identifier, modality="vision_chunk"), None)
+    assert item is not None
+    said = {"identifier": identifier, "modality": "vision_chunk", "rows": 100, "adapter": ""}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    assert item.key.block_hash == hashlib.sha256(text.encode()).digest()
+
+
 # --- the scheduler's side --------------------------------------------------------------------
 
 
@@ -290,6 +302,57 @@ def test_a_request_that_has_all_it_needs_costs_a_dictionary_read(side: ECSchedul
     side.planner.ensure = None  # type: ignore[method-assign, assignment]
     assert side.ensure(one, 0)
     assert side.broken is None
+
+
+class Client:
+    """Writes down what it is told, in the order of the I/O client's calls."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def fetch(self, job_id: int, *rest: Any) -> None:
+        self.told.append(f"fetch {job_id}")
+
+    def cancel(self, job_id: int) -> None:
+        self.told.append(f"cancel {job_id}")
+
+    def flush(self) -> None:
+        self.told.append("flush")
+
+    def poll(self, linger_s: float) -> list[Any]:
+        self.told.append("poll")
+        return []
+
+    def take(self) -> list[str]:
+        told, self.told = self.told, []
+        return told
+
+
+def test_a_pass_speaks_to_the_io_process_once(side: ECSchedulerSide) -> None:
+    """However many requests ask, and not at all while they only wait for what was asked."""
+    side._client = client = Client()  # type: ignore[assignment]
+    side._polled_s = time.monotonic()
+    requests = [request(f"r{n}", feature(f"{n:064x}")) for n in range(3)]
+    for one in requests:
+        assert not side.ensure(one, 0)
+    assert client.take() == [], "nothing was under way, so there was nothing to hear"
+    side.plan(output())
+    assert client.take() == ["fetch 1", "fetch 2", "fetch 3", "flush"]
+    for one in requests:
+        assert not side.ensure(one, 0)
+    side.plan(output())
+    assert client.take() == ["poll", "flush"]
+    side.on_finished(requests[1])
+    assert client.take() == ["cancel 2", "flush"], "there may be no further pass"
+
+
+def test_a_prefix_that_is_gone_while_the_request_waits_is_noticed(side: ECSchedulerSide) -> None:
+    """Then it needs an item it did not need in the pass before."""
+    one = request("r", feature(HASH, offset=0), feature("cd" * 32, offset=200))
+    assert not side.ensure(one, 150)
+    assert len(side.planner.take_fetches()) == 1
+    assert not side.ensure(one, 0)
+    assert len(side.planner.take_fetches()) == 1
 
 
 def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:

@@ -8,9 +8,10 @@ from s3kv.host.items import ItemTable
 from s3kv.messages import ItemPlan
 from s3kv.objects.items import object_bytes
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.ec import ECPlanner, ECPlannerSettings, ItemFetch, Wanted
+from s3kv.planning.ec import ECPlanner, ECPlannerSettings, ItemFetch
 from s3kv.planning.encoding import EncodingPace
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.items import Wanted
 from s3kv.types import ChunkKey, Outcome
 
 WIDTH = 64

@@ -6,6 +6,7 @@ import pytest
 
 from s3kv.messages import ItemLoad, ItemReport, ItemSave
 from s3kv.objects.items import object_bytes
+from s3kv.planning.encoding import EncodingPace
 from s3kv.planning.pace import PATIENCE_S
 from s3kv.types import Outcome
 from tests.planning.ec_desk import MIB, WIDTH, Desk, nbytes, wanted
@@ -302,6 +303,33 @@ def test_without_the_gate_only_max_wait_counts() -> None:
     assert not desk.ensure("r", A)
     desk.now_s = 30.0
     assert desk.ensure("r", A)
+
+
+def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk()
+    desk.bucket |= {A.key, B.key}
+    thoughts = 0
+
+    def counted(pace: EncodingPace, nbytes: int) -> None:
+        nonlocal thoughts
+        thoughts += 1
+
+    monkeypatch.setattr(EncodingPace, "fetch_s", counted)
+    assert not desk.ensure("r", A, B)
+    for _ in range(5):
+        desk.now_s += 0.01
+        assert not desk.ensure("r", A, B)
+        assert desk.planner.waits("r", desk.now_s)
+    assert thoughts == 1
+    desk.answer()
+    assert not desk.ensure("r", A, B)
+    assert thoughts == 2
+    desk.planner.on_report(ItemReport(encoded_rows=10_000, encode_seconds=0.01))
+    assert not desk.planner.waits("r", desk.now_s), "the encoder has shown to be faster"
+    assert thoughts == 3
+    assert desk.ensure("r", A, B)
 
 
 def test_an_encoder_that_turns_out_fast_is_measured() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from s3kv.messages import ItemLoad, ItemReport
 from s3kv.objects.items import object_bytes
-from s3kv.planning.ec import Wanted
+from s3kv.planning.items import Wanted
 from s3kv.types import Outcome
 from tests.planning.ec_desk import MIB, WIDTH, Desk, wanted
 
