@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
@@ -207,11 +207,18 @@ class Child:
         """Run `module:function` with this process's LLMEngine; what it returns must be JSON."""
         if not isinstance(self._host, InlineHost):
             raise TypeError("call needs an engine with in_process=True")
-        module, _, function = target.partition(":")
-        return getattr(importlib.import_module(module), function)(self._host.engine, **kwargs)
+        return function_named(target)(self._host.engine, **kwargs)
+
+
+def function_named(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def start_host(settings: Message) -> Host:
+    if settings["prepare"] is not None:
+        function_named(settings["prepare"])()
     engine_args = dict(settings["engine_args"])
     if settings["kv_transfer_config"] is not None:
         engine_args["kv_transfer_config"] = KVTransferConfig(**settings["kv_transfer_config"])

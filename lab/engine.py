@@ -110,6 +110,7 @@ class Engine:
         reaches in. False starts the engine core and its worker as processes of their own, as a
         server does: about 14 s.
     python: the interpreter, where it is to be another environment's.
+    prepare: `module:function` to run in the engine's process before vLLM starts.
     engine_args: any of vLLM's EngineArgs, over `ENGINE_ARGS`; `tensor_parallel_size=2` works on a
         CPU, with in_process=False.
     """
@@ -122,6 +123,7 @@ class Engine:
         connector: Mapping[str, Any] | None = None,
         ec_connector: Mapping[str, Any] | None = None,
         in_process: bool = True,
+        prepare: str | None = None,
         env: Mapping[str, str] | None = None,
         python: str = sys.executable,
         start_timeout_s: float = 120.0,
@@ -135,6 +137,7 @@ class Engine:
             "kv_transfer_config": connector,
             "ec_transfer_config": ec_connector,
             "in_process": in_process,
+            "prepare": prepare,
             "engine_args": ENGINE_ARGS | engine_args,
         }
         self._env = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | dict(env or {})

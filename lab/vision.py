@@ -22,27 +22,45 @@ _WEIGHT_STD = 0.15
 _EMBEDDING_STD = 1.0
 
 
-def build(directory: Path, *, seed: int = 0, encoder_layers: int = 2) -> Path:
-    """Write the model into `directory`/blip2-<layers>-<seed> unless it is there; return that path.
+def build(
+    directory: Path,
+    *,
+    seed: int = 0,
+    encoder_layers: int = 2,
+    query_tokens: int = QUERY_TOKENS,
+    hidden: int = HIDDEN,
+) -> Path:
+    """Write the model into a folder of `directory` unless it is there; return its path.
 
     encoder_layers: of the vision tower; many make an encoder that is worth a wait.
+    query_tokens, hidden: rows and width of an item.
     """
-    path = directory / f"blip2-{encoder_layers}-{seed}"
+    path = directory / f"blip2-{encoder_layers}-{query_tokens}x{hidden}-{seed}"
     if (path / "complete").exists():
         return path
     from transformers import Blip2Config, Blip2ForConditionalGeneration
 
     path.mkdir(parents=True, exist_ok=True)
-    config = Blip2Config(**_config(encoder_layers))
+    config = Blip2Config(**_config(encoder_layers, query_tokens, hidden))
     model: Any = Blip2ForConditionalGeneration(config)
     _draw(model, seed)
     model.to(torch.bfloat16).save_pretrained(path)
-    _save_processor(path)
+    _save_processor(path, query_tokens)
     (path / "complete").touch()
     return path
 
 
-def _config(encoder_layers: int) -> dict[str, Any]:
+def allow_albums() -> None:
+    """In the engine's process, before it starts: more than one image a prompt, one after the other
+    at its beginning. vLLM allows a BLIP-2 one, which is all it was trained for; the rest of vLLM
+    does not know the difference.
+    """
+    from vllm.model_executor.models.blip2 import Blip2ProcessingInfo
+
+    Blip2ProcessingInfo.get_supported_mm_limits = lambda self: {"image": None}
+
+
+def _config(encoder_layers: int, query_tokens: int, hidden: int) -> dict[str, Any]:
     return {
         "vision_config": {
             "hidden_size": 128,
@@ -62,19 +80,19 @@ def _config(encoder_layers: int) -> dict[str, Any]:
         },
         "text_config": {
             "model_type": "opt",
-            "hidden_size": HIDDEN,
+            "hidden_size": hidden,
             "ffn_dim": 256,
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "max_position_embeddings": 1024,
             "vocab_size": _VOCABULARY,
-            "word_embed_proj_dim": HIDDEN,
+            "word_embed_proj_dim": hidden,
             "tie_word_embeddings": False,
             "bos_token_id": 2,
             "eos_token_id": 2,
             "pad_token_id": 1,
         },
-        "num_query_tokens": QUERY_TOKENS,
+        "num_query_tokens": query_tokens,
         "image_token_index": 4,
         "tie_word_embeddings": False,
     }
@@ -91,7 +109,7 @@ def _draw(model: torch.nn.Module, seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def _save_processor(path: Path) -> None:
+def _save_processor(path: Path, query_tokens: int) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -109,7 +127,7 @@ def _save_processor(path: Path) -> None:
     _write(path / "preprocessor_config.json", image | {"processor_class": "Blip2Processor"})
     _write(
         path / "processor_config.json",
-        {"processor_class": "Blip2Processor", "num_query_tokens": QUERY_TOKENS},
+        {"processor_class": "Blip2Processor", "num_query_tokens": query_tokens},
     )
 
 

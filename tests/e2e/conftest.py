@@ -19,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lab import models
+from lab import models, vision
 from lab.engine import Answer, Engine
 from lab.s3 import S3Server, moto_process
+from tests.e2e.pictures import Pictures
 
 HERE = Path(__file__).parent
 START_AND_STOP_S = 240
@@ -260,3 +261,8 @@ def shared_memory_of(process: psutil.Process) -> set[str]:
 @pytest.fixture(scope="session")
 def serve(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     return Serve(s3, tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture(scope="session")
+def pictures(s3: S3Server, models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pictures:
+    return Pictures(s3, vision.build(models_dir), tmp_path_factory.mktemp("pictures"))

@@ -2,116 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab import vision
-from lab.engine import Answer, Ask, Engine
+from lab.engine import Answer, Ask
 from lab.faults import Fault, s3_error
 from lab.proxy import proxy
 from lab.s3 import S3Server
-from s3kv.objects.items import HEADER_BYTES, ItemFormat
+from s3kv.objects.items import ItemFormat
 from s3kv.objects.keys import parse
 from s3kv.types import ItemShape
 from tests.e2e.conftest import new_bucket, patient_for, tokens
+from tests.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
 
-VISION: dict[str, Any] = {
-    "skip_tokenizer_init": False,
-    "max_model_len": 1024,
-    "kv_cache_memory_bytes": 2**26,
-    "enable_prefix_caching": False,
-}
-TEXT = [10, 11, 12, 13]
 IMAGES = list(range(1, 9))
-ITEM_BYTES = HEADER_BYTES + vision.QUERY_TOKENS * vision.HIDDEN * 2
-
-
-def ask(image: int, **more: Any) -> Ask:
-    return Ask(TEXT, images=[image], **more)
-
-
-def ec_connector(
-    s3: S3Server, bucket: str, role: str = "ec_both", **settings: Any
-) -> dict[str, Any]:
-    """Waits for every item however slow the machine is, so that hits do not depend on time."""
-    extra = {
-        "bucket": bucket,
-        "endpoint_url": s3.url,
-        "host_bytes": "16MiB",
-        "staging_bytes": "16MiB",
-        "recompute_gate": False,
-        "max_wait_ms": 100_000,
-    }
-    return {
-        "ec_connector": "S3ECConnector",
-        "ec_connector_module_path": "s3kv.connectors",
-        "ec_role": role,
-        "ec_connector_extra_config": extra | settings,
-    }
-
-
-Start = Callable[..., contextlib.AbstractContextManager[Engine]]
 
 
 @pytest.fixture(scope="module")
-def model(models_dir: Path) -> Path:
-    return vision.build(models_dir)
-
-
-@pytest.fixture(scope="module")
-def start(model: Path, s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """An engine that is audited before it is shut down: nothing may be left of its requests."""
-    logs = tmp_path_factory.mktemp("vision")
-    count = iter(range(100))
-
-    @contextlib.contextmanager
-    def start(ec: dict[str, Any] | None, **engine_args: Any) -> Iterator[Engine]:
-        log = logs / f"engine-{next(count)}.log"
-        arguments = VISION | engine_args
-        engine = Engine(model, ec_connector=ec, log_path=log, env=s3.env, **arguments)
-        with engine:
-            yield engine
-            reachable = engine_args.get("in_process", True)
-            if ec is not None and ec["ec_role"] != "ec_producer" and reachable:
-                report = engine.call("lab.audit:audit_items")
-                assert report["broken"] == [], report
-                assert not any(report["left"].values()), report
-
-    return start
-
-
-def counters(engine: Engine) -> Counter[str]:
-    metrics = engine.metrics()
-    prefix, suffix = "vllm:s3kv_ec_", "_total"
-    return Counter(
-        {
-            name[len(prefix) : -len(suffix)]: int(value)
-            for name, value in metrics.items()
-            if name.startswith(prefix) and name.endswith(suffix) and value
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def right(start: Start) -> list[Answer]:
+def right(pictures: Pictures) -> list[Answer]:
     """The answers of an engine without a connector."""
-    with start(None) as engine:
+    with pictures(None) as engine:
         answers = engine.generate([ask(image) for image in IMAGES])
     assert len({tuple(answer.tokens) for answer in answers}) > len(IMAGES) // 2, "images matter"
     return answers
 
 
 @pytest.fixture(scope="module")
-def filled(start: Start, s3: S3Server) -> Iterator[str]:
+def filled(pictures: Pictures, s3: S3Server) -> Iterator[str]:
     """A bucket with the outputs of `IMAGES`, from a process that only encodes and has ended."""
     with new_bucket(s3) as bucket:
-        with start(ec_connector(s3, bucket, "ec_producer")) as engine:
+        with pictures(ec_connector(s3, bucket, "ec_producer")) as engine:
             answers = engine.generate([ask(image, max_tokens=1) for image in IMAGES], concurrency=4)
             assert all(answer.finish_reason != "error" for answer in answers)
         # Also what was encoded last, after which the engine made no step any more.
@@ -120,10 +43,10 @@ def filled(start: Start, s3: S3Server) -> Iterator[str]:
 
 
 def test_a_new_process_encodes_nothing(
-    start: Start, s3: S3Server, filled: str, right: list[Answer]
+    pictures: Pictures, s3: S3Server, filled: str, right: list[Answer]
 ) -> None:
     """But for what a client has named: that is not believed, nor saved."""
-    with start(ec_connector(s3, filled)) as engine:
+    with pictures(ec_connector(s3, filled)) as engine:
         answers = engine.generate([ask(image) for image in IMAGES], concurrency=4)
         again = engine.generate([ask(image) for image in IMAGES])
         count = counters(engine)
@@ -160,14 +83,14 @@ def zeroed(s3: S3Server, bucket: str) -> None:
 
 
 def test_what_is_in_the_bucket_decides_about_the_tokens(
-    start: Start, s3: S3Server, filled: str, right: list[Answer]
+    pictures: Pictures, s3: S3Server, filled: str, right: list[Answer]
 ) -> None:
     """The control: with zeroed items, which verify, the tokens are others; what does not verify is
     encoded anew, and right.
     """
     with new_bucket(s3, like=filled) as bucket:
         zeroed(s3, bucket)
-        with start(ec_connector(s3, bucket, "ec_consumer", miss_ttl_s=0.0)) as engine:
+        with pictures(ec_connector(s3, bucket, "ec_consumer", miss_ttl_s=0.0)) as engine:
             answers = engine.generate([ask(image) for image in IMAGES[:4]])
             assert counters(engine)["hits"] == 4
             wrong = [a.tokens != b.tokens for a, b in zip(answers, right[:4], strict=True)]
@@ -185,12 +108,12 @@ def test_what_is_in_the_bucket_decides_about_the_tokens(
 
 
 def test_requests_for_one_image_share_a_fetch_and_aborts_leave_nothing(
-    start: Start, s3: S3Server, filled: str, right: list[Answer]
+    pictures: Pictures, s3: S3Server, filled: str, right: list[Answer]
 ) -> None:
     assert s3.url is not None
     with (
         proxy(s3.url) as slow,
-        start(ec_connector(s3, filled, endpoint_url=slow.url, hedge_percent=0.0)) as engine,
+        pictures(ec_connector(s3, filled, endpoint_url=slow.url, hedge_percent=0.0)) as engine,
     ):
         engine.generate([ask(1)])
         slow.fault(Fault(kind="delay", verbs=("GET",), seconds=3.0))
@@ -206,14 +129,14 @@ def test_requests_for_one_image_share_a_fetch_and_aborts_leave_nothing(
 
 
 def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
-    start: Start, s3: S3Server, filled: str, right: list[Answer]
+    pictures: Pictures, s3: S3Server, filled: str, right: list[Answer]
 ) -> None:
     """Slow beyond the deadline, then failing, then gone; and back again."""
     assert s3.url is not None
     settings = {"max_wait_ms": 4_000, "max_attempts": 1, "hedge_percent": 0.0}
     with (
         proxy(s3.url) as store,
-        start(ec_connector(s3, filled, endpoint_url=store.url, **settings)) as engine,
+        pictures(ec_connector(s3, filled, endpoint_url=store.url, **settings)) as engine,
     ):
         store.fault(Fault(kind="delay", verbs=("GET",), seconds=6.0))
         assert tokens(engine.generate([ask(1)])) == tokens(right[:1])
@@ -234,13 +157,13 @@ def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
 
 
 def test_ranks_in_processes_of_their_own_share_one_fetch(
-    start: Start, s3: S3Server, filled: str
+    pictures: Pictures, s3: S3Server, filled: str
 ) -> None:
     """Two tensor ranks map the scheduler's slab, and find what an engine with one rank has saved.
     Their tokens are not compared: two halves of a matrix round differently.
     """
     sizes = {"in_process": False, "tensor_parallel_size": 2}
-    with start(ec_connector(s3, filled), **sizes) as engine:
+    with pictures(ec_connector(s3, filled), **sizes) as engine:
         answers = engine.generate([ask(image) for image in IMAGES], concurrency=4)
         count = counters(engine)
     assert all(answer.finish_reason == "length" for answer in answers)
@@ -249,7 +172,7 @@ def test_ranks_in_processes_of_their_own_share_one_fetch(
 
 
 def test_keys_and_values_and_images_together(
-    start: Start, s3: S3Server, bucket: str, right: list[Answer]
+    pictures: Pictures, s3: S3Server, bucket: str, right: list[Answer]
 ) -> None:
     """Both connectors in one engine, after a restart: one prompt's prefix comes from the bucket and
     covers its image, which is then not asked for; another's image does.
@@ -257,11 +180,11 @@ def test_keys_and_values_and_images_together(
     long = Ask([20 + n % 400 for n in range(400)], images=[1])
     args = {"enable_prefix_caching": True, "connector": patient_for(s3, bucket)}
     ec = ec_connector(s3, bucket)
-    with start(ec, **args) as engine:
+    with pictures(ec, **args) as engine:
         cold = engine.generate([long, ask(2)])
         assert counters(engine)["encoded"] == 2
         engine.call("lab.audit:audit")
-    with start(ec, **args) as engine:
+    with pictures(ec, **args) as engine:
         warm = engine.generate([long, ask(2)])
         metrics, count = engine.metrics(), counters(engine)
     assert warm[1].tokens == right[1].tokens == cold[1].tokens
