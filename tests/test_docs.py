@@ -33,6 +33,16 @@ def test_links_between_documents_lead_somewhere() -> None:
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_the_readme_leads_to_every_document_and_shows_pictures() -> None:
+    readme = (render_docs.ROOT / "README.md").read_text()
+    documents = {f"docs/{path.name}" for path in (render_docs.ROOT / "docs").glob("*.md")}
+    assert documents - set(re.findall(r"\]\(([^)#]+)", readme)) == set()
+    pictures = {f"docs/pictures/{p.name}" for p in render_docs.ROOT.glob("docs/pictures/*")}
+    shown = "".join(document.read_text() for document in DOCUMENTS)
+    assert [p for p in pictures if p.removeprefix("docs/") not in shown] == []
+    assert set(re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)) & pictures
+
+
 def test_every_command_shown_is_one() -> None:
     """`s3kv COMMAND --option` anywhere in a document: command and options exist."""
     shown = 0
