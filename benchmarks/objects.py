@@ -64,10 +64,11 @@ async def ours(
             if name.startswith("put"):
                 await store.put(key, buffer, if_absent=False)
                 continue
-            nbytes = await store.get_into(key, buffer)
-            assert nbytes == OBJECT_BYTES
+            info = await store.get_into(key, buffer)
+            assert info is not None
+            assert info.nbytes == OBJECT_BYTES
             if name == "get checked":
-                assert FORMAT.check(buffer, nbytes, HASH) is None
+                assert FORMAT.check(buffer, info.nbytes, HASH) is None
 
     await store.check()
     started_s, cpu_s = perf_counter(), process_time()

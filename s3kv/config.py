@@ -134,6 +134,16 @@ class Config:
         choices=("ignore", "delete"),
     )
 
+    refresh_after_s: float = setting(
+        0.0,
+        doc="A hit on an object last written longer ago than this writes it anew in place, by a "
+        "copy within the store that nobody waits for: then rules that delete by age delete what "
+        "nobody asks for. A quarter of the bucket's expiry is about right. 0: never. Every copy is "
+        "billed as a PUT and needs s3:PutObject.",
+        kind="number",
+        minimum=0.0,
+    )
+
     model_id: str | None = setting(
         None,
         doc="Name of the weights, where instances load the same weights from different paths. "

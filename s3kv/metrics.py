@@ -97,6 +97,9 @@ _IO: Mapping[str, Metric] = {
     "io_window_cuts": Metric("Times the number of requests at once was made smaller."),
     "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
     "io_hedges_won": Metric("Of those, the ones whose second request was the faster."),
+    "io_refresh_done": Metric("Objects in use that were written anew in place."),
+    "io_refresh_failed": Metric("Objects in use that could not be written anew."),
+    "io_refresh_skipped": Metric("Objects in use that another replica wrote anew, or nobody."),
     "io_restarts": Metric("I/O processes that died and were replaced."),
     "io_defects": Metric("Errors inside an I/O process that nobody had foreseen: bugs of s3kv."),
     "cost_usd": Metric(

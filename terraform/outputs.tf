@@ -25,7 +25,7 @@ output "role_arns" {
 
 output "kv_transfer_config" {
   description = "For a writer: the value of vLLM's `--kv-transfer-config`."
-  value       = jsonencode(merge(local.kv_transfer_config, { kv_role = "kv_both" }))
+  value       = jsonencode(merge(local.kv_transfer_config, { kv_role = "kv_both", kv_connector_extra_config = local.writer_settings }))
 }
 
 output "reader_kv_transfer_config" {
@@ -35,7 +35,7 @@ output "reader_kv_transfer_config" {
 
 output "ec_transfer_config" {
   description = "For a writer: the value of vLLM's `--ec-transfer-config`."
-  value       = jsonencode(merge(local.ec_transfer_config, { ec_role = "ec_both" }))
+  value       = jsonencode(merge(local.ec_transfer_config, { ec_role = "ec_both", ec_connector_extra_config = local.writer_settings }))
 }
 
 output "reader_ec_transfer_config" {
@@ -49,6 +49,11 @@ locals {
     prefix = var.prefix
     region = local.region
   }
+  # What is used is written anew after a quarter of the days it has; not in a directory bucket.
+  refresh_after_s = var.expiration_days * 86400 / 4
+  writer_settings = merge(local.settings, {
+    for name, value in { refresh_after_s = local.refresh_after_s } : name => value if !local.express
+  })
   kv_transfer_config = {
     kv_connector              = "S3KVConnector"
     kv_connector_module_path  = "s3kv.connectors"

@@ -63,7 +63,7 @@ variable "prefix" {
 }
 
 variable "expiration_days" {
-  description = "Objects under the prefix are deleted this many days after they were last written (S3 knows nothing of reads)."
+  description = "Objects under the prefix are deleted this many days after they were last written (S3 knows nothing of reads). Writers rewrite what they use after a quarter of that."
   type        = number
   default     = 7
   nullable    = false

@@ -46,10 +46,10 @@ async def entries(store: ObjectStore, prefix: str) -> list[Entry]:
 async def entry(store: ObjectStore, namespace: keys.Namespace) -> Entry:
     """One namespace, which need not exist. Raises `StoreError`."""
     buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    nbytes = await tried(lambda: store.get_into(namespace.manifest, buffer))
-    if nbytes is None or nbytes > MAX_MANIFEST_BYTES:
+    info = await tried(lambda: store.get_into(namespace.manifest, buffer))
+    if info is None or info.nbytes > MAX_MANIFEST_BYTES:
         return Entry(namespace, {})
-    text = bytes(buffer[:nbytes])
+    text = bytes(buffer[: info.nbytes])
     if not hashlib.sha256(text).hexdigest().startswith(namespace.digest):
         return Entry(namespace, {})
     return Entry(namespace, leaves(text) or {})

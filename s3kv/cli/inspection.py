@@ -51,11 +51,11 @@ async def inspect(
     if info.nbytes > MAX_OBJECT_BYTES:
         return Inspection(key, info.nbytes, None, "length")
     buffer = memoryview(bytearray(info.nbytes))
-    nbytes = await store.get_into(key, buffer)
-    if nbytes is None:
+    came = await store.get_into(key, buffer)
+    if came is None:
         return None
-    if nbytes != info.nbytes:  # replaced between the two requests
-        return Inspection(key, nbytes, None, "length")
+    if came.nbytes != info.nbytes:  # replaced between the two requests
+        return Inspection(key, came.nbytes, None, "length")
     found = examine(config, address, key, buffer)
     if not with_statistics or found.header is None:
         return found

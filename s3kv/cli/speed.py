@@ -95,7 +95,8 @@ class Measurement:
             await self._put(f"{self._prefix}/{lane}", buffers[lane])
 
         async def get(lane: int) -> None:
-            nbytes = await self._store.get_into(f"{self._prefix}/{lane}", buffers[lane])
+            info = await self._store.get_into(f"{self._prefix}/{lane}", buffers[lane])
+            nbytes = None if info is None else info.nbytes
             _require(nbytes == self._object_bytes, f"{self._prefix}/{lane}", nbytes)
 
         written = await self._timed("PUT", put, requests, at_once, self._object_bytes)
@@ -106,7 +107,8 @@ class Measurement:
         await self._put(f"{self._prefix}/small", few)
 
         async def get_small(lane: int) -> None:
-            nbytes = await self._store.get_into(f"{self._prefix}/small", few)
+            info = await self._store.get_into(f"{self._prefix}/small", few)
+            nbytes = None if info is None else info.nbytes
             _require(nbytes == len(few), f"{self._prefix}/small", nbytes)
 
         small = await self._timed("small GET", get_small, small_requests, 1, len(few))

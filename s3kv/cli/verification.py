@@ -151,8 +151,8 @@ class Verifier:
         if info.nbytes > MAX_OBJECT_BYTES:
             return "length"
         buffer = memoryview(bytearray(info.nbytes))
-        nbytes = await tried(lambda: self._store.get_into(info.key, buffer))
-        if nbytes != info.nbytes:
+        came = await tried(lambda: self._store.get_into(info.key, buffer))
+        if came is None or came.nbytes != info.nbytes:
             return "gone"
         return examine(self._config, address, info.key, buffer).refusal
 

@@ -53,7 +53,17 @@ _SILENCE_MAX_S = 30.0
 _GRACE_S = 2.0
 """For a process to do by itself what it is expected to do: end a drain, or itself."""
 
-_COUNTED = ("retries", "throttled", "window_cuts", "hedges", "hedges_won", "defects")
+_COUNTED = (
+    "retries",
+    "throttled",
+    "window_cuts",
+    "hedges",
+    "hedges_won",
+    "refresh_done",
+    "refresh_failed",
+    "refresh_skipped",
+    "defects",
+)
 
 _ERRORS: dict[wire.Trouble, type[S3KVError]] = {
     "config": ConfigError,

@@ -81,10 +81,10 @@ async def _read_sibling(store: ObjectStore, prefix: str, name: str) -> bytes | N
 
 async def _read(store: ObjectStore, key: str) -> bytes | None:
     buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    nbytes = await store.get_into(key, buffer)
-    if nbytes is None:
+    info = await store.get_into(key, buffer)
+    if info is None:
         return None
-    return bytes(buffer[:nbytes]) if nbytes <= MAX_MANIFEST_BYTES else b""
+    return bytes(buffer[: info.nbytes]) if info.nbytes <= MAX_MANIFEST_BYTES else b""
 
 
 def leaves(text: bytes) -> dict[str, str] | None:

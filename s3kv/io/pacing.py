@@ -45,7 +45,7 @@ class PacedStore:
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         """As `ObjectStore`. A `claim` of the caller's own is asked by the request that wins."""
         self._lateness.sent()
         late_s = self._lateness.late_s
@@ -61,18 +61,18 @@ class PacedStore:
             has_place = True
             return True
 
-        async def read(winning: Claim) -> int | None:
+        async def read(winning: Claim) -> ObjectInfo | None:
             return await self._read(key, buffer, lambda: winning() and (claim is None or claim()))
 
         try:
-            nbytes, by_second = await hedged(read, late_s, may_hedge)
+            info, by_second = await hedged(read, late_s, may_hedge)
         finally:
             if has_place:
                 self._queue.give_back_spare()
         self.hedges_won += by_second
-        return nbytes
+        return info
 
-    async def _read(self, key: str, buffer: memoryview, claim: Claim | None) -> int | None:
+    async def _read(self, key: str, buffer: memoryview, claim: Claim | None) -> ObjectInfo | None:
         sent_s = _now_s()
 
         def begin() -> bool:
@@ -84,6 +84,9 @@ class PacedStore:
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
         return await self._watched(self._store.put(key, data, if_absent=if_absent))
+
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        return await self._watched(self._store.refresh(key, modified_s))
 
     async def head(self, key: str) -> ObjectInfo | None:
         return await self._watched(self._store.head(key))

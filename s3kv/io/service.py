@@ -26,12 +26,14 @@ from s3kv.io.hedging import Lateness
 from s3kv.io.jobs import Direction, Job, JobQueue
 from s3kv.io.manifest import introduce
 from s3kv.io.pacing import PacedStore
+from s3kv.io.refreshing import Refresher, RefreshRule
 from s3kv.io.transfers import End, Transfers
 from s3kv.io.window import Window
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.costs import nanodollars, prices_of
 from s3kv.objects.items import ItemFormat
 from s3kv.objects.keys import Namespace
+from s3kv.objects.sessions import zone_of
 from s3kv.objects.store import ObjectStore
 from s3kv.types import ChunkKey, Outcome
 
@@ -81,17 +83,35 @@ class Service:
         self._window = Window(config.max_inflight_requests)
         self._lateness = Lateness(config.hedge_percent)
         self._paced = PacedStore(store, self._window, self._lateness, self._queue)
+        self._refresher = self._make_refresher(rng)
         self._transfers = Transfers(
-            self._paced, config.max_attempts, rng, delete_corrupt=config.on_corrupt == "delete"
+            self._paced,
+            config.max_attempts,
+            rng,
+            delete_corrupt=config.on_corrupt == "delete",
+            refresher=self._refresher,
         )
         self._tasks: dict[int, asyncio.Task[End]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
         self._manifest = hello.manifest
         self._introducing: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
         self._started = False
         self._drain_left: int | None = None
         self._drained = asyncio.Event()
+
+    def _make_refresher(self, rng: random.Random) -> Refresher | None:
+        refresh_after_s = self._config.refresh_after_s
+        if refresh_after_s == 0:
+            return None
+        if zone_of(self._config.bucket) is not None:
+            _log.warning(
+                "refresh_after_s has no effect: objects in a directory bucket are not refreshed"
+            )
+            return None
+        rule = RefreshRule(refresh_after_s, rng)
+        return Refresher(self._store, rule, lambda: self._queue.has_spare)
 
     def start(self) -> None:
         """Try the bucket, then say `Ready` and begin with the jobs received meanwhile."""
@@ -114,12 +134,19 @@ class Service:
             return
         self._started = True
         self._start_jobs()
+        if self._refresher is not None:
+            self._refreshing = asyncio.get_running_loop().create_task(self._refresher.run())
+            self._refreshing.add_done_callback(partial(self._background_ended, "refreshing"))
         if self._manifest:
             self._introducing = asyncio.get_running_loop().create_task(self._introduce())
-            self._introducing.add_done_callback(self._introduced)
+            self._introducing.add_done_callback(
+                partial(self._background_ended, "the manifest of the namespace")
+            )
 
     async def _introduce(self) -> None:
-        """Say which namespace this is, as soon as the bucket answers."""
+        """Say which namespace this is, as soon as the bucket answers; where objects are refreshed,
+        see to it that the manifest does not expire before them."""
+        told = False
         while True:
             try:
                 said = await self._transfers.attempts(
@@ -131,14 +158,19 @@ class Service:
                 _log.warning("the manifest of the namespace cannot be looked at: %s", error)
                 return
             else:
-                _log.info("%s", said)
-                return
+                if not told:
+                    _log.info("%s", said)
+                if self._refresher is None:
+                    return
+                told = True
+                self._refresher.exists(self._namespace.manifest)
+                await asyncio.sleep(self._config.refresh_after_s)
 
-    def _introduced(self, task: asyncio.Task[None]) -> None:
+    def _background_ended(self, what: str, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._defects += 1
-            _log.error("the manifest of the namespace: %r", error, exc_info=error)
+            _log.error("%s: %r", what, error, exc_info=error)
 
     async def _try_bucket(self) -> tuple[wire.Trouble | None, str]:
         timeout_s = self._config.start_timeout_ms / 1000
@@ -259,6 +291,8 @@ class Service:
     def _drain(self, timeout_s: float) -> None:
         self._drain_left = 0
         self._queue.in_hurry = True
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         for job_id in self._queue.ids(Direction.FETCH):
             self._cancel(job_id)
         loop = asyncio.get_running_loop()
@@ -292,11 +326,16 @@ class Service:
             self._window.cuts,
             self._lateness.hedges,
             self._paced.hedges_won,
+            *self._refreshes(),
             self._defects,
             time.process_time(),
             dict(traffic.requests),
             nanodollars(prices_of(self._config, traffic), traffic),
         )
+
+    def _refreshes(self) -> tuple[int, int, int]:
+        told = self._refresher
+        return (0, 0, 0) if told is None else (told.done, told.failed, told.skipped)
 
     async def finish(self) -> None:
         """Let a drain have its time, end every task, and close the store."""
@@ -305,7 +344,8 @@ class Service:
         self._started = False
         for job_id in tuple(self._tasks):
             self._cancel(job_id)
-        background = [task for task in (self._starting, self._introducing) if task is not None]
+        tasks = (self._starting, self._introducing, self._refreshing)
+        background = [task for task in tasks if task is not None]
         for task in background:
             task.cancel()
         await asyncio.wait([*background, *self._tasks.values()], timeout=_UNWIND_TIMEOUT_S)

@@ -25,8 +25,9 @@ from typing import NamedTuple, TypeVar
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.io.jobs import Direction, Job
 from s3kv.io.quarantine import Quarantine
+from s3kv.io.refreshing import Refresher
 from s3kv.objects.codec import Refusal
-from s3kv.objects.store import ObjectStore
+from s3kv.objects.store import ObjectInfo, ObjectStore
 from s3kv.types import Outcome
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ class Transfers:
     A request that has failed is sent again here, until `Job.due_s`; in a drain an upload is, until
     `drain_until_s`. Nothing above tries again within that time, and nothing below at all.
 
-    rng: for the jitter of the backoff. delete_corrupt: `on_corrupt`. sleep: for the tests.
+    rng: for the jitter of the backoff. delete_corrupt: `on_corrupt`. refresher: is told of what
+    is in use. sleep: for the tests.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Transfers:
         rng: random.Random,
         *,
         delete_corrupt: bool = False,
+        refresher: Refresher | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.retries = 0
@@ -68,6 +71,7 @@ class Transfers:
         self._max_attempts = max_attempts
         self._rng = rng
         self._delete_corrupt = delete_corrupt
+        self._refresher = refresher
         self._quarantine = Quarantine()
         self._sleep = sleep
 
@@ -84,24 +88,26 @@ class Transfers:
         if job.key in self._quarantine:
             said = f"{job.key} is in quarantine: its object was not what its key says"
             return End(Outcome.MISSING, 0, said, "quarantined")
-        nbytes, reason = await self._read(job)
-        if nbytes is None:
+        info, reason = await self._read(job)
+        if info is None:
             return End(Outcome.MISSING, 0, f"{job.key} is not in the bucket")
         if reason is None:
-            return End(Outcome.OK, nbytes, "")
-        said = f"{job.key} ({nbytes} bytes) is not what its key says: {reason}"
+            if self._refresher is not None:
+                self._refresher.hit(info)
+            return End(Outcome.OK, info.nbytes, "")
+        said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
         if not self._delete_corrupt:
             self._quarantine.add(job.key)
             return End(Outcome.CORRUPT, 0, said, reason)
         return await self._look_again(job, said, reason)
 
-    async def _read(self, job: Job) -> tuple[int | None, Refusal | None]:
-        """The length of the object now in the buffer, and what is wrong with it."""
+    async def _read(self, job: Job) -> tuple[ObjectInfo | None, Refusal | None]:
+        """The object now in the buffer, and what is wrong with it."""
         read = partial(self._store.get_into, job.key, job.buffer)
-        nbytes = await self.attempts(read, until_s=job.due_s)
-        if nbytes is None:
+        info = await self.attempts(read, until_s=job.due_s)
+        if info is None:
             return None, None
-        return nbytes, job.format.check(job.buffer, nbytes, job.block_hash)
+        return info, job.format.check(job.buffer, info.nbytes, job.block_hash)
 
     async def _look_again(self, job: Job, said: str, reason: str) -> End:
         """Delete a bad object, unless it turns out to be good, gone or another one by now.
@@ -112,11 +118,11 @@ class Transfers:
         """
         try:
             info = await self.attempts(partial(self._store.head, job.key), until_s=job.due_s)
-            nbytes, again = await self._read(job)
-            if info is None or nbytes is None:
+            read, again = await self._read(job)
+            if info is None or read is None:
                 return End(Outcome.CORRUPT, 0, f"{said}; it is gone now", reason)
             if again is None:
-                return End(Outcome.OK, nbytes, f"{said}; a second reading was right", reason)
+                return End(Outcome.OK, read.nbytes, f"{said}; a second reading was right", reason)
             delete = partial(self._store.delete, job.key, if_etag=info.etag)
             deleted = await self.attempts(delete, until_s=job.due_s)
         except StoreError as error:
@@ -130,6 +136,8 @@ class Transfers:
         write = partial(self._store.put, job.key, job.buffer, if_absent=True)
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
+            if self._refresher is not None:
+                self._refresher.exists(job.key)
             return End(Outcome.EXISTS, 0, "")
         self._quarantine.lift(job.key)
         return End(Outcome.OK, job.nbytes, "")

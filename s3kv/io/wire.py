@@ -150,6 +150,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     retries: attempts after the first. throttled: answers that asked for fewer requests.
     window: requests that may run at once now. window_cuts: how often it has been made smaller.
     hedges: reads sent a second time because they were late. hedges_won: those that were faster.
+    refresh_done, refresh_failed, refresh_skipped: as `refreshing.Refresher` counts them.
     defects: exceptions nobody had foreseen. cpu_s: processor time of the process.
     requests: sent to the store, by "verb|answer" (`objects.traffic`). cost_nanousd: what they are
         taken to cost, in 10⁻⁹ dollars.
@@ -164,6 +165,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     window_cuts: int
     hedges: int
     hedges_won: int
+    refresh_done: int
+    refresh_failed: int
+    refresh_skipped: int
     defects: int
     cpu_s: float
     requests: dict[str, int]

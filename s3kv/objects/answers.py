@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from xml.etree import ElementTree
 
 from s3kv.errors import (
@@ -18,6 +19,7 @@ from s3kv.errors import (
     StoreUnavailable,
 )
 from s3kv.objects.exchange import Response
+from s3kv.objects.store import ObjectInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,24 @@ def read_error(body: bytes) -> Mapping[str, str]:
     if root.tag.rpartition("}")[2] != "Error":
         return {}
     return {child.tag.rpartition("}")[2]: child.text or "" for child in root}
+
+
+def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
+    """What the headers of an answer tell of an object."""
+    modified_s = _seconds(headers.get("last-modified"))
+    etag = headers.get("etag", "")
+    if modified_s is None:
+        return ObjectInfo(key, nbytes, 0.0, etag)
+    now_s = _seconds(headers.get("date"))
+    return ObjectInfo(key, nbytes, modified_s, etag, now_s and now_s - modified_s)
+
+
+def _seconds(date: str | None) -> float | None:
+    """A date of HTTP in seconds since the epoch; None for what is none."""
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return None
 
 
 def refuses_credentials(response: Response) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,7 +15,8 @@ from s3kv.objects.traffic import Traffic
 class MemoryStore:
     """A bucket in a dictionary, for tests and for saying what `ObjectStore` means.
 
-    clock: seconds since the epoch, asked once per write; an object's age is wall time.
+    clock: seconds since the epoch, asked once per write and per reading; an object's age is wall
+    time.
 
     Every method gives way to the loop once before it acts and never again after, so each acts
     atomically, as a real store does.
@@ -28,16 +30,16 @@ class MemoryStore:
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         await asyncio.sleep(0)
         found = self._objects.get(key)
         if found is None:
             return None
-        data = found[0]
+        data, info = found[0], self._told(key)
         allowed = claim is None or claim()
         if allowed and len(data) <= len(buffer):
             buffer[: len(data)] = data
-        return len(data)
+        return info
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
         await asyncio.sleep(0)
@@ -46,9 +48,16 @@ class MemoryStore:
         self._objects[key] = (bytes(data), self._clock())
         return True
 
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        await asyncio.sleep(0)
+        if key not in self._objects or self._objects[key][1] > modified_s:
+            return False
+        self._objects[key] = (self._objects[key][0], self._clock())
+        return True
+
     async def head(self, key: str) -> ObjectInfo | None:
         await asyncio.sleep(0)
-        return self._info(key) if key in self._objects else None
+        return self._told(key) if key in self._objects else None
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         await asyncio.sleep(0)
@@ -81,6 +90,10 @@ class MemoryStore:
 
     async def close(self) -> None:
         await asyncio.sleep(0)
+
+    def _told(self, key: str) -> ObjectInfo:
+        info = self._info(key)
+        return dataclasses.replace(info, age_s=self._clock() - info.modified_s)
 
     def _info(self, key: str) -> ObjectInfo:
         data, modified_s = self._objects[key]

@@ -1,9 +1,9 @@
 """`ObjectStore` on S3 and everything that speaks its protocol.
 
-Requests: GET, PUT, HEAD and DELETE of an object, ListObjectsV2, and DeleteObjects for tools. So an
-IAM policy needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket; for a directory
-bucket, which wants a session first (`sessions`), s3express:CreateSession instead. Objects are
-written with one PUT, so 5 GiB is the largest; a chunk is thousands of times smaller.
+Requests: GET, PUT, HEAD, DELETE and a copy onto itself of an object, ListObjectsV2, and for tools
+DeleteObjects. So an IAM policy needs s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket;
+for a directory bucket, which wants a session first (`sessions`), s3express:CreateSession instead.
+Objects are written with one PUT, so 5 GiB is the largest; a chunk is thousands of times smaller.
 
 Integrity of content is not this layer's: chunks carry a digest (`codec`). With the setting
 `checksum` at when_supported, a PUT also carries a CRC-32 for the server to verify.
@@ -18,8 +18,9 @@ import hashlib
 import logging
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from email.utils import parsedate_to_datetime
+from email.utils import formatdate
 from functools import partial
+from urllib.parse import quote
 
 from s3kv.config import Config
 from s3kv.errors import StoreError
@@ -28,6 +29,7 @@ from s3kv.objects.answers import (
     Call,
     error_about,
     error_of,
+    info_of,
     read_error,
     refuses_credentials,
 )
@@ -43,6 +45,9 @@ _log = logging.getLogger("s3kv.io")
 PAGE_KEYS = 1000
 """Keys per page of a listing; the most S3 gives."""
 MAX_PUT_BYTES = 5 * 2**30
+_CONTENT_TYPE = "application/octet-stream"
+_VERBS = {"GET": "LIST", "POST": "DELETE"}
+"""What requests on the bucket itself are counted as."""
 
 
 class S3Store:
@@ -75,10 +80,10 @@ class S3Store:
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         response, call = await self._send("s3:GetObject", "GET", key, into=buffer, claim=claim)
         if response.status == 200:
-            return response.nbytes
+            return info_of(key, response.nbytes, response.headers)
         if _is_no_such_key(response):
             return None
         raise error_of(response, call)
@@ -104,7 +109,7 @@ class S3Store:
         raise error_of(response, call)
 
     async def _put(self, key: str, data: memoryview, *, conditional: bool) -> tuple[Response, Call]:
-        headers = {"Content-Type": "application/octet-stream"}
+        headers = {"Content-Type": _CONTENT_TYPE}
         if conditional:
             headers["If-None-Match"] = "*"
         if self._config.checksum == "when_supported":
@@ -112,15 +117,30 @@ class S3Store:
             headers["x-amz-checksum-crc32"] = base64.b64encode(crc).decode()
         return await self._send("s3:PutObject", "PUT", key, headers=headers, body=data)
 
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        headers = {
+            "x-amz-copy-source": quote(f"/{self._config.bucket}/{key}", safe="/-_.~"),
+            # A copy onto itself has to change something. These are the headers of every object.
+            "x-amz-metadata-directive": "REPLACE",
+            "Content-Type": _CONTENT_TYPE,
+            # Not the ETag as well: with both, a right ETag would be all that counts. A second more,
+            # because servers that keep fractions tell and compare differently.
+            "x-amz-copy-source-if-unmodified-since": formatdate(modified_s + 1, usegmt=True),
+        }
+        response, call = await self._send("s3:PutObject", "PUT", key, headers=headers)
+        if response.status == 412 or _is_no_such_key(response):
+            return False
+        if _is_written(response):
+            return True
+        raise error_of(response, call)
+
     async def head(self, key: str) -> ObjectInfo | None:
         response, call = await self._send("s3:GetObject", "HEAD", key)
         if response.status == 404:  # without a body: a missing bucket looks the same
             return None
         if response.status != 200:
             raise error_of(response, call)
-        modified = parsedate_to_datetime(response.headers["last-modified"])
-        nbytes, etag = int(response.headers["content-length"]), response.headers.get("etag", "")
-        return ObjectInfo(key, nbytes, modified.timestamp(), etag)
+        return info_of(key, int(response.headers["content-length"]), response.headers)
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         headers = {"If-Match": if_etag} if if_etag else {}
@@ -215,7 +235,7 @@ class S3Store:
         sign = partial(
             endpoint.sign, method=method, key=key or "", query=query, headers=headers, body=body
         )
-        verb = method if key is not None else "LIST"
+        verb = _VERBS.get(method, method) if key is None else method
         frozen = await endpoint.credentials.frozen()
         response = await self._counted(verb, pool, sign(frozen), into, claim)
         if refuses_credentials(response) and await endpoint.credentials.differ_from(frozen):

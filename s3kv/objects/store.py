@@ -13,7 +13,7 @@ bounds them.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from s3kv.objects.traffic import Traffic
@@ -26,14 +26,17 @@ raises means nothing."""
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a HEAD or a listing tells of an object."""
+    """What a read, a HEAD or a listing tells of an object."""
 
     key: str
     nbytes: int
     modified_s: float
-    """Last write, seconds since the epoch, by the store's clock."""
+    """Last write, seconds since the epoch, by the store's clock; 0.0 when a read was not told."""
     etag: str = ""
     """What the store calls this content, quotes included; changes when the object does."""
+    age_s: float | None = field(default=None, compare=False)
+    """Time since the last write, also by the store's clock; None where it did not tell, as in a
+    listing."""
 
 
 class ObjectStore(Protocol):
@@ -46,11 +49,11 @@ class ObjectStore(Protocol):
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         """Read the whole object into the front of `buffer`, if `claim` allows it.
 
-        Returns the object's length in bytes, or None when there is no such object. When the object
-        is longer than `buffer`, returns its true length, and what `buffer` holds is undefined.
+        Returns what has been read, or None when there is no such object. When the object is longer
+        than `buffer`, its length is told as it is, and what `buffer` holds is undefined.
         An answer whose body ends before its announced length raises `StoreUnavailable`.
 
         The caller owns `buffer`. Once the coroutine has ended (returned, raised or been
@@ -63,6 +66,15 @@ class ObjectStore(Protocol):
 
         The caller leaves `data` unchanged until the coroutine has ended. After any error the
         object may or may not have been written; it is never there in part.
+        """
+        ...
+
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        """Write the object anew as it is, within the store: its age begins again.
+
+        modified_s: its last write, as the store has told. Returns False, having done nothing, when
+        it has been written since or is gone. A server that does not know this condition writes
+        whatever is there.
         """
         ...
 

@@ -168,6 +168,11 @@ run "express" {
   }
 
   assert {
+    condition     = jsondecode(output.kv_transfer_config).kv_connector_extra_config == { bucket = "cache--euw1-az1--x-s3", prefix = "s3kv", region = "eu-west-1" }
+    error_message = "in a directory bucket nothing is refreshed"
+  }
+
+  assert {
     condition     = length(jsondecode(aws_cloudwatch_dashboard.this[0].dashboard_body).widgets) == 2
     error_message = "without request metrics the dashboard must not show them"
   }

@@ -357,7 +357,7 @@ run "standard" {
       kv_connector              = "S3KVConnector"
       kv_connector_module_path  = "s3kv.connectors"
       kv_role                   = "kv_both"
-      kv_connector_extra_config = { bucket = "cache", prefix = "team/s3kv", region = "eu-west-1" }
+      kv_connector_extra_config = { bucket = "cache", prefix = "team/s3kv", region = "eu-west-1", refresh_after_s = 151200 }
     }
     error_message = "kv_transfer_config: ${output.kv_transfer_config}"
   }
@@ -367,7 +367,7 @@ run "standard" {
       ec_connector              = "S3ECConnector"
       ec_connector_module_path  = "s3kv.connectors"
       ec_role                   = "ec_both"
-      ec_connector_extra_config = { bucket = "cache", prefix = "team/s3kv", region = "eu-west-1" }
+      ec_connector_extra_config = { bucket = "cache", prefix = "team/s3kv", region = "eu-west-1", refresh_after_s = 151200 }
     }
     error_message = "ec_transfer_config: ${output.ec_transfer_config}"
   }
@@ -375,6 +375,11 @@ run "standard" {
   assert {
     condition     = jsondecode(output.reader_kv_transfer_config).kv_role == "kv_consumer" && jsondecode(output.reader_ec_transfer_config).ec_role == "ec_consumer"
     error_message = "a reader's engine must not try to save"
+  }
+
+  assert {
+    condition     = jsondecode(output.reader_kv_transfer_config).kv_connector_extra_config == { bucket = "cache", prefix = "team/s3kv", region = "eu-west-1" } && jsondecode(output.reader_ec_transfer_config).ec_connector_extra_config == { bucket = "cache", prefix = "team/s3kv", region = "eu-west-1" }
+    error_message = "a reader's engine must not try to refresh what it may not write"
   }
 }
 

@@ -152,14 +152,14 @@ async def test_all_at_once_find_their_own_bytes_and_no_others(
         for rank, other in zip(ranks, ranks[1:] + ranks[:1], strict=True):
             for block_hash in HASHES:
                 data = memoryview(bytearray(SLOT_BYTES))
-                nbytes = await store.get_into(rank.key(block_hash), data)
-                moved = data[:nbytes]
+                info = await store.get_into(rank.key(block_hash), data)
+                moved = data[: info.nbytes]
                 await store.put("moved/" + other.key(block_hash), moved, if_absent=False)
         for rank in ranks:
             for block_hash in HASHES:
                 data = memoryview(bytearray(SLOT_BYTES))
-                nbytes = await store.get_into("moved/" + rank.key(block_hash), data)
-                await store.put(rank.key(block_hash), data[:nbytes], if_absent=False)
+                info = await store.get_into("moved/" + rank.key(block_hash), data)
+                await store.put(rank.key(block_hash), data[: info.nbytes], if_absent=False)
         ended = await asyncio.gather(*(move(r, w, wire.Fetch) for r, w in pairs))
         assert {end.outcome for ends in ended for end in ends} == {Outcome.CORRUPT}
         reasons = {end.reason for ends in ended for end in ends}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -57,7 +58,9 @@ def test_what_it_prints_for_vllm_is_what_s3kv_reads(
     assert config.bucket == ("cache--euw1-az1--x-s3" if run == "express" else "cache")
     assert config.prefix == ("team/s3kv" if run == "standard" else "s3kv")
     assert config.region == "eu-west-1"
-    assert transfer_config(plans[run], cache, reader=True) == (f"{cache}_consumer", config)
+    assert config.refresh_after_s == (0 if run == "express" else 7 * 86400 / 4)
+    reader = dataclasses.replace(config, refresh_after_s=0.0)
+    assert transfer_config(plans[run], cache, reader=True) == (f"{cache}_consumer", reader)
 
 
 @pytest.mark.parametrize("cache", ["kv", "ec"])

@@ -43,17 +43,17 @@ class Bucket(MemoryStore):
 
     async def held(self) -> bytes | None:
         buffer = memoryview(bytearray(2**20))
-        nbytes = await super().get_into(KEY, buffer)
-        return None if nbytes is None else bytes(buffer[:nbytes])
+        info = await super().get_into(KEY, buffer)
+        return None if info is None else bytes(buffer[: info.nbytes])
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         self.asked["get"] += 1
         if self.lies:
             lie = self.lies.pop(0)
             buffer[: len(lie)] = lie[: len(buffer)]
-            return len(lie)
+            return ObjectInfo(key, len(lie), 0.0)
         return await super().get_into(key, buffer, claim)
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:

@@ -13,7 +13,7 @@ from s3kv.io.jobs import JobQueue
 from s3kv.io.pacing import PacedStore
 from s3kv.io.window import Window
 from s3kv.objects.memory import MemoryStore
-from s3kv.objects.store import Claim
+from s3kv.objects.store import Claim, ObjectInfo
 
 Play = Callable[[Claim], Awaitable[int]]
 
@@ -215,7 +215,7 @@ class LateStore(MemoryStore):
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         self.asked.append(key)
         if self.asked.count(key) == 1:
             await asyncio.Event().wait()
@@ -232,7 +232,9 @@ async def test_a_second_request_has_a_place_of_its_own() -> None:
     queue = JobQueue(2, 2**20)
     store, late = await paced(queue, Window(2))
     buffer = memoryview(bytearray(4))
-    assert await asyncio.wait_for(store.get_into("k", buffer), 5) == 4
+    info = await asyncio.wait_for(store.get_into("k", buffer), 5)
+    assert info is not None
+    assert info.nbytes == 4
     assert bytes(buffer) == b"here"
     assert (late.asked, queue.running, store.hedges_won) == (["k", "k"], 0, 1)
 

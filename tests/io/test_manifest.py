@@ -17,7 +17,7 @@ from s3kv.io import wire
 from s3kv.io.manifest import MAX_MANIFEST_BYTES, introduce
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.objects.memory import MemoryStore
-from s3kv.objects.store import Claim
+from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.io import rig
 from tests.io.rig import served
@@ -43,8 +43,8 @@ async def meet(store: MemoryStore, fingerprint: dict[str, Any]) -> str:
 
 async def read(store: MemoryStore, key: str) -> bytes | None:
     buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    nbytes = await store.get_into(key, buffer)
-    return None if nbytes is None else bytes(buffer[:nbytes])
+    info = await store.get_into(key, buffer)
+    return None if info is None else bytes(buffer[: info.nbytes])
 
 
 async def test_the_first_writes_it_and_the_second_knows_it() -> None:
@@ -133,7 +133,7 @@ async def test_many_siblings_are_read_up_to_a_limit() -> None:
 
         async def get_into(
             self, key: str, buffer: memoryview, claim: Claim | None = None
-        ) -> int | None:
+        ) -> ObjectInfo | None:
             self.reads += 1
             return await super().get_into(key, buffer, claim)
 
@@ -174,7 +174,7 @@ async def test_nobody_waits_for_it(slab: Slab) -> None:
 
         async def get_into(
             self, key: str, buffer: memoryview, claim: Claim | None = None
-        ) -> int | None:
+        ) -> ObjectInfo | None:
             if key == rig.NAMESPACE.manifest:
                 self.asked.set()
                 await asyncio.Event().wait()
@@ -203,7 +203,7 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
 
         async def get_into(
             self, key: str, buffer: memoryview, claim: Claim | None = None
-        ) -> int | None:
+        ) -> ObjectInfo | None:
             if self.failures:
                 self.failures -= 1
                 raise StoreUnavailable("refused")
@@ -231,7 +231,7 @@ async def test_a_bucket_that_may_not_be_read_is_said_and_served(
     class Denied(MemoryStore):
         async def get_into(
             self, key: str, buffer: memoryview, claim: Claim | None = None
-        ) -> int | None:
+        ) -> ObjectInfo | None:
             raise StoreDenied("s3:GetObject on arn:aws:s3:::bkt")
 
     async with served(lambda _: Denied(), slab) as (worker, _):

@@ -12,7 +12,7 @@ from s3kv.errors import ConfigError, StoreDenied, StoreError, StoreMissing, Stor
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects.memory import MemoryStore
-from s3kv.objects.store import Claim
+from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.io import rig
 from tests.io.rig import Worker, served
@@ -47,7 +47,7 @@ class GatedStore(MemoryStore):
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         self.begun.append(("get", key))
         buffer[:4] = b"part"
         try:
@@ -79,7 +79,7 @@ class FailingStore(MemoryStore):
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         self._fail()
         return await super().get_into(key, buffer, claim)
 

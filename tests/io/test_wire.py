@@ -33,7 +33,7 @@ ups = st.lists(
         st.builds(wire.Drained, st.integers(0, 9)),
         st.builds(
             wire.Stats,
-            *[st.integers(0, 9)] * 10,
+            *[st.integers(0, 9)] * 13,
             st.floats(0, 1e6),
             st.dictionaries(st.sampled_from(["GET|2xx", "PUT|none"]), job_ids),
             job_ids,

@@ -36,12 +36,13 @@ def pattern(nbytes: int, seed: int) -> memoryview:
 
 async def fetch(store: BulkStore, key: str, room: int = 2**16) -> bytes | None:
     buffer = memoryview(bytearray(room))
-    nbytes = await store.get_into(key, buffer)
-    return None if nbytes is None else bytes(buffer[:nbytes])
+    info = await store.get_into(key, buffer)
+    return None if info is None else bytes(buffer[: info.nbytes])
 
 
 class ObjectStoreSuite:
     conditional_deletes = True
+    conditional_copies = True
     conditional_batches = True
     """Whether that goes for deleting many at once, too."""
 
@@ -69,14 +70,14 @@ class ObjectStoreSuite:
     ) -> None:
         await store.put(root + "k", pattern(3000, 1), if_absent=False)
         buffer = memoryview(bytearray(b"\xee" * 5000))
-        assert await store.get_into(root + "k", buffer) == 3000
+        assert (await store.get_into(root + "k", buffer)).nbytes == 3000
         assert buffer[:3000] == pattern(3000, 1)
         assert bytes(buffer[3000:]) == b"\xee" * 2000
 
     async def test_buffer_too_small_tells_the_length(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(300_000, 1), if_absent=False)
         memory = bytearray(b"\xee" * 2000)
-        assert await store.get_into(root + "k", memoryview(memory)[:1000]) == 300_000
+        assert (await store.get_into(root + "k", memoryview(memory)[:1000])).nbytes == 300_000
         assert memory[1000:] == b"\xee" * 1000
         assert await fetch(store, root + "k", room=300_000) == bytes(pattern(300_000, 1))
 
@@ -104,6 +105,39 @@ class ObjectStoreSuite:
         )
         assert won.count(True) == 1
         assert await fetch(store, root + "k") == bytes(pattern(5000, won.index(True)))
+
+    async def test_a_read_tells_what_a_head_tells(self, store: BulkStore, root: str) -> None:
+        await store.put(root + "k", pattern(100, 1), if_absent=True)
+        read = await store.get_into(root + "k", memoryview(bytearray(100)))
+        head = await store.head(root + "k")
+        assert read is not None
+        assert read == head
+        for info in (read, head):
+            assert 0 <= info.age_s < 60
+
+    async def test_copy_onto_itself(self, store: BulkStore, root: str) -> None:
+        """Everything stays but the time of the last write."""
+        key = root + "k +ü&%20"
+        await store.put(key, pattern(100_000, 1), if_absent=True)
+        before = await store.head(key)
+        await asyncio.sleep(1.1)  # what a HEAD tells apart
+        assert await store.refresh(key, before.modified_s) is True
+        after = await store.head(key)
+        assert after.modified_s > before.modified_s
+        assert (after.nbytes, after.etag) == (before.nbytes, before.etag)
+        assert await fetch(store, key, room=100_000) == bytes(pattern(100_000, 1))
+
+    async def test_copy_of_what_is_not_there(self, store: BulkStore, root: str) -> None:
+        assert await store.refresh(root + "no", 2e9) is False
+        assert await store.head(root + "no") is None
+
+    async def test_copy_of_what_has_been_written_since(self, store: BulkStore, root: str) -> None:
+        """Where the server knows no such condition, the new object is copied."""
+        await store.put(root + "k", pattern(100, 1), if_absent=True)
+        written = await store.head(root + "k")
+        refreshed = await store.refresh(root + "k", written.modified_s - 3600)
+        assert refreshed is not self.conditional_copies
+        assert await fetch(store, root + "k") == bytes(pattern(100, 1))
 
     async def test_delete(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(10, 1), if_absent=False)

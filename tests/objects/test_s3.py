@@ -68,6 +68,7 @@ def error(status: int, code: str) -> bytes:
 CALLS: list[tuple[str, Callable[[S3Store], Awaitable[Any]]]] = [
     ("s3:GetObject", lambda store: store.get_into("k", memoryview(bytearray(10)))),
     ("s3:PutObject", lambda store: store.put("k", memoryview(b"x"), if_absent=True)),
+    ("s3:PutObject", lambda store: store.refresh("k", 1e9)),
     ("s3:DeleteObject", lambda store: store.delete("k")),
     ("s3:ListBucket", lambda store: anext(store.list("k"))),
     ("s3:ListBucket", lambda store: store.check()),
@@ -82,6 +83,60 @@ async def test_denied_names_the_action(
         with pytest.raises(StoreDenied, match=f"{action} on arn:aws:s3:::bkt") as caught:
             await call(store)
         assert url in str(caught.value)
+
+
+async def test_a_copy_onto_itself_asks_for_what_it_must() -> None:
+    heads: list[str] = []
+    answer = b"<CopyObjectResult><ETag>x</ETag></CopyObjectResult>"
+    written = f"HTTP/1.1 200 X\r\nContent-Length: {len(answer)}\r\n\r\n".encode() + answer
+    async with canned(written, heads) as url, s3_store(url) as store:
+        assert await store.refresh("a/b +ü", 1e9) is True
+    assert heads[0].startswith("PUT /bkt/a/b%20%2B%C3%BC HTTP")
+    for line in (
+        "x-amz-copy-source: /bkt/a/b%20%2B%C3%BC",
+        "x-amz-metadata-directive: REPLACE",
+        "Content-Type: application/octet-stream",
+        "x-amz-copy-source-if-unmodified-since: Sun, 09 Sep 2001 01:46:41 GMT",
+    ):
+        assert line.lower() in heads[0].lower()
+    assert "if-match" not in heads[0].lower()
+
+
+@pytest.mark.parametrize(("status", "code"), [(412, "PreconditionFailed"), (404, "NoSuchKey")])
+async def test_a_copy_of_what_has_changed_is_none(status: int, code: str) -> None:
+    async with canned(error(status, code)) as url, s3_store(url) as store:
+        assert await store.refresh("k", 1e9) is False
+
+
+async def test_a_copy_that_fails_after_it_has_begun_to_answer_is_none() -> None:
+    body = b"<Error><Code>InternalError</Code></Error>"
+    late = f"HTTP/1.1 200 X\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    async with canned(late) as url, s3_store(url) as store:
+        with pytest.raises(StoreError, match="InternalError"):
+            await store.refresh("k", 1e9)
+
+
+@pytest.mark.parametrize(
+    ("headers", "modified_s", "age_s"),
+    [
+        ("", 0.0, None),
+        ("Last-Modified: Sun, 09 Sep 2001 01:46:40 GMT", 1e9, None),
+        (
+            "Last-Modified: Sun, 09 Sep 2001 01:46:40 GMT\r\nDate: Sun, 09 Sep 2001 01:56:40 GMT",
+            1e9,
+            600.0,
+        ),
+        ("Last-Modified: yesterday\r\nDate: today", 0.0, None),
+    ],
+)
+async def test_an_age_is_told_by_the_store_or_not_at_all(
+    headers: str, modified_s: float, age_s: float | None
+) -> None:
+    lines = f"HTTP/1.1 200 X\r\nContent-Length: 1\r\n{headers}".rstrip() + "\r\n\r\nx"
+    async with canned(lines.encode()) as url, s3_store(url) as store:
+        info = await store.get_into("k", memoryview(bytearray(1)))
+    assert info is not None
+    assert (info.modified_s, info.age_s) == (modified_s, age_s)
 
 
 OBJECTS = [ObjectInfo("a&b", 1, 0.0, '"1"'), ObjectInfo("c", 1, 0.0, '"2"')]
@@ -249,11 +304,11 @@ async def test_tls(certificate: Path, server_tls: ssl.SSLContext) -> None:
         async with s3_store(url, ca_bundle=f"{certificate}.crt") as store:
             for _ in range(2):
                 buffer[:] = bytes(300_000)
-                assert await store.get_into("k", buffer) == 300_000
+                assert (await store.get_into("k", buffer)).nbytes == 300_000
                 assert buffer == b"x" * 300_000
             assert await store.put("k", memoryview(bytes(3_000_000)), if_absent=False)
         async with s3_store(url, verify_tls=False) as store:
-            assert await store.get_into("k", buffer) == 300_000
+            assert (await store.get_into("k", buffer)).nbytes == 300_000
 
 
 async def test_tls_with_an_unknown_authority(server_tls: ssl.SSLContext) -> None:

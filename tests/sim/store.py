@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -129,22 +130,25 @@ class Connection:
 
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
-    ) -> int | None:
+    ) -> ObjectInfo | None:
         with self._using(key):
             return await self._get_into(key, buffer, claim)
 
-    async def _get_into(self, key: str, buffer: memoryview, claim: Claim | None) -> int | None:
+    async def _get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None
+    ) -> ObjectInfo | None:
         if key in self.quarantined:
             self._bucket.accuse(f"{key} is bad, and asked for again")
         fate = await self._begin("get", key)
         scratch = bytearray(2 * len(buffer))
-        nbytes = await self._bucket.objects.get_into(key, memoryview(scratch))
-        if nbytes is None:
+        info = await self._bucket.objects.get_into(key, memoryview(scratch))
+        if info is None:
             self.answers[key].append("missing")
             return None
-        data = self._bucket.tamper(bytes(scratch[:nbytes]), fate)
+        data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
+        info = dataclasses.replace(info, nbytes=len(data))
         if claim is not None and not claim():
-            return len(data)
+            return info
         await self._receive(data, buffer)
         if fate == "cut":
             self.answers[key].append("error")
@@ -153,7 +157,7 @@ class Connection:
         self.answers[key].append("good" if good else "bad")
         if not good:
             self.bad.add(key)
-        return len(data)
+        return info
 
     async def _receive(self, data: bytes, buffer: memoryview) -> None:
         """In two pieces. Whoever cancels between them hears the second one arrive."""

@@ -196,13 +196,14 @@ class BucketExamination:
 
     async def _get(self, *, written: bool) -> bool:
         buffer = bytearray(len(self._content))
-        error, nbytes = await _attempt(self._store.get_into(self._key, memoryview(buffer)))
+        error, info = await _attempt(self._store.get_into(self._key, memoryview(buffer)))
         if error is not None:
             self._fail("get", error, "s3:GetObject")
             return False
         if not written:
             self._note("get", "ok", "a missing object is answered as one")
             return True
+        nbytes = 0 if info is None else info.nbytes
         if nbytes != len(self._content) or buffer != self._content:
             self._note(
                 "get",
@@ -240,7 +241,7 @@ class BucketExamination:
         took_ms: list[float] = []
         for _ in range(LATENCY_ROUNDS):
             begin_s = self._clock_s()
-            error, _nbytes = await _attempt(self._store.get_into(self._key, buffer))
+            error, _ = await _attempt(self._store.get_into(self._key, buffer))
             if error is not None:
                 self._fail("latency", error, "s3:GetObject")
                 return
