@@ -30,6 +30,10 @@ without a core to spare), and not that the peer is silent: it may not have run, 
 much time again as was slept, once per wait and no more than the wait."""
 
 
+_QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
+"""Linux alone has it."""
+
+
 class Lost(Exception):
     """The connection ended before the answer did."""
 
@@ -92,7 +96,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         exchange = self._exchange
-        if exchange is not None and not exchange.begun:
+        begins = exchange is not None and not exchange.begun
+        if begins:
             self._wait_anew(self._patience.progress_ms)
             self._waits_for_answer = False
         else:
@@ -103,6 +108,8 @@ class Connection(asyncio.BufferedProtocol):
             self._step(lambda: exchange.arrived_elsewhere(self._scratch[:nbytes]))
         else:
             self._step(lambda: exchange.arrived(nbytes))
+        if begins and self._answer is not None and not self._answer.done():
+            self._acknowledge()
 
     def eof_received(self) -> None:
         if self._exchange is not None and self._exchange.begun:
@@ -176,6 +183,16 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     # Inside.
+
+    def _acknowledge(self) -> None:
+        """At once what has come, of which more is to come. A server that writes head and body apart
+        and has Nagle's algorithm on (Ceph's gateway, as it is installed) keeps the body back until
+        then, and the kernel likes to wait with it for 40 ms.
+        """
+        if _QUICKACK is not None and self._transport is not None:
+            raw = self._transport.get_extra_info("socket")
+            with suppress(OSError):  # the peer is gone, or this is no TCP
+                raw.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
     def _step(self, advance: Callable[[], None]) -> None:
         """Let the exchange take what came, and wake `run` when that was the end."""

@@ -202,6 +202,34 @@ async def silence(reader: Reader, writer: Writer) -> None:
     await reader.read()
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="Linux alone tells")
+async def test_a_head_without_its_body_is_acknowledged_at_once() -> None:
+    """Or a server with Nagle's algorithm on would keep the body back for 40 ms: of a connection on
+    which requests and answers take turns, the kernel is in no hurry to acknowledge anything.
+    """
+    body = asyncio.Event()
+
+    async def handle(reader: Reader, writer: Writer) -> None:
+        for _ in range(3):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(ok(b"abc")[:-3])
+            await body.wait()
+            writer.write(b"abc")
+
+    async with pool_on(handle, size=1) as pool:
+        for _ in range(3):
+            body.clear()
+            asking = asyncio.create_task(pool.request(GET))
+            while not any(c._exchange is not None and c._exchange.begun for c in pool._open):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            (connection,) = pool._open
+            assert connection._transport is not None
+            raw = connection._transport.get_extra_info("socket")
+            assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK) == 1
+            body.set()
+            assert (await asking).body == b"abc"
+
+
 async def test_no_answer_is_given_up() -> None:
     async with pool_on(silence, first_byte_ms=50) as pool:
         with pytest.raises(StoreUnavailable, match=r"no answer within 50 ms.*first_byte_timeout"):
