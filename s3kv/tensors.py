@@ -39,6 +39,7 @@ from s3kv.host.extents import order_of
 from s3kv.host.items import PAGE_BYTES, Item, ItemTable
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
+from s3kv.io.complaints import Complaints
 from s3kv.io.wire import Done, Hello
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.items import GROUP, HEADER_BYTES, SHARD
@@ -85,6 +86,7 @@ class TensorStore:
         self._pump = Pump(client, slab, self._on_done, lambda: bool(self._on_end))
         self._index = BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s)
         self._breaker = Breaker(threshold=_BREAKER_FAILURES)
+        self._complaints = Complaints(time.monotonic)
         self._counters: Counter[str] = Counter()
         self._flights: dict[ChunkKey, _Flight] = {}
         self._uploads: set[ChunkKey] = set()
@@ -140,6 +142,9 @@ class TensorStore:
         """Keep the tensor in host memory, and in the background in the bucket.
 
         It may be on any device; it is read before this returns and is the caller's again then.
+        An upload that fails is counted and told in the log, and tried again only by another `put`;
+        until then the tensor is in host memory alone, and may leave it. After `flush`, `where` says
+        whether the bucket has it.
         False when nothing was kept: the tensor is larger than `max_item_bytes`, or memory is full
         of tensors the bucket has not answered for yet. Raises `ValueError` for a tensor that the
         store was not opened for.
@@ -277,6 +282,7 @@ class TensorStore:
         self._counters[f"fetch_{done.outcome.name.lower()}"] += 1
         if done.reason:
             self._counters[f"fetch_corrupt_{done.reason}"] += 1
+        self._complaints.note("fetch", done.outcome, done.detail)
         self._breaker.saw(done.outcome, now_s)
         if done.outcome in (Outcome.MISSING, Outcome.CORRUPT):
             self._index.note_absent(key, now_s)
@@ -317,6 +323,7 @@ class TensorStore:
 
     def _uploaded(self, item: Item, done: Done) -> None:
         self._counters[f"upload_{done.outcome.name.lower()}"] += 1
+        self._complaints.note("upload", done.outcome, done.detail)
         self._table.unpin(item)
         self._uploads.discard(item.key)
         if done.outcome.is_success:

@@ -31,6 +31,7 @@ from s3kv.host.policy import make_policy
 from s3kv.host.slab import Slab
 from s3kv.host.slots import SlotTable
 from s3kv.io.client import IoClient
+from s3kv.io.complaints import Complaints
 from s3kv.io.wire import Done, Hello
 from s3kv.messages import JobEnd, JobKind, SaveOrder
 from s3kv.objects.codec import ChunkFormat
@@ -75,6 +76,7 @@ class TieredStore:
         self._hot = hot
         self._rows: TensorStore | None = None
         self._kinds: dict[int, JobKind] = {}
+        self._complaints = Complaints(time.monotonic)
         self._pump = Pump(client, slab, self._done, self._is_busy)
 
     @classmethod
@@ -319,6 +321,7 @@ class TieredStore:
         kind = self._kinds.pop(done.job_id)
         if done.reason:
             self._ledger.counters[f"{kind.value}_corrupt_{done.reason}"] += 1
+        self._complaints.note(kind.value, done.outcome, done.detail)
         self._end(JobEnd(done.job_id, kind, done.outcome, done.nbytes, done.seconds))
 
     def _end(self, end: JobEnd) -> None:

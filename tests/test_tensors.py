@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from lab.faults import Fault, s3_error
+from lab.proxy import Proxy, proxy
 from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreMissing
 from s3kv.objects.items import HEADER_BYTES, ItemFormat
 from s3kv.objects.keys import parse
 from s3kv.tensors import TensorRows, TensorStore
 from s3kv.tiered import TieredStore
-from s3kv.types import ItemShape
+from s3kv.types import ItemShape, Location
 from tests.servers import BUCKET, KEYS, REGION, boto_client, moto_server, set_credentials
 
 SHAPES = {"k": ((4, 64), torch.bfloat16)}
@@ -250,6 +252,67 @@ async def test_close_finishes_the_uploads(config: Config) -> None:
     async with await opened(config) as store:
         for key, tensor in items:
             assert same(await store.get(key), tensor)
+
+
+@pytest.fixture
+def behind(config: Config) -> Iterator[tuple[Proxy, Config]]:
+    """A proxy before the server, and the settings to go through it, without second tries."""
+    with proxy(str(config.endpoint_url)) as store:
+        yield store, dataclasses.replace(config, endpoint_url=store.url, max_attempts=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "end", "told"),
+    [
+        (Fault(kind="refuse"), "failed", "upload failed"),
+        (s3_error(500, "InternalError", verbs=("PUT",)), "failed", "upload failed"),
+        (s3_error(403, "AccessDenied", verbs=("PUT",)), "denied", "s3:PutObject"),
+    ],
+)
+async def test_an_upload_that_fails_is_told_and_left_to_the_next_put(
+    behind: tuple[Proxy, Config],
+    caplog: pytest.LogCaptureFixture,
+    fault: Fault,
+    end: str,
+    told: str,
+) -> None:
+    store_of, config = behind
+    items = [item(number) for number in (21, 22, 23)]
+    async with await opened(config) as store:
+        store_of.fault(fault)
+        for key, tensor in items:
+            assert await store.put(key, tensor)
+        await store.flush()
+        assert store.counters[f"upload_{end}"] == len(items)
+        for key, tensor in items:
+            assert store.where(key) == Location(device=False, host=True, bucket=None)
+            assert same(await store.get(key), tensor)
+        said = [r.getMessage() for r in caplog.records if told in r.getMessage()]
+        assert len(said) == 1, "once, however often it happens"
+
+        store_of.lift()
+        for key, tensor in items:
+            assert await store.put(key, tensor)
+        await store.flush()
+        assert all(store.where(key).bucket for key, _ in items)
+    async with await opened(config) as store:
+        for key, tensor in items:
+            assert same(await store.get(key), tensor)
+
+
+async def test_a_tensor_whose_upload_failed_makes_room_for_others(
+    behind: tuple[Proxy, Config],
+) -> None:
+    """Nothing stays pinned for a bucket that is gone: memory never fills up for good."""
+    store_of, config = behind
+    async with await opened(config) as store:
+        store_of.fault(Fault(kind="refuse"))
+        for number in range(3 * ROWS.host_bytes // config.max_item_bytes):
+            assert await store.put(*item(number, rows=LARGEST_ROWS))
+            await store.flush()
+        assert store.counters["saves_dropped"] == 0
+        assert store.counters["evictions"] > 0
+        assert await store.get(item(0)[0]) is None
 
 
 async def test_tensors_the_store_was_not_opened_for_are_refused(config: Config) -> None:
