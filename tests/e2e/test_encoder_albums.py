@@ -15,7 +15,7 @@ import pytest
 from lab import vision
 from lab.engine import Answer
 from lab.s3 import S3Server
-from tests.e2e.conftest import tokens
+from tests.e2e.conftest import patient_for, tokens
 from tests.e2e.pictures import Pictures, ask, counters, ec_connector
 
 ALBUM = {
@@ -59,6 +59,39 @@ def test_albums_are_encoded_once_and_loaded_in_any_order(
     assert first["hits"] > DIFFERENT, "what the engine dropped came from host memory again"
     assert (count["encoded"], count["fetches"]) == (0, DIFFERENT)
     assert count["saves"] == count["deadline_cuts"] == 0
+
+
+@pytest.mark.slow
+def test_one_prompt_takes_keys_and_values_and_items_from_the_bucket(
+    pictures: Pictures, s3: S3Server, bucket: str
+) -> None:
+    """After a restart: the prefix that the KV cache has covers twelve images of fourteen, which are
+    not asked for; the other two are loaded. Both connectors count their hits.
+    """
+    images = list(range(40, 54))
+    covered, tokens_covered = 12, 12 * vision.QUERY_TOKENS
+    args = {
+        "prepare": "lab.vision:allow_albums",
+        "limit_mm_per_prompt": {"image": len(images)},
+        "dtype": "float32",
+        "enable_prefix_caching": True,
+        "connector": patient_for(s3, bucket),
+    }
+    ec = ec_connector(s3, bucket)
+    with pictures(ec, **args) as engine:
+        cold = engine.generate([ask(*images)])
+        assert counters(engine)["encoded"] == len(images)
+        engine.call("lab.audit:audit")
+    with pictures(ec, **args) as engine:
+        warm = engine.generate([ask(*images)])
+        metrics, count = engine.metrics(), counters(engine)
+        engine.call("lab.audit:audit")
+    assert tokens(warm) == tokens(cold)
+    assert warm[0].cached_tokens == tokens_covered
+    assert metrics["vllm:s3kv_hit_tokens_bucket_total"] == tokens_covered
+    left = len(images) - covered
+    assert (count["fetches"], count["hits"], count["encoded"]) == (left, left, 0)
+    assert count["hit_rows"] == left * vision.QUERY_TOKENS
 
 
 @pytest.mark.slow
