@@ -5,6 +5,7 @@
     gpu.py        the engine's own prefix cache
     engine.py     vLLM's loop, as far as a KV connector sees it
     belady.py     the best that any eviction policy could have done
+    expiry.py     a bucket with a budget, swept and refreshed as s3kv does it
     fleet.py      one run of it all, and what came of it
 
 `benchmarks/trace.py` says what the model leaves out.
