@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from s3kv.connectors.ec_translate import (
     worker_rendezvous,
 )
 from s3kv.connectors.guard import Guarded, guarded
-from s3kv.connectors.metrics import Gauges, Meter, Values, add, breaker_state, misses
+from s3kv.connectors.metrics import Gauges, Meter, Values, add, breaker_states, with_misses
 from s3kv.connectors.requests import Adapters
 from s3kv.errors import UnsupportedError
 from s3kv.host.items import ItemTable
@@ -73,6 +72,10 @@ class _Asked:
     settled: bool = False
 
 
+_SHARES = with_misses({"saves_dropped": (("saves_dropped|memory_full", 1),)})
+_BREAKER = breaker_states(EC_METRICS)
+
+
 class ECSchedulerSide(Guarded):
     """Raises `UnsupportedError`, `ConfigError` or a `StoreError` at start, nothing afterwards."""
 
@@ -83,7 +86,7 @@ class ECSchedulerSide(Guarded):
         self._vllm_config = vllm_config
         self._dtype = item_dtype(vllm_config)
         self._adapters = Adapters() if has_tower_lora(vllm_config) else None
-        self._meter = Meter(EC_METRICS, self._words)
+        self._meter = Meter(EC_METRICS, _SHARES)
         self._io_meter = Meter(EC_METRICS)
         self._gauges = Gauges()
         self._stirred = True
@@ -263,6 +266,7 @@ class ECSchedulerSide(Guarded):
         self._order()
 
     def stats(self) -> S3ECStats | None:
+        self.planner.counters["evictions"] = self.planner.table.evictions
         values = self._meter.grown(self.planner.counters)
         if self._client is not None:
             add(values, self._io_meter.grown(self._client.counters), EC_METRICS)
@@ -275,14 +279,6 @@ class ECSchedulerSide(Guarded):
     def on_broken(self) -> None:
         self.planner.counters["internal_errors"] += 1
 
-    def _words(self, counters: Mapping[str, int]) -> dict[str, int]:
-        return {
-            **counters,
-            "saves_dropped|memory_full": counters.get("saves_dropped", 0),
-            "evictions": self.planner.table.evictions,
-            **misses(counters),
-        }
-
     @guarded(default=dict)
     def _changed_gauges(self) -> Values:
         self._stirred = False
@@ -293,7 +289,7 @@ class ECSchedulerSide(Guarded):
                 "slab_bytes|filling": held.filling_bytes,
                 "slab_bytes|clean": held.resident_bytes,
                 "slab_pinned_bytes": held.pinned_bytes,
-                **breaker_state(self.planner.breaker.state.value, EC_METRICS),
+                **_BREAKER[self.planner.breaker.state.value],
             }
         )
 

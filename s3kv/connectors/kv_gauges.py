@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from s3kv.connectors.metrics import Values, breaker_state, misses
+from s3kv.connectors.metrics import Values, breaker_states, with_misses
 from s3kv.metrics import KV_METRICS
 from s3kv.planning.kv import KVPlanner
 
+KV_SHARES = with_misses(
+    {
+        # Counted where they happen, on every rank.
+        **{name: () for name in KV_METRICS if name.startswith(("fetch_", "upload_"))},
+        "saves_dropped": (("saves_dropped|inflight", 1),),
+        "saves_without_slot": (("saves_dropped|inflight", -1), ("saves_dropped|memory_full", 1)),
+    }
+)
+"""What the planner's counters are in the table."""
 
-def kv_words(counters: Mapping[str, int]) -> dict[str, int]:
-    """Fetches and uploads are left out: they are counted where they happen, on every rank."""
-    words = {n: v for n, v in counters.items() if not n.startswith(("fetch_", "upload_"))}
-    dropped, without_slot = words.pop("saves_dropped", 0), words.pop("saves_without_slot", 0)
-    words["saves_dropped|inflight"] = dropped - without_slot
-    words["saves_dropped|memory_full"] = without_slot
-    return words | misses(counters)
+_BREAKER = breaker_states(KV_METRICS)
 
 
 def kv_gauges(planner: KVPlanner, slot_bytes: int) -> Values:
@@ -30,5 +31,5 @@ def kv_gauges(planner: KVPlanner, slot_bytes: int) -> Values:
         "slab_pinned_bytes": slots.pinned * slot_bytes,
         # Three digits: it is measured anew with every large step.
         "prefill_tokens_per_s": float(f"{speed:.3g}"),
-        **breaker_state(planner.ledger.breaker.state.value, KV_METRICS),
+        **_BREAKER[planner.ledger.breaker.state.value],
     }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.guard import Guarded, guarded
-from s3kv.connectors.kv_gauges import kv_gauges, kv_words
+from s3kv.connectors.kv_gauges import KV_SHARES, kv_gauges
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.metrics import Gauges, Meter, S3KVStats, Values
 from s3kv.connectors.observers import Observers
@@ -70,7 +70,7 @@ class SchedulerSide(Guarded):
         self._sizes = sizes
         self._may_load = may_load
         self._may_save = may_save
-        self._meter = Meter(words=kv_words)
+        self._meter = Meter(shares=KV_SHARES)
         self._gauges = Gauges()
         self._slot_bytes = 0
         self._stirred = True

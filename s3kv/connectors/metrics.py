@@ -7,8 +7,7 @@ time. In a step in which nothing has happened nothing is handed over.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -80,34 +79,35 @@ class S3KVStats(Sums, KVConnectorStats):
     metrics = KV_METRICS
 
 
+Shares = Mapping[str, tuple[tuple[str, int], ...]]
+"""What a counter adds to which metrics, and with which sign, where that is not itself alone."""
+
+
 class Meter:
     """Hands out by how much a set of counters has grown since the last time.
 
-    words: the counters in the keys of the metrics; what is in no table is left out.
+    shares: of the counters that are called otherwise in the table, or are part of several metrics.
+    Whatever else is in no table is left out.
     """
 
     def __init__(
-        self,
-        metrics: Mapping[str, Metric] = KV_METRICS,
-        words: Callable[[Mapping[str, int]], Mapping[str, int]] = dict,
+        self, metrics: Mapping[str, Metric] = KV_METRICS, shares: Shares | None = None
     ) -> None:
-        self._keys = {key for name, metric in metrics.items() for key in metric.keys(name)}
-        self._words = words
-        self._raw: dict[str, int] = {}
-        self._told: Mapping[str, int] = {}
+        keys = (key for name, metric in metrics.items() for key in metric.keys(name))
+        self._shares = {key: ((key, 1),) for key in keys} | dict(shares or {})
+        self._seen: dict[str, int] = {}
 
     def grown(self, counters: Mapping[str, int]) -> Values:
-        """Costs one comparison when none has."""
-        raw = dict(counters)  # a Counter compares in Python, and is asked here every step
-        if self._raw == raw:
+        """Costs one comparison when none has. Asked in every step: hence no look at all of them."""
+        if dict.__eq__(self._seen, counters):  # a Counter's own == is written in Python
             return {}
-        self._raw = raw
-        before, self._told = self._told, dict(self._words(counters))
-        return {
-            key: value - before.get(key, 0)
-            for key, value in self._told.items()
-            if value != before.get(key, 0) and key in self._keys
-        }
+        grown: Values = {}
+        for name, value in counters.items() - self._seen.items():
+            more = value - self._seen.get(name, 0)
+            self._seen[name] = value
+            for key, sign in self._shares.get(name, ()):
+                grown[key] = grown.get(key, 0) + sign * more
+        return {key: value for key, value in grown.items() if value}
 
 
 class Gauges:
@@ -122,18 +122,25 @@ class Gauges:
         return changed
 
 
-def misses(counters: Mapping[str, int]) -> dict[str, int]:
-    """A planner's counters as the metric "misses"."""
-    found: Counter[str] = Counter()
-    for name, reason in MISSES.items():
-        if name in counters:
-            found[f"misses|{reason}"] += counters[name]
-    return dict(found)
+def with_misses(shares: Shares) -> Shares:
+    """A planner's counters as the metric "misses", beside what `shares` says of them."""
+    return {
+        **shares,
+        **{
+            name: (*shares.get(name, ((name, 1),)), (f"misses|{reason}", 1))
+            for name, reason in MISSES.items()
+        },
+    }
 
 
-def breaker_state(state: str, metrics: Mapping[str, Metric]) -> Values:
-    """As the metric "breaker"."""
-    return {key: int(labels_of(key) == (state,)) for key in metrics["breaker"].keys("breaker")}
+def breaker_states(metrics: Mapping[str, Metric]) -> Mapping[str, Values]:
+    """The metric "breaker", by the breaker's state."""
+    keys = metrics["breaker"].keys("breaker")
+    return {
+        state: {key: int(labels_of(key) == (state,)) for key in keys}
+        for key in keys
+        for state in labels_of(key)
+    }
 
 
 class Registered:
