@@ -23,7 +23,19 @@ device, **save** is device → host memory, **upload** is host memory → bucket
   once a second while there are steps: the metrics of an engine without requests stand still.
 - A step in which nothing has happened hands nothing over.
 
-`tests/contract/test_metrics.py` shows that nothing is counted twice on the way.
+`tests/contract/test_metrics.py` shows that nothing is counted twice on the way, and
+`tests/e2e/test_prometheus.py` that a real Prometheus finds all of them on a real server.
+
+## The dashboard
+
+[deploy/grafana/s3kv.json](../deploy/grafana/s3kv.json) is for Grafana 9 and later (Dashboards,
+Import). It shows hits by tier and what they save, bandwidth and latency by tier and direction,
+misses and losses by reason, host memory, the circuit breaker, requests and what they cost, and the
+same for encoder outputs. Alarms on the same metrics are [explained](operating.md#alarms) in the
+operating guide. Below are its queries over one minute of a real engine on two cores, put to a real
+Prometheus and drawn by `python -m scripts.dashboard_picture`:
+
+![The dashboard's queries, drawn](pictures/dashboard.svg)
 """
 
 _COST = """## What requests are taken to cost

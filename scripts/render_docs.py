@@ -15,7 +15,7 @@ import click
 from s3kv.cli.app import cli
 from s3kv.config import Config
 from s3kv.fields import allowed
-from scripts import costs, format_example, metrics, pictures, reference, results
+from scripts import costs, dashboard, format_example, metrics, pictures, reference, results
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -115,6 +115,7 @@ def documents() -> dict[str, Callable[[], str]]:
     """Everything that is rendered: its path from the root, and what writes it."""
     drawn = {f"docs/pictures/{name}.svg": draw for name, draw in pictures.ALL.items()}
     return {
+        "deploy/grafana/s3kv.json": dashboard.page,
         "docs/api.md": reference.page,
         "docs/cli.md": command_line,
         "docs/configuration.md": configuration,

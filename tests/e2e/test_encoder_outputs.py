@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lab import vision
-from lab.engine import Answer, Ask
+from lab.engine import Answer, Ask, Engine
 from lab.faults import Fault, s3_error
 from lab.proxy import proxy
 from lab.s3 import S3Server
@@ -17,8 +17,14 @@ from s3kv.objects.keys import parse
 from s3kv.types import ItemShape
 from tests.e2e.conftest import new_bucket, patient_for, tokens
 from tests.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
+from tests.e2e.test_failures import wait_until
 
 IMAGES = list(range(1, 9))
+
+
+def requests(engine: Engine, verb: str) -> float:
+    """Requests that the store has answered with success, as the metrics tell."""
+    return engine.metrics()[f"vllm:s3kv_ec_io_requests_total{{status=2xx,verb={verb}}}"]
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +58,19 @@ def test_a_new_process_encodes_nothing(
         count = counters(engine)
         named = engine.generate([ask(1, uuids=["logo"])])
         more = counters(engine)
+        wait_until(
+            "the I/O process tells of its requests",
+            lambda: engine.generate([ask(1)]) and requests(engine, "GET") >= len(IMAGES),
+        )
+        metrics = engine.metrics()
     assert tokens(answers) == tokens(right) == tokens(again)
     assert count["encoded"] == 0
     assert (count["hits"], count["fetch_ok"]) == (len(IMAGES), len(IMAGES))
-    assert count["hit_rows"] == len(IMAGES) * vision.QUERY_TOKENS
+    assert count["hit_rows"] == count["hit_rows_bucket"] == len(IMAGES) * vision.QUERY_TOKENS
+    assert count["load_ok"] == metrics["vllm:s3kv_ec_load_seconds_count"] == len(IMAGES)
+    assert metrics["vllm:s3kv_ec_fetch_seconds_count"] == len(IMAGES)
+    assert metrics["vllm:s3kv_ec_breaker{state=closed}"] == 1
+    assert metrics["vllm:s3kv_ec_slab_bytes{state=clean}"] > 0
     assert count["upload_ok"] + count["upload_exists"] == 0
     assert tokens(named) == tokens(right[:1])
     assert (more["items_untrusted"], more["encoded"], more["saves"]) == (1, 1, 0)

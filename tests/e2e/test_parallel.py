@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,27 @@ def test_two_ranks(
         assert cached(answers) == [0, CHUNKS * 128]
         assert tokens(answers) == expected
         wait_until("what was lost is there again", lambda: everything(2))
-        assert warm.metrics()["vllm:s3kv_internal_errors_total"] == 0
+        check_counts(warm.metrics())
 
         # Out of memory, or an impatient supervisor: nothing may be left.
         assert len(io_processes(warm)) == 2
         warm.begin_generate([Ask(p, max_tokens=500) for p in models.prompts(2, 1_000, seed=7)])
         os.killpg(warm.processes()[0].pid, signal.SIGKILL)
         wait_until("all processes end", lambda: not warm.processes())
+
+
+def check_counts(metrics: Mapping[str, float]) -> None:
+    """Of one prompt both ranks have everything; of the other one rank lacks the first chunk."""
+    count = {name.removeprefix("vllm:s3kv_"): value for name, value in metrics.items()}
+    assert count["internal_errors_total"] == 0
+    assert count["fetch_ok_total"] == count["fetch_seconds_count"] == 2 * CHUNKS + 1
+    assert count["fetch_missing_total"] == 1
+    assert count["misses_total{reason=absent}"] == 1, "a chunk is missed once, not on every rank"
+    assert count["hit_tokens_bucket_total"] == CHUNKS * 128
+    assert count["load_ok_total"] == count["load_seconds_count"] == 2
+    # Each rank loads its half; in float32 a token takes twice what it takes in bf16.
+    assert count["load_bytes_total"] == CHUNKS * 128 * models.TINY.kv_bytes_per_token * 2
+    assert count["breaker{state=closed}"] == 1
 
 
 @pytest.mark.long
