@@ -87,6 +87,7 @@ async def _use(client: S3Store) -> None:
     assert not await client.put(key, memoryview(b"other"), if_absent=True)
     assert (await client.get_into(key, buffer)).nbytes == 5
     assert bytes(buffer[:5]) == b"chunk"
+    assert await client.refresh(key, 2e9)
     assert key in [info.key async for info in client.list(f"{PREFIX}/v1/")]
     await client.delete(key)
     assert await client.get_into(key, buffer) is None
@@ -123,6 +124,8 @@ async def test_a_reader_reads_and_changes_nothing(
         assert await client.head(f"{PREFIX}/v1/none") is None
         with pytest.raises(StoreDenied, match="s3:PutObject"):
             await client.put(f"{PREFIX}/v1/new", memoryview(b"x"), if_absent=True)
+        with pytest.raises(StoreDenied, match="s3:PutObject"):
+            await client.refresh(KEY, 2e9)
         with pytest.raises(StoreDenied, match="s3:DeleteObject"):
             await client.delete(KEY)
     await client.close()
