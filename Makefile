@@ -51,8 +51,8 @@ format: $(STAMP) ## what ruff can mend by itself
 docs: $(STAMP) ## the documentation site, in build/docs/site
 	$(BIN)/python -m scripts.site
 
-demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of yours
-	@$(BIN)/python -m demo
+demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of yours, KEEP=1 to look at it
+	@$(BIN)/python -m demo $(if $(KEEP),--keep)
 
 bench: $(STAMP) ## what there is to measure; ARGS="engine --rounds 3" runs one
 	$(BIN)/python -m benchmarks $(ARGS)

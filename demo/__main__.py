@@ -2,6 +2,7 @@
 
     make demo                                            an S3 of its own, in memory
     S3KV_BUCKET=my-bucket [AWS_ENDPOINT_URL=…] make demo your bucket; what it writes, it removes
+    make demo KEEP=1                                     and keep the bucket until Enter is pressed
 
 Exit status: 0, or 1 when the tokens differ or nothing came from the bucket, or 130 on Ctrl-C.
 """
@@ -12,6 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from demo import stay
 from lab import models
 from lab.engine import Answer, Engine, EngineFailed
 from lab.s3 import S3Server, moto_process
@@ -30,6 +33,7 @@ from lab.s3 import S3Server, moto_process
 MODEL = models.FAT
 PROMPTS = models.prompts(6, 1_600, seed=1)
 WARM_UP = models.prompts(1, 200, seed=2)[0]
+CHUNKS = sum(len(prompt) // 256 for prompt in PROMPTS)  # what the bucket comes to hold
 KV_CACHE_BYTES = 1_100 * 2**20  # all prompts stay in the engine's own cache, for comparison
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
@@ -75,7 +79,10 @@ class Pass:
 
 
 class Demo:
-    def __init__(self, place: Place, directory: Path, progress: Progress) -> None:
+    """keep: leave in `directory` what the command line wants to know of the engines."""
+
+    def __init__(self, place: Place, directory: Path, progress: Progress, *, keep: bool) -> None:
+        self._keep = keep
         self._place = place
         self._directory = directory
         self._progress = progress
@@ -90,10 +97,12 @@ class Demo:
             cold = self._ask(engine, "first engine, empty bucket")
             own = self._ask(engine, "first engine, its own cache")
             self._say("first engine: sending the rest to the bucket")
-        objects = self._place.server.objects(self._place.bucket, self._place.prefix + "/")
+            self._note_metrics(engine, "first")
+        objects = self._objects()
         self._step()
         with self._engine(model, "second") as engine:
             warm = self._ask(engine, "second engine, from the bucket")
+            self._note_metrics(engine, "second")
             self._say("done")
         self._step()
         return cold, own, warm, objects
@@ -121,6 +130,19 @@ class Demo:
             self._step()
         after = tokens_by_source(engine)
         return Pass(answers, {source: after[source] - before[source] for source in SOURCES})
+
+    def _note_metrics(self, engine: Engine, name: str) -> None:
+        """Once all uploads have ended. An engine counts them when it works on the next request."""
+        if not self._keep:
+            return
+        deadline_s = time.monotonic() + 60.0
+        while len(self._objects()) < CHUNKS and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        engine.generate([WARM_UP])
+        stay.write_metrics(self._directory, name, engine.metrics())
+
+    def _objects(self) -> dict[str, int]:
+        return self._place.server.objects(self._place.bucket, self._place.prefix + "/")
 
     def _say(self, text: str) -> None:
         self._progress.update(self._bar, description=text)
@@ -188,7 +210,8 @@ def verdict(own: Pass, warm: Pass, console: Console) -> int:
     return 0 if same else 1
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    keep = "--keep" in arguments
     console = Console()
     console.print(
         f"{len(PROMPTS)} prompts of {len(PROMPTS[0]):,} tokens, one after another, through a small "
@@ -200,7 +223,7 @@ def main() -> int:
         place_to_use() as place,
     ):
         with Progress(*columns, console=console, transient=True) as progress:
-            cold, own, warm, objects = Demo(place, Path(directory), progress).run()
+            cold, own, warm, objects = Demo(place, Path(directory), progress, keep=keep).run()
         rows = [
             ("empty bucket", cold),
             ("same engine again", own),
@@ -212,12 +235,17 @@ def main() -> int:
             f"In the bucket: {len(objects)} objects, {megabytes:,.0f} MB, "
             f"at s3://{place.bucket}/{place.prefix}/"
         )
-        return verdict(own, warm, console)
+        status = verdict(own, warm, console)
+        if keep:
+            stay.write_config(Path(directory), place.connector())
+            print(stay.instructions(Path(directory), place.server.env), flush=True)
+            stay.wait_for_enter()
+        return status
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         print("Interrupted. Nothing of it is left running.", file=sys.stderr)
         sys.exit(130)

@@ -30,9 +30,9 @@ from s3kv.config import Config
 def cli() -> None:
     """Look into the bucket of an s3kv cache, and at what its engines need.
 
-    Every command takes the settings of the engines: --bucket and the other options, or the file
-    with their JSON (--config). With --json it prints one JSON document and nothing else; ls prints
-    one on every line.
+    Commands that ask the bucket take the settings of the engines: --bucket and the other options,
+    or the file with their JSON (--config). With --json a command prints one JSON document and
+    nothing else; ls prints one on every line.
     """
 
 

@@ -23,6 +23,9 @@ from s3kv.cli.server import fetch_text, sums_by_key
 from s3kv.errors import ConfigError
 from s3kv.prices import Prices
 
+_RARELY_BILLED = ("upload", "retrieval")
+"""By other storage classes than the usual; shown where they have a price."""
+
 
 def _price_options(command: Callable[..., None]) -> Callable[..., None]:
     for field in reversed(dataclasses.fields(Prices)):
@@ -180,6 +183,8 @@ def _show(parts: Sequence[Part], saved: Savings | None) -> None:
     for name in ("amount", "price", "dollars"):
         table.add_column(name, justify="right")
     for part in parts:
+        if part.name in _RARELY_BILLED and not part.price:
+            continue
         price = f"${part.price:g} for {'a GiB' if part.unit == 'GiB' else part.unit}"
         amount = show.size(round(part.amount * billing.GIB))
         if part.unit != "GiB":

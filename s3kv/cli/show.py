@@ -63,6 +63,8 @@ def inspection(found: Inspection) -> None:
     """The header, the tensors, and the verdict."""
     console = Console()
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")  # a key is there to be copied
     table.add_row("key", Text(found.key))
     table.add_row("bytes", f"{found.nbytes:,}")
     header = found.header

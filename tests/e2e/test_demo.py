@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from demo import stay
 from lab.engine import ROOT
+from s3kv.cli.server import sums_by_key
+from s3kv.cli.settings import read_settings
 
 OWN_SERVER = {k: v for k, v in os.environ.items() if k != "S3KV_BUCKET"} | {"COLUMNS": "100"}
 
@@ -61,3 +65,17 @@ def test_ctrl_c_ends_everything_with_one_line() -> None:
     # One that was interrupted in its own start ends by itself, when it finds that it is alone.
     _, left = psutil.wait_procs(children, timeout=20)
     assert not left
+
+
+def test_what_is_left_for_the_command_line_can_be_read(tmp_path: Path) -> None:
+    samples = {"vllm:s3kv_io_requests_total{status=2xx,verb=GET}": 3.0, "vllm:other": 1.0}
+    stay.write_metrics(tmp_path, "first", samples)
+    written = (tmp_path / "first-metrics.txt").read_text()
+    assert sums_by_key(written, ("verb", "status")) == {"vllm:s3kv_io_requests_total|GET|2xx": 3.0}
+    extra = {"bucket": "demo", "prefix": "s3kv-demo/1"}
+    stay.write_config(tmp_path, {"kv_connector_extra_config": extra})
+    assert read_settings(tmp_path / stay.CONFIG, {}, []).prefix == "s3kv-demo/1"
+    told = stay.instructions(tmp_path, {"AWS_ACCESS_KEY_ID": "testing"})
+    assert f"cd {tmp_path}" in told
+    assert 'export AWS_ACCESS_KEY_ID="testing"' in told
+    assert all(f"s3kv {command} --config demo.json" in told for command in stay.COMMANDS)
