@@ -29,11 +29,12 @@ device, **save** is device → host memory, **upload** is host memory → bucket
 ## The dashboard
 
 [deploy/grafana/s3kv.json](../deploy/grafana/s3kv.json) is for Grafana 9 and later (Dashboards,
-Import), which has not seen it yet. It shows hits by tier and what they save, bandwidth and latency by tier and direction,
-misses and losses by reason, host memory, the circuit breaker, requests and what they cost, and the
-same for encoder outputs. Alarms on the same metrics are [explained](operating.md#alarms) in the
-operating guide. Below are its queries over one minute of a real engine on two cores, put to a real
-Prometheus and drawn by `python -m scripts.dashboard_picture`:
+Import), which has not seen it yet. It shows hits by tier and what they save, bandwidth and latency
+by tier and direction, misses and losses by reason, host memory, the circuit breaker, requests and
+what they cost, and the same for encoder outputs. Alarms on the same metrics are
+[explained](operating.md#alarms) in the operating guide. Below are its queries over one minute of a
+real engine on two cores, put to a real Prometheus and drawn by
+`python -m scripts.dashboard_picture`:
 
 ![The dashboard's queries, drawn](pictures/dashboard.svg)
 """
