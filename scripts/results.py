@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, from what stands in benchmarks/results/."""
+"""The tables of docs/performance.md and docs/peers-benchmark.md, from benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def page() -> str:
             "trace": trace(recorded("trace-session.json")),
         },
     )
+
+
+def peers_page() -> str:
+    """docs/peers-benchmark.md."""
+    document = ROOT / "docs" / "peers-benchmark.md"
+    return filled(document, {"peers": peers(recorded("peers-rgw.json"))})
 
 
 def engine(result: dict[str, Any]) -> str:
@@ -101,6 +107,42 @@ def trace(result: dict[str, Any]) -> str:
             f"| {memory} | {run['policy']} | {places} | {run['ttft_ms']['p50'] / 1e3:.1f} s |"
         )
     return "\n".join(lines)
+
+
+def peers(result: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    passes = result["passes"]
+    none = passes["none"]
+    lines = [
+        f"{result['machine']}; {versions}; {result['prompts']}; rounds: {result['rounds']}.",
+        "",
+        "| | cold, saving | processor | all saved | warm | slowest | processor |",
+        "|---|---|---|---|---|---|---|",
+        f"| no connector | {_pass(none['computed'])} | – | {_pass(none['local'], slowest=True)} |",
+    ]
+    for name, states in passes.items():
+        if name != "none":
+            saved = result["saved"].get(name, {"after_last_answer_s": []})["after_last_answer_s"]
+            late = f"{max(saved):.1f} s" if saved else "–"
+            warm = _pass(states.get("warm", {"failed": []}), slowest=True)
+            lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
+    lines += ["", f"Plain sockets, no engine beside them: {result['raw_read_median_ms']:,.0f} ms."]
+    out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
+    out += [
+        f"`{name}`, {state}: {'; '.join(told['failed'])}"
+        for name, states in passes.items()
+        for state, told in states.items()
+        if "failed" in told
+    ]
+    return "\n".join([*lines, *(["", "Without a time: " + ". ".join(out) + "."] if out else [])])
+
+
+def _pass(told: dict[str, Any], slowest: bool = False) -> str:
+    """The cells of one pass: median, the slowest if asked for, processor time."""
+    if "failed" in told:
+        return " | ".join(["failed"] + ["–"] * (1 + slowest))
+    names = ["median_ms", *(["slowest_ms"] if slowest else []), "cpu_ms_per_prompt"]
+    return " | ".join(f"{told[name]:,.0f} ms" for name in names)
 
 
 def _ratio(value: float) -> str:

@@ -36,9 +36,9 @@ from pathlib import Path
 
 from benchmarks.floor import Server
 from benchmarks.peers import contenders
-from benchmarks.peers.bench import Bench, Make
+from benchmarks.peers.bench import CHUNKS, Bench, Make
 from benchmarks.peers.contenders import Bucket
-from benchmarks.rig import machine, publish, s3
+from benchmarks.rig import CHUNK_TOKENS, machine, publish, s3
 from lab.models import FAT, build
 from lab.s3 import S3Server
 
@@ -106,6 +106,7 @@ def main() -> None:
         model = build(folder, FAT)
         makes, versions, left_out = _entered(options, folder, bucket, model)
         bench = Bench(folder, env, makes, model)
+        bucket.touch("peers/touch", CHUNKS, CHUNK_TOKENS * FAT.kv_bytes_per_token)
         for _ in range(options.rounds):
             bench.round(Server(settings["endpoint_url"], bucket.name, s3_server.env))
         about = {"benchmark": "peers", "server": server, "machine": machine()}

@@ -93,9 +93,8 @@ class Bench:
             passes = self._passes(contender.name, state)
             try:
                 with warm_engine(self._model, log_path, connector, env, python) as engine:
-                    before = _connector_hits(engine)
                     answers = self._pass(contender.name, state, engine)
-                    hits = _connector_hits(engine) - before
+                    hits = _connector_hits(engine)
                     if state == "cold":
                         passes.faults += self._wait_until_saved(contender, engine)
                     if not contender.ends:
@@ -113,6 +112,8 @@ class Bench:
         passes.cpu_s.append((_cpu_s(engine) - before_s) / PROMPTS)
         passes.seconds += [answer.seconds for answer in answers]
         passes.ttft_s += [answer.ttft_s or 0.0 for answer in answers]
+        times = " ".join(f"{answer.seconds:.2f}" for answer in answers)
+        print(f"{name} {state}: {times} s", file=sys.stderr, flush=True)
         return answers
 
     def _passes(self, name: str, state: str) -> Passes:
@@ -157,4 +158,5 @@ def _cpu_s(engine: Engine) -> float:
 
 
 def _connector_hits(engine: Engine) -> int:
+    """Tokens, since the engine started: what it has served before is too short for any hit."""
     return int(engine.metrics().get("vllm:external_prefix_cache_hits_total", 0))

@@ -31,6 +31,15 @@ class Bucket:
         """Chunks whose keys start with `prefix`, and their bytes."""
         return self.server.objects(self.name, prefix)
 
+    def touch(self, prefix: str, chunks: int, chunk_bytes: int) -> None:
+        """Write and delete, so that a server that keeps its objects in memory has that memory:
+        otherwise whoever saves first pays for it."""
+        client = self.server.client()
+        body = bytes(chunk_bytes)
+        for number in range(chunks):
+            client.put_object(Bucket=self.name, Key=f"{prefix}/{number}", Body=body)
+        self.empty(f"{prefix}/")
+
     def empty(self, prefix: str) -> None:
         client = self.server.client()
         for key in self.server.everything(self.name, prefix):
