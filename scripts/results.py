@@ -15,6 +15,7 @@ def page() -> str:
         ROOT / "docs" / "performance.md",
         {
             "engine": engine(recorded("engine-rgw.json")),
+            "encoder": encoder(recorded("encoder-rgw.json")),
             "slow": slow(recorded("slow-rgw.json")),
             "planner": planner(recorded("planner.json")),
             "trace": trace(recorded("trace-session.json")),
@@ -51,6 +52,26 @@ def engine(result: dict[str, Any]) -> str:
             f"({result['short_throughput_ratio']}).",
         ]
     )
+
+
+def encoder(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['machine']}; {result['images']}; an encoder of {result['encoder']}.",
+        "",
+        "| | encoder runs | request, median | slowest | scheduler's hooks: processor | wall "
+        "| longest call |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for connector, states in result["connectors"].items():
+        for state, measured in states.items():
+            request, hooks = measured["request_ms"], measured["scheduler_us_per_request"]
+            times = (f"{hooks[k]:,} µs" for k in ("processor", "wall", "longest_call"))
+            lines.append(
+                f"| {connector}, {state} | {measured['encoder_runs']} of {measured['requests']} "
+                f"| {request['median']:.1f} ms | {request['slowest']:.1f} ms "
+                f"| {' | '.join(times)} |"
+            )
+    return "\n".join(lines)
 
 
 def slow(result: dict[str, Any]) -> str:
