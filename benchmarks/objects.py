@@ -132,6 +132,8 @@ def raw_loop(
 def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> None:
     connection.sendall(head)
     rest = read_head(connection)
+    # As our own client does, or a server with Nagle's algorithm on keeps the body back for 40 ms.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
     buffer[: len(rest)] = rest
     filled = len(rest)
     while filled < len(buffer):
