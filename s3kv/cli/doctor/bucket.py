@@ -99,6 +99,7 @@ class BucketExamination:
         if written and readable:
             await self._clock()
             await self._latency()
+            await self._refresh()
         else:
             self._skip("clock", "latency")
         gone = await self._delete(written=written)
@@ -252,6 +253,22 @@ class BucketExamination:
             f"a small GET takes {median(took_ms):.1f} ms (median of {len(took_ms)}, one after "
             f"another), {max(took_ms):.1f} ms at most",
         )
+
+    async def _refresh(self) -> None:
+        """The copy onto itself, for who has asked for it (`refresh_after_s`)."""
+        if self._config.refresh_after_s == 0:
+            return
+        error, info = await _attempt(self._store.head(self._key))
+        if error is None and info is not None:
+            error, _ = await _attempt(self._store.refresh(self._key, info.modified_s))
+        if error is None:
+            self._note("refresh", "ok", "an object can be written anew in place")
+            return
+        if is_permission(error):
+            remedy = f"allow s3:PutObject and s3:GetObject on {self._resource()}"
+        else:
+            remedy = "set refresh_after_s to 0, and let objects expire by the age of their write"
+        self._note("refresh", "warning", str(error), remedy)
 
     async def _delete(self, *, written: bool) -> bool:
         error, _ = await _attempt(self._store.delete(self._key))

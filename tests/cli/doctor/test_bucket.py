@@ -10,7 +10,7 @@ import pytest
 from s3kv.cli.doctor.bucket import BucketExamination
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
-from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import ObjectInfo, ObjectStore
 from tests import servers
@@ -49,8 +49,8 @@ def test_as_text(run: Run) -> None:
     assert "→ create the bucket" in result.stdout
 
 
-async def examined(store: ObjectStore, wall_s: float = 0.0) -> dict[str, Finding]:
-    config = Config(bucket="bkt")
+async def examined(store: ObjectStore, wall_s: float = 0.0, **settings: Any) -> dict[str, Finding]:
+    config = Config(bucket="bkt", **settings)
     examination = BucketExamination(
         lambda _: store,
         config,
@@ -75,6 +75,35 @@ async def test_clocks_that_differ(ahead_s: float, status: str, said: str) -> Non
     found = await examined(MemoryStore(clock=lambda: 1e9), 1e9 + ahead_s)
     assert found["clock"].status == status
     assert said in found["clock"].detail
+
+
+def test_the_copy_that_refreshes_is_tried_where_it_is_asked_for(run: Run, boto: Any) -> None:
+    result = run("doctor", *SMALL, "--set", "refresh_after_s=86400")
+    assert findings(result)["refresh"]["status"] == "ok"
+    assert "refresh" not in findings(run("doctor", *SMALL))
+    assert left(boto, servers.BUCKET) == []
+
+
+class NoCopies(MemoryStore):
+    def __init__(self, error: StoreError) -> None:
+        super().__init__(clock=lambda: 1e9)
+        self._error = error
+
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (StoreDenied("no", code="AccessDenied"), "allow s3:PutObject and s3:GetObject on"),
+        (StoreError("no", code="NotImplemented"), "set refresh_after_s to 0"),
+    ],
+)
+async def test_a_store_that_copies_nothing(error: StoreError, remedy: str) -> None:
+    found = await examined(NoCopies(error), 1e9, refresh_after_s=86_400.0)
+    assert found["refresh"].status == "warning"
+    assert remedy in found["refresh"].remedy
 
 
 async def test_a_server_that_ignores_conditions() -> None:
