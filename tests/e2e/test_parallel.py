@@ -38,6 +38,7 @@ def shards(s3: S3Server, bucket: str) -> dict[str, dict[str, str]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 @pytest.mark.parametrize(
     ("engine_args", "ranks"),
@@ -46,7 +47,6 @@ def shards(s3: S3Server, bucket: str) -> dict[str, dict[str, str]]:
             {"tensor_parallel_size": 2},
             {"t0of2-p0of1", "t1of2-p0of1"},
             id="tensor",
-            marks=pytest.mark.long,
         ),
         pytest.param(
             {"pipeline_parallel_size": 2, **WARMED_UP},
