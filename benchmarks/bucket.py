@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +28,7 @@ from typing import Any
 
 from benchmarks.simulation.expiry import Bucket, IdealBucket, SweptBucket, Upkeep
 from benchmarks.simulation.fleet import Setup
-from benchmarks.simulation.workload import Arrival, load
+from benchmarks.simulation.workload import Arrival, command, identity, load
 
 REFRESH_SHARE, SWEEP_SHARE = 1 / 4, 1 / 50
 """Of the time in which a bucket turns over."""
@@ -144,16 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells += [figures.get(n, 0) for n in ("refreshes", "refused", "duplicates")]
             print(f"{name:24}" + "".join(f"{cell:>12,}" for cell in cells))
     if options.json:
-        words = sys.argv[1:] if arguments is None else list(arguments)
-        named = [Path(word).name if word == str(options.trace) else word for word in words]
         document = {
             "benchmark": "bucket",
-            "command": " ".join(["python -m benchmarks.bucket", *named]),
-            "trace": {
-                "file": options.trace.name,
-                "sha256": hashlib.sha256(options.trace.read_bytes()).hexdigest(),
-                "requests": len(arrivals),
-            },
+            "command": command("bucket", arguments, options.trace),
+            "trace": identity(options.trace, len(arrivals)),
             "budgets": results,
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n")

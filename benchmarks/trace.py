@@ -27,15 +27,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.simulation.fleet import BASELINES, Setup, run
-from benchmarks.simulation.workload import load
+from benchmarks.simulation.workload import command, identity, load
 from s3kv.config import Config
 
 POLICIES: tuple[str, ...] = Config.__dataclass_fields__["eviction"].metadata["choices"]
@@ -82,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         result = {
             "benchmark": "trace",
-            "command": _command(sys.argv[1:] if arguments is None else arguments, options.trace),
-            "trace": _identity(options.trace, len(arrivals)),
+            "command": command("trace", arguments, options.trace),
+            "trace": identity(options.trace, len(arrivals)),
             "setup": {name: getattr(setup, name) for name in names},
             "runs": runs,
         }
@@ -124,16 +122,6 @@ def _cell(run: dict[str, Any], path: str) -> str:
     for name in path.split("."):
         value = value[name]
     return "-" if value is None else f"{value:,}"
-
-
-def _command(arguments: Sequence[str], trace: Path) -> str:
-    words = [Path(word).name if word == str(trace) else word for word in arguments]
-    return " ".join(["python -m benchmarks.trace", *words])
-
-
-def _identity(trace: Path, requests: int) -> dict[str, Any]:
-    digest = hashlib.sha256(trace.read_bytes()).hexdigest()
-    return {"file": trace.name, "sha256": digest, "requests": requests}
 
 
 if __name__ == "__main__":

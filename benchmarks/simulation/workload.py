@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 CHUNK_TOKENS = 512
 """What one hash id of the trace covers, and therefore what one chunk is here."""
@@ -76,3 +80,16 @@ def _arrival(number: int, time_s: float, line: dict[str, int | list[int]]) -> Ar
 @cache
 def block_hash(hash_id: int) -> bytes:
     return blake2b(hash_id.to_bytes(8, "little"), digest_size=32).digest()
+
+
+def identity(trace: Path, requests: int) -> dict[str, Any]:
+    """Which trace a result is of."""
+    digest = hashlib.sha256(trace.read_bytes()).hexdigest()
+    return {"file": trace.name, "sha256": digest, "requests": requests}
+
+
+def command(benchmark: str, arguments: Sequence[str] | None, trace: Path) -> str:
+    """What repeats a result, without the folder the trace is in. None: this process's arguments."""
+    given = sys.argv[1:] if arguments is None else arguments
+    words = [Path(word).name if word == str(trace) else word for word in given]
+    return " ".join([f"python -m benchmarks.{benchmark}", *words])

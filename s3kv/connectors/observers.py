@@ -25,6 +25,7 @@ class Observers:
         self.log = ResidencyLog()
         self._events = events
         self._spans = spans
+        self._all = tuple(o for o in (events, spans) if o is not None)
 
     @classmethod
     def wanted(cls, vllm_config: VllmConfig, sizes: KVGeometry) -> Observers | None:
@@ -36,15 +37,13 @@ class Observers:
         return None if events is None and spans is None else cls(events, spans)
 
     def add_request(self, request: Request) -> None:
-        for observer in (self._events, self._spans):
-            if observer is not None:
-                observer.add_request(request)
+        for observer in self._all:
+            observer.add_request(request)
 
     def finished(self, request: Request) -> None:
         self.read()  # while the request can still be asked for its tokens
-        for observer in (self._events, self._spans):
-            if observer is not None:
-                observer.finished(request)
+        for observer in self._all:
+            observer.finished(request)
 
     def looked_up(self, request_id: str, *, waits: bool, tokens: int) -> None:
         if self._spans is None:
@@ -56,9 +55,8 @@ class Observers:
 
     def read(self) -> None:
         for entry in self.log.take():
-            for observer in (self._events, self._spans):
-                if observer is not None:
-                    observer.take_in(entry)
+            for observer in self._all:
+                observer.take_in(entry)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return () if self._events is None else self._events.take()

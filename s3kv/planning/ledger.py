@@ -234,7 +234,7 @@ class ChunkLedger:
         if outcome.is_success:
             self.slots.commit(job.slot, dirty=False)
             self._note(job.key, Residency.HOST_STORED)
-            self._is_in_bucket(job.key)
+            self._found_in_bucket(job.key)
             return
         self.slots.abandon(job.slot)
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
@@ -258,7 +258,7 @@ class ChunkLedger:
         if outcome.is_success:
             self._saves_inflight -= 1
             self.slots.mark_clean(job.slot)
-            self._is_in_bucket(job.key)
+            self._found_in_bucket(job.key)
         elif job.attempt < len(_UPLOAD_RETRY_S):
             due_s = now_s + _UPLOAD_RETRY_S[job.attempt]
             retry = (due_s, job.job_id, job.key, job.attempt + 1)
@@ -271,7 +271,7 @@ class ChunkLedger:
 
     # --- shared ----------------------------------------------------------------------------
 
-    def _is_in_bucket(self, key: ChunkKey) -> None:
+    def _found_in_bucket(self, key: ChunkKey) -> None:
         self._note(key, Residency.BUCKET_STORED)
         self.index.note_present(key)
 
