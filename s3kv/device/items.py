@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from s3kv.device.cuda import pin, unpin
+from s3kv.device.pinning import pin, unpin
 
 _UNIT_BYTES = 2**30
 """No item crosses a multiple of this: extents are aligned, and shorter."""

@@ -34,7 +34,7 @@ def look() -> dict[str, Any]:
 
 
 def _pinned_bytes(device: torch.device) -> int:
-    from s3kv.device.cuda import pin, unpin
+    from s3kv.device.pinning import pin, unpin
     from s3kv.host.slab import Slab
 
     slab = Slab.create(PINNED_BYTES)

@@ -1,9 +1,7 @@
-"""What only a GPU has: streams that order the copies, and pinned memory."""
+"""What only a GPU has: streams that order the copies."""
 
 from __future__ import annotations
 
-import logging
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,72 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from s3kv.device import cuda
 from s3kv.device.copies import BlockCopies, open_copier
-from s3kv.device.places import ChunkPlaces
 from s3kv.messages import LoadPart
 from tests.device.caches import Caches, Shape, build, places
 
 LONG_S = 10.0
 A_WHILE_CYCLES = 200_000_000
 """Some 0.1 s of a GPU's time, far longer than the host takes to launch what follows."""
-
-
-class Refusing:
-    """A CUDA runtime that registers `limit` pieces and then no more."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.registered: list[tuple[int, int]] = []
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if len(self.registered) == self.limit:
-            return 2
-        self.registered.append((address, nbytes))
-        return 0
-
-
-def places_of(slots: int, slot_bytes: int) -> ChunkPlaces:
-    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(0))
-    slab = memoryview(mmap.mmap(-1, slots * slot_bytes))
-    return ChunkPlaces({0: caches.layout()}, slab, slot_bytes, {0: 4096})
-
-
-def pin_with(monkeypatch: pytest.MonkeyPatch, runtime: Refusing, where: ChunkPlaces) -> int:
-    monkeypatch.setattr(cuda, "_cudart", lambda: runtime)
-    monkeypatch.setattr(cuda, "_PIECE_BYTES", 3 * 8192)
-    monkeypatch.setattr(cuda, "_forget_error", lambda device: None)
-    registered = cuda.pin(where.memory, where.slot_bytes, where.device)
-    assert registered == dict(runtime.registered)
-    return sum(registered.values())
-
-
-def test_pieces_are_whole_slots_and_tile_the_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, where = Refusing(99), places_of(10, 8192)
-    assert pin_with(monkeypatch, runtime, where) == 10 * 8192
-    at = where.memory.data_ptr()
-    for address, nbytes in runtime.registered:
-        assert (address, nbytes % 8192) == (at, 0)
-        at += nbytes
-    assert len(runtime.registered) == 4
-
-
-def test_slots_that_are_no_whole_pages_are_pinned_in_one_piece(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runtime, where = Refusing(99), places_of(10, 5000)
-    assert pin_with(monkeypatch, runtime, where) == 10 * 5000
-    assert len(runtime.registered) == 1
-
-
-def test_a_refusal_to_pin_is_a_warning_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert pin_with(monkeypatch, Refusing(2), places_of(10, 8192)) == 6 * 8192
-    (record,) = caplog.records
-    assert "ulimit -l" in record.getMessage()
-    assert "49152 of 81920" in record.getMessage()
 
 
 @contextmanager
