@@ -17,33 +17,37 @@ PINNED_BYTES = 64 * 2**20
 def look() -> dict[str, Any]:
     """torch, cuda: versions, cuda None in a build without. device: the name of the first GPU, None
     without one. pinned_bytes: how much of `PINNED_BYTES` could be pinned, as a worker pins its
-    slab."""
+    slab. refusal, remedy: why not all of it, and what to do; empty otherwise."""
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "device": None,
         "wanted_bytes": PINNED_BYTES,
         "pinned_bytes": 0,
+        "refusal": "",
+        "remedy": "",
     }
     if not torch.cuda.is_available():
         return found
     device = torch.device("cuda", 0)
     found["device"] = torch.cuda.get_device_name(device)
-    found["pinned_bytes"] = _pinned_bytes(device)
-    return found
+    return found | _try_to_pin(device)
 
 
-def _pinned_bytes(device: torch.device) -> int:
-    from s3kv.device.pinning import pin, unpin
+def _try_to_pin(device: torch.device) -> dict[str, Any]:
+    from s3kv.device.pinning import register, unpin
     from s3kv.host.slab import Slab
 
     slab = Slab.create(PINNED_BYTES)
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # makes the context that pages are pinned for
-    registered = pin(torch.frombuffer(slab.view, dtype=torch.uint8), PINNED_BYTES, device)
-    nbytes = sum(registered.values())
+    memory = torch.frombuffer(slab.view, dtype=torch.uint8)
+    registered, refusal = register(memory, PINNED_BYTES, device)
+    found: dict[str, Any] = {"pinned_bytes": sum(registered.values())}
     unpin(registered)
-    return nbytes
+    if refusal is not None:
+        found |= {"refusal": refusal.reason, "remedy": refusal.remedy}
+    return found
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from s3kv.errors import ConfigError
+from s3kv.host.limits import memory_limits
 
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
@@ -50,7 +50,7 @@ class Slab:
         page too much.
         """
         nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        available = available_bytes()
+        available = memory_limits().available_bytes
         if nbytes > available:
             raise _too_large(nbytes, f"{available:,} bytes are available here")
         fd = os.memfd_create("s3kv-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -115,22 +115,6 @@ class Slab:
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
-
-
-def available_bytes() -> int:
-    """Memory this process could still get: what Linux calls available, and its container's limit.
-
-    Sources: MemAvailable of /proc/meminfo; memory.max of cgroup v2, memory.limit_in_bytes of v1,
-    where a container sees its own. A limit is taken whole, although something is in use already:
-    part of that is cache which makes room.
-    """
-    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    limits = [int(fields["MemAvailable"].split()[0]) * 1024]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such cgroup, or the word "max"
-            limits.append(int(Path("/sys/fs/cgroup", name).read_text("ascii")))
-    return min(limits)
 
 
 def _too_large(nbytes: int, reason: str) -> ConfigError:

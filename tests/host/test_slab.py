@@ -14,7 +14,8 @@ import pytest
 
 from s3kv.errors import ConfigError
 from s3kv.host import slab as slab_module
-from s3kv.host.slab import Slab, available_bytes
+from s3kv.host.limits import MemoryLimits, memory_limits
+from s3kv.host.slab import Slab
 
 PAGE = mmap.PAGESIZE
 
@@ -124,7 +125,7 @@ def test_close_without_slices_unmaps() -> None:
 
 def test_more_than_there_is_names_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"host_bytes asks for .* available here.*set host_bytes"):
-        Slab.create(available_bytes() * 2)
+        Slab.create(memory_limits().available_bytes * 2)
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="host_bytes"):
         Slab.create(2**62)
@@ -134,7 +135,8 @@ def test_more_than_there_is_names_the_setting() -> None:
 def test_a_failing_mapping_names_the_setting_and_leaks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slab_module, "available_bytes", lambda: 2**63)
+    without_limit = MemoryLimits(2**63, None, None, None)
+    monkeypatch.setattr(slab_module, "memory_limits", lambda: without_limit)
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="host_bytes"):
         Slab.create(2**60)

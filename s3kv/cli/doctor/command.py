@@ -74,10 +74,12 @@ def doctor(
 
 def _this_host(config: Config, workers: int, algorithm: str) -> list[Finding]:
     gpu = software.look_for_gpu()
-    has_gpu = not isinstance(gpu, str) and gpu["device"] is not None
+    pinned_bytes = software.pinned_bytes(gpu)
     facts = host.look(os.environ)
     return [
-        *host.examine(config, facts, workers=workers, algorithm=algorithm, has_gpu=has_gpu),
+        *host.examine(
+            config, facts, workers=workers, algorithm=algorithm, pinned_bytes=pinned_bytes
+        ),
         software.examine_vllm(software.vllm_version()),
         software.examine_gpu(gpu),
     ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import ConfigError
-from s3kv.host.slab import Slab, available_bytes
+from s3kv.host.limits import memory_limits
+from s3kv.host.slab import Slab
 
 SHM = "/dev/shm"
 _SHM_BYTES_PER_WORKER = 256 * 2**20
@@ -33,24 +33,26 @@ class Host:
 
 def look(environment: Mapping[str, str]) -> Host:
     """This host. Makes a memory file of one page, and closes it."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limits = memory_limits()
     return Host(
-        available_bytes=available_bytes(),
+        available_bytes=limits.available_bytes,
         slab_error=_slab_error(),
         shm_bytes=_size_of(SHM),
-        memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
+        memlock_bytes=limits.locked_bytes,
         hash_seed=environment.get("PYTHONHASHSEED"),
     )
 
 
 def examine(
-    config: Config, host: Host, *, workers: int, algorithm: str, has_gpu: bool
+    config: Config, host: Host, *, workers: int, algorithm: str, pinned_bytes: int | None
 ) -> list[Finding]:
-    """Pure. workers: of all engines on this host. algorithm: vLLM's prefix_caching_hash_algo."""
+    """Pure. workers: of all engines on this host. algorithm: vLLM's prefix_caching_hash_algo.
+    pinned_bytes: how much was pinned for a GPU at a try; None without a GPU.
+    """
     return [
         _memory(config, host, workers),
         _shm(host, workers),
-        _memlock(config, host.memlock_bytes, has_gpu),
+        _memlock(config, host.memlock_bytes, pinned_bytes),
         _hash_seed(host.hash_seed, algorithm),
     ]
 
@@ -88,14 +90,16 @@ def _shm(host: Host, workers: int) -> Finding:
     return Finding("shm", "ok", f"{told}{wanted:,}")
 
 
-def _memlock(config: Config, limit: int | None, has_gpu: bool) -> Finding:
+def _memlock(config: Config, limit: int | None, pinned_bytes: int | None) -> Finding:
     if limit is None:
         return Finding("memlock", "ok", "a process may lock any amount of memory")
     told = f"a process may lock {limit:,} bytes of memory"
-    if not has_gpu:
+    if pinned_bytes is None:
         return Finding("memlock", "ok", f"{told}; only pinning for a GPU would need more")
     if limit >= config.host_bytes:
         return Finding("memlock", "ok", told)
+    if pinned_bytes > limit:
+        return Finding("memlock", "ok", f"{told}; this driver does not count what it pins")
     told += f", host_bytes is {config.host_bytes:,}: a driver may refuse to pin it all"
     remedy = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1"
     return Finding("memlock", "warning", told, remedy)

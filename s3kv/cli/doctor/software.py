@@ -63,6 +63,13 @@ def look_for_gpu() -> Mapping[str, Any] | str:
     return found
 
 
+def pinned_bytes(found: Mapping[str, Any] | str) -> int | None:
+    """Pure. How much could be pinned for the GPU; None where there is none."""
+    if isinstance(found, str) or found["device"] is None:
+        return None
+    return int(found["pinned_bytes"])
+
+
 def examine_gpu(found: Mapping[str, Any] | str) -> Finding:
     """Pure. found: `look_for_gpu`."""
     if isinstance(found, str):
@@ -76,7 +83,9 @@ def examine_gpu(found: Mapping[str, Any] | str) -> Finding:
         return Finding("gpu", "warning", f"{told} finds no GPU", remedy)
     told += f", {found['device']}"
     if found["pinned_bytes"] < found["wanted_bytes"]:
-        told += ": host memory cannot be pinned, and copies will be several times slower"
-        remedy = "raise `ulimit -l` (in a container: --ulimit memlock=-1)"
-        return Finding("gpu", "warning", told, remedy)
+        told += (
+            ": host memory cannot be pinned, and copies will be several times slower: "
+            f"{found['refusal']}"
+        )
+        return Finding("gpu", "warning", told, found["remedy"])
     return Finding("gpu", "ok", f"{told}; host memory can be pinned")

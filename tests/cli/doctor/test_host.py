@@ -26,10 +26,14 @@ FINE = Host(
 
 
 def judged(
-    facts: Host, *, workers: int = 1, algorithm: str = "sha256", has_gpu: bool = True
+    facts: Host,
+    *,
+    workers: int = 1,
+    algorithm: str = "sha256",
+    pinned_bytes: int | None = 0,
 ) -> Mapping[str, Finding]:
     config = Config(bucket="bkt", host_bytes=4 * GIB)
-    found = examine(config, facts, workers=workers, algorithm=algorithm, has_gpu=has_gpu)
+    found = examine(config, facts, workers=workers, algorithm=algorithm, pinned_bytes=pinned_bytes)
     return {finding.check: finding for finding in found}
 
 
@@ -48,7 +52,9 @@ def test_all_is_well() -> None:
         ({"shm_bytes": None}, {"workers": 2}, "shm", "fault", "docker run --shm-size"),
         ({"shm_bytes": 64 * 2**20}, {"workers": 2}, "shm", "warning", "docker run --shm-size"),
         ({"memlock_bytes": 8 * 2**20}, {}, "memlock", "warning", "ulimit -l unlimited"),
-        ({"memlock_bytes": 8 * 2**20}, {"has_gpu": False}, "memlock", "ok", ""),
+        ({"memlock_bytes": 8 * 2**20}, {"pinned_bytes": None}, "memlock", "ok", ""),
+        ({"memlock_bytes": 8 * 2**20}, {"pinned_bytes": 2**26}, "memlock", "ok", ""),
+        ({"memlock_bytes": 2**27}, {"pinned_bytes": 2**26}, "memlock", "warning", "ulimit -l"),
         ({"memlock_bytes": 4 * GIB}, {}, "memlock", "ok", ""),
         ({"hash_seed": None}, {}, "hash seed", "ok", ""),
         ({"hash_seed": "random"}, {}, "hash seed", "warning", "unset it"),

@@ -62,6 +62,17 @@ H200 = {
     "device": "NVIDIA H200",
     "wanted_bytes": 64,
     "pinned_bytes": 64,
+    "refusal": "",
+    "remedy": "",
+}
+REFUSED = {
+    "pinned_bytes": 0,
+    "refusal": "cudaErrorMemoryAllocation (2)",
+    "remedy": "set host_bytes",
+}
+    "pinned_bytes": 0,
+    "refusal": "cudaErrorMemoryAllocation (2)",
+    "remedy": "set host_bytes",
 }
 
 
@@ -70,7 +81,7 @@ H200 = {
     [
         ("torch is not installed", "skipped", ""),
         (H200, "ok", ""),
-        (H200 | {"pinned_bytes": 0}, "warning", "raise `ulimit -l`"),
+        (H200 | REFUSED, "warning", "set host_bytes"),
         (H200 | {"device": None}, "warning", "nvidia-smi"),
         (H200 | {"device": None, "cuda": None}, "ok", ""),
     ],
@@ -80,6 +91,18 @@ def test_gpus(found: dict[str, Any] | str, status: str, remedy: str) -> None:
     assert finding.status == status
     assert remedy in finding.remedy
     assert bool(finding.remedy) == (status == "warning")
+
+
+def test_a_refusal_to_pin_is_told_with_its_reason() -> None:
+    assert "cudaErrorMemoryAllocation (2)" in software.examine_gpu(H200 | REFUSED).detail
+
+
+@pytest.mark.parametrize(
+    ("found", "pinned"),
+    [("not looked at", None), (H200 | {"device": None}, None), (H200, 64), (H200 | REFUSED, 0)],
+)
+def test_what_was_pinned(found: dict[str, Any] | str, pinned: int | None) -> None:
+    assert software.pinned_bytes(found) == pinned
 
 
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
