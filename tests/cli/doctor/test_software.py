@@ -70,10 +70,6 @@ REFUSED = {
     "refusal": "cudaErrorMemoryAllocation (2)",
     "remedy": "set host_bytes",
 }
-    "pinned_bytes": 0,
-    "refusal": "cudaErrorMemoryAllocation (2)",
-    "remedy": "set host_bytes",
-}
 
 
 @pytest.mark.parametrize(
