@@ -38,6 +38,7 @@ GOALS = {
     "lookup_waiting_us": 3.0,
     "first_lookup_all_resident_us": 200.0,
     "first_lookup_nothing_known_us": 200.0,
+    "first_lookup_all_in_bucket_us": 200.0,
     "plan_idle_us": 20.0,
     "index_present_bytes_per_chunk": 150.0,
     "index_absent_bytes_per_chunk": 150.0,

@@ -87,7 +87,7 @@ class RequestRecord:
     """Leases of chunks behind `ready`, which arrived before one that is still missing."""
     pending: dict[int, Job] = field(default_factory=dict)
     news: bool = False
-    """Something ended since the last lookup."""
+    """Something ended since the last lookup, or that one left something to be asked for."""
     started_s: float | None = None
     wait_until_s: float = 0.0
     asked_s: float = 0.0

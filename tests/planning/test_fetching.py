@@ -37,6 +37,23 @@ def test_the_window_is_open_where_the_bucket_is_known_to_hold_the_prefix() -> No
     assert len(desk.plan().fetches) == 8
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_long_prefix_is_asked_for_in_several_steps(known: bool) -> None:
+    prompt = "".join(chr(0x100 + n) * CHUNK for n in range(100))
+    desk = Desk(probe_chunks=100, slots=128)
+    for n in range(1, 101) if known else ():
+        desk.planner.ledger.index.note_present(desk.key(prompt[: n * CHUNK]))
+    desk.add("r", prompt)
+    asked = []
+    for count in (32, 32, 32, 4, 0):
+        assert desk.lookup("r") == WAIT
+        fetches = desk.plan().fetches
+        assert len(fetches) == count
+        asked += fetches
+    desk.end(asked)
+    assert desk.lookup("r") == Answer(False, 100 * CHUNK)
+
+
 def test_resident_chunks_are_offered_at_once() -> None:
     desk = Desk()
     desk.make_resident(LONG[:12])
