@@ -12,6 +12,8 @@ so a load waits for at most one chunk of a save, and a fence for no load but the
     save ──▶ queued ──copy thread──▶ started ──ticket done──▶ told by `poll`, once
     load ──▶ queued ──part by part─▶ started ──ticket done──▶ told by `poll`, once
 
+Saves end in the order they were started, and so do loads: `poll` asks for the oldest of each.
+
 A copy that fails ends with ok=False and is logged; its slot, or its blocks, then hold anything.
 The end is told only when nothing of the copy touches memory any more, also after a failure.
 """
@@ -22,13 +24,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
 
 from s3kv.device.copier import COPY_ERRORS, Copier, Ticket
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
+from s3kv.device.paths import Choice, Path
 from s3kv.device.places import ChunkPlaces
 from s3kv.messages import LoadPart
 
@@ -69,39 +74,62 @@ class CopyStatistics:
     """Fences that found a save not even started, and had to wait for the copy thread."""
     pending: int
     pinned: bool
+    choices: tuple[Choice, ...]
+    """On a GPU, how each group's chunks go in each direction, and what that was measured to take.
+    """
 
 
-def open_copier(places: ChunkPlaces) -> Copier:
-    """The copier for the device of the caches, which takes over `places`."""
+def open_copier(places: ChunkPlaces, path: Path | None = None) -> Copier:
+    """The copier for the device of the caches, which takes over `places`; `path` is for a GPU."""
     if places.device.type == "cpu":
         return CpuCopier(places)
     # Only where there is a GPU: a build of torch without CUDA has half of what it needs.
-    from s3kv.device.cuda import CudaCopier
+    from s3kv.device.cuda import CudaGpu
+    from s3kv.device.gpu_copier import GpuCopier
 
-    return CudaCopier(places)
+    with torch.cuda.device(places.device):
+        return GpuCopier(places, CudaGpu(places.device), path)
 
 
 _Id = TypeVar("_Id", bound=int | str)
-_Copy = Callable[[LoadPart, Any], Ticket]
+_Copy = Callable[[LoadPart, Any, bool], Ticket | None]
+"""With the mark, and whether this is the job's last part, whose ticket stands for all of it."""
 
 
 class _Job(Generic[_Id]):
     """One save or load on its way. The copy thread writes it, under the lock of `BlockCopies`."""
 
-    __slots__ = ("copy", "ident", "mark", "ok", "parts", "since_s", "started", "ticket")
+    __slots__ = ("copy", "ident", "line", "mark", "ok", "parts", "since_s", "started", "ticket")
 
-    def __init__(self, ident: _Id, copy: _Copy, parts: Iterable[LoadPart], now: float) -> None:
+    def __init__(
+        self,
+        ident: _Id,
+        copy: _Copy,
+        parts: Iterable[LoadPart],
+        line: deque[_Job[_Id]],
+        now: float,
+    ) -> None:
         self.ident: _Id = ident
         self.copy = copy
         self.parts = deque(parts)
         """Those not begun yet."""
+        self.line = line
+        """Where it waits to be told, once started; in the order of the starts."""
         self.since_s = now
         self.mark: Any = None
         self.ticket: Ticket = FINISHED
-        """Of the part started last; parts of one job end in order."""
         self.ok = True
         self.started = False
         """True when all parts have been started, or the job has failed."""
+
+    def start(self, ticket: Ticket, ok: bool) -> None:
+        """Nothing of the job is left to start. Again is fine: it may come in while the copy thread
+        ends, and then both threads say so.
+        """
+        if self.started:
+            return
+        self.ticket, self.ok, self.started = ticket, ok, True
+        self.line.append(self)
 
     def is_done(self) -> bool:
         if not self.started:
@@ -134,6 +162,8 @@ class BlockCopies:
         self._loads: deque[_Job[str]] = deque()
         self._saving: dict[int, _Job[int]] = {}
         self._loading: dict[str, _Job[str]] = {}
+        self._saved: deque[_Job[int]] = deque()
+        self._loaded: deque[_Job[str]] = deque()
         self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="s3kv-copies", daemon=True)
@@ -146,37 +176,41 @@ class BlockCopies:
         slab: memoryview,
         slot_bytes: int,
         header_bytes: Mapping[int, int],
+        path: Path | None = None,
     ) -> BlockCopies:
-        """Copies for the device the caches are on. On a GPU this pins the slab, a second or so for
-        a few GiB. Parameters, and what is raised, are those of `ChunkPlaces`.
+        """Copies for the device the caches are on, which is the current one if it is a GPU. There
+        this pins the slab, a second or so for a few GiB, and finds out which path is the fastest,
+        on empty slots and pages that nobody uses yet: see `GpuCopier`, also for `path`. Other
+        parameters, and what is raised, are those of `ChunkPlaces`.
         """
-        return cls(open_copier(ChunkPlaces(layouts, slab, slot_bytes, header_bytes)))
+        return cls(open_copier(ChunkPlaces(layouts, slab, slot_bytes, header_bytes), path))
 
     def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
         """Copy all blocks of a chunk to its slot's payload, after everything the engine has
         launched so far on its current stream. Returns at once.
 
-        The slot belongs to the copy until `poll` tells its end, the blocks until `fence`.
+        What it has launched on other streams counts if the current one waits for it already. The
+        slot belongs to the copy until `poll` tells its end, the blocks until `fence`.
         Raises `ValueError` for a `job_id` that is still on its way.
         """
         if job_id in self._saving:
             raise ValueError(f"save {job_id} is on its way already")
         part = LoadPart(group, slot, 0, tuple(block_ids))
-        job = _Job(job_id, self._copier.copy_out, (part,), self._clock())
+        job = _Job(job_id, self._copy_out, (part,), self._saved, self._clock())
         self._counts["saves"] += 1
         self._saving[job_id] = job
         self._submit(self._saves, job)
 
     def load(self, load_id: str, parts: Sequence[LoadPart]) -> None:
         """Copy chunks, or parts of them, from slots to blocks, after everything the engine has
-        launched so far on its current stream. Returns at once.
+        launched so far on its current stream (other streams: as for `save`). Returns at once.
 
         Slots and blocks belong to the copy until `poll` tells its end; the engine may use the
         blocks on any stream after that. Raises `ValueError` for a `load_id` still on its way.
         """
         if load_id in self._loading:
             raise ValueError(f"load {load_id} is on its way already")
-        job = _Job(load_id, self._copier.copy_in, parts, self._clock())
+        job = _Job(load_id, self._copy_in, parts, self._loaded, self._clock())
         self._counts["loads"] += 1
         self._loading[load_id] = job
         self._submit(self._loads, job)
@@ -205,9 +239,9 @@ class BlockCopies:
         if not self._saving and not self._loading:
             return ends
         now = self._clock()
-        for saved in self._ended(self._saving):
+        for saved in self._ended(self._saved, self._saving):
             ends.saved.append(SavedEnd(saved.ident, saved.ok, now - saved.since_s))
-        for loaded in self._ended(self._loading):
+        for loaded in self._ended(self._loaded, self._loading):
             ends.loaded.append(LoadedEnd(loaded.ident, loaded.ok))
         return ends
 
@@ -226,6 +260,7 @@ class BlockCopies:
             **self._counts,
             pending=len(self._saving) + len(self._loading),
             pinned=self._copier.pinned,
+            choices=self._copier.choices,
         )
 
     def close(self) -> None:
@@ -248,16 +283,24 @@ class BlockCopies:
             job.mark = self._copier.mark()
         except COPY_ERRORS:
             logger.exception("copy %s failed before it began", job.ident)
-            job.ok, job.started = False, True
+            with self._changed:
+                job.start(FINISHED, ok=False)
             return
         with self._changed:
             if self._closing:
-                job.ok, job.started = False, True
+                job.start(FINISHED, ok=False)
             elif job.parts:
                 queue.append(job)
                 self._changed.notify_all()
             else:
-                job.started = True
+                job.start(FINISHED, ok=True)
+
+    def _copy_out(self, part: LoadPart, mark: Any, is_last: bool) -> Ticket | None:
+        assert is_last, "a save is one part"
+        return self._copier.copy_out(part, mark)
+
+    def _copy_in(self, part: LoadPart, mark: Any, is_last: bool) -> Ticket | None:
+        return self._copier.copy_in(part, mark, is_last=is_last)
 
     def _hurry(self, jobs: Iterable[_Job[int]]) -> None:
         for job in jobs:
@@ -265,12 +308,12 @@ class BlockCopies:
                 self._saves.remove(job)
                 self._urgent.append(job)
 
-    def _ended(self, jobs: dict[_Id, _Job[_Id]]) -> list[_Job[_Id]]:
-        ended = [job for job in jobs.values() if job.is_done()]
-        for job in ended:
+    def _ended(self, line: deque[_Job[_Id]], jobs: dict[_Id, _Job[_Id]]) -> Iterator[_Job[_Id]]:
+        while line and line[0].is_done():
+            job = line.popleft()
             del jobs[job.ident]
             self._counts["failures"] += not job.ok
-        return ended
+            yield job
 
     def _run(self) -> None:
         """The copy thread. Whatever ends it, nobody is left waiting for it."""
@@ -285,7 +328,7 @@ class BlockCopies:
                 jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
                 for job in jobs:
                     if not job.started:
-                        job.ok, job.started = False, True
+                        job.start(FINISHED, ok=False)
                 self._changed.notify_all()
 
     def _start_next(self) -> bool:
@@ -301,8 +344,9 @@ class BlockCopies:
             part = job.parts.popleft()
             if not job.parts:
                 queue.popleft()
+        ticket: Ticket | None
         try:
-            ticket, ok = job.copy(part, job.mark), True
+            ticket, ok = job.copy(part, job.mark, not job.parts), True
         except COPY_ERRORS:
             logger.exception("copy %s failed, at %s", job.ident, part)
             self._settle()
@@ -311,12 +355,13 @@ class BlockCopies:
             self._record(job, ticket, ok)
         return True
 
-    def _record(self, job: _Job[Any], ticket: Ticket, ok: bool) -> None:
+    def _record(self, job: _Job[Any], ticket: Ticket | None, ok: bool) -> None:
         if not ok and job.parts:
             job.parts.clear()
             self._loads.remove(job)
-        job.ticket, job.ok, job.started = ticket, ok, not job.parts
-        if job.started:
+        if not job.parts:
+            assert ticket is not None, "the last part has one"
+            job.start(ticket, ok)
             self._changed.notify_all()
 
     def _settle(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 
+from s3kv.device.paths import Choice
 from s3kv.device.places import ChunkPlaces
 from s3kv.messages import LoadPart
 
@@ -36,6 +37,7 @@ class CpuCopier:
     """
 
     pinned = False
+    choices: tuple[Choice, ...] = ()
 
     def __init__(self, places: ChunkPlaces) -> None:
         self._places = places
@@ -54,7 +56,7 @@ class CpuCopier:
             ctypes.memmove(payload + offset, address, nbytes)
         return FINISHED
 
-    def copy_in(self, part: LoadPart, mark: None) -> FinishedTicket:
+    def copy_in(self, part: LoadPart, mark: None, *, is_last: bool) -> FinishedTicket:
         layout, payload = self._places.locate(part)
         payload += self._slab_address
         for address, offset, nbytes in layout.moves(part.block_ids, part.first_block):

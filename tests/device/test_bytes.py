@@ -8,10 +8,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s3kv.device.copies import BlockCopies, open_copier
+from s3kv.device.copies import BlockCopies
 from s3kv.device.stacks import stacks
 from s3kv.messages import LoadPart
 from tests.device.caches import DTYPES, ORDERS, Caches, Shape, build, places, raw
+from tests.device.devices import Device
 
 HASH = b"\x07" * 32
 
@@ -48,7 +49,7 @@ def cases(draw: st.DrawFn, order: str, ratio: int) -> tuple[Shape, list[int], li
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_was_saved_is_loaded(device: str, order: str, ratio: int) -> None:
+def test_what_was_saved_is_loaded(device: Device, order: str, ratio: int) -> None:
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=cases(order, ratio))
     def check(case: tuple[Shape, list[int], list[int], int, int]) -> None:
@@ -58,14 +59,15 @@ def test_what_was_saved_is_loaded(device: str, order: str, ratio: int) -> None:
 
 
 def save_and_load(
-    device: str, shape: Shape, sources: list[int], targets: list[int], first: int, seed: int
+    device: Device, shape: Shape, sources: list[int], targets: list[int], first: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    caches = build(shape, device, generator)
+    caches = build(shape, device.memory, generator)
     layout = caches.layout()
     where, form = places(caches, layout)
     slab = memoryview(where.slab)
-    copies = BlockCopies(open_copier(where))
+    device.seed = seed
+    copies = BlockCopies(device.open(where))
     saved = caches.content(sources)
 
     copies.save(7, 0, 1, sources)
@@ -78,7 +80,7 @@ def save_and_load(
     assert set(slab[: where.slot_bytes]) == {0xA5}, "another slot was written to"
     assert set(slab[2 * where.slot_bytes :]) == {0xA5}, "another slot was written to"
     assert set(slot[form.object_bytes :]) <= {0xA5}, "the slot's tail was written to"
-    if device == "cpu":
+    if device.kind == "cpu":
         assert_stacks_agree(caches, slot[form.header_bytes : form.object_bytes], sources)
 
     caches.fill(generator)
@@ -122,10 +124,10 @@ def assert_stacks_agree(caches: Caches, payload: memoryview, sources: list[int])
     assert other.memory() == expected.memory()
 
 
-def test_a_load_of_many_parts(device: str) -> None:
+def test_a_load_of_many_parts(device: Device) -> None:
     shape = Shape("LBNHC", blocks=12, blocks_per_chunk=3)
-    caches = build(shape, device, torch.Generator().manual_seed(1))
-    copies = BlockCopies(open_copier(places(caches, caches.layout())[0]))
+    caches = build(shape, device.memory, torch.Generator().manual_seed(1))
+    copies = BlockCopies(device.open(places(caches, caches.layout())[0]))
     before = caches.content([0, 2, 4, 1, 3, 5])
     copies.save(1, 0, 0, [0, 2, 4])
     copies.save(2, 0, 2, [1, 3, 5])

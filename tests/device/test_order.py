@@ -13,8 +13,10 @@ import torch
 
 from s3kv.device.copier import Copier, Ticket
 from s3kv.device.copies import BlockCopies, open_copier
+from s3kv.device.paths import Choice
 from s3kv.messages import LoadPart
 from tests.device.caches import Caches, Shape, build, places
+from tests.device.devices import Device
 
 LONG_S = 10.0
 
@@ -35,6 +37,7 @@ class GatedCopier:
     log: list[tuple[str, int]] = field(default_factory=list)
 
     pinned = False
+    choices: tuple[Choice, ...] = ()
 
     def mark(self) -> Any:
         return self.copier.mark()
@@ -46,9 +49,9 @@ class GatedCopier:
         self._pass("save", part)
         return self.copier.copy_out(part, mark)
 
-    def copy_in(self, part: LoadPart, mark: Any) -> Ticket:
+    def copy_in(self, part: LoadPart, mark: Any, *, is_last: bool) -> Ticket | None:
         self._pass("load", part)
-        return self.copier.copy_in(part, mark)
+        return self.copier.copy_in(part, mark, is_last=is_last)
 
     def settle(self) -> None:
         self.copier.settle()
@@ -69,6 +72,7 @@ class GatedCopier:
 
 @dataclass
 class Rig:
+    device: Device
     caches: Caches
     copier: GatedCopier
     copies: BlockCopies
@@ -82,18 +86,17 @@ class Rig:
 
     def fill(self, value: int) -> None:
         """Launch, as the engine would, writes to every block."""
-        for buffer in self.caches.buffers:
-            buffer.fill_(value)
+        self.device.launch(lambda: [buffer.fill_(value) for buffer in self.caches.buffers])
 
 
 @contextmanager
-def rig(device: str) -> Iterator[Rig]:
-    caches = build(Shape("LBNHC"), device, torch.Generator().manual_seed(3))
+def rig(device: Device) -> Iterator[Rig]:
+    caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(3))
     where, form = places(caches, caches.layout())
     slab = memoryview(where.slab)
-    copier = GatedCopier(open_copier(where))
+    copier = GatedCopier(device.open(where))
     copies = BlockCopies(copier)
-    yield Rig(caches, copier, copies, slab, where.slot_bytes, form.header_bytes)
+    yield Rig(device, caches, copier, copies, slab, where.slot_bytes, form.header_bytes)
     copier.gate.set()
     copies.close()
 
@@ -102,7 +105,7 @@ def whole(rig: Rig, value: int) -> bytes:
     return bytes([value]) * rig.caches.layout().payload_bytes
 
 
-def test_a_fence_keeps_the_engine_from_overwriting_what_is_being_saved(device: str) -> None:
+def test_a_fence_keeps_the_engine_from_overwriting_what_is_being_saved(device: Device) -> None:
     with rig(device) as r:
         r.fill(1)
         r.copies.save(7, 0, 0, [0, 1])
@@ -116,20 +119,19 @@ def test_a_fence_keeps_the_engine_from_overwriting_what_is_being_saved(device: s
         assert r.copies.statistics().fences_waited == 1
 
 
-def test_without_the_fence_the_overwrite_is_seen(device: str) -> None:
+def test_without_the_fence_the_overwrite_is_seen(device: Device) -> None:
     # That the test above can fail.
     with rig(device) as r:
         r.fill(1)
         r.copies.save(7, 0, 0, [0, 1])
         r.fill(2)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        device.synchronize()
         r.copier.gate.set()
         assert r.copies.wait_all(LONG_S)
         assert r.payload(0) == whole(r, 2)
 
 
-def test_a_fenced_save_does_not_wait_for_loads(device: str) -> None:
+def test_a_fenced_save_does_not_wait_for_loads(device: Device) -> None:
     with rig(device) as r:
         parts = [LoadPart(0, 2, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))]
         r.copies.load("first", parts)
@@ -149,7 +151,7 @@ def test_a_fenced_save_does_not_wait_for_loads(device: str) -> None:
         ]
 
 
-def test_fences_of_unknown_and_ended_saves_are_fine(device: str) -> None:
+def test_fences_of_unknown_and_ended_saves_are_fine(device: Device) -> None:
     with rig(device) as r:
         r.copier.gate.set()
         r.copies.save(7, 0, 0, [0, 1])
@@ -160,7 +162,7 @@ def test_fences_of_unknown_and_ended_saves_are_fine(device: str) -> None:
         assert r.copies.statistics().fences_waited == 0
 
 
-def test_each_end_is_told_once(device: str) -> None:
+def test_each_end_is_told_once(device: Device) -> None:
     with rig(device) as r:
         r.copies.save(7, 0, 0, [0, 1])
         r.copies.load("empty", [])
@@ -183,7 +185,7 @@ def test_each_end_is_told_once(device: str) -> None:
 
 
 def test_an_id_on_its_way_is_refused() -> None:
-    with rig("cpu") as r:
+    with rig(Device("cpu")) as r:
         r.copies.save(7, 0, 0, [0, 1])
         r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
         with pytest.raises(ValueError, match="save 7"):
@@ -192,7 +194,7 @@ def test_an_id_on_its_way_is_refused() -> None:
             r.copies.load("r", [])
 
 
-def test_a_failed_copy_ends_and_the_others_go_on(device: str) -> None:
+def test_a_failed_copy_ends_and_the_others_go_on(device: Device) -> None:
     with rig(device) as r:
         r.copier.broken_slots = {1}
         broken, fine = LoadPart(0, 1, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))
@@ -226,7 +228,7 @@ def test_a_failed_copy_ends_and_the_others_go_on(device: str) -> None:
     ],
 )
 def test_what_is_not_in_the_cache_or_the_slab_fails_and_touches_nothing(
-    device: str, group: int, slot: int, first: int, block_ids: tuple[int, ...]
+    device: Device, group: int, slot: int, first: int, block_ids: tuple[int, ...]
 ) -> None:
     with rig(device) as r:
         r.copier.gate.set()
@@ -242,7 +244,7 @@ def test_what_is_not_in_the_cache_or_the_slab_fails_and_touches_nothing(
     [(1, 0, (0, 1)), (0, 3, (0, 1)), (0, 0, (0, 6)), (0, 0, (3,)), (0, 0, ()), (0, 0, (0, 1, 2))],
 )
 def test_a_save_of_anything_but_a_whole_chunk_fails_and_touches_nothing(
-    device: str, group: int, slot: int, block_ids: tuple[int, ...]
+    device: Device, group: int, slot: int, block_ids: tuple[int, ...]
 ) -> None:
     with rig(device) as r:
         r.copier.gate.set()
@@ -253,7 +255,7 @@ def test_a_save_of_anything_but_a_whole_chunk_fails_and_touches_nothing(
         assert bytes(r.slab) == before
 
 
-def test_close_fails_what_is_queued_and_lets_go_of_the_slab(device: str) -> None:
+def test_close_fails_what_is_queued_and_lets_go_of_the_slab(device: Device) -> None:
     with rig(device) as r:
         r.copies.save(1, 0, 0, [0, 1])
         assert r.copier.entered.wait(LONG_S)
@@ -275,7 +277,7 @@ def test_close_fails_what_is_queued_and_lets_go_of_the_slab(device: str) -> None
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_the_copy_thread_leaves_nobody_waiting() -> None:
-    with rig("cpu") as r:
+    with rig(Device("cpu")) as r:
         r.copier.bug_slots = {0}
         r.copies.save(1, 0, 0, [0, 1])
         r.copies.save(2, 0, 1, [0, 1])
@@ -298,7 +300,7 @@ class LostTicket:
 
 
 def test_a_device_that_fails_after_the_start_is_a_failed_copy() -> None:
-    with rig("cpu") as r:
+    with rig(Device("cpu")) as r:
         r.copier.gate.set()
         r.copier.copy_out = lambda part, mark: LostTicket()  # type: ignore[method-assign]
         r.copies.save(1, 0, 0, [0, 1])
@@ -307,7 +309,7 @@ def test_a_device_that_fails_after_the_start_is_a_failed_copy() -> None:
 
 
 def test_a_mark_that_fails_is_a_failed_copy() -> None:
-    with rig("cpu") as r:
+    with rig(Device("cpu")) as r:
 
         def broken() -> None:
             raise RuntimeError("CUDA error: unspecified launch failure")

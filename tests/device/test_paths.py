@@ -1,0 +1,127 @@
+"""Which path is taken: decided from times, measured without a trace in the caches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from s3kv.device.copies import BlockCopies
+from s3kv.device.gpu_copier import GpuCopier
+from s3kv.device.paths import Direction, Path, faster, seconds_per_chunk, spread_blocks
+from tests.device.caches import ORDERS, Shape, build, places
+from tests.device.devices import Device
+from tests.device.simulated import SimulatedGpu, SimulatedStream
+
+
+def test_batch_is_preferred_unless_gather_is_worth_its_kernels() -> None:
+    assert faster(1.0, 1.0) is Path.BATCH
+    assert faster(1.0, 0.95) is Path.BATCH
+    assert faster(1.0, 0.8) is Path.GATHER
+    assert faster(0.5, 1.0) is Path.BATCH
+
+
+def test_the_best_round_counts_and_the_first_copy_does_not() -> None:
+    started: list[int] = []
+    settled: list[int] = []
+    now = iter([0.0, 8.0, 10.0, 14.0, 20.0, 26.0])
+    seconds = seconds_per_chunk(
+        started.append, lambda: settled.append(len(started)), lambda: next(now)
+    )
+    assert seconds == 1.0
+    assert started == [0, *(0, 1, 2, 3) * 3]
+    assert settled == [1, 5, 9, 13]
+
+
+def test_blocks_to_measure_with_are_no_neighbours() -> None:
+    for chunk in range(9):
+        ids = spread_blocks(chunk, 16, 1000)
+        assert len(set(ids)) == 16
+        assert all(0 <= i < 1000 for i in ids)
+        assert not {i + 1 for i in ids} & set(ids)
+    assert spread_blocks(3, 4, 4) == (0, 1, 2, 3)
+    assert all(0 <= i < 2 for i in spread_blocks(1, 4, 2))
+
+
+class SlowPath:
+    """A clock that only the copies of a simulated GPU move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+        self.now = 0.0
+        for name, each in seconds.items():
+            monkeypatch.setattr(SimulatedStream, name, self._taking(name, each))
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _taking(self, name: str, seconds: float) -> Callable[..., None]:
+        real = getattr(SimulatedStream, name)
+
+        def launch(stream: SimulatedStream, *args: object, **kwargs: object) -> None:
+            self.now += seconds
+            real(stream, *args, **kwargs)
+
+        return launch
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_faster_path_is_taken_and_the_caches_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, order: str
+) -> None:
+    clock = SlowPath(monkeypatch, {"copy_batch": 2.0, "gather": 1.0, "scatter": 3.0})
+    caches = build(Shape(order, blocks=9), "cpu", torch.Generator().manual_seed(5))
+    before = caches.memory()
+    with caplog.at_level(logging.INFO):
+        copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11), clock=clock)
+    assert caches.memory() == before
+    assert copier.choices == (
+        (0, Direction.OUT, Path.GATHER, 2.0, 1.0),
+        (0, Direction.IN, Path.BATCH, 2.0, 3.0),
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "KV blocks of group 0 go out by gather: a chunk takes 2000.00 ms in a batch, 1000.00 ms "
+        "gathered",
+        "KV blocks of group 0 go in by batch: a chunk takes 2000.00 ms in a batch, 3000.00 ms "
+        "gathered",
+    ]
+    copies = BlockCopies(copier)
+    assert copies.statistics().choices == copier.choices
+    copies.close()
+
+
+def test_without_a_batch_call_all_is_gathered_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
+    gpu = SimulatedGpu(11, no_batch="the driver is older than CUDA 12.8")
+    with caplog.at_level(logging.INFO):
+        copier = GpuCopier(places(caches, caches.layout())[0], gpu)
+    assert [choice[:3] for choice in copier.choices] == [
+        (0, Direction.OUT, Path.GATHER),
+        (0, Direction.IN, Path.GATHER),
+    ]
+    assert "older than CUDA 12.8" in caplog.text
+    copier.close()
+    with pytest.raises(ValueError, match="older than CUDA"):
+        GpuCopier(places(caches, caches.layout())[0], gpu, Path.BATCH)
+
+
+def test_a_path_can_be_forced(device: Device) -> None:
+    caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(5))
+    copies = BlockCopies(device.open(places(caches, caches.layout())[0]))
+    paths = {choice.path for choice in copies.statistics().choices}
+    assert paths == ({device.path} if device.path else set())
+    copies.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+def test_measuring_on_a_gpu_leaves_the_caches_as_they_are(order: str) -> None:
+    caches = build(Shape(order, blocks=9), "cuda", torch.Generator().manual_seed(5))
+    before = caches.memory()
+    copier = Device("cuda").open(places(caches, caches.layout())[0])
+    assert caches.memory() == before
+    assert all(choice.gather_s is None or choice.gather_s > 0 for choice in copier.choices)
+    copier.close()
