@@ -159,6 +159,13 @@ class Config:
     host_bytes: int = setting(
         4 * 2**30, doc="Host memory for chunks, per worker.", kind="bytes", minimum=2**20
     )
+    huge_pages: bool = setting(
+        True,
+        doc="Ask Linux for huge pages for host memory, which are allocated faster and copied a "
+        "little faster. It gives them where shmem_enabled in /sys/kernel/mm/transparent_hugepage "
+        "is advise; elsewhere pages are ordinary ones.",
+        kind="flag",
+    )
     eviction: str = setting(
         "lru",
         doc="Which chunk leaves host memory first.",

@@ -124,7 +124,7 @@ class TensorStore:
             integrity=integrity,
             manifest=canonical_json(identity),
         )
-        slab = Slab.create(rows.host_bytes)
+        slab = Slab.create(rows.host_bytes, huge_pages=config.huge_pages)
         return cls(config, rows, table, berths, slab, await started(hello, slab))
 
     async def __aenter__(self) -> TensorStore:

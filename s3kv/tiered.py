@@ -115,7 +115,7 @@ class TieredStore:
             raise ConfigError(
                 f"host_bytes is {config.host_bytes}: allowed is at least one block, {slot_bytes}"
             )
-        slab = Slab.create(count * slot_bytes)
+        slab = Slab.create(count * slot_bytes, huge_pages=config.huge_pages)
         hello = _hello(config, place, blocks, integrity, canonical_json(identity))
         client = await started(hello, slab)
         ledger = _ledger(config, count)

@@ -105,7 +105,8 @@ class ECSchedulerSide(Guarded):
         self.planner = self._make_planner(may_load, may_save)
 
     def _start(self) -> None:
-        self._slab = Slab.create(self._config.host_bytes)
+        # Of no GPU's node: the workers that load from it may be on several.
+        self._slab = Slab.create(self._config.host_bytes, huge_pages=self._config.huge_pages)
         try:
             digest = self._offer(self._slab)
             self._client = self._open_client(self._slab, digest)

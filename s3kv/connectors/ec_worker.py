@@ -21,6 +21,7 @@ from s3kv.connectors.ec_translate import item_dtype, worker_rendezvous
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.identity import encoder_fingerprint
 from s3kv.device.items import ItemCopies, item_copies
+from s3kv.device.nearby import memory_near
 from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
@@ -64,7 +65,8 @@ class ECWorkerSide(Guarded):
         self._loads_from: Slab | None = None
         self._outbox: Outbox | None = None
         self._taker: SlabTaker | None = None
-        self._copies: ItemCopies = item_copies(self._dtype, _device(vllm_config))
+        self._device = _device(vllm_config)
+        self._copies: ItemCopies = item_copies(self._dtype, self._device)
         tp_rank = get_tp_group().rank_in_group
         self.counts = tp_rank == 0 and get_pp_group().is_first_rank
         """Whether this rank saves, measures and reports."""
@@ -100,7 +102,11 @@ class ECWorkerSide(Guarded):
             ) from error
 
     def _open_outbox(self, hello: Hello) -> Outbox:
-        slab = Slab.create(self._config.staging_bytes)
+        slab = Slab.create(
+            self._config.staging_bytes,
+            node=memory_near(self._device),
+            huge_pages=self._config.huge_pages,
+        )
         client = IoClient(hello, slab)
         try:
             client.start()
@@ -114,6 +120,8 @@ class ECWorkerSide(Guarded):
 
     def _take(self, slab: Slab) -> None:
         """On the taker's thread, before the scheduler's side is up."""
+        if self._config.huge_pages:
+            slab.ask_for_huge_pages()
         self._copies.attach(slab.view)
         self._loads_from = slab
 

@@ -19,6 +19,7 @@ from s3kv.connectors.metrics import Meter, S3KVStats, add
 from s3kv.connectors.translate import GROUP, KVGeometry, shard_name
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
+from s3kv.device.nearby import memory_near
 from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
@@ -89,7 +90,11 @@ class WorkerSide(Guarded):
                 f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, which "
                 f"is {slot_bytes} bytes for this model (or make chunk_tokens smaller)"
             )
-        self._slab = Slab.create(count * slot_bytes)
+        self._slab = Slab.create(
+            count * slot_bytes,
+            node=memory_near(layout.device),
+            huge_pages=self._config.huge_pages,
+        )
         hello = Hello(
             config=self._config,
             namespace_prefix=namespace.prefix,

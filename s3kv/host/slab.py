@@ -3,7 +3,8 @@
 It is a memory file (`memfd_create(2)`): it has no name, so it is gone when the last process that
 maps it is gone, however that process ended. The worker creates it and hands the descriptor to the
 I/O process, which attaches. Who may write where in it is not decided here: a slot belongs to one
-job at a time, and `s3kv.host.slots` says to which.
+job at a time, and `s3kv.host.slots` says to which. Where its pages are, and of what size, is asked
+for before anything touches them; docs/decisions/0007 says how and why.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Callable
 
 from s3kv.errors import ConfigError
+from s3kv.host.huge import SETTING, gives_huge_pages, shmem_policy
 from s3kv.host.limits import memory_limits
+from s3kv.host.numa import FIRST_TOUCH, NodeChoice, prefer_node
+
+logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
@@ -42,9 +48,13 @@ class Slab:
         self.view = memoryview(self._map)
 
     @classmethod
-    def create(cls, nbytes: int) -> Slab:
+    def create(
+        cls, nbytes: int, *, node: NodeChoice = FIRST_TOUCH, huge_pages: bool = False
+    ) -> Slab:
         """A new slab of zeros, `nbytes` rounded up to whole pages.
 
+        node, huge_pages: where its pages should come from, and whether large ones are asked for.
+        Both are wishes: what came of them is logged.
         Raises `ConfigError` when this machine or its container has not that much memory to give.
         Linux would find out later and with less courtesy, by killing the process that touches the
         page too much.
@@ -58,10 +68,14 @@ class Slab:
             os.ftruncate(fd, nbytes)
             # Whoever holds the descriptor, nobody can shorten the file under another's mapping.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, nbytes)
+            slab = cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
             raise _too_large(nbytes, str(error)) from error
+        slab._prefer(node)
+        size = slab.ask_for_huge_pages() if huge_pages else "pages of the ordinary size"
+        logger.info("s3kv: %d bytes of host memory %s, %s", nbytes, node.because, size)
+        return slab
 
     @classmethod
     def attach(cls, fd: int) -> Slab:
@@ -71,6 +85,39 @@ class Slab:
     @property
     def fd(self) -> int:
         return self._fd
+
+    def ask_for_huge_pages(self) -> str:
+        """Have this process allocate huge pages where it is the first to touch the memory, if
+        Linux gives any; what it says to that. Every process that maps the slab has to ask.
+        """
+        policy = shmem_policy()
+        if policy is None:
+            return "ordinary pages, for this kernel has no huge ones for shared memory"
+        if not gives_huge_pages(policy):
+            return f"ordinary pages, for /{SETTING}/shmem_enabled is {policy!r}"
+        try:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            return f"ordinary pages, for Linux refused huge ones ({error})"
+        return "huge pages as far as there are any"
+
+    def _prefer(self, choice: NodeChoice) -> None:
+        if choice.node is None:
+            return
+        refusal = prefer_node(self._address, self.nbytes, choice.node)
+        if refusal:
+            logger.warning(
+                "s3kv: host memory should be %s, but that was refused (%s): it will be on the "
+                "node of who touches it first, and copies to and from another one's GPU are "
+                "slower. Give the container CAP_SYS_NICE, or bind the engine to a node (vLLM's "
+                "--numa-bind, numactl)",
+                choice.because,
+                refusal,
+            )
+
+    @property
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def prefault(self, stop: Callable[[], bool] = lambda: False) -> None:
         """Have every page allocated and mapped into this process; what they hold stays.
@@ -85,6 +132,7 @@ class Slab:
         libc = ctypes.CDLL(None, use_errno=True)
         # mmap.madvise would do the same while holding the GIL.
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        # Keeps the mapping from being unmapped meanwhile.
         anchor = ctypes.c_char.from_buffer(self._map)
         start = ctypes.addressof(anchor)
         for offset in range(0, self.nbytes, _PIECE_BYTES):

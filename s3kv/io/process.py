@@ -15,7 +15,7 @@ import os
 import random
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError
@@ -46,17 +46,12 @@ async def serve(
     """
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     outbox = _Outbox(writer)
-    stop = threading.Event()
-    prefaulting = threading.Thread(target=_prefault, args=(slab, stop), daemon=True)
-    prefaulting.start()
     watching = asyncio.get_running_loop().create_task(_watch_parent(parent_pid, reader.feed_eof))
     try:
         await _converse(reader, outbox, slab, make_store, rng or random.Random())
     finally:
-        stop.set()
         watching.cancel()
         await outbox.close()
-        prefaulting.join()
 
 
 async def _converse(
@@ -78,12 +73,13 @@ async def _converse(
         outbox.send(wire.Ready(False, "config", str(error)))
         return
     service = Service(hello, slab, store, outbox.send, reader.feed_eof, rng)
-    service.start()
-    try:
-        async for message in messages:
-            service.receive(message)
-    finally:
-        await service.finish()
+    with _prefaulting(slab, huge_pages=hello.config.huge_pages):
+        service.start()
+        try:
+            async for message in messages:
+                service.receive(message)
+        finally:
+            await service.finish()
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.Down]:
@@ -130,6 +126,21 @@ async def _watch_parent(parent_pid: int | None, hang_up: Callable[[], None]) -> 
     while os.getppid() == parent_pid:  # noqa: ASYNC110 - nothing announces that it changes
         await asyncio.sleep(_PARENT_CHECK_S)
     hang_up()
+
+
+@contextlib.contextmanager
+def _prefaulting(slab: Slab, *, huge_pages: bool) -> Iterator[None]:
+    """Have the slab allocated meanwhile, and stop with that at the end."""
+    if huge_pages:
+        slab.ask_for_huge_pages()
+    stop = threading.Event()
+    thread = threading.Thread(target=_prefault, args=(slab, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _prefault(slab: Slab, stop: threading.Event) -> None:

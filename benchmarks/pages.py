@@ -1,0 +1,108 @@
+"""What huge pages do for host memory: `python -m benchmarks.pages [GiB] [rounds]`.
+
+A slab of each kind in a process of its own, in turn: how long it takes to have all its pages
+allocated, how long another process takes that maps them after that, and how fast 16 MiB at a time
+is copied in and out. The best of the rounds. A slab is allocated and given back before the one that
+is timed: in a virtual machine the first to use a page waits for the host to have it, too
+(`first_s_per_gib`, the worst of the rounds).
+Linux has to give huge pages: /sys/kernel/mm/transparent_hugepage/shmem_enabled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
+from time import perf_counter
+
+from s3kv.host.huge import SETTING, gives_huge_pages, shmem_policy
+from s3kv.host.slab import Slab
+
+PIECE_BYTES = 16 * 2**20
+GIB = 2**30
+
+
+def measure(nbytes: int, *, huge_pages: bool) -> dict[str, float]:
+    """One round, in this process and a child of it."""
+    first = Slab.create(nbytes, huge_pages=huge_pages)
+    result = {"first_s_per_gib": prefault_s(first) * GIB / nbytes}
+    first.close()
+    slab = Slab.create(nbytes, huge_pages=huge_pages)
+    result |= {"allocate_s_per_gib": prefault_s(slab) * GIB / nbytes}
+    child = os.fork()
+    if child == 0:
+        other = Slab.attach(slab.fd)
+        if huge_pages:
+            other.ask_for_huge_pages()
+        took_us = prefault_s(other) * GIB / nbytes * 1e6
+        slab.view[:8] = int(took_us).to_bytes(8, "little")
+        os._exit(0)
+    os.waitpid(child, 0)
+    result["map_s_per_gib"] = int.from_bytes(slab.view[:8], "little") / 1e6
+    return result | copies(slab)
+
+
+def prefault_s(slab: Slab) -> float:
+    start_s = perf_counter()
+    slab.prefault()
+    return perf_counter() - start_s
+
+
+def copies(slab: Slab) -> dict[str, float]:
+    here = ctypes.addressof(ctypes.c_char.from_buffer(slab.view))
+    buffer = bytearray(b"\x5a") * PIECE_BYTES
+    there = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    rates: dict[str, float] = {}
+    for name, to, source in (("copy_in_gb_s", 1, 0), ("copy_out_gb_s", 0, 1)):
+        start_s = perf_counter()
+        for offset in range(0, slab.nbytes, PIECE_BYTES):
+            ctypes.memmove(
+                here + offset if to else there, here + offset if source else there, PIECE_BYTES
+            )
+        rates[name] = slab.nbytes / 1e9 / (perf_counter() - start_s)
+    return rates
+
+
+def run(nbytes: int, huge_pages: bool) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.pages", "--once", str(nbytes), str(huge_pages)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--once"]:
+        print(json.dumps(measure(int(sys.argv[2]), huge_pages=sys.argv[3] == "True")))
+        return
+    nbytes = int(float(sys.argv[1] if len(sys.argv) > 1 else 1) * GIB) // PIECE_BYTES * PIECE_BYTES
+    rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 9
+    if not gives_huge_pages(shmem_policy()):
+        sys.exit(f"nothing to compare: /{SETTING}/shmem_enabled is {shmem_policy()!r}")
+    kinds = {"ordinary": False, "huge": True}
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind, huge_pages in kinds.items():
+            found[kind].append(run(nbytes, huge_pages))
+    report = {
+        "kernel": platform.release(),
+        "shmem_enabled": shmem_policy(),
+        "bytes": nbytes,
+        "rounds": rounds,
+        "best": {kind: best(each) for kind, each in found.items()},
+    }
+    print(json.dumps(report, indent=2))
+
+
+def best(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """The least seconds and the most bytes per second, but of first use the most seconds."""
+    choose = {"allocate_s_per_gib": min, "map_s_per_gib": min}
+    return {
+        name: round(choose.get(name, max)(one[name] for one in rounds), 4) for name in rounds[0]
+    }
+
+
+if __name__ == "__main__":
+    main()

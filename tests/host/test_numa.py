@@ -1,0 +1,137 @@
+"""NUMA nodes: chosen from what Linux writes, and asked for in the real kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from s3kv.host import numa
+from s3kv.host.numa import NodeChoice, node_mask, node_near, prefer_node
+from s3kv.host.slab import Slab
+
+GPU = "0000:5e:00.0"
+NODE = "sys/devices/system/node/"
+DEVICE = f"sys/bus/pci/devices/{GPU}/numa_node"
+TWO = {f"{NODE}has_cpu": "0-1\n", f"{NODE}has_memory": "0-1\n", DEVICE: "1\n"}
+GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+MPOL_F_ADDR = 2
+PAGE = mmap.PAGESIZE
+
+
+def near(tmp_path: Path, files: dict[str, str], pci_address: str | None = GPU) -> NodeChoice:
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return node_near(pci_address, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "node", "because"),
+    [
+        ({}, 1, "on NUMA node 1, that of GPU 0000:5e:00.0"),
+        ({DEVICE: "0\n"}, 0, "on NUMA node 0"),
+        ({DEVICE: "-1\n"}, None, "tells none of GPU"),
+        ({f"{NODE}has_cpu": "0\n"}, None, "the one NUMA node there is"),
+        ({f"{NODE}has_memory": "0\n"}, None, "the one NUMA node there is"),
+        ({f"{NODE}has_cpu": "0-1,4\n", f"{NODE}has_memory": "0-9\n", DEVICE: "4\n"}, 4, "node 4"),
+        ({f"{NODE}has_memory": "0-9\n", DEVICE: "7\n"}, None, "tells none of GPU"),
+        ({f"{NODE}has_memory": "\n"}, None, "the one NUMA node there is"),
+        ({f"{NODE}has_memory": "what?\n"}, None, "Linux tells none"),
+    ],
+)
+def test_the_node_of_a_gpu(
+    tmp_path: Path, change: dict[str, str], node: int | None, because: str
+) -> None:
+    found = near(tmp_path, TWO | change)
+    assert found.node == node
+    assert because in found.because
+
+
+def test_what_is_not_known_is_left_to_linux(tmp_path: Path) -> None:
+    assert near(tmp_path / "nothing", {}).node is None
+    assert near(tmp_path, TWO, None) == NodeChoice(
+        None, "on any NUMA node, for the GPU's place on the bus is not known"
+    )
+    (tmp_path / DEVICE).unlink()
+    assert node_near(GPU, tmp_path).node is None
+
+
+@pytest.mark.parametrize("node", [0, 1, 63, 64, 130])
+def test_masks_have_one_bit(node: int) -> None:
+    assert int.from_bytes(bytes(node_mask(node)), sys.byteorder) == 1 << node
+
+
+def policy_at(address: int) -> tuple[int, int]:
+    """The kernel's word on the page there: mode, and the set of nodes."""
+    mode, mask = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
+    done = ctypes.CDLL(None, use_errno=True).syscall(
+        ctypes.c_long(GET_MEMPOLICY[platform.machine()]),
+        ctypes.byref(mode),
+        ctypes.byref(mask),
+        ctypes.c_ulong(16 * 64),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(MPOL_F_ADDR),
+    )
+    assert done == 0, os.strerror(ctypes.get_errno())
+    return mode.value, int.from_bytes(bytes(mask), sys.byteorder)
+
+
+@pytest.fixture
+def allowed() -> None:
+    if prefer_node(*mapping(mmap.mmap(-1, PAGE)), 0) == f"mbind: {os.strerror(errno.EPERM)}":
+        pytest.skip("this container forbids mbind(2)")
+
+
+def mapping(memory: mmap.mmap) -> tuple[int, int]:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+
+
+@pytest.mark.usefixtures("allowed")
+def test_the_policy_is_the_files_and_holds_in_every_process() -> None:
+    slab = Slab.create(8 * PAGE, node=NodeChoice(0, "on node 0"))
+    before = policy_at(mapping(slab._map)[0])
+    assert before == (numa._MPOL_PREFERRED, 1)
+    code = (
+        "import sys, ctypes; from s3kv.host.slab import Slab\n"
+        "from tests.host.test_numa import mapping, policy_at\n"
+        "slab = Slab.attach(int(sys.argv[1]))\n"
+        "print(policy_at(mapping(slab._map)[0]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(slab.fd)],
+        pass_fds=(slab.fd,),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == str(before)
+    slab.close()
+
+
+@pytest.mark.usefixtures("allowed")
+def test_left_alone_there_is_no_policy() -> None:
+    slab = Slab.create(PAGE)
+    assert policy_at(mapping(slab._map)[0]) == (0, 0)
+    slab.close()
+
+
+def test_a_refusal_is_told_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
+    slab = Slab.create(PAGE, node=NodeChoice(999, "on node 999"))
+    assert "on node 999, but that was refused (mbind: " in caplog.text
+    assert "CAP_SYS_NICE" in caplog.text
+    slab.view[:] = bytes(b"x" * PAGE)
+    slab.close()
+
+
+def test_another_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert "riscv64" in prefer_node(0, PAGE, 0)
