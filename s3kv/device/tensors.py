@@ -61,15 +61,25 @@ class BlockTensors:
                     f"{shape} {dtype}"
                 )
 
+    def empty(self, count: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Uninitialised memory for `count` blocks: name to `[count, *shape]`."""
+        return {
+            name: torch.empty((count, *shape), dtype=dtype, device=device)
+            for name, (shape, dtype) in self._shapes.items()
+        }
+
     def copy_out(self, source: Mapping[str, torch.Tensor], payload: torch.Tensor) -> None:
-        """Write the tensors into `payload`, flat uint8 on any device. Blocks between devices."""
+        """Write the tensors into `payload`, flat uint8 in host memory. Copies from a GPU are under
+        way on its current stream when this returns.
+        """
         for name, view in self._views(payload).items():
-            view.copy_(source[name])
+            view.copy_(source[name].detach(), non_blocking=True)
 
     def copy_in(self, payload: torch.Tensor, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill `into` from `payload`, flat uint8 on any device. Blocks between devices."""
-        for name, view in self._views(payload).items():
-            into[name].copy_(view)
+        """Fill `into` from `payload`, as `copy_out`."""
+        with torch.inference_mode():
+            for name, view in self._views(payload).items():
+                into[name].copy_(view, non_blocking=True)
 
     def _views(self, payload: torch.Tensor) -> dict[str, torch.Tensor]:
         views, offset = {}, 0
