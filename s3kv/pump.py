@@ -52,16 +52,20 @@ class Pump:
         self._slab = slab
         self._on_done = on_done
         self._is_busy = is_busy
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
         self._polling: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
 
     async def whole(self, call: Awaitable[T]) -> T:
         """Carry `call` through even if its caller is cancelled: memory in use stays in use."""
+        return await asyncio.shield(self.start(call))
+
+    def start(self, call: Awaitable[T]) -> asyncio.Future[T]:
+        """As `whole`, without waiting for it."""
         task = asyncio.ensure_future(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
-        return await asyncio.shield(task)
+        return task
 
     def wake(self) -> None:
         """Jobs have been given to the client: send them, and look for their ends."""

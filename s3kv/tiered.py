@@ -8,6 +8,16 @@
         await store.put(block_hash, {"kv": tensor})
         hit = await store.get(block_hash, into={"kv": tensor})
 
+An engine with a paged cache hands that over, and computes on its blocks:
+
+    store = await TieredStore.open(..., pools={"kv": cache})  # [blocks, 16, 2, 128]
+    block = await store.acquire(block_hash)
+    if block is None:
+        block = store.allocate()
+        ...  # compute cache[block]
+        store.put_block(block_hash, block)
+    store.release(block)
+
 and, beside such blocks, tensors of any number of rows by the hash of their content (`tensors`).
 The same slab, I/O process, object format and ledger as under vLLM, driven by the caller's asyncio
 loop. All methods are for that loop's thread.
@@ -16,37 +26,30 @@ loop. All methods are for that loop's thread.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from s3kv.block_tiers import BlockTiers
 from s3kv.config import Config
-from s3kv.device.blocks import DeviceBlocks
+from s3kv.device.blocks import GROUP, DeviceBlocks
+from s3kv.device.caller import CallerStream
+from s3kv.device.copies import BlockCopies
+from s3kv.device.nearby import memory_near
+from s3kv.device.pools import BlockPools
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import ConfigError
-from s3kv.host.policy import make_policy
-from s3kv.host.slab import Slab
-from s3kv.host.slots import SlotTable
-from s3kv.io.client import IoClient
-from s3kv.io.complaints import Complaints
-from s3kv.io.wire import Done, Hello
-from s3kv.messages import JobEnd, JobKind, SaveOrder
+from s3kv.host_tier import HostTier
+from s3kv.io.wire import Hello
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
-from s3kv.planning.breaker import Breaker
-from s3kv.planning.index import BucketIndex
-from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
-from s3kv.pump import Pump, started
+from s3kv.planning.ledger import ChunkState
 from s3kv.tensors import TensorRows, TensorStore
-from s3kv.types import ChunkKey, Location, Outcome
+from s3kv.types import ChunkKey, Location
 
-_INDEX_CHUNKS = 2_000_000
-_BREAKER_FAILURES = 5
-_GROUP = 0
 _SHARD = "t0of1-p0of1"
 
 
@@ -55,29 +58,12 @@ class TieredStore:
     Made by `open`, ended by `close`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tensors: BlockTensors,
-        chunk: ChunkFormat,
-        slab: Slab,
-        slot_bytes: int,
-        client: IoClient,
-        ledger: ChunkLedger,
-        hot: DeviceBlocks | None,
-    ) -> None:
+    def __init__(self, config: Config, tensors: BlockTensors, tiers: BlockTiers) -> None:
         self._config = config
         self._tensors = tensors
-        self._chunk = chunk
-        self._slab = slab
-        self._slot_bytes = slot_bytes
-        self._client = client
-        self._ledger = ledger
-        self._hot = hot
+        self._tiers = tiers
+        self._host = tiers.host
         self._rows: TensorStore | None = None
-        self._kinds: dict[int, JobKind] = {}
-        self._complaints = Complaints(time.monotonic)
-        self._pump = Pump(client, slab, self._done, self._is_busy)
 
     @classmethod
     async def open(
@@ -88,6 +74,8 @@ class TieredStore:
         namespace: Mapping[str, Any],
         device: str | torch.device = "cpu",
         device_blocks: int = 0,
+        pools: Mapping[str, torch.Tensor] | None = None,
+        pool_blocks: Iterable[int] | None = None,
         tensors: TensorRows | None = None,
     ) -> TieredStore:
         """Start on a bucket.
@@ -95,32 +83,34 @@ class TieredStore:
         shapes: what every block consists of: name to shape and dtype.
         namespace: plain values that say what the blocks mean (model, revision, …); two stores
             see each other's blocks when these, the shapes and the prefix are equal.
-        device_blocks: blocks kept on `device` as a tier of its own, 0 for none.
+        device_blocks: blocks kept on `device` as a tier of its own, in memory that the store
+            allocates; 0 for none.
+        pools: the caller's memory for such a tier instead: name to `[blocks, *shape]`, all on one
+            device. Blocks may lie apart; the dimensions of a block have to follow each other as
+            they do in memory (give a permuted view, and its shape to `shapes`).
+        pool_blocks: the numbers of the blocks that the store may use; None for all.
         tensors: what `put_tensor` and `get_tensor` are to take, and their memory, which is not
             part of `host_bytes`; None for none. They have an I/O process of their own.
-        Raises `ConfigError`, or a `StoreError` when the bucket cannot be used.
+        Raises `ConfigError`, `ValueError` for pools that do not hold such blocks,
+        `UnsupportedError` for memory that cannot be copied, or a `StoreError` when the bucket
+        cannot be used.
         """
         blocks = BlockTensors(shapes)
-        integrity = Integrity.of(config)
-        identity = {
-            "namespace": dict(namespace),
-            "tensors": [_plain(t) for t in blocks.specs],
-            "integrity": integrity.identity(),
-        }
-        place = Namespace(config.prefix, fingerprint_digest(identity))
-        chunk = ChunkFormat(place.digest, blocks.specs, _GROUP, _SHARD, integrity)
+        if pools is not None and device_blocks:
+            raise ConfigError("device_blocks and pools are given: allowed is one of them")
+        memory = BlockPools(blocks, pools) if pools is not None else None
+        if device_blocks:
+            memory = BlockPools.new(blocks, device_blocks, torch.device(device))
+        chunk, hello = _identified(config, blocks, namespace)
         slot_bytes = -(-chunk.object_bytes // 4096) * 4096
-        count = config.host_bytes // slot_bytes
-        if count < 1:
-            raise ConfigError(
-                f"host_bytes is {config.host_bytes}: allowed is at least one block, {slot_bytes}"
-            )
-        slab = Slab.create(count * slot_bytes, huge_pages=config.huge_pages)
-        hello = _hello(config, place, blocks, integrity, canonical_json(identity))
-        client = await started(hello, slab)
-        ledger = _ledger(config, count)
-        hot = DeviceBlocks(blocks, device_blocks, torch.device(device)) if device_blocks else None
-        store = cls(config, blocks, chunk, slab, slot_bytes, client, ledger, hot)
+        near = memory_near(memory.device if memory is not None else torch.device("cpu"))
+        host = await HostTier.open(config, chunk, slot_bytes, hello, near)
+        try:
+            hot = None if memory is None else await _on_device(memory, pool_blocks, host, chunk)
+        except BaseException:
+            await host.pump.close(0.0)
+            raise
+        store = cls(config, blocks, BlockTiers(blocks, host, hot))
         if tensors is not None:
             await store._open_rows(tensors, namespace)
         return store
@@ -139,22 +129,25 @@ class TieredStore:
     # --- the tiers -------------------------------------------------------------------------
 
     async def put(self, block_hash: bytes, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Keep the block: on the device, in host memory, and in the background in the bucket.
+        """Keep the block: in host memory, in the background in the bucket, and on the device if
+        that is where the tensors are and not all of its blocks are in use.
 
         The tensors may be on any device; they are read before this returns and are the caller's
-        again then. False when host memory is full of blocks the bucket does not have yet: then
-        nothing was kept there. Raises `ValueError` for tensors of another shape or dtype.
+        again then. On a GPU, "read" and "returns" are in the order of the stream that is current.
+        False when host memory is full of blocks the bucket does not have yet, or the copy failed:
+        then nothing was kept there. Raises `ValueError` for tensors of another shape or dtype.
         """
         self._tensors.check(tensors)
-        return await self._pump.whole(self._put(ChunkKey(_GROUP, block_hash), tensors))
+        return await self._tiers.put(ChunkKey(GROUP, block_hash), tensors)
 
     async def get(self, block_hash: bytes, into: Mapping[str, torch.Tensor]) -> bool:
         """Fill `into` with the block, from the nearest tier that has it. False on a miss.
 
-        On a miss, and when cancelled, what `into` holds is undefined.
+        On a GPU, `into` is filled for what the caller launches afterwards on the stream that was
+        current at the call. On a miss, and when cancelled, what `into` holds is undefined.
         """
         self._tensors.check(into)
-        return await self._pump.whole(self._get(ChunkKey(_GROUP, block_hash), into))
+        return await self._tiers.get(ChunkKey(GROUP, block_hash), into)
 
     def prefetch(self, block_hashes: Iterable[bytes]) -> int:
         """Get these blocks on their way to host memory, without waiting for them.
@@ -164,20 +157,60 @@ class TieredStore:
         """
         on_their_way = 0
         for block_hash in block_hashes:
-            key = ChunkKey(_GROUP, block_hash)
-            state = self._ledger.state(key)
-            if state is not ChunkState.ABSENT or self._fetch(key) is not None:
+            key = ChunkKey(GROUP, block_hash)
+            if self._host.state(key) is not ChunkState.ABSENT or self._host.fetch(key) is not None:
                 on_their_way += 1
         return on_their_way
 
     def where(self, block_hash: bytes) -> Location:
         """Which tiers hold the block, as far as is known without asking."""
-        key = ChunkKey(_GROUP, block_hash)
+        key = ChunkKey(GROUP, block_hash)
         return Location(
-            device=self._hot is not None and self._hot.holds(key),
-            host=self._ledger.state(key) is ChunkState.RESIDENT,
-            bucket=self._ledger.index.verdict(key, time.monotonic()),
+            device=self._tiers.hot is not None and self._tiers.hot.holds(key),
+            host=self._host.state(key) is ChunkState.RESIDENT,
+            bucket=self._host.in_bucket(key),
         )
+
+    # --- blocks of the pool ----------------------------------------------------------------
+
+    async def acquire(self, block_hash: bytes) -> int | None:
+        """The number of the pool's block that holds this, loaded straight into it if need be. It is
+        held for the caller, and nobody writes to it, until `release`.
+
+        Held by any number of callers; each releases it once. What the caller launches next may
+        read it. None on a miss, and when all blocks are in use. Raises `ConfigError` in a store
+        opened without pools.
+        """
+        return await self._tiers.acquire(self._pool(), ChunkKey(GROUP, block_hash))
+
+    def allocate(self) -> int | None:
+        """The number of a block to fill: free, or that of the hash unused for longest. It is held
+        until `release`, and what the caller launches next may write to it. None when all are in
+        use. Raises `ConfigError` in a store opened without pools.
+        """
+        return self._pool().take(self._tiers.stream())
+
+    def put_block(self, block_hash: bytes, block: int) -> bool:
+        """The held block holds this, as far as the caller has launched: found by `acquire` from now
+        on, and on its way to host memory and the bucket. Returns at once; nobody writes to the
+        block any more, and the caller may release it.
+
+        If another block holds the same, that one stays the one to be found, and this is free after
+        its release. False when host memory is full of blocks the bucket does not have yet: then the
+        block is in the pool alone. Raises `ValueError` for a block the caller does not hold, or one
+        with another hash; `ConfigError` in a store opened without pools.
+        """
+        return self._tiers.put_block(self._pool(), ChunkKey(GROUP, block_hash), block)
+
+    def release(self, block: int) -> None:
+        """The caller, and what it has launched on the stream that is current, is done with a block
+        that it got from `acquire` or `allocate`. What was released first is evicted first, so
+        release the end of a prefix before its beginning. Raises `ValueError` for a block that is
+        not held.
+        """
+        self._pool().release(block, self._tiers.stream())
+
+    # --- tensors with rows -----------------------------------------------------------------
 
     async def put_tensor(self, content_hash: bytes, tensor: torch.Tensor) -> bool:
         """As `TensorStore.put`. Raises `ConfigError` in a store opened without `tensors`."""
@@ -196,7 +229,7 @@ class TieredStore:
     @property
     def counters(self) -> Mapping[str, int]:
         """What has happened so far, in the words of the metrics."""
-        return self._ledger.counters
+        return self._host.counters
 
     @property
     def tensor_counters(self) -> Mapping[str, int]:
@@ -205,8 +238,7 @@ class TieredStore:
 
     async def flush(self) -> None:
         """Wait until the bucket has answered for everything put so far."""
-        while self._ledger.saves_inflight:
-            await self._pump.next_end()
+        await self._host.flush()
         if self._rows is not None:
             await self._rows.flush()
 
@@ -214,7 +246,7 @@ class TieredStore:
         """End what is under way and give everything back. Uploads get as long as they need, but
         no longer than `drain_timeout_s`. Idempotent.
         """
-        closing = [self._pump.close(self._config.drain_timeout_s)]
+        closing = [self._tiers.close(self._config.drain_timeout_s)]
         if self._rows is not None:
             closing.append(self._rows.close())
         await asyncio.gather(*closing)
@@ -236,123 +268,54 @@ class TieredStore:
             )
         return self._rows
 
-    async def _put(self, key: ChunkKey, tensors: Mapping[str, torch.Tensor]) -> bool:
-        if self._hot is not None:
-            self._hot.put(key, tensors)
-        if self._ledger.state(key) is not ChunkState.ABSENT:
-            return True
-        if not self._ledger.plan_save(key, ()):
-            return False
-        (order,) = self._ledger.take_saves()
-        try:
-            await asyncio.to_thread(self._tensors.copy_out, tensors, self._payload(order.slot))
-        except RuntimeError:
-            self._copied(order, Outcome.FAILED)
-            raise
-        self._copied(order, Outcome.OK)
-        return True
-
-    def _copied(self, order: SaveOrder, outcome: Outcome) -> None:
-        self._end(JobEnd(order.job_id, JobKind.SAVE, outcome, 0, 0.0))
-        if outcome.is_success:
-            self._upload(order.job_id, order.key, order.slot)
-        else:
-            self._end(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED, 0, 0.0))
-
-    async def _get(self, key: ChunkKey, into: Mapping[str, torch.Tensor]) -> bool:
-        if self._hot is not None and self._hot.get(key, into):
-            return True
-        while self._ledger.state(key) is ChunkState.COPYING:
-            await self._pump.next_end()
-        if self._ledger.state(key) is not ChunkState.RESIDENT and not await self._arrival(key):
-            return False
-        slots = self._ledger.slots
-        slot = slots.lookup(key)
-        if slot is None or self._ledger.state(key) is not ChunkState.RESIDENT:
-            return False
-        slots.pin(slot)
-        try:
-            await asyncio.to_thread(self._tensors.copy_in, self._payload(slot.number), into)
-        finally:
-            slots.unpin(slot)
-        slots.touch_chain([slot])
-        if self._hot is not None:
-            self._hot.put(key, into)
-        return True
-
-    async def _arrival(self, key: ChunkKey) -> bool:
-        job = self._fetch(key)
-        if job is None:
-            return False
-        arrived: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        job.waiters.append(arrived)
-        return await arrived
-
-    def _fetch(self, key: ChunkKey) -> Job | None:
-        now_s = time.monotonic()
-        ledger = self._ledger
-        if ledger.state(key) is ChunkState.FETCHING:
-            return ledger.fetch_job(key)
-        if ledger.index.is_absent(key, now_s) or not ledger.breaker.allows(now_s):
-            return None
-        job = ledger.plan_fetch(key)
-        for order in ledger.take_fetches():
-            self._kinds[order.job_id] = JobKind.FETCH
-            self._client.fetch(order.job_id, order.key, order.slot * self._slot_bytes)
-        self._pump.wake()
-        return job
-
-    def _upload(self, job_id: int, key: ChunkKey, slot: int) -> None:
-        self._kinds[job_id] = JobKind.UPLOAD
-        self._client.upload(job_id, key, slot * self._slot_bytes)
-        self._pump.wake()
-
-    def _payload(self, slot: int) -> torch.Tensor:
-        start = slot * self._slot_bytes + self._chunk.header_bytes
-        view = self._slab.view[start : start + self._chunk.payload_bytes]
-        return torch.frombuffer(view, dtype=torch.uint8)
-
-    def _is_busy(self) -> bool:
-        for order in self._ledger.take_uploads(time.monotonic()):
-            self._upload(order.job_id, order.key, order.slot)
-        return bool(self._kinds or self._ledger.saves_inflight)
-
-    def _done(self, done: Done) -> None:
-        kind = self._kinds.pop(done.job_id)
-        if done.reason:
-            self._ledger.counters[f"{kind.value}_corrupt_{done.reason}"] += 1
-        self._complaints.note(kind.value, done.outcome, done.detail)
-        self._end(JobEnd(done.job_id, kind, done.outcome, done.nbytes, done.seconds))
-
-    def _end(self, end: JobEnd) -> None:
-        job = self._ledger.on_end(end, time.monotonic())
-        for arrived in job.waiters if job is not None else ():
-            if not arrived.done():
-                arrived.set_result(end.outcome.is_success)
-        self._pump.announce()
+    def _pool(self) -> DeviceBlocks:
+        if self._tiers.hot is None:
+            raise ConfigError(
+                "this store was opened without blocks on a device: say TieredStore.open(..., "
+                "pools={name: tensor [blocks, *shape]})"
+            )
+        return self._tiers.hot
 
 
-def _hello(
-    config: Config, place: Namespace, blocks: BlockTensors, integrity: Integrity, manifest: bytes
-) -> Hello:
-    return Hello(
+def _identified(
+    config: Config, blocks: BlockTensors, namespace: Mapping[str, Any]
+) -> tuple[ChunkFormat, Hello]:
+    """The object of a block, and what the I/O process has to know of it."""
+    integrity = Integrity.of(config)
+    identity = {
+        "namespace": dict(namespace),
+        "tensors": [_plain(t) for t in blocks.specs],
+        "integrity": integrity.identity(),
+    }
+    place = Namespace(config.prefix, fingerprint_digest(identity))
+    hello = Hello(
         config,
         place.prefix,
         place.digest,
         _SHARD,
-        {_GROUP: blocks.specs},
+        {GROUP: blocks.specs},
         integrity=integrity,
-        manifest=manifest,
+        manifest=canonical_json(identity),
     )
+    return ChunkFormat(place.digest, blocks.specs, GROUP, _SHARD, integrity), hello
 
 
-def _ledger(config: Config, slots: int) -> ChunkLedger:
-    return ChunkLedger(
-        SlotTable(slots, make_policy(config.eviction, slots)),
-        BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
-        Breaker(threshold=_BREAKER_FAILURES),
-        world_size=1,
+async def _on_device(
+    pools: BlockPools, numbers: Iterable[int] | None, host: HostTier, chunk: ChunkFormat
+) -> DeviceBlocks:
+    ours = range(pools.count) if numbers is None else list(numbers)
+    if min(ours, default=0) < 0 or max(ours, default=0) >= pools.count:
+        raise ValueError(f"pool_blocks: allowed are 0 to {pools.count - 1}")
+    opened = CallerStream.current(pools.device).mark()
+    # Pinning host memory takes a second or so for a few GiB.
+    copies = await asyncio.to_thread(
+        BlockCopies.open,
+        {GROUP: pools.layout},
+        host.slab.view,
+        host.slot_bytes,
+        {GROUP: chunk.header_bytes},
     )
+    return DeviceBlocks(pools, ours, copies, opened)
 
 
 def _plain(spec: Any) -> dict[str, Any]:

@@ -25,8 +25,8 @@ def test_contracts_can_fail(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "s3kv", tmp_path / "s3kv")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "s3kv" / "planning" / "new.py").write_text(
-        "import time\nimport vllm\nimport torch\nimport s3kv.worker\n"
+        "import time\nimport vllm\nimport torch\nimport numpy\nimport s3kv.worker\n"
     )
     done = lint(tmp_path)
     assert done.returncode == 1
-    assert "0 kept, 4 broken" in done.stdout
+    assert "0 kept, 5 broken" in done.stdout
