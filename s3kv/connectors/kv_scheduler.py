@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -77,6 +78,7 @@ class SchedulerSide(Guarded):
         """Something happened since the gauges were last looked at."""
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
+        self._hellos: list[WorkerHello] = []
         self._hashes = RequestHashes()
         self._observers = observers
         self._unplanned: list[str] = []
@@ -92,7 +94,15 @@ class SchedulerSide(Guarded):
         return self._planner
 
     def set_workers(self, hellos: list[WorkerHello], world_size: int) -> None:
-        """All ranks are up. Raises `UnsupportedError` when they do not fit together."""
+        """All ranks are up. Raises `UnsupportedError` when they do not fit together.
+
+        vLLM 0.33 tells it again whenever the engine wakes up. The planner stays what it is: it
+        knows which slots are in use, and the salt that keeps what was cached before out of reach.
+        """
+        if self._planner is not None:
+            if Counter(hellos) != Counter(self._hellos):
+                raise UnsupportedError("the workers are not those that the engine started with")
+            return
         if len(hellos) != world_size:
             raise UnsupportedError(
                 f"{len(hellos)} of {world_size} workers reported; s3kv needs a report of each"
@@ -109,6 +119,7 @@ class SchedulerSide(Guarded):
                 f"{need} bytes here (or make chunk_tokens smaller)"
             )
         self._planner = self._make_planner(slots, world_size, hellos[0].slot_bytes)
+        self._hellos = hellos
         logger.info(
             "s3kv: bucket %s, namespace %s, %d ranks, %d slots of %d tokens",
             self._config.bucket,

@@ -62,6 +62,7 @@ class WorkerSide(Guarded):
         self._client: IoClient | None = None
         self._slab: Slab | None = None
         self._hello: WorkerHello | None = None
+        self._started = False
         self._stranded: set[str] = set()
         self._prefault: threading.Thread | None = None
         self._closing = threading.Event()
@@ -129,12 +130,17 @@ class WorkerSide(Guarded):
     def hello(self) -> WorkerHello:
         """Wait until the bucket has been tried. Raises a `StoreError` when it cannot be used and
         `on_unavailable` is "fail".
+
+        Only the first time: vLLM 0.33 asks again when an engine wakes up, and then a bucket that
+        fails is one that fails later.
         """
         assert self._client is not None, "register comes first"
         assert self._hello is not None
-        wait_for_bucket(self._client, self._config)
-        if self._prefault is not None:
-            self._prefault.join()
+        if not self._started:
+            wait_for_bucket(self._client, self._config)
+            if self._prefault is not None:
+                self._prefault.join()
+            self._started = True
         return self._hello
 
     def shutdown(self) -> None:

@@ -12,6 +12,7 @@ from s3kv.connectors import kv_scheduler
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.translate import KVGeometry
+from s3kv.errors import UnsupportedError
 from s3kv.messages import JobEnd, JobKind, StepReport
 from s3kv.types import ChunkKey, Outcome
 
@@ -162,3 +163,32 @@ def test_a_bug_in_telling_costs_the_cache_not_the_engine(
     assert scheduler.broken == "_changed_gauges"
     assert told(scheduler)["internal_errors"] == 1
     assert "without its cache" in caplog.text
+
+
+def asked_for(scheduler: SchedulerSide, name: str) -> set[ChunkKey]:
+    """The chunks that a request has fetched."""
+    scheduler.on_new_request(request(name))
+    scheduler.lookup(request(name), 0)
+    return {fetch.key for fetch in scheduler.plan(step()).fetches}
+
+
+def test_workers_that_say_the_same_again_change_nothing() -> None:
+    """vLLM 0.33 has them do so at every wake-up, after a reset that has to outlive it."""
+    scheduler, fresh = side(), side()
+    planner = scheduler.planner
+    assert scheduler.reset()
+    scheduler.set_workers([WorkerHello("n" * 32, slot_count=8, slot_bytes=4096)], 1)
+    assert scheduler.planner is planner
+    before, after = asked_for(fresh, "r"), asked_for(scheduler, "r")
+    assert len(before) == len(after) == 2
+    assert not before & after
+
+
+@pytest.mark.parametrize(
+    "hellos",
+    [[], [WorkerHello("n" * 32, 9, 4096)], [WorkerHello("m" * 32, 8, 4096)]],
+)
+def test_other_workers_than_at_the_start_are_refused(hellos: list[WorkerHello]) -> None:
+    scheduler = side()
+    with pytest.raises(UnsupportedError, match="not those that the engine started with"):
+        scheduler.set_workers(hellos, 1)
