@@ -183,7 +183,10 @@ class SimulatedGpu:
         return SimulatedEvent(self)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+        """Whoever had the memory before may still be writing to it, on the current stream."""
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.current.run(lambda: void(memory.fill_(0xEE)))
+        return memory
 
     def enter_thread(self) -> None:
         return
