@@ -64,6 +64,7 @@ class RankWorker:
         self._loading: dict[str, _Load] = {}
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
+        self._suspended = False
 
     # --- a step, in the order the engine calls ---------------------------------------------
 
@@ -85,13 +86,36 @@ class RankWorker:
         for order in orders:
             nbytes = sum(self._nbytes(part.group, part.block_ids) for part in order.parts)
             self._loading[order.request_id] = _Load(nbytes, self._clock())
-            self._copies.load(order.request_id, order.parts)
+            if self._suspended:
+                self._loaded_or_failed(order.request_id, False)
+            else:
+                self._copies.load(order.request_id, order.parts)
 
     def save(self, orders: Iterable[SaveOrder]) -> None:
         """After the forward that filled the blocks has been launched."""
         for order in orders:
+            if self._suspended:
+                self._saved(order, False, 0.0)
+                continue
             self._saves[order.job_id] = order
             self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
+
+    def wait_launched(self, timeout_s: float) -> bool:
+        """Block until the device has been given every copy ordered so far; False when time ran
+        out first. For an engine that may take the blocks' memory away once the device is idle.
+        """
+        return self._copies.wait_started(timeout_s)
+
+    def suspend(self, timeout_s: float) -> bool:
+        """The blocks' memory goes away: finish the copies, and let those ordered until `resume`
+        end as failed. False when time ran out first. Idempotent.
+        """
+        self._suspended = True
+        return self._copies.wait_all(timeout_s)
+
+    def resume(self) -> None:
+        """The blocks' memory is back, at the same addresses. Idempotent."""
+        self._suspended = False
 
     def poll(self, linger_s: float = 0.0) -> None:
         """Take in what has ended since; `take_report` and `take_loaded` hand it on.

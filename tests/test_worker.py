@@ -6,7 +6,7 @@ from typing import Any
 
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
 from s3kv.io.wire import Done
-from s3kv.messages import FetchOrder, LoadOrder, LoadPart, SaveOrder, StepPlan
+from s3kv.messages import FetchOrder, JobKind, LoadOrder, LoadPart, SaveOrder, StepPlan
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker import RankWorker
 
@@ -16,11 +16,18 @@ KEY = ChunkKey(0, b"k" * 32)
 class Copies:
     def __init__(self) -> None:
         self.ends = CopyEnds([], [])
+        self.orders: list[tuple[Any, ...]] = []
+        self.waits: list[float] = []
 
     def save(self, *order: Any) -> None:
         """Ends when a test says so."""
+        self.orders.append(order)
 
     load = save
+
+    def wait_all(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return True
 
     def poll(self) -> CopyEnds:
         ends, self.ends = self.ends, CopyEnds([], [])
@@ -89,3 +96,28 @@ def test_only_transfers_that_succeed_are_timed() -> None:
     assert rig.rank.take_seconds() == {"fetch_seconds": [0.1]}
     assert rig.rank.counters["fetch_bytes"] == 4_000
     assert rig.rank.counters["fetch_missing"] == rig.rank.counters["fetch_failed"] == 1
+
+
+def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() -> None:
+    rig, parts = Rig(), (LoadPart(0, 0, 0, (1, 2)),)
+    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5))])
+    assert rig.rank.suspend(7.0)
+    assert rig.copies.waits == [7.0]
+    before = list(rig.copies.orders)
+    rig.rank.load([LoadOrder("r", parts)])
+    rig.rank.save([SaveOrder(2, KEY, 3, (6, 7))])
+    assert rig.copies.orders == before
+    rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.1)], [])
+    rig.rank.poll()
+    assert rig.rank.take_loaded() == ({"r"}, {"r"})
+    report = rig.rank.take_report()
+    assert report is not None
+    ends = {(end.job_id, end.kind, end.outcome) for end in report.ends.values()}
+    assert ends == {
+        (1, JobKind.SAVE, Outcome.OK),
+        (2, JobKind.SAVE, Outcome.FAILED),
+        (2, JobKind.UPLOAD, Outcome.CANCELLED),
+    }
+    rig.rank.resume()
+    rig.rank.load([LoadOrder("s", parts)])
+    assert len(rig.copies.orders) == len(before) + 1

@@ -36,9 +36,12 @@ try:  # vLLM 0.32 and later
 except ImportError:  # pragma: no cover
     CacheHitSource = None
 
+SLEEP_IS_TOLD = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+"""Whether vLLM tells the workers' connectors before it takes the KV cache's memory away. 0.33."""
+
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -80,12 +83,25 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
                 observers=Observers.wanted(vllm_config, sizes),
             )
         else:
-            self._worker = WorkerSide(config, vllm_config, kv_cache_config, sizes)
+            self._worker = WorkerSide(
+                config, vllm_config, kv_cache_config, sizes, sleep_is_told=SLEEP_IS_TOLD
+            )
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return True
 
     # --- worker ----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.suspend()
+
+    def restore_kv_caches(self) -> None:
+        # At the same addresses: vLLM takes away and gives back what is behind them.
+        self._worker.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.hello()

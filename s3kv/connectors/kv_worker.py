@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("s3kv")
 
 _PAGE_BYTES = 4096
+_LAUNCH_S = 5.0
+"""Far longer than it takes to launch what a step can order."""
+_SUSPEND_S = 60.0
+"""Far longer than copies take, even unpinned. What comes after it fails the engine."""
 
 
 class WorkerSide(Guarded):
@@ -50,7 +54,10 @@ class WorkerSide(Guarded):
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         sizes: KVGeometry,
+        *,
+        sleep_is_told: bool = True,
     ) -> None:
+        """sleep_is_told: `suspend` is called before an engine sleeps."""
         self._config = config
         self._integrity = Integrity.of(config)
         self._vllm_config = vllm_config
@@ -66,6 +73,13 @@ class WorkerSide(Guarded):
         self._stranded: set[str] = set()
         self._prefault: threading.Thread | None = None
         self._closing = threading.Event()
+        # A copy that is not launched yet is not waited for by vLLM, which waits for the device
+        # and then takes the memory away.
+        self._launches_at_once = (
+            not sleep_is_told
+            and vllm_config.model_config.enable_sleep_mode
+            and vllm_config.device_config.device_type != "cpu"
+        )
 
     # --- start and end: these may raise, and wait ------------------------------------------
 
@@ -211,12 +225,40 @@ class WorkerSide(Guarded):
     def _start_loads(self, plan: StepPlan) -> bool:
         assert self._rank is not None
         self._rank.load(plan.loads)
+        self._let_launch(self._rank)
         return True
 
     @guarded(default=lambda: None)
     def save(self, plan: StepPlan) -> None:
         if self._rank is not None:
             self._rank.save(plan.saves)
+            self._let_launch(self._rank)
+
+    def _let_launch(self, rank: RankWorker) -> None:
+        if self._launches_at_once and not rank.wait_launched(_LAUNCH_S):
+            self._launches_at_once = False
+            logger.error(
+                "s3kv: copies were not launched within %g s. They are not waited for any more; if "
+                "this engine is put to sleep while one is waiting, it may fail",
+                _LAUNCH_S,
+            )
+
+    @guarded(default=lambda: None)
+    def suspend(self) -> None:
+        """The engine is about to sleep, and the KV cache's memory to go: no copy touches it when
+        this returns, nor until `resume`. Idempotent, as that is.
+        """
+        if self._rank is not None and not self._rank.suspend(_SUSPEND_S):
+            logger.error(
+                "s3kv: copies did not end within %g s, and the KV cache's memory goes away now: "
+                "this engine may fail",
+                _SUSPEND_S,
+            )
+
+    @guarded(default=lambda: None)
+    def resume(self) -> None:
+        if self._rank is not None:
+            self._rank.resume()
 
     def loaded(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Requests whose load has ended since the last call, and those whose load failed."""

@@ -245,6 +245,14 @@ class BlockCopies:
             ends.loaded.append(LoadedEnd(loaded.ident, loaded.ok))
         return ends
 
+    def wait_started(self, timeout_s: float) -> bool:
+        """Block until every copy has been launched, so that who waits for the device waits for it,
+        too; False when time ran out first.
+        """
+        jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
+        with self._changed:
+            return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
+
     def wait_all(self, timeout_s: float) -> bool:
         """Block until every copy has ended, for `poll` to tell; False when time ran out first."""
         deadline = self._clock() + timeout_s

@@ -34,6 +34,9 @@ HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
     # worker
     "register_kv_caches": (("kv_caches",), WORKER),
     "get_handshake_metadata": ((), WORKER),
+    "supports_sleep_mode": (("kv_transfer_config",), CONNECTOR),
+    "unregister_kv_caches": ((), WORKER),
+    "restore_kv_caches": ((), WORKER),
     "handle_preemptions": (("kv_connector_metadata",), WORKER),
     "start_load_kv": (("forward_context", "**kwargs"), WORKER),
     "wait_for_layer_load": (("layer_name",), CONNECTOR),
@@ -70,7 +73,13 @@ HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
     "_get_connector_metadata": ((), CONNECTOR),
     "role": ((), CONNECTOR),
 }
-SINCE = {"get_transfer_results": (0, 30), "get_external_cache_hit_sources": (0, 32)}
+SINCE = {
+    "get_transfer_results": (0, 30),
+    "get_external_cache_hit_sources": (0, 32),
+    "supports_sleep_mode": (0, 33),
+    "unregister_kv_caches": (0, 33),
+    "restore_kv_caches": (0, 33),
+}
 
 # Hooks whose defaults are right for s3kv, each read in every version it is in.
 LEFT_ALONE = {
@@ -88,12 +97,9 @@ LEFT_ALONE = {
     "register_finished_partial_tail",
     "requires_piecewise_for_cudagraph",
     "reset_capture_state",
-    "restore_kv_caches",
     "set_host_xfer_buffer_ops",
     "supports_divergent_local_hybrid_hits",
-    "supports_sleep_mode",
     "take_events",
-    "unregister_kv_caches",
 }
 
 ABSTRACT = {
@@ -185,6 +191,7 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
         {"speculative_config", "lora_config", "load_config", "compilation_config"},
         IDENTITY,
     ),
+    ("vllm.config", "ModelConfig", {"enable_sleep_mode"}, WORKER),
     ("vllm.config", "CompilationConfig", {"static_forward_context"}, IDENTITY),
     ("vllm.config", "LoadConfig", {"load_format"}, IDENTITY),
     ("vllm.multimodal.inputs", "MultiModalFeatureSpec", {"identifier"}, REQUESTS),

@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from s3kv.config import Config
-from s3kv.connectors import kv_worker
+from s3kv.connectors import kv, kv_worker
+from s3kv.connectors.kv import S3KVConnector
 from s3kv.connectors.kv_messages import WorkerHello
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.connectors.translate import geometry
+from s3kv.messages import LoadOrder, LoadPart, SaveOrder, StepPlan
+from s3kv.types import ChunkKey
 from tests.contract.configurations import FULL, groups
+from tests.contract.test_vllm_api import VERSION
+
+PLAN = StepPlan(
+    loads=(LoadOrder("r", (LoadPart(0, 0, 0, (1,)),)),),
+    saves=(SaveOrder(1, ChunkKey(0, b"k" * 32), 1, (2,)),),
+)
 
 
-def side(tiny_config: Any) -> WorkerSide:
+class Rank:
+    """What would carry the orders out; `log` has what it is told."""
+
+    def __init__(self, launches: bool = True) -> None:
+        self.launches = launches
+        self.log: list[str] = []
+
+    def load(self, orders: Any) -> None:
+        self.log.append("load")
+
+    def save(self, orders: Any) -> None:
+        self.log.append("save")
+
+    def wait_launched(self, timeout_s: float) -> bool:
+        self.log.append("launched")
+        return self.launches
+
+    def suspend(self, timeout_s: float) -> bool:
+        self.log.append("suspend")
+        return self.launches
+
+    def resume(self) -> None:
+        self.log.append("resume")
+
+
+def side(vllm_config: Any, rank: Rank | None = None, *, told: bool = True) -> WorkerSide:
     """Made, and not registered."""
     config, cache = Config(bucket="bkt"), groups(FULL)
-    return WorkerSide(config, tiny_config, cache, geometry(config, tiny_config, cache))
+    sizes = geometry(config, vllm_config, cache)
+    worker = WorkerSide(config, vllm_config, cache, sizes, sleep_is_told=told)
+    worker._rank = rank  # type: ignore[assignment]
+    return worker
+
+
+@pytest.fixture
+def sleeping(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The configuration of an engine on a GPU that may be put to sleep."""
+    monkeypatch.setattr(tiny_config.model_config, "enable_sleep_mode", True)
+    monkeypatch.setitem(tiny_config.device_config.__dict__, "device_type", "cuda")
+    return tiny_config
 
 
 def test_the_bucket_is_waited_for_at_start_and_not_at_a_wake_up(
@@ -29,3 +75,66 @@ def test_the_bucket_is_waited_for_at_start_and_not_at_a_wake_up(
     worker._client, worker._hello = object(), WorkerHello("n" * 32, 8, 4096)  # type: ignore[assignment]
     assert worker.hello() is worker.hello() is worker._hello
     assert len(waited) == 1
+
+
+def step(worker: WorkerSide) -> None:
+    worker.load(PLAN)
+    worker.save(PLAN)
+
+
+def test_copies_are_launched_within_the_hook_where_a_sleep_is_not_told(sleeping: Any) -> None:
+    rank = Rank()
+    step(side(sleeping, rank, told=False))
+    assert rank.log == ["load", "launched", "save", "launched"]
+
+
+def test_otherwise_nobody_waits_for_a_launch(
+    sleeping: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, cpu, awake = Rank(), Rank(), Rank()
+    step(side(sleeping, told))
+    with monkeypatch.context() as patch:
+        patch.setitem(sleeping.device_config.__dict__, "device_type", "cpu")
+        step(side(sleeping, cpu, told=False))
+    monkeypatch.setattr(sleeping.model_config, "enable_sleep_mode", False)
+    step(side(sleeping, awake, told=False))
+    assert told.log == cpu.log == awake.log == ["load", "save"]
+
+
+def test_copies_that_are_never_launched_are_waited_for_once(
+    sleeping: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(launches=False)
+    worker = side(sleeping, rank, told=False)
+    step(worker)
+    step(worker)
+    assert rank.log.count("launched") == 1
+    assert "not launched within" in caplog.text
+
+
+def connector(worker: WorkerSide) -> S3KVConnector:
+    """Of the worker's role, around a side made by hand."""
+    made = S3KVConnector.__new__(S3KVConnector)
+    made._worker = worker
+    return made
+
+
+def test_before_a_sleep_copies_end_and_after_it_they_may_begin(
+    tiny_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank()
+    subject = connector(side(tiny_config, rank))
+    for _ in range(2):
+        subject.unregister_kv_caches()
+        subject.restore_kv_caches()
+    assert rank.log == ["suspend", "resume"] * 2
+    rank.launches = False
+    subject.unregister_kv_caches()
+    assert "copies did not end" in caplog.text
+    connector(side(tiny_config)).unregister_kv_caches()  # nothing registered: nothing to do
+
+
+def test_sleep_is_supported_and_its_telling_detected() -> None:
+    assert S3KVConnector.supports_sleep_mode(SimpleNamespace())  # type: ignore[arg-type]
+    theirs = hasattr(kv.KVConnectorBase_V1, "unregister_kv_caches")
+    assert theirs == kv.SLEEP_IS_TOLD == (VERSION >= (0, 33))
