@@ -79,8 +79,10 @@ class CopyStatistics:
     """
 
 
-def open_copier(places: ChunkPlaces, path: Path | None = None) -> Copier:
-    """The copier for the device of the caches, which takes over `places`; `path` is for a GPU."""
+def open_copier(
+    places: ChunkPlaces, path: Path | None = None, idle: Sequence[int] | None = None
+) -> Copier:
+    """The copier for the device of the caches, which takes over `places`; the rest is for a GPU."""
     if places.device.type == "cpu":
         return CpuCopier(places)
     # Only where there is a GPU: a build of torch without CUDA has half of what it needs.
@@ -88,7 +90,7 @@ def open_copier(places: ChunkPlaces, path: Path | None = None) -> Copier:
     from s3kv.device.gpu_copier import GpuCopier
 
     with torch.cuda.device(places.device):
-        return GpuCopier(places, CudaGpu(places.device), path)
+        return GpuCopier(places, CudaGpu(places.device), path, idle)
 
 
 _Id = TypeVar("_Id", bound=int | str)
@@ -177,13 +179,15 @@ class BlockCopies:
         slot_bytes: int,
         header_bytes: Mapping[int, int],
         path: Path | None = None,
+        idle: Sequence[int] | None = None,
     ) -> BlockCopies:
-        """Copies for the device the caches are on, which is the current one if it is a GPU. There
-        this pins the slab, a second or so for a few GiB, and finds out which path is the fastest,
-        on empty slots and pages that nobody uses yet: see `GpuCopier`, also for `path`. Other
-        parameters, and what is raised, are those of `ChunkPlaces`.
+        """Copies for the device the caches are on. On a GPU this pins the slab, a second or so for
+        a few GiB, and measures which path is the fastest, with empty slots and blocks that nobody
+        uses: see `GpuCopier` for `path` and `idle`, and for what else is raised. Other parameters,
+        and what is raised, are those of `ChunkPlaces`.
         """
-        return cls(open_copier(ChunkPlaces(layouts, slab, slot_bytes, header_bytes), path))
+        places = ChunkPlaces(layouts, slab, slot_bytes, header_bytes)
+        return cls(open_copier(places, path, idle))
 
     def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
         """Copy all blocks of a chunk to its slot's payload, after everything the engine has

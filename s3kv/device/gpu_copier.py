@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,9 +37,12 @@ class GpuCopier:
 
     path: the one for all copies; None measures both, for each group and direction, before anything
     else is copied. Measuring waits on the host for some tens of ms, overwrites slots, and writes to
-    pages what they hold; so nothing may be in the slab yet, and no forward may run.
+    pages what they hold; so nothing may be in the slab yet, and nobody may use those pages.
+    idle: the blocks to measure with, of every group; None stands for all. Without any, all is
+    copied in batches.
 
-    Raises `ValueError` for a path that this driver does not have.
+    Raises `ValueError` for a path that this driver does not have, and `RuntimeError` when there is
+    no memory on the GPU for gathering and no other path.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class GpuCopier:
         places: ChunkPlaces,
         gpu: Gpu,
         path: Path | None = None,
+        idle: Sequence[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if path is Path.BATCH and gpu.no_batch:
@@ -56,12 +60,16 @@ class GpuCopier:
         self._events = EventPool(gpu)
         self._groups = {number: Group(layout) for number, layout in places.layouts.items()}
         self.pinned = gpu.pin(places.memory, places.slot_bytes)
-        self._out = SaveLane(gpu, self._events, Staging(gpu, self._groups))
-        self._in = LoadLane(gpu, self._events, Staging(gpu, self._groups))
-        if path is None:
-            self.choices = self._choose(clock)
+        forced = self._only_path(path)
+        staging = [self._staging(forced) for _ in Direction]
+        self._out = SaveLane(gpu, self._events, staging[0])
+        self._in = LoadLane(gpu, self._events, staging[1])
+        if None in staging or (idle is not None and not idle):
+            forced = forced or Path.BATCH
+        if forced is None:
+            self.choices = tuple(self._measure(*at, idle, clock) for at in self._ends())
         else:
-            self.choices = tuple(Choice(*at, path, None, None) for at in self._group_directions())
+            self.choices = tuple(Choice(*at, forced, None, None) for at in self._ends())
         self._paths = {(choice.group, choice.direction): choice.path for choice in self.choices}
         self._drop_staging()
 
@@ -119,34 +127,42 @@ class GpuCopier:
 
     # --- which path ---------------------------------------------------------------------------
 
-    def _group_directions(self) -> list[tuple[int, Direction]]:
+    def _ends(self) -> list[tuple[int, Direction]]:
         return [(group, direction) for group in self._groups for direction in Direction]
 
-    def _choose(self, clock: Callable[[], float]) -> tuple[Choice, ...]:
-        if self._gpu.no_batch:
+    def _only_path(self, path: Path | None) -> Path | None:
+        """The one asked for, or the only one there is; None when there is a choice."""
+        if path is None and self._gpu.no_batch:
             logger.info("KV blocks are gathered before they are copied: %s", self._gpu.no_batch)
-            return tuple(Choice(*at, Path.GATHER, None, None) for at in self._group_directions())
-        choices = tuple(self._measure(*at, clock) for at in self._group_directions())
-        for choice in choices:
-            logger.info(
-                "KV blocks of group %d go %s by %s: a chunk takes %.2f ms in a batch, %.2f ms "
-                "gathered",
-                choice.group,
-                choice.direction.value,
-                choice.path.value,
-                1e3 * (choice.batch_s or 0.0),
-                1e3 * (choice.gather_s or 0.0),
-            )
-        return choices
+            return Path.GATHER
+        return path
 
-    def _measure(self, group: int, direction: Direction, clock: Callable[[], float]) -> Choice:
+    def _staging(self, path: Path | None) -> Staging | None:
+        """None when it is not needed, or when it could be done without and there is no room."""
+        if path is Path.BATCH:
+            return None
+        try:
+            return Staging(self._gpu, self._groups)
+        except torch.OutOfMemoryError as error:
+            if path is Path.GATHER:
+                raise
+            logger.info("KV blocks are copied in batches, there is no room to gather: %s", error)
+            return None
+
+    def _measure(
+        self,
+        group: int,
+        direction: Direction,
+        idle: Sequence[int] | None,
+        clock: Callable[[], float],
+    ) -> Choice:
         """`Direction.IN` brings back what `Direction.OUT` has just taken to the same slots."""
         layout = self._groups[group].layout
+        blocks = range(layout.num_blocks) if idle is None else idle
 
         def part(chunk: int) -> LoadPart:
             slot = chunk % self._places.num_slots
-            ids = spread_blocks(slot, layout.blocks_per_chunk, layout.num_blocks)
-            return LoadPart(group, slot, 0, ids)
+            return LoadPart(group, slot, 0, spread_blocks(slot, layout.blocks_per_chunk, blocks))
 
         def seconds(path: Path) -> float:
             def start(chunk: int) -> None:
@@ -160,4 +176,13 @@ class GpuCopier:
             return seconds_per_chunk(start, self.settle, clock)
 
         batch_s, gather_s = seconds(Path.BATCH), seconds(Path.GATHER)
-        return Choice(group, direction, faster(batch_s, gather_s), batch_s, gather_s)
+        path = faster(batch_s, gather_s)
+        logger.info(
+            "KV blocks of group %d go %s by %s: a chunk takes %.2f ms in a batch, %.2f ms gathered",
+            group,
+            direction.value,
+            path.value,
+            1e3 * batch_s,
+            1e3 * gather_s,
+        )
+        return Choice(group, direction, path, batch_s, gather_s)

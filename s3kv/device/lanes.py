@@ -85,11 +85,11 @@ class Lane:
 
     urgent: bool
 
-    def __init__(self, gpu: Gpu, events: EventPool, staging: Staging) -> None:
+    def __init__(self, gpu: Gpu, events: EventPool, staging: Staging | None) -> None:
         self._gpu = gpu
         self._events = events
-        self.staging: Staging | None = staging
-        """May be taken away when no group uses it, and nothing that did is under way."""
+        self.staging = staging
+        """For `gather`. May be taken away when nothing that used it is under way."""
         self._pages = gpu.new_stream(urgent=self.urgent)
         self._bus = gpu.new_stream(urgent=self.urgent)
         # Staging is memory that the current stream may have used before.

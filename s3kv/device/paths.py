@@ -9,7 +9,7 @@ the pieces are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -68,9 +68,10 @@ def seconds_per_chunk(
     return best / _CHUNKS
 
 
-def spread_blocks(chunk: int, blocks_per_chunk: int, num_blocks: int) -> tuple[int, ...]:
-    """Blocks to measure with, no two of them neighbours where the cache has enough: so they are
-    in an engine that has served for a while.
+def spread_blocks(chunk: int, blocks_per_chunk: int, idle: Sequence[int]) -> tuple[int, ...]:
+    """Blocks to measure with, far from each other where there are enough: so they are in an engine
+    that has served for a while. `idle` are those that may be used, in ascending order.
     """
-    distance = max(1, num_blocks // blocks_per_chunk)
-    return tuple((i * distance + chunk % distance) % num_blocks for i in range(blocks_per_chunk))
+    distance = max(1, len(idle) // blocks_per_chunk)
+    places = (i * distance + chunk % distance for i in range(blocks_per_chunk))
+    return tuple(idle[place % len(idle)] for place in places)

@@ -142,7 +142,7 @@ class Schedule:
         path = self.random.choice([None, None, *Path])
         if path:  # measuring waits for the engine
             self.stall()
-        self.copier = GpuCopier(places, self.gpu, path, self.random.random)
+        self.copier = GpuCopier(places, self.gpu, path, clock=self.random.random)
         self.copies = stepped(self.copier)
         self.slots = [Slot() for _ in range(SLOTS)]
         self.saves: dict[int, tuple[Slot, bytes]] = {}

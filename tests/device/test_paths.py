@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -37,12 +39,12 @@ def test_the_best_round_counts_and_the_first_copy_does_not() -> None:
 
 def test_blocks_to_measure_with_are_no_neighbours() -> None:
     for chunk in range(9):
-        ids = spread_blocks(chunk, 16, 1000)
+        ids = spread_blocks(chunk, 16, range(1000))
         assert len(set(ids)) == 16
         assert all(0 <= i < 1000 for i in ids)
         assert not {i + 1 for i in ids} & set(ids)
-    assert spread_blocks(3, 4, 4) == (0, 1, 2, 3)
-    assert all(0 <= i < 2 for i in spread_blocks(1, 4, 2))
+    assert spread_blocks(3, 4, range(4)) == (0, 1, 2, 3)
+    assert set(spread_blocks(1, 4, [5, 7])) == {5, 7}
 
 
 class SlowPath:
@@ -89,6 +91,47 @@ def test_the_faster_path_is_taken_and_the_caches_stay_as_they_are(
     copies = BlockCopies(copier)
     assert copies.statistics().choices == copier.choices
     copies.close()
+
+
+def test_only_idle_blocks_are_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: set[int] = set()
+    scatter = SimulatedStream.scatter
+
+    def seen(stream: SimulatedStream, stacks: Any, block_ids: Any, first_block: int) -> None:
+        touched.update(block_ids)
+        scatter(stream, stacks, block_ids, first_block)
+
+    monkeypatch.setattr(SimulatedStream, "scatter", seen)
+    caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
+    copier = GpuCopier(
+        places(caches, caches.layout())[0],
+        SimulatedGpu(11),
+        idle=[2, 3, 5, 7],
+        clock=count().__next__,
+    )
+    assert touched == {2, 3, 5, 7}
+    copier.close()
+    copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11), idle=[])
+    assert {choice[2:] for choice in copier.choices} == {(Path.BATCH, None, None)}
+    copier.close()
+
+
+def test_without_room_to_gather_all_goes_in_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(gpu: SimulatedGpu, nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(SimulatedGpu, "empty", full)
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
+    with caplog.at_level(logging.INFO):
+        copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))
+    assert {choice.path for choice in copier.choices} == {Path.BATCH}
+    assert "no room to gather: CUDA out of memory" in caplog.text
+    copier.close()
+    for gpu, path in ((SimulatedGpu(11, no_batch="old"), None), (SimulatedGpu(11), Path.GATHER)):
+        with pytest.raises(torch.OutOfMemoryError):
+            GpuCopier(places(caches, caches.layout())[0], gpu, path)
 
 
 def test_without_a_batch_call_all_is_gathered_and_the_log_says_why(
