@@ -130,8 +130,10 @@ class _Job(Generic[_Id]):
         """
         if self.started:
             return
-        self.ticket, self.ok, self.started = ticket, ok, True
+        self.ticket, self.ok = ticket, ok
+        # First, so that `poll` finds whatever `wait_all`, which takes no lock, has found ended.
         self.line.append(self)
+        self.started = True
 
     def is_done(self) -> bool:
         if not self.started:

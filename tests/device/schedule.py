@@ -66,9 +66,10 @@ class SteppedCondition:
     def notify_all(self) -> None:
         return
 
-    def wait_for(self, predicate: Callable[[], Any]) -> None:
+    def wait_for(self, predicate: Callable[[], Any], timeout_s: float = 0.0) -> bool:
         while not predicate():
             self.step()
+        return True
 
 
 def stepped(copier: GpuCopier) -> BlockCopies:
@@ -166,6 +167,7 @@ class Schedule:
             self.stall: 1,
             self.go_on: 1,
             self.fail: 1,
+            self.sleep: 1,
         }
         self.refill()
         self.refill()
@@ -316,6 +318,15 @@ class Schedule:
     def go_on(self) -> None:
         for stream in self.engine:
             stream.go_on()
+
+    def sleep(self) -> None:
+        """Who waits for the copy thread and then for the device has waited for all copies."""
+        self.go_on()
+        assert self.copies.wait_started(0.0)
+        self.gpu.synchronize()
+        self.poll()
+        assert not self.saves
+        assert not self.loads
 
     def fail(self) -> None:
         """Some launch of the next copies is refused."""
