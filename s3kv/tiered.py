@@ -88,7 +88,8 @@ class TieredStore:
         pools: the caller's memory for such a tier instead: name to `[blocks, *shape]`, all on one
             device. Blocks may lie apart; the dimensions of a block have to follow each other as
             they do in memory (give a permuted view, and its shape to `shapes`).
-        pool_blocks: the numbers of the blocks that the store may use; None for all.
+        pool_blocks: the numbers of the blocks that the store may use; None for all. On a GPU they
+            are tried for the fastest way to copy: nobody else may use them from the call on.
         tensors: what `put_tensor` and `get_tensor` are to take, and their memory, which is not
             part of `host_bytes`; None for none. They have an I/O process of their own.
         Raises `ConfigError`, `ValueError` for pools that do not hold such blocks,
@@ -306,16 +307,21 @@ async def _on_device(
     ours = range(pools.count) if numbers is None else list(numbers)
     if min(ours, default=0) < 0 or max(ours, default=0) >= pools.count:
         raise ValueError(f"pool_blocks: allowed are 0 to {pools.count - 1}")
-    opened = CallerStream.current(pools.device).mark()
+    stream = CallerStream.current(pools.device)
+
+    def opened() -> BlockCopies:
+        with stream:  # which also makes its device the current one of this thread
+            return BlockCopies.open(
+                {GROUP: pools.layout},
+                host.slab.view,
+                host.slot_bytes,
+                {GROUP: chunk.header_bytes},
+                idle=ours,
+            )
+
     # Pinning host memory takes a second or so for a few GiB.
-    copies = await asyncio.to_thread(
-        BlockCopies.open,
-        {GROUP: pools.layout},
-        host.slab.view,
-        host.slot_bytes,
-        {GROUP: chunk.header_bytes},
-    )
-    return DeviceBlocks(pools, ours, copies, opened)
+    copies = await asyncio.to_thread(opened)
+    return DeviceBlocks(pools, ours, copies, stream.mark())
 
 
 def _plain(spec: Any) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""Caches, a slab of any number of slots, and copies between them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from s3kv.device.copier import Copier
+from s3kv.device.copies import BlockCopies
+from s3kv.device.places import ChunkPlaces
+from s3kv.objects.codec import ChunkFormat
+from tests.device.caches import Caches, Shape, build
+from tests.device.devices import Device
+from tests.gpu.engine import LONG_S
+
+
+@dataclass
+class Rig:
+    device: Device
+    caches: Caches
+    places: ChunkPlaces
+    header_bytes: int
+    copies: BlockCopies
+
+    def write(self, content: Sequence[torch.Tensor]) -> Callable[[], object]:
+        """Of all memory, for the engine to launch."""
+        pairs = list(zip(self.caches.buffers, content, strict=True))
+        return lambda: [buffer.copy_(data) for buffer, data in pairs]
+
+    def payload(self, slot: int) -> bytes:
+        begin = slot * self.places.slot_bytes + self.header_bytes
+        payload = self.places.memory[begin : begin + self.caches.layout().payload_bytes]
+        return payload.numpy().tobytes()
+
+    def finish(self) -> None:
+        """Wait for all copies, which have to end well."""
+        self.device.go_on()
+        assert self.copies.wait_all(LONG_S)
+        ends = self.copies.poll()
+        assert all(end.ok for end in (*ends.saved, *ends.loaded))
+
+
+def fill(caches: Caches, block_ids: Sequence[int], value: int) -> None:
+    """Every byte of these blocks."""
+    for view in caches.views.values():
+        for row in caches.rows(block_ids):
+            view.view(torch.uint8)[row].fill_(value)
+
+
+def noise(caches: Caches, generator: torch.Generator) -> list[torch.Tensor]:
+    """New content for all memory, where the caches are."""
+    return [
+        torch.randint(0, 256, b.shape, dtype=torch.uint8, generator=generator).to(b.device)
+        for b in caches.buffers
+    ]
+
+
+def with_content(caches: Caches, content: Sequence[torch.Tensor]) -> Caches:
+    """The same layout with this content, on the CPU."""
+    other = caches.clone()
+    for buffer, data in zip(other.buffers, content, strict=True):
+        buffer.copy_(data)
+    return other
+
+
+def payload_of(caches: Caches, block_ids: Sequence[int]) -> bytes:
+    """A chunk of blocks of caches on the CPU, by the plan that the CPU's copies carry out."""
+    moves = caches.layout().moves(block_ids, 0)
+    return b"".join(ctypes.string_at(move.address, move.nbytes) for move in moves)
+
+
+def make_places(caches: Caches, slots: int) -> tuple[ChunkPlaces, int]:
+    """A slab for group 0, and how far into a slot its payload begins."""
+    layout = caches.layout()
+    form = ChunkFormat("0" * 32, layout.tensors, 0, "tp0of1")
+    slot_bytes = -(-form.object_bytes // 4096) * 4096
+    slab = memoryview(mmap.mmap(-1, slots * slot_bytes))
+    places = ChunkPlaces({0: layout}, slab, slot_bytes, {0: form.header_bytes})
+    return places, form.header_bytes
+
+
+@contextmanager
+def rig(
+    device: Device,
+    shape: Shape,
+    slots: int,
+    open_copier: Callable[[ChunkPlaces], Copier] | None = None,
+) -> Iterator[Rig]:
+    caches = build(shape, device.memory, torch.Generator().manual_seed(device.seed % 2**31))
+    places, header_bytes = make_places(caches, slots)
+    copies = BlockCopies((open_copier or device.open)(places))
+    try:
+        yield Rig(device, caches, places, header_bytes, copies)
+    finally:
+        copies.close()

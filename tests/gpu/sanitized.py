@@ -1,0 +1,82 @@
+"""A few copies of every kind, small enough to run under compute-sanitizer:
+`python -m tests.gpu.sanitized [--kind cuda-batch …] [--mib 4]`. Ends with 1 if a byte is wrong.
+
+--kind: of device, as in `tests.device.devices`; both paths of a GPU if none is given.
+--mib: of the caches. Large ones do not fit into one piece of an allocator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from s3kv.messages import LoadPart
+from tests.device.caches import Shape
+from tests.device.devices import KINDS, make_device
+from tests.gpu.rig import noise, payload_of, rig, with_content
+
+SHAPES = (
+    Shape("LBNHC", layers=3, tokens=16, content=64, heads=2, blocks_per_chunk=4),
+    Shape("LHBNC", layers=2, tokens=16, content=64, heads=2, blocks_per_chunk=3),
+    Shape("BLNHC", layers=3, tokens=4, content=6, heads=1, pad=1, lead=1, blocks_per_chunk=2),
+)
+PAGE_BYTES = 16 * 2 * 64 * 2
+SLOTS = 3
+
+
+def sized(shape: Shape, mib: int) -> Shape:
+    blocks = max(3 * shape.blocks_per_chunk, mib * 2**20 // (shape.layers * PAGE_BYTES))
+    return Shape(**{**vars(shape), "blocks": blocks})
+
+
+def saved_and_loaded(kind: str, shape: Shape, seed: int) -> bool:
+    """Whether chunks of random pages, from all over the caches, were saved and came back."""
+    generator = torch.Generator().manual_seed(seed)
+    device = make_device(kind, seed)
+    with rig(device, shape, SLOTS) as r:
+        content = noise(r.caches, generator)
+        count = shape.blocks_per_chunk
+        chunks = torch.randperm(shape.blocks, generator=generator)[: 3 * count].tolist()
+        last = [shape.blocks - 1, *chunks][:count]
+        sources = [chunks[:count], last, chunks[count : 2 * count]]
+        device.synchronize()
+        device.launch(r.write(content))
+        for job, blocks in enumerate(sources):
+            r.copies.save(job, 0, job, blocks)
+        r.copies.fence(range(SLOTS))
+        device.launch(lambda: [buffer.zero_() for buffer in r.caches.buffers])
+        r.finish()
+        before = with_content(r.caches, content)
+        for job, blocks in enumerate(sources):
+            r.copies.load(str(job), [LoadPart(0, job, 0, tuple(blocks))])
+        r.finish()
+        device.synchronize()
+        for job, blocks in enumerate(sources):
+            expected, found = before.content(blocks), r.caches.content(blocks)
+            if r.payload(job) != payload_of(before, blocks):
+                return False
+            if any(not torch.equal(expected[name], found[name]) for name in expected):
+                return False
+    return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", action="append", choices=KINDS)
+    parser.add_argument("--mib", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for kind in options.kind or ("cuda-batch", "cuda-gather"):
+        for seed, shape in enumerate(SHAPES):
+            shape = sized(shape, options.mib)
+            if not saved_and_loaded(kind, shape, seed):
+                print(f"{kind}: wrong bytes, seed {seed}, {shape}", file=sys.stderr)
+                return 1
+            print(f"{kind}: {shape.order}, {shape.blocks} blocks, right")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
