@@ -9,7 +9,7 @@ carried out ends as failed. What it reports is all the scheduler knows of this r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from s3kv.device.copies import BlockCopies
@@ -91,14 +91,19 @@ class RankWorker:
             else:
                 self._copies.load(order.request_id, order.parts)
 
-    def save(self, orders: Iterable[SaveOrder]) -> None:
-        """After the forward that filled the blocks has been launched."""
+    def save(self, orders: Sequence[SaveOrder], *, read_first: bool = False) -> None:
+        """After the forward that filled the blocks has been launched.
+
+        read_first: fence them now; what the engine launches next begins when they have been read.
+        """
         for order in orders:
             if self._suspended:
                 self._saved(order, False, 0.0)
                 continue
             self._saves[order.job_id] = order
             self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
+        if read_first:
+            self._copies.fence(order.job_id for order in orders)
 
     def wait_launched(self, timeout_s: float) -> bool:
         """Block until the device has been given every copy ordered so far; False when time ran

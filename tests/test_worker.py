@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
@@ -18,12 +19,17 @@ class Copies:
         self.ends = CopyEnds([], [])
         self.orders: list[tuple[Any, ...]] = []
         self.waits: list[float] = []
+        self.fences: list[int] = []
 
     def save(self, *order: Any) -> None:
         """Ends when a test says so."""
         self.orders.append(order)
 
     load = save
+
+    def fence(self, job_ids: Iterable[int]) -> None:
+        assert self.orders, "the copies come first"
+        self.fences.extend(job_ids)
 
     def wait_all(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
@@ -96,6 +102,14 @@ def test_only_transfers_that_succeed_are_timed() -> None:
     assert rig.rank.take_seconds() == {"fetch_seconds": [0.1]}
     assert rig.rank.counters["fetch_bytes"] == 4_000
     assert rig.rank.counters["fetch_missing"] == rig.rank.counters["fetch_failed"] == 1
+
+
+def test_saves_are_fenced_at_once_only_when_told() -> None:
+    rig = Rig()
+    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5))])
+    assert rig.copies.fences == []
+    rig.rank.save([SaveOrder(2, KEY, 3, (6, 7)), SaveOrder(3, KEY, 4, (8, 9))], read_first=True)
+    assert rig.copies.fences == [2, 3]
 
 
 def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() -> None:

@@ -16,7 +16,7 @@ from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.metrics import Meter, S3KVStats, add
-from s3kv.connectors.translate import GROUP, KVGeometry, shard_name
+from s3kv.connectors.translate import GROUP, KVGeometry, shard_name, writes_before_fences
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
 from s3kv.device.nearby import memory_near
@@ -73,6 +73,7 @@ class WorkerSide(Guarded):
         self._stranded: set[str] = set()
         self._prefault: threading.Thread | None = None
         self._closing = threading.Event()
+        self._fences_at_once = writes_before_fences(vllm_config, kv_cache_config, sizes)
         # A copy that is not launched yet is not waited for by vLLM, which waits for the device
         # and then takes the memory away.
         self._launches_at_once = (
@@ -231,7 +232,7 @@ class WorkerSide(Guarded):
     @guarded(default=lambda: None)
     def save(self, plan: StepPlan) -> None:
         if self._rank is not None:
-            self._rank.save(plan.saves)
+            self._rank.save(plan.saves, read_first=self._fences_at_once)
             self._let_launch(self._rank)
 
     def _let_launch(self, rank: RankWorker) -> None:

@@ -76,6 +76,20 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     _check_hashes_are_stable(vllm_config)
 
 
+def writes_before_fences(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sizes: KVGeometry
+) -> bool:
+    """Whether a step may write to blocks before it calls `handle_preemptions`, where fences are.
+
+    The second-generation model runner does: it zeroes new blocks, where vLLM wants that (layers of
+    several precisions), and copies the block that a partial hit ends in (hashes finer than blocks)
+    while it takes in the step's requests.
+    """
+    if not vllm_config.use_v2_model_runner:
+        return False
+    return kv_cache_config.needs_kv_cache_zeroing or sizes.hash_tokens < sizes.block_tokens
+
+
 def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
     """vLLM's own function says what seeds the hashes: twice the same unless it is random."""
     from vllm.utils.hashing import get_hash_fn_by_name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
@@ -14,7 +16,12 @@ from vllm.v1.kv_cache_interface import (
 
 from lab import models
 from s3kv.config import Config
-from s3kv.connectors.translate import check_supported, geometry
+from s3kv.connectors.translate import (
+    KVGeometry,
+    check_supported,
+    geometry,
+    writes_before_fences,
+)
 from s3kv.errors import ConfigError, UnsupportedError
 from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, configured, groups
 
@@ -97,3 +104,37 @@ def test_a_chunk_is_about_256_tokens_by_default(directory: Path, block: int, chu
     cache = groups(dataclasses.replace(FULL, block_size=block))
     sizes = geometry(Config(bucket="kv-cache"), vllm_config, cache)
     assert (sizes.block_tokens, sizes.chunk_tokens) == (block, chunk)
+
+
+# ---------------------------------------------------------------------------- the order of a step
+
+MIXED = UniformTypeKVCacheSpecs(
+    block_size=BLOCK_TOKENS,
+    kv_cache_specs={"a": FULL, "b": dataclasses.replace(FULL, dtype=torch.float32)},
+)
+
+
+@pytest.mark.parametrize(
+    ("second_runner", "spec", "hash_tokens", "before"),
+    [
+        (False, MIXED, 64, False),
+        (True, FULL, BLOCK_TOKENS, False),
+        (True, MIXED, BLOCK_TOKENS, True),
+        (True, FULL, 64, True),
+    ],
+)
+def test_which_steps_write_before_their_fences(
+    second_runner: bool, spec: Any, hash_tokens: int, before: bool
+) -> None:
+    vllm_config: Any = SimpleNamespace(use_v2_model_runner=second_runner)
+    sizes = KVGeometry(BLOCK_TOKENS, hash_tokens, 2 * BLOCK_TOKENS)
+    assert writes_before_fences(vllm_config, groups(spec), sizes) is before
+
+
+def test_layers_of_several_precisions_are_served(tiny_config: Any) -> None:
+    check_supported(tiny_config, groups(MIXED))
+
+
+def test_on_this_machine_fences_come_first(tiny_config: Any) -> None:
+    """vLLM's CPU build has the first runner alone."""
+    assert not tiny_config.use_v2_model_runner

@@ -256,6 +256,8 @@ CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "s3kv/connectors/plugin.py",
     ),
     (CACHE, "MLAAttentionSpec", None, TRANSLATE),
+    (CACHE, "KVCacheConfig.needs_kv_cache_zeroing", None, TRANSLATE),
+    ("vllm.config", "VllmConfig.use_v2_model_runner", None, TRANSLATE),
 ]
 
 

@@ -34,8 +34,8 @@ class Rank:
     def load(self, orders: Any) -> None:
         self.log.append("load")
 
-    def save(self, orders: Any) -> None:
-        self.log.append("save")
+    def save(self, orders: Any, *, read_first: bool) -> None:
+        self.log.append("save, and wait until it has been read" if read_first else "save")
 
     def wait_launched(self, timeout_s: float) -> bool:
         self.log.append("launched")
@@ -110,6 +110,16 @@ def test_copies_that_are_never_launched_are_waited_for_once(
     step(worker)
     assert rank.log.count("launched") == 1
     assert "not launched within" in caplog.text
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_saves_are_fenced_at_once_where_a_step_writes_before_its_fences(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    monkeypatch.setattr(kv_worker, "writes_before_fences", lambda *args: at_once)
+    rank = Rank()
+    step(side(tiny_config, rank))
+    assert rank.log[1].endswith("has been read") == at_once
 
 
 def connector(worker: WorkerSide) -> S3KVConnector:
