@@ -18,13 +18,10 @@ class CudaStream:
     call.
     """
 
-    __slots__ = ("_batch", "_device", "_stream")
+    __slots__ = ("_batch", "_stream")
 
-    def __init__(
-        self, stream: torch.cuda.Stream, device: torch.device, batch: BatchCall | None
-    ) -> None:
+    def __init__(self, stream: torch.cuda.Stream, batch: BatchCall | None) -> None:
         self._stream = stream
-        self._device = device
         self._batch = batch
 
     def wait(self, event: Any) -> None:
@@ -41,28 +38,23 @@ class CudaStream:
         assert self._batch is not None, "asked for what `no_batch` rules out"
         self._batch(copies, source_is_stable, self._stream.cuda_stream)
 
-    def gather(self, stacks: Sequence[Stack], block_ids: Sequence[int]) -> None:
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            ids = self._ids(block_ids)
-            for stack in stacks:
-                stack.gather(ids)
+    def upload(self, destination: torch.Tensor, numbers: Sequence[int]) -> None:
+        # Torch's allocator of pinned memory keeps what is freed until the stream has passed.
+        self.copy(destination, torch.tensor(numbers, dtype=torch.int64, pin_memory=True))
 
-    def scatter(self, stacks: Sequence[Stack], block_ids: Sequence[int], first_block: int) -> None:
+    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for stack in stacks:
+                stack.gather(block_ids)
+
+    def scatter(self, stacks: Sequence[Stack], block_ids: torch.Tensor, first_block: int) -> None:
         # vLLM allocates its caches in inference mode, and only there may they be written to.
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            ids = self._ids(block_ids)
             for stack in stacks:
-                stack.scatter(ids, first_block)
+                stack.scatter(block_ids, first_block)
 
     def synchronize(self) -> None:
         self._stream.synchronize()
-
-    def _ids(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """On the device, in stream order. The pinned original belongs to torch's host allocator,
-        which keeps it until the stream has passed.
-        """
-        host = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
-        return host.to(self._device, non_blocking=True)
 
 
 class CudaGpu:
@@ -79,14 +71,15 @@ class CudaGpu:
             self.no_batch = str(error)
 
     def current_stream(self) -> CudaStream:
-        return self._stream(torch.cuda.current_stream(self._device))
+        return CudaStream(torch.cuda.current_stream(self._device), self._batch)
 
     def new_stream(self, *, urgent: bool) -> CudaStream:
         # Zero is the lowest priority there is, and the engine's own.
         priority = -1 if urgent else 0
-        return self._stream(
-            torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            self._device, priority=priority
         )
+        return CudaStream(stream, self._batch)
 
     def new_event(self) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -107,6 +100,3 @@ class CudaGpu:
 
     def unpin(self) -> None:
         unpin(self._registered)
-
-    def _stream(self, stream: torch.cuda.Stream) -> CudaStream:
-        return CudaStream(stream, self._device, self._batch)

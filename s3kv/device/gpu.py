@@ -54,6 +54,9 @@ class Stream(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Between device and host: flat bytes, as many on both sides."""
 
+    def upload(self, destination: torch.Tensor, numbers: Sequence[int]) -> None:
+        """Copy numbers to as many int64 on the device. They may be forgotten on return."""
+
     def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
         """Copies between device and host by address; only where `Gpu.no_batch` is empty.
 
@@ -61,10 +64,10 @@ class Stream(Protocol):
         so they may be read ahead of what the stream waits for.
         """
 
-    def gather(self, stacks: Sequence[Stack], block_ids: Sequence[int]) -> None:
+    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
         """`Stack.gather` for each."""
 
-    def scatter(self, stacks: Sequence[Stack], block_ids: Sequence[int], first_block: int) -> None:
+    def scatter(self, stacks: Sequence[Stack], block_ids: torch.Tensor, first_block: int) -> None:
         """`Stack.scatter` for each."""
 
     def synchronize(self) -> None:

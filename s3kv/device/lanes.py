@@ -46,12 +46,14 @@ class Group:
 
 @dataclass(slots=True)
 class _Buffer:
-    """memory: as long as the longest payload. stacks: by group, over that memory.
+    """memory: as long as the longest payload. ids: the numbers of a chunk's blocks, which go with
+    it. stacks: by group, over `memory`.
 
-    free: passes when the memory may be written to again. full: when it may be read.
+    free: passes when both may be written to again. full: when both may be read.
     """
 
     memory: torch.Tensor
+    ids: torch.Tensor
     stacks: dict[int, tuple[Stack, ...]]
     free: Event
     full: Event
@@ -76,8 +78,10 @@ class Staging:
     def _buffer(self) -> _Buffer:
         layouts = {number: group.layout for number, group in self.groups.items()}
         memory = self.gpu.empty(max(layout.payload_bytes for layout in layouts.values()))
+        ids = self.gpu.empty(8 * max(layout.blocks_per_chunk for layout in layouts.values()))
         views = {number: stacks(layout, memory) for number, layout in layouts.items()}
-        return _Buffer(memory, views, self.gpu.new_event(), self.gpu.new_event())
+        free, full = self.gpu.new_event(), self.gpu.new_event()
+        return _Buffer(memory, ids.view(torch.int64), views, free, full)
 
 
 class Lane:
@@ -130,10 +134,12 @@ class SaveLane(Lane):
     ) -> EventTicket:
         """As `batch`; the blocks may be overwritten long before the bus is done with them."""
         buffer = self._next_buffer()
+        ids = buffer.ids[: len(part.block_ids)]
+        self._pages.wait(buffer.free)
+        self._pages.upload(ids, part.block_ids)
         self._pages.wait(mark)
         self._events.give(mark)
-        self._pages.wait(buffer.free)
-        self._pages.gather(buffer.stacks[part.group], part.block_ids)
+        self._pages.gather(buffer.stacks[part.group], ids)
         source_read = self._events.take()
         self._pages.record(source_read)
         self._bus.wait(source_read)
@@ -161,12 +167,15 @@ class LoadLane(Lane):
         one per layer, and parts are rare.
         """
         buffer = self._next_buffer()
+        ids = buffer.ids[: len(part.block_ids)]
         self._bus.wait(buffer.free)
+        # Ahead of the payload: behind it, the copy engine may be at the next chunk's already.
+        self._bus.upload(ids, part.block_ids)
         self._bus.copy(buffer.memory[: group.layout.payload_bytes], payload)
         self._bus.record(buffer.full)
         self._pages.wait(buffer.full)
         self._pages.wait(mark)
-        self._pages.scatter(buffer.stacks[part.group], part.block_ids, part.first_block)
+        self._pages.scatter(buffer.stacks[part.group], ids, part.first_block)
         self._pages.record(buffer.free)
 
     def end(self, mark: Event) -> EventTicket:

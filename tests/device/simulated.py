@@ -95,22 +95,21 @@ class SimulatedStream:
             return lambda: void(ctypes.memmove(destination, early, nbytes))
         return lambda: void(ctypes.memmove(destination, source, nbytes))
 
-    def gather(self, stacks: Sequence[Stack], block_ids: Sequence[int]) -> None:
-        ids = torch.tensor(block_ids)
+    def upload(self, destination: torch.Tensor, numbers: Sequence[int]) -> None:
+        self.copy(destination, torch.tensor(numbers))
 
+    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
         def gather(stack: Stack, begin: int, end: int) -> Step:
             part = Stack(stack.pages, stack.chunk[:, begin:end])
-            return lambda: part.gather(ids[begin:end])
+            return lambda: part.gather(block_ids[begin:end])
 
-        self._launch(gather(stack, *p) for stack in stacks for p in self.gpu.torn(len(ids)))
+        self._launch(gather(stack, *p) for stack in stacks for p in self.gpu.torn(len(block_ids)))
 
-    def scatter(self, stacks: Sequence[Stack], block_ids: Sequence[int], first_block: int) -> None:
-        ids = torch.tensor(block_ids)
-
+    def scatter(self, stacks: Sequence[Stack], block_ids: torch.Tensor, first_block: int) -> None:
         def scatter(stack: Stack, begin: int, end: int) -> Step:
-            return lambda: stack.scatter(ids[begin:end], first_block + begin)
+            return lambda: stack.scatter(block_ids[begin:end], first_block + begin)
 
-        self._launch(scatter(stack, *p) for stack in stacks for p in self.gpu.torn(len(ids)))
+        self._launch(scatter(stack, *p) for stack in stacks for p in self.gpu.torn(len(block_ids)))
 
     def run(self, work: Step) -> None:
         """Launch `work`, a kernel of the engine."""
@@ -223,8 +222,11 @@ class SimulatedGpu:
         (stream,) = self.random.choices(able, [stream.weight for stream in able])
         op = stream.queue[0]
         if op.steps:
-            with torch.inference_mode():
-                op.steps.popleft()()
+            try:
+                with torch.inference_mode():
+                    op.steps.popleft()()
+            except (IndexError, RuntimeError) as error:
+                raise AssertionError("a kernel was told of blocks that there are not") from error
         if not op.steps:
             op.done = True
             stream.queue.popleft()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu_copier import GpuCopier
 from s3kv.device.paths import Direction, Path, faster, seconds_per_chunk, spread_blocks
+from s3kv.device.stacks import Stack
 from tests.device.caches import ORDERS, Shape, build, places
 from tests.device.devices import Device
 from tests.device.simulated import SimulatedGpu, SimulatedStream
@@ -95,13 +95,13 @@ def test_the_faster_path_is_taken_and_the_caches_stay_as_they_are(
 
 def test_only_idle_blocks_are_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: set[int] = set()
-    scatter = SimulatedStream.scatter
+    scatter = Stack.scatter
 
-    def seen(stream: SimulatedStream, stacks: Any, block_ids: Any, first_block: int) -> None:
-        touched.update(block_ids)
-        scatter(stream, stacks, block_ids, first_block)
+    def seen(stack: Stack, block_ids: torch.Tensor, first_block: int) -> None:
+        touched.update(block_ids.tolist())
+        scatter(stack, block_ids, first_block)
 
-    monkeypatch.setattr(SimulatedStream, "scatter", seen)
+    monkeypatch.setattr(Stack, "scatter", seen)
     caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
     copier = GpuCopier(
         places(caches, caches.layout())[0],
