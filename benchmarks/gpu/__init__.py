@@ -1,0 +1,1 @@
+"""What the benchmarks of the copies between a GPU and host memory share."""

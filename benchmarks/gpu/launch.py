@@ -1,0 +1,73 @@
+"""What handing a chunk over costs the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter, sleep
+from typing import Any
+
+from benchmarks.gpu.machine import Machine, spread
+from benchmarks.gpu.rig import LONG_S, PATHS, CopyRig, ended
+from benchmarks.gpu.shapes import Model
+from s3kv.device.copies import BlockCopies
+from s3kv.messages import LoadPart
+
+_PAUSE_S = 200e-6
+"""Between chunks: an engine has a step's work to launch, and lets go of the GIL while it does."""
+
+
+def measure(machine: Machine, model: Model, block_tokens: int, chunks: int) -> dict[str, Any]:
+    """Microseconds of each call, by path: `save`, `fence` right behind it, `load` of one chunk, and
+    `poll` while copies are under way."""
+    rig = CopyRig(machine, model, block_tokens, 0)
+    found: dict[str, Any] = {
+        "layers": model.layers,
+        "blocks": rig.layout.blocks_per_chunk,
+        "chunks": chunks,
+    }
+    try:
+        for name, path in PATHS.items():
+            try:
+                with rig.copies(path) as copies:
+                    rig.save_all(copies)
+                    found[name] = _calls(rig, copies, chunks)
+            except ValueError as error:  # a path that this driver does not have
+                found[name] = {"refused": str(error)}
+    finally:
+        rig.close()
+    return found
+
+
+def _calls(rig: CopyRig, copies: BlockCopies, chunks: int) -> dict[str, Any]:
+    took_s: dict[str, list[float]] = {name: [] for name in ("save", "fence", "load", "poll")}
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        begin_s = perf_counter()
+        call()
+        took_s[name].append(perf_counter() - begin_s)
+
+    under_way = 0
+
+    def poll() -> None:
+        nonlocal under_way
+        under_way -= ended(copies)
+
+    def settle() -> None:
+        deadline_s = perf_counter() + LONG_S
+        while under_way:
+            timed("poll", poll)
+            sleep(_PAUSE_S)
+            assert perf_counter() < deadline_s, "copies do not end"
+
+    for number in range(chunks):
+        slot, ids = number % rig.count, rig.sources[number % rig.count]
+        part = LoadPart(0, slot, 0, rig.targets[slot])
+        under_way += 1
+        timed("save", lambda number=number, ids=ids, slot=slot: copies.save(number, 0, slot, ids))
+        sleep(_PAUSE_S)
+        timed("fence", lambda number=number: copies.fence([number]))
+        settle()
+        under_way += 1
+        timed("load", lambda number=number, part=part: copies.load(str(number), [part]))
+        settle()
+    return {name: spread([1e6 * took for took in all_s], 1) for name, all_s in took_s.items()}

@@ -1,0 +1,48 @@
+"""A result that is written part by part: a run that is cut short has not been for nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+
+class Report:
+    """document: what the result says of itself. seconds: after so many no part is begun any more;
+    what is left out is named in the result."""
+
+    def __init__(self, document: dict[str, Any], out: Path | None, seconds: float) -> None:
+        self._document = document | {"parts": {}, "left_out": []}
+        self._out = out
+        self._since_s = monotonic()
+        self._end_s = self._since_s + seconds
+        self._write()
+
+    def part(self, name: str, measure: Callable[[], Any]) -> None:
+        """Measure and write one part, unless time is up."""
+        if monotonic() >= self._end_s:
+            self._document["left_out"].append(name)
+            self._tell(f"left out, there is no time: {name}")
+        else:
+            begin_s = monotonic()
+            self._document["parts"][name] = measure()
+            self._tell(f"{name}: {monotonic() - begin_s:.1f} s")
+        self._write()
+
+    def finish(self) -> dict[str, Any]:
+        """Print and return everything."""
+        self._document["seconds"] = round(monotonic() - self._since_s, 1)
+        self._write()
+        print(json.dumps(self._document, indent=2))
+        return self._document
+
+    def _write(self) -> None:
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._out.write_text(json.dumps(self._document, indent=2) + "\n")
+
+    def _tell(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,38 @@
+"""The GPU's benchmarks run from end to end where there is none, and write as they go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import gpu_copies
+
+CPU = ["--device", "cpu", "--rounds", "1"]
+
+
+def test_copies_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "results" / "copies.json"
+    result = gpu_copies.main([*CPU, "--out", str(out)])
+    assert json.loads(out.read_text()) == result
+    assert result["left_out"] == []
+    parts = result["parts"]
+    assert list(parts) == [
+        "launch",
+        "throughput, tiny, 128 tokens",
+        "drag, matrix products, 128 tokens",
+        "drag, decoding, 128 tokens",
+    ]
+    for part in parts.values():
+        assert {"batch", "gather", "chosen"} <= set(part)
+    for path in ("batch", "gather", "chosen"):
+        assert all(parts["throughput, tiny, 128 tokens"][path]["gb_per_s"].values())
+        assert parts["drag, decoding, 128 tokens"][path]["saves"]["gb_per_s"] > 0
+        assert parts["drag, decoding, 128 tokens"][path]["none"]["gb_per_s"] == 0
+        assert set(parts["launch"][path]) == {"save", "fence", "load", "poll"}
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "copies.json"
+    result = gpu_copies.main([*CPU, "--seconds", "0", "--out", str(out)])
+    assert result["parts"] == {}
+    assert len(json.loads(out.read_text())["left_out"]) == 4
