@@ -1,11 +1,13 @@
-"""What huge pages do for host memory: `python -m benchmarks.pages [GiB] [rounds]`.
+"""What huge pages do for host memory: `python -m benchmarks.pages [GiB] [rounds] [gpu]`.
 
 A slab of each kind in a process of its own, in turn: how long it takes to have all its pages
 allocated, how long another process takes that maps them after that, and how fast 16 MiB at a time
 is copied in and out. The best of the rounds. A slab is allocated and given back before the one that
 is timed: in a virtual machine the first to use a page waits for the host to have it, too
-(`first_s_per_gib`, the worst of the rounds).
-Linux has to give huge pages: /sys/kernel/mm/transparent_hugepage/shmem_enabled.
+(`first_s_per_gib`, the worst of the rounds). With a GPU, and the word `gpu` as third argument: how
+long CUDA takes to register the slab, and how fast 16 MiB at a time go over the bus.
+Linux has to give huge pages (/sys/kernel/mm/transparent_hugepage/shmem_enabled); where it does not,
+ordinary ones alone are measured.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import subprocess
 import sys
 from time import perf_counter
 
-from s3kv.host.huge import SETTING, gives_huge_pages, shmem_policy
+from s3kv.host.huge import gives_huge_pages, shmem_policy
 from s3kv.host.slab import Slab
 
 PIECE_BYTES = 16 * 2**20
 GIB = 2**30
 
 
-def measure(nbytes: int, *, huge_pages: bool) -> dict[str, float]:
+def measure(nbytes: int, *, huge_pages: bool, gpu: bool) -> dict[str, float]:
     """One round, in this process and a child of it."""
     first = Slab.create(nbytes, huge_pages=huge_pages)
     result = {"first_s_per_gib": prefault_s(first) * GIB / nbytes}
@@ -42,7 +44,8 @@ def measure(nbytes: int, *, huge_pages: bool) -> dict[str, float]:
         os._exit(0)
     os.waitpid(child, 0)
     result["map_s_per_gib"] = int.from_bytes(slab.view[:8], "little") / 1e6
-    return result | copies(slab)
+    result |= copies(slab)
+    return result | bus(slab) if gpu else result
 
 
 def prefault_s(slab: Slab) -> float:
@@ -66,8 +69,35 @@ def copies(slab: Slab) -> dict[str, float]:
     return rates
 
 
-def run(nbytes: int, huge_pages: bool) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.pages", "--once", str(nbytes), str(huge_pages)]
+def bus(slab: Slab) -> dict[str, float]:
+    """Registered with CUDA, and copied by DMA."""
+    import torch
+
+    from s3kv.device.pinning import register, unpin
+
+    memory = torch.frombuffer(slab.view, dtype=torch.uint8)
+    there = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cuda")
+    start_s = perf_counter()
+    registered, refusal = register(memory, PIECE_BYTES, there.device)
+    result = {"register_s_per_gib": (perf_counter() - start_s) * GIB / slab.nbytes}
+    if refusal is not None:
+        sys.exit(f"{refusal.reason}: {refusal.remedy}")
+    pieces = memory.split(PIECE_BYTES)
+    for name, to_gpu in (("to_gpu_gb_s", True), ("from_gpu_gb_s", False)):
+        torch.cuda.synchronize()
+        start_s = perf_counter()
+        for piece in pieces:
+            to, source = (there, piece) if to_gpu else (piece, there)
+            to.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        result[name] = slab.nbytes / 1e9 / (perf_counter() - start_s)
+    unpin(registered)
+    return result
+
+
+def run(nbytes: int, huge_pages: bool, gpu: bool) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.pages", "--once"]
+    command += [str(nbytes), str(huge_pages), str(gpu)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
@@ -75,17 +105,18 @@ def run(nbytes: int, huge_pages: bool) -> dict[str, float]:
 
 def main() -> None:
     if sys.argv[1:2] == ["--once"]:
-        print(json.dumps(measure(int(sys.argv[2]), huge_pages=sys.argv[3] == "True")))
+        nbytes, huge_pages, gpu = int(sys.argv[2]), sys.argv[3] == "True", sys.argv[4] == "True"
+        print(json.dumps(measure(nbytes, huge_pages=huge_pages, gpu=gpu)))
         return
     nbytes = int(float(sys.argv[1] if len(sys.argv) > 1 else 1) * GIB) // PIECE_BYTES * PIECE_BYTES
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 9
-    if not gives_huge_pages(shmem_policy()):
-        sys.exit(f"nothing to compare: /{SETTING}/shmem_enabled is {shmem_policy()!r}")
-    kinds = {"ordinary": False, "huge": True}
+    kinds = {"ordinary": False}
+    if gives_huge_pages(shmem_policy()):
+        kinds["huge"] = True
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, huge_pages in kinds.items():
-            found[kind].append(run(nbytes, huge_pages))
+            found[kind].append(run(nbytes, huge_pages, sys.argv[3:4] == ["gpu"]))
     report = {
         "kernel": platform.release(),
         "shmem_enabled": shmem_policy(),
@@ -98,9 +129,10 @@ def main() -> None:
 
 def best(rounds: list[dict[str, float]]) -> dict[str, float]:
     """The least seconds and the most bytes per second, but of first use the most seconds."""
-    choose = {"allocate_s_per_gib": min, "map_s_per_gib": min}
+    least = {"allocate_s_per_gib", "map_s_per_gib", "register_s_per_gib"}
     return {
-        name: round(choose.get(name, max)(one[name] for one in rounds), 4) for name in rounds[0]
+        name: round((min if name in least else max)(one[name] for one in rounds), 4)
+        for name in rounds[0]
     }
 
 

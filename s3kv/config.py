@@ -161,9 +161,9 @@ class Config:
     )
     huge_pages: bool = setting(
         True,
-        doc="Ask Linux for huge pages for host memory, which are allocated faster and copied a "
-        "little faster. It gives them where shmem_enabled in /sys/kernel/mm/transparent_hugepage "
-        "is advise; elsewhere pages are ordinary ones.",
+        doc="Ask Linux for huge pages for host memory, which are allocated and copied faster. It "
+        "gives them where shmem_enabled in /sys/kernel/mm/transparent_hugepage is advise; "
+        "elsewhere pages are ordinary ones.",
         kind="flag",
     )
     eviction: str = setting(

@@ -133,7 +133,7 @@ class WorkerSide(Guarded):
             block_bytes={GROUP: layout.payload_bytes // self._sizes.chunk_blocks},
             clock=time.monotonic,
         )
-        if layout.device.type == "cpu":
+        if not copies.statistics().pinned:
             # Pinning touches every page of the slab; without it the first copies would have to, or
             # this thread beside the first requests. So it is waited for, like pinning.
             self._prefault = threading.Thread(

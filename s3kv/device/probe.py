@@ -17,13 +17,15 @@ PINNED_BYTES = 64 * 2**20
 def look() -> dict[str, Any]:
     """torch, cuda: versions, cuda None in a build without. device: the name of the first GPU, None
     without one. pinned_bytes: how much of `PINNED_BYTES` could be pinned, as a worker pins its
-    slab. refusal, remedy: why not all of it, and what to do; empty otherwise."""
+    slab, and `where` on this machine. refusal, remedy: why not all of it, and what to do; empty
+    otherwise."""
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "device": None,
         "wanted_bytes": PINNED_BYTES,
         "pinned_bytes": 0,
+        "where": "",
         "refusal": "",
         "remedy": "",
     }
@@ -35,15 +37,17 @@ def look() -> dict[str, Any]:
 
 
 def _try_to_pin(device: torch.device) -> dict[str, Any]:
+    from s3kv.device.nearby import memory_near
     from s3kv.device.pinning import register, unpin
     from s3kv.host.slab import Slab
 
-    slab = Slab.create(PINNED_BYTES)
+    near = memory_near(device)
+    slab = Slab.create(PINNED_BYTES, node=near)
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # makes the context that pages are pinned for
     memory = torch.frombuffer(slab.view, dtype=torch.uint8)
     registered, refusal = register(memory, PINNED_BYTES, device)
-    found: dict[str, Any] = {"pinned_bytes": sum(registered.values())}
+    found: dict[str, Any] = {"pinned_bytes": sum(registered.values()), "where": near.because}
     unpin(registered)
     if refusal is not None:
         found |= {"refusal": refusal.reason, "remedy": refusal.remedy}

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from s3kv.device import nearby, pinning
+from s3kv.device.pinning import Refusal
 from s3kv.device.probe import PINNED_BYTES, look
 
 
@@ -17,6 +19,27 @@ def test_it_prints_what_it_finds() -> None:
         [sys.executable, "-m", "s3kv.device.probe"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout)["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("refusal", [None, Refusal("no room", "make some")])
+def test_what_came_of_pinning_is_in_it(
+    monkeypatch: pytest.MonkeyPatch, refusal: Refusal | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    monkeypatch.setattr(nearby, "pci_address", lambda device: None)
+    pinned = {} if refusal else {0: PINNED_BYTES}
+    monkeypatch.setattr(pinning, "register", lambda *args: (dict(pinned), refusal))
+    monkeypatch.setattr(pinning, "unpin", lambda registered: registered.clear())
+    found = look()
+    assert found["device"] == "a GPU"
+    assert found["pinned_bytes"] == (0 if refusal else PINNED_BYTES)
+    assert "NUMA node" in found["where"]
+    assert (found["refusal"], found["remedy"]) == (
+        ("no room", "make some") if refusal else ("", "")
+    )
 
 
 @pytest.mark.gpu

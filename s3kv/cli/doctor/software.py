@@ -88,4 +88,4 @@ def examine_gpu(found: Mapping[str, Any] | str) -> Finding:
             f"{found['refusal']}"
         )
         return Finding("gpu", "warning", told, found["remedy"])
-    return Finding("gpu", "ok", f"{told}; host memory can be pinned")
+    return Finding("gpu", "ok", f"{told}; host memory can be pinned, {found['where']}")

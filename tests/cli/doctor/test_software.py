@@ -62,6 +62,7 @@ H200 = {
     "device": "NVIDIA H200",
     "wanted_bytes": 64,
     "pinned_bytes": 64,
+    "where": "on NUMA node 1, that of GPU 0000:5e:00.0",
     "refusal": "",
     "remedy": "",
 }
@@ -87,6 +88,10 @@ def test_gpus(found: dict[str, Any] | str, status: str, remedy: str) -> None:
     assert finding.status == status
     assert remedy in finding.remedy
     assert bool(finding.remedy) == (status == "warning")
+
+
+def test_where_memory_is_pinned_is_told() -> None:
+    assert software.examine_gpu(H200).detail.endswith("on NUMA node 1, that of GPU 0000:5e:00.0")
 
 
 def test_a_refusal_to_pin_is_told_with_its_reason() -> None:
