@@ -1,8 +1,8 @@
 """`cuMemcpyBatchAsync`: many copies in one call of the CUDA driver, made by its copy engines.
 
 Called through `ctypes` with the addresses of arrays, which lets go of the GIL and converts nothing;
-NVIDIA's `cuda-bindings` finds the function but would take lists of Python integers. Its wheels are
-what a CUDA build of torch brings along.
+NVIDIA's `cuda-bindings` finds the function but would take lists of Python integers. CUDA builds of
+torch bring it along from 2.11 on.
 
 The version asked for is that of CUDA 12.8, which introduced the call. Later drivers keep it beside
 the one of 13.0, which has no `failIdx`, so one prototype serves them all.
@@ -83,7 +83,9 @@ class BatchCall:
         try:
             from cuda.bindings import driver
         except ImportError as error:
-            raise NoBatchCall(f"cuda-bindings is not installed: {error}") from None
+            raise NoBatchCall(
+                f"cuda-bindings is not installed, try pip install 's3kv[gpu]' ({error})"
+            ) from None
         try:
             result, address, _ = driver.cuGetProcAddress(_NAME, _CUDA_VERSION, 0)
         except RuntimeError as error:  # no driver at all

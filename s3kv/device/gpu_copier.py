@@ -175,7 +175,14 @@ class GpuCopier:
 
             return seconds_per_chunk(start, self.settle, clock)
 
-        batch_s, gather_s = seconds(Path.BATCH), seconds(Path.GATHER)
+        # Gathering first: then all slots are filled, also when a batch is refused halfway.
+        gather_s = seconds(Path.GATHER)
+        try:
+            batch_s = seconds(Path.BATCH)
+        except RuntimeError as error:
+            self.settle()
+            logger.warning("KV blocks are gathered, the driver copies no batch of them: %s", error)
+            return Choice(group, direction, Path.GATHER, None, gather_s)
         path = faster(batch_s, gather_s)
         logger.info(
             "KV blocks of group %d go %s by %s: a chunk takes %.2f ms in a batch, %.2f ms gathered",

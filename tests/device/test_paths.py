@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from s3kv.device.copies import BlockCopies
+from s3kv.device.gpu import Copies
 from s3kv.device.gpu_copier import GpuCopier
 from s3kv.device.paths import Direction, Path, faster, seconds_per_chunk, spread_blocks
 from s3kv.device.stacks import Stack
@@ -113,6 +114,24 @@ def test_only_idle_blocks_are_measured_with(monkeypatch: pytest.MonkeyPatch) -> 
     copier.close()
     copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11), idle=[])
     assert {choice[2:] for choice in copier.choices} == {(Path.BATCH, None, None)}
+    copier.close()
+
+
+def test_a_driver_that_refuses_batches_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(stream: SimulatedStream, copies: Copies, source_is_stable: bool) -> None:
+        raise RuntimeError("cuMemcpyBatchAsync failed with CUresult 801")
+
+    monkeypatch.setattr(SimulatedStream, "copy_batch", refuse)
+    caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
+    before = caches.memory()
+    with caplog.at_level(logging.WARNING):
+        copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))
+    assert caches.memory() == before
+    assert {choice[2:4] for choice in copier.choices} == {(Path.GATHER, None)}
+    assert len(caplog.records) == 2
+    assert "CUresult 801" in caplog.text
     copier.close()
 
 
