@@ -16,8 +16,10 @@ from s3kv.device.nearby import memory_near
 from s3kv.device.paths import Path
 from s3kv.host.slab import Slab
 from s3kv.messages import LoadPart
+from s3kv.objects.codec import ChunkFormat
 
-HEADER_BYTES = 4096
+NAMESPACE = "0" * 32
+SHARD = "t0of1-p0of1"
 PATHS = {"batch": Path.BATCH, "gather": Path.GATHER, "chosen": None}
 _POLL_S = 20e-6
 LONG_S = 60.0
@@ -44,7 +46,8 @@ class CopyRig:
         ids = random.Random(block_tokens).sample(range(1, num_blocks), num_blocks - 1)
         chunks = [tuple(ids[at : at + per_chunk]) for at in range(0, len(ids), per_chunk)]
         self.sources, self.targets = chunks[: self.count], chunks[self.count :]
-        self.slot_bytes = -(-(HEADER_BYTES + self.layout.payload_bytes) // 4096) * 4096
+        self.format = ChunkFormat(NAMESPACE, self.layout.tensors, 0, SHARD)
+        self.slot_bytes = -(-self.format.object_bytes // 4096) * 4096
         node = memory_near(machine.device)
         self.slab = Slab.create(self.count * self.slot_bytes, node=node)
         self.memory = torch.frombuffer(self.slab.view, dtype=torch.uint8)
@@ -59,7 +62,11 @@ class CopyRig:
     @contextmanager
     def copies(self, path: Path | None) -> Iterator[BlockCopies]:
         opened = BlockCopies.open(
-            {0: self.layout}, self.slab.view, self.slot_bytes, {0: HEADER_BYTES}, path
+            {0: self.layout},
+            self.slab.view,
+            self.slot_bytes,
+            {0: self.format.header_bytes},
+            path,
         )
         try:
             yield opened
@@ -83,6 +90,12 @@ class CopyRig:
                 copies.load(str(i), [LoadPart(0, i, 0, ids)]) for i, ids in enumerate(self.targets)
             ],
         )
+
+    def forget_targets(self) -> None:
+        """So that `check` finds there what has been loaded since."""
+        blocks = torch.tensor(self.targets, device=self.machine.device).flatten()
+        for cache in self.caches.values():
+            cache.view(torch.int16).index_fill_(0, blocks, 0)
 
     def check(self) -> None:
         """After `save_all` and `load_all`: what was saved has been loaded."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.rig import HEADER_BYTES, PATHS, CopyRig
+from benchmarks.gpu.rig import PATHS, CopyRig
 from benchmarks.gpu.shapes import Model
 from s3kv.device.copies import BlockCopies
 from s3kv.device.paths import Choice
@@ -102,7 +102,7 @@ def _torch_load(rig: CopyRig) -> None:
 
 def _layers(rig: CopyRig, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The pages of each layer, and its place in a slot; both [blocks, N, H, C]."""
-    begin = slot * rig.slot_bytes + HEADER_BYTES
+    begin = slot * rig.slot_bytes + rig.format.header_bytes
     payload = rig.memory[begin : begin + rig.layout.payload_bytes].view(torch.bfloat16)
     pages = [cache.permute(0, 2, 1, 3) for cache in rig.caches.values()]
     return list(zip(pages, payload.view(len(pages), -1, *pages[0].shape[1:]), strict=True))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import gpu_copies
+import pytest
+
+from benchmarks import gpu_copies, gpu_path
 
 CPU = ["--device", "cpu", "--rounds", "1"]
 
@@ -36,3 +38,19 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     result = gpu_copies.main([*CPU, "--seconds", "0", "--out", str(out)])
     assert result["parts"] == {}
     assert len(json.loads(out.read_text())["left_out"]) == 4
+
+
+def test_the_path_from_a_bucket_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "path.json"
+    result = gpu_path.main([*CPU, "--processes", "2", "--out", str(out)])
+    assert json.loads(out.read_text()) == result
+    (part,) = result["parts"].values()
+    assert set(part["gb_per_s"]) == {"network", "bus", "fetch", "path"}
+    assert all(part["gb_per_s"].values())
+    assert part["saved_gb_per_s"] > 0
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_path, "NEEDED", ("json", "no_such_package"))
+    with pytest.raises(SystemExit, match="needs it: no_such_package"):
+        gpu_path.main(CPU)

@@ -1,0 +1,155 @@
+"""From a bucket to a GPU and back, without an engine: `python -m benchmarks.gpu_path [--out FILE]`.
+
+Chunks of Llama-3-8B with random blocks: I/O process, slab and copies as in a worker, on a server of
+our own on the same machine, whose bucket is in memory. In turns, GB/s of
+
+- network: blocking sockets in threads, into the pinned slab, as many as the I/O process would use
+- bus: all slots to blocks of the GPU
+- fetch: the I/O process alone, bucket to slab, verified
+- path: bucket to blocks; every chunk is copied as soon as it is verified
+
+and, once, of blocks to the bucket. `of_slower` is path over the slower of network and bus. The
+loaded blocks are compared with those that were saved. Needs aiobotocore and msgspec beside torch.
+`--device cpu` tries the program on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.network import RawReaders
+from benchmarks.gpu.report import Report
+from benchmarks.gpu.rig import CopyRig
+from benchmarks.gpu.server import running
+from benchmarks.gpu.shapes import CHUNK_TOKENS, LLAMA_8B, TINY
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.pipeline import Pipeline
+
+NEEDED = ("aiobotocore", "botocore", "h11", "msgspec", "uvloop", "xxhash")
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "benchmark",
+    "AWS_SECRET_ACCESS_KEY": "benchmark",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    options = _parser().parse_args(arguments)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"not installed, and the I/O process needs it: {', '.join(missing)}")
+    machine = Machine(options.device)
+    document = {
+        "benchmark": "gpu_path",
+        "command": "python -m benchmarks.gpu_path "
+        + " ".join(sys.argv[1:] if arguments is None else arguments),
+        "chunk_tokens": CHUNK_TOKENS,
+        "server_processes": options.processes,
+        "rounds": options.rounds,
+    } | machine.describe()
+    report = Report(document, options.out, options.seconds)
+    model = LLAMA_8B if machine.is_gpu else TINY
+    copied_bytes = options.mib * 2**20 if machine.is_gpu else 2**20
+    for block_tokens in (16, 128) if machine.is_gpu else (128,):
+        report.part(
+            f"{model.name}, {block_tokens} tokens",
+            partial(
+                _measured,
+                partial(CopyRig, machine, model, block_tokens, copied_bytes),
+                options.processes,
+                options.rounds,
+            ),
+        )
+    return report.finish()
+
+
+def _measured(make_rig: Callable[[], CopyRig], processes: int, rounds: int) -> dict[str, Any]:
+    from benchmarks.gpu.pipeline import Pipeline
+
+    with ExitStack() as stack:
+        stack.enter_context(_credentials())
+        port = stack.enter_context(running(processes))
+        rig = make_rig()
+        stack.callback(rig.close)
+        copies = stack.enter_context(rig.copies(None))
+        pipeline = Pipeline(rig, copies, f"http://127.0.0.1:{port}")
+        stack.callback(pipeline.close)
+        saved_s = pipeline.save_all()
+        readers = RawReaders(port, pipeline.at_once)
+        stack.callback(readers.close)
+        return _compared(rig, pipeline, readers, rounds) | {
+            "saved_gb_per_s": round(rig.copied_bytes / saved_s / 1e9, 2),
+            "pinned": copies.statistics().pinned,
+        }
+
+
+@contextmanager
+def _credentials() -> Iterator[None]:
+    """For the I/O process, which finds its own as every tool does."""
+    before = {name: os.environ.get(name) for name in CREDENTIALS}
+    os.environ.update(CREDENTIALS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _compared(rig: CopyRig, pipeline: Pipeline, readers: RawReaders, rounds: int) -> dict[str, Any]:
+    ways: dict[str, Callable[[], float]] = {
+        "network": lambda: readers.read_all(pipeline.targets, pipeline.places),
+        "bus": lambda: rig.load_all(pipeline.copies),
+        "fetch": pipeline.fetch_all,
+        "path": pipeline.fetch_and_load_all,
+    }
+    per_s: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            rig.forget_targets()
+            seconds = way()
+            if name == "path":
+                rig.check()
+            if turn:  # the first warms up
+                per_s[name].append(rig.copied_bytes / seconds)
+    medians = {name: statistics.median(rates) for name, rates in per_s.items()}
+    return {
+        "chunks": rig.count,
+        "chunk_bytes": rig.layout.payload_bytes,
+        "at_once": pipeline.at_once,
+        "gb_per_s": {name: round(rate / 1e9, 2) for name, rate in medians.items()},
+        "least_gb_per_s": {name: round(min(rates) / 1e9, 2) for name, rates in per_s.items()},
+        "of_slower": round(medians["path"] / min(medians["network"], medians["bus"]), 3),
+        "of_fetch": round(medians["path"] / medians["fetch"], 3),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write everything there, part by part")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--seconds", type=float, default=300.0, help="begin no part after (300)")
+    parser.add_argument("--rounds", type=int, default=7, help="that are counted (7)")
+    parser.add_argument("--mib", type=int, default=2048, help="that cross in a round (2048)")
+    parser.add_argument("--processes", type=int, default=4, help="of the server (4)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
