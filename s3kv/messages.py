@@ -74,8 +74,8 @@ class StepPlan:
         been sent yet; otherwise what arrives serves the next who asks, and tells how fast the
         bucket is.
     abandons: requests the engine holds for a load that will not come; they end as failed loads.
-    linger_s: how long a worker may wait at the end of this step for one of its fetches to end,
-        because the engine has nothing else to do than to ask again.
+    linger_s: how long a worker may wait at the end of this step for one of its loads or fetches to
+        end, because the engine has nothing else to do than to ask again.
     """
 
     fetches: tuple[FetchOrder, ...] = ()

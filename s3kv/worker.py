@@ -1,9 +1,10 @@
 """One rank's bytes: carries out step plans and reports how they ended.
 
 Runs on the engine's thread of a worker process and never waits there, except for a fence on a
-device without streams and at shutdown. Device copies and the I/O process do the work; this joins
-them: a block copied to a slot is handed to the I/O process for upload, an order that cannot be
-carried out ends as failed. What it reports is all the scheduler knows of this rank.
+device without streams, at shutdown, and where the plan says that the engine has nothing to do.
+Device copies and the I/O process do the work; this joins them: a block copied to a slot is handed
+to the I/O process for upload, an order that cannot be carried out ends as failed. What it reports
+is all the scheduler knows of this rank.
 """
 
 from __future__ import annotations
@@ -125,8 +126,11 @@ class RankWorker:
     def poll(self, linger_s: float = 0.0) -> None:
         """Take in what has ended since; `take_report` and `take_loaded` hand it on.
 
-        linger_s: how long to wait for a fetch or an upload to end, unless a copy is under way.
+        linger_s: how long to wait for a load to end, or, when no copy is under way, for a fetch or
+            an upload.
         """
+        if linger_s and self._loading:
+            self._copies.wait_load(linger_s)
         ends = self._copies.poll()
         for job_id, ok, seconds in ends.saved:
             self._saved(self._saves.pop(job_id), ok, seconds)

@@ -21,6 +21,9 @@ class Copies:
         self.waits: list[float] = []
         self.fences: list[int] = []
 
+    def wait_load(self, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+
     def save(self, *order: Any) -> None:
         """Ends when a test says so."""
         self.orders.append(order)
@@ -43,6 +46,7 @@ class Copies:
 class Client:
     def __init__(self) -> None:
         self.ends: list[Done] = []
+        self.waits: list[float] = []
 
     def fetch(self, *order: Any) -> None:
         """Ends when a test says so."""
@@ -53,6 +57,7 @@ class Client:
         """Nothing is sent."""
 
     def poll(self, linger_s: float) -> list[Done]:
+        self.waits.append(linger_s)
         ends, self.ends = self.ends, []
         return ends
 
@@ -135,3 +140,18 @@ def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() ->
     rig.rank.resume()
     rig.rank.load([LoadOrder("s", parts)])
     assert len(rig.copies.orders) == len(before) + 1
+
+
+def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
+    rig = Rig()
+    rig.rank.poll(0.5)
+    assert (rig.copies.waits, rig.client.waits) == ([], [0.5])
+    rig.rank.load([LoadOrder("r", (LoadPart(0, 0, 0, (1, 2)),))])
+    rig.rank.poll()
+    rig.rank.poll(0.25)
+    assert (rig.copies.waits, rig.client.waits) == ([0.25], [0.5, 0.0, 0.0])
+    rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
+    rig.rank.poll()
+    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5))])
+    rig.rank.poll(0.125)
+    assert (rig.copies.waits, rig.client.waits[-1]) == ([0.25], 0.0)

@@ -46,9 +46,9 @@ _INDEX_CHUNKS = 2_000_000
 """Verdicts remembered at most; about 150 bytes each, so 300 MB when full. Two million chunks of
 256 tokens are 512 million tokens."""
 
-_LINGER_S = 0.002
-"""What a request that arrives while all others wait for the bucket may lose. vLLM's own loop looks
-for new requests about as often, but burns a core with it that the I/O process and, in a test
+_LINGER_S = 0.004
+"""What a request that arrives while all others wait for s3kv may lose. vLLM's own loop looks for
+new requests every 1.3 ms, but burns a third of a core with it that the I/O process and, in a test
 set-up, the S3 server can use."""
 
 _BREAKER_FAILURES = 5
@@ -219,7 +219,7 @@ class SchedulerSide(Guarded):
         plan = self.planner.plan(scheduled_requests(output), time.monotonic())
         # Twice, because the step before may still be running when this one is planned.
         idle = output.total_num_scheduled_tokens == 0
-        if idle and self._was_idle and self.planner.ledger.fetches_inflight:
+        if idle and self._was_idle and self.planner.has_arrivals_inflight:
             plan = replace(plan, linger_s=_LINGER_S)
         self._was_idle = idle
         if self._observers is not None:

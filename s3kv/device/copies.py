@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
 """Far longer than one part takes; a thread that does not end by then hangs in the driver."""
+_LOAD_STEP_S = 0.0002
+"""How often `wait_load` asks: a request waits for it."""
 _WAIT_STEP_S = 0.0005
 """How often `wait_all` asks; CUDA events cannot be waited for with a timeout."""
 
@@ -268,6 +270,13 @@ class BlockCopies:
                 return False
             time.sleep(_WAIT_STEP_S)
         return True
+
+    def wait_load(self, timeout_s: float) -> None:
+        """Block until a load has ended, for `poll` to tell, or none is left, or time ran out."""
+        deadline = self._clock() + timeout_s
+        jobs = self._loading.values()
+        while jobs and not any(job.is_done() for job in jobs) and self._clock() < deadline:
+            time.sleep(_LOAD_STEP_S)
 
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(

@@ -322,6 +322,14 @@ class KVPlanner:
                 record.window *= 2
 
     @property
+    def has_arrivals_inflight(self) -> bool:
+        """Something that a request waits for, or may wait for, is on its way to it."""
+        loading = RequestState.LOADING
+        return self.ledger.fetches_inflight > 0 or any(
+            record.state is loading for record in self._requests.values()
+        )
+
+    @property
     def has_copies_inflight(self) -> bool:
         """An idle engine has to keep stepping until its last saves are on their way."""
         return self.ledger.has_copies_inflight

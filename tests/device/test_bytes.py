@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from s3kv.device import cpu
 from s3kv.device.copies import BlockCopies
 from s3kv.device.stacks import stacks
 from s3kv.messages import LoadPart
@@ -56,6 +57,26 @@ def test_what_was_saved_is_loaded(device: Device, order: str, ratio: int) -> Non
         save_and_load(device, *case)
 
     check()
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_threads_load_what_one_would(
+    monkeypatch: pytest.MonkeyPatch, order: str, ratio: int
+) -> None:
+    monkeypatch.setattr(cpu, "_SHARED_BYTES", 2)
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda pid: {0, 1})
+    halved = []
+    split = cpu._split
+    monkeypatch.setattr(cpu, "_split", lambda *moves: halved.append(1) or split(*moves))
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=cases(order, ratio))
+    def check(case: tuple[Shape, list[int], list[int], int, int]) -> None:
+        save_and_load(Device("cpu"), *case)
+
+    check()
+    assert halved
 
 
 def save_and_load(

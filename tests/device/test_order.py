@@ -199,6 +199,17 @@ def test_each_end_is_told_once(device: Device) -> None:
         assert [len(ends) for ends in r.copies.poll()] == [1, 1]
 
 
+def test_a_load_can_be_waited_for(device: Device) -> None:
+    with rig(device) as r:
+        r.copies.wait_load(LONG_S)  # there is none
+        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        r.copies.wait_load(0.0)
+        assert r.copies.poll().loaded == [], "a load ended before it was made"
+        threading.Timer(0.05, r.copier.gate.set).start()
+        r.copies.wait_load(LONG_S)
+        assert r.copies.poll().loaded == [("r", True)]
+
+
 def test_an_id_on_its_way_is_refused() -> None:
     with rig(Device("cpu")) as r:
         r.copies.save(7, 0, 0, [0, 1])
