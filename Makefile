@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e infra long nightly lint format docs demo bench clean
+.PHONY: help venv test e2e infra long nightly lint format docs demo bench clean gpu gpu-tests gpu-copies gpu-path
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,21 @@ demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of y
 
 bench: $(STAMP) ## what there is to measure; ARGS="engine --rounds 3" runs one
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# With PYTHON as it is: where a GPU is, there may be no package index, and no vLLM.
+GPU_OUT ?= build/gpu
+
+gpu: gpu-tests gpu-copies gpu-path ## what needs a GPU, tests and benchmarks, with PYTHON's own packages; -k goes on after a failure
+
+gpu-tests:
+	mkdir -p $(GPU_OUT)
+	$(PYTHON) -m pytest -c tests/gpu/bare.ini --rootdir . -m gpu --junitxml $(GPU_OUT)/tests.xml tests/gpu tests/device $(ARGS)
+
+gpu-copies:
+	$(PYTHON) -m benchmarks.gpu_copies --out $(GPU_OUT)/gpu-copies.json
+
+gpu-path:
+	$(PYTHON) -m benchmarks.gpu_path --out $(GPU_OUT)/gpu-path.json
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -80,9 +80,9 @@ def _measured(make_rig: Callable[[], CopyRig], processes: int, rounds: int) -> d
 
     with ExitStack() as stack:
         stack.enter_context(_credentials())
-        port = stack.enter_context(running(processes))
         rig = make_rig()
         stack.callback(rig.close)
+        port = stack.enter_context(running(processes, 2 * rig.slab.nbytes))
         copies = stack.enter_context(rig.copies(None))
         pipeline = Pipeline(rig, copies, f"http://127.0.0.1:{port}")
         stack.callback(pipeline.close)

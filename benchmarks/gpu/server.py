@@ -31,11 +31,12 @@ _EMPTY_LISTING = (
 
 
 @contextmanager
-def running(processes: int) -> Iterator[int]:
-    """The port of an empty server, with as many processes, for as long as the block lasts."""
-    memory = Path("/dev/shm")
-    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=parent, prefix="s3kv-bucket-") as folder:
+def running(processes: int, nbytes: int) -> Iterator[int]:
+    """The port of an empty server, with as many processes, for as long as the block lasts.
+
+    nbytes: what it has to hold, in memory where there is a file system for that with so much room.
+    """
+    with tempfile.TemporaryDirectory(dir=_in_memory(nbytes), prefix="s3kv-bucket-") as folder:
         server = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.gpu.server", folder, str(processes)],
             stdin=subprocess.PIPE,
@@ -49,6 +50,14 @@ def running(processes: int) -> Iterator[int]:
             server.stdin.close()
             server.wait()
             server.stdout.close()
+
+
+def _in_memory(nbytes: int) -> Path | None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or not os.access(memory, os.W_OK):
+        return None
+    found = os.statvfs(memory)
+    return memory if found.f_bavail * found.f_frsize > nbytes else None
 
 
 class Connection:

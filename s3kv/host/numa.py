@@ -25,11 +25,12 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 @dataclass(frozen=True, slots=True)
 class NodeChoice:
     """node: None to leave it to Linux, which takes that of who touches a page first.
-    because: in words, for the log.
+    because: in words, for the log. processors: those of the node.
     """
 
     node: int | None
     because: str
+    processors: frozenset[int] = frozenset()
 
 
 FIRST_TOUCH = NodeChoice(None, "on the NUMA node of who touches it first")
@@ -54,7 +55,8 @@ def node_near(pci_address: str | None, root: Path = ROOT) -> NodeChoice:
         node = -1
     if node not in nodes:
         return NodeChoice(None, f"on any NUMA node, for Linux tells none of GPU {pci_address}")
-    return NodeChoice(node, f"on NUMA node {node}, that of GPU {pci_address}")
+    processors = frozenset(_ids(root / _NODES / f"node{node}" / "cpulist"))
+    return NodeChoice(node, f"on NUMA node {node}, that of GPU {pci_address}", processors)
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> str:

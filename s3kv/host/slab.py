@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from s3kv.errors import ConfigError
 from s3kv.host.huge import SETTING, gives_huge_pages, shmem_policy
@@ -54,7 +55,8 @@ class Slab:
         """A new slab of zeros, `nbytes` rounded up to whole pages.
 
         node, huge_pages: where its pages should come from, and whether large ones are asked for.
-        Both are wishes: what came of them is logged.
+        Both are wishes: what came of them is logged. Where Linux takes no wish for a node, all of
+        the slab is allocated here, by a thread that runs there.
         Raises `ConfigError` when this machine or its container has not that much memory to give.
         Linux would find out later and with less courtesy, by killing the process that touches the
         page too much.
@@ -72,9 +74,13 @@ class Slab:
         except OSError as error:
             os.close(fd)
             raise _too_large(nbytes, str(error)) from error
-        slab._prefer(node)
         size = slab.ask_for_huge_pages() if huge_pages else "pages of the ordinary size"
         logger.info("s3kv: %d bytes of host memory %s, %s", nbytes, node.because, size)
+        try:
+            slab._place(node)
+        except BaseException:
+            slab.close()
+            raise
         return slab
 
     @classmethod
@@ -101,19 +107,30 @@ class Slab:
             return f"ordinary pages, for Linux refused huge ones ({error})"
         return "huge pages as far as there are any"
 
-    def _prefer(self, choice: NodeChoice) -> None:
+    def _place(self, choice: NodeChoice) -> None:
         if choice.node is None:
             return
         refusal = prefer_node(self._address, self.nbytes, choice.node)
-        if refusal:
-            logger.warning(
-                "s3kv: host memory should be %s, but that was refused (%s): it will be on the "
-                "node of who touches it first, and copies to and from another one's GPU are "
-                "slower. Give the container CAP_SYS_NICE, or bind the engine to a node (vLLM's "
-                "--numa-bind, numactl)",
-                choice.because,
-                refusal,
-            )
+        if not refusal:
+            return
+        processors = choice.processors & os.sched_getaffinity(0)
+        if processors:
+            # Where a page goes that nobody has asked a node for: to the toucher's.
+            logger.info("s3kv: %s; allocating from processors of that node instead", refusal)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self._prefault_on, processors).result()
+            return
+        logger.warning(
+            "s3kv: host memory should be %s, but that was refused (%s), and this process may not "
+            "run there: it will be on the node of who touches it first, and copies to and from "
+            "the GPU are slower. Give the container CAP_SYS_NICE, or bind the engine to that node",
+            choice.because,
+            refusal,
+        )
+
+    def _prefault_on(self, processors: frozenset[int]) -> None:
+        os.sched_setaffinity(0, processors)  # of this thread
+        self.prefault()
 
     @property
     def _address(self) -> int:

@@ -103,7 +103,7 @@ class SlowStream:
         self._dawdle()
         self._stream.copy_batch(copies, source_is_stable)
 
-    def gather(self, stacks: Sequence[Stack], block_ids: Sequence[int]) -> None:
+    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
         self._dawdle()
         self._stream.gather(stacks, block_ids)
 

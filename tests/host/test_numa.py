@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import platform
@@ -13,14 +14,23 @@ from pathlib import Path
 
 import pytest
 
+from s3kv.errors import ConfigError
 from s3kv.host import numa
+from s3kv.host import slab as slab_module
 from s3kv.host.numa import NodeChoice, node_mask, node_near, prefer_node
 from s3kv.host.slab import Slab
 
 GPU = "0000:5e:00.0"
 NODE = "sys/devices/system/node/"
 DEVICE = f"sys/bus/pci/devices/{GPU}/numa_node"
-TWO = {f"{NODE}has_cpu": "0-1\n", f"{NODE}has_memory": "0-1\n", DEVICE: "1\n"}
+TWO = {
+    f"{NODE}has_cpu": "0-1\n",
+    f"{NODE}has_memory": "0-1\n",
+    f"{NODE}node0/cpulist": "0-7,16-23\n",
+    f"{NODE}node1/cpulist": "8-15,24-31\n",
+    f"{NODE}node4/cpulist": "32\n",
+    DEVICE: "1\n",
+}
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 MPOL_F_ADDR = 2
 PAGE = mmap.PAGESIZE
@@ -54,6 +64,10 @@ def test_the_node_of_a_gpu(
     found = near(tmp_path, TWO | change)
     assert found.node == node
     assert because in found.because
+
+
+def test_its_processors(tmp_path: Path) -> None:
+    assert near(tmp_path, TWO).processors == {*range(8, 16), *range(24, 32)}
 
 
 def test_what_is_not_known_is_left_to_linux(tmp_path: Path) -> None:
@@ -124,12 +138,62 @@ def test_left_alone_there_is_no_policy() -> None:
     slab.close()
 
 
-def test_a_refusal_is_told_and_harmless(caplog: pytest.LogCaptureFixture) -> None:
-    slab = Slab.create(PAGE, node=NodeChoice(999, "on node 999"))
-    assert "on node 999, but that was refused (mbind: " in caplog.text
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container."""
+    monkeypatch.setattr(slab_module, "prefer_node", lambda *args: "mbind: not permitted")
+
+
+@pytest.mark.usefixtures("forbidden")
+def test_without_the_call_the_pages_are_touched_from_the_node(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = os.sched_getaffinity(0)
+    there = frozenset({max(before)})
+    ran_on: list[set[int]] = []
+    prefault = Slab.prefault
+
+    def watched(self: Slab) -> None:
+        ran_on.append(os.sched_getaffinity(0))
+        prefault(self)
+
+    monkeypatch.setattr(Slab, "prefault", watched)
+    with caplog.at_level(logging.INFO):
+        slab = Slab.create(8 * PAGE, node=NodeChoice(1, "on node 1", there | {4095}))
+    assert ran_on == [there]
+    assert os.sched_getaffinity(0) == before, "the engine's thread was moved"
+    assert os.fstat(slab.fd).st_blocks * 512 == slab.nbytes
+    assert "mbind: not permitted; allocating from processors of that node" in caplog.text
+    slab.close()
+
+
+@pytest.mark.usefixtures("forbidden")
+def test_memory_that_is_not_there_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Slab) -> None:
+        raise ConfigError("no memory")
+
+    monkeypatch.setattr(Slab, "prefault", fail)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError):
+        Slab.create(PAGE, node=NodeChoice(1, "on node 1", frozenset(os.sched_getaffinity(0))))
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.usefixtures("forbidden")
+def test_where_that_does_not_go_either_it_is_told_and_harmless(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slab = Slab.create(PAGE, node=NodeChoice(1, "on node 1", frozenset({4095})))
+    assert "should be on node 1, but that was refused (mbind: not permitted)" in caplog.text
     assert "CAP_SYS_NICE" in caplog.text
+    assert os.fstat(slab.fd).st_blocks == 0
     slab.view[:] = bytes(b"x" * PAGE)
     slab.close()
+
+
+def test_the_kernels_reason_is_told() -> None:
+    memory = mmap.mmap(-1, PAGE)
+    assert prefer_node(*mapping(memory), 999).startswith("mbind: ")
 
 
 def test_another_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
