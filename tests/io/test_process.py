@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -93,6 +93,26 @@ class FailingStore(MemoryStore):
 
 async def ready(worker: Worker) -> None:
     assert await worker.hear() == wire.Ready(True, None, "")
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+async def test_the_slab_is_allocated_in_the_pages_that_are_wished_for(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch, huge_pages: bool
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(Slab, "ask_for_huge_pages", lambda self: log.append("ask"))
+    prefault = Slab.prefault
+
+    def watched(self: Slab, stop: Callable[[], bool]) -> None:
+        log.append("prefault")
+        prefault(self, stop)
+
+    monkeypatch.setattr(Slab, "prefault", watched)
+    async with served(lambda _: MemoryStore(), slab, huge_pages=huge_pages) as (worker, serving):
+        await ready(worker)
+        worker.hang_up()
+        await serving
+    assert log == (["ask", "prefault"] if huge_pages else ["prefault"])
 
 
 async def test_what_is_uploaded_is_fetched(slab: Slab) -> None:
