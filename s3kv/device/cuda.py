@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from s3kv.device.driver import BatchCall, NoBatchCall
 from s3kv.device.gpu import Copies
 from s3kv.device.pinning import pin, unpin
-from s3kv.device.stacks import Stack
+from s3kv.device.stacks import Stack, with_rows
 
 
 class CudaStream:
@@ -38,20 +40,22 @@ class CudaStream:
         assert self._batch is not None, "asked for what `no_batch` rules out"
         self._batch(copies, source_is_stable, self._stream.cuda_stream)
 
-    def upload(self, destination: torch.Tensor, numbers: Sequence[int]) -> None:
+    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
         # Torch's allocator of pinned memory keeps what is freed until the stream has passed.
-        self.copy(destination, torch.tensor(numbers, dtype=torch.int64, pin_memory=True))
+        self.copy(destination, torch.from_numpy(numbers).pin_memory())
 
-    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
+    def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for stack in stacks:
-                stack.gather(block_ids)
+            for stack, numbers in with_rows(stacks, rows):
+                stack.gather(numbers)
 
-    def scatter(self, stacks: Sequence[Stack], block_ids: torch.Tensor, first_block: int) -> None:
+    def scatter(
+        self, stacks: Sequence[Stack], rows: torch.Tensor, first_block: int, blocks: int
+    ) -> None:
         # vLLM allocates its caches in inference mode, and only there may they be written to.
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            for stack in stacks:
-                stack.scatter(block_ids, first_block)
+            for stack, numbers in with_rows(stacks, rows):
+                stack.scatter(numbers, first_block, blocks)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -54,7 +54,7 @@ class Stream(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Between device and host: flat bytes, as many on both sides."""
 
-    def upload(self, destination: torch.Tensor, numbers: Sequence[int]) -> None:
+    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
         """Copy numbers to as many int64 on the device. They may be forgotten on return."""
 
     def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
@@ -64,11 +64,13 @@ class Stream(Protocol):
         so they may be read ahead of what the stream waits for.
         """
 
-    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
-        """`Stack.gather` for each."""
+    def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
+        """`Stack.gather` for each, of a whole chunk. rows: what `row_numbers` are on the device."""
 
-    def scatter(self, stacks: Sequence[Stack], block_ids: torch.Tensor, first_block: int) -> None:
-        """`Stack.scatter` for each."""
+    def scatter(
+        self, stacks: Sequence[Stack], rows: torch.Tensor, first_block: int, blocks: int
+    ) -> None:
+        """`Stack.scatter` for each. rows: as for `gather`, of so many blocks."""
 
     def synchronize(self) -> None:
         """Wait on the host until all that was launched here has run."""

@@ -29,7 +29,7 @@ from s3kv.device.events import EventPool, EventTicket
 from s3kv.device.gpu import Copies, Event, Gpu
 from s3kv.device.layout import PageLayout
 from s3kv.device.runs import RunTable
-from s3kv.device.stacks import Stack, stacks
+from s3kv.device.stacks import Stack, row_numbers, stacks
 from s3kv.messages import LoadPart
 
 _BUFFERS = 2
@@ -46,14 +46,14 @@ class Group:
 
 @dataclass(slots=True)
 class _Buffer:
-    """memory: as long as the longest payload. ids: the numbers of a chunk's blocks, which go with
+    """memory: as long as the longest payload. rows: the row numbers of the chunk, which go with
     it. stacks: by group, over `memory`.
 
     free: passes when both may be written to again. full: when both may be read.
     """
 
     memory: torch.Tensor
-    ids: torch.Tensor
+    rows: torch.Tensor
     stacks: dict[int, tuple[Stack, ...]]
     free: Event
     full: Event
@@ -78,10 +78,16 @@ class Staging:
     def _buffer(self) -> _Buffer:
         layouts = {number: group.layout for number, group in self.groups.items()}
         memory = self.gpu.empty(max(layout.payload_bytes for layout in layouts.values()))
-        ids = self.gpu.empty(8 * max(layout.blocks_per_chunk for layout in layouts.values()))
         views = {number: stacks(layout, memory) for number, layout in layouts.items()}
+        rows = self.gpu.empty(
+            8
+            * max(
+                layout.blocks_per_chunk * sum(stack.rows_per_block for stack in views[number])
+                for number, layout in layouts.items()
+            )
+        )
         free, full = self.gpu.new_event(), self.gpu.new_event()
-        return _Buffer(memory, ids.view(torch.int64), views, free, full)
+        return _Buffer(memory, rows.view(torch.int64), views, free, full)
 
 
 class Lane:
@@ -134,12 +140,14 @@ class SaveLane(Lane):
     ) -> EventTicket:
         """As `batch`; the blocks may be overwritten long before the bus is done with them."""
         buffer = self._next_buffer()
-        ids = buffer.ids[: len(part.block_ids)]
+        parts = buffer.stacks[part.group]
+        numbers = row_numbers(parts, part.block_ids)
+        rows = buffer.rows[: len(numbers)]
         self._pages.wait(buffer.free)
-        self._pages.upload(ids, part.block_ids)
+        self._pages.upload(rows, numbers)
         self._pages.wait(mark)
         self._events.give(mark)
-        self._pages.gather(buffer.stacks[part.group], ids)
+        self._pages.gather(parts, rows)
         source_read = self._events.take()
         self._pages.record(source_read)
         self._bus.wait(source_read)
@@ -167,15 +175,17 @@ class LoadLane(Lane):
         one per layer, and parts are rare.
         """
         buffer = self._next_buffer()
-        ids = buffer.ids[: len(part.block_ids)]
+        parts = buffer.stacks[part.group]
+        numbers = row_numbers(parts, part.block_ids)
+        rows = buffer.rows[: len(numbers)]
         self._bus.wait(buffer.free)
         # Ahead of the payload: behind it, the copy engine may be at the next chunk's already.
-        self._bus.upload(ids, part.block_ids)
+        self._bus.upload(rows, numbers)
         self._bus.copy(buffer.memory[: group.layout.payload_bytes], payload)
         self._bus.record(buffer.full)
         self._pages.wait(buffer.full)
         self._pages.wait(mark)
-        self._pages.scatter(buffer.stacks[part.group], ids, part.first_block)
+        self._pages.scatter(parts, rows, part.first_block, len(part.block_ids))
         self._pages.record(buffer.free)
 
     def end(self, mark: Event) -> EventTicket:

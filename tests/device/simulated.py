@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from s3kv.device.gpu import Copies
-from s3kv.device.stacks import Stack
+from s3kv.device.stacks import Stack, with_rows
 
 Step = Callable[[], None]
 NAMES = ("save pages", "save bus", "load pages", "load bus")
@@ -95,21 +97,29 @@ class SimulatedStream:
             return lambda: void(ctypes.memmove(destination, early, nbytes))
         return lambda: void(ctypes.memmove(destination, source, nbytes))
 
-    def upload(self, destination: torch.Tensor, numbers: Sequence[int]) -> None:
-        self.copy(destination, torch.tensor(numbers))
+    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
+        self.copy(destination, torch.from_numpy(numbers))
 
-    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
-        def gather(stack: Stack, begin: int, end: int) -> Step:
-            part = Stack(stack.pages, stack.chunk[:, begin:end])
-            return lambda: part.gather(block_ids[begin:end])
+    def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
+        def gather(stack: Stack, rows: torch.Tensor, begin: int, end: int) -> Step:
+            return lambda: stack.gather(rows[begin:end], begin)
 
-        self._launch(gather(stack, *p) for stack in stacks for p in self.gpu.torn(len(block_ids)))
+        self._launch(gather(*some, *piece) for some, piece in self._torn(stacks, rows))
 
-    def scatter(self, stacks: Sequence[Stack], block_ids: torch.Tensor, first_block: int) -> None:
-        def scatter(stack: Stack, begin: int, end: int) -> Step:
-            return lambda: stack.scatter(block_ids[begin:end], first_block + begin)
+    def scatter(
+        self, stacks: Sequence[Stack], rows: torch.Tensor, first_block: int, blocks: int
+    ) -> None:
+        def scatter(stack: Stack, rows: torch.Tensor, begin: int, end: int) -> Step:
+            return lambda: stack.scatter(rows[begin:end], first_block, blocks, begin)
 
-        self._launch(scatter(stack, *p) for stack in stacks for p in self.gpu.torn(len(block_ids)))
+        self._launch(scatter(*some, *piece) for some, piece in self._torn(stacks, rows))
+
+    def _torn(
+        self, stacks: Sequence[Stack], rows: torch.Tensor
+    ) -> Iterator[tuple[tuple[Stack, torch.Tensor], tuple[int, int]]]:
+        for some in with_rows(stacks, rows):
+            for piece in self.gpu.torn(len(some[1])):
+                yield some, piece
 
     def run(self, work: Step) -> None:
         """Launch `work`, a kernel of the engine."""

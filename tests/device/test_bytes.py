@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import safetensors.torch
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from s3kv.device import cpu
 from s3kv.device.copies import BlockCopies
-from s3kv.device.stacks import stacks
+from s3kv.device.stacks import Stack, row_numbers, stacks, with_rows
 from s3kv.messages import LoadPart
 from tests.device.caches import DTYPES, ORDERS, Caches, Shape, build, places, raw
 from tests.device.devices import Device
@@ -131,18 +133,22 @@ def assert_stacks_agree(caches: Caches, payload: memoryview, sources: list[int])
     other = caches.clone()
     layout = other.layout()
     staging = torch.zeros(layout.payload_bytes, dtype=torch.uint8)
-    ids = torch.tensor(sources)
     views = stacks(layout, staging)
-    for stack in views:
-        stack.gather(ids)
+    gather(views, sources)
     assert staging.numpy().tobytes() == bytes(payload)
     expected = other.clone()
     first = min(1, len(sources) - 1)
     moved = sources[first:]
     expected.write(moved[::-1], other.content(moved))
-    for stack in views:
-        stack.scatter(torch.tensor(moved[::-1]), first)
+    rows = torch.from_numpy(row_numbers(views, moved[::-1]))
+    for stack, numbers in with_rows(views, rows):
+        stack.scatter(numbers, first, len(moved))
     assert other.memory() == expected.memory()
+
+
+def gather(views: Sequence[Stack], block_ids: Sequence[int]) -> None:
+    for stack, rows in with_rows(views, torch.from_numpy(row_numbers(views, block_ids))):
+        stack.gather(rows)
 
 
 def test_a_load_of_many_parts(device: Device) -> None:

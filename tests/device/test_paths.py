@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable
 from itertools import count
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu import Copies
@@ -96,13 +98,13 @@ def test_the_faster_path_is_taken_and_the_caches_stay_as_they_are(
 
 def test_only_idle_blocks_are_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: set[int] = set()
-    scatter = Stack.scatter
+    rows = Stack.rows
 
-    def seen(stack: Stack, block_ids: torch.Tensor, first_block: int) -> None:
+    def seen(stack: Stack, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         touched.update(block_ids.tolist())
-        scatter(stack, block_ids, first_block)
+        return rows(stack, block_ids)
 
-    monkeypatch.setattr(Stack, "scatter", seen)
+    monkeypatch.setattr(Stack, "rows", seen)
     caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
     copier = GpuCopier(
         places(caches, caches.layout())[0],
