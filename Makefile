@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e infra long nightly lint format docs demo bench clean gpu gpu-tests gpu-copies gpu-path
+.PHONY: help venv test e2e infra long nightly lint format docs demo bench clean gpu gpu-tests gpu-copies gpu-path gpu-pages
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,7 +60,7 @@ bench: $(STAMP) ## what there is to measure; ARGS="engine --rounds 3" runs one
 # With PYTHON as it is: where a GPU is, there may be no package index, and no vLLM.
 GPU_OUT ?= build/gpu
 
-gpu: gpu-tests gpu-copies gpu-path ## what needs a GPU, tests and benchmarks, with PYTHON's own packages; -k goes on after a failure
+gpu: gpu-tests gpu-copies gpu-path gpu-pages ## what needs a GPU, tests and benchmarks, with PYTHON's own packages; -k goes on after a failure
 
 gpu-tests:
 	mkdir -p $(GPU_OUT)
@@ -71,6 +71,10 @@ gpu-copies:
 
 gpu-path:
 	$(PYTHON) -m benchmarks.gpu_path --out $(GPU_OUT)/gpu-path.json
+
+gpu-pages:
+	mkdir -p $(GPU_OUT)
+	$(PYTHON) -m benchmarks.pages 8 3 gpu > $(GPU_OUT)/gpu-pages.json
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -21,6 +21,7 @@ import sys
 from time import perf_counter
 
 from s3kv.host.huge import gives_huge_pages, shmem_policy
+from s3kv.host.numa import FIRST_TOUCH, NodeChoice
 from s3kv.host.slab import Slab
 
 PIECE_BYTES = 16 * 2**20
@@ -29,10 +30,11 @@ GIB = 2**30
 
 def measure(nbytes: int, *, huge_pages: bool, gpu: bool) -> dict[str, float]:
     """One round, in this process and a child of it."""
-    first = Slab.create(nbytes, huge_pages=huge_pages)
+    node = near_the_gpu() if gpu else FIRST_TOUCH
+    first = Slab.create(nbytes, node=node, huge_pages=huge_pages)
     result = {"first_s_per_gib": prefault_s(first) * GIB / nbytes}
     first.close()
-    slab = Slab.create(nbytes, huge_pages=huge_pages)
+    slab = Slab.create(nbytes, node=node, huge_pages=huge_pages)
     result |= {"allocate_s_per_gib": prefault_s(slab) * GIB / nbytes}
     child = os.fork()
     if child == 0:
@@ -46,6 +48,14 @@ def measure(nbytes: int, *, huge_pages: bool, gpu: bool) -> dict[str, float]:
     result["map_s_per_gib"] = int.from_bytes(slab.view[:8], "little") / 1e6
     result |= copies(slab)
     return result | bus(slab) if gpu else result
+
+
+def near_the_gpu() -> NodeChoice:
+    import torch
+
+    from s3kv.device.nearby import memory_near
+
+    return memory_near(torch.device("cuda", 0))
 
 
 def prefault_s(slab: Slab) -> float:
@@ -98,7 +108,7 @@ def bus(slab: Slab) -> dict[str, float]:
 def run(nbytes: int, huge_pages: bool, gpu: bool) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.pages", "--once"]
     command += [str(nbytes), str(huge_pages), str(gpu)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -110,16 +120,18 @@ def main() -> None:
         return
     nbytes = int(float(sys.argv[1] if len(sys.argv) > 1 else 1) * GIB) // PIECE_BYTES * PIECE_BYTES
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 9
+    gpu = sys.argv[3:4] == ["gpu"]
     kinds = {"ordinary": False}
     if gives_huge_pages(shmem_policy()):
         kinds["huge"] = True
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind, huge_pages in kinds.items():
-            found[kind].append(run(nbytes, huge_pages, sys.argv[3:4] == ["gpu"]))
+            found[kind].append(run(nbytes, huge_pages, gpu))
     report = {
         "kernel": platform.release(),
         "shmem_enabled": shmem_policy(),
+        "memory": near_the_gpu().because if gpu else FIRST_TOUCH.because,
         "bytes": nbytes,
         "rounds": rounds,
         "best": {kind: best(each) for kind, each in found.items()},
