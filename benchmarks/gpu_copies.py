@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import drag, launch, throughput
+from benchmarks.gpu import drag, launch, tables, throughput
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.rig import CopyRig
@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             )
         if block_tokens in (16, 128):
             _drag(report, machine, block_tokens, copied_bytes, options.rounds)
-    return report.finish()
+    result = report.finish()
+    print(tables.copies(result))
+    return result
 
 
 def _drag(

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.gpu import tables
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.network import RawReaders
 from benchmarks.gpu.report import Report
@@ -72,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 options.rounds,
             ),
         )
-    return report.finish()
+    result = report.finish()
+    print(tables.path(result))
+    return result
 
 
 def _measured(make_rig: Callable[[], CopyRig], processes: int, rounds: int) -> dict[str, Any]:

@@ -33,10 +33,9 @@ class Report:
         self._write()
 
     def finish(self) -> dict[str, Any]:
-        """Print and return everything."""
+        """Everything."""
         self._document["seconds"] = round(monotonic() - self._since_s, 1)
         self._write()
-        print(json.dumps(self._document, indent=2))
         return self._document
 
     def _write(self) -> None:

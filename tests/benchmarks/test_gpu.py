@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_copies, gpu_path
+from benchmarks.gpu import tables
 
 CPU = ["--device", "cpu", "--rounds", "1"]
 
 
-def test_copies_are_measured(tmp_path: Path) -> None:
+def test_copies_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "copies.json"
     result = gpu_copies.main([*CPU, "--out", str(out)])
     assert json.loads(out.read_text()) == result
@@ -31,6 +32,20 @@ def test_copies_are_measured(tmp_path: Path) -> None:
         assert parts["drag, decoding, 128 tokens"][path]["saves"]["gb_per_s"] > 0
         assert parts["drag, decoding, 128 tokens"][path]["none"]["gb_per_s"] == 0
         assert set(parts["launch"][path]) == {"save", "fence", "load", "poll"}
+    table = capsys.readouterr().out
+    assert "left out" not in table
+    columns = {line.count("|") for line in table.splitlines() if line.startswith("|")}
+    assert columns == {9, 7}
+    assert table.count("| gather |") == 4
+
+
+def test_a_path_that_is_refused_has_its_row() -> None:
+    refused = {path: {"refused": "no such call"} for path in ("batch", "gather", "chosen")}
+    parts = {"launch": refused | {"layers": 1, "blocks": 2}, "drag, decoding": refused}
+    result = {"device": "x", "machine": "y", "torch": "z", "left_out": ["more"], "parts": parts}
+    table = tables.copies(result)
+    assert table.count("no such call") == 6
+    assert "left out: more" in table
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
