@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class GpuCopier:
-    """Pins the slab. Unpinned memory is right too: such a copy goes through the driver's bounce
+    """Takes over `places`, also when it cannot be made, and pins the slab. Unpinned memory is right too: such a copy goes through the driver's bounce
     buffer, at a third of the speed or less, and holds the copy thread, not the engine's, until it
     is done.
 
@@ -53,23 +54,25 @@ class GpuCopier:
         idle: Sequence[int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if path is Path.BATCH and gpu.no_batch:
-            raise ValueError(f"copies in batches are not possible here: {gpu.no_batch}")
         self._places = places
         self._gpu = gpu
         self._events = EventPool(gpu)
         self._groups = {number: Group(layout) for number, layout in places.layouts.items()}
-        self.pinned = gpu.pin(places.memory, places.slot_bytes)
-        forced = self._only_path(path)
-        staging = [self._staging(forced) for _ in Direction]
-        self._out = SaveLane(gpu, self._events, staging[0])
-        self._in = LoadLane(gpu, self._events, staging[1])
-        if None in staging or (idle is not None and not idle):
-            forced = forced or Path.BATCH
-        if forced is None:
-            self.choices = tuple(self._measure(*at, idle, clock) for at in self._ends())
-        else:
-            self.choices = tuple(Choice(*at, forced, None, None) for at in self._ends())
+        with ExitStack() as undo:
+            undo.callback(places.close)
+            if path is Path.BATCH and gpu.no_batch:
+                raise ValueError(f"copies in batches are not possible here: {gpu.no_batch}")
+            self.pinned = gpu.pin(places.memory, places.slot_bytes)
+            undo.callback(gpu.unpin)
+            forced = self._only_path(path)
+            staging = [self._staging(forced) for _ in Direction]
+            self._out = SaveLane(gpu, self._events, staging[0])
+            self._in = LoadLane(gpu, self._events, staging[1])
+            undo.callback(self.settle)
+            if None in staging or (idle is not None and not idle):
+                forced = forced or Path.BATCH
+            self.choices = self._choose(forced, idle, clock)
+            undo.pop_all()
         self._paths = {(choice.group, choice.direction): choice.path for choice in self.choices}
         self._drop_staging()
 
@@ -127,9 +130,6 @@ class GpuCopier:
 
     # --- which path ---------------------------------------------------------------------------
 
-    def _ends(self) -> list[tuple[int, Direction]]:
-        return [(group, direction) for group in self._groups for direction in Direction]
-
     def _only_path(self, path: Path | None) -> Path | None:
         """The one asked for, or the only one there is; None when there is a choice."""
         if path is None and self._gpu.no_batch:
@@ -148,6 +148,14 @@ class GpuCopier:
                 raise
             logger.info("KV blocks are copied in batches, there is no room to gather: %s", error)
             return None
+
+    def _choose(
+        self, forced: Path | None, idle: Sequence[int] | None, clock: Callable[[], float]
+    ) -> tuple[Choice, ...]:
+        ends = [(group, direction) for group in self._groups for direction in Direction]
+        if forced is None:
+            return tuple(self._measure(*end, idle, clock) for end in ends)
+        return tuple(Choice(*end, forced, None, None) for end in ends)
 
     def _measure(
         self,

@@ -153,6 +153,7 @@ def test_without_room_to_gather_all_goes_in_batches(
     for gpu, path in ((SimulatedGpu(11, no_batch="old"), None), (SimulatedGpu(11), Path.GATHER)):
         with pytest.raises(torch.OutOfMemoryError):
             GpuCopier(places(caches, caches.layout())[0], gpu, path)
+        assert gpu.pinned is None
 
 
 def test_without_a_batch_call_all_is_gathered_and_the_log_says_why(
