@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 class GpuCopier:
-    """Takes over `places`, also when it cannot be made, and pins the slab. Unpinned memory is right too: such a copy goes through the driver's bounce
-    buffer, at a third of the speed or less, and holds the copy thread, not the engine's, until it
-    is done.
+    """Takes over `places`, also when it cannot be made, and pins the slab. Unpinned memory is right
+    too: such a copy goes through the driver's bounce buffer, at a third of the speed or less, and
+    holds the copy thread, not the engine's, until it is done.
 
     path: the one for all copies; None measures both, for each group and direction, before anything
     else is copied. Measuring waits on the host for some tens of ms, overwrites slots, and writes to
