@@ -103,9 +103,9 @@ class SlowStream:
         self._dawdle()
         self._stream.copy_batch(copies, source_is_stable)
 
-    def gather(self, stacks: Sequence[Stack], block_ids: torch.Tensor) -> None:
+    def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
         self._dawdle()
-        self._stream.gather(stacks, block_ids)
+        self._stream.gather(stacks, rows)
 
     def _dawdle(self) -> None:
         if isinstance(self._stream, SimulatedStream):

@@ -1,0 +1,98 @@
+"""Every line of the GPU's benchmarks, once with a torch that has no GPU: a name that torch does not
+have would cost a run on a GPU to find."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_copies, gpu_path
+from benchmarks.gpu import drag, machine, shapes, tables
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = perf_counter()
+
+    def synchronize(self) -> None:
+        return
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, Stream)
+
+
+class Graph:
+    """Captures nothing, and replays it."""
+
+    def replay(self) -> None:
+        return
+
+
+def entered(thing: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+DOUBLES: dict[str, Any] = {
+    "Event": Event,
+    "Stream": Stream,
+    "CUDAGraph": Graph,
+    "stream": entered,
+    "graph": entered,
+    "current_stream": Stream,
+    "synchronize": lambda device: None,
+    "get_device_properties": lambda device: SimpleNamespace(
+        name="a GPU of paper", total_memory=1, multi_processor_count=2
+    ),
+}
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda` as far as the benchmarks use it, and small models."""
+    for name, instead in DOUBLES.items():
+        assert hasattr(torch.cuda, name)
+        monkeypatch.setattr(torch.cuda, name, instead)
+    make = machine.Machine.__init__
+
+    def on_paper(self: machine.Machine, device: str) -> None:
+        make(self, "cpu")
+        self.is_gpu = True
+
+    monkeypatch.setattr(machine.Machine, "__init__", on_paper)
+    monkeypatch.setattr(gpu_copies, "MODELS", (shapes.TINY,))
+    monkeypatch.setattr(gpu_copies, "LLAMA_8B", shapes.TINY)
+    monkeypatch.setattr(gpu_path, "LLAMA_8B", shapes.TINY)
+    products, decoding = drag.products, drag.decoding
+    monkeypatch.setattr(drag, "products", lambda m, size: products(m, 64))
+    monkeypatch.setattr(drag, "decoding", lambda m, layers, width: decoding(m, 2, 64))
+
+
+@pytest.mark.usefixtures("double")
+def test_every_part_of_a_gpu_s_run_is_written() -> None:
+    result = gpu_copies.main(["--rounds", "1", "--mib", "2"])
+    assert result["device"] == "a GPU of paper"
+    assert len(result["parts"]) == 1 + 4 + 2 * 2
+    assert tables.copies(result).count("| chosen |") == 1 + 4 + 2 * 2
+    path = gpu_path.main(["--rounds", "1", "--mib", "2"])
+    assert len(path["parts"]) == 2
+    assert "a GPU of paper" in tables.path(path)
+
+
+def test_the_doubles_take_what_torch_s_take() -> None:
+    """As far as torch can be asked without a GPU."""
+    for name in ("synchronize", "current_stream", "get_device_properties", "graph", "stream"):
+        inspect.signature(getattr(torch.cuda, name)).bind(object())
