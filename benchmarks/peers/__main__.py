@@ -21,6 +21,9 @@ connector (a warm one those of `local`, where the hit is as long), a cold pass h
 and to leave every chunk behind, a warm one has to hit what `local` hits, all of it in the connector
 by the engine's own count. A pass that fails is told with what is wrong, and without a time.
 
+With --delay-ms every request for S3 reaches the server so much later, as one to a server in another
+building does; the server here answers at once, which no S3 in the cloud does.
+
 How to give the other connectors environments of their own, and what stands in for a GPU:
 docs/peers-benchmark.md. Whoever gets none is left out, and the result says so.
 """
@@ -32,13 +35,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from benchmarks.floor import Server
 from benchmarks.peers import contenders
 from benchmarks.peers.bench import CHUNKS, Bench, Make
 from benchmarks.peers.contenders import Bucket
 from benchmarks.rig import CHUNK_TOKENS, machine, publish, s3
+from lab.distance import distant
 from lab.models import FAT, build
 from lab.s3 import S3Server
 
@@ -81,6 +88,10 @@ def _entered(
     return makes, versions, left_out
 
 
+def _away(url: str, delay_ms: float) -> AbstractContextManager[str]:
+    return distant(url, delay_ms) if delay_ms else nullcontext(url)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -94,22 +105,33 @@ def _options() -> argparse.Namespace:
         metavar="HOST:PORT",
         help="under which the server answers for the bucket (virtual-host addressing)",
     )
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.0, help="how much longer every request for S3 takes"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     options = _options()
-    with s3() as (env, settings, server), tempfile.TemporaryDirectory() as name:
+    with (
+        s3() as (env, settings, server),
+        _away(settings["endpoint_url"], options.delay_ms) as url,
+        tempfile.TemporaryDirectory() as name,
+    ):
         folder = Path(name)
-        s3_server = S3Server(settings["endpoint_url"], env or dict(os.environ))
-        bucket = Bucket(s3_server, settings["bucket"], options.lmcache_host)
+        s3_server = S3Server(url, env or dict(os.environ))
+        virtual_host = options.lmcache_host
+        if virtual_host and options.delay_ms:
+            virtual_host = f"{virtual_host.partition(':')[0]}:{urlsplit(url).port}"
+        bucket = Bucket(s3_server, settings["bucket"], virtual_host)
         model = build(folder, FAT)
         makes, versions, left_out = _entered(options, folder, bucket, model)
         bench = Bench(folder, env, makes, model)
         bucket.touch("peers/touch", CHUNKS, CHUNK_TOKENS * FAT.kv_bytes_per_token)
         for _ in range(options.rounds):
-            bench.round(Server(settings["endpoint_url"], bucket.name, s3_server.env))
-        about = {"benchmark": "peers", "server": server, "machine": machine()}
+            bench.round(Server(url, bucket.name, s3_server.env))
+        about: dict[str, Any] = {"benchmark": "peers", "server": server, "machine": machine()}
+        about["delay_ms"] = options.delay_ms
         who = {"versions": versions, "left_out": left_out}
         publish(about | who | bench.result(), options.json)
 
