@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from s3kv.config import Config
+from s3kv.device.cpu import CpuCopier
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.tiered import TieredStore
 from tests.servers import BUCKET, REGION, moto_server, set_credentials
@@ -229,6 +230,49 @@ async def test_a_small_pool_serves_many_tasks(config: Config) -> None:
         assert sum(found) > 20
         assert store.counters["loads"] > 0
         await store.flush()
+
+
+def refused(*_: object, **__: object) -> None:
+    raise RuntimeError("the copy was refused")
+
+
+async def test_a_load_that_fails_leaves_the_block_free_and_host_memory_right(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = new_pools(1)
+    async with await opened(config, pools) as store:
+        assert await computed(store, pools, 1)
+        await store.flush()
+    async with await opened(config, pools) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr(CpuCopier, "copy_in", refused)
+            assert await store.acquire(hash_of(1)) is None
+            assert store.counters["loads_failed"] == 1
+            into = {name: torch.zeros_like(tensor) for name, tensor in content(1).items()}
+            assert await store.get(hash_of(1), into), "it can go past the pool"
+            assert all(torch.equal(into[name], tensor) for name, tensor in content(1).items())
+        block = await store.acquire(hash_of(1))
+        assert block == 0
+        assert holds(pools, block, 1)
+
+
+async def test_a_save_that_fails_leaves_the_block_in_the_pool_alone(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = new_pools(2)
+    async with await opened(config, pools) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr(CpuCopier, "copy_out", refused)
+            assert not await store.put(hash_of(1), content(1))
+            await computed(store, pools, 2)
+            await store.flush()
+        assert store.counters["saves_failed"] == 2
+        for number in (1, 2):
+            where = store.where(hash_of(number))
+            assert (where.device, where.host, where.bucket) == (True, False, None)
+        assert await store.put(hash_of(1), content(1)), "the next one brings it to the bucket"
+        await store.flush()
+        assert store.where(hash_of(1)).bucket
 
 
 async def test_what_cannot_be_is_refused(config: Config) -> None:
