@@ -53,6 +53,7 @@ def test_no_byte_is_wrong(first: int) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_no_byte_is_wrong_whatever_happens() -> None:
     first = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**32)))
     print(f"S3KV_SEED={first}")
