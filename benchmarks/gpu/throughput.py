@@ -48,13 +48,14 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
     host, device = rig.memory[:large], torch.empty(large, dtype=torch.uint8)
     device = device.to(rig.machine.device)
     machine = rig.machine
+    out, back = (torch.tensor(ids, device=machine.device) for ids in (rig.sources, rig.targets))
     ways = {
         "saved": lambda: rig.copied_bytes / rig.save_all(copies),
         "loaded": lambda: rig.copied_bytes / rig.load_all(copies),
         "large_out": lambda: large / machine.seconds(lambda: host.copy_(device, non_blocking=True)),
         "large_in": lambda: large / machine.seconds(lambda: device.copy_(host, non_blocking=True)),
-        "torch_saved": lambda: rig.copied_bytes / machine.seconds(lambda: _torch_save(rig)),
-        "torch_loaded": lambda: rig.copied_bytes / machine.seconds(lambda: _torch_load(rig)),
+        "torch_saved": lambda: rig.copied_bytes / machine.seconds(lambda: _torch_save(rig, out)),
+        "torch_loaded": lambda: rig.copied_bytes / machine.seconds(lambda: _torch_load(rig, back)),
     }
     # The content of the large copy has to be noise, too.
     device.copy_(host)
@@ -85,17 +86,15 @@ def _plain(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _torch_save(rig: CopyRig) -> None:
+def _torch_save(rig: CopyRig, chunks: torch.Tensor) -> None:
     """What one would write first: every layer's blocks gathered, and copied to their place."""
-    for slot, ids in enumerate(rig.sources):
-        where = torch.tensor(ids, device=rig.machine.device)
+    for slot, where in enumerate(chunks):
         for pages, room in _layers(rig, slot):
             room.copy_(torch.index_select(pages, 0, where), non_blocking=True)
 
 
-def _torch_load(rig: CopyRig) -> None:
-    for slot, ids in enumerate(rig.targets):
-        where = torch.tensor(ids, device=rig.machine.device)
+def _torch_load(rig: CopyRig, chunks: torch.Tensor) -> None:
+    for slot, where in enumerate(chunks):
         for pages, room in _layers(rig, slot):
             pages.index_copy_(0, where, room.to(pages.device, non_blocking=True))
 
