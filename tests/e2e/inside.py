@@ -87,9 +87,9 @@ def _hold_loads(engine: LLMEngine) -> Callable[[], None]:
     gate = threading.Event()
     copy_in = copier.copy_in
 
-    def held(*args: Any) -> Any:
+    def held(*args: Any, **kwargs: Any) -> Any:
         gate.wait(_LONGEST_S)
-        return copy_in(*args)
+        return copy_in(*args, **kwargs)
 
     def release() -> None:
         del copier.copy_in
