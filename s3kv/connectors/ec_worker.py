@@ -23,6 +23,7 @@ from s3kv.connectors.identity import encoder_fingerprint
 from s3kv.device.items import ItemCopies, item_copies
 from s3kv.device.nearby import memory_near
 from s3kv.errors import ConfigError
+from s3kv.host.processors import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.handover import SlabTaker
@@ -107,7 +108,8 @@ class ECWorkerSide(Guarded):
             node=memory_near(self._device),
             huge_pages=self._config.huge_pages,
         )
-        client = IoClient(hello, slab)
+        computes_here = self._device.type == "cpu"
+        client = IoClient(hello, slab, processors=beside_the_model() if computes_here else None)
         try:
             client.start()
             wait_for_bucket(client, self._config)

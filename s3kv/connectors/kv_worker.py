@@ -21,6 +21,7 @@ from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
 from s3kv.device.nearby import memory_near
 from s3kv.errors import ConfigError
+from s3kv.host.processors import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
@@ -121,7 +122,10 @@ class WorkerSide(Guarded):
             # One rank is enough to say what all of them are.
             manifest=canonical_json(identity) if is_first_rank else b"",
         )
-        self._client = IoClient(hello, self._slab)
+        computes_here = layout.device.type == "cpu"
+        self._client = IoClient(
+            hello, self._slab, processors=beside_the_model() if computes_here else None
+        )
         self._client.start()
         copies = BlockCopies.open(
             {GROUP: layout}, self._slab.view, slot_bytes, {GROUP: chunk.header_bytes}

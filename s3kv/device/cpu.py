@@ -23,6 +23,7 @@ from itertools import chain
 from s3kv.device.layout import Move
 from s3kv.device.paths import Choice
 from s3kv.device.places import ChunkPlaces
+from s3kv.host.processors import beside_the_model
 from s3kv.messages import LoadPart
 
 _SHARED_BYTES = 2**20
@@ -54,14 +55,14 @@ class CpuCopier:
         self._places = places
         self._slab_address = places.memory.data_ptr()
         self._second: ThreadPoolExecutor | None = None
-        if len(os.sched_getaffinity(0)) > 1:
+        if len(beside_the_model()) > 1:
             self._second = ThreadPoolExecutor(1, thread_name_prefix="s3kv-loads")
 
     def mark(self) -> None:
         return None
 
     def enter_thread(self) -> None:
-        return
+        os.sched_setaffinity(0, beside_the_model())  # of this thread, and of those it starts
 
     def copy_out(self, part: LoadPart, mark: None) -> FinishedTicket:
         layout, payload = self._places.locate_whole(part)

@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from s3kv.io import wire
 
 _RECEIVE_BYTES = 2**16
+_BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+"""With these OpenMP binds threads to cores, the first as soon as its library is loaded; and vLLM's
+workers for CPUs have it loaded into whatever they start (LD_PRELOAD)."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,6 +44,12 @@ class Child:
             raise
         finally:
             theirs.close()
+
+    def run_on(self, processors: Collection[int]) -> None:
+        """Let it use these, whatever the thread that has started it is bound to."""
+        # Gone already: its end is told elsewhere.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(self._process.pid, processors)
 
     @property
     def pid(self) -> int:
@@ -130,12 +139,14 @@ def _spawn(sock_fd: int, slab_fd: int, module: str) -> subprocess.Popen[Any]:
 
 
 def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The worker's, with an import path that finds this very s3kv.
+    """The worker's, without what would bind it to the cores that the model computes on, and with an
+    import path that finds this very s3kv.
 
     The path is left alone where s3kv is installed: site-packages in PYTHONPATH would come before
     the standard library, and old backports there would replace parts of it.
     """
-    environment = {**inherited, "PYTHONSAFEPATH": "1"}
+    environment = {name: value for name, value in inherited.items() if name not in _BINDINGS}
+    environment["PYTHONSAFEPATH"] = "1"
     home = Path(__file__).parents[2]
     if str(home) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         path = [str(home), inherited.get("PYTHONPATH", "")]

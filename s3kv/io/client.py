@@ -26,7 +26,7 @@ import enum
 import select
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -99,7 +99,8 @@ class IoClient:
     """Starts, feeds and, if need be, replaces the I/O process of one worker.
 
     hello: what the process has to know. slab: shared with it; stays the caller's, who closes it
-    after the client. clock: seconds, monotonic. module: what the process runs.
+    after the client. clock: seconds, monotonic. module: what the process runs. processors: those
+    it may use; None: those of the thread that starts it.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class IoClient:
         *,
         clock: Callable[[], float] = time.monotonic,
         module: str = "s3kv.io",
+        processors: Collection[int] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         """What all processes there have been said of themselves, up to a second ago."""
@@ -116,6 +118,7 @@ class IoClient:
         self._slab = slab
         self._clock = clock
         self._module = module
+        self._processors = processors
         self._state = State.NEW
         self._child: Child | None = None
         self._ready: wire.Ready | None = None
@@ -375,6 +378,8 @@ class IoClient:
         self._told = {}
         self._why_dying = ""
         self._child = Child(self._slab.fd, self._module)
+        if self._processors is not None:
+            self._child.run_on(self._processors)
         self._state = State.UP
         self._starts += 1
         self._outbox.append(hello)
