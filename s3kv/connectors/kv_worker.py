@@ -100,13 +100,7 @@ class WorkerSide(Guarded):
         namespace = Namespace(self._config.prefix, fingerprint_digest(identity))
         shard, is_first_rank = self._place()
         chunk = ChunkFormat(namespace.digest, layout.tensors, GROUP, shard, self._integrity)
-        slot_bytes = -(-chunk.object_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        count = self._config.host_bytes // slot_bytes
-        if count < 1:
-            raise ConfigError(
-                f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, which "
-                f"is {slot_bytes} bytes for this model (or make chunk_tokens smaller)"
-            )
+        slot_bytes, count = self._slots(chunk)
         self._slab = Slab.create(
             count * slot_bytes,
             node=memory_near(layout.device),
@@ -138,13 +132,28 @@ class WorkerSide(Guarded):
             clock=time.monotonic,
         )
         if not copies.statistics().pinned:
-            # Pinning touches every page of the slab; without it the first copies would have to, or
-            # this thread beside the first requests. So it is waited for, like pinning.
-            self._prefault = threading.Thread(
-                target=self._slab.prefault, args=(self._closing.is_set,), daemon=True
-            )
-            self._prefault.start()
+            self._start_prefault(self._slab)
         self._hello = WorkerHello(namespace.digest, count, slot_bytes)
+
+    def _slots(self, chunk: ChunkFormat) -> tuple[int, int]:
+        """Bytes of one, and how many there are."""
+        slot_bytes = -(-chunk.object_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        count = self._config.host_bytes // slot_bytes
+        if count < 1:
+            raise ConfigError(
+                f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, which "
+                f"is {slot_bytes} bytes for this model (or make chunk_tokens smaller)"
+            )
+        return slot_bytes, count
+
+    def _start_prefault(self, slab: Slab) -> None:
+        """Pinning touches every page of the slab; without it the first copies would have to, or
+        this thread beside the first requests. So it is waited for, like pinning.
+        """
+        self._prefault = threading.Thread(
+            target=slab.prefault, args=(self._closing.is_set,), daemon=True
+        )
+        self._prefault.start()
 
     def hello(self) -> WorkerHello:
         """Wait until the bucket has been tried. Raises a `StoreError` when it cannot be used and
