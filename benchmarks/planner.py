@@ -97,8 +97,11 @@ def least_us(prepare: Callable[[int], Callable[[], object]]) -> float:
     return round(min(times) / 1_000, 2)
 
 
-def first_lookup(planner: KVPlanner, rng: random.Random, *, kind: str) -> float:
-    """Of a new request each time. kind: what is known of its chunks."""
+def first_lookup(
+    planner: KVPlanner, rng: random.Random, *, kind: str, arrives: bool = False
+) -> float:
+    """Of a new request each time. kind: what is known of its chunks. arrives: not its lookup, but
+    what is done for it before, when it arrives."""
     known = prompt(rng)
     for block_hash in chunk_hashes(known):
         key = ChunkKey(0, block_hash)
@@ -118,6 +121,8 @@ def first_lookup(planner: KVPlanner, rng: random.Random, *, kind: str) -> float:
                 planner.ledger.index.note_present(ChunkKey(0, block_hash))
         settle(planner, f"{kind} {number - 1}")
         planner.add_request(request_id, hashes)
+        if arrives:
+            return lambda: planner.prefetch(request_id, 0, 0.0)
         return lambda: planner.lookup(request_id, 0, 0.0)
 
     cost = least_us(prepare)
@@ -231,6 +236,9 @@ def main() -> None:
         "first_lookup_all_resident_us": first_lookup(planner, rng, kind="resident"),
         "first_lookup_nothing_known_us": first_lookup(planner, rng, kind="unknown"),
         "first_lookup_all_in_bucket_us": first_lookup(make_planner(), rng, kind="in the bucket"),
+        "arrival_all_in_bucket_us": first_lookup(
+            make_planner(), rng, kind="in the bucket", arrives=True
+        ),
         **offered_again(planner, rng),
         "index_present_bytes_per_chunk": index_bytes(KNOWN, present=True),
         "index_absent_bytes_per_chunk": index_bytes(KNOWN, present=False),

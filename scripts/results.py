@@ -98,6 +98,7 @@ def planner(result: dict[str, Any]) -> str:
         "first_lookup_nothing_known_us": "first lookup, nothing known",
         "first_lookup_all_resident_us": "first lookup, all chunks in host memory",
         "first_lookup_all_in_bucket_us": "first lookup, all chunks known to be in the bucket",
+        "arrival_all_in_bucket_us": "its arrival before that lookup, which orders 256 fetches",
     }
     chunks = f"{result['chunks_per_prompt']:,}"
     return "\n".join(

@@ -69,7 +69,7 @@ class KVPlanner:
     def add_request(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """A request has arrived. `block_hashes` is the engine's list, and may grow."""
         self._requests[request_id] = RequestRecord(
-            request_id, block_hashes, window=self._settings.probe_chunks
+            request_id, block_hashes, window=self._prefix.probe.chunks
         )
 
     def prefetch(self, request_id: str, local_tokens: int, now_s: float) -> None:
@@ -79,7 +79,7 @@ class KVPlanner:
             return
         record = self._requests[request_id]
         if self._settings.may_load:
-            self._prefix.collect(record, local_tokens, now_s)
+            self._prefix.prefetch(record, local_tokens, now_s)
 
     def finished(self, request_id: str) -> None:
         """The request is over or aborted. Its load, if one runs, keeps its chunks until its end."""
@@ -233,6 +233,7 @@ class KVPlanner:
             if self._settings.may_save and not record.barred:
                 self._save(record, step.computed_tokens + step.scheduled_tokens)
         self.pace.step_started(now_s, tokens)
+        self._prefix.go_on(now_s)
         loads, self._loads = tuple(self._loads), []
         # Whoever joined such a fetch since keeps it going.
         cancels = tuple(job_id for job_id, job in self._unwanted.items() if not job.waiters)
@@ -310,6 +311,7 @@ class KVPlanner:
         for record, position in job.waiters:
             del record.pending[position]
             record.news = True
+            self._prefix.answered(record, position, outcome)
             if outcome is Outcome.CANCELLED:
                 # Of somebody else who gave up, in the moment this request joined: ask again.
                 record.asked = min(record.asked, position)

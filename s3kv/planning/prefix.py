@@ -1,9 +1,9 @@
 """Gathering a request's prefix in host memory: lease what is there, ask for what is not.
 
 The GET is the probe. A prefix is asked for from its front, a few chunks at a time when nothing is
-known of it (the window doubles with every arrival), hundreds as far as the bucket index says
-present; the first chunk that is missing ends the prefix. A chunk that is already on its way for
-somebody is joined, never asked for twice.
+known of it (`probing`; the window doubles with every arrival), hundreds as far as the bucket index
+says present; the first chunk that is missing ends the prefix. A chunk that is already on its way
+for somebody is joined, never asked for twice.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from hashlib import blake2b
 from s3kv.host.slots import Slot
 from s3kv.messages import JobKind
 from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
+from s3kv.planning.probing import Probe
 from s3kv.planning.requests import RequestRecord
-from s3kv.types import ChunkKey
+from s3kv.types import ChunkKey, Outcome
 
 _KNOWN_WINDOW_CHUNKS = 256
 """How far ahead chunks known to be in the bucket are asked for. More than any network keeps in
 flight."""
 _ORDERS_PER_LOOKUP = 32
-"""Fetches ordered in one step of the engine, whose thread an order takes for 3 to 5 µs. The others
-follow in the next steps."""
+"""Fetches ordered inside the engine's scheduling loop, whose thread an order takes for 3 to 5 µs;
+the others follow in the next steps. When a request arrives, all of the window is ordered: if that
+had to wait for more of the engine's steps, which may take hundreds of ms, so would the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,16 @@ class KVPlannerSettings:
 
 
 class PrefixCollector:
-    """Leases and fetches for requests. Same process, thread and clock as the planner."""
+    """Leases and fetches for requests. Same process, thread and clock as the planner.
+
+    probe: how far a new request asks; it is told here what came of it.
+    """
 
     def __init__(self, ledger: ChunkLedger, settings: KVPlannerSettings) -> None:
+        self.probe = Probe(settings.probe_chunks)
         self._ledger = ledger
         self._settings = settings
+        self._unfinished: dict[str, RequestRecord] = {}
         self._hash_stride = settings.chunk_tokens // settings.hash_tokens
         self._salt = b""
 
@@ -56,10 +63,21 @@ class PrefixCollector:
     def _counters(self) -> Counter[str]:
         return self._ledger.counters
 
-    def collect(self, record: RequestRecord, local_tokens: int, now_s: float) -> None:
+    def prefetch(self, record: RequestRecord, local_tokens: int, now_s: float) -> None:
+        """`collect` for a request that has just arrived."""
+        self.collect(record, local_tokens, now_s, orders=_KNOWN_WINDOW_CHUNKS)
+
+    def collect(
+        self,
+        record: RequestRecord,
+        local_tokens: int,
+        now_s: float,
+        orders: int = _ORDERS_PER_LOOKUP,
+    ) -> None:
         """Lease what is resident from the request's first missing chunk on, ask for more.
 
-        `record.end` bounds what is asked for; what is here anyway is taken beyond it too.
+        `record.end` bounds what is asked for; what is here anyway is taken beyond it too. Not more
+        than `orders` fetches are ordered; `go_on` orders the others.
         """
         first = local_tokens // self._settings.chunk_tokens
         record.local_tokens = local_tokens
@@ -69,12 +87,48 @@ class PrefixCollector:
         hashes = self.hashes(record)
         end = len(hashes) if record.end is None else min(record.end, len(hashes))
         self._lease_prefix(record, hashes)
-        full = self._counters["fetches"] + _ORDERS_PER_LOOKUP
+        full = self._counters["fetches"] + orders
         while record.asked < end and self._ask(record, record.asked, now_s):
             record.asked += 1
             if self._counters["fetches"] == full:
                 record.news = True
+                self._unfinished[record.request_id] = record
                 break
+        else:
+            self._unfinished.pop(record.request_id, None)
+        if record.probe is None:
+            record.probe = self._probed(record)
+            record.probed_chunks = len(record.probe)
+
+    def go_on(self, now_s: float) -> None:
+        """`collect` for the first of those that had too much to order at once. For every step: the
+        engine does not look up every request in every one."""
+        while self._unfinished:
+            request_id = next(iter(self._unfinished))
+            record = self._unfinished[request_id]
+            if record.wants_chunks:
+                self.collect(record, record.local_tokens, now_s)
+                return
+            del self._unfinished[request_id]
+
+    def _probed(self, record: RequestRecord) -> set[int]:
+        """What is on its way for the request, unless the bucket is known to have the first."""
+        if not record.pending:
+            return set()
+        key = ChunkKey(self._settings.group, record.hashes[min(record.pending)])
+        return set() if self._ledger.index.is_present(key) else set(record.pending)
+
+    def answered(self, record: RequestRecord, position: int, outcome: Outcome) -> None:
+        """One of the chunks that were on their way for this request has ended."""
+        if not record.probe or position not in record.probe:
+            return
+        record.probe.remove(position)
+        if not outcome.is_success:
+            record.probe.clear()
+            if outcome is Outcome.MISSING:
+                self.probe.missed()
+        elif not record.probe:
+            self.probe.found(record.probed_chunks)
 
     def _lease_prefix(self, record: RequestRecord, hashes: Sequence[bytes]) -> None:
         slots = self._ledger.slots.pin_prefix(self._settings.group, hashes, record.ready)
@@ -143,6 +197,7 @@ class PrefixCollector:
         for slot in record.prefix:
             self._ledger.slots.unpin(slot)
         record.prefix.clear()
+        self._unfinished.pop(record.request_id, None)
         record.ready = record.asked = record.first
         self.release_early(record)
 

@@ -37,21 +37,43 @@ def test_the_window_is_open_where_the_bucket_is_known_to_hold_the_prefix() -> No
     assert len(desk.plan().fetches) == 8
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_long_prefix_is_asked_for_in_several_steps(known: bool) -> None:
-    prompt = "".join(chr(0x100 + n) * CHUNK for n in range(100))
-    desk = Desk(probe_chunks=100, slots=128)
-    for n in range(1, 101) if known else ():
+def known(desk: Desk, chunks: int) -> str:
+    """A prompt that the bucket is known to have."""
+    prompt = "".join(chr(0x100 + n) * CHUNK for n in range(chunks))
+    for n in range(1, chunks + 1):
         desk.planner.ledger.index.note_present(desk.key(prompt[: n * CHUNK]))
-    desk.add("r", prompt)
+    return prompt
+
+
+def test_a_lookup_orders_a_long_prefix_in_several_steps() -> None:
+    desk = Desk(slots=128)
+    desk.add("r", known(desk, 100))
+    assert desk.lookup("r") == WAIT
     asked = []
-    for count in (32, 32, 32, 4, 0):
-        assert desk.lookup("r") == WAIT
+    for count in (64, 32, 4, 0):  # and the engine has other requests to look up
         fetches = desk.plan().fetches
         assert len(fetches) == count
         asked += fetches
     desk.end(asked)
     assert desk.lookup("r") == Answer(False, 100 * CHUNK)
+
+
+def test_when_a_request_arrives_all_is_ordered_at_once() -> None:
+    desk = Desk(slots=512)
+    desk.add("r", known(desk, 300))
+    desk.planner.prefetch("r", 0, 0.0)
+    assert len(desk.plan().fetches) == 256
+    assert desk.plan().fetches == ()
+
+
+def test_nothing_more_is_asked_for_a_request_that_is_gone() -> None:
+    desk = Desk(slots=128)
+    desk.add("r", known(desk, 100))
+    assert desk.lookup("r") == WAIT
+    desk.planner.finished("r")
+    plan = desk.plan()
+    assert len(plan.fetches) == len(plan.cancels) == 32
+    assert desk.plan().fetches == ()
 
 
 def test_resident_chunks_are_offered_at_once() -> None:
