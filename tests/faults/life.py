@@ -63,6 +63,8 @@ class SlabCopies:
     def wait_all(self, timeout_s: float) -> None:
         """Nothing is ever under way."""
 
+    wait_load = wait_all
+
     def close(self) -> None:
         """Nothing to give back."""
 
