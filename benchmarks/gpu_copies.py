@@ -17,16 +17,14 @@ figures mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import drag, launch, tables, throughput
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import Report, command_line
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import CHUNK_TOKENS, LLAMA_8B, MODELS, TINY
 
@@ -35,7 +33,7 @@ GOALS = {"of_large": 0.92, "launch_us": 30, "slower": 0.03}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    options = _parser().parse_args(arguments)
+    options = command_line(__doc__, seconds=420, mib=1024).parse_args(arguments)
     machine = Machine(options.device)
     small = not machine.is_gpu
     document = {
@@ -86,18 +84,6 @@ def _drag(
 
     for name in works:
         report.part(f"drag, {name}, {block_tokens} tokens", partial(measured, name))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write everything there, part by part")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--seconds", type=float, default=420.0, help="begin no part after (420)")
-    parser.add_argument("--rounds", type=int, default=7, help="that are counted (7)")
-    parser.add_argument("--mib", type=int, default=1024, help="copied in a round (1024)")
-    return parser
 
 
 if __name__ == "__main__":

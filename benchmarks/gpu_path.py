@@ -15,7 +15,6 @@ loaded blocks are compared with those that were saved. Needs aiobotocore and msg
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import statistics
@@ -23,13 +22,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu import tables
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.network import RawReaders
-from benchmarks.gpu.report import Report
+from benchmarks.gpu.report import Report, command_line
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.server import running
 from benchmarks.gpu.shapes import CHUNK_TOKENS, LLAMA_8B, TINY
@@ -47,7 +45,9 @@ CREDENTIALS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    options = _parser().parse_args(arguments)
+    parser = command_line(__doc__, seconds=300, mib=2048)
+    parser.add_argument("--processes", type=int, default=4, help="of the server (4)")
+    options = parser.parse_args(arguments)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"not installed, and the I/O process needs it: {', '.join(missing)}")
@@ -139,19 +139,6 @@ def _compared(rig: CopyRig, pipeline: Pipeline, readers: RawReaders, rounds: int
         "of_slower": round(medians["path"] / min(medians["network"], medians["bus"]), 3),
         "of_fetch": round(medians["path"] / medians["fetch"], 3),
     }
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="write everything there, part by part")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--seconds", type=float, default=300.0, help="begin no part after (300)")
-    parser.add_argument("--rounds", type=int, default=7, help="that are counted (7)")
-    parser.add_argument("--mib", type=int, default=2048, help="that cross in a round (2048)")
-    parser.add_argument("--processes", type=int, default=4, help="of the server (4)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.gpu.machine import Machine, spread
-from benchmarks.gpu.rig import LONG_S, PATHS, CopyRig, ended
+from benchmarks.gpu.rig import LONG_S, CopyRig, ended
 from benchmarks.gpu.shapes import Model
 from s3kv.device.copies import BlockCopies
 from s3kv.messages import LoadPart
@@ -25,20 +25,11 @@ def measure(machine: Machine, model: Model, block_tokens: int, chunks: int) -> d
         "blocks": rig.layout.blocks_per_chunk,
         "chunks": chunks,
     }
-    try:
-        for name, path in PATHS.items():
-            try:
-                with rig.copies(path) as copies:
-                    rig.save_all(copies)
-                    found[name] = _calls(rig, copies, chunks)
-            except ValueError as error:  # a path that this driver does not have
-                found[name] = {"refused": str(error)}
-    finally:
-        rig.close()
-    return found
+    return found | rig.by_path(lambda copies: _calls(rig, copies, chunks))
 
 
 def _calls(rig: CopyRig, copies: BlockCopies, chunks: int) -> dict[str, Any]:
+    rig.save_all(copies)
     took_s: dict[str, list[float]] = {name: [] for name in ("save", "fence", "load", "poll")}
 
     def timed(name: str, call: Callable[[], object]) -> None:

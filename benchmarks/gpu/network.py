@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 _HEAD_MAX_BYTES = 65536
@@ -17,28 +17,17 @@ class RawReaders:
         self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(at_once)]
 
     def read_all(self, targets: Sequence[str], places: Sequence[memoryview]) -> float:
-        """Seconds to read every object, one after another on each connection."""
-        failures: list[Exception] = []
+        """Seconds to read every object, one after another on each connection. Raises `OSError`."""
+        step = len(self._sockets)
+        work = list(zip(targets, places, strict=True))
 
-        def work(number: int) -> None:
-            step = len(self._sockets)
-            mine = list(zip(targets, places, strict=True))[number::step]
-            try:
-                for target, place in mine:
-                    read_into(self._sockets[number], target, place)
-            except OSError as error:
-                failures.append(error)
+        def read(number: int) -> None:
+            for target, place in work[number::step]:
+                read_into(self._sockets[number], target, place)
 
-        threads = [
-            threading.Thread(target=work, args=(number,)) for number in range(len(self._sockets))
-        ]
         begin_s = perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(step) as threads:
+            list(threads.map(read, range(step)))
         return perf_counter() - begin_s
 
     def close(self) -> None:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+
+def command_line(description: str | None, *, seconds: float, mib: int) -> argparse.ArgumentParser:
+    """What every benchmark here can be told. seconds, mib: unless it is told otherwise."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    told = parser.add_argument
+    told("--out", type=Path, help="write everything there, part by part")
+    told("--device", default="cuda", choices=("cuda", "cpu"))
+    told("--seconds", type=float, default=seconds, help=f"begin no part after ({seconds:g})")
+    told("--rounds", type=int, default=7, help="that are counted (7)")
+    told("--mib", type=int, default=mib, help=f"that are moved in a round ({mib})")
+    return parser
 
 
 class Report:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter, sleep
+from typing import Any
 
 import torch
 
@@ -72,6 +73,20 @@ class CopyRig:
             yield opened
         finally:
             opened.close()
+
+    def by_path(self, measure: Callable[[BlockCopies], Any]) -> dict[str, Any]:
+        """What `measure` finds with each path, and with the chosen one; then the rig is closed."""
+        found: dict[str, Any] = {}
+        try:
+            for name, path in PATHS.items():
+                try:
+                    with self.copies(path) as copies:
+                        found[name] = measure(copies)
+                except ValueError as error:  # a path that this driver does not have
+                    found[name] = {"refused": str(error)}
+        finally:
+            self.close()
+        return found
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.rig import PATHS, CopyRig
+from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import Model
 from s3kv.device.copies import BlockCopies
 from s3kv.device.paths import Choice
@@ -28,16 +28,7 @@ def measure(
         "chunks": rig.count,
         "longest_run_bytes": max(size for layer in rig.layout.layers for _, size in layer.runs),
     }
-    try:
-        for name, path in PATHS.items():
-            try:
-                with rig.copies(path) as copies:
-                    found[name] = _compared(rig, copies, rounds)
-            except ValueError as error:  # a path that this driver does not have
-                found[name] = {"refused": str(error)}
-    finally:
-        rig.close()
-    return found
+    return found | rig.by_path(lambda copies: _compared(rig, copies, rounds))
 
 
 def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:

@@ -41,10 +41,8 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
 """Far longer than one part takes; a thread that does not end by then hangs in the driver."""
-_LOAD_STEP_S = 0.0002
-"""How often `wait_load` asks: a request waits for it."""
-_WAIT_STEP_S = 0.0005
-"""How often `wait_all` asks; CUDA events cannot be waited for with a timeout."""
+_WAIT_STEP_S = 0.0002
+"""How often a wait asks; CUDA events cannot be waited for with a timeout."""
 
 
 class SavedEnd(NamedTuple):
@@ -263,20 +261,17 @@ class BlockCopies:
 
     def wait_all(self, timeout_s: float) -> bool:
         """Block until every copy has ended, for `poll` to tell; False when time ran out first."""
-        deadline = self._clock() + timeout_s
         jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
-        while not all(job.is_done() for job in jobs):
-            if self._clock() >= deadline:
-                return False
-            time.sleep(_WAIT_STEP_S)
-        return True
+        return self._wait_until(lambda: all(job.is_done() for job in jobs), timeout_s)
 
-    def wait_load(self, timeout_s: float) -> None:
-        """Block until a load has ended, for `poll` to tell, or none is left, or time ran out."""
-        deadline = self._clock() + timeout_s
-        jobs = self._loading.values()
-        while jobs and not any(job.is_done() for job in jobs) and self._clock() < deadline:
-            time.sleep(_LOAD_STEP_S)
+    def wait_load(self, timeout_s: float) -> bool:
+        """Block until `poll` has a load's end to tell, or no load is left; False when time ran out
+        first.
+        """
+        loaded = self._loaded
+        return self._wait_until(
+            lambda: not self._loading or bool(loaded and loaded[0].is_done()), timeout_s
+        )
 
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(
@@ -300,6 +295,14 @@ class BlockCopies:
             logger.error("the copy thread hangs in a copy; its memory stays mapped and pinned")
             return
         self._copier.close()
+
+    def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        deadline = self._clock() + timeout_s
+        while not holds():
+            if self._clock() >= deadline:
+                return False
+            time.sleep(_WAIT_STEP_S)
+        return True
 
     def _submit(self, queue: deque[_Job[_Id]], job: _Job[_Id]) -> None:
         try:

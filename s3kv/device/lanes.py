@@ -23,7 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import cycle
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from s3kv.device.events import EventPool, EventTicket
 from s3kv.device.gpu import Copies, Event, Gpu
@@ -113,9 +115,12 @@ class Lane:
         self._pages.synchronize()
         self._bus.synchronize()
 
-    def _next_buffer(self) -> _Buffer:
+    def _next_buffer(self, part: LoadPart) -> tuple[_Buffer, NDArray[np.int64], torch.Tensor]:
+        """With the rows of the part's blocks, and the place for them on the device."""
         assert self.staging is not None, "a path that was not chosen"
-        return self.staging.next()
+        buffer = self.staging.next()
+        numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
+        return buffer, numbers, buffer.rows[: len(numbers)]
 
 
 class SaveLane(Lane):
@@ -139,15 +144,12 @@ class SaveLane(Lane):
         self, group: Group, part: LoadPart, payload: torch.Tensor, mark: Event
     ) -> EventTicket:
         """As `batch`; the blocks may be overwritten long before the bus is done with them."""
-        buffer = self._next_buffer()
-        parts = buffer.stacks[part.group]
-        numbers = row_numbers(parts, part.block_ids)
-        rows = buffer.rows[: len(numbers)]
+        buffer, numbers, rows = self._next_buffer(part)
         self._pages.wait(buffer.free)
         self._pages.upload(rows, numbers)
         self._pages.wait(mark)
         self._events.give(mark)
-        self._pages.gather(parts, rows)
+        self._pages.gather(buffer.stacks[part.group], rows)
         source_read = self._events.take()
         self._pages.record(source_read)
         self._bus.wait(source_read)
@@ -174,10 +176,7 @@ class LoadLane(Lane):
         """As `batch`. The whole payload crosses the bus even for a part of it: one copy instead of
         one per layer, and parts are rare.
         """
-        buffer = self._next_buffer()
-        parts = buffer.stacks[part.group]
-        numbers = row_numbers(parts, part.block_ids)
-        rows = buffer.rows[: len(numbers)]
+        buffer, numbers, rows = self._next_buffer(part)
         self._bus.wait(buffer.free)
         # Ahead of the payload: behind it, the copy engine may be at the next chunk's already.
         self._bus.upload(rows, numbers)
@@ -185,7 +184,7 @@ class LoadLane(Lane):
         self._bus.record(buffer.full)
         self._pages.wait(buffer.full)
         self._pages.wait(mark)
-        self._pages.scatter(parts, rows, part.first_block, len(part.block_ids))
+        self._pages.scatter(buffer.stacks[part.group], rows, part.first_block, len(part.block_ids))
         self._pages.record(buffer.free)
 
     def end(self, mark: Event) -> EventTicket:

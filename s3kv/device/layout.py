@@ -203,10 +203,7 @@ def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) ->
     sizes = tuple(cache.shape[d] for d in page_dims)
     strides = [cache.stride()[d] * item for d in page_dims]
     row_stride_bytes = cache.stride(0) * item
-    dims = _merge(
-        [Dim(ratio, row_stride_bytes), *map(Dim, sizes, strides)],
-        item,
-    )
+    dims = merge([Dim(ratio, row_stride_bytes), *map(Dim, sizes, strides), Dim(item, 1)])
     return LayerPages(
         name=name,
         dtype=_DTYPES[cache.dtype],
@@ -244,10 +241,12 @@ def _check(cache: torch.Tensor, num_blocks: int) -> None:
         reach += (size - 1) * stride
 
 
-def _merge(dims: Sequence[Dim], item_bytes: int) -> tuple[Dim, ...]:
-    """The same bytes in the same order with as few dimensions as possible; sizes of 1 vanish."""
-    merged = [Dim(item_bytes, 1)]
-    for dim in reversed(dims):
+def merge(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The same bytes in the same order with as few dimensions as possible; sizes of 1 vanish, but
+    for the last, an item and its bytes.
+    """
+    merged = [dims[-1]]
+    for dim in reversed(dims[:-1]):
         inner = merged[0]
         if dim.size == 1:
             continue

@@ -8,21 +8,15 @@ such view, or, where more than three dimensions of a block do not adjoin, as sev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
 
 import torch
 
-from s3kv.device.layout import PageLayout
+from s3kv.device.layout import Dim, PageLayout, merge
 from s3kv.device.tensors import BlockTensors
 
 _PAGE_DIMENSIONS = 3
-
-
-class _Dim(NamedTuple):
-    size: int
-    stride_bytes: int
 
 
 class BlockPools:
@@ -73,10 +67,10 @@ class BlockPools:
 def _page_views(name: str, pool: torch.Tensor) -> dict[str, torch.Tensor]:
     """The pool's bytes as views `[blocks, …, …, …]`, in the order of a block's payload."""
     item = pool.element_size()
-    dims = _merged(
+    dims = merge(
         [
-            *(_Dim(pool.shape[d], pool.stride(d) * item) for d in range(1, pool.ndim)),
-            _Dim(item, 1),
+            *(Dim(pool.shape[d], pool.stride(d) * item) for d in range(1, pool.ndim)),
+            Dim(item, 1),
         ]
     )
     if any(outer.stride_bytes < inner.stride_bytes for outer, inner in pairwise(dims)):
@@ -85,7 +79,7 @@ def _page_views(name: str, pool: torch.Tensor) -> dict[str, torch.Tensor]:
             "follow each other as they do in memory. Give a permuted view, and `shapes` to match"
         )
     unrolled, page = dims[:-_PAGE_DIMENSIONS], dims[-_PAGE_DIMENSIONS:]
-    page = [_Dim(1, page[0].stride_bytes)] * (_PAGE_DIMENSIONS - len(page)) + page
+    page = (Dim(1, page[0].stride_bytes),) * (_PAGE_DIMENSIONS - len(page)) + page
     begin = pool.storage_offset() * item
     size = (len(pool), *(dim.size for dim in page))
     stride = (pool.stride(0) * item, *(dim.stride_bytes for dim in page))
@@ -97,22 +91,8 @@ def _page_views(name: str, pool: torch.Tensor) -> dict[str, torch.Tensor]:
     return views
 
 
-def _offsets(dims: list[_Dim]) -> Iterator[tuple[str, int]]:
+def _offsets(dims: Sequence[Dim]) -> Iterator[tuple[str, int]]:
     """How to tell the views apart, and where each begins, in bytes."""
     for position in product(*(range(dim.size) for dim in dims)):
         offset = sum(at * dim.stride_bytes for at, dim in zip(position, dims, strict=True))
         yield "".join(f"[{at}]" for at in position), offset
-
-
-def _merged(dims: list[_Dim]) -> list[_Dim]:
-    """The same bytes in the same order, with neighbours joined; sizes of 1 vanish."""
-    merged = [dims[-1]]
-    for dim in reversed(dims[:-1]):
-        inner = merged[0]
-        if dim.size == 1:
-            continue
-        if dim.stride_bytes == inner.size * inner.stride_bytes:
-            merged[0] = _Dim(dim.size * inner.size, inner.stride_bytes)
-        else:
-            merged.insert(0, dim)
-    return merged

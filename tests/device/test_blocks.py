@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,7 +14,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from s3kv.device.blocks import DeviceBlocks
@@ -25,6 +23,7 @@ from s3kv.device.pools import BlockPools
 from s3kv.device.tensors import BlockTensors
 from s3kv.messages import LoadPart
 from s3kv.types import ChunkKey
+from tests.machines import play
 
 CPU = torch.device("cpu")
 NOBODY_S = 0
@@ -166,13 +165,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def test_late_copies_read_and_write_what_is_theirs() -> None:
-    run_state_machine_as_test(
-        PoolMachine,
-        settings=settings(
-            max_examples=120,
-            stateful_step_count=50,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow],  # two cores may be busy with other tests
-        ),
-    )
+    play(PoolMachine, games=120, steps=50)

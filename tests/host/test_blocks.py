@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from s3kv.host.blocks import BlockError, BlockTable
 from s3kv.types import ChunkKey
+from tests.machines import play
 
 
 def key(number: int) -> ChunkKey:
@@ -177,13 +176,4 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 def test_agrees_with_a_model() -> None:
-    run_state_machine_as_test(
-        BlockMachine,
-        settings=settings(
-            max_examples=150,
-            stateful_step_count=60,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow],  # two cores may be busy with other tests
-        ),
-    )
+    play(BlockMachine, games=150, steps=60)

@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from s3kv.host.policy import make_policy
 from s3kv.host.slots import TRANSITIONS, Slot, SlotError, SlotState, SlotTable
 from s3kv.types import ChunkKey
+from tests.machines import play
 
 FREE, RESERVED, CLEAN, DIRTY = SlotState
 
@@ -407,13 +406,4 @@ def machine_for(policy: str) -> type[RuleBasedStateMachine]:
 
 @pytest.mark.parametrize("policy", ["lru", "sieve", "s3fifo"])
 def test_agrees_with_a_model(policy: str) -> None:
-    run_state_machine_as_test(
-        machine_for(policy),
-        settings=settings(
-            max_examples=150,
-            stateful_step_count=60,
-            deadline=None,
-            print_blob=True,
-            suppress_health_check=[HealthCheck.too_slow],  # two cores may be busy with other tests
-        ),
-    )
+    play(machine_for(policy), games=150, steps=60)
