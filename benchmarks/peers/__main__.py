@@ -113,6 +113,12 @@ def _options() -> argparse.Namespace:
 
 def main() -> None:
     options = _options()
+    if (
+        options.delay_ms
+        and os.environ.get("S3KV_BUCKET")
+        and not os.environ.get("AWS_ENDPOINT_URL")
+    ):
+        sys.exit("--delay-ms needs AWS_ENDPOINT_URL beside S3KV_BUCKET: the proxy has to know it")
     with (
         s3() as (env, settings, server),
         _away(settings["endpoint_url"], options.delay_ms) as url,
