@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,8 @@ class Preset:
     intermediate: int
     weight_std: float
     embedding_std: float
+    window_tokens: int | None = None
+    """Where given, every layer but the last looks at so many tokens only."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -57,6 +59,9 @@ TINY = Preset(
     embedding_std=1.0,
 )
 """2 KiB of KV per token: for tests of behaviour."""
+
+WINDOWED = replace(TINY, name="windowed", window_tokens=64)
+"""A hybrid: the first three layers look at the last 64 tokens, the fourth at all."""
 
 FAT = Preset(
     "fat",
@@ -96,7 +101,7 @@ def build(directory: Path, preset: Preset, *, seed: int = 0) -> Path:
 
 
 def _config(preset: Preset) -> dict[str, object]:
-    return {
+    config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "torch_dtype": "bfloat16",
@@ -115,6 +120,10 @@ def _config(preset: Preset) -> dict[str, object]:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    if preset.window_tokens is not None:
+        kinds = ["sliding_attention"] * (preset.layers - 1) + ["full_attention"]
+        config |= {"sliding_window": preset.window_tokens, "layer_types": kinds}
+    return config
 
 
 def _weights(preset: Preset, seed: int) -> dict[str, torch.Tensor]:

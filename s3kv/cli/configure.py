@@ -86,6 +86,8 @@ def configure(
             "host_bytes": config.host_bytes,
         }
         comments = _explain(config, shape, room)
+        if shape.has_windows:
+            options |= transfer.ONE_GROUP
     if as_json:
         named = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
         print_json({**named, "host_memory": fits})
@@ -95,9 +97,15 @@ def configure(
 
 
 def _explain(config: Config, shape: models.KVShape, room: models.HostFit) -> list[str]:
-    return [
+    said = [
         f"One token is {shape.bytes_per_token:,} bytes of KV per worker: {shape}.",
         f"One chunk is {room.chunk_tokens} tokens, {show.size(room.slot_bytes)}, one object.",
         f"host_bytes, {show.size(config.host_bytes)} per worker, holds {room.chunks:,} chunks: "
         f"{room.tokens:,} tokens.",
     ]
+    if shape.has_windows:
+        said.append(
+            "It has layers with a window, whose KV vLLM has to keep whole. If all of its layers "
+            "have one, the engine refuses at start."
+        )
+    return said

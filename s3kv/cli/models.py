@@ -17,6 +17,7 @@ _NESTED = ("text_config", "llm_config", "language_config")
 """Where a multi-modal model keeps what its language model is."""
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32"}
 _QUANTISED = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_WINDOWED = {"sliding_attention", "chunked_attention"}
 KV_DTYPES = ("auto", "bfloat16", "float16", *_QUANTISED)
 """What `--kv-cache-dtype` may be here. auto: as the model's weights."""
 
@@ -31,12 +32,15 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV of one worker. content: numbers per token, layer and head, keys with values."""
+    """The KV of one worker. content: numbers per token, layer and head, keys with values.
+    has_windows: some of the model's layers look at a window of tokens.
+    """
 
     layers: int
     heads: int
     content: int
     dtype: str
+    has_windows: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -74,16 +78,16 @@ def read_shape(file: Path, parallel: Parallelism, kv_dtype: str = "auto") -> KVS
     if not isinstance(held, dict):
         raise ConfigError(f"--model-config {str(file)!r} is no JSON object")
     model = next((held[name] for name in _NESTED if isinstance(held.get(name), dict)), held)
-    _refuse_windows(model)
+    has_windows = _has_windows(model)
     dtype = _dtype(model, held, kv_dtype)
     layers = -(-_count(model, "num_hidden_layers", "n_layer") // parallel.pipeline)
     if "kv_lora_rank" in model:
         latent, rope = _count(model, "kv_lora_rank"), _count(model, "qk_rope_head_dim")
-        return KVShape(layers, 1, latent + rope, dtype)  # every worker holds all of it
+        return KVShape(layers, 1, latent + rope, dtype, has_windows)  # every worker holds all of it
     heads = _count(model, "num_attention_heads", "n_head")
     kv_heads = model.get("num_key_value_heads") or heads
     width = model.get("head_dim") or _count(model, "hidden_size", "n_embd") // heads
-    return KVShape(layers, max(1, kv_heads // parallel.tensor), 2 * width, dtype)
+    return KVShape(layers, max(1, kv_heads // parallel.tensor), 2 * width, dtype, has_windows)
 
 
 def fit(config: Config, shape: KVShape, block_tokens: int) -> HostFit:
@@ -131,11 +135,15 @@ def _dtype(model: Mapping[str, Any], held: Mapping[str, Any], kv_dtype: str) -> 
     return _DTYPES[said]
 
 
-def _refuse_windows(model: Mapping[str, Any]) -> None:
-    kinds = sorted(set(model.get("layer_types") or ()) - {"full_attention"})
-    slides = model.get("sliding_window") and model.get("use_sliding_window", True)
-    if kinds or (slides and not model.get("layer_types")):
-        what = ", ".join(kinds) or "sliding_attention"
+def _has_windows(model: Mapping[str, Any]) -> bool:
+    """A file without `layer_types` does not tell whether all of its layers have the window."""
+    kinds = set(model.get("layer_types") or ())
+    others = kinds - {"full_attention"}
+    if others - _WINDOWED or (kinds and others == kinds):
         raise UnsupportedError(
-            f"this model has layers of the kind {what}; s3kv serves full attention only"
+            f"this model has layers of the kind {', '.join(sorted(others))}; s3kv serves full "
+            "attention, and beside it layers with a window"
         )
+    if kinds:
+        return bool(others)
+    return bool(model.get("sliding_window")) and bool(model.get("use_sliding_window", True))

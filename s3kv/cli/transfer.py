@@ -14,6 +14,12 @@ Role = Literal["both", "producer", "consumer"]
 _BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
+Options = dict[str, dict[str, Any] | Literal[True]]
+"""True: an option without a value."""
+ONE_GROUP: Options = {"--disable-hybrid-kv-cache-manager": True}
+"""What an engine needs besides for a model some of whose layers have a window."""
+
+
 def settings(config: Config) -> dict[str, Any]:
     """What of `config` is not as by default, as it is to be written; bytes with a unit."""
     written = {}
@@ -25,7 +31,7 @@ def settings(config: Config) -> dict[str, Any]:
     return written
 
 
-def connectors(config: Config, role: Role) -> dict[str, dict[str, Any]]:
+def connectors(config: Config, role: Role) -> Options:
     """The values of vLLM's options, by their names."""
     extra = settings(config)
     return {
@@ -34,20 +40,24 @@ def connectors(config: Config, role: Role) -> dict[str, dict[str, Any]]:
     }
 
 
-def as_arguments(options: dict[str, dict[str, Any]], comments: Sequence[str]) -> str:
+def as_arguments(options: Options, comments: Sequence[str]) -> str:
     """One line for each option, quoted for a shell. Comments go before them."""
     lines = [f"# {comment}" for comment in comments]
-    lines += [f"{name} {shlex.quote(_compact(value))}" for name, value in options.items()]
+    for name, value in options.items():
+        lines.append(name if value is True else f"{name} {shlex.quote(_compact(value))}")
     return "\n".join(lines)
 
 
-def as_kubernetes(options: dict[str, dict[str, Any]], comments: Sequence[str]) -> str:
+def as_kubernetes(options: Options, comments: Sequence[str]) -> str:
     """YAML: the `args` of a container whose image runs `vllm serve`."""
     lines = [*(f"# {comment}" for comment in comments), "args:"]
     for name, value in options.items():
+        lines.append(f"  - {name}")
+        if value is True:
+            continue
         # Kubernetes replaces $(NAME) in arguments; $$( is how it writes the bare characters.
         text = _compact(value).replace("$(", "$$(").replace("'", "''")
-        lines += [f"  - {name}", f"  - '{text}'"]
+        lines.append(f"  - '{text}'")
     return "\n".join(lines)
 
 

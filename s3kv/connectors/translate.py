@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    KVCacheSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 GROUP = 0
 """The KV-cache group that is served: models with one group only, so far."""
+
+_FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
+_WINDOWED = {"SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec"}
+"""What vLLM makes full attention of, where there is some, when its hybrid manager is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +45,12 @@ class KVGeometry:
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise `UnsupportedError` for what s3kv cannot serve rightly."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-        raise UnsupportedError(
-            f"this model has {len(groups)} KV-cache groups ({', '.join(kinds)}); s3kv serves "
-            "models whose layers all use full attention. Run it without s3kv"
-        )
-    spec = groups[0].kv_cache_spec
-    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    for layer in specs:
-        # Subclasses are not taken on trust: some keep state that is not in the pages.
-        name = type(layer).__name__
-        if name not in ("FullAttentionSpec", "MLAAttentionSpec") or not isinstance(
-            layer, FullAttentionSpec
-        ):
-            raise UnsupportedError(
-                f"this model has layers of kind {name}; s3kv serves full attention (with MLA) only"
-            )
-        if getattr(layer, "sliding_window", None) is not None:
-            raise UnsupportedError(
-                "this model has sliding-window layers, which cannot be served yet. Run it without "
-                "s3kv"
-            )
+    """Raise `UnsupportedError` for what s3kv cannot serve rightly.
+
+    Layers that look at a window of tokens are served where vLLM keeps the KV of all their tokens
+    as for full attention: in one group, in pages that it frees with the request alone.
+    """
+    _check_layers([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:
@@ -74,6 +61,37 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "first prompts it saw. Use a checkpoint with scales, or run it without s3kv"
         )
     _check_hashes_are_stable(vllm_config)
+
+
+def _check_layers(groups: Sequence[KVCacheSpec]) -> None:
+    layers = [
+        layer
+        for spec in groups
+        for layer in (
+            spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+        )
+    ]
+    kinds = {type(layer).__name__ for layer in layers}
+    if len(groups) != 1:
+        remedy = "Run it without s3kv"
+        if kinds <= _FULL | _WINDOWED and kinds & _FULL and kinds & _WINDOWED:
+            remedy = (
+                "Start it with --disable-hybrid-kv-cache-manager: vLLM then keeps the KV of every "
+                "token in every layer, which takes more memory per token and gives the same "
+                "answers. Or run it without s3kv"
+            )
+        raise UnsupportedError(
+            f"this model has {len(groups)} KV-cache groups ({', '.join(sorted(kinds))}); s3kv "
+            f"serves models whose layers are all in one. {remedy}"
+        )
+    for layer in layers:
+        # Subclasses are not taken on trust: some keep state that is not in the pages.
+        name = type(layer).__name__
+        if name not in _FULL or not isinstance(layer, FullAttentionSpec):
+            raise UnsupportedError(
+                f"this model has layers of kind {name}; s3kv serves full attention (with MLA), and "
+                "beside it layers with a window. Run it without s3kv"
+            )
 
 
 def writes_before_fences(

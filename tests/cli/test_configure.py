@@ -124,7 +124,7 @@ def test_a_model_within_a_model(tmp_path: Path) -> None:
     [
         ({"num_hidden_layers": None}, [], "has no num_hidden_layers"),
         ({"torch_dtype": "int4"}, [], "give --kv-cache-dtype"),
-        ({"sliding_window": 4096}, [], "sliding_attention"),
+        ({"layer_types": ["sliding_attention"] * 2}, [], "sliding_attention"),
         ({"layer_types": ["full_attention", "linear_attention"]}, [], "linear_attention"),
         ({}, ["--set", "host_bytes=1MiB"], "at least one chunk"),
         ({}, ["--set", "chunk_tokens=100"], "a multiple of the KV block size"),
@@ -138,6 +138,28 @@ def test_models_that_do_not_fit(
     assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"]},
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        {"sliding_window": 4096},
+    ],
+)
+def test_layers_with_a_window_need_an_option_more(tmp_path: Path, changes: dict[str, Any]) -> None:
+    file = model(tmp_path, **changes)
+    option = "--disable-hybrid-kv-cache-manager"
+    text = run("--model-config", file).stdout
+    assert option in text.splitlines()
+    assert "# It has layers with a window" in text
+    rendered = yaml.safe_load(run("--model-config", file, "--format", "kubernetes").stdout)
+    assert rendered["args"][-1] == option
+    found = json.loads(run("--json", "--model-config", file).stdout)
+    assert found["disable_hybrid_kv_cache_manager"] is True
+
+
 def test_windows_that_are_not_used(tmp_path: Path) -> None:
     file = model(tmp_path, sliding_window=4096, use_sliding_window=False)
-    assert run("--model-config", file).exit_code == 0
+    result = run("--model-config", file)
+    assert result.exit_code == 0
+    assert "hybrid" not in result.stdout

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    MambaSpec,
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -25,6 +26,9 @@ from s3kv.connectors.translate import (
 from s3kv.errors import ConfigError, UnsupportedError
 from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, configured, groups
 
+OTHER_WINDOW = dataclasses.replace(WINDOW, sliding_window=256)
+MAMBA = MambaSpec(block_size=BLOCK_TOKENS, shapes=((16, 16),), dtypes=(torch.float32,))
+
 # ---------------------------------------------------------------------------- what is served
 
 
@@ -34,6 +38,7 @@ from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, con
         FULL,
         MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}),
         UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FULL, "b": FULL}),
+        dataclasses.replace(FULL, sliding_window=64),
     ],
     ids=lambda spec: type(spec).__name__,
 )
@@ -44,9 +49,13 @@ def test_full_attention_is_served(tiny_config: Any, spec: Any) -> None:
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
-        ((FULL, WINDOW), "2 KV-cache groups.*FullAttentionSpec, SlidingWindowSpec"),
+        (
+            (FULL, WINDOW),
+            "2 KV-cache groups.*FullAttentionSpec, SlidingWindowSpec.*--disable-hybrid-kv-cache",
+        ),
+        ((FULL, MAMBA), r"2 KV-cache groups.*FullAttentionSpec, MambaSpec[^-]*$"),
+        ((WINDOW, OTHER_WINDOW), r"2 KV-cache groups.*\(SlidingWindowSpec\)[^-]*$"),
         ((WINDOW,), "layers of kind SlidingWindowSpec"),
-        ((dataclasses.replace(FULL, sliding_window=64),), "sliding-window layers"),
         (
             (
                 UniformTypeKVCacheSpecs(
@@ -56,7 +65,7 @@ def test_full_attention_is_served(tiny_config: Any, spec: Any) -> None:
             "layers of kind SlidingWindowSpec",
         ),
     ],
-    ids=["hybrid", "sliding", "window", "uniform"],
+    ids=["windows", "mamba", "two-windows", "window", "uniform"],
 )
 def test_other_attention_is_refused_with_the_reason(
     tiny_config: Any, specs: tuple[Any, ...], reason: str

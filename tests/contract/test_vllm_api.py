@@ -144,7 +144,7 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     ),
     (CACHE, "KVCacheConfig", {"num_blocks", "kv_cache_groups", "kv_cache_layout"}, TRANSLATE),
     (CACHE, "KVCacheGroupSpec", {"layer_names", "kv_cache_spec"}, WORKER),
-    (CACHE, "FullAttentionSpec", {"block_size", "sliding_window"}, TRANSLATE),
+    (CACHE, "FullAttentionSpec", {"block_size"}, TRANSLATE),
     (CACHE, "UniformTypeKVCacheSpecs", {"kv_cache_specs"}, TRANSLATE),
     (STATS, "KVConnectorStats", {"data"}, METRICS),
     (

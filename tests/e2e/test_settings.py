@@ -5,7 +5,6 @@ What is refused before an engine is needed is in tests/test_config.py and tests/
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from lab import models
-from lab.engine import Engine, EngineFailed
+from lab.engine import Ask, Engine, EngineFailed
 from lab.s3 import S3Server
 from tests.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
 from tests.e2e.test_failures import CHUNK_BYTES, SAVED_AT_ONCE
@@ -30,41 +29,31 @@ def test_an_unknown_setting_stops_the_engine_at_start(
         engine.start()
 
 
-@pytest.fixture
-def hybrid(tmp_path: Path) -> Path:
-    """A model two of whose three layers look at the last 64 tokens only; no weights."""
-    config = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "torch_dtype": "bfloat16",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "query_pre_attn_scalar": 32,
-        "vocab_size": models.VOCABULARY,
-        "max_position_embeddings": models.MAX_TOKENS,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    directory = tmp_path / "hybrid"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
-
-
-def test_a_hybrid_model_stops_the_engine_at_start(
-    hybrid: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
+def test_layers_with_a_window_stop_the_engine_at_start_or_are_served(
+    models_dir: Path,
+    s3: S3Server,
+    patient: dict[str, Any],
+    serve: Serve,
+    reference: References,
+    tmp_path: Path,
 ) -> None:
-    engine = Engine(
-        hybrid, connector=patient, log_path=tmp_path / "log", env=s3.env, load_format="dummy"
-    )
-    with pytest.raises(EngineFailed, match=r"KV-cache groups.*SlidingWindowSpec"):
+    """The error says which option serves them. The reference goes without it, and frees what is
+    outside the windows. In float32, where the length of a hit does not matter.
+    """
+    hybrid = models.build(models_dir, models.WINDOWED)
+    engine = Engine(hybrid, connector=patient, log_path=tmp_path / "log", env=s3.env)
+    with pytest.raises(EngineFailed, match=r"SlidingWindowSpec.*--disable-hybrid-kv-cache-manager"):
         engine.start()
+
+    asks = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
+    expected = tokens(reference.engine(hybrid, dtype="float32").generate(asks))
+    one_group = {"disable_hybrid_kv_cache_manager": True, "dtype": "float32"}
+    for hit in (0, 6 * 128):
+        with serve(hybrid, patient, **one_group) as engine:
+            answers = engine.generate(asks)
+            at_rest(engine)
+        assert cached(answers) == [hit] * 2
+        assert tokens(answers) == expected
 
 
 def test_a_slab_smaller_than_a_prompt_serves_the_part_that_fits(
