@@ -16,6 +16,7 @@ import tracemalloc
 from collections.abc import Callable
 from time import perf_counter_ns
 
+from s3kv.config import Config
 from s3kv.host.policy import make_policy
 from s3kv.host.slots import SlotTable
 from s3kv.messages import JobEnd, JobKind, StepReport
@@ -56,7 +57,7 @@ def make_planner() -> KVPlanner:
         chunk_tokens=CHUNK_TOKENS,
         block_tokens=BLOCK_TOKENS,
         hash_tokens=BLOCK_TOKENS,
-        probe_chunks=4,
+        probe_chunks=Config(bucket="any").probe_chunks,
         max_wait_s=10.0,
         recompute_gate=False,
         max_saves_inflight=256,
@@ -187,7 +188,7 @@ def waiting(planner: KVPlanner, rng: random.Random) -> float:
 
     cost = least_us(lambda _: ask_all)
     for name in names:
-        planner.finished(name)
+        settle(planner, name)
     return round(cost / len(names), 3)
 
 
@@ -235,6 +236,7 @@ def main() -> None:
         "plan_256_decoding_us": decode_step(make_planner(), rng),
         "first_lookup_all_resident_us": first_lookup(planner, rng, kind="resident"),
         "first_lookup_nothing_known_us": first_lookup(planner, rng, kind="unknown"),
+        "arrival_nothing_known_us": first_lookup(planner, rng, kind="unknown", arrives=True),
         "first_lookup_all_in_bucket_us": first_lookup(make_planner(), rng, kind="in the bucket"),
         "arrival_all_in_bucket_us": first_lookup(
             make_planner(), rng, kind="in the bucket", arrives=True

@@ -192,10 +192,9 @@ class Config:
         minimum=1.0,
     )
     probe_chunks: int = setting(
-        32,
-        doc="Chunks asked for at once, at most, when nothing is known of a prefix: 8 at first, "
-        "twice as many after a prefix of which all were there, and half as many after one of which "
-        "some were not. Doubles with each that arrives.",
+        64,
+        doc="Chunks asked for at once when nothing is known of a prefix; doubles with each that "
+        "arrives.",
         kind="count",
         minimum=1,
     )

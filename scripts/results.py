@@ -96,6 +96,7 @@ def planner(result: dict[str, Any]) -> str:
         "plan_idle_us": "the plan of a step with nothing to do",
         "plan_256_decoding_us": "the plan of a step with 256 requests that decode",
         "first_lookup_nothing_known_us": "first lookup, nothing known",
+        "arrival_nothing_known_us": "its arrival before that lookup, which orders 64 fetches",
         "first_lookup_all_resident_us": "first lookup, all chunks in host memory",
         "first_lookup_all_in_bucket_us": "first lookup, all chunks known to be in the bucket",
         "arrival_all_in_bucket_us": "its arrival before that lookup, which orders 256 fetches",

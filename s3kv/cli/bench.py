@@ -23,7 +23,6 @@ from s3kv.cli.speed import Measurement, Speed, Speeds
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.objects.s3 import S3Store
-from s3kv.planning.probing import Probe
 from s3kv.types import default_chunk_tokens
 
 _SMALL_REQUESTS = 32
@@ -108,13 +107,11 @@ async def _measure(config: Config, object_bytes: int, chunks: int, store: S3Stor
 def expect(config: Config, speeds: Speeds, chunks: int, prompt_tokens: int) -> Expectation:
     """What the speeds mean for a prompt of that many chunks. Pure.
 
-    A prefix of which nothing is known begins with as many chunks as a new engine asks for, and
-    twice as many with every answer: a first byte's wait for every doubling until all requests are
-    in use.
+    A prefix of which nothing is known begins with `probe_chunks`, and twice as many with every
+    answer: a first byte's wait for every doubling until all requests are in use.
     """
     asked = min(chunks, speeds.at_once)
-    first = min(asked, Probe(config.probe_chunks).chunks)
-    doublings = max(0, math.ceil(math.log2(asked / first)))
+    doublings = max(0, math.ceil(math.log2(asked / min(asked, config.probe_chunks))))
     known_ms = speeds.get.seconds * 1e3
     return Expectation(
         chunks=chunks,

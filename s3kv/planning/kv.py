@@ -69,7 +69,7 @@ class KVPlanner:
     def add_request(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """A request has arrived. `block_hashes` is the engine's list, and may grow."""
         self._requests[request_id] = RequestRecord(
-            request_id, block_hashes, window=self._prefix.probe.chunks
+            request_id, block_hashes, window=self._settings.probe_chunks
         )
 
     def prefetch(self, request_id: str, local_tokens: int, now_s: float) -> None:
@@ -311,7 +311,6 @@ class KVPlanner:
         for record, position in job.waiters:
             del record.pending[position]
             record.news = True
-            self._prefix.answered(record, position, outcome)
             if outcome is Outcome.CANCELLED:
                 # Of somebody else who gave up, in the moment this request joined: ask again.
                 record.asked = min(record.asked, position)

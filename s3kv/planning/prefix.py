@@ -1,8 +1,8 @@
 """Gathering a request's prefix in host memory: lease what is there, ask for what is not.
 
-The GET is the probe. A prefix is asked for from its front, a few chunks at a time when nothing is
-known of it (`probing`; the window doubles with every arrival), hundreds as far as the bucket index
-says present; the first chunk that is missing ends the prefix. A chunk that is already on its way
+The GET is the probe. A prefix is asked for from its front, `probe_chunks` at a time when nothing is
+known of it (the window doubles with every arrival), hundreds as far as the bucket index says
+present; the first chunk that is missing ends the prefix. A chunk that is already on its way
 for somebody is joined, never asked for twice.
 """
 
@@ -16,9 +16,8 @@ from hashlib import blake2b
 from s3kv.host.slots import Slot
 from s3kv.messages import JobKind
 from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
-from s3kv.planning.probing import Probe
 from s3kv.planning.requests import RequestRecord
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import ChunkKey
 
 _KNOWN_WINDOW_CHUNKS = 256
 """How far ahead chunks known to be in the bucket are asked for. More than any network keeps in
@@ -46,13 +45,9 @@ class KVPlannerSettings:
 
 
 class PrefixCollector:
-    """Leases and fetches for requests. Same process, thread and clock as the planner.
-
-    probe: how far a new request asks; it is told here what came of it.
-    """
+    """Leases and fetches for requests. Same process, thread and clock as the planner."""
 
     def __init__(self, ledger: ChunkLedger, settings: KVPlannerSettings) -> None:
-        self.probe = Probe(settings.probe_chunks)
         self._ledger = ledger
         self._settings = settings
         self._unfinished: dict[str, RequestRecord] = {}
@@ -96,9 +91,6 @@ class PrefixCollector:
                 break
         else:
             self._unfinished.pop(record.request_id, None)
-        if record.probe is None:
-            record.probe = self._probed(record)
-            record.probed_chunks = len(record.probe)
 
     def go_on(self, now_s: float) -> None:
         """`collect` for the first of those that had too much to order at once. For every step: the
@@ -110,25 +102,6 @@ class PrefixCollector:
                 self.collect(record, record.local_tokens, now_s)
                 return
             del self._unfinished[request_id]
-
-    def _probed(self, record: RequestRecord) -> set[int]:
-        """What is on its way for the request, unless the bucket is known to have the first."""
-        if not record.pending:
-            return set()
-        key = ChunkKey(self._settings.group, record.hashes[min(record.pending)])
-        return set() if self._ledger.index.is_present(key) else set(record.pending)
-
-    def answered(self, record: RequestRecord, position: int, outcome: Outcome) -> None:
-        """One of the chunks that were on their way for this request has ended."""
-        if not record.probe or position not in record.probe:
-            return
-        record.probe.remove(position)
-        if not outcome.is_success:
-            record.probe.clear()
-            if outcome is Outcome.MISSING:
-                self.probe.missed()
-        elif not record.probe:
-            self.probe.found(record.probed_chunks)
 
     def _lease_prefix(self, record: RequestRecord, hashes: Sequence[bytes]) -> None:
         slots = self._ledger.slots.pin_prefix(self._settings.group, hashes, record.ready)

@@ -98,11 +98,6 @@ class RequestRecord:
     """What it might get from the bucket, as of `started_s`."""
     fetched: set[int] = field(default_factory=set)
     """Chunks that came from the bucket for this request, for the hit statistics."""
-    probe: set[int] | None = None
-    """Of the first chunks asked for, which nobody knew to be there, those not answered yet; None
-    before any was asked for. They say how far the next request should ask."""
-    probed_chunks: int = 0
-    """How many those were."""
     barred: bool = False
     """A load of its failed, or the cache was reset under it: no loads and no saves any more."""
     block_ids: list[int] = field(default_factory=list)

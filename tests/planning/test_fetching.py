@@ -6,7 +6,7 @@ import pytest
 
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.types import Outcome
-from tests.planning.desk import CHUNK, FAILED, MISSING, Desk
+from tests.planning.desk import CHUNK, FAILED, MISSING, OK, Desk
 
 LONG = "aaaabbbbccccddddeeeeffffgggghhhh"  # eight chunks
 
@@ -37,17 +37,36 @@ def test_the_window_is_open_where_the_bucket_is_known_to_hold_the_prefix() -> No
     assert len(desk.plan().fetches) == 8
 
 
+@pytest.mark.parametrize("outcome", [OK, MISSING])
+def test_what_came_of_the_last_prefix_does_not_change_how_far_the_next_is_asked_for(
+    outcome: Outcome,
+) -> None:
+    desk = Desk(probe_chunks=8, slots=64)
+    for first in (0x200, 0x300, 0x400):
+        desk.add(str(first), letters(40, first))
+        assert desk.lookup(str(first)) == WAIT
+        fetches = desk.plan().fetches
+        assert len(fetches) == 8
+        desk.end(fetches, outcome)
+        desk.planner.finished(str(first))
+
+
+def letters(chunks: int, first: int = 0x100) -> str:
+    return "".join(chr(first + n) * CHUNK for n in range(chunks))
+
+
 def known(desk: Desk, chunks: int) -> str:
     """A prompt that the bucket is known to have."""
-    prompt = "".join(chr(0x100 + n) * CHUNK for n in range(chunks))
+    prompt = letters(chunks)
     for n in range(1, chunks + 1):
         desk.planner.ledger.index.note_present(desk.key(prompt[: n * CHUNK]))
     return prompt
 
 
-def test_a_lookup_orders_a_long_prefix_in_several_steps() -> None:
-    desk = Desk(slots=128)
-    desk.add("r", known(desk, 100))
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_lookup_orders_a_long_prefix_in_several_steps(is_known: bool) -> None:
+    desk = Desk(probe_chunks=100, slots=128)
+    desk.add("r", known(desk, 100) if is_known else letters(100))
     assert desk.lookup("r") == WAIT
     asked = []
     for count in (64, 32, 4, 0):  # and the engine has other requests to look up
