@@ -100,7 +100,13 @@ def reset(engine: LLMEngine, connector: bool) -> bool:
 
 def _sides(engine: LLMEngine) -> tuple[Any, Any]:
     connector: Any = engine.engine_core.engine_core.scheduler.connector
-    return connector._scheduler, get_kv_transfer_group()._worker
+    return _ours(connector)._scheduler, _ours(get_kv_transfer_group())._worker
+
+
+def _ours(connector: Any) -> Any:
+    """s3kv's, if it is one of several."""
+    several = getattr(connector, "sub_connectors", [connector])
+    return next(one for one in several if type(one).__name__ == "S3KVConnector")
 
 
 def _leftovers(engine: LLMEngine) -> dict[str, int]:

@@ -20,18 +20,6 @@ class PlanMetadata(KVConnectorMetadata):
     plan: StepPlan
 
 
-@dataclass(slots=True)
-class WorkerReport(KVConnectorWorkerMetadata):
-    """Workers to the scheduler. vLLM folds the reports of all ranks into one."""
-
-    report: StepReport
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, WorkerReport)
-        self.report.merge(other.report)
-        return self
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerHello(KVConnectorHandshakeMetadata):
     """A worker to the scheduler, once, when it is ready to serve."""
@@ -39,3 +27,20 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     namespace: str
     slot_count: int
     slot_bytes: int
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Workers to the scheduler. vLLM folds the reports of all ranks into one.
+
+    hellos: where nobody has asked for them before the first step.
+    """
+
+    report: StepReport
+    hellos: tuple[WorkerHello, ...] = ()
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerReport)
+        self.report.merge(other.report)
+        self.hellos += other.hellos
+        return self

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,9 @@ _BREAKER_FAILURES = 5
 
 
 class SchedulerSide(Guarded):
-    """Made before the workers have reported; of use from `set_workers` on."""
+    """Made before the workers have reported; of use from `set_workers` on, or, where that brings
+    no report of theirs, from the first step's output on.
+    """
 
     def __init__(
         self,
@@ -79,6 +81,10 @@ class SchedulerSide(Guarded):
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
         self._hellos: list[WorkerHello] = []
+        """Of all workers, or, while the planner is a stand-in, of those that have reported."""
+        self._world_size = 0
+        self._hears_in_steps = False
+        self._salt: bytes | None = None
         self._hashes = RequestHashes()
         self._observers = observers
         self._unplanned: list[str] = []
@@ -100,12 +106,25 @@ class SchedulerSide(Guarded):
         knows which slots are in use, and the salt that keeps what was cached before out of reach.
         """
         if self._planner is not None:
-            if Counter(hellos) != Counter(self._hellos):
+            known = () if self._hears_in_steps else self._hellos
+            if Counter(hellos) != Counter(known):
                 raise UnsupportedError("the workers are not those that the engine started with")
             return
-        if len(hellos) != world_size:
+        self._world_size = world_size
+        self._hears_in_steps = not hellos
+        if hellos:
+            self._planner = self._start(hellos)
+            return
+        logger.info(
+            "s3kv: the workers tell of their host memory in the first step; the requests in it are "
+            "computed (MultiConnector hands on the reports of one connector only)"
+        )
+        self._planner = self._make_planner(1, slot_bytes=1, serves=False)
+
+    def _start(self, hellos: list[WorkerHello]) -> KVPlanner:
+        if len(hellos) != self._world_size:
             raise UnsupportedError(
-                f"{len(hellos)} of {world_size} workers reported; s3kv needs a report of each"
+                f"{len(hellos)} of {self._world_size} workers reported; s3kv needs a report of each"
             )
         digests = {hello.namespace for hello in hellos}
         if len(digests) != 1:
@@ -118,24 +137,35 @@ class SchedulerSide(Guarded):
                 f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, "
                 f"{need} bytes here (or make chunk_tokens smaller)"
             )
-        self._planner = self._make_planner(slots, world_size, hellos[0].slot_bytes)
         self._hellos = hellos
         logger.info(
             "s3kv: bucket %s, namespace %s, %d ranks, %d slots of %d tokens",
             self._config.bucket,
             digests.pop(),
-            world_size,
+            self._world_size,
             slots,
             self._sizes.chunk_tokens,
         )
+        return self._make_planner(slots, hellos[0].slot_bytes)
 
-    def _make_planner(self, slots: int, world_size: int, slot_bytes: int) -> KVPlanner:
+    def _report_late(self, hellos: Sequence[WorkerHello]) -> None:
+        """Replace the stand-in for the planner once all ranks have reported."""
+        if len(self._hellos) == self._world_size:
+            return
+        self._hellos += hellos
+        if len(self._hellos) == self._world_size:
+            stand_in, self._planner = self.planner, self._start(self._hellos)
+            if self._salt is not None:
+                self._planner.reset(self._salt)
+            self._planner.adopt(stand_in)
+
+    def _make_planner(self, slots: int, slot_bytes: int, *, serves: bool = True) -> KVPlanner:
         config = self._config
         ledger = ChunkLedger(
             SlotTable(slots, make_policy(config.eviction, slots)),
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
-            world_size=world_size,
+            world_size=self._world_size,
             residency=None if self._observers is None else self._observers.log,
         )
         settings = KVPlannerSettings(
@@ -146,8 +176,8 @@ class SchedulerSide(Guarded):
             max_wait_s=config.max_wait_ms / 1000,
             recompute_gate=config.recompute_gate,
             max_saves_inflight=config.max_saves_inflight,
-            may_load=self._may_load,
-            may_save=self._may_save,
+            may_load=self._may_load and serves,
+            may_save=self._may_save and serves,
             group=GROUP,
         )
         pace = Pace(
@@ -183,10 +213,11 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: (0, False))
     def lookup(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        if request.skip_reading_prefix_cache:
-            return 0, False
-        answer = self.planner.lookup(request.request_id, computed_tokens, time.monotonic())
-        if self._observers is not None:
+        reads = not request.skip_reading_prefix_cache
+        answer = self.planner.lookup(
+            request.request_id, computed_tokens, time.monotonic(), reads=reads
+        )
+        if reads and self._observers is not None:
             request_id = request.request_id
             self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
         if answer.wait:
@@ -233,6 +264,8 @@ class SchedulerSide(Guarded):
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._stirred = True
+            if report.hellos:
+                self._report_late(report.hellos)
             self.planner.on_report(report.report, now_s)
         if output.finished_recving:
             self._stirred = True
@@ -258,7 +291,8 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: False)
     def reset(self) -> bool:
-        self.planner.reset(secrets.token_bytes(32))
+        self._salt = secrets.token_bytes(32)
+        self.planner.reset(self._salt)
         if self._observers is not None:
             self._observers.reset()
         logger.info("s3kv: cache reset; what was cached before cannot be reached any more")

@@ -20,12 +20,12 @@ from s3kv.connectors.translate import GROUP, KVGeometry, shard_name, writes_befo
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
 from s3kv.device.nearby import memory_near
-from s3kv.errors import ConfigError
+from s3kv.errors import ConfigError, IoProcessError, StoreError
 from s3kv.host.processors import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
-from s3kv.messages import StepPlan
+from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
@@ -71,6 +71,8 @@ class WorkerSide(Guarded):
         self._slab: Slab | None = None
         self._hello: WorkerHello | None = None
         self._started = False
+        self._hello_is_owed = True
+        """Nobody has asked: under `MultiConnector` only the first connector with a hello is."""
         self._stranded: set[str] = set()
         self._prefault: threading.Thread | None = None
         self._closing = threading.Event()
@@ -164,6 +166,7 @@ class WorkerSide(Guarded):
         """
         assert self._client is not None, "register comes first"
         assert self._hello is not None
+        self._hello_is_owed = False
         if not self._started:
             wait_for_bucket(self._client, self._config)
             if self._prefault is not None:
@@ -289,7 +292,17 @@ class WorkerSide(Guarded):
     @guarded(default=lambda: None)
     def report(self) -> WorkerReport | None:
         report = self._rank.take_report() if self._rank is not None else None
+        if self._hello_is_owed and self._hello is not None:
+            return WorkerReport(report or StepReport(), self._late_hello())
         return WorkerReport(report) if report is not None else None
+
+    def _late_hello(self) -> tuple[WorkerHello, ...]:
+        """The I/O process has tried the bucket while the engine warmed up: this hardly waits."""
+        try:
+            return (self.hello(),)
+        except (IoProcessError, StoreError):
+            logger.error("s3kv: this engine has started, and serves without its cache")
+            return ()
 
     def stats(self) -> S3KVStats | None:
         if self._rank is None or self._client is None:

@@ -63,6 +63,8 @@ class KVPlanner:
         self._fences: set[int] = set()
         self._unwanted: dict[int, Job] = {}
         self._overdue: dict[int, Job] = {}
+        self._looked_up: dict[str, int] = {}
+        """Since the last plan, with how many tokens the engine had itself."""
 
     # --- requests come and go --------------------------------------------------------------
 
@@ -71,6 +73,14 @@ class KVPlanner:
         self._requests[request_id] = RequestRecord(
             request_id, block_hashes, window=self._settings.probe_chunks
         )
+
+    def adopt(self, other: KVPlanner) -> None:
+        """The requests that `other`, which neither loads nor saves, knows so far: they will do
+        neither here, because nobody has kept where they are.
+        """
+        for request_id, record in other._requests.items():
+            self.add_request(request_id, record.block_hashes)
+            self._requests[request_id].barred = True
 
     def prefetch(self, request_id: str, local_tokens: int, now_s: float) -> None:
         """Start on a queued request's first chunks, unless half of host memory is spoken for."""
@@ -99,8 +109,11 @@ class KVPlanner:
 
     # --- lookups ---------------------------------------------------------------------------
 
-    def lookup(self, request_id: str, local_tokens: int, now_s: float) -> Answer:
-        """How many tokens after the `local_tokens` the engine has itself can be loaded now.
+    def lookup(
+        self, request_id: str, local_tokens: int, now_s: float, *, reads: bool = True
+    ) -> Answer:
+        """How many tokens after the `local_tokens` the engine has itself can be loaded now. Without
+        `reads` none: the request has to be computed.
 
         May be asked any number of times; asks the bucket for what is missing, and waits for it
         only while that is expected to pay (see `pace`).
@@ -108,7 +121,8 @@ class KVPlanner:
         record = self._requests[request_id]
         if record.state is RequestState.WAITING and not record.news and now_s < record.wait_until_s:
             return WAIT
-        if not self._settings.may_load or record.barred:
+        self._looked_up[request_id] = local_tokens
+        if not self._settings.may_load or record.barred or not reads:
             return NOTHING
         if record.state is RequestState.COMPUTING:
             record.start_over()
@@ -169,6 +183,7 @@ class KVPlanner:
             if record.state is not RequestState.LOADING:
                 self._prefix.release(record)
                 record.step(RequestEvent.ADMIT)
+                self._fence_others(request_id, block_ids)
             return
         record.step(RequestEvent.LOAD)
         parts = self._load_parts(record, block_ids, external_tokens)
@@ -179,6 +194,13 @@ class KVPlanner:
         bucket_tokens = self.bucket_tokens(request_id, external_tokens)
         self.counters["hit_tokens_bucket"] += bucket_tokens
         self.counters["hit_tokens_host"] += external_tokens - bucket_tokens
+
+    def _fence_others(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Another connector may write to these blocks before the request is scheduled."""
+        local_tokens = self._looked_up.get(request_id)
+        if local_tokens is not None:
+            first = local_tokens // self._settings.block_tokens
+            self._fences |= self.ledger.fences(block_ids[first:])
 
     def bucket_tokens(self, request_id: str, external_tokens: int) -> int:
         """How many of the tokens loaded came from the bucket just now; the rest was resident."""
@@ -223,6 +245,7 @@ class KVPlanner:
     def plan(self, scheduled: Iterable[ScheduledRequest], now_s: float) -> StepPlan:
         """This step's instructions. Called once per engine step, after all lookups."""
         fences, self._fences = self._fences, set()
+        looked_up, self._looked_up = self._looked_up, {}
         tokens = 0
         for step in scheduled:
             tokens += step.scheduled_tokens
@@ -230,6 +253,11 @@ class KVPlanner:
             if record is None:
                 continue
             fences |= self.ledger.fences(self._place(record, step))
+            own_tokens = looked_up.get(step.request_id) if step.replaces else None
+            if own_tokens is not None and step.computed_tokens > own_tokens:
+                # Another connector loads while the step runs. Whether that went well is known only
+                # after this step's saves are on their way to the bucket.
+                record.barred = True
             if self._settings.may_save and not record.barred:
                 self._save(record, step.computed_tokens + step.scheduled_tokens)
         self.pace.step_started(now_s, tokens)

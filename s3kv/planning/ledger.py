@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,7 +132,7 @@ class ChunkLedger:
         """Blocks are still being copied to slots, so an idle engine has to keep polling."""
         return bool(self._saving_blocks) or bool(self._save_orders)
 
-    def fences(self, block_ids: list[int]) -> set[int]:
+    def fences(self, block_ids: Sequence[int]) -> set[int]:
         """The saves that still read one of these blocks, which are about to be overwritten."""
         saving = self._saving_blocks
         if not saving:

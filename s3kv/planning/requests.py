@@ -99,7 +99,8 @@ class RequestRecord:
     fetched: set[int] = field(default_factory=set)
     """Chunks that came from the bucket for this request, for the hit statistics."""
     barred: bool = False
-    """A load of its failed, or the cache was reset under it: no loads and no saves any more."""
+    """A load of its failed, the cache was reset under it, or its KV may be wrong or of unknown
+    place for another reason: no loads and no saves any more."""
     block_ids: list[int] = field(default_factory=list)
     saved: int = 0
     """Chunks before this one have been saved or deliberately not, but for the `undecided`."""

@@ -13,7 +13,7 @@ from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.translate import KVGeometry
 from s3kv.errors import UnsupportedError
-from s3kv.messages import JobEnd, JobKind, StepReport
+from s3kv.messages import JobEnd, JobKind, StepPlan, StepReport
 from s3kv.types import ChunkKey, Outcome
 
 
@@ -192,3 +192,74 @@ def test_other_workers_than_at_the_start_are_refused(hellos: list[WorkerHello]) 
     scheduler = side()
     with pytest.raises(UnsupportedError, match="not those that the engine started with"):
         scheduler.set_workers(hellos, 1)
+
+
+# ---------------------------------------------------------------------------- late reports
+
+
+def reporting(*hellos: WorkerHello) -> Any:
+    """The output of a step in which these workers reported."""
+    report = WorkerReport(StepReport())
+    for hello in hellos:
+        report.aggregate(WorkerReport(StepReport(), (hello,)))
+    return SimpleNamespace(kv_connector_worker_meta=report, finished_recving=None)
+
+
+def unheard(world_size: int = 2) -> SchedulerSide:
+    scheduler = SchedulerSide(
+        Config(bucket="bucket", recompute_gate=False),
+        KVGeometry(16, 16, 32),
+        may_load=True,
+        may_save=True,
+    )
+    scheduler.set_workers([], world_size)
+    return scheduler
+
+
+HELLO = WorkerHello("n" * 32, slot_count=8, slot_bytes=4096)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_workers_that_report_in_the_first_step_are_served_from_then_on(at_once: bool) -> None:
+    scheduler = unheard()
+    early = request("early")
+    scheduler.on_new_request(early)
+    assert scheduler.lookup(early, 0) == (0, False)
+    assert scheduler.plan(step()) == StepPlan()
+    scheduler.on_output(reporting(HELLO, HELLO) if at_once else reporting(HELLO))
+    assert len(scheduler.planner.ledger.slots) == (8 if at_once else 1)
+    scheduler.on_output(reporting() if at_once else reporting(HELLO))
+    assert len(scheduler.planner.ledger.slots) == 8
+    assert scheduler.lookup(early, 0) == (0, False)
+    late = request("late")
+    scheduler.on_new_request(late)
+    assert scheduler.lookup(late, 0) == (None, False)
+    assert len(scheduler.plan(step()).fetches) == 2
+    scheduler.on_finished(early)
+    scheduler.set_workers([], 2)  # at a wake-up
+    assert scheduler.broken is None
+
+
+def test_a_reset_before_the_workers_report_is_kept() -> None:
+    keys = []
+    for resets in (False, True):
+        scheduler = unheard(world_size=1)
+        if resets:
+            assert scheduler.reset()
+        scheduler.on_output(reporting(HELLO))
+        scheduler.on_new_request(request("r"))
+        scheduler.lookup(request("r"), 0)
+        keys.append([fetch.key for fetch in scheduler.plan(step()).fetches])
+        assert scheduler.broken is None
+    assert len(keys[0]) == len(keys[1]) == 2
+    assert not set(keys[0]) & set(keys[1])
+
+
+def test_workers_that_do_not_fit_together_turn_the_cache_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = unheard()
+    scheduler.on_output(reporting(HELLO, WorkerHello("m" * 32, 8, 4096)))
+    assert scheduler.broken == "on_output"
+    assert "the ranks disagree on the namespace" in caplog.text
+    assert scheduler.lookup(request("r"), 0) == (0, False)

@@ -13,7 +13,8 @@ from s3kv.connectors.kv import S3KVConnector
 from s3kv.connectors.kv_messages import WorkerHello
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.connectors.translate import geometry
-from s3kv.messages import LoadOrder, LoadPart, SaveOrder, StepPlan
+from s3kv.errors import StoreUnavailable
+from s3kv.messages import LoadOrder, LoadPart, SaveOrder, StepPlan, StepReport
 from s3kv.types import ChunkKey
 from tests.contract.configurations import FULL, groups
 from tests.contract.test_vllm_api import VERSION
@@ -75,6 +76,43 @@ def test_the_bucket_is_waited_for_at_start_and_not_at_a_wake_up(
     worker._client, worker._hello = object(), WorkerHello("n" * 32, 8, 4096)  # type: ignore[assignment]
     assert worker.hello() is worker.hello() is worker._hello
     assert len(waited) == 1
+
+
+class Quiet(Rank):
+    def take_report(self) -> StepReport | None:
+        return None
+
+
+def test_who_has_not_been_asked_reports_in_the_first_step(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_worker, "wait_for_bucket", lambda *args: None)
+    hello = WorkerHello("n" * 32, 8, 4096)
+    for asked in (False, True):
+        worker = side(tiny_config, Quiet())
+        worker._client, worker._hello = object(), hello  # type: ignore[assignment]
+        if asked:
+            worker.hello()
+        first = worker.report()
+        assert (None if first is None else first.hellos) == (None if asked else (hello,))
+        assert worker.report() is None
+
+
+def test_who_has_no_bucket_in_the_first_step_does_not_report(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: Any) -> None:
+        raise StoreUnavailable("gone")
+
+    monkeypatch.setattr(kv_worker, "wait_for_bucket", fails)
+    worker = side(tiny_config, Quiet())
+    worker._client, worker._hello = object(), WorkerHello("n" * 32, 8, 4096)  # type: ignore[assignment]
+    first = worker.report()
+    assert first is not None
+    assert first.hellos == ()
+    assert worker.report() is None
+    assert worker.broken is None
+    assert "serves without its cache" in caplog.text
 
 
 def step(worker: WorkerSide) -> None:
