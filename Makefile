@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml scripts/install_engine.sh
 	$(BIN)/python -m pip install --quiet --editable '.[test,dev,docs]'
 	touch $@
 
-test: $(STAMP) ## the tests, but for those of a minute or more (`make long`); ARGS="-m 'not e2e'" for those without an engine
+test: $(STAMP) ## the tests, but for those of about a minute or more (`make long`); ARGS="-m 'not e2e'" for those without an engine
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 e2e: $(STAMP) ## only the tests on the real engine
@@ -32,7 +32,7 @@ e2e: $(STAMP) ## only the tests on the real engine
 infra: $(STAMP) ## only the tests of terraform/ and deploy/: they need terraform, its AWS provider and kubectl, but no AWS
 	$(BIN)/python -m pytest tests/infra tests/deploy $(ARGS)
 
-long: $(STAMP) ## the tests that take a minute or more each: part of CI, not of `make test`
+long: $(STAMP) ## the tests that take about a minute or more each: part of CI, not of `make test`
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m 'long and not nightly' $(ARGS)
 
 nightly: $(STAMP) ## the tests that take many minutes

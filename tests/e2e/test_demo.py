@@ -31,6 +31,7 @@ def start_demo() -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_second_engine_computes_less_and_says_the_same() -> None:
     demo = start_demo()
     output, errors = demo.communicate(timeout=200)

@@ -171,6 +171,7 @@ def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
         assert counters(engine)["hits"] == 2
 
 
+@pytest.mark.long
 def test_ranks_in_processes_of_their_own_share_one_fetch(
     pictures: Pictures, s3: S3Server, filled: str
 ) -> None:

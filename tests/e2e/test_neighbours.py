@@ -85,7 +85,7 @@ def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
         assert at_rest(engine)["hit_tokens_bucket"] == 3 * HIT
 
 
-@pytest.mark.parametrize("in_process", [True, False])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on(
     in_process: bool, tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
 ) -> None:

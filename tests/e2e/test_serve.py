@@ -153,6 +153,7 @@ def test_the_plugin_is_installed() -> None:
     assert found.get("s3kv") == "s3kv.connectors.plugin:register", "run: pip install -e ."
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 def test_serve_restart_serve(
     tiny: Path,

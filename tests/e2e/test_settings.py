@@ -77,6 +77,7 @@ def test_a_slab_smaller_than_a_prompt_serves_the_part_that_fits(
     assert cached(answers)[3] <= fits
 
 
+@pytest.mark.long
 def test_two_models_in_one_bucket_do_not_meet(
     models_dir: Path, tmp_path: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
