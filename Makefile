@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test e2e infra long nightly lint format docs demo bench clean gpu gpu-tests gpu-copies gpu-path gpu-pages
+.PHONY: help venv test test-all e2e infra nightly lint format docs demo bench clean gpu gpu-tests gpu-copies gpu-path gpu-pages
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,26 +23,27 @@ $(STAMP): pyproject.toml scripts/install_engine.sh
 	$(BIN)/python -m pip install --quiet --editable '.[test,dev,docs]'
 	touch $@
 
-test: $(STAMP) ## the tests, but for those of about a minute or more (`make long`); ARGS="-m 'not e2e'" for those without an engine
+test: $(STAMP) ## the unit and contract tests, and the engine tests that matter most: minutes; ARGS="tests/unit" for some of them
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
+test-all: $(STAMP) ## every test but the nightly ones: what CI runs
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m '(long or not long) and not nightly' $(ARGS)
+
 e2e: $(STAMP) ## only the tests on the real engine
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup tests/e2e $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup tests/system/e2e $(ARGS)
 
 infra: $(STAMP) ## only the tests of terraform/ and deploy/: they need terraform, its AWS provider and kubectl, but no AWS
-	$(BIN)/python -m pytest tests/infra tests/deploy $(ARGS)
-
-long: $(STAMP) ## the tests that take about a minute or more each: part of CI, not of `make test`
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m 'long and not nightly' $(ARGS)
+	$(BIN)/python -m pytest tests/system/infra tests/system/deploy $(ARGS)
 
 nightly: $(STAMP) ## the tests that take many minutes
 	$(BIN)/python -m pytest -m nightly $(ARGS)
 
-lint: $(STAMP) ## ruff, mypy, and the import contracts
+lint: $(STAMP) ## ruff, mypy, the import contracts, and how docstrings start
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.check_docstrings
 
 format: $(STAMP) ## what ruff can mend by itself
 	$(BIN)/ruff check --fix
@@ -64,7 +65,7 @@ gpu: gpu-tests gpu-copies gpu-path gpu-pages ## what needs a GPU, tests and benc
 
 gpu-tests:
 	mkdir -p $(GPU_OUT)
-	$(PYTHON) -m pytest -c tests/gpu/bare.ini --rootdir . -m gpu --junitxml $(GPU_OUT)/tests.xml tests/gpu tests/device $(ARGS)
+	$(PYTHON) -m pytest -c tests/gpu/bare.ini --rootdir . -m gpu --junitxml $(GPU_OUT)/tests.xml tests/gpu tests/unit/device $(ARGS)
 
 gpu-copies:
 	$(PYTHON) -m benchmarks.gpu_copies --out $(GPU_OUT)/gpu-copies.json

@@ -1,7 +1,7 @@
 """What the books of host memory cost: `python -m benchmarks.host [slots]`.
 
 Times are the least of several rounds in ns per item, on one core, without the engine beside it.
-Bytes are what a full table and its policy, ghosts included, hold per resident chunk, beside the
+Bytes are what a full table and its policy hold per resident chunk, beside the
 block hash itself.
 """
 
@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns
 
-from s3kv.host.policy import make_policy
-from s3kv.host.slots import SlotTable
+from s3kv.host.room import EqualSlots
+from s3kv.host.table import Table
 from s3kv.types import ChunkKey
 
 CHAIN_CHUNKS = 1024
@@ -29,11 +29,11 @@ def block_hashes(count: int, *, seed: int) -> list[bytes]:
     return [rng.randbytes(32) for _ in range(count)]
 
 
-def fill(table: SlotTable, hashes: list[bytes]) -> None:
+def fill(table: Table, hashes: list[bytes]) -> None:
     for block_hash in hashes:
         reservation = table.reserve(ChunkKey(0, block_hash))
         assert reservation is not None
-        table.commit(reservation.slot, dirty=False)
+        table.commit(reservation.entry, dirty=False)
 
 
 def least_ns(work: Callable[[], object], items: int) -> float:
@@ -48,7 +48,7 @@ def least_ns(work: Callable[[], object], items: int) -> float:
 def measure(name: str, count: int) -> dict[str, float]:
     evicted, hashes = block_hashes(count, seed=1), block_hashes(count, seed=2)
     tracemalloc.start()
-    table = SlotTable(count, make_policy(name, count))
+    table = Table(EqualSlots(count), name)
     fill(table, evicted)
     fill(table, hashes)
     nbytes, _ = tracemalloc.get_traced_memory()
@@ -68,14 +68,14 @@ def measure(name: str, count: int) -> dict[str, float]:
         "bytes_per_chunk": round(nbytes / count, 1),
     }
     for slot in slots:
-        while table.pins(slot):
+        while slot.pins:
             table.unpin(slot)
     result |= evictions(table, count)
     table.check()
     return result
 
 
-def evictions(table: SlotTable, count: int) -> dict[str, float]:
+def evictions(table: Table, count: int) -> dict[str, float]:
     """A reservation that evicts, and its commit: two tables full of new keys, none ever used."""
     times = []
     for seed in (3, 4):
@@ -97,7 +97,7 @@ def main() -> None:
         "python": platform.python_version(),
         "slots": count,
         "chain_chunks": CHAIN_CHUNKS,
-        "policies": {name: measure(name, count) for name in ("lru", "sieve", "s3fifo")},
+        "policies": {name: measure(name, count) for name in ("lru", "sieve")},
     }
     print(json.dumps(report, indent=2))
 

@@ -1,9 +1,11 @@
 """Speed and processor time of the object tier against a server: `python -m benchmarks.objects URL`.
 
-8 MiB objects, 8 at once. Each row runs in a process of its own, rows take turns, and every figure
-is the median over the rounds. `ratio` is the row's MB/s over that of plain blocking sockets in
-threads in the same round, which is what this machine and this server can give; `cpu_s_per_gib` is
-the client process's processor time while bytes moved. Credentials are botocore's.
+8 MiB objects (`--object-bytes`), 8 at once. Each row runs in a process of its own, rows take turns,
+and every figure is the median over the rounds. `ratio` is the row's MB/s over that of plain
+blocking sockets in threads in the same round, which is what this machine and this server can give;
+`cpu_s_per_gib` is the client process's processor time while bytes moved, and `cpu_us_per_request`
+the same by request. The rows "get aiobotocore" and "put aiobotocore" go through AWS's SDK instead
+of our own client. Credentials are botocore's.
 """
 
 from __future__ import annotations
@@ -28,34 +30,47 @@ from botocore.config import Config as BotoConfig
 
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.s3 import S3Store
+from s3kv.objects.s3.s3_store import open_store
 from s3kv.types import TensorSpec
 
 AT_ONCE = 8
-FORMAT = ChunkFormat("0" * 32, (TensorSpec("kv", "U8", (8 * 2**20 - 4096,)),), 0, "t0of1-p0of1")
-OBJECT_BYTES = FORMAT.object_bytes
 HASH = bytes(32)
 KEYS = [f"s3kv-benchmark/{i}" for i in range(AT_ONCE)]
-ROWS = ("raw get", "get", "get asyncio", "get checked", "raw put", "put", "put asyncio")
+ROWS = (
+    *("raw get", "get", "get asyncio", "get checked", "get aiobotocore"),
+    *("raw put", "put", "put asyncio", "put aiobotocore"),
+)
 
 
-def row(name: str, url: str, bucket: str, requests: int) -> dict[str, float]:
-    buffers = [memoryview(bytearray(OBJECT_BYTES)) for _ in range(AT_ONCE)]
+def layout(object_bytes: int) -> ChunkFormat:
+    """A chunk of about this size."""
+    tensor = TensorSpec("kv", "U8", (object_bytes - 4096,))
+    return ChunkFormat("0" * 32, (tensor,), 0, "h0-7of8-l0-31of32")
+
+
+def row(name: str, url: str, bucket: str, requests: int, chunk: ChunkFormat) -> dict[str, float]:
+    buffers = [memoryview(bytearray(chunk.object_bytes)) for _ in range(AT_ONCE)]
     for buffer in buffers:
-        buffer[:] = b"\x5a" * OBJECT_BYTES  # its pages exist before the clock starts
-        FORMAT.seal(buffer, HASH)
+        buffer[:] = b"\x5a" * len(buffer)  # its pages exist before the clock starts
+        chunk.seal(buffer, HASH)
     if name.startswith("raw"):
         wall_s, cpu_s = raw(name.removeprefix("raw ").upper(), url, bucket, requests, buffers)
     else:
-        work = ours(name, url, bucket, requests, buffers)
+        work = ours(name, url, bucket, requests, buffers, chunk)
         wall_s, cpu_s = asyncio.run(work) if "asyncio" in name else uvloop.run(work)
     return {"wall_s": wall_s, "cpu_s": cpu_s}
 
 
 async def ours(
-    name: str, url: str, bucket: str, requests: int, buffers: list[memoryview]
+    name: str,
+    url: str,
+    bucket: str,
+    requests: int,
+    buffers: list[memoryview],
+    chunk: ChunkFormat,
 ) -> tuple[float, float]:
-    store = S3Store(Config(bucket=bucket, endpoint_url=url))
+    client = "aiobotocore" if "aiobotocore" in name else "fast"
+    store = open_store(Config(bucket=bucket, endpoint_url=url, client=client))
     left = list(range(requests))
 
     async def work(key: str, buffer: memoryview) -> None:
@@ -66,9 +81,9 @@ async def ours(
                 continue
             info = await store.get_into(key, buffer)
             assert info is not None
-            assert info.nbytes == OBJECT_BYTES
+            assert info.nbytes == chunk.object_bytes
             if name == "get checked":
-                assert FORMAT.check(buffer, info.nbytes, HASH) is None
+                assert chunk.check(buffer, info.nbytes, HASH) is None
 
     await store.check()
     started_s, cpu_s = perf_counter(), process_time()
@@ -88,7 +103,7 @@ def raw(
     for key in KEYS:
         signed = client.generate_presigned_url(verb, Params={"Bucket": bucket, "Key": key})
         parts = urlsplit(signed)
-        length = OBJECT_BYTES if method == "PUT" else 0
+        length = len(buffers[0]) if method == "PUT" else 0
         heads.append(
             f"{method} {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Content-Length: {length}\r\n\r\n".encode()
@@ -160,27 +175,33 @@ def main() -> None:
     parser.add_argument("url")
     parser.add_argument("--bucket", default="bkt")
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--object-bytes", type=int, default=8 * 2**20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--row", choices=ROWS, help="run this one, once, in this process")
     args = parser.parse_args()
+    chunk = layout(args.object_bytes)
     if args.row is not None:
-        print(json.dumps(row(args.row, args.url, args.bucket, args.requests)))
+        print(json.dumps(row(args.row, args.url, args.bucket, args.requests, chunk)))
         return
-    row("put", args.url, args.bucket, AT_ONCE)
+    row("put", args.url, args.bucket, AT_ONCE, chunk)
     rounds = [{name: child(name, args) for name in ROWS} for _ in range(args.rounds)]
-    print(json.dumps(report(rounds, args.requests * OBJECT_BYTES), indent=2))
+    print(json.dumps(report(rounds, args.requests, chunk.object_bytes), indent=2))
 
 
 def child(name: str, args: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.objects", args.url, "--bucket", args.bucket]
     command += ["--requests", str(args.requests), "--row", name]
+    command += ["--object-bytes", str(args.object_bytes)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ).stdout
     taken: dict[str, float] = json.loads(out)
     return taken
 
 
-def report(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[str, dict[str, float]]:
+def report(
+    rounds: list[dict[str, dict[str, float]]], requests: int, object_bytes: int
+) -> dict[str, dict[str, float]]:
     rows = {}
+    nbytes = requests * object_bytes
     for name in ROWS:
         base = "raw put" if "put" in name else "raw get"
         walls = [r[name]["wall_s"] for r in rounds]
@@ -189,6 +210,7 @@ def report(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[str, 
         rows[name] = {
             "mb_per_s": round(nbytes / statistics.median(walls) / 1e6),
             "ratio": round(statistics.median(ratios), 2),
+            "cpu_us_per_request": round(statistics.median(cpus) / requests * 1e6),
             "cpu_s_per_gib": round(statistics.median(cpus) / nbytes * 2**30, 3),
         }
     return rows

@@ -20,8 +20,7 @@ import subprocess
 import sys
 from time import perf_counter
 
-from s3kv.host.huge import gives_huge_pages, shmem_policy
-from s3kv.host.numa import FIRST_TOUCH, NodeChoice
+from s3kv.host.placement import FIRST_TOUCH, NodeChoice, gives_huge_pages, shmem_policy
 from s3kv.host.slab import Slab
 
 PIECE_BYTES = 16 * 2**20
@@ -53,7 +52,7 @@ def measure(nbytes: int, *, huge_pages: bool, gpu: bool) -> dict[str, float]:
 def near_the_gpu() -> NodeChoice:
     import torch
 
-    from s3kv.device.nearby import memory_near
+    from s3kv.device.selection import memory_near
 
     return memory_near(torch.device("cuda", 0))
 
@@ -83,7 +82,7 @@ def bus(slab: Slab) -> dict[str, float]:
     """Registered with CUDA, and copied by DMA."""
     import torch
 
-    from s3kv.device.pinning import register, unpin
+    from s3kv.device.gpu.pinning import register, unpin
 
     memory = torch.frombuffer(slab.view, dtype=torch.uint8)
     there = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cuda")

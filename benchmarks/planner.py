@@ -17,15 +17,16 @@ from collections.abc import Callable
 from time import perf_counter_ns
 
 from s3kv.config import Config
-from s3kv.host.policy import make_policy
-from s3kv.host.slots import SlotTable
+from s3kv.host.room import EqualSlots
+from s3kv.host.table import Table
 from s3kv.messages import JobEnd, JobKind, StepReport
 from s3kv.planning.breaker import Breaker
+from s3kv.planning.cover import GroupSpec
 from s3kv.planning.index import BucketIndex
-from s3kv.planning.kv import KVPlanner, ScheduledRequest
-from s3kv.planning.ledger import ChunkLedger
+from s3kv.planning.kv import KVPlanner, KVPlannerSettings
+from s3kv.planning.ledger import Ledger
 from s3kv.planning.pace import Pace
-from s3kv.planning.prefix import KVPlannerSettings
+from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
 
 CHUNK_TOKENS = 128
@@ -47,15 +48,14 @@ GOALS = {
 
 
 def make_planner() -> KVPlanner:
-    ledger = ChunkLedger(
-        SlotTable(SLOTS, make_policy("s3fifo", SLOTS)),
+    ledger = Ledger(
+        Table(EqualSlots(SLOTS), "lru"),
         BucketIndex(capacity=2_000_000, miss_ttl_s=20.0),
         Breaker(threshold=5),
         world_size=1,
     )
     settings = KVPlannerSettings(
-        chunk_tokens=CHUNK_TOKENS,
-        block_tokens=BLOCK_TOKENS,
+        groups=(GroupSpec(BLOCK_TOKENS, CHUNK_TOKENS),),
         hash_tokens=BLOCK_TOKENS,
         probe_chunks=Config(bucket="any").probe_chunks,
         max_wait_s=10.0,
@@ -80,9 +80,9 @@ def know(planner: KVPlanner, rng: random.Random, count: int) -> None:
     for _ in range(count):
         key = ChunkKey(0, rng.randbytes(32))
         ledger.index.note_present(key)
-        reservation = ledger.slots.reserve(key)
+        reservation = ledger.table.reserve(key)
         assert reservation is not None
-        ledger.slots.commit(reservation.slot, dirty=False)
+        ledger.table.commit(reservation.entry, dirty=False)
 
 
 def least_us(prepare: Callable[[int], Callable[[], object]]) -> float:
@@ -107,9 +107,9 @@ def first_lookup(
     for block_hash in chunk_hashes(known):
         key = ChunkKey(0, block_hash)
         if kind == "resident":
-            reservation = planner.ledger.slots.reserve(key)
+            reservation = planner.ledger.table.reserve(key)
             assert reservation is not None
-            planner.ledger.slots.commit(reservation.slot, dirty=False)
+            planner.ledger.table.commit(reservation.entry, dirty=False)
 
     def prepare(number: int) -> Callable[[], object]:
         request_id = f"{kind} {number}"
@@ -144,9 +144,9 @@ def offered_again(planner: KVPlanner, rng: random.Random) -> dict[str, float]:
     """A request of 1,024 resident chunks: asked about again, placed, loaded."""
     hashes = prompt(rng)
     for block_hash in chunk_hashes(hashes):
-        reservation = planner.ledger.slots.reserve(ChunkKey(0, block_hash))
+        reservation = planner.ledger.table.reserve(ChunkKey(0, block_hash))
         assert reservation is not None
-        planner.ledger.slots.commit(reservation.slot, dirty=False)
+        planner.ledger.table.commit(reservation.entry, dirty=False)
     planner.add_request("again", hashes)
     planner.lookup("again", 0, 0.0)
     again = least_us(lambda _: lambda: planner.lookup("again", 0, 0.0))
@@ -157,12 +157,12 @@ def offered_again(planner: KVPlanner, rng: random.Random) -> dict[str, float]:
         if number:
             planner.loaded(["again"])
             planner.lookup("again", 0, 0.0)
-        return lambda: planner.admitted("again", blocks, tokens)
+        return lambda: planner.admitted("again", (blocks,), tokens)
 
     def load_ends(number: int) -> Callable[[], object]:
         if number:
             planner.lookup("again", 0, 0.0)
-            planner.admitted("again", blocks, tokens)
+            planner.admitted("again", (blocks,), tokens)
         return lambda: planner.loaded(["again"])
 
     costs = {
@@ -197,9 +197,9 @@ def decode_step(planner: KVPlanner, rng: random.Random) -> float:
     hashes = prompt(rng)[:256]
     for number in range(256):
         planner.add_request(f"decoding {number}", hashes)
-        planner.admitted(f"decoding {number}", [], 0)
+        planner.admitted(f"decoding {number}", ([],), 0)
     first = [
-        ScheduledRequest(f"decoding {n}", [n * 300 + b for b in range(257)], True, 0, 4_096)
+        ScheduledRequest(f"decoding {n}", ([n * 300 + b for b in range(257)],), True, 0, 4_096)
         for n in range(256)
     ]
     planner.plan(first, 0.0)

@@ -1,7 +1,7 @@
 """A production trace against s3kv's planner, in simulated time: `python -m benchmarks.trace --trace
-PATH [--host-gib 8 32 128] [--policies lru sieve s3fifo] [--json FILE]`.
+PATH [--host-gib 8 32 128] [--policies lru sieve] [--json FILE]`.
 
-The planner, its slot table and policies, and the I/O process's queue are the real ones; engines,
+The planner, its table and policies, and the I/O process's queue are the real ones; engines,
 network and bucket are models (`benchmarks/simulation/`). The trace is in Mooncake's form, one JSON
 object per line: timestamp (ms), input_length, output_length, hash_ids (one id per 512 tokens).
 
@@ -30,13 +30,13 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.simulation.fleet import BASELINES, Setup, run
 from benchmarks.simulation.workload import command, identity, load
-from s3kv.config import Config
+from s3kv.config import Eviction
 
-POLICIES: tuple[str, ...] = Config.__dataclass_fields__["eviction"].metadata["choices"]
+POLICIES: tuple[str, ...] = get_args(Eviction)
 
 ROWS = (
     ("prompt tokens from the device, %", "percent.gpu"),

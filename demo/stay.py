@@ -12,7 +12,7 @@ from typing import Any
 
 CONFIG = "demo.json"
 METRICS = "{}-metrics.txt"
-COMMANDS = ("doctor", "du", "ls", "verify", "gc --max-bytes 400MiB --dry-run")
+COMMANDS = ("doctor", "ls --summary", "verify", "gc --max-bytes 400MiB --dry-run")
 
 
 def write_metrics(directory: Path, name: str, metrics: Mapping[str, float]) -> None:

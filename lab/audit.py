@@ -38,7 +38,7 @@ def audit(engine: LLMEngine, timeout_s: float = 30.0) -> dict[str, Any]:
     return {
         "left": left,
         "broken": [side.broken for side in (scheduler, worker) if side.broken is not None],
-        "slots": len(scheduler.planner.ledger.slots),
+        "slots": scheduler.planner.ledger.table.count,
         "planner": dict(scheduler.planner.counters),
         "rank": dict(worker._rank.counters),
     }
@@ -76,7 +76,7 @@ def _leftover_items(engine: LLMEngine) -> dict[str, int]:
         "requests": len(planner._requests) + len(scheduler._asked),
         "names": len(planner._names),
         "fetches": planner.fetches_inflight,
-        "pinned": sum(item.pins > 0 for _, item in planner.table.items()),
+        "pinned": sum(entry.pins > 0 for entry in planner.ledger.table.entries()),
         "uploads": 0 if outbox is None else len(outbox._extents),
     }
 
@@ -112,7 +112,7 @@ def _ours(connector: Any) -> Any:
 def _leftovers(engine: LLMEngine) -> dict[str, int]:
     scheduler, worker = _sides(engine)
     planner, rank = scheduler.planner, worker._rank
-    slots = planner.ledger.slots.statistics()
+    slots = planner.ledger.table.statistics()
     core_scheduler = engine.engine_core.engine_core.scheduler
     pool = core_scheduler.kv_cache_manager.block_pool
     return {

@@ -24,6 +24,7 @@ from prometheus_client import REGISTRY
 from vllm import SamplingParams
 from vllm.config import ECTransferConfig, KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -33,7 +34,9 @@ Message = dict[str, Any]
 class Host(Protocol):
     """An engine whose requests are asynchronous generators; leaving one early aborts it."""
 
-    def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]: ...
+    def generate(
+        self, prompt: Any, params: Any, request_id: str, *, lora_request: LoRARequest | None
+    ) -> AsyncGenerator[Any, None]: ...
     async def reset_prefix_cache(self, running: bool, connector: bool) -> bool: ...
     async def collective_rpc(self, method: str, *, kwargs: Message) -> Any: ...
     def shutdown(self) -> None: ...
@@ -66,10 +69,10 @@ class InlineHost:
             await asyncio.sleep(0 if outputs else 0.001)
 
     async def generate(
-        self, prompt: Any, params: Any, request_id: str
+        self, prompt: Any, params: Any, request_id: str, *, lora_request: LoRARequest | None
     ) -> AsyncGenerator[Any, None]:
         queue = self._outputs[request_id] = asyncio.Queue()
-        self.engine.add_request(request_id, prompt, params)
+        self.engine.add_request(request_id, prompt, params, lora_request=lora_request)
         self._wake.set()
         finished = False
         try:
@@ -128,6 +131,7 @@ class Child:
         cache_salt: str | None,
         images: list[int],
         uuids: list[str | None],
+        adapter: list[Any] | None,
         abort_after_tokens: int | None,
         abort_after_s: float | None,
     ) -> Message:
@@ -144,7 +148,9 @@ class Child:
         if uuids:
             whole["multi_modal_uuids"] = {"image": uuids}
         self._requests += 1
-        stream = self._host.generate(whole, params, f"lab-{self._requests}")
+        lora = None if adapter is None else LoRARequest(*adapter)
+        name = f"lab-{self._requests}"
+        stream = self._host.generate(whole, params, name, lora_request=lora)
         record: Message = {
             "tokens": [],
             "cached_tokens": None,

@@ -62,7 +62,8 @@ class EngineFailed(Exception):
 class Ask:
     """One request.
 
-    images: seeds of `lab.vision.image`; uuids: a client's names for them.
+    images: seeds of `lab.vision.image`; uuids: a client's names for them. adapter: name, number and
+    path of a LoRA adapter.
     abort_after_*: give it up after so many tokens, or so long after sending.
     """
 
@@ -71,6 +72,7 @@ class Ask:
     cache_salt: str | None = None
     images: Sequence[int] = ()
     uuids: Sequence[str | None] = ()
+    adapter: tuple[str, int, str] | None = None
     abort_after_tokens: int | None = None
     abort_after_s: float | None = None
 
@@ -207,15 +209,23 @@ class Engine:
             self.kill()
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the engine: client, core, workers, what a connector started."""
-        return [p for p in psutil.process_iter() if self._is_ours(p)]
+        """Every living process of the engine: the client first, if it lives, then core, workers and
+        children of the connectors.
+        """
+        ours = [p for p in psutil.process_iter() if self._is_ours(p)]
+        # By number the client would come last when the numbers of processes begin anew.
+        return sorted(ours, key=lambda process: process.pid != self._process.pid)
+
+    def io_processes(self) -> list[psutil.Process]:
+        """The living I/O processes of the engine's connectors."""
+        return [p for p in self.processes() if "s3kv.io" in _command(p)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
-            return (
-                os.getsid(process.pid) == self._process.pid
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
+            if os.getsid(process.pid) != self._process.pid:
+                return False
+            # The first thread of a killed process is a zombie before the others have ended.
+            return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
         except (ProcessLookupError, psutil.NoSuchProcess):
             return False
 
@@ -223,7 +233,7 @@ class Engine:
         deadline = time.monotonic() + timeout_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return [f"{p.pid} {' '.join(p.cmdline())}" for p in left]
+        return [f"{p.pid} {' '.join(_command(p))}" for p in left]
 
     # -------------------------------------------------------------------------- commands
 
@@ -324,3 +334,11 @@ class Engine:
     def _with_log(self, message: str, lines: int = 40) -> str:
         tail = self.log_path.read_text(errors="replace").splitlines()[-lines:]
         return "\n".join([message, f"--- the end of {self.log_path}:", *tail])
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """The command line of a process; empty if it is ending."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # `ZombieProcess` is one
+        return []

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 VOCABULARY = 1_024
 MAX_TOKENS = 4_096
@@ -97,6 +97,42 @@ def build(directory: Path, preset: Preset, *, seed: int = 0) -> Path:
         partial = path / "model.safetensors.partial"
         save_file(_weights(preset, seed), partial, metadata={"format": "pt"})
         partial.rename(weights)
+    return path
+
+
+def build_adapter(path: Path, preset: Preset, *, seed: int = 0, alpha: int = 16) -> Path:
+    """Write a LoRA adapter of rank 4 for the preset's queries and values into `path`; return it.
+
+    Written in place over what is there: the same files, of the same lengths.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.1).to(torch.bfloat16)
+
+    rank, weights = 4, {}
+    for layer in range(preset.layers):
+        for module, heads in (("q_proj", preset.heads), ("v_proj", preset.kv_heads)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = normal(rank, preset.hidden)
+            weights[f"{name}.lora_B.weight"] = normal(heads * preset.head_dim, rank)
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "",
+        "target_modules": ["q_proj", "v_proj"],
+        "r": rank,
+        "lora_alpha": alpha,
+        "bias": "none",
+        "modules_to_save": None,
+    }
+    path.mkdir(parents=True, exist_ok=True)
+    for file, data in (
+        ("adapter_config.json", json.dumps(config).encode()),
+        ("adapter_model.safetensors", save(weights, metadata={"format": "pt"})),
+    ):
+        with open(path / file, "r+b" if (path / file).exists() else "wb") as handle:
+            handle.write(data)
+            handle.truncate()
     return path
 
 

@@ -43,13 +43,6 @@ class Prometheus:
         """The samples of an instant query, now. Raises `QueryFailed`."""
         return list(self.get("query", query=expr)["result"])
 
-    def query_range(
-        self, expr: str, *, start_s: float, end_s: float, step_s: float
-    ) -> list[dict[str, Any]]:
-        """The series of a range query; times are seconds since the epoch. Raises `QueryFailed`."""
-        asked = {"query": expr, "start": start_s, "end": end_s, "step": step_s}
-        return list(self.get("query_range", **asked)["result"])
-
     def get(self, path: str, **parameters: object) -> Any:
         """The data of an answer of its HTTP interface. Raises `QueryFailed`."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"

@@ -40,10 +40,10 @@ class S3Server:
     def objects(self, bucket: str, prefix: str = "") -> dict[str, int]:
         """Every key of a chunk that starts with `prefix`, with its object's length in bytes."""
         everything = self.everything(bucket, prefix)
-        return {key: size for key, size in everything.items() if not key.endswith("/manifest.json")}
+        return {key: size for key, size in everything.items() if key.endswith(".safetensors")}
 
     def everything(self, bucket: str, prefix: str = "") -> dict[str, int]:
-        """The same with the manifests of the namespaces."""
+        """The same with the manifests and shapes of the namespaces."""
         pages = self.client().get_paginator("list_objects_v2")
         return {
             entry["Key"]: entry["Size"]

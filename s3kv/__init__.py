@@ -1,3 +1,39 @@
-"""A tiered KV cache for vLLM: GPU, pinned host memory, S3."""
+"""A tiered KV cache for vLLM: GPU, pinned host memory, S3.
+
+The package exports the library's names: `from s3kv import Config, TieredStore`. It imports their
+modules at first use, because the I/O process imports this package and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from s3kv.config import Config
+    from s3kv.library.tensor_store import TensorRows, TensorStore
+    from s3kv.library.tiered_store import TieredStore
+    from s3kv.types import Location, Unflushed
 
 __version__ = "0.1.0.dev0"
+
+__all__ = ["Config", "Location", "TensorRows", "TensorStore", "TieredStore", "Unflushed"]
+
+_MODULES = {
+    "Config": "s3kv.config",
+    "Location": "s3kv.types",
+    "TensorRows": "s3kv.library.tensor_store",
+    "TensorStore": "s3kv.library.tensor_store",
+    "TieredStore": "s3kv.library.tiered_store",
+    "Unflushed": "s3kv.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,296 +1,223 @@
-"""Every setting of s3kv, parsed once and then frozen.
+"""Settings of s3kv, parsed once and then frozen.
 
-The keys are those of `kv_connector_extra_config`, and of `ec_connector_extra_config`: the one
-class serves both connectors. `Config.parse` refuses what it does not know
-and says which setting is wrong, what it was, and what is allowed. Nothing else in the package
-reads settings or environment variables (botocore reads its own for credentials and region).
-The one secret there is, that of `integrity`, is never a field: it is read where it is needed.
+The keys are those of `kv_connector_extra_config` and `ec_connector_extra_config`: one class serves
+both connectors. A setting's annotation says what is allowed, and msgspec holds each value to it.
+The package takes its settings from here alone (botocore reads its own environment variables for
+credentials and region). The only secret, that of `integrity`, is never a field: it is read when it
+is needed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from s3kv.errors import ConfigError
-from s3kv.fields import check, convert, setting
-from s3kv.prices import TABLE
+from s3kv.prices import PriceRow
 
 SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
-"""The environment variable that holds the secret of `integrity` where no file does."""
+"""The environment variable that holds the secret of `integrity` if no file does."""
 _SECRET_MIN_BYTES = 16
+_RENAMED = {"trust_client_uuid": "trust_media_names"}
+
+_BYTES = {"allowed": "a number of bytes, or text with a unit such as '4GiB'"}
+_UNIT_BYTES = {
+    **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+}
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0.0)]
+Speed = Annotated[float, Meta(ge=1.0)]
+Bytes = Annotated[int, Meta(extra=_BYTES)]
+Mebibytes = Annotated[Bytes, Meta(ge=2**20)]
+Eviction = Literal["lru", "sieve"]
+Bucket = Annotated[
+    str,
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; other servers
+    # allow upper case and underscores. Access points may be multi-region ones or on Outposts.
+    Meta(
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{1,254}|arn:aws[a-z-]*:s3(-outposts)?:[a-z0-9-]*:"
+        r"[0-9]{12}:(accesspoint|outpost)[/:]\S+)\Z",
+        extra={
+            "allowed": "the bare name of a bucket, without s3:// and without a path (a path goes "
+            "into the setting prefix), or the ARN of an access point, such as "
+            "'arn:aws:s3:eu-west-1:123456789012:accesspoint/my-access-point'"
+        },
+    ),
+]
+Prefix = Annotated[
+    str,
+    Meta(
+        pattern=r"^[^/]([\s\S]*[^/])?\Z",
+        extra={
+            "allowed": "a non-empty key prefix without a slash at either end, such as 's3kv' or "
+            "'team-a/s3kv'"
+        },
+    ),
+]
+Url = Annotated[
+    str,
+    Meta(
+        pattern=r"^https?://[^/\s]", extra={"allowed": "a URL that starts with http:// or https://"}
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The settings of one engine. Immutable; safe to pickle and to send to other processes."""
+    """The settings of one engine. Immutable; safe to pickle and to send to other processes.
 
-    bucket: str = setting(doc="Name of the bucket. It must exist.", kind="text")
-    prefix: str = setting(
-        "s3kv", doc="All keys start with this, so that one bucket can hold more.", kind="text"
-    )
-    region: str | None = setting(
-        None, doc="AWS region; otherwise what botocore's own chain finds.", kind="text"
-    )
-    endpoint_url: str | None = setting(
-        None,
-        doc="URL of an S3-compatible server; otherwise AWS_ENDPOINT_URL or AWS itself.",
-        kind="text",
-    )
-    addressing_style: str = setting(
-        "auto",
-        doc="Bucket in the path or in the host name. auto: path when an endpoint is given.",
-        kind="text",
-        choices=("auto", "path", "virtual"),
-    )
-    ca_bundle: str | None = setting(
-        None, doc="File of certificate authorities to trust instead of the system's.", kind="text"
-    )
-    verify_tls: bool = setting(
-        True, doc="Verify the server's certificate. Turn off only in a laboratory.", kind="flag"
-    )
-    checksum: str = setting(
-        "when_required",
-        doc="Request checksums: many S3-compatible servers reject when_supported.",
-        kind="text",
-        choices=("when_required", "when_supported"),
-    )
-    pool_size: int = setting(
-        64, doc="Connections to the store per worker, at most.", kind="count", minimum=1
-    )
-    connect_timeout_ms: int = setting(
-        2_000, doc="Longest wait for a connection, TLS included.", kind="count", minimum=1
-    )
-    first_byte_timeout_ms: int = setting(
-        5_000,
-        doc="Longest wait for an answer to begin once its request has been sent.",
-        kind="count",
-        minimum=1,
-    )
-    request_timeout_ms: int = setting(
-        10_000,
-        doc="Longest time without progress on a request before it is given up.",
-        kind="count",
-        minimum=1,
-    )
-    min_bytes_per_s: int = setting(
-        16 * 2**10,
-        doc="A body that moves more slowly than this for request_timeout_ms is given up: it hangs.",
-        kind="bytes",
-        minimum=1,
-    )
-    max_attempts: int = setting(
-        3,
-        doc="Tries of one fetch before it counts as failed, none of them after max_wait_ms.",
-        kind="count",
-        minimum=1,
-    )
-    hedge_percent: float = setting(
-        3.0,
-        doc="Of all fetches, how many may be sent a second time because their first byte is later "
-        "than those of 95 % of the others. 0: none.",
-        kind="number",
-        minimum=0.0,
-        maximum=100.0,
-    )
-    max_inflight_requests: int = setting(
-        32,
-        doc="Requests to the store at once, per worker; fewer while it throttles or is slow.",
-        kind="count",
-        minimum=1,
-    )
-    max_inflight_bytes: int = setting(
-        2**30,
-        doc="Bytes of objects on their way at once, per worker.",
-        kind="bytes",
-        minimum=2**20,
-    )
+    Byte settings take a number or a text with a unit ("4GiB", "500MB"). Raises `ConfigError`, which
+    names the setting, its value and what is allowed.
+    """
 
-    integrity: str = setting(
-        "xxh3",
-        doc="How objects are verified: xxh3 finds damage, blake3-keyed forgery too, none neither. "
-        "Part of the namespace. See docs/objects.md.",
-        kind="text",
-        choices=("xxh3", "blake3-keyed", "none"),
-    )
-    integrity_secret_file: str | None = setting(
-        None,
-        doc="File with the secret of blake3-keyed, 16 bytes or more, the same on all instances. "
-        f"Otherwise the environment variable {SECRET_VARIABLE}.",
-        kind="text",
-    )
-    on_corrupt: str = setting(
-        "ignore",
-        doc="An object that is not what its key says is a miss. ignore: leave it in the bucket. "
-        "delete: look twice, then delete it, so that the chunk can be saved anew (needs "
-        "s3:DeleteObject).",
-        kind="text",
-        choices=("ignore", "delete"),
-    )
+    bucket: Bucket
+    """Name of the bucket, or ARN of an access point. It must exist."""
+    prefix: Prefix = "s3kv"
+    """Prefix of all keys, so that one bucket can hold more."""
+    region: str | None = None
+    """AWS region; otherwise the one botocore's own chain finds."""
+    endpoint_url: Url | None = None
+    """URL of an S3-compatible server; otherwise AWS_ENDPOINT_URL or AWS itself."""
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    """Bucket in the path or in the host name. auto: path when an endpoint is given."""
+    client: Literal["auto", "fast", "aiobotocore"] = "auto"
+    """S3 client: s3kv's own (fast), or AWS's SDK (aiobotocore), which takes two to three times the
+    processor time. auto: fast, unless a proxy or an ARN needs the other."""
+    ca_bundle: str | None = None
+    """File of certificate authorities to trust instead of the system's."""
+    verify_tls: bool = True
+    """Verify the server's certificate. Turn off only in a laboratory."""
+    checksum: Literal["when_required", "when_supported"] = "when_required"
+    """Checksums of requests. Many S3-compatible servers reject when_supported."""
+    pool_size: Positive = 64
+    """Most connections to the store per worker."""
+    connect_timeout_ms: Positive = 2_000
+    """Longest wait for a connection, TLS included."""
+    first_byte_timeout_ms: Positive = 5_000
+    """Longest wait for the first byte of an answer after its request has been sent."""
+    request_timeout_ms: Positive = 10_000
+    """Longest time without progress on a request before it is given up."""
+    min_bytes_per_s: Annotated[Bytes, Meta(ge=1)] = 16 * 2**10
+    """Slowest body transfer: a request whose body is slower than this for request_timeout_ms is
+    given up."""
+    max_attempts: Positive = 3
+    """Most attempts of one fetch before it counts as failed. None begins after max_wait_ms."""
+    hedge_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 3.0
+    """Largest share of fetches that are sent a second time because their first byte is late: later
+    than 1.5 times the 95th percentile. 0: none."""
+    max_inflight_requests: Positive = 32
+    """Most requests to the store at once, per worker; fewer while it throttles."""
+    max_inflight_bytes: Mebibytes = 2**30
+    """Most bytes of objects on their way at once, per worker."""
 
-    refresh_after_s: float = setting(
-        0.0,
-        doc="A hit on an object last written longer ago than this writes it anew in place, by a "
-        "copy within the store that nobody waits for: then rules that delete by age delete what "
-        "nobody asks for. A quarter of the bucket's expiry is about right. 0: never. Every copy is "
-        "billed as a PUT and needs s3:PutObject.",
-        kind="number",
-        minimum=0.0,
-    )
+    integrity: Literal["xxh3", "blake3-keyed", "none"] = "xxh3"
+    """Verification of objects: xxh3 finds damage, blake3-keyed also finds forgery, none finds
+    neither. Part of the namespace. See docs/objects.md."""
+    integrity_secret_file: str | None = None
+    """File with the secret of blake3-keyed, 16 bytes or more, the same on all instances. Without it
+    the secret is in the environment variable S3KV_INTEGRITY_SECRET."""
+    on_corrupt: Literal["ignore", "delete"] = "ignore"
+    """Treatment of an object that does not match its key, which is always a miss. ignore: leave it
+    in the bucket. delete: read it a second time, then delete it, so that the chunk can be saved
+    again (needs s3:DeleteObject)."""
 
-    model_id: str | None = setting(
-        None,
-        doc="Name of the weights, where instances load the same weights from different paths. "
-        "Otherwise the model's name or path and its revision.",
-        kind="text",
-    )
-    chunk_tokens: int = setting(
-        0,
-        doc="Tokens per object; a multiple of the KV block size. 0: the multiple next to 256.",
-        kind="count",
-        minimum=0,
-    )
-    host_bytes: int = setting(
-        4 * 2**30, doc="Host memory for chunks, per worker.", kind="bytes", minimum=2**20
-    )
-    huge_pages: bool = setting(
-        True,
-        doc="Ask Linux for huge pages for host memory, which are allocated and copied faster. It "
-        "gives them where shmem_enabled in /sys/kernel/mm/transparent_hugepage is advise; "
-        "elsewhere pages are ordinary ones.",
-        kind="flag",
-    )
-    eviction: str = setting(
-        "lru",
-        doc="Which chunk leaves host memory first.",
-        kind="text",
-        choices=("lru", "sieve", "s3fifo"),
-    )
+    refresh_after_s: Seconds = 0.0
+    """Age after which hits begin to renew an object (every hit does from 1.25 times that age on),
+    by a copy onto itself within the store that no request waits for. Lifecycle rules that delete by
+    age then delete only unused objects. A quarter of the bucket's expiry is about right. 0: never.
+    Every copy is billed as a PUT and needs s3:PutObject."""
 
-    max_wait_ms: int = setting(
-        10_000,
-        doc="A request never waits longer than this for the bucket.",
-        kind="count",
-        minimum=0,
-    )
-    recompute_gate: bool = setting(
-        True,
-        doc="Stop waiting as soon as computing the rest is expected to be faster. "
-        "Off: wait up to max_wait_ms for every chunk.",
-        kind="flag",
-    )
-    prefill_tokens_per_s: float = setting(
-        8_000.0,
-        doc="Prefill speed assumed until it has been measured.",
-        kind="number",
-        minimum=1.0,
-    )
-    probe_chunks: int = setting(
-        64,
-        doc="Chunks asked for at once when nothing is known of a prefix; doubles with each that "
-        "arrives.",
-        kind="count",
-        minimum=1,
-    )
-    miss_ttl_s: float = setting(
-        20.0,
-        doc="For how long a chunk the bucket did not have is not asked for again.",
-        kind="number",
-        minimum=0.0,
-    )
-    max_saves_inflight: int = setting(
-        256,
-        doc="Chunks on their way to the bucket at once; more are dropped and counted.",
-        kind="count",
-        minimum=1,
-    )
+    model_id: str | None = None
+    """Name of the weights, for instances that load the same weights from different paths. Without
+    it: the model's name or path, and its revision."""
+    weights_digest: Literal["sampled", "full"] = "sampled"
+    """Digest that tells weights and adapters from others under the same name. sampled: of parts of
+    every tensor, which misses a change of a small part of a large one (docs/security.md). full: of
+    every byte, which takes as long as reading all files. Part of the namespace: give it the same
+    value on all instances."""
+    chunk_tokens: NotNegative = 0
+    """Tokens per object; a multiple of the KV block size. 0: the multiple closest to 256."""
+    host_bytes: Mebibytes = 4 * 2**30
+    """Host memory for chunks, per worker."""
+    huge_pages: bool = True
+    """Ask Linux for huge pages for host memory, which are allocated and copied faster. Linux gives
+    them if shmem_enabled in /sys/kernel/mm/transparent_hugepage is advise; otherwise the pages are
+    ordinary ones."""
+    eviction: Eviction = "lru"
+    """Policy that chooses the chunk to evict from host memory."""
 
-    encode_tokens_per_s: float = setting(
-        4_000.0,
-        doc="Encoder speed assumed until it has been measured, in embeddings of images, audio or "
-        "video. EC connector only.",
-        kind="number",
-        minimum=1.0,
-    )
-    max_item_bytes: int = setting(
-        64 * 2**20,
-        doc="Largest encoder output that is saved or fetched; the same on all instances. EC "
-        "connector, and tensors by content hash of the library.",
-        kind="bytes",
-        minimum=2**16,
-        maximum=2**30,
-    )
-    staging_bytes: int = setting(
-        256 * 2**20,
-        doc="Host memory for encoder outputs on their way to the bucket, in one worker; what finds "
-        "no room is not saved. EC connector only.",
-        kind="bytes",
-        minimum=2**20,
-    )
-    trust_client_uuid: bool = setting(
-        False,
-        doc="Cache items under the identifier a client gave them, unchecked. Off: only under what "
-        "looks like vLLM's hash of the content. EC connector only.",
-        kind="flag",
-    )
+    max_wait_ms: NotNegative = 10_000
+    """Longest wait of a request for the bucket."""
+    recompute_gate: bool = True
+    """Stop waiting as soon as computing the rest is expected to be faster. Off: wait up to
+    max_wait_ms for every chunk."""
+    prefill_tokens_per_s: Speed = 8_000.0
+    """Prefill speed assumed until it has been measured."""
+    probe_chunks: Positive = 64
+    """Chunks of a prefix fetched at once while the bucket's content is unknown. The number doubles
+    with each chunk that arrives."""
+    miss_ttl_s: Seconds = 20.0
+    """Time for which a chunk that the bucket did not have is not asked for again."""
+    max_saves_inflight: Positive = 256
+    """Most chunks on their way to the bucket at once; saves beyond that are dropped and counted."""
 
-    prices: str = setting(
-        "auto",
-        doc="What requests are taken to cost, for the metric cost_usd; the list is in "
-        "docs/metrics.md. auto: AWS's for a bucket on AWS, nothing for one with another endpoint.",
-        kind="text",
-        choices=("auto", *TABLE, "none"),
-    )
+    encode_tokens_per_s: Speed = 4_000.0
+    """Encoder speed assumed until it has been measured, in embeddings of images, audio or video. EC
+    connector only."""
+    max_item_bytes: Annotated[Bytes, Meta(ge=2**16, le=2**28)] = 64 * 2**20
+    """Largest encoder output that is saved or fetched; give it the same value on all instances. EC
+    connector, and the library's tensors by content hash."""
+    staging_bytes: Mebibytes = 256 * 2**20
+    """Host memory for encoder outputs on their way to the bucket, in one worker. An output that
+    finds no room is not saved. EC connector only."""
+    trust_media_names: bool = False
+    """Identify images, audio and video by their names, including names that clients give. Off:
+    identify them by a digest of the encoder's input."""
 
-    on_unavailable: str = setting(
-        "fail",
-        doc="When the bucket cannot be used at start: fail, or serve without it and keep trying.",
-        kind="text",
-        choices=("fail", "serve"),
-    )
-    start_timeout_ms: int = setting(
-        20_000, doc="Longest wait for the bucket at start.", kind="count", minimum=1
-    )
-    drain_timeout_s: float = setting(
-        5.0,
-        doc="Longest time given to unfinished uploads at shutdown. `vllm serve` kills its "
-        "engine at once by default; with `--shutdown-timeout` it waits so long.",
-        kind="number",
-        minimum=0.0,
-    )
+    prices: Literal["auto", PriceRow, "none"] = "auto"
+    """Prices of requests, for the metric cost_usd; docs/metrics.md lists them. auto: AWS's prices
+    for a bucket on AWS, no cost for one with another endpoint."""
+
+    on_unavailable: Literal["fail", "serve"] = "fail"
+    """Action if the bucket cannot be used at start: fail, or serve without it and keep trying."""
+    start_timeout_ms: Positive = 20_000
+    """Longest wait for the bucket at start."""
+    drain_timeout_s: Seconds = 5.0
+    """Longest time given to unfinished uploads at shutdown. `vllm serve` kills its engine at once
+    by default; give it a `--shutdown-timeout` to make it wait."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check(field, getattr(self, field.name))
-        _check_bucket(self.bucket)
+        for name, annotation in _ANNOTATIONS.items():
+            given = getattr(self, name)
+            value = parse_bytes(given) if is_bytes(name) and isinstance(given, str) else given
+            try:
+                value = msgspec.convert(value, annotation)
+            except msgspec.ValidationError:
+                raise ConfigError(f"{name} is {given!r}: allowed is {allowed(name)}") from None
+            object.__setattr__(self, name, value)
         if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
             raise ConfigError(f"ca_bundle is {self.ca_bundle!r}: there is no such file")
-        url = self.endpoint_url
-        if url is not None and not re.match(r"^https?://[^/\s]+", url):
-            raise ConfigError(
-                f"endpoint_url is {url!r}: allowed is a URL that starts with http:// or https://"
-            )
-        if self.prefix != self.prefix.strip("/") or not self.prefix:
-            raise ConfigError(
-                f"prefix is {self.prefix!r}: allowed is a non-empty key prefix without a slash at "
-                "either end, such as 's3kv' or 'team-a/s3kv'"
-            )
 
     def fetches_at_once(self, object_bytes: int) -> int:
-        """How many objects of that size one worker asks for at once, at most."""
+        """Most objects of `object_bytes` that one worker fetches at once."""
         by_bytes = self.max_inflight_bytes // object_bytes
         return max(1, min(self.max_inflight_requests, self.pool_size, by_bytes))
 
     def read_integrity_secret(self) -> bytes:
         """The secret of integrity "blake3-keyed", without white space at its ends.
 
-        Raises `ConfigError`, which names where it looked and nothing it found.
+        Raises `ConfigError`, which names the place of the secret and no part of it.
         """
         path = self.integrity_secret_file
         if path is None:
@@ -312,30 +239,55 @@ class Config:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], source: str = "kv_connector_extra_config") -> Config:
-        """Settings from what vLLM calls `source`. Raises `ConfigError`.
+        """The settings in `raw`, which vLLM calls `source`.
 
-        Byte settings take a number or a text with a unit ("4GiB", "500MB").
+        Raises `ConfigError`, for a setting that does not exist as well.
         """
-        known = {f.name: f for f in dataclasses.fields(cls)}
         for name in raw:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+            if name in _RENAMED:
                 raise ConfigError(
-                    f"unknown setting {name!r} in {source}; did you mean "
-                    f"{near[0]!r}? Known: {', '.join(sorted(known))}"
+                    f"unknown setting {name!r} in {source}: it is called {_RENAMED[name]!r} now, "
+                    "and both connectors have it"
+                )
+            if name not in _ANNOTATIONS:
+                (near,) = difflib.get_close_matches(str(name), _ANNOTATIONS, n=1, cutoff=0.0)
+                raise ConfigError(
+                    f"unknown setting {name!r} in {source}; did you mean {near!r}? "
+                    f"Known: {', '.join(sorted(_ANNOTATIONS))}"
                 )
         if "bucket" not in raw:
             raise ConfigError(
                 f'bucket is missing: name the bucket in {source}, as in {{"bucket": "my-bucket"}}'
             )
-        return cls(**{name: convert(known[name], value) for name, value in raw.items()})
+        return cls(**raw)
 
 
-def _check_bucket(bucket: str) -> None:
-    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; upper case and
-    # underscores are let through because other servers allow them.
-    if not re.match(r"^[A-Za-z0-9][A-Za-z0-9._-]{1,254}$", bucket):
-        raise ConfigError(
-            f"bucket is {bucket!r}: allowed is the bare name of a bucket, without s3:// and "
-            "without a path (a path goes into the setting prefix)"
-        )
+_ANNOTATIONS: dict[str, Any] = get_type_hints(Config, include_extras=True)
+
+
+def parse_bytes(text: str) -> int | None:
+    """A number of bytes with or without a unit ("4GiB", "500MB", "4096"); None for other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?b|[kmgt]ib)?\s*", text, re.IGNORECASE)
+    return None if match is None else int(float(match[1]) * _UNIT_BYTES[(match[2] or "b").lower()])
+
+
+def is_bytes(setting: str) -> bool:
+    """Whether the setting is a number of bytes."""
+    limits = getattr(_ANNOTATIONS[setting], "__metadata__", ())
+    return any(meta.extra is _BYTES for meta in limits)
+
+
+def allowed(setting: str) -> str:
+    """The allowed values of a setting, in words; for error messages and the documentation."""
+    annotation = _ANNOTATIONS[setting]
+    if type(None) in get_args(annotation):
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal:
+        return " or ".join(map(repr, get_args(annotation)))
+    base, *limits = get_args(annotation) or (annotation,)
+    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[base]
+    words = next((meta.extra["allowed"] for meta in limits if meta.extra), words)
+    for meta in limits:
+        words += "" if meta.ge is None else f", {meta.ge:,} or more"
+        words += "" if meta.le is None else f", at most {meta.le:,}"
+    return words

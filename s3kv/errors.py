@@ -1,4 +1,4 @@
-"""The errors s3kv raises, and what the caller does with each.
+"""The errors s3kv raises, and the caller's reaction to each.
 
     S3KVError
     ├── ConfigError          a setting is wrong: stop, show the message, it names the setting
@@ -6,12 +6,15 @@
     ├── StoreError           an object-store call failed
     │   ├── StoreDenied      credentials or permissions: tell a person, retrying does not help
     │   ├── StoreMissing     the bucket itself does not exist: tell a person
+    │   ├── StoreRefused     too large an object, too long a key: do not send it again
     │   └── StoreUnavailable network, throttling, server error: may work later
     │       └── StoreThrottled   the store asks for fewer requests: send fewer, then again
-    └── IoProcessError       the I/O process could not be started, or has died
+    ├── IoProcessError       the I/O process could not be started, or has died
+    ├── ClosedError          the store is closed: open another one
+    └── CopyError            a device refused a copy to or from the caller's tensors
 
-In flight nothing of this reaches the engine: a failed job ends with an `Outcome`, and a miss is
-always a right answer. These are for start-up and for users of the library.
+In flight none of these reaches the engine: a failed job ends with an `Outcome`, and a miss is
+always a right answer. They are for start-up and for users of the library.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ class UnsupportedError(S3KVError):
 class StoreError(S3KVError):
     """An object-store call failed.
 
-    code: the store's word for it, such as "AccessDenied"; where no store has answered, one of ours,
-    in small letters; empty when there is none. region: where the bucket is, if the store told.
+    code: the store's code, such as "AccessDenied"; if no store has answered, one of ours, in lower
+    case; empty without a code. region: the bucket's region, if the store told it.
     """
 
     def __init__(self, message: str = "", *, code: str = "", region: str | None = None) -> None:
@@ -47,7 +50,11 @@ class StoreDenied(StoreError):
 
 
 class StoreMissing(StoreError):
-    """The bucket does not exist (a missing *object* is an answer, never an error)."""
+    """The bucket does not exist. (A missing *object* is an answer, never an error.)"""
+
+
+class StoreRefused(StoreError):
+    """The store refuses the object: it is too large, or its key is too long."""
 
 
 class StoreUnavailable(StoreError):
@@ -60,3 +67,11 @@ class StoreThrottled(StoreUnavailable):
 
 class IoProcessError(S3KVError):
     """The I/O process could not be started, or has died."""
+
+
+class ClosedError(S3KVError):
+    """A method of a store was called after `close`, or was waiting for room when it was called."""
+
+
+class CopyError(S3KVError, RuntimeError):
+    """A device refused a copy to or from the caller's tensors. The message is the device's."""

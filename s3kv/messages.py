@@ -1,7 +1,7 @@
-"""What crosses the edge between the scheduler's process and the workers' processes.
+"""Messages between the scheduler's process and the workers' processes.
 
-`StepPlan` goes down with every engine step, `StepReport` comes back with its output. Both are
-pickled by vLLM's executors every step: plain data, no tensors, no vLLM objects, no behaviour
+`StepPlan` goes to the workers with every engine step; `StepReport` returns with its output. vLLM's
+executors pickle both every step, so they are plain data: no tensors, no vLLM objects, no behaviour
 beyond merging the reports of several ranks.
 """
 
@@ -10,12 +10,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 from s3kv.types import ChunkKey, Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class FetchOrder:
-    """Fill `slot` with the object of `key`. Ends once per rank, as `JobKind.FETCH`."""
+    """Order to fill `slot` with the object of `key`. Ends once per rank, as `JobKind.FETCH`."""
 
     job_id: int
     key: ChunkKey
@@ -25,9 +27,9 @@ class FetchOrder:
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
     """Copy `block_ids` (all blocks of the chunk, in order) to `slot` once this step's forward has
-    written them, then upload the slot. Ends twice per rank: `JobKind.SAVE` when the blocks may be
-    reused, `JobKind.UPLOAD` when nothing reads the slot any more. A failed save uploads nothing;
-    its second end is then CANCELLED.
+    written them, then upload the slot. Ends twice per rank: as `JobKind.SAVE` when the blocks may
+    be reused, and as `JobKind.UPLOAD` when nothing reads the slot any more. A failed save uploads
+    nothing; its second end is then CANCELLED.
     """
 
     job_id: int
@@ -38,7 +40,7 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class UploadOrder:
-    """Send a slot that holds a chunk already saved, again. Ends once, as `JobKind.UPLOAD`."""
+    """Order to upload again a slot with a saved chunk. Ends once, as `JobKind.UPLOAD`."""
 
     job_id: int
     key: ChunkKey
@@ -47,7 +49,7 @@ class UploadOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """Blocks `first_block …` of the chunk in `slot` go to the device blocks `block_ids`."""
+    """Copy blocks `first_block …` of the chunk in `slot` to the device blocks `block_ids`."""
 
     group: int
     slot: int
@@ -57,10 +59,18 @@ class LoadPart:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Everything one request loads. Its end is vLLM's `finished_recving`, not a `JobEnd`."""
+    """All loads of one request. They end with vLLM's `finished_recving`, not with a `JobEnd`."""
 
     request_id: str
     parts: tuple[LoadPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LostLoad:
+    """A load that the engine waits for but that will not happen. block_ids: its target blocks."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +79,13 @@ class StepPlan:
 
     fences: saves (by job id) whose source blocks this step overwrites; their copies must have
         read the blocks before anything of this step writes.
-    cancels: fetches nobody waits for any more. They still end, and only their end frees the slot.
-    withdrawals: fetches that come too late for those who asked. They are cancelled if they have not
-        been sent yet; otherwise what arrives serves the next who asks, and tells how fast the
-        bucket is.
-    abandons: requests the engine holds for a load that will not come; they end as failed loads.
-    linger_s: how long a worker may wait at the end of this step for one of its loads or fetches to
-        end, because the engine has nothing else to do than to ask again.
+    cancels: fetches without waiters. They still end, and only their end frees the slot.
+    withdrawals: fetches that come too late for the requests that asked. They are cancelled if they
+        have not been sent yet; otherwise the chunk serves the next request that asks, and its time
+        measures the bucket's speed.
+    abandons: loads that the engine waits for but that will not happen; each ends as failed.
+    linger_s: longest wait of a worker at the end of this step for one of its loads or fetches to
+        end, because the engine is otherwise idle.
     """
 
     fetches: tuple[FetchOrder, ...] = ()
@@ -85,7 +95,7 @@ class StepPlan:
     fences: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
     withdrawals: tuple[int, ...] = ()
-    abandons: tuple[str, ...] = ()
+    abandons: tuple[LostLoad, ...] = ()
     linger_s: float = 0.0
 
 
@@ -98,26 +108,37 @@ class JobKind(enum.Enum):
     UPLOAD = "upload"
 
 
-@dataclass(slots=True)
-class JobEnd:
-    """The end of one job on `ranks` ranks: the worst outcome, the longest time, all bytes."""
+class JobEnd(msgspec.Struct, array_like=True, tag=1):
+    """The end of a job: nothing reads or writes its part of the slab on its behalf any more. The
+    I/O process and the ranks report with it; in the reports of several ranks it has the worst
+    outcome, the longest time and all bytes.
+
+    nbytes: bytes moved; of an object, by the last attempt; 0 unless it succeeded. seconds: from the
+        first attempt to the end, including retries, excluding the wait for its turn.
+    ranks: number of ranks that it covers.
+    detail: for a person: why it did not succeed, or that only a second reading did; else empty.
+    reason: why an object did not verify (`headers.Refusal`), also if a second reading did verify;
+        "quarantined" if the object is known to be bad and was not read; otherwise empty.
+    """
 
     job_id: int
     kind: JobKind
     outcome: Outcome
-    nbytes: int
-    seconds: float
+    nbytes: int = 0
+    seconds: float = 0.0
     ranks: int = 1
+    detail: str = ""
+    reason: str = ""
 
 
 @dataclass(slots=True)
 class StepReport:
-    """What one or more ranks have to tell after a step. `ends` is keyed by job id and kind."""
+    """The report of one or more ranks after a step. `ends` is keyed by job id and kind."""
 
     ends: dict[tuple[int, JobKind], JobEnd] = field(default_factory=dict)
 
     def add(self, end: JobEnd) -> None:
-        """Record `end`, folding it into what other ranks said of the same job."""
+        """Record `end`, folded into the ends that other ranks reported for the same job."""
         key = (end.job_id, end.kind)
         known = self.ends.get(key)
         if known is None:
@@ -135,7 +156,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class ItemLoad:
-    """The item at `offset` of the scheduler's slab, header and all, goes into the engine's encoder
+    """Load the item at `offset` of the scheduler's slab, header included, into the engine's encoder
     cache as `identifier`: a tensor [rows, width]."""
 
     identifier: str
@@ -147,7 +168,7 @@ class ItemLoad:
 
 @dataclass(frozen=True, slots=True)
 class ItemSave:
-    """Once this step has encoded `identifier`, its output goes to the bucket under `key`."""
+    """Save the output of `identifier` to the bucket under `key`, once this step has encoded it."""
 
     identifier: str
     key: ChunkKey
@@ -156,7 +177,9 @@ class ItemSave:
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """What one engine step loads instead of encoding, and what it encodes and saves."""
+    """Items of one engine step: those it loads instead of encoding, and those it encodes and
+    saves.
+    """
 
     loads: tuple[ItemLoad, ...] = ()
     saves: tuple[ItemSave, ...] = ()
@@ -164,10 +187,10 @@ class ItemPlan:
 
 @dataclass(slots=True)
 class ItemReport:
-    """What one or more ranks have to tell of items: increments since the last report.
+    """The report of one or more ranks on items: increments since the last report.
 
-    encoded_rows, encode_seconds: what the encoder made, and how long that took.
-    uploaded: keys the bucket is now known to hold. seconds: how long things took, by metric.
+    encoded_rows, encode_seconds: rows the encoder made, and the time it took. uploaded: keys the
+    bucket is now known to hold. seconds: durations, by metric.
     """
 
     counters: dict[str, int] = field(default_factory=dict)

@@ -1,13 +1,13 @@
-"""Every metric there is: what it is called, what it means, what it is divided by.
+"""Table of every metric: its name, its meaning and its labels.
 
-One table per connector, from which the metrics are registered, sent, summed and documented
+There is one table per connector, from which the metrics are registered, sent, summed and documented
 (docs/metrics.md). An entry `name` is exported as `vllm:s3kv_<name>` (`vllm:s3kv_ec_<name>` by the
-EC connector), a counter with Prometheus' `_total` behind it.
+EC connector); a counter has Prometheus' `_total` behind it.
 
-A value that travels is filed under its key: the name, and after a bar each of its labels' values in
-the order of the table, as in "io_requests|GET|2xx". How values of several ranks become one follows
-from the kind: counters add up, what a histogram observed is put together, and of a gauge the last
-value stands. Gauges are the scheduler's alone, so no two ranks ever speak of the same one.
+A value travels between processes under its key: the name, and after a bar each of its labels'
+values in the order of the table, as in "io_requests|GET|2xx". The kind says how the values of
+several ranks become one: counters are added, the observations of histograms are joined, and of a
+gauge the last value stands. Gauges are the scheduler's alone, so no two ranks report the same one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, get_args
 
-from s3kv.objects.codec import Refusal
+from s3kv.objects.headers import Refusal
 from s3kv.objects.traffic import ANSWERS, VERBS
 from s3kv.planning.breaker import BreakerState
 
@@ -27,14 +27,14 @@ NAMESPACE = "vllm:s3kv_"
 EC_NAMESPACE = "vllm:s3kv_ec_"
 
 _WIRE_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""From a first byte within the rack to `max_wait_ms`."""
+"""Buckets from a first byte within the rack to `max_wait_ms`."""
 _COPY_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """labels: each with all values it can have. buckets: upper bounds, of a histogram. scale: what
-    a value is multiplied by when it is exported; it travels as a whole number."""
+    """One metric. labels: each with all values it can have. buckets: upper bounds, of a histogram.
+    scale: factor of a value at its export; it travels as a whole number."""
 
     doc: str
     kind: Kind = "counter"
@@ -53,7 +53,7 @@ def name_of(key: str) -> str:
 
 
 def labels_of(key: str) -> tuple[str, ...]:
-    """The values of its labels."""
+    """The values of its labels, in the order of the table."""
     return tuple(key.split("|")[1:])
 
 
@@ -62,16 +62,17 @@ _REFUSED: Mapping[str, str] = {
     "header": "Objects without a header s3kv could have written",
     "version": "Objects of another format version",
     "namespace": "Objects of another namespace under this one's keys",
-    "group": "Objects of another KV-cache group under this one's keys",
+    "coverage": "Objects of other KV-cache groups under these ones' keys",
     "shard": "Objects of another rank under this one's keys",
     "block_hash": "Objects of another chunk or item under this one's key",
+    "blocks": "Objects of other blocks of the chunk",
     "tensors": "Objects with other tensors",
     "algorithm": "Objects sealed in another integrity mode",
     "digest": "Objects whose digest does not fit: damaged, or forged",
-    "quarantined": "Not asked for because the object is known to be bad",
+    "quarantined": "Objects not asked for because they are known to be bad",
 }
-"""What `fetch_corrupt` consists of (`codec.Refusal`), together with second readings that verified
-after all; and, outside of it, what the quarantine spared."""
+"""The parts of `fetch_corrupt` (`headers.Refusal`), which also counts second readings that verified
+after all; and, not part of it, the requests that the quarantine spared."""
 
 MISSES: Mapping[str, str] = {
     "fetch_missing": "absent",
@@ -79,42 +80,45 @@ MISSES: Mapping[str, str] = {
     "fetch_corrupt": "corrupt",
     "fetch_denied": "denied",
     "fetch_failed": "failed",
+    "fetch_invalid": "failed",
     "fetches_without_slot": "memory_full",
     "fetches_without_room": "memory_full",
     "fetches_refused_by_breaker": "breaker_open",
 }
-"""The planners' counters of what was wanted and not served, and the reason they stand for."""
+"""The planners' counters of chunks or items wanted and not served, and the reason of each."""
 
 _REASONS = tuple(dict.fromkeys(MISSES.values()))
 
-_IO: Mapping[str, Metric] = {
+_ENGINE: Mapping[str, Metric] = {
+    "slab_pinned_bytes": Metric("Host memory that requests hold: not to be evicted.", "gauge"),
+    "breaker": Metric(
+        "1 for the state the circuit breaker is in, 0 for the others.",
+        "gauge",
+        {"state": tuple(state.value for state in BreakerState)},
+    ),
     "io_requests": Metric(
         "Requests sent to the store, by verb and by class of the answer's status; none: no answer.",
         labels={"verb": VERBS, "status": ANSWERS},
     ),
     "io_retries": Metric("Requests to the store sent again after they had failed."),
     "io_throttled": Metric("Answers of the store that asked for fewer requests."),
-    "io_window_cuts": Metric("Times the number of requests at once was made smaller."),
+    "io_window_cuts": Metric("Times the limit on requests at once was lowered."),
     "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
-    "io_hedges_won": Metric("Of those, the ones whose second request was the faster."),
-    "io_refresh_done": Metric("Objects in use that were written anew in place."),
-    "io_refresh_failed": Metric("Objects in use that could not be written anew."),
-    "io_refresh_skipped": Metric("Objects in use that another replica wrote anew, or nobody."),
+    "io_hedges_won": Metric("Fetches sent a second time whose second request was the faster."),
+    "io_refresh_done": Metric("Objects in use that were rewritten in place."),
+    "io_refresh_failed": Metric("Objects in use whose rewriting failed."),
+    "io_refresh_skipped": Metric(
+        "Objects in use that were not rewritten here: another replica did, or they were dropped."
+    ),
     "io_restarts": Metric("I/O processes that died and were replaced."),
-    "io_defects": Metric("Errors inside an I/O process that nobody had foreseen: bugs of s3kv."),
+    "io_defects": Metric("Unforeseen errors inside an I/O process: bugs of s3kv."),
     "cost_usd": Metric(
-        "Estimated cost of the requests in US dollars, by the prices of the setting prices.",
+        "Estimated cost of the requests in US dollars, at the prices of the setting prices.",
         scale=1e-9,
     ),
+    "internal_errors": Metric("Bugs of s3kv that made it stop caching in this engine."),
 }
-
-_BREAKER = Metric(
-    "1 for the state the circuit breaker is in, 0 for the others.",
-    "gauge",
-    {"state": tuple(state.value for state in BreakerState)},
-)
-
-_BUGS = Metric("Bugs of s3kv that made it stop caching in this engine.")
+"""The metrics both connectors have in the same words."""
 
 
 def _fetches(what: str, per: str) -> dict[str, Metric]:
@@ -126,13 +130,13 @@ def _fetches(what: str, per: str) -> dict[str, Metric]:
         **{f"fetch_corrupt_{r}": Metric(f"{doc}{per}.") for r, doc in _REFUSED.items()},
         "fetch_denied": Metric(f"Fetches refused for want of permission{per}."),
         "fetch_failed": Metric(f"Fetches that failed otherwise{per}."),
+        "fetch_invalid": Metric(f"Fetches that can never work, and were not tried again{per}."),
         "fetch_cancelled": Metric(f"Fetches given up because nobody waited any more{per}."),
         "fetch_bytes": Metric("Bytes that arrived from the bucket and verified."),
-        "fetch_seconds": Metric(
+        "fetch_seconds": _seconds(
             f"Time from the request for one of the {what.lower()} that arrived until it was "
-            f"verified, retries included, the wait for its turn not{per}.",
-            "histogram",
-            buckets=_WIRE_S,
+            f"verified, including retries but not the wait for its turn{per}.",
+            _WIRE_S,
         ),
         "fetches_spared": Metric(
             f"{what} not asked for because the bucket did not have them a moment ago."
@@ -141,11 +145,15 @@ def _fetches(what: str, per: str) -> dict[str, Metric]:
             f"{what} not asked for because the store keeps failing."
         ),
         "misses": Metric(
-            f"{what} wanted from the bucket and not had from it, by reason, counted once for all "
+            f"{what} wanted from the bucket and not served, by reason, counted once for all "
             "ranks. breaker_open and memory_full: once for each time the scheduler asks.",
             labels={"reason": _REASONS},
         ),
     }
+
+
+def _seconds(doc: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(doc, "histogram", buckets=buckets)
 
 
 def _uploads(per: str) -> dict[str, Metric]:
@@ -154,12 +162,12 @@ def _uploads(per: str) -> dict[str, Metric]:
         "upload_exists": Metric(f"Objects that were in the bucket already{per}."),
         "upload_denied": Metric(f"Uploads refused for want of permission{per}."),
         "upload_failed": Metric(f"Uploads that failed otherwise{per}."),
+        "upload_invalid": Metric(f"Uploads that can never work, and were not tried again{per}."),
         "upload_bytes": Metric("Bytes of objects written or found written."),
-        "upload_seconds": Metric(
+        "upload_seconds": _seconds(
             f"Time from the request to write an object to the store's answer that it has it, "
             f"retries included{per}.",
-            "histogram",
-            buckets=_WIRE_S,
+            _WIRE_S,
         ),
     }
 
@@ -168,7 +176,7 @@ KV_METRICS: Mapping[str, Metric] = {
     "hit_tokens_bucket": Metric("Prompt tokens served from the bucket."),
     "hit_tokens_host": Metric("Prompt tokens served from host memory."),
     "prefill_tokens_per_s": Metric(
-        "Prompt tokens the engine computes per second, as measured; the assumed figure before.",
+        "Prompt tokens the engine computes per second; assumed until it has been measured.",
         "gauge",
     ),
     **_fetches("Chunks", ", per rank"),
@@ -176,11 +184,10 @@ KV_METRICS: Mapping[str, Metric] = {
     "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of computing."),
     "load_ok": Metric("Requests whose chunks were copied to the device, per rank."),
     "load_bytes": Metric("Bytes copied from host memory to the device."),
-    "load_seconds": Metric(
-        "Time from the order to copy a request's chunks to the device to the step that found it "
-        "done, per rank.",
-        "histogram",
-        buckets=_COPY_S,
+    "load_seconds": _seconds(
+        "Time from the order to copy a request's chunks to the device to the step that found the "
+        "copy done, per rank.",
+        _COPY_S,
     ),
     "loads_failed": Metric("Requests whose copy to the device failed."),
     "saves": Metric("Chunks ordered saved."),
@@ -192,14 +199,14 @@ KV_METRICS: Mapping[str, Metric] = {
     "save_ok": Metric("Chunks copied to host memory, per rank."),
     "save_failed": Metric("Chunks whose copy to host memory failed, per rank."),
     "save_bytes": Metric("Bytes copied from the device to host memory."),
-    "save_seconds": Metric(
-        "Time from the order to copy a chunk to host memory to the step that found it done, per "
-        "rank.",
-        "histogram",
-        buckets=_COPY_S,
+    "save_seconds": _seconds(
+        "Time from the order to copy a chunk to host memory to the step that found the copy done, "
+        "per rank.",
+        _COPY_S,
     ),
     **_uploads(", per rank"),
-    "uploads_given_up": Metric("Chunks that were never uploaded, after all tries."),
+    "uploads_given_up": Metric("Uploads of chunks given up after all tries."),
+    "uploads_again": Metric("Uploads ordered again because a chunk was hit after that."),
     "evictions": Metric("Chunks evicted from host memory."),
     "slab_bytes": Metric(
         "Host memory of all ranks by what it holds. filling: being fetched or saved. dirty: not in "
@@ -207,31 +214,24 @@ KV_METRICS: Mapping[str, Metric] = {
         "gauge",
         {"state": ("free", "filling", "clean", "dirty")},
     ),
-    "slab_pinned_bytes": Metric(
-        "Of clean and dirty, what requests hold: not to be evicted.", "gauge"
-    ),
-    "breaker": _BREAKER,
-    **_IO,
-    "internal_errors": _BUGS,
+    **_ENGINE,
 }
-"""What the KV connector exports. A chunk is saved and fetched by every rank, so what is counted
-"per rank" is counted once for each."""
+"""The metrics of the KV connector. Every rank saves and fetches a chunk, so whatever is "per rank"
+is counted once for each."""
 
 EC_METRICS: Mapping[str, Metric] = {
     "hits": Metric("Encoder outputs loaded instead of encoded."),
-    "hit_rows": Metric("Embeddings in them."),
-    "hit_rows_bucket": Metric("Of those, the ones fetched from the bucket for the purpose."),
-    "hit_rows_host": Metric("And those that were in host memory already."),
+    "hit_rows": Metric("Embeddings in the encoder outputs loaded."),
+    "hit_rows_bucket": Metric("Embeddings loaded, fetched from the bucket for the purpose."),
+    "hit_rows_host": Metric("Embeddings loaded, in host memory already."),
     "encoded": Metric("Encoder outputs that were encoded here."),
-    "encoded_rows": Metric("Embeddings in them."),
+    "encoded_rows": Metric("Embeddings in the encoder outputs encoded here."),
     **_fetches("Items", ""),
     "fetches_without_room": Metric("Items not asked for because host memory was full."),
     "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of encoding."),
     "load_ok": Metric("Items copied to the device."),
     "load_bytes": Metric("Bytes copied from host memory to the device."),
-    "load_seconds": Metric(
-        "Time an item's copy to the device takes.", "histogram", buckets=_COPY_S
-    ),
+    "load_seconds": _seconds("Time an item's copy to the device takes.", _COPY_S),
     "saves": Metric("Items ordered saved."),
     "saves_dropped": Metric(
         "Items not saved. memory_full: too many were on their way to the bucket (staging_bytes).",
@@ -240,26 +240,24 @@ EC_METRICS: Mapping[str, Metric] = {
     "saves_unfit": Metric("Items not saved because their shape or dtype was not the one expected."),
     "save_ok": Metric("Items copied to host memory."),
     "save_bytes": Metric("Bytes copied from the device to host memory."),
-    "save_seconds": Metric(
+    "save_seconds": _seconds(
         "Time from the order to copy an item to host memory until it was there.",
-        "histogram",
-        buckets=_COPY_S,
+        _COPY_S,
     ),
     **_uploads(""),
     "upload_cancelled": Metric("Uploads given up at shutdown."),
     "items_too_large": Metric("Items larger than max_item_bytes or host memory."),
-    "items_untrusted": Metric("Items left alone because a client named them."),
+    "items_untrusted": Metric("Items left alone because nothing told their content."),
     "evictions": Metric("Items evicted from host memory."),
     "slab_bytes": Metric(
         "Host memory of the scheduler's side by what it holds. filling: being fetched.",
         "gauge",
         {"state": ("free", "filling", "clean")},
     ),
-    "slab_pinned_bytes": Metric("Of clean, what requests hold: not to be evicted.", "gauge"),
-    "breaker": _BREAKER,
-    **_IO,
-    "internal_errors": _BUGS,
+    **_ENGINE,
 }
-"""What the EC connector exports. Encoder outputs are the same on all ranks; one of them counts."""
+"""The metrics of the EC connector. Encoder outputs are the same on all ranks; one of them
+counts.
+"""
 
 assert set(_REFUSED) == {*get_args(Refusal), "quarantined"}

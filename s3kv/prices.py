@@ -1,6 +1,6 @@
-"""What S3 asks for what a cache does there, in dollars.
+"""S3's prices for what a cache does, in dollars.
 
-Prices change and differ by region, contract and store: every one of them is a field here and an
+Prices change, and differ by region, contract and store. So every price is a field here and an
 option of `s3kv cost`; the setting `prices` chooses a row for the metric `cost_usd`. Transfer
 between a bucket and instances of its own region costs nothing.
 """
@@ -8,6 +8,7 @@ between a bucket and instances of its own region costs nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 AS_OF = "2025-11"
 SOURCE = "https://aws.amazon.com/s3/pricing/"
@@ -19,16 +20,19 @@ def price(doc: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Of one storage class in one region, in dollars, for the first 50 TB."""
+    """Prices of one storage class in one region, in dollars, for the first 50 TB."""
 
-    put: float = price("1,000 PUTs or copies, those of objects that are there already among them")
-    get: float = price("1,000 GETs, those that find nothing among them")
+    put: float = price("1,000 PUTs or copies, including PUTs of objects that are there already")
+    get: float = price("1,000 GETs, including those that find nothing")
     storage: float = price("a GiB for a month")
     upload: float = price("a GiB sent to the bucket")
     retrieval: float = price("a GiB read from the bucket")
-    transfer: float = price("a GiB on its way from the bucket to another region or cloud")
+    transfer: float = price("a GiB transferred from the bucket to another region or cloud")
 
 
+PriceRow = Literal[
+    "us-east-1/standard", "us-east-1/express", "eu-central-1/standard", "ap-northeast-1/standard"
+]
 TABLE: dict[str, Prices] = {
     "us-east-1/standard": Prices(put=0.005, get=0.0004, storage=0.023),
     "us-east-1/express": Prices(
@@ -37,5 +41,5 @@ TABLE: dict[str, Prices] = {
     "eu-central-1/standard": Prices(put=0.0054, get=0.00043, storage=0.0245),
     "ap-northeast-1/standard": Prices(put=0.0047, get=0.00037, storage=0.025),
 }
-"""By region and storage class. us-east-2 and us-west-2 cost what us-east-1 does."""
+"""Prices by region and storage class. us-east-2 and us-west-2 cost the same as us-east-1."""
 DEFAULT = "us-east-1/standard"

@@ -14,7 +14,7 @@ _TARGET_CHUNK_TOKENS = 256
 
 
 def default_chunk_tokens(block_tokens: int) -> int:
-    """Tokens per chunk where no setting says so: the multiple of the block size next to 256."""
+    """Tokens per chunk if no setting says so: the multiple of the block size nearest to 256."""
     return max(1, round(_TARGET_CHUNK_TOKENS / block_tokens)) * block_tokens
 
 
@@ -37,8 +37,8 @@ class Span(NamedTuple):
 
 
 class ItemShape(NamedTuple):
-    """What is known of an item's object: the rows of its tensor, and its length in bytes (for a
-    fetch, at most)."""
+    """Shape of an item's object: the rows of its tensor, and its length in bytes (for a fetch, the
+    most it may be)."""
 
     rows: int
     nbytes: int
@@ -46,15 +46,28 @@ class ItemShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Which tiers hold something. bucket: None when nobody has asked the bucket yet."""
+    """The tiers that hold something. bucket: None if the bucket has not been asked yet."""
 
     device: bool
     host: bool
     bucket: bool | None
 
 
+@dataclass(frozen=True, slots=True)
+class Unflushed:
+    """The hashes of what was put and is not in the bucket. False when there are none."""
+
+    blocks: tuple[bytes, ...]
+    tensors: tuple[bytes, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks or self.tensors)
+
+
 class Outcome(enum.IntEnum):
-    """How a job ended; a larger value is worse, so the outcome over all ranks is the maximum."""
+    """The outcome of a job. A larger value is worse, so the outcome over all ranks is the
+    maximum.
+    """
 
     OK = 0
     EXISTS = 1
@@ -66,9 +79,12 @@ class Outcome(enum.IntEnum):
     CORRUPT = 4
     """The object is not what its key says. A miss; the object must not be fetched again."""
     DENIED = 5
-    """Credentials or permissions refuse it. Retrying does not help until somebody changes them."""
+    """Credentials or permissions forbid it. Retrying does not help until somebody changes them."""
     FAILED = 6
     """Anything else: the network, the server, a copy. May work later."""
+    INVALID = 7
+    """The job itself is at fault: its key, its place, its size, or that it crashes the I/O process.
+    It never works, whatever the bucket does; it is not tried again."""
 
     @property
     def is_success(self) -> bool:
@@ -99,11 +115,15 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of an object: a safetensors dtype name and a row-major shape."""
+    """One tensor of an object: a safetensors dtype name and a row-major shape.
+
+    layers: what each of its blocks is made of, in order; empty for a tensor that has no blocks.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    layers: tuple[TensorSpec, ...] = ()
 
     def __post_init__(self) -> None:
         item_bytes(self.dtype)

@@ -1,19 +1,21 @@
-"""The numbers of docs/cost.md, worked out from stated prices.
+"""Computes the numbers of docs/cost.md from stated prices.
 
-Sizes come from `s3kv.cli.models`, prices and bills from `s3kv.cli`; what an engine costs and how
-fast it computes is assumed, here, where it can be changed.
+Prices and bills come from `s3kv.cli`. This module assumes the size of KV, what an engine costs and
+how fast it computes.
 """
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from click.testing import CliRunner
 
+from benchmarks import counters
 from s3kv import prices
 from s3kv.cli import billing
 from s3kv.cli.app import cli
-from s3kv.cli.models import KVShape
 from scripts.marks import filled
 from scripts.pictures import ROOT
 
@@ -23,10 +25,10 @@ PRICES = prices.TABLE[prices.DEFAULT]
 
 @dataclass(frozen=True)
 class Engine:
-    """An example. kv: of one of `ranks` workers."""
+    """An example. bytes_per_token: of KV, on one of `ranks` workers."""
 
     name: str
-    kv: KVShape
+    bytes_per_token: int
     ranks: int
     prefill_tokens_per_s: float
     dollars_per_hour: float
@@ -34,7 +36,7 @@ class Engine:
     @property
     def chunk_bytes(self) -> int:
         """Of all ranks together."""
-        return self.kv.bytes_per_token * CHUNK_TOKENS * self.ranks
+        return self.bytes_per_token * CHUNK_TOKENS * self.ranks
 
     @property
     def compute_dollars(self) -> float:
@@ -61,32 +63,33 @@ class Engine:
         return kept / (self.compute_dollars - self.get_dollars)
 
 
-# 32 layers and 8 KV heads of 128, as Llama 3.1 8B has; 80 and 8, as its 70B has.
+# 32 layers, 8 KV heads, keys and values of 128 numbers, as Llama 3.1 8B has; 80 and 8, as its 70B.
 ENGINES = (
-    Engine("8B, one GPU", KVShape(32, 8, 256, "BF16"), 1, 8_000, 3.0),
-    Engine("70B, four GPUs", KVShape(80, 2, 256, "BF16"), 4, 3_000, 12.0),
-    Engine("the same, KV in fp8", KVShape(80, 2, 256, "U8"), 4, 3_000, 12.0),
+    Engine("8B, one GPU", 32 * 8 * 256 * 2, 1, 8_000, 3.0),
+    Engine("70B, four GPUs", 80 * 2 * 256 * 2, 4, 3_000, 12.0),
+    Engine("the same, KV in fp8", 80 * 2 * 256, 4, 3_000, 12.0),
 )
+RUN = ("benchmarks/results/trace-session.json", "--policy", "lru", "--host-gib", "32")
 COMMAND = (
-    "cost --simulation benchmarks/results/trace-session.json --policy lru --host-gib 32 --over 1h "
-    "--keep-days 1 --gpu-dollars-per-hour 3 --prefill-tokens-per-s 8000"
+    "cost --metrics counters.txt --over 1h --keep-days 1 --gpu-dollars-per-hour 3 "
+    "--prefill-tokens-per-s 8000"
 )
 
 
 def page() -> str:
     """docs/cost.md."""
-    shown = f"    s3kv {COMMAND.replace(' --keep', f' {chr(92)}{chr(10)}        --keep')}"
+    shown = f"$ python -m benchmarks.counters {' '.join(RUN)} > counters.txt\n$ s3kv {COMMAND}"
     return filled(
         ROOT / "docs" / "cost.md",
-        {"prices": price_list(), "chunk": table(), "bill": f"{shown}\n\n```text\n{bill()}\n```"},
+        {"prices": price_list(), "chunk": table(), "bill": f"```console\n{shown}\n{bill()}\n```"},
     )
 
 
 def price_list() -> str:
     return (
-        f"As of {prices.AS_OF}, S3 Standard in us-east-1 ([AWS]({prices.SOURCE})): "
-        f"${PRICES.put:g} for 1,000 PUTs,\n${PRICES.get:g} for 1,000 GETs, "
-        f"${PRICES.storage:g} for a GiB and month, nothing for traffic within the region."
+        f"Prices as of {prices.AS_OF}, S3 Standard in us-east-1 ([AWS]({prices.SOURCE})): "
+        f"${PRICES.put:g} per 1,000 PUTs,\n${PRICES.get:g} per 1,000 GETs, "
+        f"${PRICES.storage:g} per GiB-month; traffic within the region is free."
     )
 
 
@@ -97,15 +100,21 @@ def table() -> str:
         ("assumed: the engine, per hour", [f"${e.dollars_per_hour:g}" for e in ENGINES]),
         ("KV per token, all ranks", [_size(e.chunk_bytes // CHUNK_TOKENS) for e in ENGINES]),
         (f"a chunk of {CHUNK_TOKENS} tokens", [_size(e.chunk_bytes) for e in ENGINES]),
-        ("computing it", [_micro(e.compute_dollars) for e in ENGINES]),
+        ("computing it once", [_micro(e.compute_dollars) for e in ENGINES]),
         ("storing it: PUTs, one per rank", [_micro(e.put_dollars) for e in ENGINES]),
-        ("keeping it a day", [_micro(e.storage_dollars(1)) for e in ENGINES]),
-        ("keeping it a week", [_micro(e.storage_dollars(7)) for e in ENGINES]),
+        ("keeping it for a day", [_micro(e.storage_dollars(1)) for e in ENGINES]),
+        ("keeping it for a week", [_micro(e.storage_dollars(7)) for e in ENGINES]),
         ("fetching it once: GETs", [_micro(e.get_dollars) for e in ENGINES]),
-        ("**fetches that pay for a day**", [f"**{e.break_even(1):.1f}**" for e in ENGINES]),
-        ("**fetches that pay for a week**", [f"**{e.break_even(7):.1f}**" for e in ENGINES]),
+        (
+            "**fetches to break even, kept for a day**",
+            [f"**{e.break_even(1):.1f}**" for e in ENGINES],
+        ),
+        (
+            "**fetches to break even, kept for a week**",
+            [f"**{e.break_even(7):.1f}**" for e in ENGINES],
+        ),
     ]
-    head = "| millionths of a dollar, unless said | " + " | ".join(e.name for e in ENGINES) + " |"
+    head = "| millionths of a dollar, unless stated | " + " | ".join(e.name for e in ENGINES) + " |"
     lines = [head, "|---" * (len(ENGINES) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(values)} |" for name, values in rows]
     return "\n".join(lines)
@@ -113,9 +122,14 @@ def table() -> str:
 
 def bill() -> str:
     """What `COMMAND` prints."""
-    done = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(
-        cli, COMMAND.replace("benchmarks/", f"{ROOT}/benchmarks/").split()
-    )
+    file, _, policy, _, host_gib = RUN
+    run = counters.chosen(ROOT / file, policy, float(host_gib))
+    with tempfile.TemporaryDirectory() as directory:
+        written = Path(directory) / "counters.txt"
+        written.write_text(counters.exposition(run))
+        done = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(
+            cli, COMMAND.replace("counters.txt", str(written)).split()
+        )
     assert done.exit_code == 0, done.output
     return "\n".join(line.rstrip() for line in done.output.splitlines())
 

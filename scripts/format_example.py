@@ -9,19 +9,33 @@ from scripts.marks import filled
 from scripts.pictures import ROOT
 
 HASH = bytes(range(32))
+PAGE = (3, 2)
 TENSORS = (
-    TensorSpec("layers.0.kv", "BF16", (2, 3, 4)),
-    TensorSpec("layers.1.kv", "F32", (5,)),
-    TensorSpec("layers.2.scale", "U8", ()),
+    TensorSpec(
+        "g1",
+        "BF16",
+        (2, 2, *PAGE),
+        (TensorSpec("layers.0.kv", "BF16", PAGE), TensorSpec("layers.1.kv", "BF16", PAGE)),
+    ),
+    TensorSpec(
+        "g2",
+        "U8",
+        (2, 9),
+        (TensorSpec("layers.2.kv", "F32", (2,)), TensorSpec("layers.2.scale", "U8", ())),
+    ),
 )
-CHUNK = ChunkFormat("0123456789abcdef0123456789abcdef", TENSORS, 1, "t0of2-p0of1")
+CHUNK = ChunkFormat(
+    "0123456789abcdef0123456789abcdef", TENSORS, 1, "h0-3of8-l0-2of3", first_block=14
+)
 
 
 def page() -> str:
     """docs/object-format.md."""
-    name = Namespace("s3kv", CHUNK.namespace_digest).chunk(ChunkKey(CHUNK.group, HASH), CHUNK.shard)
+    name = Namespace("s3kv", CHUNK.namespace_digest).chunk(
+        ChunkKey(CHUNK.coverage, HASH), CHUNK.shard
+    )
     header = bytes(example()[8 : CHUNK.header_bytes]).decode("ascii").rstrip()
-    wrapped = header.replace(',"s3kv.', ',\n"s3kv.').replace(',"layers', ',\n"layers')
+    wrapped = header.replace(',"s3kv.', ',\n"s3kv.').replace(',"g', ',\n"g')
     parts = {"name": f"```text\n{name}\n```", "header": f"```text\n{wrapped}\n```"}
     return filled(ROOT / "docs" / "object-format.md", parts)
 

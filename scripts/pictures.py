@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from s3kv.host.slots import TRANSITIONS, SlotState
+from s3kv.host.table import TRANSITIONS, EntryState
 from s3kv.planning.requests import REQUEST_TRANSITIONS, RequestState
 from scripts import svg
 from scripts.svg import Box
@@ -37,9 +37,9 @@ def request_edges() -> Edges:
 
 
 def slots() -> str:
-    """The life of a slot, from `s3kv.host.slots.TRANSITIONS`."""
+    """The life of a slot, from `s3kv.host.table.TRANSITIONS`."""
     places = {"FREE": (90, 170), "RESERVED": (310, 170), "DIRTY": (550, 85), "CLEAN": (550, 255)}
-    assert set(places) == {state.name for state in SlotState}
+    assert set(places) == {state.name for state in EntryState}
     bends = {
         ("FREE", "RESERVED"): 22.0,
         ("RESERVED", "FREE"): 22.0,

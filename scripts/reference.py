@@ -6,19 +6,21 @@ import ast
 import inspect
 import re
 from collections.abc import Container, Iterator
+from itertools import pairwise
 from types import ModuleType
 
-from s3kv import config, errors, tensors, tiered, types
+from s3kv import config, errors, types
 from s3kv.device import tensors as device_tensors
+from s3kv.library import base, tensor_store, tiered_store
 
 LINE = 88
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 PUBLIC: tuple[tuple[ModuleType, str, str, tuple[str, ...]], ...] = (
     (
-        tiered,
+        tiered_store,
         "TieredStore",
-        "s3kv.tiered",
+        "s3kv",
         (
             "open",
             "put",
@@ -38,10 +40,16 @@ PUBLIC: tuple[tuple[ModuleType, str, str, tuple[str, ...]], ...] = (
             "close",
         ),
     ),
-    (tensors, "TensorStore", "s3kv.tensors", ("open", "put", "get", "where", "flush", "close")),
-    (device_tensors, "TensorRows", "s3kv.tensors", ()),
-    (types, "Location", "s3kv.types", ()),
-    (config, "Config", "s3kv.config", ("parse",)),
+    (
+        tensor_store,
+        "TensorStore",
+        "s3kv",
+        ("open", "put", "get", "where", "counters", "flush", "close"),
+    ),
+    (device_tensors, "TensorRows", "s3kv", ()),
+    (types, "Location", "s3kv", ()),
+    (types, "Unflushed", "s3kv", ()),
+    (config, "Config", "s3kv", ("parse",)),
 )
 """Where a class is written, its name, where users import it from, and which of its methods."""
 
@@ -53,11 +61,7 @@ def page() -> str:
 
 
 def section(module: ModuleType, name: str, imported: str, methods: tuple[str, ...]) -> str:
-    (node,) = (
-        n
-        for n in ast.parse(inspect.getsource(module)).body
-        if isinstance(n, ast.ClassDef) and n.name == name
-    )
+    node = _class(module, name)
     fields = {} if name == "Config" else dict(_fields(node))
     lines = [f"## {name}", "", f"`from {imported} import {name}`", ""]
     lines += [*_prose(_doc(node), fields), ""]
@@ -65,13 +69,26 @@ def section(module: ModuleType, name: str, imported: str, methods: tuple[str, ..
         lines += ["```python", *fields.values(), "```", ""]
     if name == "Config":
         lines += ["The fields are the settings: [configuration](configuration.md).", ""]
-    found = {n.name: n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found = _functions(_class(base, "Store")) | _functions(node)
     for method in methods:
         lines += [f"### {name}.{method}", "", "```python", signature(found[method]), "```", ""]
         taken = found[method].args
         names = [a.arg for a in (*taken.args, *taken.kwonlyargs)]
         lines += [*_prose(_doc(found[method]), names), ""]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def attribute_docs(module: ModuleType, name: str) -> dict[str, str]:
+    """What the texts below a class's fields say of them, each in one line."""
+    docs = {}
+    for field, text in pairwise(_class(module, name).body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            docs[ast.unparse(field.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return docs
+
+
+def _functions(node: ast.ClassDef) -> dict[str, _Function]:
+    return {n.name: n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def signature(node: _Function) -> str:
@@ -96,6 +113,15 @@ def _arguments(args: ast.arguments) -> Iterator[str]:
     for named, value in zip(args.kwonlyargs, args.kw_defaults, strict=True):
         given = "" if value is None else f" = {ast.unparse(value)}"
         yield ast.unparse(named) + given
+
+
+def _class(module: ModuleType, name: str) -> ast.ClassDef:
+    (node,) = (
+        n
+        for n in ast.parse(inspect.getsource(module)).body
+        if isinstance(n, ast.ClassDef) and n.name == name
+    )
+    return node
 
 
 def _fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:

@@ -12,9 +12,8 @@ from typing import Any
 
 import click
 
+from s3kv import config
 from s3kv.cli.app import cli
-from s3kv.config import Config
-from s3kv.fields import allowed
 from scripts import costs, dashboard, format_example, metrics, pictures, reference, results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,18 +31,19 @@ def configuration() -> str:
         "| setting | default | allowed | meaning |",
         "|---|---|---|---|",
     ]
-    lines += [_row(field) for field in dataclasses.fields(Config)]
+    meanings = reference.attribute_docs(config, "Config")
+    lines += [_row(field, meanings[field.name]) for field in dataclasses.fields(config.Config)]
     return "\n".join(lines) + "\n"
 
 
-def _row(field: dataclasses.Field[Any]) -> str:
+def _row(field: dataclasses.Field[Any], meaning: str) -> str:
     if field.default is dataclasses.MISSING:
         default = "required"
-    elif field.metadata["kind"] == "bytes":
+    elif config.is_bytes(field.name):
         default = _binary(field.default)
     else:
         default = "–" if field.default is None else f"`{str(field.default).lower()}`"
-    return f"| `{field.name}` | {default} | {allowed(field)} | {field.metadata['doc']} |"
+    return f"| `{field.name}` | {default} | {config.allowed(field.name)} | {meaning} |"
 
 
 def _binary(nbytes: int) -> str:
@@ -55,49 +55,58 @@ def _binary(nbytes: int) -> str:
 
 _CLI = """# The command line
 
-`pip install 's3kv[cli]'`. What stands below is what `s3kv --help` and `s3kv COMMAND --help` print,
-rendered by `scripts/render_docs.py`.
+Install it with `pip install 's3kv[cli]'`. The texts of the commands below are the output of
+`s3kv --help` and `s3kv COMMAND --help`, rendered by `scripts/render_docs.py`.
 
 `doctor` goes through the client the cache itself uses. Without `--read-only` it writes an object of
 1 KiB and one of 8 MiB under `PREFIX/doctor/` and deletes them; without `s3:DeleteObject` it says
-which one it has left there, and does not write the second. A warning means that the cache works,
-with less; the exit code is 0. What it says to each fault is shown, on moto and on Ceph RGW, by
-`tests/cli/doctor/test_faults.py`: no bucket, no credentials, wrong ones, each missing permission,
-the wrong region, a wrong clock, path style only, no conditional PUT, checksums refused, nobody
-there; and what it says of the host by `test_host.py` and `test_software.py` beside it. The slab is
-a memory file, so `/dev/shm` matters to vLLM's own queues only.
+which one it has left there, and does not write the second. A warning means that the cache works
+less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` shows its answer to each
+fault, on moto and on Ceph RGW: no bucket, no credentials, wrong ones, each missing permission, the
+wrong region, a wrong clock, path style only, no conditional PUT, checksums refused, no server.
+`test_host.py` beside it shows its findings on the host. The slab is a memory
+file, so `/dev/shm` matters only to vLLM's own queues.
 
-`inspect` believes nothing an object says: what has to be known to verify it comes from its key and
-from the settings, only the tensors from its header. An object it refuses is a miss to an engine.
+`inspect` verifies an object by its key and the settings, and takes only the tensors from its
+header. An engine treats an object that `inspect` refuses as a miss.
 
-`config` prints what its settings are to vLLM; a shell and a YAML reader read it back in
-`tests/cli/test_configure.py`.
+`config` prints its settings in the form that vLLM takes; `tests/unit/cli/test_configure.py` reads
+its output back with a shell and a YAML reader. `--bytes-per-token` of `config` and `bench` is the
+KV of one token on one worker: layers × KV heads of the worker × 2 × head size × bytes of a number.
+For a namespace in the bucket it is the length of an object (`ls NAMESPACE`) divided by the
+`chunk_tokens` of its manifest (`ls NAMESPACE --summary`).
 
-`cost` multiplies counts with prices, and every price is an option: the tables are Amazon's of the
-date in its help, and need looking up before they are relied on. What it says is worked out by hand
-in `tests/cli/test_cost.py`.
+`cost` multiplies counts by prices, and every price is an option: the tables are Amazon's of the
+date in its help, and need to be checked before they are relied on. `tests/unit/cli/test_cost.py`
+compares its results with calculations by hand.
 
-`warm` makes a running server compute, and so save, the prompts of a file before users ask for them;
-`tests/e2e/test_warm.py` does so on vLLM's own server and finds them in the bucket.
+To fill the bucket before users ask, send the prompts to a running server with any client, for one
+token each; what is not in the bucket is computed and saved in the background:
+
+```python
+llm = vllm.LLM(model, kv_transfer_config=kv_transfer_config)  # or a client of `vllm serve`
+llm.generate(prompts, vllm.SamplingParams(max_tokens=1))
+```
 
 `bench` reads as many objects as a prompt has chunks, as many at once as a worker does, and says how
-long that took; so what it says of a prompt is measured and not inferred, but for the waits of a
-prefix of which nothing is known. The planner's own rule may stop waiting earlier.
+long that took. Its times for a prompt are therefore measured and not inferred, except the waits for
+a prefix that the cache does not know. The planner's own rule may stop waiting earlier.
 
 Completion of commands and options: `eval "$(_S3KV_COMPLETE=bash_source s3kv)"` in `~/.bashrc`, the
 same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | source` for fish.
 
-`verify` is the same for many: what it calls damaged was wrong in two readings, and what belongs to
-another secret or integrity mode it names and leaves alone (`tests/cli/test_verification.py`).
+`verify` does the same for many objects. It calls an object damaged if two readings were wrong. It
+names objects of another secret or integrity mode and leaves them alone
+(`tests/unit/cli/test_verify.py`).
 
-`gc` deletes an object only if it is still the one it has listed: it looks at it once more right
-before (Last-Modified and ETag), and lets the deletion depend on the ETag where the server knows
-that. What an engine refreshes, replaces or writes meanwhile stays, and what it still wanted costs
-it one 404 and computing it again (`tests/cli/test_gc.py`). It holds the keys of what is to go in
-memory, about 0.5 GB for a million, and not those of the rest.
+`gc` deletes an object only if it is still the one it has listed: it checks Last-Modified and ETag
+right before the deletion, and makes the deletion conditional on the ETag if the server supports
+that. Objects that an engine refreshes, replaces or writes meanwhile stay. An engine that still
+wanted a deleted object gets one 404 and computes it again (`tests/unit/cli/test_gc.py`). `gc` holds
+only the keys of the objects to delete in memory, about 0.5 GB for a million.
 
-`ls`, `stat`, `du`, `gc` and `verify` list the bucket 1,000 objects per request, and go on where a
-listing broke off. They see chunks and items under the prefix and nothing else there may be.
+`ls`, `gc` and `verify` list the bucket 1,000 objects per request, and resume where a
+listing broke off. They see only chunks and items under the prefix.
 """
 
 

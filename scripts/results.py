@@ -37,19 +37,19 @@ def engine(result: dict[str, Any]) -> str:
         ("computed, saving to S3", median["cold"]),
         ("served from S3 by a new process", median["warm"]),
         ("served from the engine's own cache", median["local"]),
-        ("the same objects read by plain sockets, no engine beside them", median["raw"]),
+        ("the same objects read by plain sockets, without an engine", median["raw"]),
     ]
     short = result["short_requests_per_s"]
     return "\n".join(
         [
             f"{result['machine']}; {result['prompts']}, one after another.",
             "",
-            "| | median per request | of computing |",
+            "| | median per request | relative to computing |",
             "|---|---|---|",
             *(f"| {name} | {ms:,.0f} ms | {_ratio(ms / median['none'])} |" for name, ms in rows),
             "",
-            "Short prompts, many at once, nothing to hit or save: "
-            f"{short['none']} requests per second without, {short['s3kv']} with the connector "
+            "Many short prompts at once, with nothing to hit or save: "
+            f"{short['none']} requests per second without the connector, {short['s3kv']} with it "
             f"({result['short_throughput_ratio']}).",
         ]
     )
@@ -59,7 +59,7 @@ def encoder(result: dict[str, Any]) -> str:
     lines = [
         f"{result['machine']}; {result['images']}; an encoder of {result['encoder']}.",
         "",
-        "| | encoder runs | request, median | slowest | scheduler's hooks: processor | wall "
+        "| | encoder runs | request, median | slowest | scheduler hooks: CPU time | wall time "
         "| longest call |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -78,8 +78,8 @@ def encoder(result: dict[str, Any]) -> str:
 def slow(result: dict[str, Any]) -> str:
     ratios = result["ttft_over_no_cache_by_mib_per_s"]
     lines = [
-        f"{result['machine']}; {result['prompts']}; without a connector "
-        f"{result['ttft_without_ms']:,} ms to the first token.",
+        f"{result['machine']}; {result['prompts']}; time to first token without a connector: "
+        f"{result['ttft_without_ms']:,} ms.",
         "",
         "| MiB/s | " + " | ".join(f"{int(speed):,}" for speed in ratios) + " |",
         "|---" * (len(ratios) + 1) + "|",
@@ -92,19 +92,19 @@ def slow(result: dict[str, Any]) -> str:
 
 def planner(result: dict[str, Any]) -> str:
     names = {
-        "lookup_waiting_us": "asking again while something is on its way",
-        "plan_idle_us": "the plan of a step with nothing to do",
-        "plan_256_decoding_us": "the plan of a step with 256 requests that decode",
+        "lookup_waiting_us": "a repeated lookup while a fetch is in progress",
+        "plan_idle_us": "planning a step with nothing to do",
+        "plan_256_decoding_us": "planning a step with 256 requests in decode",
         "first_lookup_nothing_known_us": "first lookup, nothing known",
-        "arrival_nothing_known_us": "its arrival before that lookup, which orders 64 fetches",
+        "arrival_nothing_known_us": "arrival of that request, which orders 64 fetches",
         "first_lookup_all_resident_us": "first lookup, all chunks in host memory",
         "first_lookup_all_in_bucket_us": "first lookup, all chunks known to be in the bucket",
-        "arrival_all_in_bucket_us": "its arrival before that lookup, which orders 256 fetches",
+        "arrival_all_in_bucket_us": "arrival of that request, which orders 256 fetches",
     }
     chunks = f"{result['chunks_per_prompt']:,}"
     return "\n".join(
         [
-            f"Prompts of {chunks} chunks, {result['chunks_known']:,} chunks known.",
+            f"Prompts of {chunks} chunks; {result['chunks_known']:,} chunks known.",
             "",
             "| | µs |",
             "|---|---|",
@@ -117,8 +117,8 @@ def trace(result: dict[str, Any]) -> str:
     lines = [
         f"{result['trace']['requests']:,} requests on {result['setup']['engines']} engines, "
         f"{result['setup']['kib_per_token']:g} KiB of KV per token, "
-        f"{result['setup']['prefill_tokens_per_s']:,.0f} tokens per second in prefill; per cent of "
-        "prompt tokens by where they came from.",
+        f"{result['setup']['prefill_tokens_per_s']:,.0f} tokens per second in prefill. Per cent of "
+        "prompt tokens by source.",
         "",
         "| host memory per engine | policy | device | host | bucket | computed | median TTFT |",
         "|---|---|---|---|---|---|---|",
@@ -140,7 +140,7 @@ def peers(result: dict[str, Any]) -> str:
     lines = [
         f"{result['machine']}; {versions}; {result['prompts']}; rounds: {result['rounds']}.",
         "",
-        "| | cold, saving | processor | all saved | warm | of local | slowest | processor |",
+        "| | cold, saving | CPU time | all saved | warm | relative to local | slowest | CPU time |",
         "|---|---|---|---|---|---|---|---|",
         f"| no connector | {_pass(none['computed'])} | – | {_warm(none['local'], none)} |",
     ]
@@ -150,7 +150,7 @@ def peers(result: dict[str, Any]) -> str:
             late = f"{max(saved):.1f} s" if saved else "–"
             warm = _warm(states.get("warm", {"failed": []}), none)
             lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
-    lines += ["", f"Plain sockets, no engine beside them: {result['raw_read_median_ms']:,.0f} ms."]
+    lines += ["", f"Plain sockets, without an engine: {result['raw_read_median_ms']:,.0f} ms."]
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
     out += [
         f"`{name}`, {state}: {'; '.join(told['failed'])}"
@@ -158,7 +158,7 @@ def peers(result: dict[str, Any]) -> str:
         for state, told in states.items()
         if "failed" in told
     ]
-    return "\n".join([*lines, *(["", "Without a time: " + ". ".join(out) + "."] if out else [])])
+    return "\n".join([*lines, *(["", "Not timed: " + ". ".join(out) + "."] if out else [])])
 
 
 def _pass(told: dict[str, Any]) -> str:

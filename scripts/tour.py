@@ -25,8 +25,8 @@ _OPENING = """# A tour of the command line
 
 `make demo KEEP=1` leaves the demo's bucket where it is until you press Enter, and prints what to
 paste into another terminal: the keys of the bucket, and the commands. This page is what those
-print, written by `python -m scripts.tour`; `tests/e2e/test_tour.py` does it all again and compares.
-Block hashes are shortened here.
+print, written by `python -m scripts.tour`; `tests/system/e2e/test_tour.py` does it all again and
+compares. Block hashes are shortened here.
 """
 
 
@@ -51,9 +51,8 @@ STOPS = (
         "Six prompts of 1,600 tokens are six chunks of 256 tokens each; what is left over is not\n"
         "saved.",
         (
-            "s3kv du --config demo.json",
             "s3kv ls --config demo.json",
-            "s3kv stat --config demo.json",
+            "s3kv ls --summary --config demo.json",
         ),
     ),
     Stop(
@@ -133,7 +132,7 @@ def render() -> str:
 
 
 def _some_key(directory: Path, environment: dict[str, str]) -> str:
-    listed = _run("s3kv stat --config demo.json --json", directory, environment)
+    listed = _run("s3kv ls --config demo.json --json", directory, environment)
     digest = re.findall(r"[0-9a-f]{32}", listed)[0]
     objects = _run(f"s3kv ls {digest} --config demo.json --json", directory, environment)
     return str(re.findall(r'"([^"]+\.safetensors)"', objects)[0])

@@ -3,9 +3,6 @@ data "aws_partition" "current" {}
 data "aws_region" "current" {}
 
 locals {
-  express     = var.storage == "express"
-  bucket_name = local.express ? "${var.name}--${var.availability_zone_id}--x-s3" : var.name
-
   partition = data.aws_partition.current.partition
   region    = data.aws_region.current.id # .name ends with provider 6, .region begins with it
   account   = data.aws_caller_identity.current.account_id

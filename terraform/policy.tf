@@ -68,6 +68,30 @@ data "aws_iam_policy_document" "bucket" {
     }
   }
 
+  # An object encrypted with a key that the caller sends (SSE-C) can be read by nobody who lacks that
+  # key. A request that names no such key must pass, hence Null. Directory buckets have no SSE-C.
+  dynamic "statement" {
+    for_each = local.express ? [] : [1]
+
+    content {
+      sid       = "DenyCustomerKeys"
+      effect    = "Deny"
+      actions   = ["s3:PutObject"]
+      resources = ["${local.bucket_arn}/*"]
+
+      principals {
+        type        = "*"
+        identifiers = ["*"]
+      }
+
+      condition {
+        test     = "Null"
+        variable = "s3:x-amz-server-side-encryption-customer-algorithm"
+        values   = ["false"]
+      }
+    }
+  }
+
   # In a directory bucket, expiry is done by a service that needs a session like anybody else.
   dynamic "statement" {
     for_each = local.express ? [1] : []

@@ -194,8 +194,8 @@ variable "gateway_endpoint" {
   }
 
   validation {
-    condition     = !contains(try(var.gateway_endpoint.extra_bucket_names, []), "*")
-    error_message = "extra_bucket_names must not hold \"*\": that would open the endpoint to every bucket of every account."
+    condition     = alltrue([for name in try(var.gateway_endpoint.extra_bucket_names, []) : can(regex("[a-z0-9]", name))])
+    error_message = "extra_bucket_names must not hold a name of wildcards alone: that would open the endpoint to every bucket of every account."
   }
 }
 
@@ -263,4 +263,11 @@ variable "dashboard" {
   type        = bool
   default     = true
   nullable    = false
+}
+
+# --- what follows from them, and what their checks need ------------------------------------------
+
+locals {
+  express     = var.storage == "express"
+  bucket_name = local.express ? "${var.name}--${var.availability_zone_id}--x-s3" : var.name
 }

@@ -1,26 +1,50 @@
-"""Servers that every part of the suite may ask for."""
+"""Servers that every part of the suite may ask for, and the choice of tests that run unasked."""
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from botocore.loaders import JSONFileLoader
 
 from tests.rgw import Gateway, missing_programs, rgw_server
 
 ON_REQUEST = ("long", "nightly")
+SYSTEM, BENCHMARKS = (Path(__file__).parent / folder for folder in ("system", "benchmarks"))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts us in the background has it ignored, and so would all that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_load_file, _exists = JSONFileLoader.load_file, JSONFileLoader.exists
+_load_file_once = functools.cache(lambda path: _load_file(JSONFileLoader(), path))
+_exists_once = functools.cache(lambda path: _exists(JSONFileLoader(), path))
+# A botocore session reads megabytes of JSON about AWS's services, two thirds of the time that it
+# takes to open a client. The tests open a thousand clients.
+JSONFileLoader.load_file = lambda self, path: _load_file_once(path)
+JSONFileLoader.exists = lambda self, path: _exists_once(path)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests with a mark of `ON_REQUEST` to whoever names the mark, or the test."""
-    if any("::" in argument for argument in config.invocation_params.args):
+    """Leave out the tests with a mark of `ON_REQUEST` unless the mark or the test is named.
+
+    A test of the whole system is long unless it is marked `core`, or its folder is named. So are
+    the tests of benchmarks, and those that need a program which is no Python package.
+    """
+    arguments = config.invocation_params.args
+    if any("::" in argument for argument in arguments):
         return
+    if not any("tests/system" in argument for argument in arguments):
+        for item in items:
+            if SYSTEM in item.path.parents and item.get_closest_marker("core") is None:
+                item.add_marker(pytest.mark.long)
+    for item in items:
+        if item.get_closest_marker("infra") or BENCHMARKS in item.path.parents:
+            item.add_marker(pytest.mark.long)
     unasked = [mark for mark in ON_REQUEST if mark not in config.option.markexpr]
     left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
     if left_out:

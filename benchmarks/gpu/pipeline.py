@@ -41,7 +41,7 @@ class Pipeline:
         self.places = [
             rig.slab.view[self._offset(i) :][: rig.format.object_bytes] for i in range(rig.count)
         ]
-        hello = Hello(config, PREFIX, NAMESPACE, SHARD, {0: rig.layout.tensors})
+        hello = Hello(config, PREFIX, NAMESPACE, SHARD, {0: rig.format.tensors})
         self._client = IoClient(hello, rig.slab)
         self._client.start()
         self._client.wait_ready(_START_S)

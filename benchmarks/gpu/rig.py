@@ -12,15 +12,15 @@ import torch
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.shapes import Model, fill_with_noise, make_caches, make_layout
+from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.nearby import memory_near
-from s3kv.device.paths import Path
+from s3kv.device.selection import memory_near
 from s3kv.host.slab import Slab
 from s3kv.messages import LoadPart
 from s3kv.objects.codec import ChunkFormat
 
 NAMESPACE = "0" * 32
-SHARD = "t0of1-p0of1"
+SHARD = "h0-7of8-l0-31of32"
 PATHS = {"batch": Path.BATCH, "gather": Path.GATHER, "chosen": None}
 _POLL_S = 20e-6
 LONG_S = 60.0
@@ -47,7 +47,7 @@ class CopyRig:
         ids = random.Random(block_tokens).sample(range(1, num_blocks), num_blocks - 1)
         chunks = [tuple(ids[at : at + per_chunk]) for at in range(0, len(ids), per_chunk)]
         self.sources, self.targets = chunks[: self.count], chunks[self.count :]
-        self.format = ChunkFormat(NAMESPACE, self.layout.tensors, 0, SHARD)
+        self.format = ChunkFormat(NAMESPACE, (self.layout.part("g0"),), 0, SHARD)
         self.slot_bytes = -(-self.format.object_bytes // 4096) * 4096
         node = memory_near(machine.device)
         self.slab = Slab.create(self.count * self.slot_bytes, node=node)

@@ -10,8 +10,8 @@ import torch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import Model
+from s3kv.device.copier import PathChoice
 from s3kv.device.copies import BlockCopies
-from s3kv.device.paths import Choice
 
 LARGE_BYTES = 2**29
 """Of the copy to compare with; less than what is registered with CUDA at once."""
@@ -26,7 +26,7 @@ def measure(
     found: dict[str, Any] = {
         "chunk_bytes": rig.layout.payload_bytes,
         "chunks": rig.count,
-        "longest_run_bytes": max(size for layer in rig.layout.layers for _, size in layer.runs),
+        "longest_run_bytes": int(rig.layout.runs((0,), 0).sizes.max()),
     }
     return found | rig.by_path(lambda copies: _compared(rig, copies, rounds))
 
@@ -68,7 +68,7 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
     }
 
 
-def _plain(choice: Choice) -> dict[str, Any]:
+def _plain(choice: PathChoice) -> dict[str, Any]:
     return {
         "direction": choice.direction.value,
         "path": choice.path.value,
@@ -80,19 +80,22 @@ def _plain(choice: Choice) -> dict[str, Any]:
 def _torch_save(rig: CopyRig, chunks: torch.Tensor) -> None:
     """What one would write first: every layer's blocks gathered, and copied to their place."""
     for slot, where in enumerate(chunks):
-        for pages, room in _layers(rig, slot):
-            room.copy_(torch.index_select(pages, 0, where), non_blocking=True)
+        pages, room = _pages_and_room(rig, slot)
+        gathered = [torch.index_select(layer, 0, where) for layer in pages]
+        room.copy_(torch.stack(gathered, 1), non_blocking=True)
 
 
 def _torch_load(rig: CopyRig, chunks: torch.Tensor) -> None:
     for slot, where in enumerate(chunks):
-        for pages, room in _layers(rig, slot):
-            pages.index_copy_(0, where, room.to(pages.device, non_blocking=True))
+        pages, room = _pages_and_room(rig, slot)
+        there = room.to(where.device, non_blocking=True)
+        for number, layer in enumerate(pages):
+            layer.index_copy_(0, where, there[:, number])
 
 
-def _layers(rig: CopyRig, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The pages of each layer, and its place in a slot; both [blocks, N, H, C]."""
+def _pages_and_room(rig: CopyRig, slot: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The pages of each layer, [blocks, N, H, C], and their place in a slot."""
     begin = slot * rig.slot_bytes + rig.format.header_bytes
     payload = rig.memory[begin : begin + rig.layout.payload_bytes].view(torch.bfloat16)
     pages = [cache.permute(0, 2, 1, 3) for cache in rig.caches.values()]
-    return list(zip(pages, payload.view(len(pages), -1, *pages[0].shape[1:]), strict=True))
+    return pages, payload.view(-1, len(pages), *pages[0].shape[1:])

@@ -20,7 +20,8 @@ from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import IoProcess, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
 from s3kv.messages import JobEnd, JobKind, LoadOrder, StepPlan, StepReport
-from s3kv.planning.kv import KVPlanner, ScheduledRequest
+from s3kv.planning.kv import KVPlanner
+from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import Outcome
 
 BLOCK_TOKENS = 16
@@ -221,7 +222,7 @@ class Engine:
                     return
                 if external_tokens:
                     continue
-            self._calls.admitted(request.request_id, request.block_ids, 0)
+            self._calls.admitted(request.request_id, (request.block_ids,), 0)
             self._waiting.remove(request)
             self._prefilling.append(request)
             left -= self._compute(request, left, scheduled, is_new=True)
@@ -231,7 +232,7 @@ class Engine:
     ) -> int:
         tokens = min(left, request.arrival.prompt_tokens - request.computed)
         if tokens > 0:
-            blocks = request.block_ids if is_new else ()
+            blocks = (request.block_ids,) if is_new else ()
             step = ScheduledRequest(request.request_id, blocks, is_new, request.computed, tokens)
             scheduled.append(step)
             request.computed += tokens
@@ -266,7 +267,7 @@ class Engine:
         if external_tokens:
             request.loading = True
             self._loading[request.request_id] = request
-            self._calls.admitted(request.request_id, request.block_ids, external_tokens)
+            self._calls.admitted(request.request_id, (request.block_ids,), external_tokens)
         return True
 
     def _see(self, request: Request) -> None:

@@ -1,7 +1,8 @@
 """A bucket that keeps to a budget of bytes, under the requests of a trace.
 
 `SweptBucket` does what `s3kv gc` and the I/O processes do, by the very code that decides there:
-`s3kv.objects.ages` chooses what goes, `s3kv.io.refreshing.RefreshRule` says which hits refresh.
+`s3kv.objects.ages` chooses what goes, `s3kv.io.server.refreshing.RefreshRule` says which hits
+refresh.
 What is modelled is time: a refresh happens a while after the hit, and only if nobody has written
 the object since; a sweep deletes a while after it has looked, and spares what has been written.
 `IdealBucket` is exact LRU by bytes: it knows of every use at once, and is never over its budget.
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from s3kv.io.refreshing import RefreshRule
+from s3kv.io.server.refreshing import RefreshRule
 from s3kv.objects.ages import Ages
 
 

@@ -18,16 +18,16 @@ from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
 from s3kv import prices
 from s3kv.config import Config
-from s3kv.host.policy import make_policy
-from s3kv.host.slots import SlotTable
-from s3kv.io.jobs import JobQueue
+from s3kv.host.room import EqualSlots
+from s3kv.host.table import Table
+from s3kv.io.server.jobs import JobQueue
 from s3kv.objects.codec import ChunkFormat
 from s3kv.planning.breaker import Breaker
+from s3kv.planning.cover import GroupSpec
 from s3kv.planning.index import BucketIndex
-from s3kv.planning.kv import KVPlanner
-from s3kv.planning.ledger import ChunkLedger
+from s3kv.planning.kv import KVPlanner, KVPlannerSettings
+from s3kv.planning.ledger import Ledger
 from s3kv.planning.pace import Pace
-from s3kv.planning.prefix import KVPlannerSettings
 from s3kv.types import TensorSpec
 
 _PRICES = prices.TABLE["us-east-1/standard"]
@@ -64,7 +64,9 @@ class Setup:
     @property
     def layout(self) -> ChunkFormat:
         payload_bytes = int(self.kib_per_token * 1024) * CHUNK_TOKENS
-        return ChunkFormat("0" * 32, (TensorSpec("kv", "U8", (payload_bytes,)),), 0, "t0of1-p0of1")
+        return ChunkFormat(
+            "0" * 32, (TensorSpec("kv", "U8", (payload_bytes,)),), 0, "h0-7of8-l0-31of32"
+        )
 
     @property
     def pages(self) -> int:
@@ -146,15 +148,14 @@ def make_engine(
 def _planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
     """As `s3kv.connectors.kv_scheduler` makes it, with the defaults of `s3kv.config`."""
     is_on = policy not in BASELINES
-    ledger = ChunkLedger(
-        SlotTable(setup.slots, make_policy(policy if is_on else "lru", setup.slots)),
+    ledger = Ledger(
+        Table(EqualSlots(setup.slots), policy if is_on else "lru"),
         BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
         Breaker(threshold=_BREAKER_FAILURES),
         world_size=1,
     )
     settings = KVPlannerSettings(
-        chunk_tokens=CHUNK_TOKENS,
-        block_tokens=BLOCK_TOKENS,
+        groups=(GroupSpec(BLOCK_TOKENS, CHUNK_TOKENS),),
         hash_tokens=CHUNK_TOKENS,
         probe_chunks=config.probe_chunks,
         max_wait_s=config.max_wait_ms / 1000,

@@ -3,7 +3,7 @@
 The network: every request waits for its first byte, then its body shares the link of its engine,
 one link per direction, equally with all others (processor sharing), and no connection gets more
 than `connection_bytes_per_s`. The order in which requests start, and how many run at once, are
-s3kv's own: `s3kv.io.jobs.JobQueue`. The bucket never fails, throttles or forgets.
+s3kv's own: `s3kv.io.server.jobs.JobQueue`. The bucket never fails, throttles or forgets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from s3kv.io.jobs import Direction, Job, JobQueue
+from s3kv.io.server.jobs import JobQueue, TransferJob
 from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder
 from s3kv.objects.codec import ChunkFormat
 from s3kv.types import ChunkKey, Outcome
@@ -141,12 +141,12 @@ class IoProcess:
         self._on_end = on_end
         self._cancelled: set[int] = set()
         self._links = {
-            direction: Link(
+            kind: Link(
                 timeline,
                 bytes_per_s=network.bytes_per_s,
                 connection_bytes_per_s=network.connection_bytes_per_s,
             )
-            for direction in Direction
+            for kind in (JobKind.FETCH, JobKind.UPLOAD)
         }
 
     def set_speed(self, bytes_per_s: float) -> None:
@@ -155,10 +155,10 @@ class IoProcess:
             link.set_speed(bytes_per_s)
 
     def fetch(self, order: FetchOrder) -> None:
-        self._add(order.job_id, Direction.FETCH, order.key)
+        self._add(order.job_id, JobKind.FETCH, order.key)
 
     def upload(self, order: SaveOrder) -> None:
-        self._add(order.job_id, Direction.UPLOAD, order.key)
+        self._add(order.job_id, JobKind.UPLOAD, order.key)
 
     def cancel(self, job_id: int) -> None:
         """It ends at once if it waits; if it runs, where its next byte would have come."""
@@ -172,8 +172,8 @@ class IoProcess:
         self._on_end(JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
         return True
 
-    def _add(self, job_id: int, direction: Direction, key: ChunkKey) -> None:
-        self._queue.add(Job(job_id, direction, "", key.block_hash, self._layout, _NO_BUFFER))
+    def _add(self, job_id: int, kind: JobKind, key: ChunkKey) -> None:
+        self._queue.add(TransferJob(job_id, kind, "", key.block_hash, self._layout, _NO_BUFFER))
         self._start()
 
     def _start(self) -> None:
@@ -182,23 +182,23 @@ class IoProcess:
             answer_s = now_s + self._network.latency_s(self._rng)
             self._timeline.at(answer_s, partial(self._answered, job, now_s))
 
-    def _answered(self, job: Job, started_s: float) -> None:
+    def _answered(self, job: TransferJob, started_s: float) -> None:
         if job.job_id in self._cancelled:
             self._bucket.requests["get_cancelled"] += 1
             self._ended(job, started_s, Outcome.CANCELLED)
             return
-        if job.direction is Direction.FETCH and job.block_hash not in self._bucket.objects:
+        if job.kind is JobKind.FETCH and job.block_hash not in self._bucket.objects:
             self._bucket.requests["get_404"] += 1
             self._ended(job, started_s, Outcome.MISSING)
             return
-        self._links[job.direction].carry(job.nbytes, partial(self._carried, job, started_s))
+        self._links[job.kind].carry(job.nbytes, partial(self._carried, job, started_s))
 
-    def _carried(self, job: Job, started_s: float) -> None:
+    def _carried(self, job: TransferJob, started_s: float) -> None:
         outcome = Outcome.OK
         if job.job_id in self._cancelled:
             self._bucket.requests["get_cancelled"] += 1
             outcome = Outcome.CANCELLED
-        elif job.direction is Direction.FETCH:
+        elif job.kind is JobKind.FETCH:
             self._bucket.requests["get_hit"] += 1
         elif job.block_hash in self._bucket.objects:
             # Another engine was first. Its answer comes after the body, as with most servers.
@@ -209,11 +209,10 @@ class IoProcess:
             self._bucket.objects.add(job.block_hash)
         self._ended(job, started_s, outcome)
 
-    def _ended(self, job: Job, started_s: float, outcome: Outcome) -> None:
+    def _ended(self, job: TransferJob, started_s: float, outcome: Outcome) -> None:
         self._queue.end(job)
         self._cancelled.discard(job.job_id)
-        kind = JobKind.FETCH if job.direction is Direction.FETCH else JobKind.UPLOAD
         nbytes = job.nbytes if outcome.is_success else 0
         seconds = self._timeline.now_s - started_s
-        self._on_end(JobEnd(job.job_id, kind, outcome, nbytes, seconds))
+        self._on_end(JobEnd(job.job_id, job.kind, outcome, nbytes, seconds))
         self._start()

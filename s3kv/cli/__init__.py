@@ -1,6 +1,7 @@
-"""The `s3kv` command line: what an operator asks of a bucket. Needs `pip install 's3kv[cli]'`.
+"""The `s3kv` command line, with which an operator works on a bucket. Needs
+`pip install 's3kv[cli]'`.
 
-`app` holds the commands, or imports them from modules of their names; they only parse, run and
-print. What they find out is in modules that need neither click nor rich: `doctor`, `inspection`,
-`statistics`, `usage`, `catalogue`, `verification`, `sweep`.
+Each command is in the module of its name (`config` in `configure`); `walk` lists a bucket for them,
+`invocation` has the options they share, `show` prints. `floor` is the baseline of `bench`,
+`billing` computes for `cost`.
 """

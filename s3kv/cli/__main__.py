@@ -9,7 +9,7 @@ _NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it and exit with 2."""
+    """Run the command line; if a package is missing, say what to install and exit with 2."""
     try:
         for name in _NEEDED:
             importlib.import_module(name)

@@ -1,57 +1,88 @@
-"""`s3kv bench`."""
+"""`s3kv bench`: what this host gets out of this bucket, through the client of the cache.
+
+It makes as many requests at once as one worker makes, for objects of one size, under a prefix of
+their own outside the namespaces. The objects are deleted however the measurement ends.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from s3kv.cli import models, show
+from s3kv.cli import show
+from s3kv.cli.configure import chunk_tokens
 from s3kv.cli.floor import floor_s
-from s3kv.cli.invocation import EPILOG, on_bucket, print_json, with_settings
-from s3kv.cli.progress import bars
-from s3kv.cli.quantities import size
-from s3kv.cli.speed import Measurement, Speed, Speeds
+from s3kv.cli.invocation import EPILOG, on_bucket, print_json, size_above_0, with_settings
+from s3kv.cli.walk import in_lanes, in_turn
 from s3kv.config import Config
-from s3kv.errors import ConfigError
-from s3kv.objects.s3 import S3Store
-from s3kv.types import default_chunk_tokens
+from s3kv.errors import StoreError
+from s3kv.objects.store import BulkStore, ObjectStore
 
+Floor = Callable[[Sequence[str], int, int], Awaitable[float | None]]
+"""Seconds for that many GETs of these keys, each of that many bytes; None if not measurable."""
 _SMALL_REQUESTS = 32
-_BYTES_PER_TOKEN = 128 * 2**10
+_CLEANING_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Measurement of one direction. seconds: from the first request to the last answer."""
+
+    requests: int
+    nbytes: int
+    seconds: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    max_ms: float
+    bytes_per_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bytes_per_s", self.nbytes / self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Results of a measurement. object_bytes: length of each object. at_once: requests at once.
+    small_get: GETs of 1 KiB one after another. floor_s: seconds that plain sockets took for the
+    same GETs; None if only AWS's SDK gets through."""
+
+    object_bytes: int
+    at_once: int
+    put: Speed
+    get: Speed
+    small_get: Speed
+    floor_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """Of a prompt whose every chunk is in the bucket. known_ms: when the cache knows that they are;
-    unknown_ms: when it asks for a few at first. floor_ms: through plain sockets. computed_ms:
-    without the cache."""
+    """Expected times for a prompt whose chunks are all in the bucket. known_ms: if the cache knows
+    that they are; unknown_ms: if it asks for a few first. floor_ms: through plain sockets, None if
+    only AWS's SDK gets through. computed_ms: without the cache."""
 
     chunks: int
     known_ms: float
     unknown_ms: float
-    floor_ms: float
+    floor_ms: float | None
     computed_ms: float
 
 
 @click.command(epilog=EPILOG)
 @click.option(
-    "--model-config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The model's config.json, which says how much KV a token is.",
-)
-@click.option(
     "--bytes-per-token",
-    type=size,
-    help="How much KV a token is, per worker.  [default: 128KiB, as Llama-3-8B's]",
+    type=size_above_0,
+    metavar="SIZE",
+    default="128KiB",
+    show_default=True,
+    help="KV bytes of a token on one worker; the default is Llama-3-8B's.",
 )
 @click.option(
     "--prompt-tokens",
@@ -61,42 +92,32 @@ class Expectation:
     help="Length of the prompt whose chunks are fetched.",
 )
 @with_settings
-def bench(
-    config: Config,
-    model_config: Path | None,
-    bytes_per_token: int | None,
-    prompt_tokens: int,
-    as_json: bool,
-) -> None:
-    """Measure this host against this bucket: what time to first token to expect.
+def bench(config: Config, bytes_per_token: int, prompt_tokens: int, as_json: bool) -> None:
+    """Measure how long this host takes to read a prompt from this bucket.
 
-    Writes as many objects of a chunk's size as one worker asks for at once (at most
-    max_inflight_bytes), then reads as many as the prompt has chunks, through the client of the
-    cache and, to compare, through plain sockets. What it writes, under PREFIX/bench/ID, is deleted,
-    also on Ctrl-C. Requests and bytes are paid for as any others. The copy to the GPU is not in it.
+    Sends as many PUTs, and then as many GETs, of a chunk's size as the prompt has chunks, with as
+    many at once as one worker has (at most max_inflight_bytes). It reads through the client of the
+    cache and, for comparison, through plain sockets. Its objects are under PREFIX/bench/ID and are
+    deleted at the end, also on Ctrl-C. Requests and bytes are billed like any others. The copy to
+    the GPU is not included.
     """
-    if model_config is not None and bytes_per_token is not None:
-        raise ConfigError("give either --model-config or --bytes-per-token")
-    chunk_tokens = config.chunk_tokens or default_chunk_tokens(16)
-    per_token = bytes_per_token or _BYTES_PER_TOKEN
-    if model_config is not None:
-        per_token = models.read_shape(model_config, models.Parallelism()).bytes_per_token
-    chunks = max(1, prompt_tokens // chunk_tokens)
-    speeds = on_bucket(config, partial(_measure, config, per_token * chunk_tokens, chunks))
+    object_bytes = bytes_per_token * chunk_tokens(config)
+    chunks = max(1, prompt_tokens // chunk_tokens(config))
+    speeds = on_bucket(config, partial(_measure, config, object_bytes, chunks))
     expected = expect(config, speeds, chunks, prompt_tokens)
     if as_json:
-        print_json(_document(speeds, expected))
+        print_json(asdict(speeds) | {"prompt": asdict(expected)})
     else:
         _show(config, speeds, expected, prompt_tokens)
 
 
-async def _measure(config: Config, object_bytes: int, chunks: int, store: S3Store) -> Speeds:
-    with bars() as on_progress:
+async def _measure(config: Config, object_bytes: int, chunks: int, store: BulkStore) -> Speeds:
+    with show.bars() as on_progress:
         measurement = Measurement(
             store,
-            config,
             f"{config.prefix}/bench/{uuid4().hex}",
-            object_bytes=object_bytes,
+            object_bytes,
+            config.fetches_at_once(object_bytes),
             floor=partial(floor_s, config),
             clock_s=time.perf_counter,
             on_progress=on_progress,
@@ -104,11 +125,102 @@ async def _measure(config: Config, object_bytes: int, chunks: int, store: S3Stor
         return await measurement.run(chunks, _SMALL_REQUESTS)
 
 
-def expect(config: Config, speeds: Speeds, chunks: int, prompt_tokens: int) -> Expectation:
-    """What the speeds mean for a prompt of that many chunks. Pure.
+@dataclass(slots=True)
+class Measurement:
+    """One measurement. Belongs to one asyncio loop.
 
-    A prefix of which nothing is known begins with `probe_chunks`, and twice as many with every
-    answer: a first byte's wait for every doubling until all requests are in use.
+    prefix: prefix of all keys, which no other measurement uses. at_once: the most requests at once.
+    clock_s: a monotonic clock.
+    """
+
+    store: ObjectStore
+    prefix: str
+    object_bytes: int
+    at_once: int
+    floor: Floor
+    clock_s: Callable[[], float]
+    on_progress: show.Report
+    _written: set[str] = field(default_factory=set)
+
+    async def run(self, requests: int, small_requests: int) -> Speeds:
+        """Run the measurement, and delete what it wrote. requests: of each direction. Raises
+        `StoreError`, also if an object could not be deleted."""
+        try:
+            return await self._run(requests, small_requests)
+        finally:
+            # Also when it is cancelled, as by Ctrl-C: what has begun is waited for.
+            await asyncio.shield(asyncio.wait_for(self._clean(), _CLEANING_TIMEOUT_S))
+
+    async def _run(self, requests: int, small_requests: int) -> Speeds:
+        # One buffer for each request under way, filled, so that its pages exist beforehand.
+        at_once, nbytes = min(self.at_once, requests), self.object_bytes
+        keys = [f"{self.prefix}/{lane}" for lane in range(at_once)]
+        buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _ in keys]
+        few = memoryview(bytearray(1024))
+        small_key = f"{self.prefix}/small"
+
+        written = await self._timed(
+            "PUT", lambda lane: self._put(keys[lane], buffers[lane]), requests, at_once, nbytes
+        )
+        read = await self._timed(
+            "GET", lambda lane: self._get(keys[lane], buffers[lane]), requests, at_once, nbytes
+        )
+        floor_s = await self.floor(keys, requests, nbytes)
+        await self._put(small_key, few)
+        small = await self._timed(
+            "small GET", lambda _: self._get(small_key, few), small_requests, 1, len(few)
+        )
+        return Speeds(nbytes, at_once, written, read, small, floor_s)
+
+    async def _put(self, key: str, data: memoryview) -> None:
+        self._written.add(key)  # before: what is interrupted may have been written
+        await self.store.put(key, data, if_absent=False)
+
+    async def _get(self, key: str, buffer: memoryview) -> None:
+        info = await self.store.get_into(key, buffer)
+        nbytes = None if info is None else info.nbytes
+        if nbytes != len(buffer):
+            raise StoreError(
+                f"{key} was written with {len(buffer)} bytes, and {nbytes} bytes came back"
+            )
+
+    async def _timed(
+        self,
+        what: str,
+        call: Callable[[int], Awaitable[None]],
+        requests: int,
+        at_once: int,
+        nbytes: int,
+    ) -> Speed:
+        took_s: list[float] = []
+
+        async def timed(lane: int, _: int) -> None:
+            begin_s = self.clock_s()
+            await call(lane)
+            took_s.append(self.clock_s() - begin_s)
+            self.on_progress(what, len(took_s), requests)
+
+        begin_s = self.clock_s()
+        await in_lanes(at_once, in_turn(range(requests)), timed)
+        seconds = max(self.clock_s() - begin_s, 1e-9)
+        p50, p95, p99, most = (1e3 * percentile(took_s, p) for p in (50, 95, 99, 100))
+        return Speed(requests, requests * nbytes, seconds, p50, p95, p99, most)
+
+    async def _clean(self) -> None:
+        for key in sorted(self._written):
+            await self.store.delete(key)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Percentile by the nearest rank."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def expect(config: Config, speeds: Speeds, chunks: int, prompt_tokens: int) -> Expectation:
+    """Expected times for a prompt of that many chunks at these speeds. Pure.
+
+    The cache asks for `probe_chunks` of an unknown prefix first, and for twice as many after every
+    answer. Every doubling waits for one first byte, until all requests are in use.
     """
     asked = min(chunks, speeds.at_once)
     doublings = max(0, math.ceil(math.log2(asked / min(asked, config.probe_chunks))))
@@ -116,49 +228,33 @@ def expect(config: Config, speeds: Speeds, chunks: int, prompt_tokens: int) -> E
     return Expectation(
         chunks=chunks,
         known_ms=known_ms,
-        unknown_ms=known_ms + doublings * speeds.small.p50_ms,
-        floor_ms=speeds.floor_s * 1e3,
+        unknown_ms=known_ms + doublings * speeds.small_get.p50_ms,
+        floor_ms=None if speeds.floor_s is None else speeds.floor_s * 1e3,
         computed_ms=prompt_tokens / config.prefill_tokens_per_s * 1e3,
     )
 
 
-def _document(speeds: Speeds, expected: Expectation) -> dict[str, Any]:
-    return {
-        "object_bytes": speeds.object_bytes,
-        "at_once": speeds.at_once,
-        "put": _of(speeds.put),
-        "get": _of(speeds.get),
-        "small_get": _of(speeds.small),
-        "prompt": asdict(expected),
-    }
-
-
-def _of(speed: Speed) -> dict[str, Any]:
-    return asdict(speed) | {"bytes_per_s": speed.bytes_per_s}
-
-
 def _show(config: Config, speeds: Speeds, expected: Expectation, prompt_tokens: int) -> None:
-    table = Table("", box=None)
-    for name in ("p50", "p95", "p99", "max", "throughput"):
-        table.add_column(name, justify="right")
     what = f"{show.size(speeds.object_bytes)}, {speeds.at_once} at once"
     rows = (
-        (f"PUT of {what}", speeds.put),
-        (f"GET of {what}", speeds.get),
-        ("GET of 1 KiB, one after another", speeds.small),
+        _row(f"PUT of {what}", speeds.put),
+        _row(f"GET of {what}", speeds.get),
+        _row("GET of 1 KiB, one after another", speeds.small_get)[:-1],
     )
-    for name, speed in rows:
-        times = (speed.p50_ms, speed.p95_ms, speed.p99_ms, speed.max_ms)
-        rate = f"{speed.bytes_per_s / 1e6:,.0f} MB/s" if speed.nbytes > 2**20 else ""
-        table.add_row(name, *(f"{ms:,.1f} ms" for ms in times), rate)
-    console = Console()
-    console.print(table)
-    console.print(
+    show.print_table(["", *show.numbers("p50", "p95", "p99", "max", "throughput")], rows)
+    floor = ""
+    if expected.floor_ms is not None:
+        floor = f"  {expected.floor_ms:,.0f} ms through plain sockets: the floor\n"
+    click.echo(
         f"A prompt of {prompt_tokens:,} tokens, {expected.chunks} chunks, is in host memory after\n"
         f"  {expected.known_ms:,.0f} ms when the cache knows that the bucket has it\n"
         f"  {expected.unknown_ms:,.0f} ms when it has to find out\n"
-        f"  {expected.floor_ms:,.0f} ms through plain sockets: the floor\n"
+        f"{floor}"
         f"  {expected.computed_ms:,.0f} ms computed instead, at prefill_tokens_per_s "
-        f"{config.prefill_tokens_per_s:,.0f} (--set)",
-        highlight=False,
+        f"{config.prefill_tokens_per_s:,.0f} (--set)"
     )
+
+
+def _row(name: str, speed: Speed) -> tuple[str, ...]:
+    times = (speed.p50_ms, speed.p95_ms, speed.p99_ms, speed.max_ms)
+    return (name, *(f"{ms:,.1f} ms" for ms in times), f"{speed.bytes_per_s / 1e6:,.0f} MB/s")

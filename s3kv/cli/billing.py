@@ -1,10 +1,9 @@
-"""From what happened in some time to dollars per month. Pure."""
+"""The monthly bill of a bucket, computed from the traffic of a period. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass
-from typing import Any
 
 from s3kv.errors import ConfigError
 from s3kv.metrics import EC_NAMESPACE, NAMESPACE
@@ -13,18 +12,20 @@ from s3kv.prices import Prices
 DAY_S = 86_400.0
 MONTH_S = 365 / 12 * DAY_S
 GIB = 2**30
-LABELS = ("verb", "status")
-"""Of metrics, those by which requests are told apart."""
+_LABELS = ("verb", "status")
+"""The labels of metrics that tell requests apart."""
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\d+(?:\.\d+)?(?:e[-+]?\d+)?)\b")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _BILLED = ("2xx", "4xx")
 """https://docs.aws.amazon.com/AmazonS3/latest/userguide/ErrorCodeBilling.html"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What engines and bucket did in `seconds`, of all engines together.
+class BilledTraffic:
+    """The traffic of all engines together in `seconds`.
 
-    puts, gets: requests that are billed as such. bytes_new: of objects that were not there before.
-    bytes_up, bytes_down: that moved. tokens_bucket, tokens_host: prompt tokens that were not
+    puts, gets: requests billed as such. bytes_new: bytes of objects that were not there before.
+    bytes_up, bytes_down: bytes that moved. tokens_bucket, tokens_host: prompt tokens that were not
     computed because the bucket, or host memory, had them.
     """
 
@@ -40,7 +41,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One line of a bill: so much of something a month at a price."""
+    """One line of a monthly bill: an amount of something, at a price."""
 
     name: str
     amount: float
@@ -54,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """Computing spared in a month: hours of an engine, and what they would have cost."""
+    """Computing saved in a month: hours of an engine, and their cost."""
 
     tokens_bucket: float
     tokens_host: float
@@ -62,16 +63,17 @@ class Savings:
     dollars: float
 
 
-def traffic_of_metrics(sums: Mapping[str, float], seconds: float) -> Traffic:
-    """sums: of vLLM's metrics over all engines, requests by verb and status. Raises `ConfigError`
-    when s3kv's are not among them.
+def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
+    """The traffic that metrics of vLLM count, in Prometheus's text format; samples of several
+    engines, one after another, are added up. Raises `ConfigError` if s3kv's are not among them.
 
-    Both connectors are counted. A listing costs what a PUT does, a HEAD what a GET does.
+    Both connectors are counted. A listing costs as much as a PUT, a HEAD as much as a GET.
     """
+    sums = metric_sums(exposition)
     if not any(name.startswith(NAMESPACE) for name in sums):
         raise ConfigError(
-            f"there is no metric of the name {NAMESPACE}… in what was given: is it the "
-            "/metrics of a vLLM server with s3kv, after its first request?"
+            f"the input has no metric named {NAMESPACE}…: is it the /metrics of a vLLM server "
+            "with s3kv, after its first request?"
         )
 
     def total(*names: str) -> float:
@@ -85,7 +87,7 @@ def traffic_of_metrics(sums: Mapping[str, float], seconds: float) -> Traffic:
 
     written, found = total("upload_ok_total"), total("upload_exists_total")
     bytes_up = total("upload_bytes_total")
-    return Traffic(
+    return BilledTraffic(
         seconds=seconds,
         puts=billed("PUT", "LIST"),
         gets=billed("GET", "HEAD"),
@@ -97,28 +99,26 @@ def traffic_of_metrics(sums: Mapping[str, float], seconds: float) -> Traffic:
     )
 
 
-def traffic_of_simulation(run: Mapping[str, Any], seconds: float) -> Traffic:
-    """run: one of those that `python -m benchmarks.trace --json` writes (docs/trace.md)."""
-    requests = run["requests"]
-    return Traffic(
-        seconds=seconds,
-        puts=requests["put_new"] + requests["put_exists"],
-        gets=requests["get_hit"] + requests["get_404"] + requests["get_cancelled"],
-        bytes_new=run["gib_stored"] * GIB,
-        bytes_up=run["gib_up"] * GIB,
-        bytes_down=run["gib_down"] * GIB,
-        tokens_bucket=run["tokens"]["bucket"],
-        tokens_host=run["tokens"]["host"],
-    )
+def metric_sums(exposition: str) -> dict[str, float]:
+    """Sums of the samples by metric, verb and status: "name", "name|verb" or "name|verb|status", as
+    far as a sample has these labels."""
+    sums: dict[str, float] = {}
+    for line in exposition.splitlines():
+        sample = _SAMPLE.match(line)
+        if sample is not None:
+            own = dict(_LABEL.findall(sample[2] or ""))
+            key = "|".join([sample[1], *(own[label] for label in _LABELS if label in own)])
+            sums[key] = sums.get(key, 0.0) + float(sample[3])
+    return sums
 
 
-def steady_bytes(traffic: Traffic, keep_days: float) -> float:
-    """What the bucket comes to hold when everything stays so many days after it was written."""
+def steady_bytes(traffic: BilledTraffic, keep_days: float) -> float:
+    """Bytes the bucket comes to hold if everything stays `keep_days` after it was written."""
     return traffic.bytes_new / traffic.seconds * keep_days * DAY_S
 
 
-def bill(traffic: Traffic, stored_bytes: float, prices: Prices) -> list[Part]:
-    """The parts of a month's bill, when every hour of it is like those of `traffic`."""
+def bill(traffic: BilledTraffic, stored_bytes: float, prices: Prices) -> list[Part]:
+    """The parts of a month's bill, if every hour of the month is like those of `traffic`."""
     months = traffic.seconds / MONTH_S
     up_gib, down_gib = traffic.bytes_up / GIB / months, traffic.bytes_down / GIB / months
     return [
@@ -131,8 +131,10 @@ def bill(traffic: Traffic, stored_bytes: float, prices: Prices) -> list[Part]:
     ]
 
 
-def savings(traffic: Traffic, prefill_tokens_per_s: float, dollars_per_hour: float) -> Savings:
-    """What the spared tokens would have cost an engine that computes so many in a second."""
+def savings(
+    traffic: BilledTraffic, prefill_tokens_per_s: float, dollars_per_hour: float
+) -> Savings:
+    """Computing saved in a month, for an engine of this speed and price."""
     months = traffic.seconds / MONTH_S
     bucket, host = traffic.tokens_bucket / months, traffic.tokens_host / months
     hours = (bucket + host) / prefill_tokens_per_s / 3600

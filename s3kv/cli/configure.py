@@ -1,16 +1,28 @@
-"""`s3kv config`."""
+"""`s3kv config`: the options for vLLM, the JSON of both connectors, for a shell or a container."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import click
 
-from s3kv.cli import models, show, transfer
-from s3kv.cli.invocation import EPILOG, print_json, with_settings
-from s3kv.config import Config
+from s3kv.cli import show
+from s3kv.cli.invocation import EPILOG, print_json, size_above_0, with_settings
+from s3kv.config import Config, is_bytes
+from s3kv.errors import ConfigError
+from s3kv.objects.codec import ALIGN_BYTES
+from s3kv.types import default_chunk_tokens
+
+Role = Literal["both", "producer", "consumer"]
+Options = dict[str, dict[str, Any]]
+"""Values of vLLM's options, by their names."""
+_BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_BLOCK_TOKENS = 16
+"""vLLM's default block size, from which `chunk_tokens` follows if it is not set."""
 
 
 @click.command("config", epilog=EPILOG)
@@ -19,7 +31,7 @@ from s3kv.config import Config
     type=click.Choice(["both", "producer", "consumer"]),
     default="both",
     show_default=True,
-    help="What the instance does with the bucket: write (producer), read (consumer), or both.",
+    help="The instance writes to the bucket (producer), reads from it (consumer), or does both.",
 )
 @click.option(
     "--format",
@@ -27,85 +39,120 @@ from s3kv.config import Config
     type=click.Choice(["shell", "kubernetes"]),
     default="shell",
     show_default=True,
-    help="Arguments for a shell, or YAML for a container of Kubernetes.",
+    help="Print arguments for a shell, or YAML for a Kubernetes container.",
 )
 @click.option(
-    "--model-config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The model's config.json: say what host_bytes holds of this model.",
-)
-@click.option(
-    "--kv-cache-dtype",
-    type=click.Choice(models.KV_DTYPES),
-    default="auto",
-    show_default=True,
-    help="As the engine's option of that name.",
-)
-@click.option(
-    "--block-size", type=click.IntRange(1), default=16, show_default=True, help="Likewise."
-)
-@click.option(
-    "--tensor-parallel-size", type=click.IntRange(1), default=1, show_default=True, help="Likewise."
-)
-@click.option(
-    "--pipeline-parallel-size",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Likewise.",
+    "--bytes-per-token",
+    type=size_above_0,
+    metavar="SIZE",
+    help="KV bytes of a token on one worker, to say how many tokens host_bytes holds.",
 )
 @with_settings
 def configure(
-    config: Config,
-    as_json: bool,
-    role: transfer.Role,
-    form: str,
-    model_config: Path | None,
-    kv_cache_dtype: str,
-    block_size: int,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
+    config: Config, as_json: bool, role: Role, form: str, bytes_per_token: int | None
 ) -> None:
-    """Print what to give vLLM: --kv-transfer-config, and --ec-transfer-config.
+    """Print the arguments for vLLM: --kv-transfer-config and --ec-transfer-config.
 
     The first is for every model, the second for multi-modal ones, beside the first or alone. The
-    settings are checked as the engine checks them at start. Those that are as by default are left
-    out. Asks no bucket.
+    settings are checked as the engine checks them at start. Settings at their default are left out.
+    Asks no bucket.
     """
-    options = transfer.connectors(config, role)
-    fits: dict[str, Any] | None = None
-    comments: list[str] = []
-    if model_config is not None:
-        parallel = models.Parallelism(tensor_parallel_size, pipeline_parallel_size)
-        shape = models.read_shape(model_config, parallel, kv_cache_dtype)
-        room = models.fit(config, shape, block_size)
-        fits = {
-            "bytes_per_token": shape.bytes_per_token,
-            **asdict(room),
-            "tokens": room.tokens,
-            "host_bytes": config.host_bytes,
-        }
-        comments = _explain(config, shape, room)
-        if shape.has_windows:
-            options |= transfer.ONE_GROUP
+    options = connectors(config, role)
+    held = None if bytes_per_token is None else host_memory(config, bytes_per_token)
     if as_json:
         named = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
-        print_json({**named, "host_memory": fits})
+        print_json(named | {"host_memory": held})
         return
-    render = transfer.as_kubernetes if form == "kubernetes" else transfer.as_arguments
-    click.echo(render(options, comments))
+    render = as_kubernetes if form == "kubernetes" else as_arguments
+    click.echo(render(options, [] if held is None else _explain(held)))
 
 
-def _explain(config: Config, shape: models.KVShape, room: models.HostFit) -> list[str]:
-    said = [
-        f"One token is {shape.bytes_per_token:,} bytes of KV per worker: {shape}.",
-        f"One chunk is {room.chunk_tokens} tokens, {show.size(room.slot_bytes)}, one object.",
-        f"host_bytes, {show.size(config.host_bytes)} per worker, holds {room.chunks:,} chunks: "
-        f"{room.tokens:,} tokens.",
-    ]
-    if shape.has_windows:
-        said.append(
-            "It has layers with a window, whose KV vLLM has to keep whole. If all of its layers "
-            "have one, the engine refuses at start."
+def connectors(config: Config, role: Role) -> Options:
+    """The options of both connectors."""
+    extra = _settings(config)
+    return {
+        "--kv-transfer-config": _connector("kv", "S3KVConnector", role, extra),
+        "--ec-transfer-config": _connector("ec", "S3ECConnector", role, extra),
+    }
+
+
+def as_arguments(options: Options, comments: Sequence[str]) -> str:
+    """One line for each option, quoted for a shell. Comments go before them."""
+    lines = [f"# {comment}" for comment in comments]
+    lines += [f"{name} {shlex.quote(_compact(value))}" for name, value in options.items()]
+    return "\n".join(lines)
+
+
+def as_kubernetes(options: Options, comments: Sequence[str]) -> str:
+    """YAML: the `args` of a container whose image runs `vllm serve`."""
+    lines = [*(f"# {comment}" for comment in comments), "args:"]
+    for name, value in options.items():
+        # Kubernetes replaces $(NAME) in arguments; $$( stands for the bare characters.
+        text = _compact(value).replace("$(", "$$(").replace("'", "''")
+        lines += [f"  - {name}", f"  - '{text}'"]
+    return "\n".join(lines)
+
+
+def chunk_tokens(config: Config) -> int:
+    """Tokens in a chunk: the setting, or what an engine with vLLM's block size takes."""
+    return config.chunk_tokens or default_chunk_tokens(_BLOCK_TOKENS)
+
+
+def host_memory(config: Config, bytes_per_token: int) -> dict[str, int]:
+    """The chunks that one worker's host memory holds, about: the header of an object is taken to be
+    as short as it can be. Raises `ConfigError` if it holds none."""
+    tokens = chunk_tokens(config)
+    chunk_bytes = tokens * bytes_per_token
+    chunks = config.host_bytes // (chunk_bytes + ALIGN_BYTES)
+    if chunks < 1:
+        raise ConfigError(
+            f"host_bytes is {config.host_bytes}: allowed is at least one chunk, which is "
+            f"{chunk_bytes} bytes of KV and a header (or make chunk_tokens smaller)"
         )
-    return said
+    return {
+        "bytes_per_token": bytes_per_token,
+        "chunk_tokens": tokens,
+        "chunk_bytes": chunk_bytes,
+        "chunks": chunks,
+        "tokens": chunks * tokens,
+        "host_bytes": config.host_bytes,
+    }
+
+
+def _explain(held: Mapping[str, int]) -> list[str]:
+    chunk, host = show.size(held["chunk_bytes"]), show.size(held["host_bytes"])
+    return [
+        f"One chunk is {held['chunk_tokens']} tokens, {chunk}, one object.",
+        f"host_bytes, {host} per worker, holds about {held['chunks']:,} chunks: "
+        f"{held['tokens']:,} tokens.",
+    ]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The settings that differ from their defaults, as a user writes them: bytes with a unit."""
+    written = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            written[field.name] = _with_unit(value) if is_bytes(field.name) else value
+    return written
+
+
+def _connector(kind: str, name: str, role: Role, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        f"{kind}_connector": name,
+        f"{kind}_connector_module_path": "s3kv.connectors",
+        f"{kind}_role": f"{kind}_{role}",
+        f"{kind}_connector_extra_config": extra,
+    }
+
+
+def _compact(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _with_unit(nbytes: int) -> str | int:
+    for unit, unit_bytes in _BINARY:
+        if nbytes % unit_bytes == 0:
+            return f"{nbytes // unit_bytes}{unit}"
+    return nbytes

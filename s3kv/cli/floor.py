@@ -1,32 +1,41 @@
-"""What plain blocking sockets get from the same server: the floor of what a client can take."""
+"""Baseline for `s3kv bench`: the time plain blocking sockets take on the same server."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import socket
 import ssl
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException, HTTPResponse
 from time import perf_counter
 
 from s3kv.config import Config
 from s3kv.errors import StoreUnavailable
-from s3kv.objects.endpoint import Endpoint, find_endpoint
+from s3kv.objects.s3.address import find_address
+from s3kv.objects.s3.fast_client import Endpoint, make_endpoint
+from s3kv.objects.s3.s3_store import obstacle
 
 _TIMEOUT_S = 60.0
-_HEAD_BYTES = 2**16
 
 
-async def floor_s(config: Config, keys: Sequence[str], requests: int, nbytes: int) -> float:
-    """Seconds for so many GETs of `keys` in turn, each with a connection and a thread of its own.
+async def floor_s(config: Config, keys: Sequence[str], requests: int, nbytes: int) -> float | None:
+    """Seconds for that many GETs of `keys`, each key with a connection and a thread of its own.
 
-    nbytes: of each object. The first connections are not in it. Raises `StoreUnavailable`.
+    nbytes: length of each object. The time to open the first connections is not included. None if a
+    plain socket does not get through: behind a proxy, and for an ARN. Raises `StoreUnavailable` if
+    a socket fails.
     """
-    endpoint, tls = await find_endpoint(config)
+    address = find_address(config)
+    if obstacle(config, address) is not None:
+        return None
+    endpoint, tls = make_endpoint(config, address)
     frozen = await endpoint.credentials.frozen()
     heads = [endpoint.sign(frozen, "GET", key).head() for key in keys]
-    return await asyncio.to_thread(_read_all, endpoint, tls, heads, requests, nbytes)
+    try:
+        return await asyncio.to_thread(_read_all, endpoint, tls, heads, requests, nbytes)
+    except (OSError, HTTPException) as error:
+        raise StoreUnavailable(f"{endpoint.url}: a plain socket fails: {error}") from error
 
 
 def _read_all(
@@ -36,42 +45,25 @@ def _read_all(
     requests: int,
     nbytes: int,
 ) -> float:
-    turns: queue.SimpleQueue[None] = queue.SimpleQueue()
-    for _ in range(requests):
-        turns.put(None)
-    failures: list[Exception] = []
+    turns = iter(range(requests))
+    connections = [_connect(endpoint, tls) for _ in heads]
+    buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _ in heads]
 
-    def work(connection: socket.socket, head: bytes) -> None:
-        buffer = memoryview(bytearray(b"\x5a") * nbytes)
+    def work(lane: int) -> None:
+        connection = connections[lane]
         try:
-            while True:
-                turns.get_nowait()
-                if not _read(connection, head, buffer):
+            for _ in turns:
+                if not _read(connection, heads[lane], buffers[lane]):
                     connection.close()
                     connection = _connect(endpoint, tls)
-        except queue.Empty:
-            return
-        except OSError as error:
-            failures.append(error)
         finally:
             connection.close()
 
-    try:
-        connections = [_connect(endpoint, tls) for _ in heads]
-    except OSError as error:
-        raise StoreUnavailable(f"{endpoint.url}: a plain socket fails: {error}") from error
-    threads = [
-        threading.Thread(target=work, args=(connection, head))
-        for connection, head in zip(connections, heads, strict=True)
-    ]
-    begin_s = perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise StoreUnavailable(f"{endpoint.url}: a plain socket fails: {failures[0]}")
-    return perf_counter() - begin_s
+    with ThreadPoolExecutor(len(heads)) as threads:
+        begin_s = perf_counter()
+        for _ in threads.map(work, range(len(heads))):
+            pass
+        return perf_counter() - begin_s
 
 
 def _connect(endpoint: Endpoint, tls: ssl.SSLContext | None) -> socket.socket:
@@ -80,22 +72,13 @@ def _connect(endpoint: Endpoint, tls: ssl.SSLContext | None) -> socket.socket:
 
 
 def _read(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
-    """One answer with a body as long as `buffer`; whether another may follow. Raises `OSError`."""
+    """Read one answer with a body as long as `buffer`. Returns whether the connection can carry
+    another one. Raises `OSError` and `HTTPException`."""
     connection.sendall(head)
-    data = b""
-    while b"\r\n\r\n" not in data:
-        received = connection.recv(_HEAD_BYTES)
-        if not received:
-            raise ConnectionError("the server closed the connection")
-        data += received
-    answer, _, rest = data.partition(b"\r\n\r\n")
-    if answer.split(b" ")[1] != b"200" or len(rest) > len(buffer):
-        raise ConnectionError(f"unexpected answer {answer[:100]!r}")
-    buffer[: len(rest)] = rest
-    filled = len(rest)
-    while filled < len(buffer):
-        received_bytes = connection.recv_into(buffer[filled:])
-        if not received_bytes:
-            raise ConnectionError(f"the answer ended after {filled} of {len(buffer)} bytes")
-        filled += received_bytes
-    return answer.startswith(b"HTTP/1.1") and b"connection: close" not in answer.lower()
+    with HTTPResponse(connection) as answer:
+        answer.begin()
+        if answer.status != 200 or answer.length != len(buffer):
+            raise ConnectionError(f"status {answer.status}, a body of {answer.length} bytes")
+        if answer.readinto(buffer) != len(buffer):
+            raise ConnectionError(f"the answer ended before its {len(buffer)} bytes")
+        return not answer.will_close

@@ -1,4 +1,5 @@
-"""What every command shares: the options that name a bucket, exit codes, the client, JSON."""
+"""Parts shared by all commands: the options that name a bucket, types of options, exit codes, the
+client, JSON."""
 
 from __future__ import annotations
 
@@ -6,21 +7,20 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import Awaitable, Callable, Iterator
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from s3kv.cli.server import ServerError
-from s3kv.cli.settings import read_settings
-from s3kv.config import Config
-from s3kv.errors import S3KVError, StoreError
-from s3kv.objects.s3 import S3Store
+from s3kv.config import Config, parse_bytes
+from s3kv.errors import ConfigError, S3KVError, StoreError
+from s3kv.objects.s3.s3_store import open_store
+from s3kv.objects.store import BulkStore
 
 FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
-_T = TypeVar("_T")
 EXIT_CODES = """\b
 EXIT CODES
   0  all is well
@@ -30,23 +30,35 @@ EXIT CODES
 EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
+_EXTRA_CONFIGS = ("kv_connector_extra_config", "ec_connector_extra_config")
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
+_T = TypeVar("_T")
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class ServerError(S3KVError):
+    """Failure to reach an HTTP server that an option names, or its refusal."""
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that name the bucket, `--json`, and our errors as exit codes."""
+    """Decorate a command: adds the options that name the bucket and `--json`, and turns our errors
+    into exit codes.
+    """
 
     @click.option("--bucket", help="Name of the bucket.")
     @click.option("--prefix", help="All keys start with this.  [default: s3kv]")
-    @click.option("--region", help="AWS region; otherwise what AWS's own settings say.")
+    @click.option("--region", help="AWS region; by default that of AWS's own settings.")
     @click.option("--endpoint-url", help="URL of an S3-compatible server.")
     @click.option(
         "--config",
         "file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="JSON file: what stands after --kv-transfer-config, or the settings alone.",
+        type=existing_file,
+        help="JSON file: the value of --kv-transfer-config, or the settings alone.",
     )
     @click.option("--set", "assign", multiple=True, metavar="NAME=VALUE", help="Any other setting.")
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+    @json_option
     @functools.wraps(command)
     def wrapped(*, file: Path | None, assign: tuple[str, ...], **options: Any) -> None:
         names = ("bucket", "prefix", "region", "endpoint_url")
@@ -57,9 +69,67 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def read_settings(
+    file: Path | None, named: Mapping[str, str | None], assignments: Sequence[str]
+) -> Config:
+    """The settings of a file, then of options, then of assignments; later ones win.
+
+    file: JSON, either the settings or the value of `--kv-transfer-config`.
+    named: settings with options of their own; None for an option that was not given.
+    assignments: "name=value"; a value that is JSON is taken as such, any other as text.
+    Raises `ConfigError`.
+    """
+    raw: dict[str, Any] = {} if file is None else _read_file(file)
+    raw |= {name: value for name, value in named.items() if value is not None}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set is {assignment!r}: allowed is NAME=VALUE")
+        try:
+            raw[name] = json.loads(value)
+        except ValueError:
+            raw[name] = value
+    return Config.parse(raw, source="the command line or its --config file")
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {str(file)!r} cannot be read as JSON: {error}") from error
+    if not isinstance(held, dict):
+        raise ConfigError(f"--config {str(file)!r} is not a JSON object")
+    nested = (held[name] for name in _EXTRA_CONFIGS if isinstance(held.get(name), dict))
+    return dict(next(nested, held))
+
+
+def duration(text: str) -> float:
+    """Type of an option: a time such as 90m, 24h or 7d, in seconds. Raises `click.BadParameter`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None or float(match[1]) == 0:
+        raise click.BadParameter(f"{text!r} is not a time such as 90m, 24h or 7d")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def size(text: str) -> int:
+    """Type of an option: a size such as 500GiB or 4096, in bytes. Raises `click.BadParameter`."""
+    nbytes = parse_bytes(text)
+    if nbytes is None:
+        raise click.BadParameter(f"{text!r} is not a size such as 500GiB or 1.5TiB")
+    return nbytes
+
+
+def size_above_0(text: str) -> int:
+    """Type of an option: a size that is not 0, in bytes. Raises `click.BadParameter`."""
+    nbytes = size(text)
+    if nbytes == 0:
+        raise click.BadParameter(f"{text!r} is 0: allowed is a size such as 128KiB")
+    return nbytes
+
+
 @contextlib.contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Our errors become one line on stderr and an exit code."""
+    """Turn our errors into one line on stderr and an exit code."""
     try:
         yield
     except S3KVError as error:
@@ -68,11 +138,14 @@ def reporting_errors() -> Iterator[None]:
         raise SystemExit(NOT_ASKED if unasked else WRONG_USE) from error
 
 
-def on_bucket(config: Config, work: Callable[[S3Store], Awaitable[_T]]) -> _T:
-    """Run `work` on the bucket, with a client that is closed afterwards. Raises `StoreError`."""
+def on_bucket(config: Config, work: Callable[[BulkStore], Awaitable[_T]]) -> _T:
+    """Run `work` on the bucket, with a client that is closed afterwards.
+
+    Raises `StoreError`, and `ConfigError` when the client that is set cannot serve there.
+    """
 
     async def run() -> _T:
-        store = S3Store(config)
+        store = open_store(config)
         try:
             return await work(store)
         finally:
@@ -82,10 +155,10 @@ def on_bucket(config: Config, work: Callable[[S3Store], Awaitable[_T]]) -> _T:
 
 
 def now_s() -> float:
-    """Wall time in seconds since 1970: what the ages of objects are measured against."""
+    """Wall time in seconds since 1970, against which the ages of objects are measured."""
     return datetime.now(timezone.utc).timestamp()
 
 
-def print_json(document: Any) -> None:
-    """The one document that `--json` promises."""
-    click.echo(json.dumps(document, indent=2, allow_nan=False))
+def print_json(document: Any, *, indent: int | None = 2) -> None:
+    """Print a document of `--json`; on one line with `indent=None`."""
+    click.echo(json.dumps(document, indent=indent, allow_nan=False))

@@ -1,83 +1,155 @@
-"""`s3kv ls`."""
+"""`s3kv ls`: the namespaces of a bucket, the objects of one, and what there is of them."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column
 
-from s3kv.cli import catalogue, show
-from s3kv.cli.invocation import EPILOG, now_s, on_bucket, with_settings
-from s3kv.cli.patience import chunks
+from s3kv.cli import show, walk
+from s3kv.cli.invocation import EPILOG, now_s, on_bucket, print_json, with_settings
+from s3kv.cli.walk import NamespaceContent
 from s3kv.config import Config
 from s3kv.objects.keys import ChunkAddress, Namespace
-from s3kv.objects.s3 import S3Store
-from s3kv.objects.store import ObjectInfo
+from s3kv.objects.store import BulkStore, ObjectInfo
+
+_BAR_CHARS = 40
 
 
 @click.command(epilog=EPILOG)
 @click.argument("namespace", required=False)
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("--summary", is_flag=True, help="Count objects, bytes and ages; compare manifests.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Most objects to print.",
+)
 @with_settings
-def ls(config: Config, namespace: str | None, limit: int, as_json: bool) -> None:
+def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json: bool) -> None:
     """List the namespaces, or the chunks and items of one NAMESPACE.
 
-    The beginning of a namespace's name will do. Chunks come in the order of their block hashes,
-    with their length and the time since they were last written or refreshed; no more than --limit
-    of them. With --json every line is a JSON document of its own, and comes as soon as it is known.
+    The beginning of a namespace's name is enough. Prints at most --limit objects, in the order of
+    their block hashes, with their length and the time since they were last written or refreshed.
+
+    With --summary it counts the objects of each namespace, the largest first, and shows the fields
+    in which the manifests differ: they are why one engine does not find what another has saved. For
+    one NAMESPACE it shows the whole manifest. It lists every object, 1,000 per request.
+
+    With --json every line is a JSON document of its own, printed as soon as it is known.
     """
 
-    async def run(store: S3Store) -> None:
+    async def run(store: BulkStore) -> None:
         if namespace is None:
-            _print_namespaces(await catalogue.entries(store, config.prefix), as_json)
+            found, under = await walk.namespaces(store, config.prefix), None
+        else:
+            place = await walk.resolve(store, config.prefix, namespace)
+            if not summary:
+                await _list_objects(store, place, limit, as_json)
+                return
+            found, under = [await walk.describe(store, place)], place.root
+        if not summary:
+            _print_namespaces(found, as_json)
             return
-        await _list_chunks(
-            store, await catalogue.resolve(store, config.prefix, namespace), limit, as_json
-        )
+        found = await walk.count(store, config.prefix, found, now_s(), under)
+        if as_json:
+            for one in found:
+                print_json(_counted(one), indent=None)
+        else:
+            _print_summary(found, walk.differing(found) if namespace is None else None)
 
     on_bucket(config, run)
 
 
-def _print_namespaces(entries: list[catalogue.Entry], as_json: bool) -> None:
-    if as_json:
-        for one in entries:
-            _print_line({"namespace": one.namespace.digest, "model": one.model})
-        return
-    table = Table("namespace", "model", box=None)
-    for one in entries:
-        table.add_row(one.namespace.digest, Text(one.model or "–"))
-    Console().print(table)
-
-
-async def _list_chunks(store: S3Store, place: Namespace, limit: int, as_json: bool) -> None:
-    listed = 0
-    async for address, info in chunks(store, place.prefix, place.root):
-        if listed == limit:
-            click.echo(f"s3kv: and more; this were {limit} (--limit)", err=True)
+async def _list_objects(store: BulkStore, place: Namespace, limit: int, as_json: bool) -> None:
+    printed = 0
+    async for address, info in walk.chunks(store, place.prefix, place.root):
+        if printed == limit:
+            click.echo(f"s3kv: showing the first {limit}; raise --limit to see more", err=True)
             return
-        listed += 1
+        printed += 1
         if as_json:
-            _print_line(_document(address, info))
+            print_json(_listed(address, info), indent=None)
         else:
             age = show.age(now_s() - info.modified_s)
             click.echo(f"{show.size(info.nbytes):>10}  {age:>7}  {info.key}")
 
 
-def _document(address: ChunkAddress, info: ObjectInfo) -> dict[str, Any]:
+def _listed(address: ChunkAddress, info: ObjectInfo) -> dict[str, Any]:
     return {
         "key": info.key,
         "nbytes": info.nbytes,
-        "modified": datetime.fromtimestamp(info.modified_s, timezone.utc).isoformat(),
+        "modified": _time(info.modified_s),
         "block_hash": address.key.block_hash.hex(),
-        "group": address.key.group,
+        "coverage": address.key.group,
         "shard": address.shard,
     }
 
 
-def _print_line(document: dict[str, Any]) -> None:
-    click.echo(json.dumps(document, allow_nan=False))
+def _named(one: NamespaceContent) -> dict[str, Any]:
+    return {"namespace": one.namespace.digest, "model": one.model}
+
+
+def _counted(one: NamespaceContent) -> dict[str, Any]:
+    return _named(one) | {
+        "objects": one.objects,
+        "nbytes": one.nbytes,
+        "oldest": _time(one.oldest_s) if one.objects else None,
+        "newest": _time(one.newest_s) if one.objects else None,
+        "bytes_by_age": one.bytes_by_age,
+        "manifest": dict(one.manifest),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+
+
+def _print_namespaces(found: Sequence[NamespaceContent], as_json: bool) -> None:
+    if as_json:
+        for one in found:
+            print_json(_named(one), indent=None)
+        return
+    rows = [(one.namespace.digest, one.model or "–") for one in found]
+    show.print_table(["namespace", "model"], rows)
+
+
+def _print_summary(found: Sequence[NamespaceContent], fields: Sequence[str] | None) -> None:
+    """Print the counts, the ages of the bytes, and these fields of the manifests (None: all)."""
+    columns: list[str | Column] = ["namespace", "model"]
+    columns += show.numbers("objects", "bytes", "oldest", "newest")
+    now = now_s()
+    rows = [
+        (
+            one.namespace.digest,
+            one.model or "–",
+            f"{one.objects:,}",
+            show.size(one.nbytes),
+            *((show.age(now - s) if one.objects else "–") for s in (one.oldest_s, one.newest_s)),
+        )
+        for one in found
+    ]
+    nbytes = sum(one.nbytes for one in found)
+    rows.append(("total", "", f"{sum(o.objects for o in found):,}", show.size(nbytes), "", ""))
+    show.print_table(columns, rows)
+    by_age = {name: sum(one.bytes_by_age[name] for one in found) for name in walk.AGES}
+    show.print_table(
+        ["last written", *show.numbers("bytes"), ""],
+        [
+            (n, show.size(b), "█" * round(_BAR_CHARS * b / max(nbytes, 1)))
+            for n, b in by_age.items()
+        ],
+    )
+    told = [
+        (one.namespace.digest, name, one.manifest[name])
+        for one in found
+        for name in (one.manifest if fields is None else fields)
+        if name in one.manifest
+    ]
+    told += [(o.namespace.digest, "no manifest of its own", "") for o in found if not o.manifest]
+    if told:
+        show.print_table(["namespace", "manifest", ""], told)

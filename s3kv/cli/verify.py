@@ -1,45 +1,95 @@
-"""`s3kv verify`."""
+"""`s3kv verify`: reads objects back to see whether they are what their keys say.
+
+An object that does not verify is read a second time, because the damage may be in the reading. An
+object that cannot be judged with the settings at hand (another integrity mode, another secret) does
+not count as damaged, because it is sound to the engines it belongs to.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 import click
 from rich.console import Console
 from rich.text import Text
 
-from s3kv.cli import show
+from s3kv.cli import show, walk
+from s3kv.cli.inspect import MAX_OBJECT_BYTES, examine
 from s3kv.cli.invocation import EPILOG, FOUND, on_bucket, print_json, with_settings
-from s3kv.cli.patience import chunks
-from s3kv.cli.progress import bars
-from s3kv.cli.verification import Verification, Verifier, in_turn, sample
 from s3kv.config import Config
-from s3kv.objects.s3 import S3Store
+from s3kv.io.server.manifest import leaves
+from s3kv.objects.headers import Refusal
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.keys import ChunkAddress, Namespace
+from s3kv.objects.store import BulkStore, ObjectInfo, ObjectStore
+
+READERS = 8
+"""Objects read at once; each holds its whole object in memory."""
+
+Pick = tuple[ChunkAddress, ObjectInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A damaged object. refusal: the reason. deleted: whether it has been deleted."""
+
+    key: str
+    refusal: Refusal
+    deleted: bool = False
+
+
+@dataclass(slots=True)
+class Verification:
+    """The result of a run. gone: objects deleted or replaced since they were listed. misread: those
+    right only when read a second time. unjudged: by namespace, those whose integrity is not what
+    the settings say."""
+
+    checked: int = 0
+    nbytes: int = 0
+    gone: int = 0
+    misread: int = 0
+    damaged: list[Damage] = field(default_factory=list)
+    unjudged: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.damaged and not self.unjudged
 
 
 @click.command(epilog=EPILOG)
-@click.option("--sample", "count", type=click.IntRange(min=1), help="Read so many, by chance.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Which ones, with --sample.")
-@click.option("--delete", is_flag=True, help="Delete what is damaged.")
+@click.option(
+    "--sample",
+    "count",
+    type=click.IntRange(min=1),
+    help="Read only so many objects, chosen at random.",
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Seed of the choice of --sample."
+)
+@click.option("--delete", is_flag=True, help="Delete damaged objects.")
 @with_settings
 def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: bool) -> None:
     """Read objects back, and list those that are not what their keys say.
 
-    Reads all of them, or a --sample, and verifies each as `inspect` does; what does not verify is
-    read twice. Namespaces whose integrity is not what the settings say (--set integrity=…, and the
-    secret) are named and left alone. To an engine a damaged object is a miss; with --delete it is
-    saved anew the next time it is computed. Reading is paid for by request, and by byte where the
-    bucket is in another region.
+    Reads all objects, or a --sample, and verifies each as `inspect` does; an object that does not
+    verify is read twice. Namespaces whose integrity is not what the settings say (--set
+    integrity=…, and the secret) are named and left alone. To an engine a damaged object is a miss;
+    after --delete it is saved anew the next time it is computed. Reading costs money per request,
+    and per byte if the bucket is in another region.
     """
 
-    async def run(store: S3Store) -> Verification:
+    async def run(store: BulkStore) -> Verification:
         if count is None:
-            picks, total = chunks(store, config.prefix), None
+            picks, total = walk.chunks(store, config.prefix), None
         else:
             picked = await sample(store, config.prefix, count, random.Random(seed))
-            picks, total = in_turn(picked), len(picked)
-        with bars() as on_progress:
+            picks, total = walk.in_turn(picked), len(picked)
+        with show.bars() as on_progress:
             verifier = Verifier(
                 store,
                 config,
@@ -57,6 +107,94 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
     raise SystemExit(0 if found.is_clean else FOUND)
 
 
+async def sample(store: ObjectStore, prefix: str, count: int, rng: random.Random) -> list[Pick]:
+    """A sample of `count` chunks in key order, each as likely as any other (Vitter's algorithm R);
+    all chunks if there are fewer. Raises `StoreError`."""
+    picked: list[Pick] = []
+    seen = 0
+    async for pick in walk.chunks(store, prefix):
+        seen += 1
+        if len(picked) < count:
+            picked.append(pick)
+        elif (place := rng.randrange(seen)) < count:
+            picked[place] = pick
+    return sorted(picked, key=lambda pick: pick[1].key)
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Verifies objects as an engine with the settings of `config` would. Belongs to one loop.
+
+    delete: delete a damaged object, if it is still the one listed.
+    """
+
+    store: ObjectStore
+    config: Config
+    delete: bool = False
+    on_object: Callable[[int], None] = lambda checked: None
+    found: Verification = field(default_factory=Verification, init=False)
+    _judging: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _judged: dict[Namespace, bool] = field(default_factory=dict, init=False)
+
+    async def run(self, picks: AsyncIterator[Pick]) -> None:
+        """Verify the objects. Raises `StoreError`; raises `ConfigError` if the settings need a
+        secret that is not there.
+        """
+        await walk.in_lanes(READERS, picks, self._verify)
+        self.found.damaged.sort(key=lambda damage: damage.key)
+
+    async def _verify(self, _: int, pick: Pick) -> None:
+        address, info = pick
+        refusal: Refusal | Literal["gone"] | None = "algorithm"
+        if await self._can_judge(address.namespace):
+            refusal = await self._refusal(address, info)
+            if refusal not in (None, "gone", "algorithm"):
+                refusal = await self._refusal(address, info)
+                self.found.misread += refusal is None
+        if refusal == "algorithm":
+            digest = address.namespace.digest
+            self.found.unjudged[digest] = self.found.unjudged.get(digest, 0) + 1
+            return
+        if refusal == "gone":
+            self.found.gone += 1
+            return
+        self.found.checked += 1
+        self.found.nbytes += info.nbytes
+        if refusal is not None:
+            deleted = self.delete and await walk.tried(
+                lambda: self.store.delete(info.key, if_etag=info.etag)
+            )
+            self.found.damaged.append(Damage(info.key, refusal, deleted))
+        self.on_object(self.found.checked)
+
+    async def _refusal(
+        self, address: ChunkAddress, info: ObjectInfo
+    ) -> Refusal | Literal["gone"] | None:
+        if info.nbytes > MAX_OBJECT_BYTES:
+            return "length"
+        buffer = memoryview(bytearray(info.nbytes))
+        came = await walk.tried(lambda: self.store.get_into(info.key, buffer))
+        if came is None or came.nbytes != info.nbytes:
+            return "gone"
+        return examine(self.config, address, info.key, buffer).refusal
+
+    async def _can_judge(self, namespace: Namespace) -> bool:
+        """Whether the manifest names the same integrity, mode and key, as the settings. Without a
+        manifest the answer is yes, unless the mode needs a secret: with a wrong one everything
+        looks forged."""
+        async with self._judging:
+            if namespace not in self._judged:
+                ours = Integrity.of(self.config).identity()
+                manifest = (await walk.describe(self.store, namespace)).manifest
+                if manifest:
+                    wanted = leaves(json.dumps({"integrity": ours}).encode()) or {}
+                    said = {n: v for n, v in manifest.items() if n.startswith("integrity")}
+                    self._judged[namespace] = said == wanted
+                else:
+                    self._judged[namespace] = ours["mode"] != "blake3-keyed"
+            return self._judged[namespace]
+
+
 def _print(found: Verification) -> None:
     console = Console(soft_wrap=True)
     for damage in found.damaged:
@@ -65,7 +203,7 @@ def _print(found: Verification) -> None:
     for digest, objects in found.unjudged.items():
         told = f"namespace {digest}: {objects:,} objects cannot be judged with these settings"
         console.print(Text(told, "yellow"))
-        console.print("→ give --set integrity=… as its engines have it, and their secret")
+        console.print("→ give --set integrity=… as set in its engines, and their secret")
     told = f"{found.checked:,} objects ({show.size(found.nbytes)}) read, "
     told += f"{len(found.damaged):,} damaged"
     if found.misread:

@@ -1,8 +1,18 @@
 """The vLLM edge: the only package that imports vLLM, and the only one that may catch everything.
 
-vLLM looks connector classes up here by name (`kv_connector_module_path: "s3kv.connectors"`, and
-`ec_connector_module_path` likewise).
-They are imported on first use, so that importing the package costs nothing.
+vLLM looks up connector classes here by name (`kv_connector_module_path: "s3kv.connectors"`, and
+`ec_connector_module_path` likewise). They are imported on first use, so that importing the package
+costs nothing.
+
+    KV             encoder outputs
+    kv             ec               vLLM's hooks, passed on to the side of this process
+    kv_scheduler   ec_scheduler     the side in the engine-core process
+    kv_worker      ec_worker        the side in each worker process
+    kv_translate   ec_translate     which models are served; vLLM's objects in s3kv's words
+
+What a key stands for: `identity` (the namespace) with `model_identity` and `weights`;
+`request_hashes` with `media`, and with `adapters` (scheduler) and `adapter_loads` (workers).
+For all sides: `metrics`, `observers` (KV events and spans), `guard` (errors), `plugin`.
 """
 
 from __future__ import annotations

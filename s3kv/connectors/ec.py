@@ -1,6 +1,6 @@
 """S3ECConnector: vLLM's EC connector interface (0.29 to 0.33), dispatched to the two sides.
 
-No state and no decision here. What the hooks mean is in docs/encoder-outputs.md.
+This module holds no state and makes no decision. docs/encoder-outputs.md explains the hooks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from s3kv.config import Config
-from s3kv.connectors.ec_messages import ItemPlanMetadata, ItemWorkerReport
-from s3kv.connectors.ec_metrics import S3ECPromMetrics, S3ECStats
 from s3kv.connectors.ec_scheduler import ECSchedulerSide
-from s3kv.connectors.ec_translate import check_supported
+from s3kv.connectors.ec_translate import ItemPlanMetadata, ItemWorkerReport, check_supported
 from s3kv.connectors.ec_worker import ECWorkerSide
+from s3kv.connectors.metrics import S3ECPromMetrics, S3ECStats
 from s3kv.messages import ItemPlan
 
 try:  # vLLM 0.32 and later
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class S3ECConnector(ECConnectorBase):
-    """Serves encoder outputs from a bucket. Settings: `ec_connector_extra_config`, see
+    """Serves encoder outputs from a bucket. Its settings are `ec_connector_extra_config`, see
     `s3kv.config`. Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start.
     """
 
@@ -91,7 +90,9 @@ class S3ECConnector(ECConnectorBase):
         self._scheduler.on_output(connector_output)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """An instance that only encodes tells what a consumer needs to skip the image transform."""
+        """End the request. An instance that only encodes returns the metadata with which a consumer
+        can skip the image transform.
+        """
         self._scheduler.on_finished(request)
         if self._resolver is None or not request.mm_features:
             return False, None
@@ -100,7 +101,9 @@ class S3ECConnector(ECConnectorBase):
     # --- both ------------------------------------------------------------------------------
 
     def get_ec_connector_stats(self) -> S3ECStats | None:
-        """All from the scheduler's side; the workers' counts come to it with their reports."""
+        """The statistics, from the scheduler's side alone: it has the workers' counts from their
+        reports.
+        """
         return self._scheduler.stats() if self.role is ECConnectorRole.SCHEDULER else None
 
     def shutdown(self) -> None:

@@ -1,8 +1,8 @@
-"""The scheduler's side of the EC connector: its own slab and I/O process, and the planner.
+"""Scheduler side of the EC connector: the planner, and a slab and an I/O process for items.
 
-Lives in the engine-core process, on its one thread. Fetches are ordered from here, not from the
-workers, because vLLM's first model runner calls no worker's EC connector in a step that computes
-no token, and a request that waits for an image is just that.
+It runs in the engine-core process, on the engine's thread. It orders the fetches itself, because
+vLLM's first-generation model runner does not call the workers' EC connector in steps that compute
+no token, and there may be only such steps while a request waits for an image.
 """
 
 from __future__ import annotations
@@ -13,37 +13,44 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
-from s3kv.connectors.bucket import wait_for_bucket
-from s3kv.connectors.ec_messages import ItemWorkerReport
-from s3kv.connectors.ec_metrics import S3ECStats
 from s3kv.connectors.ec_translate import (
+    ItemWorkerReport,
     embedding_width,
     has_tower_lora,
-    is_cacheable,
     item_dtype,
     steps_inflight,
+    told_by,
     wanted,
     worker_rendezvous,
 )
-from s3kv.connectors.guard import Guarded, guarded
-from s3kv.connectors.metrics import Gauges, Meter, Values, add, breaker_states, with_misses
-from s3kv.connectors.requests import Adapters
+from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.media import MediaDigests
+from s3kv.connectors.metrics import (
+    Gauges,
+    Meter,
+    S3ECStats,
+    Values,
+    add,
+    memory_gauges,
+    with_misses,
+)
 from s3kv.errors import UnsupportedError
-from s3kv.host.items import ItemTable
+from s3kv.host.room import Extents
 from s3kv.host.slab import Slab
+from s3kv.host.table import Table
 from s3kv.io.client import IoClient
-from s3kv.io.complaints import Complaints
-from s3kv.io.handover import offer_slab
+from s3kv.io.slab_handover import offer_slab
+from s3kv.io.tier import open_tier
 from s3kv.io.wire import Hello
 from s3kv.messages import ItemLoad, ItemPlan
 from s3kv.metrics import EC_METRICS
 from s3kv.objects.integrity import Integrity
-from s3kv.objects.items import SHARD
+from s3kv.objects.item_format import SHARD
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.ec import ECPlanner, ECPlannerSettings
-from s3kv.planning.encoding import EncodingPace
 from s3kv.planning.index import BucketIndex
-from s3kv.planning.items import Wanted
+from s3kv.planning.items import EncodingPace, Wanted
+from s3kv.planning.ledger import Ledger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,15 +63,15 @@ logger = logging.getLogger("s3kv")
 _INDEX_ITEMS = 500_000
 _BREAKER_FAILURES = 5
 _LINGER_S = 0.001
-"""How long an engine that only waits for items may sleep, instead of spinning."""
+"""Longest sleep of an engine that only waits for items. Without it the engine would spin."""
 _LOOK_AFTER_S = 1.0
-"""How long the I/O process may go unheard while it has nothing to do."""
+"""Longest time between two polls of an idle I/O process."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A request in the engine's words. items: what its features need, None where that is not for
-    the cache. computed_tokens: as of the last pass. settled: all its features need no more thought.
+    """A request with media. items: the item of each feature; None for one that is not cached.
+    computed_tokens: value in the last pass. settled: later passes may skip the request.
     """
 
     items: list[Wanted | None]
@@ -73,11 +80,12 @@ class _Asked:
 
 
 _SHARES = with_misses({"saves_dropped": (("saves_dropped|memory_full", 1),)})
-_BREAKER = breaker_states(EC_METRICS)
 
 
 class ECSchedulerSide(Guarded):
-    """Raises `UnsupportedError`, `ConfigError` or a `StoreError` at start, nothing afterwards."""
+    """Scheduler side of one engine. Raises `UnsupportedError`, `ConfigError` or a `StoreError` at
+    start, nothing afterwards.
+    """
 
     def __init__(
         self, config: Config, vllm_config: VllmConfig, *, may_load: bool, may_save: bool
@@ -85,14 +93,15 @@ class ECSchedulerSide(Guarded):
         self._config = config
         self._vllm_config = vllm_config
         self._dtype = item_dtype(vllm_config)
-        self._adapters = Adapters() if has_tower_lora(vllm_config) else None
+        self._digests = MediaDigests()
+        self._has_tower_lora = has_tower_lora(vllm_config)
+        self._said_adapter = False
         self._meter = Meter(EC_METRICS, _SHARES)
         self._io_meter = Meter(EC_METRICS)
         self._gauges = Gauges()
         self._stirred = True
-        """Something happened since the gauges were last looked at."""
+        """Whether the gauges may have changed since they were last read."""
         self._seconds: Values = {}
-        self._complaints = Complaints(time.monotonic)
         self._client: IoClient | None = None
         self._slab: Slab | None = None
         self._asked: dict[str, _Asked] = {}
@@ -105,44 +114,34 @@ class ECSchedulerSide(Guarded):
         self.planner = self._make_planner(may_load, may_save)
 
     def _start(self) -> None:
-        # Of no GPU's node: the workers that load from it may be on several.
-        self._slab = Slab.create(self._config.host_bytes, huge_pages=self._config.huge_pages)
-        try:
-            digest = self._offer(self._slab)
-            self._client = self._open_client(self._slab, digest)
-        except BaseException:
-            self._slab.close()
-            raise
+        # No node is preferred: workers on several nodes may load from this slab.
+        tier = open_tier(
+            self._config, self._config.host_bytes, self._introduce, wait=wait_for_bucket
+        )
+        self._slab, self._client = tier.slab, tier.client
         logger.info(
             "s3kv: encoder outputs in bucket %s, namespace %s, %d bytes of host memory",
             self._config.bucket,
-            digest,
-            self._slab.nbytes,
+            tier.hello.namespace_digest,
+            tier.slab.nbytes,
         )
 
-    def _offer(self, slab: Slab) -> str:
-        """Give the slab to the workers; the digest of the namespace, which they know."""
+    def _introduce(self, slab: Slab) -> Hello:
+        """Hand the slab to the workers, which answer with the digest of the namespace."""
         tp = self._vllm_config.parallel_config.tensor_parallel_size
         names = [worker_rendezvous(self._vllm_config, rank) for rank in range(tp)]
         words = set(offer_slab(names, slab, self._config.start_timeout_ms / 1000))
         if len(words) != 1:
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(words)}")
-        return words.pop().decode("ascii")
-
-    def _open_client(self, slab: Slab, digest: str) -> IoClient:
-        hello = Hello(
+        return Hello(
             self._config,
             self._config.prefix,
-            digest,
+            words.pop().decode("ascii"),
             SHARD,
             {},
             item_dtype=self._dtype,
             integrity=Integrity.of(self._config),
         )
-        client = IoClient(hello, slab)
-        client.start()
-        wait_for_bucket(client, self._config)
-        return client
 
     def _make_planner(self, may_load: bool, may_save: bool) -> ECPlanner:
         config, vllm_config = self._config, self._vllm_config
@@ -156,18 +155,25 @@ class ECSchedulerSide(Guarded):
             may_load=may_load,
             may_save=may_save,
         )
-        return ECPlanner(
-            ItemTable(config.host_bytes if may_load else 0, config.eviction),
+        ledger = Ledger(
+            Table(Extents.of(config.host_bytes if may_load else 0), config.eviction),
             BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
+            world_size=1,
+            place="room",
+        )
+        return ECPlanner(
+            ledger,
             EncodingPace(encode_rows_per_s=config.encode_tokens_per_s),
             settings,
-            # What vLLM has measured, on a producer since 0.32.
+            # Widths that vLLM has measured (on a producer, since 0.32).
             getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None),
         )
 
     def shutdown(self) -> None:
-        """Idempotent. The workers keep their mapping of the slab as long as they live."""
+        """Close the I/O process and the slab. Idempotent. The workers keep the slab mapped until
+        they exit.
+        """
         if self._client is not None:
             self._client.close()
         if self._slab is not None:
@@ -177,7 +183,9 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: True)
     def ensure(self, request: Request, computed_tokens: int) -> bool:
-        """False: not yet. Called for every request with items, in every pass."""
+        """Whether the request may be scheduled now. Called in every pass for each request with
+        items.
+        """
         asked = self._asked_by(request)
         if asked.settled:
             return True
@@ -205,10 +213,23 @@ class ECSchedulerSide(Guarded):
 
     def _item(self, request: Request, index: int) -> Wanted | None:
         feature = request.mm_features[index]
-        if is_cacheable(feature, trust_client_uuid=self._config.trust_client_uuid):
-            return wanted(request, feature, self._adapters)
+        if self._has_tower_lora and request.lora_request is not None:
+            self._say_adapted()
+            return None
+        told = told_by(feature, self._digests, trust_media_names=self._config.trust_media_names)
+        if told is not None:
+            return wanted(feature, told)
         self.planner.counters["items_untrusted"] += 1
         return None
+
+    def _say_adapted(self) -> None:
+        if not self._said_adapter:
+            self._said_adapter = True
+            logger.info(
+                "s3kv does not cache encoder outputs of requests with an adapter (LoRA) while "
+                "adapters change the encoder (enable_tower_connector_lora): an EC connector "
+                "cannot know what of an adapter the workers have loaded"
+            )
 
     def has(self, identifier: str) -> bool:
         load = self._promise(identifier)
@@ -221,7 +242,9 @@ class ECSchedulerSide(Guarded):
         return self.planner.promise(identifier)
 
     def allocated(self, request: Request, index: int) -> None:
-        """A promise is kept even if everything else in here fails: without it the engine dies."""
+        """Note that the engine has made room for an item. A promised item is loaded even if the
+        planner has failed, because the engine dies without it.
+        """
         identifier = request.mm_features[index].identifier
         if identifier in self._promised:
             self._due[identifier] = self._promised[identifier]
@@ -234,7 +257,9 @@ class ECSchedulerSide(Guarded):
             self.planner.allocated(request.request_id, item)
 
     def plan(self, output: SchedulerOutput) -> ItemPlan:
-        """End of the pass."""
+        """End the pass. Returns the plan of its step; if the planner has failed, only the promised
+        loads.
+        """
         plan = self._plan(output)
         due, self._due = self._due, {}
         self._promised.clear()
@@ -245,7 +270,7 @@ class ECSchedulerSide(Guarded):
         plan = self.planner.plan(output.free_encoder_mm_hashes)
         self._order()
         self._heard = False
-        # Twice, because the step before may still be running when this one is planned.
+        # Two idle steps, because the previous one may still run while this one is planned.
         idle = output.total_num_scheduled_tokens == 0
         if idle and self._was_idle and self.planner.fetches_inflight:
             self._poll(_LINGER_S)
@@ -267,7 +292,6 @@ class ECSchedulerSide(Guarded):
         self._order()
 
     def stats(self) -> S3ECStats | None:
-        self.planner.counters["evictions"] = self.planner.table.evictions
         values = self._meter.grown(self.planner.counters)
         if self._client is not None:
             add(values, self._io_meter.grown(self._client.counters), EC_METRICS)
@@ -283,21 +307,16 @@ class ECSchedulerSide(Guarded):
     @guarded(default=dict)
     def _changed_gauges(self) -> Values:
         self._stirred = False
-        held = self.planner.table.statistics()
-        return self._gauges.changed(
-            {
-                "slab_bytes|free": held.free_bytes,
-                "slab_bytes|filling": held.filling_bytes,
-                "slab_bytes|clean": held.resident_bytes,
-                "slab_pinned_bytes": held.pinned_bytes,
-                **_BREAKER[self.planner.breaker.state.value],
-            }
-        )
+        held = self.planner.ledger.table.statistics()
+        values = memory_gauges(EC_METRICS, held, held.unit_bytes, self.planner.ledger.breaker)
+        return self._gauges.changed(values)
 
     # --- the I/O process -------------------------------------------------------------------
 
     def _order(self) -> None:
-        """Not before the end of the pass: to wake the I/O process costs more than all the rest."""
+        """Send the planner's orders. Called once per pass, at its end, because waking the I/O
+        process costs more than everything else in the pass.
+        """
         if self._client is None:
             return
         for order in self.planner.take_fetches():
@@ -307,7 +326,7 @@ class ECSchedulerSide(Guarded):
         self._client.flush()
 
     def _hear(self) -> None:
-        """Once a pass, if there can be news."""
+        """Poll the I/O process, once per pass, if it may have sent something."""
         if self._heard:
             return
         self._heard = True
@@ -325,5 +344,4 @@ class ECSchedulerSide(Guarded):
                 self.planner.counters[f"fetch_corrupt_{done.reason}"] += 1
             if done.outcome.is_success:
                 self._seconds.setdefault("fetch_seconds", []).append(done.seconds)
-            self.planner.ended(done.job_id, done.outcome, done.nbytes, done.seconds, now_s)
-            self._complaints.note("fetch", done.outcome, done.detail)
+            self.planner.on_end(done, now_s)

@@ -1,33 +1,41 @@
-"""vLLM's multi-modal requests in s3kv's words: what can be served, and its items."""
+"""Translation between vLLM and s3kv for encoder outputs: which models are served, the items of
+requests, and the messages that vLLM carries between scheduler and workers.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed.ec_transfer.ec_connector import base
 
 from s3kv.config import Config
-from s3kv.connectors.requests import Adapters, names_are_hashes
+from s3kv.connectors.media import MediaDigests, check_media_names
 from s3kv.device.tensors import dtype_name
-from s3kv.errors import ConfigError, UnsupportedError
-from s3kv.io.handover import rendezvous
-from s3kv.objects.items import GROUP
+from s3kv.errors import UnsupportedError
+from s3kv.io.slab_handover import rendezvous
+from s3kv.messages import ItemPlan, ItemReport
+from s3kv.objects.item_format import GROUP
 from s3kv.planning.items import Wanted
 from s3kv.types import ChunkKey
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.v1.request import Request
+
+_WorkerMetadata = getattr(base, "ECConnectorWorkerMetadata", object)
 
 _PASSED_THROUGH = "prompt_embeds"
-"""Not encoded at all: the client sends what an encoder would make."""
+"""The modality that is not encoded, because the client sends the embeddings."""
 
 
 def check_supported(config: Config, vllm_config: VllmConfig) -> None:
-    """Raise `UnsupportedError` for what s3kv cannot serve rightly, `ConfigError` for settings."""
+    """Raise `UnsupportedError` for a model or engine that s3kv cannot serve correctly, and
+    `ConfigError` for settings that it cannot use.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model.is_encoder_decoder:
         raise UnsupportedError(
@@ -38,23 +46,7 @@ def check_supported(config: Config, vllm_config: VllmConfig) -> None:
         raise UnsupportedError("this model has no encoder; run it without an EC connector")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UnsupportedError("prefill_context_parallel_size > 1 cannot be served yet")
-    if config.eviction == "s3fifo":
-        raise ConfigError(
-            "eviction is 's3fifo': allowed is 'lru' or 'sieve' for encoder outputs, because it "
-            "counts what it holds and they differ in size"
-        )
-    if config.trust_client_uuid and not _hashes_content(vllm_config):
-        raise ConfigError(
-            "trust_client_uuid is True, and vLLM numbers what clients do not name when both its "
-            "prefix cache and its processor cache are off: every process would mean another image "
-            "by the same number. Turn one of them on (--enable-prefix-caching, or "
-            "--mm-processor-cache-gb above 0), or set trust_client_uuid to False"
-        )
-
-
-def _hashes_content(vllm_config: VllmConfig) -> bool:
-    multimodal, cache = vllm_config.model_config.multimodal_config, vllm_config.cache_config
-    return bool(multimodal.mm_processor_cache_gb > 0 or cache.enable_prefix_caching)
+    check_media_names(vllm_config, trusted=config.trust_media_names)
 
 
 def item_dtype(vllm_config: VllmConfig) -> str:
@@ -67,34 +59,29 @@ def item_dtype(vllm_config: VllmConfig) -> str:
 
 
 def worker_rendezvous(vllm_config: VllmConfig, tp_rank: int) -> str:
-    """Where a worker that loads waits for the slab."""
+    """The name of the rendezvous at which a worker that loads waits for the slab."""
     engine_id = vllm_config.ec_transfer_config.engine_id
     return rendezvous(engine_id, vllm_config.parallel_config.data_parallel_rank, tp_rank)
 
 
-def is_cacheable(feature: MultiModalFeatureSpec, *, trust_client_uuid: bool) -> bool:
-    """Whether the identifier stands for the content, or is trusted to."""
+def told_by(
+    feature: MultiModalFeatureSpec, digests: MediaDigests, *, trust_media_names: bool
+) -> str | None:
+    """The text that identifies the item among all of its kind and size; None if it is unknown."""
     if feature.modality == _PASSED_THROUGH:
-        return False
-    return trust_client_uuid or names_are_hashes([feature.identifier])
-
-
-def wanted(
-    request: Request, feature: MultiModalFeatureSpec, adapters: Adapters | None
-) -> Wanted | None:
-    """The item behind a feature. adapters: where they change what the encoder makes. None when the
-    request's cannot be told by its content.
-    """
-    rows = feature.mm_position.get_num_embeds()
-    adapter = getattr(request, "lora_request", None) if adapters is not None else None
-    digest = adapters.key(adapter) if adapters is not None and adapter is not None else b""
-    if digest is None:
         return None
-    # What json.dumps gives for these four with sorted keys, without its dozen calls.
-    name, modality = _quoted(feature.identifier), _quoted(feature.modality)
-    identity = (
-        f'{{"adapter":"{digest.hex()}","identifier":{name},"modality":{modality},"rows":{rows}}}'
-    )
+    if trust_media_names:
+        return f"name:{feature.identifier}"
+    content = digests.of(feature)
+    return None if content is None else f"content:{content.hex()}"
+
+
+def wanted(feature: MultiModalFeatureSpec, told: str) -> Wanted:
+    """The item of a feature that no adapter changes. told: the text from `told_by`."""
+    rows = feature.mm_position.get_num_embeds()
+    # The text that json.dumps gives for these four with sorted keys, without its dozen calls.
+    told, modality = _quoted(told), _quoted(feature.modality)
+    identity = f'{{"adapter":"","item":{told},"modality":{modality},"rows":{rows}}}'
     key = ChunkKey(GROUP, hashlib.sha256(identity.encode()).digest())
     return Wanted(feature.identifier, key, rows, feature.modality)
 
@@ -105,14 +92,32 @@ def has_tower_lora(vllm_config: VllmConfig) -> bool:
 
 
 def embedding_width(vllm_config: VllmConfig) -> int:
-    """Of the model's own embeddings; an encoder's output may be a multiple of it."""
+    """Width of the model's own embeddings. The width of an encoder's output may be a multiple."""
     model = vllm_config.model_config
     measure = getattr(model, "get_inputs_embeds_size", None) or model.get_hidden_size
     return int(measure())
 
 
 def steps_inflight(vllm_config: VllmConfig) -> int:
-    """Engine steps that may be under way at once, and one to spare."""
+    """Number of engine steps that may run at once, plus one spare."""
     pipeline = vllm_config.parallel_config.pipeline_parallel_size
     most = getattr(vllm_config, "max_concurrent_batches", None)
     return 1 + int(most if most is not None else max(2, pipeline + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlanMetadata(base.ECConnectorMetadata):
+    """The plan of a step, from the scheduler to every worker."""
+
+    plan: ItemPlan
+
+
+@dataclass(slots=True)
+class ItemWorkerReport(_WorkerMetadata):  # type: ignore[misc, valid-type]
+    """The workers' report to the scheduler. vLLM merges the reports of all ranks into one."""
+
+    report: ItemReport
+
+    def aggregate(self, other: ItemWorkerReport) -> ItemWorkerReport:
+        self.report.merge(other.report)
+        return self

@@ -1,39 +1,35 @@
 """The worker's side of the EC connector: loads from the scheduler's slab, saves to its own outbox.
 
-Lives in each worker process, on the thread that runs the model. Only the first pipeline stage has
-an encoder cache. All its ranks load; one of them saves, since all have the same.
+It runs in each worker process, on the thread that runs the model. Only the first pipeline stage has
+an encoder cache. All its ranks load. Only one of them saves, because all have the same outputs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from s3kv.config import Config
-from s3kv.connectors.bucket import wait_for_bucket
-from s3kv.connectors.ec_messages import ItemWorkerReport
-from s3kv.connectors.ec_translate import item_dtype, worker_rendezvous
-from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.ec_translate import ItemWorkerReport, item_dtype, worker_rendezvous
+from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import encoder_fingerprint
-from s3kv.device.items import ItemCopies, item_copies
-from s3kv.device.nearby import memory_near
+from s3kv.device.item_copies import ItemCopies, item_copies
+from s3kv.device.selection import memory_near
 from s3kv.errors import ConfigError
-from s3kv.host.processors import beside_the_model
+from s3kv.host.placement import beside_the_model
 from s3kv.host.slab import Slab
-from s3kv.io.client import IoClient
-from s3kv.io.handover import SlabTaker
+from s3kv.io.slab_handover import SlabTaker
+from s3kv.io.tier import introduce, open_tier
 from s3kv.io.wire import Hello
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
-from s3kv.objects.integrity import Integrity
-from s3kv.objects.items import HEADER_BYTES, SHARD, object_bytes
-from s3kv.objects.keys import canonical_json, fingerprint_digest
-from s3kv.outbox import Outbox
+from s3kv.objects.item_format import HEADER_BYTES, SHARD, object_bytes
 from s3kv.types import ItemShape
+from s3kv.worker.outbox import Outbox
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,8 +38,8 @@ logger = logging.getLogger("s3kv")
 
 
 class ECWorkerSide(Guarded):
-    """Raises `ConfigError` or a `StoreError` at start. Afterwards only a load that was promised
-    and cannot be carried out raises: there is no right answer to that any more.
+    """The worker's side of one rank. Raises `ConfigError` or a `StoreError` at start. Afterwards it
+    raises only if it cannot carry out a load that was promised: vLLM has no encoder input then.
     """
 
     def __init__(
@@ -57,12 +53,14 @@ class ECWorkerSide(Guarded):
         self._counters: Counter[str] = Counter()
         self._report = ItemReport()
         self._saves: dict[str, ItemSave] = {}
-        self._unsaid_bug = False
-        self._clock_started: Any = None
-        self._encoding: list[tuple[int, Any, Any]] = []
-        self._loading: list[tuple[Any, Any]] = []
+        self._has_unreported_bug = False
+        self._encoder_started: Any = None
+        self._encoder_stopped: Any = None
         self._rows = 0
-        self._clock_stopped: Any = None
+        """Rows that the encoder has computed in this step."""
+        self._timed: deque[tuple[Any, Any, int]] = deque()
+        """Start and end of loads and encoder runs, in order, until the device has reached both.
+        The number is the rows that the encoder computed; 0 for a load."""
         self._loads_from: Slab | None = None
         self._outbox: Outbox | None = None
         self._taker: SlabTaker | None = None
@@ -73,23 +71,12 @@ class ECWorkerSide(Guarded):
         """Whether this rank saves, measures and reports."""
         if not get_pp_group().is_first_rank:
             return
-        integrity = Integrity.of(config)
-        identity = encoder_fingerprint(config, vllm_config, integrity)
-        digest = fingerprint_digest(identity)
+        identity = encoder_fingerprint(config, vllm_config)
+        hello = introduce(config, identity, SHARD, item_dtype=self._dtype_name)
         if may_save and self.counts:
-            hello = Hello(
-                config,
-                config.prefix,
-                digest,
-                SHARD,
-                {},
-                item_dtype=self._dtype_name,
-                integrity=integrity,
-                manifest=canonical_json(identity),
-            )
             self._outbox = self._open_outbox(hello)
         if may_load:
-            self._taker = self._listen(vllm_config, tp_rank, digest)
+            self._taker = self._listen(vllm_config, tp_rank, hello.namespace_digest)
 
     def _listen(self, vllm_config: VllmConfig, tp_rank: int, digest: str) -> SlabTaker:
         try:
@@ -103,32 +90,31 @@ class ECWorkerSide(Guarded):
             ) from error
 
     def _open_outbox(self, hello: Hello) -> Outbox:
-        slab = Slab.create(
-            self._config.staging_bytes,
-            node=memory_near(self._device),
-            huge_pages=self._config.huge_pages,
-        )
         computes_here = self._device.type == "cpu"
-        client = IoClient(hello, slab, processors=beside_the_model() if computes_here else None)
+        tier = open_tier(
+            self._config,
+            self._config.staging_bytes,
+            hello,
+            node=memory_near(self._device),
+            processors=beside_the_model() if computes_here else None,
+            wait=wait_for_bucket,
+        )
         try:
-            client.start()
-            wait_for_bucket(client, self._config)
-            self._copies.attach(slab.view)
+            self._copies.attach(tier.slab.view)
         except BaseException:
-            client.close()
-            slab.close()
+            tier.close()
             raise
-        return Outbox(client, slab, time.monotonic)
+        return Outbox(tier.client, tier.slab, time.monotonic)
 
     def _take(self, slab: Slab) -> None:
-        """On the taker's thread, before the scheduler's side is up."""
+        """Take in the scheduler's slab. Runs on the taker's thread, during the engine's start."""
         if self._config.huge_pages:
             slab.ask_for_huge_pages()
         self._copies.attach(slab.view)
         self._loads_from = slab
 
     def shutdown(self) -> None:
-        """Finish uploads within `drain_timeout_s`, then give everything back. Idempotent."""
+        """Finish uploads within `drain_timeout_s`, then release everything. Idempotent."""
         outbox, self._outbox = self._outbox, None
         self._copies.close()
         if outbox is not None:
@@ -153,12 +139,15 @@ class ECWorkerSide(Guarded):
         self._start_clock()
 
     def load(self, loads: tuple[ItemLoad, ...], cache: MutableMapping[str, torch.Tensor]) -> None:
-        """Fill the engine's encoder cache. Raises `RuntimeError` when an item cannot be copied."""
+        """Fill the engine's encoder cache. Raises `RuntimeError` if an item cannot be copied."""
         for load in loads:
             if load.identifier in cache:
                 continue
             if self._loads_from is None:
-                raise RuntimeError(f"s3kv: {load.identifier} was promised without a slab; a bug")
+                raise RuntimeError(
+                    f"s3kv: {load.identifier} was promised without a slab to load it from. This "
+                    "is a bug of s3kv: please report it"
+                )
             end = load.offset + load.nbytes
             payload = self._loads_from.view[load.offset + HEADER_BYTES : end]
             started = self._moment()
@@ -176,22 +165,22 @@ class ECWorkerSide(Guarded):
         if started is not None:
             self._counters["load_ok"] += 1
             self._counters["load_bytes"] += nbytes
-            self._loading.append((started, self._copies.now()))
+            self._timed.append((started, self._copies.now(), 0))
 
     @guarded(default=lambda: None)
     def _start_clock(self) -> None:
-        """The encoder runs next."""
+        """Note the time at which the encoder may start."""
         if self.counts:
-            self._clock_started = self._copies.now()
+            self._encoder_started = self._copies.now()
 
     @guarded(default=lambda: None)
     def save(self, cache: MutableMapping[str, torch.Tensor], identifier: str) -> None:
-        """The encoder has just made this item."""
+        """Count an item that the encoder has just computed. Save it if the plan orders that."""
         if not self.counts:
             return
         tensor = cache[identifier]
         if not self._rows:
-            self._clock_stopped = self._copies.now()
+            self._encoder_stopped = self._copies.now()
         self._rows += len(tensor)
         self._counters["encoded"] += 1
         self._counters["encoded_rows"] += len(tensor)
@@ -217,16 +206,16 @@ class ECWorkerSide(Guarded):
         outbox.send(order.key, span, ItemShape(order.rows, nbytes), copy)
 
     def report(self) -> ItemWorkerReport | None:
-        """End of the step: what has happened since the last report; None for nothing."""
-        if self._unsaid_bug:
-            self._unsaid_bug = False
+        """End the step. Returns what has happened since the last report; None for nothing."""
+        if self._has_unreported_bug:
+            self._has_unreported_bug = False
             return ItemWorkerReport(ItemReport({"internal_errors": 1}))
         return self._report_step()
 
     @guarded(default=lambda: None)
     def _report_step(self) -> ItemWorkerReport | None:
         if self._rows:
-            self._encoding.append((self._rows, self._clock_started, self._clock_stopped))
+            self._timed.append((self._encoder_started, self._encoder_stopped, self._rows))
             self._rows = 0
         self._measure()
         self._take_ends()
@@ -238,20 +227,18 @@ class ECWorkerSide(Guarded):
         return ItemWorkerReport(report)
 
     def _measure(self) -> None:
-        while self._loading:
-            seconds = self._copies.seconds_between(*self._loading[0])
-            if seconds is None:
-                break
-            self._loading.pop(0)
-            self._report.seconds.setdefault("load_seconds", []).append(seconds)
-        while self._encoding:
-            rows, started, stopped = self._encoding[0]
+        """Report the times of loads and encoder runs that have ended on the device."""
+        while self._timed:
+            started, stopped, rows = self._timed[0]
             seconds = self._copies.seconds_between(started, stopped)
             if seconds is None:
                 return
-            self._encoding.pop(0)
-            self._report.encoded_rows += rows
-            self._report.encode_seconds += seconds
+            self._timed.popleft()
+            if rows:
+                self._report.encoded_rows += rows
+                self._report.encode_seconds += seconds
+            else:
+                self._report.seconds.setdefault("load_seconds", []).append(seconds)
 
     def _take_ends(self) -> None:
         if self._outbox is None:
@@ -263,7 +250,7 @@ class ECWorkerSide(Guarded):
             self._report.seconds.setdefault(name, []).extend(seconds)
 
     def on_broken(self) -> None:
-        self._unsaid_bug = True
+        self._has_unreported_bug = True
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:

@@ -1,8 +1,9 @@
-"""Nothing raises into the engine: a hook that fails is logged, counted, and answers "no cache".
+"""Guard of the engine: which errors reach it at start, and that none does afterwards.
 
-A failure here is a bug of s3kv. The engine must not pay for it with a dead process, so the side
-it happened on stops caching for good, keeps answering the engine as if it held nothing, and says
-so once, loudly.
+At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`). After that nothing
+raises into the engine. A hook that fails is a bug of s3kv, and the engine must not die of it. So
+the side of the connector in which it failed logs the error once, stops caching for good, and
+answers from then on as if it held nothing (`guarded`).
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from s3kv.config import Config
+from s3kv.errors import IoProcessError, StoreError
+from s3kv.io.client import IoClient
+from s3kv.io.tier import try_bucket
+
 logger = logging.getLogger("s3kv")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class Guarded:
-    """Base of both sides of a connector. `broken` is the hook that failed first, if any did."""
+    """Base of both sides of a connector. `broken` names the hook that failed first, if any did."""
 
     broken: str | None = None
 
     def on_broken(self) -> None:
-        """Called once, when the first hook has failed."""
+        """React to the first failed hook. Called once."""
 
 
 def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
-    """The hook answers `default()` once any guarded hook of the same object has failed."""
+    """Decorate a hook: it answers `default()` once any guarded hook of its object has failed."""
 
     def wrap(hook: Hook) -> Hook:
         @functools.wraps(hook)
@@ -39,8 +45,8 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
             except Exception:
                 self.broken = hook.__name__
                 logger.exception(
-                    "s3kv failed in %s and serves this engine without its cache from now on. "
-                    "This is a bug; please report it with the traceback",
+                    "s3kv failed in %s and serves without its cache in this engine from now on. "
+                    "This is a bug of s3kv: please report it with the traceback",
                     hook.__name__,
                 )
                 self.on_broken()
@@ -49,3 +55,24 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
         return cast(Hook, safe)
 
     return wrap
+
+
+def wait_for_bucket(client: IoClient, config: Config) -> None:
+    """Wait until the I/O process has tried the bucket, as `try_bucket` does.
+
+    Raises a `StoreError` if the bucket cannot be used and `on_unavailable` is "fail", and
+    `IoProcessError` if the I/O process cannot be started or has died. The client is closed then.
+    """
+    try:
+        try_bucket(client, config)
+    except (IoProcessError, StoreError) as error:
+        said = f"s3kv: bucket {config.bucket!r} cannot be used: {error}"
+        if isinstance(error, StoreError):
+            said += (
+                ". The engine does not start without it. With on_unavailable 'serve' it would "
+                "start, and s3kv would keep trying"
+            )
+        told = type(error)(said)
+        # Logged on a line of its own: vLLM repeats the error at the end of several tracebacks.
+        logger.error("%s", told)
+        raise told from error

@@ -1,44 +1,49 @@
-"""The fingerprint: everything that changes the bytes of a chunk or what they mean.
+"""Fingerprint of an engine: everything that changes a chunk's bytes or their meaning.
 
-What is in the block hashes already (tokens, salts, images by content, prompt embeddings) is not
-repeated here. What is in doubt is in: a field too many costs sharing between engines that could
-have shared, a field too few costs wrong tokens. tests/contract/test_identity.py changes each.
+A setting counts if it changes the function that the engine computes of tokens, images and adapter
+(weights, code, number format, mask), or the format of the result (layout). It does not count if it
+only reorders the same arithmetic (kernels, compilation, batches): a different rounding is not a
+different answer. The fingerprint leaves out what the block hashes cover (tokens, salts, images by
+content, prompt embeddings).
 
-Adapters (LoRA) come and go with requests, so theirs is no matter of the namespace; see `requests`.
+When in doubt, a setting counts. One field too many separates engines that could have shared; one
+field too few gives wrong tokens. tests/contract/kv_relevance/ classifies every setting of vLLM,
+with the reason; tests/contract/test_identity.py changes each field of the fingerprint.
+
+Adapters (LoRA) differ between requests, so they are not in the namespace; see `request_hashes`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from s3kv.config import Config
-from s3kv.connectors.weights import weights_digest
-from s3kv.objects.codec import FORMAT_VERSION
-from s3kv.objects.integrity import Integrity
+from s3kv.connectors.model_identity import (
+    digest_of,
+    fields,
+    file_digest,
+    local_weights,
+    model_identity,
+    plain,
+    processor_identity,
+    weights_path,
+)
+from s3kv.objects.headers import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from s3kv.connectors.translate import KVGeometry
+    from s3kv.connectors.kv_translate import KVGeometry
 
-logger = logging.getLogger("s3kv")
-
-_VOLATILE = frozenset(
-    {"_name_or_path", "name_or_path", "transformers_version", "id2label", "label2id"}
-)
-"""Of a model's configuration: where it came from, which library wrote it, names for classes."""
-_SPELLED_MAX_BYTES = 2**17
 _MULTIMODAL = (
+    "language_model_only",
     "mm_processor_kwargs",
     "media_io_kwargs",
     "mm_hasher_algorithm",
@@ -48,7 +53,76 @@ _MULTIMODAL = (
     "video_pruning_method",
 )
 _LORA = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
-_SPECULATIVE = ("method", "model", "revision", "code_revision", "quantization", "kv_cache_dtype")
+_SPECULATIVE = (
+    "method",
+    "quantization",
+    "kv_cache_dtype",
+    "parallel_drafting",
+    "index_share_for_mtp_iteration",
+)
+_ATTENTION = (
+    "use_non_causal",
+    "indexer_kv_dtype",
+    "use_fp4_indexer_cache",
+    "indexer_sparse_logits",
+    "use_trtllm_attention",
+    "disable_flashinfer_q_quantization",
+    "use_prefill_query_quantization",
+)
+_KERNELS = (
+    "moe_backend",
+    "linear_backend",
+    "linear_backend_per_quant",
+    "sparse_indexer_topk_backend",
+)
+"""Some of these compute quantised layers with activations in a different number format."""
+_DIFFUSION = ("canvas_length", "max_denoising_steps")
+_WORKER = ("worker_cls", "worker_extension_cls")
+ENVIRONMENT = (
+    # Number formats in which layers compute, or exchange results.
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_XPU_INC_WNA16_BACKEND",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_USE_FLASHINFER_MOE_INT4",
+    "VLLM_DISABLED_KERNELS",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
+    "VLLM_ROCM_USE_AITER",
+    "VLLM_ROCM_USE_AITER_LINEAR",
+    "VLLM_ROCM_USE_AITER_MOE",
+    "VLLM_ROCM_USE_AITER_FP8BMM",
+    "VLLM_ROCM_USE_AITER_FP4BMM",
+    "VLLM_ROCM_USE_AITER_FP4_ASM_GEMM",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    # The layout of a page, or the computed function itself.
+    "VLLM_MLA_DISABLE",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    # The source of a model by name, and the code that runs.
+    "VLLM_USE_MODELSCOPE",
+    "VLLM_PLUGINS",
+    "VLLM_TEST_FORCE_LOAD_FORMAT",
+    # The decoder of media files, between the hashed bytes and the processor.
+    "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_MEDIA_CONNECTOR",
+)
+"""Environment variables of vLLM that no configuration object repeats. An unset variable and one set
+to vLLM's default differ, because the default may change with vLLM's version."""
 
 
 def fingerprint(
@@ -57,22 +131,21 @@ def fingerprint(
     kv_cache_config: KVCacheConfig,
     sizes: KVGeometry,
     page: Mapping[str, Any],
-    integrity: Integrity,
 ) -> dict[str, Any]:
-    """As plain JSON values, equal on every rank.
+    """The fingerprint as plain JSON values, equal on every rank. `io.tier.introduce` adds how
+    objects are sealed.
 
-    page: the byte layout of a page on this rank, without what differs between ranks.
+    page: byte layout of a page on this rank, without the parts that differ between ranks.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     on_cpu = vllm_config.device_config.device_type == "cpu"
     stages = parallel.pipeline_parallel_size
     return {
-        "format": FORMAT_VERSION,
-        "vllm": ".".join(_vllm_version()),
-        "model": _model(config, vllm_config),
-        "speculative": _fields(vllm_config.speculative_config, _SPECULATIVE),
-        "multimodal": _fields(vllm_config.model_config.multimodal_config, _MULTIMODAL),
-        "lora": _fields(vllm_config.lora_config, _LORA),
+        **_computation(config, vllm_config),
+        "speculative": _speculative(config, vllm_config),
+        "attention": fields(vllm_config.attention_config, _ATTENTION),
+        "diffusion": fields(getattr(vllm_config, "diffusion_config", None), _DIFFUSION),
+        "worker": fields(parallel, _WORKER),
         "kv_cache": {
             "dtype": cache.cache_dtype,
             "unquantized_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", ())),
@@ -89,115 +162,75 @@ def fingerprint(
         "block_tokens": sizes.block_tokens,
         "chunk_tokens": sizes.chunk_tokens,
         "hash": _hash_identity(cache.prefix_caching_hash_algo, sizes.hash_tokens),
-        "integrity": integrity.identity(),
     }
 
 
-def encoder_fingerprint(
-    config: Config, vllm_config: VllmConfig, integrity: Integrity
-) -> dict[str, Any]:
-    """Everything that changes an encoder's output but the item itself and its adapter.
+def encoder_fingerprint(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
+    """Everything that changes an encoder's output, except the item itself and its adapter.
 
-    Parallel sizes are not in it: every rank has the whole output, whatever computed it.
+    Parallel sizes do not count: every rank has the whole output, whichever ranks computed it.
     """
-    import transformers
+    return {**_computation(config, vllm_config), "content": "encoder outputs"}
 
-    model = vllm_config.model_config
+
+def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
+    """The part of the fingerprint that describes the engine's computation."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    name = config.model_id or f"{model.model}@{model.revision or ''}"
+    weights = local_weights(model, load, config.weights_digest)
+    additional = getattr(vllm_config, "additional_config", None)  # a platform's, and maybe secret
     return {
         "format": FORMAT_VERSION,
-        "content": "encoder outputs",
         "vllm": ".".join(_vllm_version()),
-        # Its processors make what the encoder is given.
-        "transformers": transformers.__version__,
-        "model": _model(config, vllm_config),
-        "processor": _plain(getattr(model, "hf_image_processor_config", None)),
-        "multimodal": _fields(model.multimodal_config, _MULTIMODAL),
-        "lora": _fields(vllm_config.lora_config, _LORA),
-        "integrity": integrity.identity(),
+        "model": model_identity(model, load, name, weights),
+        "processor": processor_identity(model),
+        "multimodal": _multimodal(model),
+        "lora": fields(vllm_config.lora_config, _LORA),
+        "kernels": fields(getattr(vllm_config, "kernel_config", None), _KERNELS),
+        "additional": digest_of(plain(additional)) if additional else None,
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 
 
-def _model(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
-    model = vllm_config.model_config
-    dummy = str(vllm_config.load_config.load_format) == "dummy"
-    text = json.dumps(model.hf_config.to_dict(), default=str)
-    return {
-        "name": config.model_id or f"{model.model}@{model.revision or ''}",
-        # What a branch such as "main" meant on the day it was downloaded.
-        "commit": getattr(model.hf_config, "_commit_hash", None),
-        "code_revision": model.code_revision,
-        "weights": None if dummy else _weights(model),
-        "dummy_seed": model.seed if dummy else None,
-        "config": _spelled(model.hf_config.to_dict()),
-        "implementation": str(model.model_impl),
-        "class_overrides": _plain(getattr(model, "model_class_overrides", None)),
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "quantization_config": _plain(getattr(model, "quantization_config", None)),
-        "disable_sliding_window": model.disable_sliding_window,
-        # vLLM scales these by the longest prompt it is told to expect.
-        "max_model_len": model.max_model_len if "longrope" in text else None,
-    }
+def _multimodal(model: ModelConfig) -> dict[str, Any] | None:
+    found = fields(model.multimodal_config, _MULTIMODAL)
+    if found is not None:
+        scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
+        found["encoder_scales"] = file_digest(scales)
+    return found
 
 
-def _weights(model: ModelConfig) -> str | None:
-    path = getattr(model, "model_weights", "") or model.model
-    try:
-        return weights_digest(path)
-    except OSError as error:
-        logger.warning(
-            "s3kv cannot look at the weights in %s (%s): if they ever change there, set model_id",
-            path,
-            error,
-        )
-        return None
+def _speculative(config: Config, vllm_config: VllmConfig) -> dict[str, Any] | None:
+    """The part of the fingerprint for speculative decoding. A draft model's KV shares the chunks of
+    the model's KV.
+    """
+    speculative, target = vllm_config.speculative_config, vllm_config.model_config
+    found = fields(speculative, _SPECULATIVE)
+    draft = getattr(speculative, "draft_model_config", None)
+    if found is None or draft is None or draft is target:
+        return found
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    if weights_path(draft) == weights_path(target):
+        name, weights = "in the model", None
+    else:
+        weights = local_weights(draft, load, config.weights_digest)
+        # Weights with a digest need no name: the digest identifies them at any path.
+        name = "" if weights else f"{draft.model}@{draft.revision or ''}"
+    return {**found, "draft": model_identity(draft, load, name, weights)}
 
 
 def _attention_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
-    """Two backends are free to lay out one shape differently; the CPU's do."""
+    """Names of the attention backends. Backends may lay out the same shape differently, as those
+    for the CPU do.
+    """
     layers = vllm_config.compilation_config.static_forward_context
     names = (n for group in kv_cache_config.kv_cache_groups for n in group.layer_names)
     backends = (getattr(layers.get(name), "attn_backend", None) for name in names)
     return sorted({backend.get_name() for backend in backends if backend is not None})
 
 
-def _fields(settings: Any, names: Iterable[str]) -> dict[str, Any] | None:
-    if settings is None:
-        return None
-    return {name: _plain(getattr(settings, name, None)) for name in names}
-
-
-def _spelled(tree: Mapping[str, Any]) -> Any:
-    """A model's configuration, so that a difference can be told by its name; a digest if it is
-    so long that it would not fit into a message."""
-    plain = _plain({k: v for k, v in tree.items() if k not in _VOLATILE})
-    text = json.dumps(plain, sort_keys=True).encode()
-    return plain if len(text) <= _SPELLED_MAX_BYTES else hashlib.sha256(text).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """The same in JSON values. What has none is told by its text, as long as that is the same in
-    every process, and by its type otherwise."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in sorted(value.items(), key=_by_text)}
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=str)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    text = str(value)
-    return text if " at 0x" not in text else f"a {type(value).__qualname__}"
-
-
-def _by_text(item: tuple[Any, Any]) -> str:
-    return str(item[0])
-
-
 def _cpu_isa() -> str:
-    """The instruction sets that decide how vLLM's CPU attention packs a page."""
+    """Instruction sets that determine how vLLM's CPU attention packs a page."""
     amx = torch.cpu._is_amx_tile_supported() if platform.machine() == "x86_64" else False
     return f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-amx{int(amx)}"
 
@@ -214,6 +247,6 @@ def _hash_identity(algorithm: str, hash_tokens: int) -> dict[str, Any]:
         "algorithm": algorithm,
         "tokens": hash_tokens,
         "seed": os.environ.get("PYTHONHASHSEED", "vllm-none-hash"),
-        # sha256 hashes pickles, which are a matter of the Python version.
+        # sha256 hashes pickles, which differ between Python versions.
         "python": list(sys.version_info[:2]) if algorithm == "sha256" else None,
     }

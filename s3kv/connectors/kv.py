@@ -1,7 +1,7 @@
 """S3KVConnector: vLLM's KV connector interface (0.29 to 0.33), dispatched to the two sides.
 
-No state and no decision here: a hook goes to the scheduler's or the worker's side, in the words
-of `translate`. What the hooks mean, and in which order they come, is in docs/architecture.md.
+This module makes no decision: it passes each hook on to the scheduler's or the worker's side.
+docs/architecture.md explains the hooks and their order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from s3kv.config import Config
-from s3kv.connectors.kv_messages import PlanMetadata, WorkerHello
 from s3kv.connectors.kv_scheduler import SchedulerSide
+from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello, check_supported, geometry
 from s3kv.connectors.kv_worker import WorkerSide
+from s3kv.connectors.media import check_media_names
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.connectors.observers import Observers
-from s3kv.connectors.translate import check_supported, geometry
 from s3kv.messages import EMPTY_PLAN, StepPlan
 
 try:  # vLLM 0.30 and later
@@ -37,7 +37,8 @@ except ImportError:  # pragma: no cover
     CacheHitSource = None
 
 SLEEP_IS_TOLD = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-"""Whether vLLM tells the workers' connectors before it takes the KV cache's memory away. 0.33."""
+"""Whether vLLM calls the workers' connectors before it unmaps the KV cache's memory, as 0.33
+does."""
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +61,8 @@ if TYPE_CHECKING:
 
 
 class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Serves prefixes from a bucket. Settings: `kv_connector_extra_config`, see `s3kv.config`.
+    """Serves prefixes from a bucket. Its settings are `kv_connector_extra_config`, see
+    `s3kv.config`.
 
     Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards.
     """
@@ -72,6 +74,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = self._kv_transfer_config
         config = Config.parse(transfer.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
+        check_media_names(vllm_config, trusted=config.trust_media_names)
         sizes = geometry(config, vllm_config, kv_cache_config)
         self._world_size = vllm_config.parallel_config.world_size
         if role is KVConnectorRole.SCHEDULER:
@@ -100,21 +103,22 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.suspend()
 
     def restore_kv_caches(self) -> None:
-        # At the same addresses: vLLM takes away and gives back what is behind them.
+        # The addresses are the same as before: vLLM maps new memory there.
         self._worker.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.hello()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # Comes first in every step, before anything is bound or written.
-        self._worker.begin(_plan_of(kv_connector_metadata))
+        # vLLM calls this first in every step, before anything is bound or written.
+        assert isinstance(kv_connector_metadata, PlanMetadata), kv_connector_metadata
+        self._worker.begin(kv_connector_metadata.plan, kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         self._worker.load(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole before the request is scheduled."""
+        """Do nothing: loads have ended before the request is scheduled."""
 
     def save_kv_layer(
         self,
@@ -123,14 +127,24 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Chunks are saved whole, after the forward."""
+        """Do nothing: whole chunks are saved, after the forward pass."""
 
     def wait_for_save(self) -> None:
         self._worker.save(self._plan)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose load has ended, for vLLM 0.29. `get_block_ids_with_load_errors`
+        returns the blocks of those that failed.
+        """
         loaded, _ = self._worker.loaded(self._plan)
         return None, loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks of failed loads, for vLLM 0.29. Empty if vLLM has `get_transfer_results`,
+        which returns the requests: such a vLLM calls both.
+        """
+        blocks = self._worker.take_failed_blocks()
+        return blocks if KVConnectorTransferResults is None else set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         loaded, failed = self._worker.loaded(self._plan)
@@ -184,13 +198,14 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         bucket = self._scheduler.bucket_tokens(request, num_external_tokens)
         sources = {
             CacheHitSource.HOST: num_external_tokens - bucket,
-            # vLLM's word for a remote store.
+            # vLLM's name for a remote store.
             CacheHitSource.EXTERNAL_UNSPECIFIED: bucket,
         }
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return PlanMetadata(self._scheduler.plan(scheduler_output))
+        plan = self._scheduler.plan(scheduler_output)
+        return PlanMetadata(plan, self._scheduler.adapters.next_step())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.on_output(connector_output)
@@ -209,7 +224,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache delivers nothing that anybody relies on."""
+        """False: no request depends on what a cache delivers."""
         return False
 
     def has_pending_push_work(self) -> bool:

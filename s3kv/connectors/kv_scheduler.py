@@ -1,6 +1,6 @@
-"""The scheduler's side of the KV connector: engine hooks to planner events and back.
+"""Scheduler side of the KV connector: turns vLLM's hooks into planner events, plans into metadata.
 
-Lives in the engine-core process, on its one thread. No hook waits for anything.
+It runs in the engine-core process, on its only thread. No hook blocks.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
+from s3kv.connectors.adapters import KnownAdapters
 from s3kv.connectors.guard import Guarded, guarded
-from s3kv.connectors.kv_gauges import KV_SHARES, kv_gauges
-from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
-from s3kv.connectors.metrics import Gauges, Meter, S3KVStats, Values
+from s3kv.connectors.kv_translate import (
+    GROUP,
+    KVGeometry,
+    WorkerHello,
+    WorkerReport,
+    scheduled_requests,
+)
+from s3kv.connectors.metrics import KV_SHARES, Gauges, Meter, S3KVStats, Values, memory_gauges
 from s3kv.connectors.observers import Observers
-from s3kv.connectors.requests import RequestHashes
-from s3kv.connectors.translate import GROUP, KVGeometry, scheduled_requests
+from s3kv.connectors.request_hashes import RequestHashes
 from s3kv.errors import ConfigError, UnsupportedError
-from s3kv.host.policy import make_policy
-from s3kv.host.slots import SlotTable
-from s3kv.messages import StepPlan
+from s3kv.host.room import EqualSlots
+from s3kv.host.table import Table
+from s3kv.messages import LostLoad, StepPlan
+from s3kv.metrics import KV_METRICS
 from s3kv.planning.breaker import Breaker
+from s3kv.planning.cover import GroupSpec
 from s3kv.planning.index import BucketIndex
-from s3kv.planning.kv import KVPlanner
-from s3kv.planning.ledger import ChunkLedger
+from s3kv.planning.kv import KVPlanner, KVPlannerSettings
+from s3kv.planning.ledger import Ledger
 from s3kv.planning.pace import Pace
-from s3kv.planning.prefix import KVPlannerSettings
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -43,21 +49,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("s3kv")
 
 _INDEX_CHUNKS = 2_000_000
-"""Verdicts remembered at most; about 150 bytes each, so 300 MB when full. Two million chunks of
-256 tokens are 512 million tokens."""
+"""Capacity of the bucket index. An entry takes about 150 bytes, so a full index takes 300 MB. Two
+million chunks of 256 tokens are 512 million tokens."""
 
 _LINGER_S = 0.004
-"""What a request that arrives while all others wait for s3kv may lose. vLLM's own loop looks for
-new requests every 1.3 ms, but burns a third of a core with it that the I/O process and, in a test
-set-up, the S3 server can use."""
+"""Pause of an idle engine step while requests wait for s3kv; delays a new request by at most this.
+Without it vLLM's loop polls every 1.3 ms, and takes a third of a core from the I/O process."""
 
 _BREAKER_FAILURES = 5
-"""Failures in a row that open the breaker: more than one request's first window."""
+"""Failures in a row that open the breaker."""
 
 
 class SchedulerSide(Guarded):
-    """Made before the workers have reported; of use from `set_workers` on, or, where that brings
-    no report of theirs, from the first step's output on.
+    """Scheduler side of one engine. It exists before the workers have reported, and serves from
+    `set_workers` on. If vLLM passes no reports there, it serves from the step whose output brings
+    the last worker's report.
     """
 
     def __init__(
@@ -77,17 +83,26 @@ class SchedulerSide(Guarded):
         self._gauges = Gauges()
         self._slot_bytes = 0
         self._stirred = True
-        """Something happened since the gauges were last looked at."""
+        """Whether the gauges may have changed since they were last read."""
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
         self._hellos: list[WorkerHello] = []
-        """Of all workers, or, while the planner is a stand-in, of those that have reported."""
+        """The workers' reports: all of them, or those so far while the planner is a stand-in."""
         self._world_size = 0
         self._hears_in_steps = False
         self._salt: bytes | None = None
-        self._hashes = RequestHashes()
+        self.adapters = KnownAdapters()
+        self._hashes = RequestHashes(
+            trust_media_names=config.trust_media_names, block_tokens=sizes.hash_tokens
+        )
         self._observers = observers
-        self._unplanned: list[str] = []
+        self._own_tokens = 0
+        """Tokens in the engine's own cache of the request that was looked up last."""
+        self._loads: dict[str, LostLoad] = {}
+        """Load under way of each request, in the form in which a lost load is reported."""
+        self._failed: set[str] = set()
+        """Requests whose load has failed on some rank and has not ended yet."""
+        self._unplanned: list[LostLoad] = []
         self._was_idle = False
 
     @property
@@ -100,10 +115,11 @@ class SchedulerSide(Guarded):
         return self._planner
 
     def set_workers(self, hellos: list[WorkerHello], world_size: int) -> None:
-        """All ranks are up. Raises `UnsupportedError` when they do not fit together.
+        """Take in the reports of all ranks once they are up. Raises `UnsupportedError` if the ranks
+        do not fit together, and `ConfigError` if host memory is too small for a chunk.
 
-        vLLM 0.33 tells it again whenever the engine wakes up. The planner stays what it is: it
-        knows which slots are in use, and the salt that keeps what was cached before out of reach.
+        vLLM 0.33 calls this again whenever the engine wakes up. The planner stays the same then: it
+        knows which slots are in use, and the salt that makes earlier chunks unreachable.
         """
         if self._planner is not None:
             known = () if self._hears_in_steps else self._hellos
@@ -161,16 +177,15 @@ class SchedulerSide(Guarded):
 
     def _make_planner(self, slots: int, slot_bytes: int, *, serves: bool = True) -> KVPlanner:
         config = self._config
-        ledger = ChunkLedger(
-            SlotTable(slots, make_policy(config.eviction, slots)),
+        ledger = Ledger(
+            Table(EqualSlots(slots, slot_bytes), config.eviction),
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=self._world_size,
             residency=None if self._observers is None else self._observers.log,
         )
         settings = KVPlannerSettings(
-            chunk_tokens=self._sizes.chunk_tokens,
-            block_tokens=self._sizes.block_tokens,
+            groups=(GroupSpec(self._sizes.block_tokens, self._sizes.chunk_tokens, number=GROUP),),
             hash_tokens=self._sizes.hash_tokens,
             probe_chunks=config.probe_chunks,
             max_wait_s=config.max_wait_ms / 1000,
@@ -178,7 +193,6 @@ class SchedulerSide(Guarded):
             max_saves_inflight=config.max_saves_inflight,
             may_load=self._may_load and serves,
             may_save=self._may_save and serves,
-            group=GROUP,
         )
         pace = Pace(
             prefill_tokens_per_s=config.prefill_tokens_per_s,
@@ -193,15 +207,33 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def on_new_request(self, request: Request) -> None:
-        self.planner.add_request(request.request_id, self._hashes.of(request))
+        adapter = None
+        if request.lora_request is not None:
+            adapter = self.adapters.arrived(
+                request.request_id, request.lora_request, time.monotonic()
+            )
         if self._observers is not None:
             self._observers.add_request(request)
+        self._enter(request, adapter)
+
+    def _enter(self, request: Request, adapter: bytes | None) -> None:
+        self.planner.add_request(request.request_id, self._hashes.of(request, adapter))
+        self.planner.bar(self._hashes.take_barred())
         if not request.skip_reading_prefix_cache:
             local = self._local_tokens(request)
             self.planner.prefetch(request.request_id, local, time.monotonic())
 
+    def _settle_adapter(self, request: Request) -> None:
+        """Fix the adapter of a request that is about to be computed. If it is not the assumed one,
+        enter the request again.
+        """
+        is_as_believed, adapter = self.adapters.settle(request.request_id)
+        if not is_as_believed:
+            self.planner.finished(request.request_id)
+            self._enter(request, adapter)
+
     def _local_tokens(self, request: Request) -> int:
-        """The prefix the engine's own cache holds right now."""
+        """Tokens of the request's prefix in the engine's own cache now."""
         if self._pool is None:
             return 0
         blocks = 0
@@ -213,7 +245,11 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: (0, False))
     def lookup(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
+        self._own_tokens = computed_tokens
         reads = not request.skip_reading_prefix_cache
+        if reads and self.adapters.waits(request.request_id, time.monotonic()):
+            return None, False
+        self._settle_adapter(request)
         answer = self.planner.lookup(
             request.request_id, computed_tokens, time.monotonic(), reads=reads
         )
@@ -226,13 +262,20 @@ class SchedulerSide(Guarded):
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         if external_tokens:
-            self._unplanned.append(request.request_id)
+            size = self._sizes.block_tokens
+            first, count = self._own_tokens // size, external_tokens // size
+            block_ids = tuple(blocks.get_block_ids()[GROUP][first : first + count])
+            load = LostLoad(request.request_id, block_ids)
+            self._loads[request.request_id] = load
+            self._unplanned.append(load)
         self._admitted(request, blocks, external_tokens)
 
     @guarded(default=lambda: None)
     def _admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
+        if not external_tokens:
+            self._settle_adapter(request)  # vLLM may admit a request without a lookup.
         ids = blocks.get_block_ids()[GROUP]
-        self.planner.admitted(request.request_id, ids, external_tokens)
+        self.planner.admitted(request.request_id, (ids,), external_tokens)
 
     def bucket_tokens(self, request: Request, external_tokens: int) -> int:
         if self.broken is not None:
@@ -240,15 +283,20 @@ class SchedulerSide(Guarded):
         return self.planner.bucket_tokens(request.request_id, external_tokens)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
-        """Without a planner any more, whoever was promised a load since the last plan is told."""
+        """The plan of a step. If the planner has failed, the plan abandons the loads promised since
+        the last plan.
+        """
         plan = self._plan(output)
         unplanned, self._unplanned = self._unplanned, []
         return plan if plan is not None else StepPlan(abandons=tuple(unplanned))
 
     @guarded(default=lambda: None)
     def _plan(self, output: SchedulerOutput) -> StepPlan | None:
+        for new in output.scheduled_new_reqs:
+            self._hashes.scheduled(new.req_id, new.mm_features)
+        self.planner.bar(self._hashes.take_barred())
         plan = self.planner.plan(scheduled_requests(output), time.monotonic())
-        # Twice, because the step before may still be running when this one is planned.
+        # Two idle steps, because the previous one may still run while this one is planned.
         idle = output.total_num_scheduled_tokens == 0
         if idle and self._was_idle and self.planner.has_arrivals_inflight:
             plan = replace(plan, linger_s=_LINGER_S)
@@ -263,20 +311,38 @@ class SchedulerSide(Guarded):
         self.planner.step_ended(now_s)
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._stirred = True
+            self._stirred |= bool(report.report.ends or report.hellos)
             if report.hellos:
                 self._report_late(report.hellos)
+            if report.adapters is not None:
+                self.planner.bar(self.adapters.hear(report.adapters))
             self.planner.on_report(report.report, now_s)
+        self._note_failures(output)
         if output.finished_recving:
             self._stirred = True
-            failed = getattr(output, "failed_recving", None) or ()
-            self.planner.loaded(output.finished_recving, failed)
+            ended = set(output.finished_recving)
+            self.planner.loaded(ended, self._failed & ended)
+            self._failed -= ended
+            for request_id in ended:
+                self._loads.pop(request_id, None)
         if self._observers is not None:
             self._observers.read()
+
+    def _note_failures(self, output: KVConnectorOutput) -> None:
+        """Note failed loads. vLLM 0.29 reports their blocks, later versions their requests. With
+        several ranks, a failure may be reported before the load has ended on all of them.
+        """
+        self._failed.update(getattr(output, "failed_recving", None) or ())
+        blocks = output.invalid_block_ids
+        if blocks:
+            lost = (load for load in self._loads.values() if not blocks.isdisjoint(load.block_ids))
+            self._failed.update(load.request_id for load in lost)
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
         self._stirred = True
+        self._hashes.finished(request.request_id)
+        self.adapters.finished(request.request_id)
         self.planner.finished(request.request_id)
         if self._observers is not None:
             self._observers.finished(request)
@@ -287,7 +353,7 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: False)
     def has_copies_inflight(self) -> bool:
-        return self._planner is not None and self._planner.has_copies_inflight
+        return self._planner is not None and self._planner.ledger.has_copies_inflight
 
     @guarded(default=lambda: False)
     def reset(self) -> bool:
@@ -309,7 +375,12 @@ class SchedulerSide(Guarded):
     @guarded(default=dict)
     def _changed_gauges(self) -> Values:
         self._stirred = False
-        return self._gauges.changed(kv_gauges(self.planner, self._slot_bytes))
+        ledger, speed = self.planner.ledger, self.planner.pace.statistics().prefill_tokens_per_s
+        held = ledger.table.statistics()
+        values = memory_gauges(KV_METRICS, held, self._slot_bytes, ledger.breaker)
+        # Rounded to three digits, because every large step changes the measured speed.
+        values["prefill_tokens_per_s"] = float(f"{speed:.3g}")
+        return self._gauges.changed(values)
 
     def on_broken(self) -> None:
         if self._planner is not None:

@@ -1,6 +1,6 @@
-"""The worker's side of the KV connector: one rank's slab, I/O process and device copies.
+"""The worker's side of the KV connector: the slab, I/O process and device copies of one rank.
 
-Lives in each worker process, on the thread that runs the model.
+It runs in each worker process, on the thread that runs the model.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from s3kv.config import Config
-from s3kv.connectors.bucket import wait_for_bucket
-from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
+from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
-from s3kv.connectors.kv_messages import WorkerHello, WorkerReport
+from s3kv.connectors.kv_translate import (
+    GROUP,
+    KVGeometry,
+    WorkerHello,
+    WorkerReport,
+    shard_names,
+    writes_before_fences,
+)
 from s3kv.connectors.metrics import Meter, S3KVStats, add
-from s3kv.connectors.translate import GROUP, KVGeometry, shard_name, writes_before_fences
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
-from s3kv.device.nearby import memory_near
-from s3kv.errors import ConfigError, IoProcessError, StoreError
-from s3kv.host.processors import beside_the_model
+from s3kv.device.selection import memory_near
+from s3kv.errors import IoProcessError, StoreError
+from s3kv.host.placement import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
-from s3kv.io.wire import Hello
+from s3kv.io.tier import Slots, introduce, open_tier
 from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
-from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.integrity import Integrity
-from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
-from s3kv.worker import RankWorker
+from s3kv.worker.rank import RankWorker
 
 if TYPE_CHECKING:
     import torch
@@ -39,15 +42,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("s3kv")
 
-_PAGE_BYTES = 4096
 _LAUNCH_S = 5.0
-"""Far longer than it takes to launch what a step can order."""
+"""Longest wait for copies to be launched. Launching the copies of one step takes far less."""
 _SUSPEND_S = 60.0
-"""Far longer than copies take, even unpinned. What comes after it fails the engine."""
+"""Longest wait for copies before the engine sleeps. Copies take far less, even from memory that is
+not pinned. A copy that runs on after the wait fails the engine."""
 
 
 class WorkerSide(Guarded):
-    """Made before the KV caches exist; of use from `register` on."""
+    """The worker's side of one rank. It is made before the KV caches exist, and serves from
+    `register` on.
+    """
 
     def __init__(
         self,
@@ -58,9 +63,8 @@ class WorkerSide(Guarded):
         *,
         sleep_is_told: bool = True,
     ) -> None:
-        """sleep_is_told: `suspend` is called before an engine sleeps."""
+        """sleep_is_told: vLLM calls `suspend` before the engine sleeps."""
         self._config = config
-        self._integrity = Integrity.of(config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._sizes = sizes
@@ -72,85 +76,72 @@ class WorkerSide(Guarded):
         self._hello: WorkerHello | None = None
         self._started = False
         self._hello_is_owed = True
-        """Nobody has asked: under `MultiConnector` only the first connector with a hello is."""
+        """vLLM has not asked for the hello yet. Under `MultiConnector` it asks only the first
+        connector that has one."""
         self._stranded: set[str] = set()
+        self._load_blocks: dict[str, tuple[int, ...]] = {}
+        """By request: the blocks that its load in flight fills."""
+        self._failed_blocks: set[int] = set()
+        lora = vllm_config.lora_config
+        # Made here, because vLLM loads no adapter before the KV caches exist.
+        self._adapters = AdapterLoads(lora, config.weights_digest) if lora is not None else None
         self._prefault: threading.Thread | None = None
         self._closing = threading.Event()
         self._fences_at_once = writes_before_fences(vllm_config, kv_cache_config, sizes)
-        # A copy that is not launched yet is not waited for by vLLM, which waits for the device
-        # and then takes the memory away.
+        # Before a sleep, vLLM waits for the device and then unmaps the memory. It does not wait
+        # for a copy that has not been launched yet.
         self._launches_at_once = (
             not sleep_is_told
             and vllm_config.model_config.enable_sleep_mode
             and vllm_config.device_config.device_type != "cpu"
         )
 
-    # --- start and end: these may raise, and wait ------------------------------------------
+    # --- start and end: these may raise and block ------------------------------------------
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Lay out the slab for these caches and start the I/O process, which tries the bucket
-        while the engine warms up. Raises `ConfigError` or `UnsupportedError`.
+        """Make the slab for these caches and start the I/O process, which tries the bucket while
+        the engine warms up. Raises `ConfigError` or `UnsupportedError`.
         """
         group = self._kv_cache_config.kv_cache_groups[GROUP]
         layout = PageLayout.of(
-            kv_caches,
-            self._kv_cache_config.num_blocks,
-            group.layer_names,
-            self._sizes.chunk_blocks,
+            kv_caches, self._kv_cache_config.num_blocks, group.layer_names, self._sizes.chunk_blocks
         )
-        identity = self._identity(layout)
-        namespace = Namespace(self._config.prefix, fingerprint_digest(identity))
-        shard, is_first_rank = self._place()
-        chunk = ChunkFormat(namespace.digest, layout.tensors, GROUP, shard, self._integrity)
-        slot_bytes, count = self._slots(chunk)
-        self._slab = Slab.create(
-            count * slot_bytes,
-            node=memory_near(layout.device),
-            huge_pages=self._config.huge_pages,
+        shards, rank = self._shards()
+        hello = introduce(
+            self._config,
+            self._identity(layout),
+            shards[rank],
+            {GROUP: (layout.part(f"g{GROUP}"),)},
+            writes_manifest=rank == 0,  # all ranks have the same manifest
+            shapes=shards,
         )
-        hello = Hello(
-            config=self._config,
-            namespace_prefix=namespace.prefix,
-            namespace_digest=namespace.digest,
-            shard=shard,
-            groups={GROUP: layout.tensors},
-            integrity=self._integrity,
-            # One rank is enough to say what all of them are.
-            manifest=canonical_json(identity) if is_first_rank else b"",
-        )
+        slots = Slots.of(hello, " for this model (a smaller chunk_tokens makes it smaller)")
         computes_here = layout.device.type == "cpu"
-        self._client = IoClient(
-            hello, self._slab, processors=beside_the_model() if computes_here else None
+        tier = open_tier(
+            self._config,
+            slots.nbytes,
+            hello,
+            node=memory_near(layout.device),
+            processors=beside_the_model() if computes_here else None,
+            wait=None,
         )
-        self._client.start()
-        copies = BlockCopies.open(
-            {GROUP: layout}, self._slab.view, slot_bytes, {GROUP: chunk.header_bytes}
-        )
+        self._slab, self._client = tier.slab, tier.client
+        header_bytes = {group: chunk.header_bytes for group, chunk in slots.formats.items()}
+        copies = BlockCopies.open({GROUP: layout}, tier.slab.view, slots.slot_bytes, header_bytes)
         self._rank = RankWorker(
             copies=copies,
-            client=self._client,
-            slot_bytes=slot_bytes,
-            block_bytes={GROUP: layout.payload_bytes // self._sizes.chunk_blocks},
+            client=tier.client,
+            slot_bytes=slots.slot_bytes,
+            block_bytes={GROUP: layout.block_bytes},
             clock=time.monotonic,
         )
         if not copies.statistics().pinned:
-            self._start_prefault(self._slab)
-        self._hello = WorkerHello(namespace.digest, count, slot_bytes)
-
-    def _slots(self, chunk: ChunkFormat) -> tuple[int, int]:
-        """Bytes of one, and how many there are."""
-        slot_bytes = -(-chunk.object_bytes // _PAGE_BYTES) * _PAGE_BYTES
-        count = self._config.host_bytes // slot_bytes
-        if count < 1:
-            raise ConfigError(
-                f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, which "
-                f"is {slot_bytes} bytes for this model (or make chunk_tokens smaller)"
-            )
-        return slot_bytes, count
+            self._start_prefault(tier.slab)
+        self._hello = WorkerHello(hello.namespace_digest, slots.count, slots.slot_bytes)
 
     def _start_prefault(self, slab: Slab) -> None:
-        """Pinning touches every page of the slab; without it the first copies would have to, or
-        this thread beside the first requests. So it is waited for, like pinning.
+        """Start to touch every page of the slab, as pinning would have done. `hello` waits for
+        the end, so that page faults do not slow the first copies.
         """
         self._prefault = threading.Thread(
             target=slab.prefault, args=(self._closing.is_set,), daemon=True
@@ -158,11 +149,11 @@ class WorkerSide(Guarded):
         self._prefault.start()
 
     def hello(self) -> WorkerHello:
-        """Wait until the bucket has been tried. Raises a `StoreError` when it cannot be used and
-        `on_unavailable` is "fail".
+        """Wait until the bucket has been tried. Raises a `StoreError` if the bucket cannot be used
+        and `on_unavailable` is "fail".
 
-        Only the first time: vLLM 0.33 asks again when an engine wakes up, and then a bucket that
-        fails is one that fails later.
+        Later calls do not wait: vLLM 0.33 asks again when the engine wakes up, and by then an
+        unusable bucket is no reason to stop.
         """
         assert self._client is not None, "register comes first"
         assert self._hello is not None
@@ -175,7 +166,7 @@ class WorkerSide(Guarded):
         return self._hello
 
     def shutdown(self) -> None:
-        """Finish uploads within `drain_timeout_s`, then give everything back. Idempotent."""
+        """Finish uploads within `drain_timeout_s`, then release everything. Idempotent."""
         self._closing.set()
         rank, self._rank = self._rank, None
         if rank is not None:
@@ -198,29 +189,19 @@ class WorkerSide(Guarded):
             "layers": _distinct(layout.describe()["layers"]),
         }
         return fingerprint(
-            self._config,
-            self._vllm_config,
-            self._kv_cache_config,
-            self._sizes,
-            page,
-            self._integrity,
+            self._config, self._vllm_config, self._kv_cache_config, self._sizes, page
         )
 
-    def _place(self) -> tuple[str, bool]:
-        """This rank's part of every chunk, and whether it is the first of all ranks."""
+    def _shards(self) -> tuple[list[str], int]:
+        """The shards of all ranks, and which of them is this rank's."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         tp, pp = get_tp_group(), get_pp_group()
-        shard = shard_name(
-            tp_rank=tp.rank_in_group,
-            tp_size=tp.world_size,
-            pp_rank=pp.rank_in_group,
-            pp_size=pp.world_size,
-        )
-        return shard, tp.rank_in_group == pp.rank_in_group == 0
+        shards = shard_names(self._vllm_config.model_config, tp.world_size, pp.world_size)
+        return shards, pp.rank_in_group * tp.world_size + tp.rank_in_group
 
     def on_broken(self) -> None:
-        """The engine still waits for the loads it has ordered: let them end, as failed."""
+        """End the loads in flight as failed, because the engine waits for them."""
         if self._rank is not None:
             self._rank.counters["internal_errors"] += 1
             self._stranded |= self._rank.give_up_loads()
@@ -228,13 +209,22 @@ class WorkerSide(Guarded):
     # --- a step ----------------------------------------------------------------------------
 
     @guarded(default=lambda: None)
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan, step: AdapterStep | None = None) -> None:
+        if self._adapters is not None and step is not None:
+            self._adapters.begin(step)
         if self._rank is not None:
             self._rank.begin(plan)
 
     def load(self, plan: StepPlan) -> None:
-        """A load that cannot be started ends as failed: the engine waits for its end."""
-        self._stranded.update(plan.abandons)
+        """Start the plan's loads. A load that cannot be started ends as failed, because the engine
+        waits for its end.
+        """
+        for order in plan.loads:
+            blocks = (block for part in order.parts for block in part.block_ids)
+            self._load_blocks[order.request_id] = tuple(blocks)
+        for lost in plan.abandons:
+            self._load_blocks[lost.request_id] = lost.block_ids
+            self._stranded.add(lost.request_id)
         if plan.loads and not self._start_loads(plan):
             self._stranded.update(order.request_id for order in plan.loads)
 
@@ -247,28 +237,32 @@ class WorkerSide(Guarded):
 
     @guarded(default=lambda: None)
     def save(self, plan: StepPlan) -> None:
-        if self._rank is not None:
-            self._rank.save(plan.saves, read_first=self._fences_at_once)
-            self._let_launch(self._rank)
+        if self._rank is None:
+            return
+        if self._adapters is not None and not self._adapters.may_save:
+            self._rank.refuse(plan.saves)
+            return
+        self._rank.save(plan.saves, read_first=self._fences_at_once)
+        self._let_launch(self._rank)
 
     def _let_launch(self, rank: RankWorker) -> None:
         if self._launches_at_once and not rank.wait_launched(_LAUNCH_S):
             self._launches_at_once = False
             logger.error(
-                "s3kv: copies were not launched within %g s. They are not waited for any more; if "
-                "this engine is put to sleep while one is waiting, it may fail",
+                "s3kv: copies were not launched within %g s. From now on s3kv does not wait for "
+                "launches. This engine may fail if it is put to sleep while a copy waits",
                 _LAUNCH_S,
             )
 
     @guarded(default=lambda: None)
     def suspend(self) -> None:
-        """The engine is about to sleep, and the KV cache's memory to go: no copy touches it when
-        this returns, nor until `resume`. Idempotent, as that is.
+        """Wait for all copies, because the engine is about to sleep and to unmap the KV cache. No
+        copy starts until `resume`. Both are idempotent.
         """
         if self._rank is not None and not self._rank.suspend(_SUSPEND_S):
             logger.error(
-                "s3kv: copies did not end within %g s, and the KV cache's memory goes away now: "
-                "this engine may fail",
+                "s3kv: copies did not end within %g s, and vLLM unmaps the KV cache's memory now. "
+                "This engine may fail",
                 _SUSPEND_S,
             )
 
@@ -279,9 +273,20 @@ class WorkerSide(Guarded):
 
     def loaded(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Requests whose load has ended since the last call, and those whose load failed."""
-        stranded, self._stranded = self._stranded, set()
         loaded, failed = self._poll(plan.linger_s)
-        return loaded | stranded, failed | stranded
+        # Taken after the poll, because a poll that fails strands the loads in flight.
+        stranded, self._stranded = self._stranded, set()
+        loaded, failed = loaded | stranded, failed | stranded
+        for request_id in loaded:
+            blocks = self._load_blocks.pop(request_id, ())
+            if request_id in failed:
+                self._failed_blocks.update(blocks)
+        return loaded, failed
+
+    def take_failed_blocks(self) -> set[int]:
+        """The blocks of the failed loads that `loaded` has returned since the last call."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
 
     @guarded(default=lambda: (set(), set()))
     def _poll(self, linger_s: float) -> tuple[set[str], set[str]]:
@@ -292,16 +297,22 @@ class WorkerSide(Guarded):
     @guarded(default=lambda: None)
     def report(self) -> WorkerReport | None:
         report = self._rank.take_report() if self._rank is not None else None
+        adapters = self._adapters.report() if self._adapters is not None else None
+        hellos: tuple[WorkerHello, ...] = ()
         if self._hello_is_owed and self._hello is not None:
-            return WorkerReport(report or StepReport(), self._late_hello())
-        return WorkerReport(report) if report is not None else None
+            hellos = self._late_hello()
+        elif report is None and adapters is None:
+            return None
+        return WorkerReport(report or StepReport(), hellos, adapters)
 
     def _late_hello(self) -> tuple[WorkerHello, ...]:
-        """The I/O process has tried the bucket while the engine warmed up: this hardly waits."""
+        """The hello, for a scheduler that has not got it yet; empty if the bucket is unusable.
+        This hardly waits, because the bucket was tried while the engine warmed up.
+        """
         try:
             return (self.hello(),)
         except (IoProcessError, StoreError):
-            logger.error("s3kv: this engine has started, and serves without its cache")
+            logger.error("s3kv: this engine has already started and serves without its cache")
             return ()
 
     def stats(self) -> S3KVStats | None:
@@ -314,7 +325,7 @@ class WorkerSide(Guarded):
 
 
 def _distinct(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kinds of layers, without their names: the same on every pipeline rank."""
+    """The different kinds of layers, without names. Every pipeline rank has the same."""
     kinds: list[dict[str, Any]] = []
     for layer in layers:
         kind = {name: value for name, value in layer.items() if name != "name"}

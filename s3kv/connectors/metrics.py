@@ -1,8 +1,8 @@
-"""s3kv's counters in vLLM's words: statistics of either connector, and their Prometheus metrics.
+"""s3kv's counters as vLLM's classes: statistics of both connectors, and Prometheus metrics.
 
-vLLM asks both sides of a connector for statistics after every step, adds up what it gets, and hands
-it to whoever logs and exports. What is handed over are increments: what has happened since the last
-time. In a step in which nothing has happened nothing is handed over.
+vLLM asks both sides of a connector for statistics after every step, adds them up, and passes them
+to its loggers and exporters. The statistics are increments since the last report. A step in which
+nothing has happened has none. For EC connectors vLLM does this since 0.32.
 """
 
 from __future__ import annotations
@@ -13,21 +13,37 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
-    PromMetric,
-    PromMetricT,
 )
 
-from s3kv.metrics import KV_METRICS, MISSES, NAMESPACE, Metric, labels_of, name_of
+from s3kv.metrics import (
+    EC_METRICS,
+    EC_NAMESPACE,
+    KV_METRICS,
+    MISSES,
+    NAMESPACE,
+    Metric,
+    labels_of,
+    name_of,
+)
+
+try:  # vLLM 0.32 and later
+    from vllm.distributed.ec_transfer.ec_connector.metrics import (
+        ECConnectorPromMetrics,
+        ECConnectorStats,
+    )
+except ImportError:  # pragma: no cover
+    ECConnectorPromMetrics = ECConnectorStats = object
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from s3kv.host.table import TableStatistics
+    from s3kv.planning.breaker import Breaker
 
 Values = dict[str, Any]
-"""Keys as in `s3kv.metrics`: whole numbers, and of histograms lists of what was observed."""
+"""Values by the keys of `s3kv.metrics`. The value of a histogram is a list of observations."""
 
 
 class Sums:
-    """The arithmetic of both connectors' statistics. `metrics`: the table they are from."""
+    """Statistics of either connector, which vLLM adds up. metrics: the table of their keys."""
 
     metrics: ClassVar[Mapping[str, Metric]]
     data: Values
@@ -40,7 +56,7 @@ class Sums:
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log: a histogram as how many it observed, and their mean."""
+        """Plain numbers for vLLM's log; a histogram becomes its count and mean."""
         reduced: dict[str, int | float] = {}
         for key, value in sorted(self.data.items()):
             metric = self.metrics.get(name_of(key))
@@ -62,7 +78,7 @@ def _short(value: float) -> float:
 
 
 def add(values: Values, more: Mapping[str, Any], metrics: Mapping[str, Metric]) -> None:
-    """Fold `more` into `values`, each by its kind. `more` stays as it is."""
+    """Add `more` to `values` in place, each value according to its kind."""
     for key, value in more.items():
         metric = metrics.get(name_of(key))
         if isinstance(value, list):
@@ -74,20 +90,30 @@ def add(values: Values, more: Mapping[str, Any], metrics: Mapping[str, Metric]) 
 
 
 class S3KVStats(Sums, KVConnectorStats):
-    """What happened since the last report, of any number of ranks and of both sides."""
+    """The KV connector's increments since the last report, of any number of ranks and both
+    sides.
+    """
 
     metrics = KV_METRICS
 
 
+class S3ECStats(Sums, ECConnectorStats):
+    """The EC connector's increments since the last report. The scheduler's side reports for
+    both.
+    """
+
+    metrics = EC_METRICS
+
+
 Shares = Mapping[str, tuple[tuple[str, int], ...]]
-"""What a counter adds to which metrics, and with which sign, where that is not itself alone."""
+"""By counter: the keys of the metrics that it is part of, each with a sign."""
 
 
 class Meter:
-    """Hands out by how much a set of counters has grown since the last time.
+    """Meter of a set of counters: returns how much they have grown since the last call.
 
-    shares: of the counters that are called otherwise in the table, or are part of several metrics.
-    Whatever else is in no table is left out.
+    shares: for counters that the table has under another name, or that are part of several
+        metrics. A counter that is neither there nor in the table is left out.
     """
 
     def __init__(
@@ -98,7 +124,9 @@ class Meter:
         self._seen: dict[str, int] = {}
 
     def grown(self, counters: Mapping[str, int]) -> Values:
-        """Costs one comparison when none has. Asked in every step: hence no look at all of them."""
+        """The growth since the last call. It costs one comparison if no counter has grown, because
+        it is called in every step.
+        """
         if dict.__eq__(self._seen, counters):  # a Counter's own == is written in Python
             return {}
         grown: Values = {}
@@ -111,7 +139,7 @@ class Meter:
 
 
 class Gauges:
-    """Hands out those of a set of values that are not what they were the last time."""
+    """Filter of gauges: returns those that have changed since the last call."""
 
     def __init__(self) -> None:
         self._told: Values = {}
@@ -123,7 +151,7 @@ class Gauges:
 
 
 def with_misses(shares: Shares) -> Shares:
-    """A planner's counters as the metric "misses", beside what `shares` says of them."""
+    """`shares`, and each of a planner's miss counters as part of the metric "misses" as well."""
     return {
         **shares,
         **{
@@ -133,36 +161,64 @@ def with_misses(shares: Shares) -> Shares:
     }
 
 
-def breaker_states(metrics: Mapping[str, Metric]) -> Mapping[str, Values]:
-    """The metric "breaker", by the breaker's state."""
-    keys = metrics["breaker"].keys("breaker")
+KV_SHARES = with_misses(
+    {
+        # The ranks count and report these.
+        **{name: () for name in KV_METRICS if name.startswith(("fetch_", "upload_"))},
+        "saves_dropped": (("saves_dropped|inflight", 1),),
+        "saves_without_slot": (("saves_dropped|inflight", -1), ("saves_dropped|memory_full", 1)),
+    }
+)
+"""The KV planner's counters, mapped to the keys of the metrics."""
+
+
+def memory_gauges(
+    metrics: Mapping[str, Metric], held: TableStatistics, unit_bytes: int, breaker: Breaker
+) -> Values:
+    """The gauges that both schedulers have. unit_bytes: host memory behind one unit of the table,
+    on all ranks together.
+    """
+    units = {
+        "free": held.free,
+        "filling": held.reserved,
+        "clean": held.clean,
+        "dirty": held.dirty,
+    }
+    now = (breaker.state.value,)
     return {
-        state: {key: int(labels_of(key) == (state,)) for key in keys}
-        for key in keys
-        for state in labels_of(key)
+        **{
+            key: units[labels_of(key)[0]] * unit_bytes
+            for key in metrics["slab_bytes"].keys("slab_bytes")
+        },
+        "slab_pinned_bytes": held.pinned * unit_bytes,
+        **{key: int(labels_of(key) == now) for key in metrics["breaker"].keys("breaker")},
     }
 
 
-class Registered:
-    """The metrics of one table in Prometheus, per engine, and all their series from the start: an
-    increase from nothing to one is otherwise no increase to Prometheus.
+class Exported:
+    """Prometheus metrics of one table, per engine. All their series exist from the start:
+    otherwise Prometheus would not see the first increase, from nothing to one.
 
-    metric_types: vLLM's classes for each kind, by prometheus_client's.
+    Comes before vLLM's class among the bases. That class has vLLM's own class for each kind of
+    metric.
     """
+
+    table: ClassVar[Mapping[str, Metric]]
+    namespace: ClassVar[str]
 
     def __init__(
         self,
-        metrics: Mapping[str, Metric],
-        namespace: str,
-        types: Mapping[str, Any],
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
         labelnames: list[str],
-        per_engine_labelvalues: Mapping[int, list[object]],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        self._metrics = metrics
+        base: Any = super()
+        base.__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._series: dict[tuple[int, str], Any] = {}
-        for name, metric in metrics.items():
-            family = types[metric.kind](
-                name=f"{namespace}{name}",
+        for name, metric in self.table.items():
+            family = getattr(self, f"_{metric.kind}_cls")(
+                name=f"{self.namespace}{name}",
                 documentation=metric.doc,
                 labelnames=[*labelnames, *metric.labels],
                 **_more(metric),
@@ -171,12 +227,12 @@ class Registered:
                 for key in metric.keys(name):
                     self._series[engine, key] = family.labels(*values, *labels_of(key))
 
-    def observe(self, values: Mapping[str, Any], engine: int) -> None:
-        for key, value in values.items():
-            series = self._series.get((engine, key))
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for key, value in transfer_stats_data.items():
+            series = self._series.get((engine_idx, key))
             if series is None:
                 continue
-            metric = self._metrics[name_of(key)]
+            metric = self.table[name_of(key)]
             if metric.kind == "histogram":
                 for observed in value:
                     series.observe(observed)
@@ -192,25 +248,13 @@ def _more(metric: Metric) -> dict[str, Any]:
     return {"multiprocess_mode": "mostrecent"} if metric.kind == "gauge" else {}
 
 
-class S3KVPromMetrics(KVConnectorPromMetrics):
-    """`KV_METRICS` in the process that exports."""
+class S3KVPromMetrics(Exported, KVConnectorPromMetrics):
+    """`KV_METRICS` as Prometheus metrics, in the process that exports them."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        types = {
-            "counter": self._counter_cls,
-            "gauge": self._gauge_cls,
-            "histogram": self._histogram_cls,
-        }
-        self._registered = Registered(
-            KV_METRICS, NAMESPACE, types, labelnames, per_engine_labelvalues
-        )
+    table, namespace = KV_METRICS, NAMESPACE
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        self._registered.observe(transfer_stats_data, engine_idx)
+
+class S3ECPromMetrics(Exported, ECConnectorPromMetrics):
+    """`EC_METRICS` as Prometheus metrics, in the process that exports them."""
+
+    table, namespace = EC_METRICS, EC_NAMESPACE

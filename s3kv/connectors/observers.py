@@ -1,14 +1,42 @@
-"""Who is told what becomes of chunks and requests, where vLLM was asked to publish it."""
+"""Observers of chunks and requests: the KV events and spans that vLLM was asked to publish.
+
+**KV events for routers** (`--kv-events-config`) are in vLLM's format, beside those that vLLM itself
+publishes for the GPU: the chunks in host memory and in the bucket. A chunk is announced as the
+blocks it consists of, with the hashes and tokens of vLLM's own events. So a router that follows the
+one kind can follow the other. The medium is "CPU" for host memory and "STORAGE" for the bucket. The
+bucket belongs to the fleet: an engine announces the chunks that it has uploaded or fetched, and
+withdraws a chunk when it finds it gone. It does not see what other engines do.
+
+**Spans** (`--otlp-traces-endpoint`) are in the trace of the request and go through vLLM's own
+OpenTelemetry set-up:
+
+    s3kv.wait    from the first lookup that asked vLLM to try again, until a lookup answered
+    s3kv.fetch   from the start of the first of the request's chunks until the end of the last; a
+                 prefix of unknown length takes several spans, because more chunks are asked for
+                 when the first have arrived
+    s3kv.upload  from the copy of the first chunk until the bucket has the last
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from s3kv.connectors.events import KVEvents
-from s3kv.connectors.traces import RequestSpans, is_traced
-from s3kv.connectors.translate import KVGeometry
-from s3kv.planning.residency import ResidencyLog
+from vllm.distributed import kv_events
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from s3kv.connectors.kv_translate import GROUP, KVGeometry
+from s3kv.messages import JobKind
+from s3kv.planning.residency import Change, Origin, Residency, ResidencyLog
+from s3kv.types import ChunkKey
+
+try:
+    from vllm.tracing import extract_trace_context, instrument_manual
+except ImportError:  # pragma: no cover - a vLLM that draws its spans in another way
+    instrument_manual = None
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,8 +45,8 @@ if TYPE_CHECKING:
 
 
 class Observers:
-    """KV events, spans, or both, fed from one `log`, which the planner writes. The engine's
-    thread; `read` after every hook in which the planner may have written.
+    """KV events, spans, or both, made from the `log` that the planner writes. Used from the
+    engine's thread. Call `read` after every hook in which the planner may have written.
     """
 
     def __init__(self, events: KVEvents | None, spans: RequestSpans | None) -> None:
@@ -29,7 +57,7 @@ class Observers:
 
     @classmethod
     def wanted(cls, vllm_config: VllmConfig, sizes: KVGeometry) -> Observers | None:
-        """Those this engine was configured for; None when nobody wants to know anything."""
+        """The observers that the engine's settings ask for; None if they ask for none."""
         config = vllm_config.kv_events_config
         publishes = config is not None and config.enable_kv_cache_events
         events = KVEvents(sizes) if publishes else None
@@ -41,7 +69,7 @@ class Observers:
             observer.add_request(request)
 
     def finished(self, request: Request) -> None:
-        self.read()  # while the request can still be asked for its tokens
+        self.read()  # while the request's tokens can still be read
         for observer in self._all:
             observer.finished(request)
 
@@ -65,3 +93,204 @@ class Observers:
         self.read()
         if self._events is not None:
             self._events.reset()
+
+
+_CPU = {"medium": "CPU", "locality": "LOCAL", "group_idx": GROUP}
+_STORAGE = {"medium": "STORAGE", "locality": "REMOTE", "group_idx": GROUP}
+_EVENTS = {
+    Residency.HOST_STORED: (kv_events.BlockStored, _CPU),
+    Residency.HOST_REMOVED: (kv_events.BlockRemoved, _CPU),
+    Residency.BUCKET_STORED: (kv_events.BlockStored, _STORAGE),
+    Residency.BUCKET_REMOVED: (kv_events.BlockRemoved, _STORAGE),
+}
+_FIELDS = {
+    kind: set(kind.__struct_fields__) for kind in (kv_events.BlockStored, kv_events.BlockRemoved)
+}
+"""The fields of each event. Later versions of vLLM have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk as its events describe it. It is kept while the chunk is in flight or in host memory,
+    because its request may end before an event."""
+
+    block_hashes: tuple[Any, ...]
+    parent: Any
+    token_ids: array[int]
+    lora_id: int | None
+    lora_name: str | None
+
+
+class KVEvents:
+    """The events of one engine, made from a `ResidencyLog`. Used from the engine's thread."""
+
+    def __init__(self, sizes: KVGeometry) -> None:
+        self._sizes = sizes
+        self._requests: dict[str, Request] = {}
+        self._chunks: dict[ChunkKey, _Chunk] = {}
+        self._events: list[KVCacheEvent] = []
+
+    def add_request(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def finished(self, request: Request) -> None:
+        """Forget the request, whose tokens cannot be read after this."""
+        self._requests.pop(request.request_id, None)
+
+    def take(self) -> Iterable[KVCacheEvent]:
+        """The events since the last call, in the order they happened."""
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Announce that nothing announced before can be reached any more."""
+        self._chunks.clear()
+        self._events = [kv_events.AllBlocksCleared()]
+
+    def take_in(self, entry: Origin | Change) -> None:
+        if isinstance(entry, Origin):
+            self._remember(entry)
+        else:
+            self._announce(entry)
+
+    def _remember(self, origin: Origin) -> None:
+        request = self._requests.get(origin.request_id)
+        if request is None:
+            return
+        tokens, per_hash = self._sizes.chunk_tokens, self._sizes.hash_tokens
+        start = origin.position * tokens
+        first, end = start // per_hash, (start + tokens) // per_hash
+        hashes = [
+            maybe_convert_block_hash(h) for h in request.block_hashes[max(0, first - 1) : end]
+        ]
+        lora = request.lora_request
+        self._chunks[origin.key] = _Chunk(
+            block_hashes=tuple(hashes[first > 0 :]),
+            parent=hashes[0] if first else None,
+            token_ids=array("q", request.all_token_ids[start : start + tokens]),
+            lora_id=None if lora is None else lora.adapter_id,
+            lora_name=None if lora is None else lora.name,
+        )
+
+    def _announce(self, change: Change) -> None:
+        chunk = self._chunks.get(change.key)
+        if chunk is None:
+            return  # from before a reset
+        if change.residency in _EVENTS:
+            self._emit(chunk, *_EVENTS[change.residency])
+        if change.residency in (Residency.HOST_REMOVED, Residency.NOTHING):
+            del self._chunks[change.key]
+
+    def _emit(self, chunk: _Chunk, kind: Any, place: dict[str, Any]) -> None:
+        fields = place | {
+            "block_hashes": list(chunk.block_hashes),
+            "parent_block_hash": chunk.parent,
+            "token_ids": list(chunk.token_ids),
+            "block_size": self._sizes.hash_tokens,
+            "lora_id": chunk.lora_id,
+            "lora_name": chunk.lora_name,
+        }
+        known = _FIELDS[kind]
+        self._events.append(kind(**{name: v for name, v in fields.items() if name in known}))
+
+
+_NAMES = {JobKind.FETCH: "s3kv.fetch", JobKind.SAVE: "s3kv.upload"}
+_LAST = {
+    JobKind.FETCH: {Residency.HOST_STORED, Residency.NOTHING},
+    JobKind.SAVE: {Residency.BUCKET_STORED, Residency.HOST_ONLY, Residency.NOTHING},
+}
+"""The changes that end a fetch or an upload of a chunk."""
+_ARRIVED = (Residency.HOST_STORED, Residency.BUCKET_STORED)
+
+
+def is_traced(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM's settings say where to send spans, and vLLM has the function to draw them."""
+    observability = getattr(vllm_config, "observability_config", None)
+    endpoint = getattr(observability, "otlp_traces_endpoint", None)
+    return endpoint is not None and instrument_manual is not None
+
+
+@dataclass(slots=True)
+class _Burst:
+    """Chunks of one request that are in flight at the same time: one span."""
+
+    kind: JobKind
+    request_id: str
+    headers: Any
+    started_ns: int
+    chunks: int = 0
+    arrived: int = 0
+    left: set[ChunkKey] = field(default_factory=set)
+
+
+class RequestSpans:
+    """The spans of one engine. Used from the engine's thread; the SDK sends them from its own.
+
+    clock_ns: wall-clock time, as spans have it.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._clock_ns = clock_ns
+        self._requests: dict[str, Any] = {}
+        self._waits: dict[str, int] = {}
+        self._bursts: dict[tuple[str, JobKind], _Burst] = {}
+        self._burst_of: dict[ChunkKey, _Burst] = {}
+
+    def add_request(self, request: Request) -> None:
+        self._requests[request.request_id] = request.trace_headers
+
+    def finished(self, request: Request) -> None:
+        """End the request's wait. Its uploads may go on."""
+        self.answered(request.request_id, 0)
+        self._requests.pop(request.request_id, None)
+
+    def waits(self, request_id: str) -> None:
+        if request_id not in self._waits:
+            self._waits[request_id] = self._clock_ns()
+
+    def answered(self, request_id: str, tokens: int) -> None:
+        """End the request's wait. tokens: those the answer offered."""
+        started_ns = self._waits.pop(request_id, None)
+        if started_ns is not None:
+            headers = self._requests.get(request_id)
+            self._draw("s3kv.wait", request_id, headers, started_ns, {"s3kv.tokens": tokens})
+
+    def take_in(self, entry: Origin | Change) -> None:
+        if isinstance(entry, Origin):
+            self._begin(entry)
+            return
+        burst = self._burst_of.get(entry.key)
+        if burst is not None and entry.residency in _LAST[burst.kind]:
+            del self._burst_of[entry.key]
+            burst.left.discard(entry.key)
+            burst.arrived += entry.residency in _ARRIVED
+            if not burst.left:
+                self._end(burst)
+
+    def _begin(self, origin: Origin) -> None:
+        name = (origin.request_id, origin.kind)
+        burst = self._bursts.get(name)
+        if burst is None:
+            headers = self._requests.get(origin.request_id)
+            burst = _Burst(origin.kind, origin.request_id, headers, self._clock_ns())
+            self._bursts[name] = burst
+        burst.chunks += 1
+        burst.left.add(origin.key)
+        self._burst_of[origin.key] = burst
+
+    def _end(self, burst: _Burst) -> None:
+        del self._bursts[burst.request_id, burst.kind]
+        counts = {"s3kv.chunks": burst.chunks, "s3kv.chunks_arrived": burst.arrived}
+        name = _NAMES[burst.kind]
+        self._draw(name, burst.request_id, burst.headers, burst.started_ns, counts)
+
+    def _draw(
+        self, name: str, request_id: str, headers: Any, started_ns: int, attributes: dict[str, int]
+    ) -> None:
+        instrument_manual(
+            span_name=name,
+            start_time=started_ns,
+            end_time=self._clock_ns(),
+            attributes={"gen_ai.request.id": request_id, **attributes},
+            context=extract_trace_context(headers),
+        )

@@ -1,10 +1,10 @@
-"""The `vllm.general_plugins` entry point: makes the connectors known to vLLM by name alone."""
+"""The `vllm.general_plugins` entry point: registers the connectors with vLLM by name."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once."""
+    """Register the connectors. vLLM calls this in every process, possibly more than once."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

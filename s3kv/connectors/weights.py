@@ -1,65 +1,356 @@
-"""Which weights these are, told by the files themselves.
+"""Digests of weights, made from the files that hold them.
 
-A name or a path does not say: the directory under it may have been filled anew. Reading all of it
-would take as long as loading it, so a digest is made of samples: names and lengths of all files,
-and `_SAMPLE_BYTES` at evenly spaced places of each. Training changes nearly every weight, so other
-weights are other samples; a change made to escape them would.
+A path does not identify weights, because its files may be replaced. Reading all of a large model
+would take as long as loading it. So by default a digest is made of samples of every tensor; the
+header of a safetensors file gives the place of each.
+
+- Headers, files up to 1 MiB and tensors up to 64 KiB are read whole. So are all files if they have
+  at most 16 MiB together.
+- Of a larger tensor, 1 KiB is read from each of 64 equal parts. A model with more than 512 such
+  tensors has fewer parts per tensor, so that 100,000 experts do not take a minute.
+- Of a larger file in another format, 1 KiB is read from every 64 KiB.
+
+A change of every element of a tensor is always noticed, however small the tensor.
+docs/security.md gives the probability that a smaller change is missed. The method "full" reads
+every byte.
+
+`DigestCache` keeps digests between runs, each with the kernel's metadata of its files. A stored
+digest is used if the path, and the name, size, times, inode and device of every file, are
+unchanged. That is only as reliable as the change time. So a digest is stored only for files on a
+local file system of a kind that sets this time at every change. It is not stored within a minute of
+the last change, because the kernel may update the times of a mapped file late.
+
+A user who can write to this cache could make the engine use chunks of other weights. So an entry is
+ignored if a user other than this one or root may have written it. An entry that cannot be read or
+written counts as absent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
+import logging
 import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_SAMPLE_BYTES = 64
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+logger = logging.getLogger("s3kv")
+
+SAMPLED, FULL = METHODS = ("sampled", "full")
+_VERSION = 2
+"""Version of the method. Digests of different versions are never equal."""
+
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
+_BLOCK_BYTES = 1024
+_WHOLE_DIRECTORY_BYTES = 16 * 2**20
+_WHOLE_FILE_BYTES = 2**20
+_WHOLE_TENSOR_BYTES = 64 * 2**10
+_MOST_BLOCKS, _FEWEST_BLOCKS = 64, 4
+"""Limits for one tensor."""
+_BLOCKS_PER_MODEL = 512 * _MOST_BLOCKS
+_GOLDEN_RATIO = 0.618_033_988_749_894_9
+_DENSE_STEP_BYTES = 64 * 2**10
+_READ_BYTES = 4 * 2**20
+_HEADER_MAX_BYTES = 100 * 2**20
+"""The limit of safetensors itself."""
+_THREADS = 8
+
+_MIN_AGE_NS = 60 * 10**9
+_ENTRY_MAX_BYTES = 2**24
+_TRUSTED = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "zfs"})
+"""Two images that are mounted read-only may have the same times and inodes. A network file system
+may report old times."""
+
+Span = tuple[int, int]
+"""Offset and length, in bytes."""
 
 
-def weights_digest(path: str, *, samples: int = 2048) -> str | None:
-    """Digest of the weights in a directory or file; None when there are none, or no such path.
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """The kernel's metadata of a file. It stays equal while nobody changes the file."""
 
-    samples: places to look at, over all files. 2048 take about 20 ms where the files have been
-    read a moment ago. Raises `OSError` for files that cannot be read.
+    name: str
+    size: int
+    modified_ns: int
+    changed_ns: int
+    inode: int
+    device: int
+
+
+def stamp(file: Path) -> FileStamp:
+    """The stamp of `file`. Raises `OSError`."""
+    found = file.stat()
+    return FileStamp(
+        file.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Digest of a set of files. stamps: those of the files before they were read, by name. nbytes:
+    the number of bytes that were read.
+    """
+
+    hexadecimal: str
+    stamps: tuple[FileStamp, ...]
+    nbytes: int
+
+
+def weights_digest(
+    path: str, method: str = SAMPLED, *, cache: DigestCache | None = None
+) -> str | None:
+    """Digest of the weights in a directory or file; None if the path has no weights or does not
+    exist.
+
+    The same files have the same digest under any path. method: "sampled" or "full"; their digests
+    are never equal. cache: digests of earlier runs, by default this user's. Raises `OSError` for
+    files that cannot be read. `python -m benchmarks.digests` measures the time.
     """
     place = Path(path)
-    if place.is_file():
-        return _digest([place], samples)
-    if not place.is_dir():
-        return None
-    return _digest([p for p in place.iterdir() if p.suffix in _SUFFIXES], samples)
-
-
-def adapter_digest(path: str, *, samples: int = 256) -> str | None:
-    """The same for all files of an adapter's directory; None when it is no directory here."""
-    place = Path(path)
-    return _digest(_files(place), samples) if place.is_dir() else None
-
-
-def adapter_stamp(path: str) -> tuple[tuple[str, int, int], ...]:
-    """Changes when somebody writes to the adapter's files: name, length, time of each."""
-    stats = [(p.name, p.stat()) for p in _files(Path(path))]
-    return tuple(sorted((name, s.st_size, s.st_mtime_ns) for name, s in stats))
-
-
-def _files(place: Path) -> list[Path]:
-    return [p for p in place.iterdir() if p.is_file()]
-
-
-def _digest(files: list[Path], samples: int) -> str | None:
+    files = [place] if place.is_file() else _files(place, _SUFFIXES)
     if not files:
         return None
-    files = sorted(files, key=lambda p: p.name)
-    sizes = [p.stat().st_size for p in files]
-    step = max(4096, sum(sizes) // samples)
+    cache = DigestCache.of_this_user() if cache is None else cache
+    name = f"{_VERSION} {method} {os.path.realpath(path)}"
+    started_s = time.monotonic()
+    known = cache.find(name, [stamp(file) for file in files])
+    if known is None:
+        digest = digest_files(files, method)
+        cache.keep(name, digest.stamps, digest.hexadecimal)
+        known = digest.hexadecimal
+        how = f"{method}: read {digest.nbytes:,} of"
+    else:
+        how = f"{method}: stored by an earlier run, the files are unchanged;"
+    total = sum(file.stat().st_size for file in files)
+    seconds = time.monotonic() - started_s
+    logger.info(
+        "s3kv: weights in %s are %s (%s %d bytes in %d files, %.2f s)",
+        path,
+        known,
+        how,
+        total,
+        len(files),
+        seconds,
+    )
+    return known
+
+
+def adapter_digest(path: str, method: str = SAMPLED) -> Digest | None:
+    """Digest of all files of an adapter's directory; None if there is no such directory or no file
+    in it. Raises `OSError` for files that cannot be read.
+    """
+    files = _files(Path(path))
+    return digest_files(files, method) if files else None
+
+
+def _files(directory: Path, suffixes: str | tuple[str, ...] = "") -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return [p for p in directory.iterdir() if p.name.endswith(suffixes) and p.is_file()]
+
+
+def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
+    """One digest of all files. It includes their names, unless there is only one file.
+
+    Reads in several threads. Raises `OSError` for files that cannot be read.
+    """
+    ordered = sorted(files, key=lambda p: p.name)
+    stamps = [stamp(file) for file in ordered]
+    plans = _plans(ordered, [found.size for found in stamps], method)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        parts = list(pool.map(_digest_spans, ordered, plans))
+    whole = hashlib.sha256(f"{_VERSION} {method}".encode())
+    for found, part in zip(stamps, parts, strict=True):
+        name = found.name if len(stamps) > 1 else ""
+        whole.update(f"{len(name.encode())} {name} {found.size} ".encode() + part)
+    nbytes = sum(length for spans in plans for _, length in spans)
+    return Digest(whole.hexdigest()[:32], tuple(stamps), nbytes)
+
+
+def _plans(files: Sequence[Path], sizes: Sequence[int], method: str) -> list[list[Span]]:
+    """The spans to read of each file."""
+    if method == FULL or sum(sizes) <= _WHOLE_DIRECTORY_BYTES:
+        return [[(0, size)] for size in sizes]
+    tensors = [
+        None if size <= _WHOLE_FILE_BYTES else _tensors(file, size)
+        for file, size in zip(files, sizes, strict=True)
+    ]
+    large = sum(length > _WHOLE_TENSOR_BYTES for spans in tensors for _, length in spans or ())
+    blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, _BLOCKS_PER_MODEL // max(1, large)))
+    return [_plan(size, spans, blocks) for size, spans in zip(sizes, tensors, strict=True)]
+
+
+def _plan(size: int, tensors: list[Span] | None, blocks: int) -> list[Span]:
+    if size <= _WHOLE_FILE_BYTES:
+        return [(0, size)]
+    if tensors is None:
+        return _spread(0, size, -(-size // _DENSE_STEP_BYTES))
+    plan = []
+    for offset, length in tensors:
+        whole = length <= _WHOLE_TENSOR_BYTES
+        plan += [(offset, length)] if whole else _spread(offset, length, blocks)
+    return plan
+
+
+def _spread(offset: int, length: int, blocks: int) -> list[Span]:
+    """One block in each of `blocks` equal parts of a span. Each starts at an element of any dtype.
+
+    The place within the part differs from block to block. With equal distances, all blocks might
+    lie in the same columns of a matrix.
+    """
+    room = max(0, length // blocks - _BLOCK_BYTES)
+    spans = []
+    for number in range(blocks):
+        start = number * length // blocks + int(room * (number * _GOLDEN_RATIO % 1))
+        start -= start % 64
+        spans.append((offset + start, min(_BLOCK_BYTES, length - start)))
+    return spans
+
+
+def _tensors(path: Path, size: int) -> list[Span] | None:
+    """The spans of a safetensors file's header and of each of its tensors; None for a file in
+    another format.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, _HEADER_MAX_BYTES):
+            return None
+        text = file.read(length)
+    start = 8 + length
+    try:
+        header = json.loads(text)
+        found = [
+            tuple(tensor["data_offsets"])
+            for name, tensor in header.items()
+            if name != "__metadata__"
+        ]
+        spans = sorted((start + begin, end - begin) for begin, end in found)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    numbers = {type(number) for span in spans for number in span}
+    if not numbers <= {int} or not all(
+        start <= offset and 0 <= length <= size - offset for offset, length in spans
+    ):
+        return None
+    return [(0, start), *spans]
+
+
+def _digest_spans(path: Path, spans: Iterable[Span]) -> bytes:
     digest = hashlib.sha256()
-    for file, size in zip(files, sizes, strict=True):
-        name = file.name if len(files) > 1 else ""  # one file is the same under any name
-        digest.update(f"{name}\0{size}\0".encode())
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            for offset in range(0, size, step):
-                digest.update(os.pread(descriptor, _SAMPLE_BYTES, offset))
-        finally:
-            os.close(descriptor)
-    return digest.hexdigest()[:32]
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        for offset, length in spans:
+            end = offset + length
+            while offset < end:
+                data = os.pread(handle, min(_READ_BYTES, end - offset), offset)
+                if not data:
+                    raise OSError(f"{path} became shorter while it was read")
+                digest.update(data)
+                offset += len(data)
+    finally:
+        os.close(handle)
+    return digest.digest()
+
+
+class DigestCache:
+    """The cache: one small file per name in `directory`. Without a directory it stores nothing.
+
+    trusted: the devices whose change times are reliable; by default those that the kernel lists
+        with a file system of `_TRUSTED`.
+    """
+
+    def __init__(self, directory: Path | None, *, trusted: frozenset[int] | None = None) -> None:
+        self._directory = directory
+        self._trusted = trusted
+
+    @classmethod
+    def of_this_user(cls) -> DigestCache:
+        """The cache in $XDG_CACHE_HOME or ~/.cache. It stores nothing if there is no home."""
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(base):
+            base = os.path.join(os.path.expanduser("~"), ".cache")
+        return cls(Path(base, "s3kv", "digests") if os.path.isabs(base) else None)
+
+    def find(self, name: str, stamps: Iterable[FileStamp]) -> str | None:
+        """The digest stored under this name for exactly these files; None without one."""
+        path = self._path(name)
+        if path is None:
+            return None
+        known = _read(path)
+        wanted = _entry(name, stamps)
+        if known is None or {k: v for k, v in known.items() if k != "digest"} != wanted:
+            return None
+        digest = known.get("digest")
+        return digest if isinstance(digest, str) else None
+
+    def keep(self, name: str, stamps: Sequence[FileStamp], digest: str) -> None:
+        """Store a digest, if the times of the files are reliable. A write that fails is ignored."""
+        path = self._path(name)
+        newest_ns = max((max(s.modified_ns, s.changed_ns) for s in stamps), default=0)
+        if path is None or time.time_ns() - newest_ns < _MIN_AGE_NS:
+            return
+        trusted = _trusted_devices() if self._trusted is None else self._trusted
+        if not {s.device for s in stamps} <= trusted:
+            return
+        text = json.dumps(_entry(name, stamps) | {"digest": digest})
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".")
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(f"{_checksum(text)} {text}")
+                os.replace(partial, path)
+            except BaseException:
+                os.unlink(partial)
+                raise
+
+    def _path(self, name: str) -> Path | None:
+        if self._directory is None:
+            return None
+        return self._directory / f"{_checksum(name)}.json"
+
+
+def _entry(name: str, stamps: Iterable[FileStamp]) -> dict[str, object]:
+    files = sorted((asdict(s) for s in stamps), key=lambda s: str(s["name"]))
+    return {"name": name, "files": files}
+
+
+def _read(path: Path) -> dict[str, object] | None:
+    """The content of a cache file; None if somebody else may have written it or it is damaged."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            if not (_is_ours(os.stat(path.parent)) and _is_ours(os.fstat(handle))):
+                return None
+            checksum, _, text = file.read(_ENTRY_MAX_BYTES).decode().partition(" ")
+        found = json.loads(text) if checksum == _checksum(text) else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _trusted_devices() -> frozenset[int]:
+    """The devices whose kind of file system is trusted, by the kernel's list of mounts."""
+    devices = set()
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            kind, place = after.split(" ", 1)[0], before.split(" ")[2]
+            if kind in _TRUSTED:
+                major, _, minor = place.partition(":")
+                devices.add(os.makedev(int(major), int(minor)))
+    return frozenset(devices)

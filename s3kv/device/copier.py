@@ -1,43 +1,75 @@
-"""What `BlockCopies` asks of a kind of device. `cpu.py` and `gpu_copier.py` implement it."""
+"""`Copier`: the interface between `BlockCopies` and a kind of device.
+
+`cpu.py` and `gpu/gpu_copier.py` implement it. A GPU has two paths for the bytes of a chunk:
+
+    batch    the copy engine moves every contiguous piece straight between pages and slot
+    gather   a kernel collects the pages in a staging buffer, the copy engine moves that in one
+
+Batch leaves the multiprocessors and the GPU's memory to the model. Gather is not slowed by short
+pieces.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
 
-from s3kv.device.paths import Choice
 from s3kv.messages import LoadPart
 
 
+class Path(str, Enum):
+    BATCH = "batch"
+    GATHER = "gather"
+
+
+class CopyDirection(str, Enum):
+    OUT = "out"
+    """From pages to a slot."""
+    IN = "in"
+
+
+class PathChoice(NamedTuple):
+    """The path chosen for one group and direction. batch_s, gather_s: measured seconds per chunk on
+    each path; None if not measured.
+    """
+
+    group: int
+    direction: CopyDirection
+    path: Path
+    batch_s: float | None
+    gather_s: float | None
+
+
 class Ticket(Protocol):
-    """What a copy that was started is known by. For the engine's thread."""
+    """A started copy. Used on the engine's thread."""
 
     def done(self) -> bool:
-        """True once all bytes are in place. Does not block. Raises `RuntimeError` when the device
+        """Whether all bytes are in place. Does not block. Raises `RuntimeError` when the device
         failed.
         """
 
     def fence(self) -> None:
-        """Make what the engine launches from now on wait until the source has been read. Does not
-        block; must not be called before the copy was started.
+        """Make the engine's later work wait until the source has been read. Does not block. Must
+        not be called before the copy was started.
         """
 
 
 class Copier(Protocol):
-    """Starts copies of one chunk. All but `mark` and `close` run on the copy thread. Those of one
-    direction end in the order they were started.
+    """Starts copies of one chunk. All methods but `mark` and `close` run on the copy thread.
+    Copies in one direction end in the order they were started.
     """
 
     pinned: bool
-    choices: tuple[Choice, ...]
-    """The path of each group and direction, where there is more than one."""
+    choices: tuple[PathChoice, ...]
+    """The path of each group and direction; empty if there is only one path."""
 
     def mark(self) -> Any:
-        """A point in the engine's work, now, for one copy; for the engine's thread. Does not
-        block. Work of other streams counts only if the current one waits for it already.
+        """The present point in the engine's work, for one copy. Called on the engine's thread; does
+        not block. Includes work on other streams only if the current stream already waits for it.
         """
 
     def enter_thread(self) -> None:
-        """Called once, first, on the copy thread."""
+        """Prepare the copy thread; called on it once, before any copy."""
 
     def copy_out(self, part: LoadPart, mark: Any) -> Ticket:
         """Copy blocks to a slot, after `mark`. Raises one of `COPY_ERRORS`."""
@@ -45,18 +77,18 @@ class Copier(Protocol):
     def copy_in(self, part: LoadPart, mark: Any, *, is_last: bool) -> Ticket | None:
         """Copy from a slot to blocks, after `mark`. Raises one of `COPY_ERRORS`.
 
-        Parts of several loads are never mixed; the last one gives the ticket for all of its load.
+        Parts of several loads are never mixed. The last part returns the ticket for its whole load.
         """
 
     def settle(self) -> None:
-        """Block until nothing started so far touches memory any more; after an error, where there
-        is no ticket to ask.
+        """Block until no copy started so far touches memory. Called after an error, when there is
+        no ticket.
         """
 
     def close(self) -> None:
-        """Give everything back, after the copy thread has ended. Idempotent."""
+        """Release everything. Called after the copy thread has ended. Idempotent."""
 
 
 COPY_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, OSError)
-"""What a copy may raise: torch's errors (out of memory and device failures are RuntimeErrors) and
-those of our own checks. Anything else is a bug; it ends the copy thread, and with it every copy."""
+"""The errors a copy may raise: torch's (out of memory and device failures are RuntimeErrors) and
+those of our checks. Any other is a bug; it ends the copy thread, and with it every copy."""

@@ -1,21 +1,21 @@
-"""Moves whole chunks between the engine's paged caches and the slab, beside the engine.
+"""Chunk copies between the engine's paged caches and the slab, concurrent with the engine.
 
-The engine's thread calls `BlockCopies`; one thread of ours starts the copies (on a CPU it performs
-them). It works part by part and picks each time, in this order:
+The engine's thread calls `BlockCopies`. The copy thread starts the copies (on a CPU it performs
+them), part by part. It picks the next part in this order:
 
     1. saves the engine waits for in `fence`
     2. loads, because a request waits for them
     3. saves
 
-so a load waits for at most one chunk of a save, and a fence for no load but the part under way.
+So a load waits for at most one chunk of a save, and a fence for at most the load part under way.
 
-    save ──▶ queued ──copy thread──▶ started ──ticket done──▶ told by `poll`, once
-    load ──▶ queued ──part by part─▶ started ──ticket done──▶ told by `poll`, once
+    save ──▶ queued ──copy thread──▶ started ──ticket done──▶ reported by `poll`, once
+    load ──▶ queued ──part by part─▶ started ──ticket done──▶ reported by `poll`, once
 
 Saves end in the order they were started, and so do loads: `poll` asks for the oldest of each.
 
-A copy that fails ends with ok=False and is logged; its slot, or its blocks, then hold anything.
-The end is told only when nothing of the copy touches memory any more, also after a failure.
+A copy that fails ends with ok=False and is logged; the content of its slot, or of its blocks, is
+then undefined. `poll` reports an end only once the copy touches no memory any more, failed or not.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from s3kv.device.copier import COPY_ERRORS, Copier, Ticket
+from s3kv.device.copier import COPY_ERRORS, Copier, Path, PathChoice, Ticket
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
-from s3kv.device.paths import Choice, Path
-from s3kv.device.places import ChunkPlaces
+from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import LoadPart
 
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
-"""Far longer than one part takes; a thread that does not end by then hangs in the driver."""
+"""Far longer than one part takes; a thread that has not ended by then hangs in the driver."""
 _WAIT_STEP_S = 0.0002
-"""How often a wait asks; CUDA events cannot be waited for with a timeout."""
+"""Polling interval of a wait; CUDA events cannot be waited for with a timeout."""
 
 
 class SavedEnd(NamedTuple):
-    """seconds: from the call of `save` to the `poll` that found it done."""
+    """The end of a save. seconds: from the call of `save` to the `poll` that found it done."""
 
     job_id: int
     ok: bool
@@ -65,29 +64,28 @@ class CopyEnds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyStatistics:
-    """Since the start, but `pending`: saves and loads whose end `poll` has not told yet."""
+    """Counts since the start; only `pending` counts saves and loads not yet reported by `poll`."""
 
     saves: int
     loads: int
     failures: int
     fences_waited: int
-    """Fences that found a save not even started, and had to wait for the copy thread."""
+    """Fences that had to wait for the copy thread, because a save had not been started."""
     pending: int
     pinned: bool
-    choices: tuple[Choice, ...]
-    """On a GPU, how each group's chunks go in each direction, and what that was measured to take.
-    """
+    choices: tuple[PathChoice, ...]
+    """On a GPU: the path of each group's chunks in each direction, and its measured time."""
 
 
 def open_copier(
     places: ChunkPlaces, path: Path | None = None, idle: Sequence[int] | None = None
 ) -> Copier:
-    """The copier for the device of the caches, which takes over `places`; the rest is for a GPU."""
+    """The copier for the device of the caches; takes over `places`. path, idle: see `GpuCopier`."""
     if places.device.type == "cpu":
         return CpuCopier(places)
-    # Only where there is a GPU: a build of torch without CUDA has half of what it needs.
-    from s3kv.device.cuda import CudaGpu
-    from s3kv.device.gpu_copier import GpuCopier
+    # Imported only with a GPU, because builds of torch without CUDA lack parts that it needs.
+    from s3kv.device.gpu.cuda import CudaGpu
+    from s3kv.device.gpu.gpu_copier import GpuCopier
 
     with torch.cuda.device(places.device):
         return GpuCopier(places, CudaGpu(places.device), path, idle)
@@ -95,10 +93,11 @@ def open_copier(
 
 _Id = TypeVar("_Id", bound=int | str)
 _Copy = Callable[[LoadPart, Any, bool], Ticket | None]
-"""With the mark, and whether this is the job's last part, whose ticket stands for all of it."""
+"""Called with a part, the mark, and whether it is the job's last part, whose ticket stands for the
+whole job."""
 
 
-class _Job(Generic[_Id]):
+class _CopyJob(Generic[_Id]):
     """One save or load on its way. The copy thread writes it, under the lock of `BlockCopies`."""
 
     __slots__ = ("copy", "ident", "line", "mark", "ok", "parts", "since_s", "started", "ticket")
@@ -108,30 +107,30 @@ class _Job(Generic[_Id]):
         ident: _Id,
         copy: _Copy,
         parts: Iterable[LoadPart],
-        line: deque[_Job[_Id]],
+        line: deque[_CopyJob[_Id]],
         now: float,
     ) -> None:
         self.ident: _Id = ident
         self.copy = copy
         self.parts = deque(parts)
-        """Those not begun yet."""
+        """Parts that have not begun."""
         self.line = line
-        """Where it waits to be told, once started; in the order of the starts."""
+        """The queue in which it waits to be reported, once started; in the order of the starts."""
         self.since_s = now
         self.mark: Any = None
         self.ticket: Ticket = FINISHED
         self.ok = True
         self.started = False
-        """True when all parts have been started, or the job has failed."""
+        """Whether all parts have been started, or the job has failed."""
 
     def start(self, ticket: Ticket, ok: bool) -> None:
-        """Nothing of the job is left to start. Again is fine: it may come in while the copy thread
-        ends, and then both threads say so.
+        """Record that no part is left to start. A second call does nothing: if the job is submitted
+        while the copy thread ends, both threads call this.
         """
         if self.started:
             return
         self.ticket, self.ok = ticket, ok
-        # First, so that `poll` finds whatever `wait_all`, which takes no lock, has found ended.
+        # Set before `started`: `wait_all` takes no lock, and `poll` must then find the job.
         self.line.append(self)
         self.started = True
 
@@ -141,33 +140,33 @@ class _Job(Generic[_Id]):
         try:
             return self.ticket.done()
         except RuntimeError:
-            logger.exception("the device failed under copy %s", self.ident)
+            logger.exception("s3kv: the device failed during copy %s", self.ident)
             self.ok, self.ticket = False, FINISHED
             return True
 
 
 class BlockCopies:
-    """The copies of one worker. All methods are for the engine's thread, and none raises for a
-    copy that fails.
+    """The copies of one worker. Call all methods on the engine's thread. No method raises for a
+    failed copy.
 
     Orders of the same kind are carried out in the order given; a load and a save are not ordered
-    with each other. The caller (the planner) sees to it that a slot is not loaded from before its
+    against each other. The caller (the planner) ensures that no slot is loaded from before its
     save has ended, and that a load overwrites no block a save still reads: it fences that save
     first, and a load after the fence waits for it.
     """
 
     def __init__(self, copier: Copier, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take over `copier` and start the copy thread. `open` is the usual way in."""
+        """Take over `copier` and start the copy thread. Most callers use `open`."""
         self._copier = copier
         self._clock = clock
         self._changed = threading.Condition()
-        self._urgent: deque[_Job[int]] = deque()
-        self._saves: deque[_Job[int]] = deque()
-        self._loads: deque[_Job[str]] = deque()
-        self._saving: dict[int, _Job[int]] = {}
-        self._loading: dict[str, _Job[str]] = {}
-        self._saved: deque[_Job[int]] = deque()
-        self._loaded: deque[_Job[str]] = deque()
+        self._urgent: deque[_CopyJob[int]] = deque()
+        self._saves: deque[_CopyJob[int]] = deque()
+        self._loads: deque[_CopyJob[str]] = deque()
+        self._saving: dict[int, _CopyJob[int]] = {}
+        self._loading: dict[str, _CopyJob[str]] = {}
+        self._saved: deque[_CopyJob[int]] = deque()
+        self._loaded: deque[_CopyJob[str]] = deque()
         self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="s3kv-copies", daemon=True)
@@ -183,10 +182,11 @@ class BlockCopies:
         path: Path | None = None,
         idle: Sequence[int] | None = None,
     ) -> BlockCopies:
-        """Copies for the device the caches are on. On a GPU this pins the slab, a second or so for
-        a few GiB, and measures which path is the fastest, with empty slots and blocks that nobody
-        uses: see `GpuCopier` for `path` and `idle`, and for what else is raised. Other parameters,
-        and what is raised, are those of `ChunkPlaces`.
+        """Copies for the device the caches are on.
+
+        On a GPU this pins the slab, which takes about a second for a few GiB, and measures which
+        path is fastest, with empty slots and unused blocks. path, idle: see `GpuCopier`.
+        The other parameters are those of `ChunkPlaces`. Raises what these two raise.
         """
         places = ChunkPlaces(layouts, slab, slot_bytes, header_bytes)
         return cls(open_copier(places, path, idle))
@@ -195,14 +195,14 @@ class BlockCopies:
         """Copy all blocks of a chunk to its slot's payload, after everything the engine has
         launched so far on its current stream. Returns at once.
 
-        What it has launched on other streams counts if the current one waits for it already. The
-        slot belongs to the copy until `poll` tells its end, the blocks until `fence`.
+        Work on other streams counts only if the current stream already waits for it. The slot
+        belongs to the copy until `poll` reports its end, the blocks until `fence`.
         Raises `ValueError` for a `job_id` that is still on its way.
         """
         if job_id in self._saving:
-            raise ValueError(f"save {job_id} is on its way already")
+            raise ValueError(f"save {job_id} is already on its way")
         part = LoadPart(group, slot, 0, tuple(block_ids))
-        job = _Job(job_id, self._copy_out, (part,), self._saved, self._clock())
+        job = _CopyJob(job_id, self._copy_out, (part,), self._saved, self._clock())
         self._counts["saves"] += 1
         self._saving[job_id] = job
         self._submit(self._saves, job)
@@ -211,22 +211,22 @@ class BlockCopies:
         """Copy chunks, or parts of them, from slots to blocks, after everything the engine has
         launched so far on its current stream (other streams: as for `save`). Returns at once.
 
-        Slots and blocks belong to the copy until `poll` tells its end; the engine may use the
-        blocks on any stream after that. Raises `ValueError` for a `load_id` still on its way.
+        Slots and blocks belong to the copy until `poll` reports its end; after that the engine may
+        use the blocks on any stream. Raises `ValueError` for a `load_id` still on its way.
         """
         if load_id in self._loading:
-            raise ValueError(f"load {load_id} is on its way already")
-        job = _Job(load_id, self._copy_in, parts, self._loaded, self._clock())
+            raise ValueError(f"load {load_id} is already on its way")
+        job = _CopyJob(load_id, self._copy_in, parts, self._loaded, self._clock())
         self._counts["loads"] += 1
         self._loading[load_id] = job
         self._submit(self._loads, job)
 
     def fence(self, job_ids: Iterable[int]) -> None:
-        """Nothing the engine launches after this call, on the stream current now, overwrites the
-        source blocks of these saves before they were read. Unknown and ended ids are fine.
+        """Keep what the engine launches after this call, on the current stream, from overwriting
+        the source blocks of these saves before they are read. Unknown and ended ids are ignored.
 
-        On a GPU this waits until the copies are launched, and lets the stream wait for the rest;
-        on a CPU it blocks until they are done. Raises `RuntimeError` when the device has failed.
+        On a GPU this blocks until the copies are launched, and the stream waits for the rest. On a
+        CPU it blocks until they are done. Raises `RuntimeError` when the device has failed.
         """
         jobs = [job for i in job_ids if (job := self._saving.get(i)) is not None]
         if not jobs:
@@ -240,7 +240,7 @@ class BlockCopies:
             job.ticket.fence()
 
     def poll(self) -> CopyEnds:
-        """What has ended since the last call, each exactly once. Does not block."""
+        """The copies that have ended since the last call, each exactly once. Does not block."""
         ends = CopyEnds([], [])
         if not self._saving and not self._loading:
             return ends
@@ -252,21 +252,21 @@ class BlockCopies:
         return ends
 
     def wait_started(self, timeout_s: float) -> bool:
-        """Block until every copy has been launched, so that who waits for the device waits for it,
-        too; False when time ran out first.
+        """Block until every copy has been launched, so that a caller who then waits for the device
+        waits for the copies, too. Returns False when time ran out first.
         """
-        jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
+        jobs: list[_CopyJob[Any]] = [*self._saving.values(), *self._loading.values()]
         with self._changed:
             return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
 
     def wait_all(self, timeout_s: float) -> bool:
-        """Block until every copy has ended, for `poll` to tell; False when time ran out first."""
-        jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
+        """Block until every copy has ended, for `poll` to report; False when time ran out first."""
+        jobs: list[_CopyJob[Any]] = [*self._saving.values(), *self._loading.values()]
         return self._wait_until(lambda: all(job.is_done() for job in jobs), timeout_s)
 
     def wait_load(self, timeout_s: float) -> bool:
-        """Block until `poll` has a load's end to tell, or no load is left; False when time ran out
-        first.
+        """Block until `poll` has a load's end to report, or no load is left. Returns False when
+        time ran out first.
         """
         loaded = self._loaded
         return self._wait_until(
@@ -282,17 +282,17 @@ class BlockCopies:
         )
 
     def close(self) -> None:
-        """End the copy under way, fail the queued ones, give back slab and pinning. Idempotent.
+        """Finish the copy under way, fail the queued ones, release slab and pinning. Idempotent.
 
-        Call it before the slab is unmapped or the caches are freed; `wait_all` before it if
-        the copies matter. If the copy thread hangs, nothing is given back, and that is logged.
+        Call it before the slab is unmapped or the caches are freed. If the copies matter, call
+        `wait_all` first. If the copy thread hangs, nothing is released, and that is logged.
         """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error("the copy thread hangs in a copy; its memory stays mapped and pinned")
+            logger.error("s3kv: the copy thread hangs; its memory stays mapped and pinned")
             return
         self._copier.close()
 
@@ -304,11 +304,11 @@ class BlockCopies:
             time.sleep(_WAIT_STEP_S)
         return True
 
-    def _submit(self, queue: deque[_Job[_Id]], job: _Job[_Id]) -> None:
+    def _submit(self, queue: deque[_CopyJob[_Id]], job: _CopyJob[_Id]) -> None:
         try:
             job.mark = self._copier.mark()
         except COPY_ERRORS:
-            logger.exception("copy %s failed before it began", job.ident)
+            logger.exception("s3kv: copy %s failed before it began", job.ident)
             with self._changed:
                 job.start(FINISHED, ok=False)
             return
@@ -328,13 +328,15 @@ class BlockCopies:
     def _copy_in(self, part: LoadPart, mark: Any, is_last: bool) -> Ticket | None:
         return self._copier.copy_in(part, mark, is_last=is_last)
 
-    def _hurry(self, jobs: Iterable[_Job[int]]) -> None:
+    def _hurry(self, jobs: Iterable[_CopyJob[int]]) -> None:
         for job in jobs:
             if job in self._saves:
                 self._saves.remove(job)
                 self._urgent.append(job)
 
-    def _ended(self, line: deque[_Job[_Id]], jobs: dict[_Id, _Job[_Id]]) -> Iterator[_Job[_Id]]:
+    def _ended(
+        self, line: deque[_CopyJob[_Id]], jobs: dict[_Id, _CopyJob[_Id]]
+    ) -> Iterator[_CopyJob[_Id]]:
         while line and line[0].is_done():
             job = line.popleft()
             del jobs[job.ident]
@@ -342,7 +344,7 @@ class BlockCopies:
             yield job
 
     def _run(self) -> None:
-        """The copy thread. Whatever ends it, nobody is left waiting for it."""
+        """Body of the copy thread. However it ends, all its jobs end, too."""
         try:
             self._copier.enter_thread()
             while self._start_next():
@@ -351,14 +353,14 @@ class BlockCopies:
             self._settle()
             with self._changed:
                 self._closing = True
-                jobs: list[_Job[Any]] = [*self._saving.values(), *self._loading.values()]
+                jobs: list[_CopyJob[Any]] = [*self._saving.values(), *self._loading.values()]
                 for job in jobs:
                     if not job.started:
                         job.start(FINISHED, ok=False)
                 self._changed.notify_all()
 
     def _start_next(self) -> bool:
-        """Start the next part, once there is one; False when it is time to end."""
+        """Start the next part, once there is one. Returns False when it is time to end."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or self._urgent or self._loads or self._saves
@@ -366,7 +368,7 @@ class BlockCopies:
             if self._closing:
                 return False
             queue: deque[Any] = self._urgent or self._loads or self._saves
-            job: _Job[Any] = queue[0]
+            job: _CopyJob[Any] = queue[0]
             part = job.parts.popleft()
             if not job.parts:
                 queue.popleft()
@@ -374,14 +376,14 @@ class BlockCopies:
         try:
             ticket, ok = job.copy(part, job.mark, not job.parts), True
         except COPY_ERRORS:
-            logger.exception("copy %s failed, at %s", job.ident, part)
+            logger.exception("s3kv: copy %s failed at %s", job.ident, part)
             self._settle()
             ticket, ok = FINISHED, False
         with self._changed:
             self._record(job, ticket, ok)
         return True
 
-    def _record(self, job: _Job[Any], ticket: Ticket | None, ok: bool) -> None:
+    def _record(self, job: _CopyJob[Any], ticket: Ticket | None, ok: bool) -> None:
         if not ok and job.parts:
             job.parts.clear()
             self._loads.remove(job)
@@ -394,4 +396,4 @@ class BlockCopies:
         try:
             self._copier.settle()
         except COPY_ERRORS:
-            logger.exception("the device failed; what it was copying is lost")
+            logger.exception("s3kv: the device failed; the copies under way are lost")

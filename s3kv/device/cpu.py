@@ -1,15 +1,15 @@
-"""Copies where the KV cache is in host memory: `memmove`, piece by piece, on the copy thread.
+"""Copies for a KV cache in host memory: `memmove`, piece by piece, on the copy thread.
 
-Why not torch: its copies of more than 32,768 elements run on OpenMP threads of their own, which
-wait for each other at a barrier, on cores the engine is using; and torch can only be told to use
-one thread for the whole process. Measured on two busy cores, chunks of 16 pages of 512 KiB:
-`memmove` 12 GB/s whatever the number of OpenMP threads; with two of them `copy_` and `index_copy_`
-0.5 to 1.5 GB/s. `ctypes` lets go of the GIL during each call, and costs 1.5 to 2.5 µs of it. Pages
-of 64 KiB, the smallest that real models have with vLLM's 128-token CPU blocks, still go at 10 GB/s,
-pages of 8 KiB at 4. There torch's `index_select` would be twice as fast, and is not worth it.
+Torch is the slower choice. It copies more than 32,768 elements on OpenMP threads of its own, which
+wait for each other at a barrier, on cores the engine is using; one thread can only be set for the
+whole process. Measured on two busy cores with chunks of 16 pages of 512 KiB: `memmove` 12 GB/s
+whatever the number of OpenMP threads; with two of them `copy_` and `index_copy_` 0.5 to 1.5 GB/s.
+`ctypes` releases the GIL during each call, and holds it for 1.5 to 2.5 µs. Pages of 64 KiB, the
+smallest that real models have with vLLM's 128-token CPU blocks, still go at 10 GB/s, pages of 8 KiB
+at 4. For those torch's `index_select` would be twice as fast, which is not worth a second way.
 
 A request waits for a load, so a second thread takes half of it: 14 GB/s instead of 10 with pages of
-512 KiB, 5.6 instead of 4 with pages of 8 KiB. For a save nobody waits, and the engine is computing.
+512 KiB, 5.6 instead of 4 with pages of 8 KiB. A save is not urgent, and the engine is computing.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-from s3kv.device.layout import Move
-from s3kv.device.paths import Choice
-from s3kv.device.places import ChunkPlaces
-from s3kv.host.processors import beside_the_model
+from s3kv.device.copier import PathChoice
+from s3kv.device.layout import PageLayout
+from s3kv.device.slot_payloads import ChunkPlaces
+from s3kv.host.placement import beside_the_model
 from s3kv.messages import LoadPart
 
+Move = tuple[int, int, int]
+"""A contiguous copy: device address, offset in the payload, bytes."""
 _SHARED_BYTES = 2**20
-"""Of a part from which on it is halved: less is over before another thread has woken up."""
+"""Smallest part that two threads share; a smaller one ends before the second thread wakes up."""
 
 
 class FinishedTicket:
-    """A copy that was over when it returned."""
+    """Ticket of a synchronous copy, which has already ended."""
 
     def done(self) -> bool:
         return True
@@ -44,12 +46,12 @@ FINISHED = FinishedTicket()
 
 
 class CpuCopier:
-    """The engine's forward has ended when its hook calls us, so order of calls is all the order
-    there is, and a fence is the wait for the copy itself.
+    """The `Copier` for CPUs. The engine's forward has ended when its hook calls us, so the order of
+    calls is the only order, and a fence is the wait for the copy itself.
     """
 
     pinned = False
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[PathChoice, ...] = ()
 
     def __init__(self, places: ChunkPlaces) -> None:
         self._places = places
@@ -62,20 +64,20 @@ class CpuCopier:
         return None
 
     def enter_thread(self) -> None:
-        os.sched_setaffinity(0, beside_the_model())  # of this thread, and of those it starts
+        os.sched_setaffinity(0, beside_the_model())  # for this thread and those it starts
 
     def copy_out(self, part: LoadPart, mark: None) -> FinishedTicket:
         layout, payload = self._places.locate_whole(part)
         payload += self._slab_address
-        for address, offset, nbytes in layout.moves(part.block_ids, part.first_block):
+        for address, offset, nbytes in _moves(layout, part):
             ctypes.memmove(payload + offset, address, nbytes)
         return FINISHED
 
     def copy_in(self, part: LoadPart, mark: None, *, is_last: bool) -> FinishedTicket:
         layout, payload = self._places.locate(part)
         payload += self._slab_address
-        moves = layout.moves(part.block_ids, part.first_block)
-        half_bytes = layout.payload_bytes * len(part.block_ids) // layout.blocks_per_chunk // 2
+        moves = _moves(layout, part)
+        half_bytes = layout.block_bytes * len(part.block_ids) // 2
         if self._second is None or 2 * half_bytes < _SHARED_BYTES:
             _fill(moves, payload)
             return FINISHED
@@ -96,17 +98,25 @@ class CpuCopier:
         self._places.close()
 
 
+def _moves(layout: PageLayout, part: LoadPart) -> Iterator[Move]:
+    """The copies of a part in payload order. Without numpy, which takes as long as a few copies."""
+    at = part.first_block * layout.block_bytes
+    for block in part.block_ids:
+        for address, offset, nbytes, stride_bytes in layout.pieces:
+            yield address + block * stride_bytes, at + offset, nbytes
+        at += layout.block_bytes
+
+
 def _split(moves: Iterator[Move], nbytes: int) -> tuple[list[Move], Iterable[Move]]:
-    """The moves of the first `nbytes`, of which there are as many, and those of the rest."""
-    first = []
-    for move in moves:
-        if move.nbytes >= nbytes:
-            address, offset, length = move
-            first.append(Move(address, offset, nbytes))
-            rest = Move(address + nbytes, offset + nbytes, length - nbytes)
+    """The moves of the first `nbytes` bytes, and those of the rest. There are at least `nbytes`."""
+    first: list[Move] = []
+    for address, offset, length in moves:
+        if length >= nbytes:
+            first.append((address, offset, nbytes))
+            rest = address + nbytes, offset + nbytes, length - nbytes
             return first, chain((rest,), moves)
-        first.append(move)
-        nbytes -= move.nbytes
+        first.append((address, offset, length))
+        nbytes -= length
     return first, ()
 
 

@@ -1,27 +1,29 @@
-"""Where the pages of one KV-cache group lie in device memory, and in which order a chunk holds
-them.
+"""Page layout of one KV-cache group: addresses of its pages in device memory, and order in a chunk.
 
 vLLM hands every layer's cache over as a logical view `[B, H, N, C]` (blocks, KV heads, tokens of a
-block, content of a token) whose strides tell the physical layout: LBNHC, LBHNC, BLNHC, BLHNC,
+block, content of a token). Its strides give the physical layout: LBNHC, LBHNC, BLNHC, BLHNC,
 LHBNC or BHLNC, pages padded or not, many layers in one buffer. A kernel may work with smaller
 blocks than the block manager: then `B` is a multiple of the number of blocks, and block `b` is
 rows `[b * ratio, (b + 1) * ratio)`.
 
-The payload of a chunk is, layer by layer, all its blocks in order; a row is written in the order
-its dimensions have in memory, so that copying it is as few contiguous runs as the layout allows.
-Nobody interprets these bytes on the way: on a CPU, for instance, the content of a page is packed
-in an order the logical view does not tell.
+The payload of a chunk holds its blocks in order, and of each block all layers in order. A page is
+written in the order its dimensions have in memory. So a block is one contiguous run where its
+layers are side by side in memory, and at most one run per layer and piece of a page elsewhere.
+These bytes are never interpreted: on a CPU, for instance, a page's content is packed in an order
+that the logical view does not show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from s3kv.errors import UnsupportedError
 from s3kv.types import TensorSpec
@@ -39,7 +41,9 @@ _DIMENSIONS = "BHNC"
 
 
 class Dim(NamedTuple):
-    """One dimension of a block in device memory; both in bytes but the size of an outer one."""
+    """One dimension of a block in device memory. Both fields are in bytes, but for the size of an
+    outer dimension, which is a count.
+    """
 
     size: int
     stride_bytes: int
@@ -55,8 +59,8 @@ class LayerPages:
     dims: a block's dimensions in the order of the payload, with neighbours in memory merged; the
         last is the contiguous run, of `size` bytes and stride 1.
     runs: (offset from the block's begin, length) of its contiguous pieces, in payload order.
-    block_bytes: what a block takes in the payload; never counts padding.
-    payload_offset: where the layer's first block begins in the payload.
+    block_bytes: length of the layer's share of a block in the payload, without padding.
+    block_offset: offset of that share in the block.
     """
 
     name: str
@@ -69,22 +73,35 @@ class LayerPages:
     dims: tuple[Dim, ...]
     runs: tuple[tuple[int, int], ...] = field(repr=False)
     block_bytes: int
-    payload_offset: int
+    block_offset: int
 
 
-class Move(NamedTuple):
-    """`nbytes` at a device address that are also contiguous in the payload, from `offset` on."""
+class Runs(NamedTuple):
+    """Contiguous pieces of a chunk, in payload order. Piece `i` is `sizes[i]` bytes at device
+    address `addresses[i]`, and at `offsets[i]` in the payload.
+    """
+
+    addresses: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+class Piece(NamedTuple):
+    """A contiguous piece of a block: `nbytes` at `address + b * stride_bytes` in device memory for
+    block `b`, and at `offset` from the block's begin in the payload.
+    """
 
     address: int
     offset: int
     nbytes: int
+    stride_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
     """The layout of all chunks of one group on one rank. Immutable, and safe in any thread.
 
-    It keeps the tensors alive, and with them every address it tells.
+    It keeps the tensors alive, and with them every address it gives.
     """
 
     layers: tuple[LayerPages, ...]
@@ -92,6 +109,15 @@ class PageLayout:
     """The tensors of `layers`, as vLLM registered them."""
     num_blocks: int
     blocks_per_chunk: int
+    pieces: tuple[Piece, ...] = field(init=False, repr=False, compare=False)
+    """A block in payload order. Neighbours in both memory and payload form one piece."""
+    _pieces: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    """The same as an array: a row for each field, for all runs of a chunk at once."""
+
+    def __post_init__(self) -> None:
+        pieces = _pieces_of(self.layers)
+        object.__setattr__(self, "pieces", pieces)
+        object.__setattr__(self, "_pieces", np.array(pieces, dtype=np.int64).T.copy())
 
     @classmethod
     def of(
@@ -101,7 +127,7 @@ class PageLayout:
         layer_names: Sequence[str],
         blocks_per_chunk: int,
     ) -> PageLayout:
-        """Read the layout off the tensors given to `register_kv_caches`.
+        """Read the layout from the tensors given to `register_kv_caches`.
 
         num_blocks: blocks of the block manager. layer_names: the layers of the group, in the
         order the chunk is to have. Layers that are the same memory seen the same way (KV sharing)
@@ -128,7 +154,7 @@ class PageLayout:
                 raise UnsupportedError(
                     f"layer {name}, shape {shape}, strides {strides}, {cache.dtype}: {error}"
                 ) from None
-            offset += blocks_per_chunk * layers[-1].block_bytes
+            offset += layers[-1].block_bytes
         caches = tuple(cache for _, cache in distinct.values())
         devices = {str(cache.device) for cache in caches}
         if len(devices) > 1:
@@ -140,22 +166,33 @@ class PageLayout:
         return self.caches[0].device
 
     @property
-    def payload_bytes(self) -> int:
-        return self.blocks_per_chunk * sum(layer.block_bytes for layer in self.layers)
+    def block_bytes(self) -> int:
+        """Length of a block in the payload: all its layers, without padding."""
+        return sum(layer.block_bytes for layer in self.layers)
 
     @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """One tensor per layer, `(blocks_per_chunk * ratio, *page)`, in payload order."""
-        return tuple(
-            TensorSpec(p.name, p.dtype, (self.blocks_per_chunk * p.ratio, *p.page))
+    def payload_bytes(self) -> int:
+        return self.blocks_per_chunk * self.block_bytes
+
+    def part(self, name: str) -> TensorSpec:
+        """The payload as one tensor: `[blocks, layers, …page]` if the layers are alike, otherwise
+        `[blocks, bytes]` of U8. Its `layers` are those of one block; a layer whose blocks are
+        several kernel blocks has their number as the first dimension of its page.
+        """
+        layers = tuple(
+            TensorSpec(p.name, p.dtype, (p.ratio, *p.page) if p.ratio > 1 else p.page)
             for p in self.layers
         )
+        if len({(layer.dtype, layer.shape) for layer in layers}) > 1:
+            return TensorSpec(name, "U8", (self.blocks_per_chunk, self.block_bytes), layers)
+        shape = (self.blocks_per_chunk, len(layers), *layers[0].shape)
+        return TensorSpec(name, layers[0].dtype, shape, layers)
 
     def describe(self) -> dict[str, Any]:
-        """All that determines the bytes of a payload, as plain data, for the fingerprint.
+        """Everything that determines the bytes of a payload, as plain data, for the fingerprint.
 
-        Not in it: addresses, the number of blocks, padding, and which layers are neighbours in
-        memory. Engines that differ in those share chunks.
+        It leaves out addresses, the number of blocks, padding, and which layers are neighbours in
+        memory. Engines that differ only in those share chunks.
         """
         return {
             "blocks_per_chunk": self.blocks_per_chunk,
@@ -171,26 +208,47 @@ class PageLayout:
             ],
         }
 
-    def moves(self, block_ids: Sequence[int], first_block: int) -> Iterator[Move]:
+    def runs(self, block_ids: Sequence[int], first_block: int) -> Runs:
         """The copies that make up blocks `first_block …` of a chunk, in payload order.
 
-        Pieces that are neighbours in memory and in the payload come as one.
+        Pieces that are neighbours both in memory and in the payload are joined.
         """
-        address = offset = nbytes = 0
-        for layer in self.layers:
-            at = layer.payload_offset + first_block * layer.block_bytes
-            for block in block_ids:
-                begin = layer.address + block * layer.block_stride_bytes
-                for run_offset, run_bytes in layer.runs:
-                    if begin + run_offset == address + nbytes and at == offset + nbytes:
-                        nbytes += run_bytes
-                    else:
-                        if nbytes:
-                            yield Move(address, offset, nbytes)
-                        address, offset, nbytes = begin + run_offset, at, run_bytes
-                    at += run_bytes
-        if nbytes:
-            yield Move(address, offset, nbytes)
+        ids = np.array(block_ids, dtype=np.int64)[:, None]
+        begins = (first_block + np.arange(len(ids), dtype=np.int64))[:, None] * self.block_bytes
+        addresses, offsets, sizes, strides = self._pieces
+        return _joined(
+            Runs(
+                (addresses + ids * strides).ravel(),
+                (offsets + begins).ravel(),
+                np.tile(sizes, len(ids)),
+            )
+        )
+
+
+def _pieces_of(layers: Sequence[LayerPages]) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    at = 0
+    for layer in layers:
+        stride_bytes = layer.block_stride_bytes
+        for begin, nbytes in layer.runs:
+            piece = Piece(layer.address + begin, at, nbytes, stride_bytes)
+            last = pieces[-1] if pieces else Piece(0, 0, 0, 0)
+            if last.address + last.nbytes == piece.address and last.stride_bytes == stride_bytes:
+                pieces[-1] = last._replace(nbytes=last.nbytes + nbytes)
+            else:
+                pieces.append(piece)
+            at += nbytes
+    return tuple(pieces)
+
+
+def _joined(runs: Runs) -> Runs:
+    addresses, offsets, sizes = runs
+    # The payload has no gaps, so neighbours in memory are neighbours in the payload.
+    apart = addresses[1:] != addresses[:-1] + sizes[:-1]
+    if apart.all():
+        return runs
+    starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return Runs(addresses[starts], offsets[starts], np.add.reduceat(sizes, starts))
 
 
 def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) -> LayerPages:
@@ -198,7 +256,7 @@ def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) ->
     _check(cache, num_blocks)
     ratio = cache.shape[0] // num_blocks
     item = cache.element_size()
-    # Dimensions of size 1 have no meaningful stride: first, in logical order, on every engine.
+    # Dimensions of size 1 have no meaningful stride: they go first, in logical order, everywhere.
     page_dims = sorted((1, 2, 3), key=lambda d: (cache.shape[d] > 1, -cache.stride()[d]))
     sizes = tuple(cache.shape[d] for d in page_dims)
     strides = [cache.stride()[d] * item for d in page_dims]
@@ -215,7 +273,7 @@ def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) ->
         dims=dims,
         runs=_runs(dims),
         block_bytes=ratio * prod(sizes) * item,
-        payload_offset=offset,
+        block_offset=offset,
     )
 
 
@@ -223,11 +281,11 @@ def _check(cache: torch.Tensor, num_blocks: int) -> None:
     if cache.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"KV caches on {cache.device.type!r} are not supported")
     if cache.dtype not in _DTYPES:
-        raise UnsupportedError("this dtype has no place in the object format")
+        raise UnsupportedError("the object format has no such dtype")
     if cache.dim() != len(_DIMENSIONS):
-        raise UnsupportedError("not a view [blocks, heads, tokens, content], as vLLM >= 0.29 has")
+        raise UnsupportedError("not a view [blocks, heads, tokens, content], as in vLLM >= 0.29")
     if num_blocks < 1 or cache.shape[0] < num_blocks or cache.shape[0] % num_blocks:
-        raise UnsupportedError(f"rows are no multiple of the {num_blocks} blocks")
+        raise UnsupportedError(f"the rows are not a multiple of the {num_blocks} blocks")
     if cache.numel() == 0:
         raise UnsupportedError("the pages are empty")
     reach = 1
@@ -242,8 +300,8 @@ def _check(cache: torch.Tensor, num_blocks: int) -> None:
 
 
 def merge(dims: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The same bytes in the same order with as few dimensions as possible; sizes of 1 vanish, but
-    for the last, an item and its bytes.
+    """The same bytes in the same order, with as few dimensions as possible. Dimensions of size 1
+    vanish, except for the last, which is an item and its bytes.
     """
     merged = [dims[-1]]
     for dim in reversed(dims[:-1]):

@@ -1,6 +1,6 @@
-"""What torch finds of GPUs here: `python -m s3kv.device.probe` prints it as one line of JSON.
+"""GPU probe: `python -m s3kv.device.probe` prints what torch finds here as one line of JSON.
 
-A program of its own, so that whoever asks imports no torch and keeps no context on the GPU.
+It is a separate program, so that its caller imports no torch and keeps no context on the GPU.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 PINNED_BYTES = 64 * 2**20
-"""As much as is pinned for a try: many times what a process may lock by default."""
+"""Size of the trial pinning: many times what a process may lock by default."""
 
 
 def look() -> dict[str, Any]:
-    """torch, cuda: versions, cuda None in a build without. device: the name of the first GPU, None
-    without one. pinned_bytes: how much of `PINNED_BYTES` could be pinned, as a worker pins its
-    slab, and `where` on this machine. refusal, remedy: why not all of it, and what to do; empty
-    otherwise."""
+    """The findings, as plain data.
+
+    torch, cuda: versions; cuda is None in a build without CUDA. device: the name of the first GPU;
+    None without one. pinned_bytes: how many of `wanted_bytes` could be pinned, as a worker pins its
+    slab. where: on which NUMA node of this machine. refusal, remedy: why not all of them, and what
+    to do about it; empty if all were.
+    """
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -37,14 +40,14 @@ def look() -> dict[str, Any]:
 
 
 def _try_to_pin(device: torch.device) -> dict[str, Any]:
-    from s3kv.device.nearby import memory_near
-    from s3kv.device.pinning import register, unpin
+    from s3kv.device.gpu.pinning import register, unpin
+    from s3kv.device.selection import memory_near
     from s3kv.host.slab import Slab
 
     near = memory_near(device)
     slab = Slab.create(PINNED_BYTES, node=near)
     torch.cuda.set_device(device)
-    torch.zeros(1, device=device)  # makes the context that pages are pinned for
+    torch.zeros(1, device=device)  # creates the context that pages are pinned for
     memory = torch.frombuffer(slab.view, dtype=torch.uint8)
     registered, refusal = register(memory, PINNED_BYTES, device)
     found: dict[str, Any] = {"pinned_bytes": sum(registered.values()), "where": near.because}

@@ -1,4 +1,4 @@
-"""What the tensors of a store look like: the named ones of one block and their bytes, or rows."""
+"""Tensor descriptions of a store: the named tensors of a block and their bytes, or rows."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _NAMES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As safetensors calls it. Raises `ValueError` for one that has no place in the format."""
+    """The safetensors name of a dtype. Raises `ValueError` for one the format does not have."""
     if dtype not in _NAMES:
         raise ValueError(f"{dtype}: allowed is one of {list(_NAMES)}")
     return _NAMES[dtype]
 
 
 class BlockTensors:
-    """Shapes and dtypes that every block of a store has.
+    """Shapes and dtypes of the tensors of every block of a store.
 
-    shapes: name to shape and dtype, in the order the payload is to have. Raises `ValueError` for
-    a dtype that has no place in the object format.
+    shapes: name to shape and dtype, in the order of the payload. Raises `ValueError` for a dtype
+    that the object format does not have.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -69,14 +69,14 @@ class BlockTensors:
         }
 
     def copy_out(self, source: Mapping[str, torch.Tensor], payload: torch.Tensor) -> None:
-        """Write the tensors into `payload`, flat uint8 in host memory. Copies from a GPU are under
-        way on its current stream when this returns.
+        """Write the tensors into `payload`, flat uint8 in host memory. Copies from a GPU may still
+        be under way on its current stream when this returns.
         """
         for name, view in self._views(payload).items():
             view.copy_(source[name].detach(), non_blocking=True)
 
     def copy_in(self, payload: torch.Tensor, into: Mapping[str, torch.Tensor]) -> None:
-        """Fill `into` from `payload`, as `copy_out`."""
+        """Fill `into` from `payload`. Copies to a GPU may still be under way, as in `copy_out`."""
         with torch.inference_mode():
             for name, view in self._views(payload).items():
                 into[name].copy_(view, non_blocking=True)
@@ -92,11 +92,11 @@ class BlockTensors:
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """What the tensors of a store have in common, and the memory for them.
+    """The common shape and dtype of the tensors of a store, and the memory for them.
 
     shape: of one row; a tensor is [rows, *shape], with at least one row.
-    host_bytes: for all of them, up to a quarter of it for those arriving from the bucket.
-    Raises `ValueError` for a dtype that has no place in the object format, and for an empty row.
+    host_bytes: memory for all of them, up to a quarter of it for those arriving from the bucket.
+    Raises `ValueError` for a dtype that the object format does not have, and for an empty row.
     """
 
     shape: tuple[int, ...]

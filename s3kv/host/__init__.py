@@ -1,1 +1,1 @@
-"""Host memory: who holds which slot, who goes first, and the slab itself."""
+"""Host memory: the slab, the tables of what it holds, and the eviction policies."""

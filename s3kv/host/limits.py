@@ -1,4 +1,4 @@
-"""What bounds the memory of a process: the machine, its container, and what it may lock."""
+"""Memory limits of a process: of the machine, of its container, and on locked memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _CGROUP = (
         "sys/fs/cgroup/memory/memory.usage_in_bytes",
     ),
 )
-"""Limit and use, of version 2 and of version 1, where a container sees its own."""
+"""Files with a container's limit and use, for cgroup versions 2 and 1."""
 _UNLIMITED_BYTES = 2**60
-"""Version 1 has no word for it, and writes the largest number of whole pages."""
+"""Limits from this value on mean "unlimited": version 1 writes the largest number of pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """machine_bytes: what Linux calls available. container_bytes: the limit of the container,
-    container_used_bytes: what of it is in use, file cache included; None where there is no limit.
-    locked_bytes: what a process may lock (RLIMIT_MEMLOCK); None without a limit.
+    """Memory limits, in bytes.
+
+    machine_bytes: available memory according to Linux. container_bytes: limit of the container;
+    container_used_bytes: its use, with file cache; both None without a limit.
+    locked_bytes: memory that a process may lock (RLIMIT_MEMLOCK); None without a limit.
     """
 
     machine_bytes: int
@@ -34,15 +36,15 @@ class MemoryLimits:
 
     @property
     def available_bytes(self) -> int:
-        """What this process could still get. A container's limit is taken whole, although
-        something is in use already: part of that is cache which makes room.
+        """Bytes this process could still get. A container's limit counts in full although part of
+        it is in use, because file cache in it gives way.
         """
         if self.container_bytes is None:
             return self.machine_bytes
         return min(self.machine_bytes, self.container_bytes)
 
     def __str__(self) -> str:
-        """For a message: all of them in a line."""
+        """All limits in one line, for a message."""
         told = f"{self.machine_bytes:,} bytes of memory are available on this machine"
         if self.container_bytes is not None:
             told += f", the container may have {self.container_bytes:,}"
@@ -54,7 +56,7 @@ class MemoryLimits:
 
 
 def memory_limits(root: Path = ROOT) -> MemoryLimits:
-    """Those of this process now. root: where /proc and /sys are."""
+    """Read the present limits of this process. root: parent directory of /proc and /sys."""
     lines = (root / "proc/meminfo").read_text("ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     container_bytes, used_bytes = _container(root)

@@ -1,4 +1,4 @@
-"""`python -m s3kv.io`: started by `s3kv.io.child`, of no use by hand."""
+"""`python -m s3kv.io`: the I/O process, started by `s3kv.io.child`; not for use by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import sys
 import uvloop
 
 from s3kv.host.slab import Slab
-from s3kv.io.process import serve
-from s3kv.objects.s3 import S3Store
+from s3kv.io.server.process import serve
+from s3kv.objects.s3.s3_store import open_store
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -25,8 +25,8 @@ def main() -> int:
     for name in ("--fd", "--slab-fd", "--parent-pid"):
         parser.add_argument(name, type=int, required=True)
     arguments = parser.parse_args()
-    # Ctrl-C and systemd's stop go to every process at once. The worker decides what they mean: it
-    # may want its chunks uploaded first, and when it is gone this process goes, too.
+    # Ctrl-C and systemd's stop reach every process at once. The worker decides what they mean: it
+    # may want its chunks uploaded first. This process ends when the worker is gone.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
@@ -38,7 +38,7 @@ def main() -> int:
     slab = Slab.attach(arguments.slab_fd)
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    loop.run_until_complete(serve(sock, slab, S3Store, parent_pid=arguments.parent_pid))
+    loop.run_until_complete(serve(sock, slab, open_store, parent_pid=arguments.parent_pid))
     return 0
 
 

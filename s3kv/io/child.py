@@ -1,4 +1,4 @@
-"""Starting, reaching and ending one I/O process, from the worker."""
+"""The worker's handle on one I/O process: starts it, exchanges messages with it, and ends it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from s3kv.io import wire
 
 _RECEIVE_BYTES = 2**16
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-"""With these OpenMP binds threads to cores, the first as soon as its library is loaded; and vLLM's
-workers for CPUs have it loaded into whatever they start (LD_PRELOAD)."""
+"""Variables by which OpenMP binds threads to cores; the first thread is bound when the library is
+loaded. vLLM's CPU workers load it into every process they start (LD_PRELOAD)."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Child:
-    """One I/O process, from its start to its burial. Used by one thread; only `end` blocks.
+    """One I/O process, from its start until it has been reaped. Used by one thread; only `end`
+    blocks.
 
-    It stays in the worker's process group: what a terminal or a supervisor does to the group it
-    does to both, and SIGKILL to the group leaves neither. It ignores every milder signal.
+    It stays in the worker's process group: a signal that a terminal or a supervisor sends to the
+    group reaches both, and SIGKILL leaves neither. It ignores SIGINT, SIGTERM and SIGHUP.
     """
 
     def __init__(self, slab_fd: int, module: str) -> None:
-        """Start `python -m module`. Raises `OSError` when the system cannot."""
+        """Start `python -m module`. Raises `OSError` if the system cannot."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.setblocking(False)
         self._frames = wire.FrameReader(wire.Up)
         self._unsent = bytearray()
         self.hung_up = False
-        """The stream is over: nothing more will come, and nothing can be said."""
+        """Whether the stream has ended, so that no message can be received or sent any more."""
         try:
             self._process = _spawn(theirs.fileno(), slab_fd, module)
         except BaseException:
@@ -46,8 +47,8 @@ class Child:
             theirs.close()
 
     def run_on(self, processors: Collection[int]) -> None:
-        """Let it use these, whatever the thread that has started it is bound to."""
-        # Gone already: its end is told elsewhere.
+        """Let the process run on `processors`, even if its starting thread is bound to others."""
+        # A dead process is reported elsewhere.
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(self._process.pid, processors)
 
@@ -56,7 +57,7 @@ class Child:
         return self._process.pid
 
     def fileno(self) -> int:
-        """For `select`: readable when `receive` has something to give."""
+        """The socket, for `select`: readable when `receive` has something to return."""
         return self._sock.fileno()
 
     @property
@@ -64,7 +65,7 @@ class Child:
         return bool(self._unsent)
 
     def send(self, messages: list[wire.Down]) -> None:
-        """Send what the socket takes now and keep the rest for the next call."""
+        """Send as much as the socket takes now, and keep the rest for the next call."""
         self._unsent += wire.encode(messages)
         if self.hung_up or not self._unsent:
             return
@@ -74,13 +75,14 @@ class Child:
         except BlockingIOError:
             pass
         except OSError:
-            # It is gone; what it said before is still to be read, the end of the stream follows.
+            # The process is dead. The messages it sent can still be read; then the stream ends.
             self._unsent.clear()
 
     def receive(self) -> list[wire.Up]:
-        """What has come since. Sets `hung_up` at the end of the stream.
+        """The messages that have arrived since the last call. Sets `hung_up` at the end of the
+        stream.
 
-        Raises `WireError` when the process talks nonsense; `kill` it then.
+        Raises `WireError` if the process breaks the protocol; `kill` it then.
         """
         messages: list[wire.Up] = []
         while not self.hung_up:
@@ -95,22 +97,27 @@ class Child:
         return messages
 
     def kill(self) -> None:
-        """Have it dead soon."""
+        """Send SIGKILL, without waiting for the process to end. Sets `hung_up`."""
         self.hung_up = True
         self._process.kill()
 
     def is_dead(self) -> bool:
-        """Whether the kernel has confirmed that it runs no more, nor writes to the slab."""
+        """Whether the kernel has confirmed its end, so that it no longer writes to the slab."""
         return self._process.poll() is not None
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended the dead process."""
+        return self._process.returncode == -signal.SIGKILL
+
     def last_words(self) -> str:
-        """How a dead one died."""
+        """A sentence on how the process ended. Call it only when `is_dead`."""
         status = self._process.returncode
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         return f"the I/O process {self.pid} has ended with {how}; its messages are on stderr"
 
     def end(self, timeout_s: float) -> None:
-        """Hang up, wait for its end, and after `timeout_s` enforce it."""
+        """Hang up and wait for the process to end; kill it after `timeout_s`."""
         self._sock.close()
         self.hung_up = True
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,15 +130,15 @@ class Child:
 def _spawn(sock_fd: int, slab_fd: int, module: str) -> subprocess.Popen[Any]:
     command = [sys.executable, "-m", module]
     command += ["--fd", str(sock_fd), "--slab-fd", str(slab_fd), "--parent-pid", str(os.getpid())]
-    # Blocked signals stay blocked across exec, so that a Ctrl-C before the process has come to
-    # ignore it waits instead of killing; it unblocks them itself.
+    # Blocked signals stay blocked across exec, so a Ctrl-C cannot kill the process before it
+    # ignores the signal; the process then unblocks them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _DEFERRED)
     try:
         return subprocess.Popen(
             command,
             env=_environment(os.environ),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # stdout belongs to the worker; should a library print, it shall not hurt
+            stdout=2,  # stdout belongs to the worker, even if a library prints
             pass_fds=(sock_fd, slab_fd),
         )
     finally:
@@ -139,11 +146,11 @@ def _spawn(sock_fd: int, slab_fd: int, module: str) -> subprocess.Popen[Any]:
 
 
 def _environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """The worker's, without what would bind it to the cores that the model computes on, and with an
-    import path that finds this very s3kv.
+    """The worker's environment, without the variables that would bind the process to the model's
+    cores, and with an import path to this s3kv.
 
-    The path is left alone where s3kv is installed: site-packages in PYTHONPATH would come before
-    the standard library, and old backports there would replace parts of it.
+    The path is left alone if s3kv is installed: site-packages in PYTHONPATH would come before the
+    standard library, and old backports there would replace parts of it.
     """
     environment = {name: value for name, value in inherited.items() if name not in _BINDINGS}
     environment["PYTHONSAFEPATH"] = "1"

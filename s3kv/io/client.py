@@ -1,20 +1,22 @@
-"""The worker's side of its I/O process.
+"""Client of the I/O process, in its worker.
 
-`IoClient` belongs to one thread, the worker's engine thread, and has none of its own. Between
-`wait_ready` and `drain` no call blocks: `fetch`, `upload` and `cancel` queue a message, `flush`
-hands the queue to the kernel, `poll` collects what has ended.
+`IoClient` belongs to the worker's engine thread, and starts no thread. Between `wait_ready` and
+`drain` no call blocks: `fetch`, `upload` and `cancel` queue a message, `flush` hands the queue to
+the kernel, `poll` collects the ends of jobs.
 
-What it promises, whatever happens to the process:
+It guarantees, whatever happens to the process:
 
 1. Every job ends exactly once, in a list returned by `poll`.
 2. When a job has ended, nothing reads or writes its part of the slab on its behalf. Jobs of a
-   process that has died end as FAILED, and not before the kernel has confirmed its death.
-3. A process that dies, talks nonsense or stops answering is replaced, after a pause that doubles
-   from 0.1 s to 30 s while that goes on. Meanwhile jobs fail at the next `poll`.
+   process that has died end as FAILED, after the kernel has confirmed its death.
+3. A process that dies, breaks the protocol or stops answering is replaced, after a pause that
+   doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next `poll`.
+4. An invalid job raises at the call. A job that crashes the process ends as INVALID, and so does
+   every later job like it; the jobs beside it survive (`io.orders`).
 
-States, and what moves between them:
+States and transitions:
 
-    NEW ──start──▶ UP ──hung up, nonsense, silence──▶ DYING ──confirmed dead──▶ DOWN
+    NEW ──start──▶ UP ─hung up, bad message, silence─▶ DYING ──confirmed dead──▶ DOWN
                    ▲ └──close──▶ CLOSED (from any)                               │
                    └────────────────────────pause over───────────────────────────┘
 """
@@ -42,28 +44,19 @@ from s3kv.errors import (
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.child import Child
-from s3kv.types import ChunkKey, ItemShape, Outcome
+from s3kv.io.formats import Formats
+from s3kv.io.orders import Orders
+from s3kv.messages import JobEnd
+from s3kv.types import ChunkKey, ItemShape
 
 _PAUSE_FIRST_S = 0.1
 _PAUSE_MAX_S = 30.0
 _CHECK_S = 1.0
-"""How often `poll` asks whether the process is alive, and pings it."""
+"""Interval at which `poll` checks that the process is alive, and pings it."""
 _SILENCE_MAX_S = 30.0
-"""A ping not answered for so long means a process that hangs: its loop never waits for anything."""
+"""Time after which an unanswered ping means that the process hangs; its loop never blocks."""
 _GRACE_S = 2.0
-"""For a process to do by itself what it is expected to do: end a drain, or itself."""
-
-_COUNTED = (
-    "retries",
-    "throttled",
-    "window_cuts",
-    "hedges",
-    "hedges_won",
-    "refresh_done",
-    "refresh_failed",
-    "refresh_skipped",
-    "defects",
-)
+"""Time that a process gets to end a drain, or to exit by itself."""
 
 _ERRORS: dict[wire.Trouble, type[S3KVError]] = {
     "config": ConfigError,
@@ -84,8 +77,9 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClientStatistics:
-    """pid: of the present process. outstanding: jobs accepted and not yet returned by `poll`.
-    starts, deaths: of processes. process: what the present one last said of itself."""
+    """State and counters of an `IoClient`. pid: of the current process. outstanding: jobs accepted
+    and not yet returned by `poll`. starts, deaths: counts of processes. process: latest statistics
+    of the current one."""
 
     state: State
     pid: int | None
@@ -96,11 +90,11 @@ class ClientStatistics:
 
 
 class IoClient:
-    """Starts, feeds and, if need be, replaces the I/O process of one worker.
+    """Starts the I/O process of one worker, sends it jobs, and replaces it if it fails.
 
-    hello: what the process has to know. slab: shared with it; stays the caller's, who closes it
-    after the client. clock: seconds, monotonic. module: what the process runs. processors: those
-    it may use; None: those of the thread that starts it.
+    hello: configuration of the process. slab: shared with the process; the caller owns it, and
+    closes it after the client. clock: seconds, monotonic. module: the module that the process runs.
+    processors: cores it may use; None: those of the thread that starts it.
     """
 
     def __init__(
@@ -113,7 +107,7 @@ class IoClient:
         processors: Collection[int] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """What all processes there have been said of themselves, up to a second ago."""
+        """Sums over all processes so far, at most about one second old."""
         self._hello = hello
         self._slab = slab
         self._clock = clock
@@ -125,24 +119,23 @@ class IoClient:
         self._drained: wire.Drained | None = None
         self._stats: wire.Stats | None = None
         self._outbox: list[wire.Down] = []
-        self._outstanding: dict[int, bool] = {}
-        """Jobs sent and not ended, and whether they are uploads."""
-        self._ended: list[wire.Done] = []
+        self._orders = Orders(Formats(hello, slab.nbytes), clock)
         self._told: dict[str, int] = {}
-        """What the present process has said, of what is counted."""
+        """Counters that the current process has reported so far."""
         self._starts = 0
         self._deaths = 0
         self._failures = 0
         self._started_s = self._checked_s = self._kill_s = self._restart_s = 0.0
         self._pinged_s: float | None = None
         self._why_dying = ""
+        self._broke_protocol = False
 
     # Start and end: these may block.
 
     def start(self) -> None:
-        """Start the process and return. Jobs may follow at once; they wait in it.
+        """Start the process, without waiting for it. Jobs may follow at once, and wait in it.
 
-        Raises `IoProcessError` when the system starts no process.
+        Raises `IoProcessError` if the process cannot be started, or was started before.
         """
         if self._state is not State.NEW:
             raise IoProcessError(f"the I/O client cannot be started: it is {self._state.value}")
@@ -154,9 +147,9 @@ class IoClient:
     def wait_ready(self, timeout_s: float) -> wire.Ready:
         """Wait until the process has tried the bucket.
 
-        Returns its answer, whose `trouble` tells that it serves in spite of something. Raises
-        what the trouble is when it does not serve, and `IoProcessError` when it died or gave no
-        answer in time. After an error the client is closed.
+        Returns its answer; if that contains a `trouble`, the process serves nevertheless. Raises
+        the error for the trouble if the process does not serve, and `IoProcessError` if it died or
+        did not answer within `timeout_s`. After an error the client is closed.
         """
         deadline_s = time.monotonic() + timeout_s
         self._wait(lambda: self._ready is not None, deadline_s)
@@ -170,35 +163,38 @@ class IoClient:
         raise _ERRORS[ready.trouble](ready.message)
 
     def drain(self, timeout_s: float) -> int:
-        """Give up fetches, wait for uploads, `timeout_s` at most. Returns the uploads left.
+        """Give up fetches and wait up to `timeout_s` for uploads. Returns the uploads left.
 
-        What ended meanwhile is returned by the next `poll`. Afterwards only `poll` and `close`.
-        Should the worker be killed while it waits here, the process still uses its time.
+        The next `poll` returns the jobs that ended meanwhile. Call only `poll` and `close`
+        afterwards. If the worker is killed while it waits here, the process still uses its time.
         """
-        uploads = {job_id for job_id, is_upload in self._outstanding.items() if is_upload}
-        if self._state is State.UP and self._outstanding:
-            self._outbox.append(wire.Drain(timeout_s))
-            deadline_s = time.monotonic() + timeout_s + _GRACE_S
-            self._wait(lambda: self._drained is not None, deadline_s)
+        orders, uploads = self._orders, self._orders.uploads()
+        deadline_s = time.monotonic() + timeout_s
+        # Nothing can be sent after a Drain, and suspects are sent in turn.
+        orders.cancel_waiting(uploads_too=False)
+        self._wait(lambda: not orders.any_waiting, deadline_s)
+        late = orders.cancel_waiting(uploads_too=True)
+        if self._state is State.UP and orders.any_outstanding:
+            self._outbox.append(wire.Drain(max(0.0, deadline_s - time.monotonic())))
+            self._wait(lambda: self._drained is not None, deadline_s + _GRACE_S)
         if self._drained is not None:
-            return self._drained.left
-        return len(uploads - {end.job_id for end in self._ended if end.outcome.is_success})
+            return self._drained.left + late
+        return len(uploads - orders.uploaded())
 
     def close(self) -> None:
         """End the process, by force after 2 s. Idempotent. Nothing uses the slab afterwards.
 
-        Jobs not returned by `poll` before are not returned any more.
+        Jobs that `poll` has not returned yet are never returned.
         """
         if self._child is not None:
             self._child.end(_GRACE_S)
             self._child = None
         self._state = State.CLOSED
-        self._outstanding.clear()
-        self._ended.clear()
+        self._orders.forget()
         self._outbox.clear()
 
     def _wait(self, done: Callable[[], bool], deadline_s: float) -> None:
-        """Exchange messages until `done`, the deadline, or the process's end."""
+        """Exchange messages until `done`, the deadline, or the end of the process."""
         while self._state is State.UP and self._child is not None and not done():
             self.flush()
             left_s = deadline_s - time.monotonic()
@@ -213,45 +209,47 @@ class IoClient:
     # While the engine runs: nothing below blocks.
 
     def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None) -> None:
-        """Fill the slab from `offset` with the object of `key`: of an item, if it has a shape.
+        """Fetch the object of `key` into the slab at `offset`. item: the shape of an item.
 
-        From now until the job has ended, that part of the slab is the I/O process's. `job_id` is
-        none of those that have not ended: `ValueError`. Sent by the next `flush` or `poll`.
+        The I/O process owns that part of the slab until the job has ended. The next `flush` or
+        `poll` sends the job. Raises `ValueError` if a job with this id has not ended, and
+        `TypeError` or `ValueError` for a job that cannot be carried out (`Formats.of`); nothing is
+        sent then, and no end follows.
         """
         self._submit(wire.Fetch(job_id, key.group, key.block_hash, offset, item))
 
     def upload(
         self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None
     ) -> None:
-        """Send the object whose payload lies behind its header's place at `offset`. As `fetch`."""
+        """Upload the object at `offset`: room for its header, then its payload. As `fetch`."""
         self._submit(wire.Upload(job_id, key.group, key.block_hash, offset, item))
 
     def cancel(self, job_id: int) -> None:
-        """Hurry the end of a job. It still ends, as CANCELLED or as it would have anyway."""
-        if self._state is State.UP and job_id in self._outstanding:
+        """Ask for a job to end soon. It ends as CANCELLED, or as it would have otherwise."""
+        if self._orders.cancel(job_id) and self._state is State.UP:
             self._outbox.append(wire.Cancel(job_id))
 
     def withdraw(self, job_id: int) -> None:
-        """End a job as CANCELLED if it has not begun, and leave it alone otherwise."""
-        if self._state is State.UP and job_id in self._outstanding:
+        """Cancel a job if it has not begun; otherwise do nothing."""
+        if self._orders.cancel(job_id) and self._state is State.UP:
             self._outbox.append(wire.Withdraw(job_id))
 
     def flush(self) -> None:
-        """Send what is queued, as far as the socket takes it."""
+        """Send as much of the queue as the socket takes."""
         if self._state is not State.UP or self._child is None:
             return
         if self._outbox or self._child.has_unsent:
             self._child.send(self._outbox)
             self._outbox.clear()
 
-    def poll(self, linger_s: float = 0.0) -> list[wire.Done]:
-        """The jobs that have ended since the last call. Call it every engine step.
+    def poll(self, linger_s: float = 0.0) -> list[JobEnd]:
+        """Return the ends of jobs since the last call, and log failures. Call it every engine step.
 
-        With `linger_s`, and when jobs are under way, it waits so long for something to end.
+        linger_s: longest wait for a message of the process while jobs are under way.
         """
         if self._state is State.UP and self._child is not None:
             self.flush()
-            if linger_s and self._outstanding:
+            if linger_s and self._orders.any_outstanding:
                 _await_input(self._child, linger_s)
             self._receive(self._child)
             self._look_after(self._child)
@@ -259,64 +257,60 @@ class IoClient:
             self._bury()
         if self._state is State.DOWN and self._clock() >= self._restart_s:
             self._restart()
-        ended, self._ended = self._ended, []
-        return ended
+        return self._orders.take_ends()
 
     def statistics(self) -> ClientStatistics:
         return ClientStatistics(
             state=self._state,
             pid=self._child.pid if self._child is not None else None,
-            outstanding=len(self._outstanding) + len(self._ended),
+            outstanding=len(self._orders),
             starts=self._starts,
             deaths=self._deaths,
             process=self._stats,
         )
 
-    def _submit(self, message: wire.Fetch | wire.Upload) -> None:
-        if message.job_id in self._outstanding:
-            raise ValueError(f"job {message.job_id} has not ended yet")
-        if self._state is State.UP:
-            self._outstanding[message.job_id] = isinstance(message, wire.Upload)
-            self._outbox.append(message)
+    def _submit(self, job: wire.Job) -> None:
+        why_down = "" if self._state is State.UP else f"the I/O process is {self._state.value}"
+        if self._orders.add(job, why_down):
+            self._outbox.append(job)
         else:
-            self._fail(message.job_id, f"the I/O process is {self._state.value}")
+            self._release()
 
-    def _fail(self, job_id: int, reason: str) -> None:
-        self._ended.append(wire.Done(job_id, Outcome.FAILED, 0, 0.0, reason))
+    def _release(self) -> None:
+        """Send the suspects whose turn has come, once the process has sent `Ready`."""
+        if self._ready is not None and self._state is State.UP:
+            self._outbox += self._orders.release()
 
     def _receive(self, child: Child) -> None:
         try:
             for message in child.receive():
                 self._take(message)
         except wire.WireError as error:
-            self._give_up(f"the I/O process {child.pid} talks nonsense: {error}")
+            self._broke_protocol = True
+            self._give_up(f"the I/O process {child.pid} breaks the protocol: {error}")
         if child.hung_up:
-            # It should be about to end by itself, and may have something to say on stderr.
+            # The process is probably exiting by itself, and may still write to stderr.
             self._give_up("", grace_s=_GRACE_S)
 
     def _take(self, message: wire.Up) -> None:
         match message:
-            case wire.Done(job_id):
-                if job_id not in self._outstanding:
-                    raise wire.WireError(f"job {job_id}, done or never sent, is done")
-                del self._outstanding[job_id]
-                self._ended.append(message)
+            case JobEnd():
+                self._orders.ended(message)
+                self._release()
             case wire.Stats():
                 self._count(message)
                 self._stats = message
                 self._pinged_s = None
             case wire.Ready():
                 self._ready = message
+                self._release()
             case wire.Drained():
                 self._drained = message
 
     def _count(self, stats: wire.Stats) -> None:
-        told = {f"io_{name}": int(getattr(stats, name)) for name in _COUNTED}
-        told |= {f"io_requests|{name}": count for name, count in stats.requests.items()}
-        told["cost_usd"] = stats.cost_nanousd  # the unit of the metric while it travels
-        for name, value in told.items():
+        for name, value in stats.counters.items():
             self.counters[name] += value - self._told.get(name, 0)
-        self._told = told
+        self._told = stats.counters
 
     def _look_after(self, child: Child) -> None:
         now_s = self._clock()
@@ -324,7 +318,7 @@ class IoClient:
             return
         self._checked_s = now_s
         if child.is_dead():
-            # Its end of the stream can outlive it in a process forked while it was started.
+            # A process forked during the start may hold the other end of the stream open.
             self._give_up("")
         elif self._pinged_s is None:
             self._pinged_s = now_s
@@ -346,11 +340,10 @@ class IoClient:
                 self._child.kill()
             return
         self._why_dying = self._why_dying or self._child.last_words()
+        crashed = self._broke_protocol or not self._child.was_killed
         self._child.end(0.0)
         self._child = None
-        for job_id in self._outstanding:
-            self._fail(job_id, self._why_dying)
-        self._outstanding.clear()
+        self._orders.died(self._why_dying, crashed=crashed)
         self._outbox.clear()
         self._deaths += 1
         self._down()
@@ -363,7 +356,7 @@ class IoClient:
         self._state = State.DOWN
 
     def _restart(self) -> None:
-        # The bucket has been tried once. Should it be away just now, that is no reason to stop.
+        # The bucket was tried at the first start. An outage is no reason to stop now.
         config = dataclasses.replace(self._hello.config, on_unavailable="serve")
         try:
             self._spawn(msgspec.structs.replace(self._hello, config=config))
@@ -376,7 +369,7 @@ class IoClient:
         self._started_s = self._checked_s = self._clock()
         self._ready = self._stats = self._pinged_s = None
         self._told = {}
-        self._why_dying = ""
+        self._why_dying, self._broke_protocol = "", False
         self._child = Child(self._slab.fd, self._module)
         if self._processors is not None:
             self._child.run_on(self._processors)
@@ -387,8 +380,7 @@ class IoClient:
 
 
 def _await_input(child: Child, timeout_s: float) -> None:
-    """Until `child` has said something, or can be told what was queued for it."""
+    """Wait until `child` has sent something, or can take queued messages."""
     poller = select.poll()  # select() takes no descriptor above 1023
-    wanted = select.POLLOUT if child.has_unsent else 0
-    poller.register(child, select.POLLIN | wanted)
+    poller.register(child, select.POLLIN | (select.POLLOUT if child.has_unsent else 0))
     poller.poll(timeout_s * 1000)

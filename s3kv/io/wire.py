@@ -1,51 +1,54 @@
-"""What a worker and its I/O process say to each other.
+"""Wire protocol between a worker and its I/O process.
 
-A stream socket of their own carries frames in both directions:
+A stream socket between the two carries frames in both directions:
 
     bytes 0..4   length of the rest, unsigned, little-endian, at most `MAX_FRAME_BYTES`
     bytes 4..    MessagePack array of messages, each an array whose first item is its tag
 
-The worker says `Hello` first. The I/O process answers `Ready` once, when it has tried the bucket;
-jobs may be sent before that. Every `Fetch` and every `Upload` is answered by exactly one `Done`,
-every `Ping` by a `Stats`. After `Drain` nothing else is sent down; `Drained` is the last
-answer. Object bytes never pass here: they are in the slab.
+The worker sends `Hello` first. The I/O process answers `Ready` once, when it has tried the bucket;
+jobs may be sent before that. Every `Fetch` and every `Upload` is answered by exactly one `JobEnd`,
+every `Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer.
+Objects are in the slab, and are not sent over the socket.
 
-Both ends are of one version and one machine, so there is no version in the protocol.
+Both ends have the same version and run on one machine, so the protocol has no version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from s3kv.config import Config
 from s3kv.errors import S3KVError
+from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.integrity import XXH3, Integrity
-from s3kv.types import ItemShape, Outcome, TensorSpec
+from s3kv.types import ItemShape, TensorSpec
 
 MAX_FRAME_BYTES = 2**20
-"""What a peer has to be ready to hold. `Hello` is the largest message: about 60 bytes per layer."""
+"""Largest frame a peer accepts. `Hello` is the largest message: about 60 bytes per layer."""
 _MESSAGES_PER_FRAME = 1024
-"""Keeps frames of job messages (under 200 bytes each, `Done` with a detail under 800) below
-the maximum."""
+"""Most messages in a frame. It keeps frames of job messages (under 200 bytes each, `JobEnd` with a
+detail under 800) below the maximum."""
 MAX_DETAIL_CHARS = 700
-"""A key is about 150; the advice at the end of the message must not be what is cut off."""
+"""Longest detail sent. It fits a key of about 150 characters and the advice at the end."""
 
 
 class WireError(S3KVError):
-    """The peer sent what is no frame of this protocol. The connection is of no use any more."""
+    """Violation of this protocol by the peer. The connection cannot be used any more."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Everything the I/O process needs to know.
+    """Configuration of the I/O process.
 
     groups: KV-cache group to the tensors of its chunks, as in `ChunkFormat`.
-    shard: this rank's part of every chunk.
-    item_dtype: of items (`objects.items`), for a process that moves those instead of chunks.
+    shard: KV heads and layers in this rank's objects, as in their keys.
+    item_dtype: dtype of items (`objects.item_format`), for a process that moves items instead of
+        chunks; None: it moves chunks.
     integrity: how objects are sealed and verified.
-    manifest: what the namespace is, to be written and compared; empty where another rank does it.
+    manifest: the namespace's manifest, to be written and compared; empty if another rank does it.
+    shapes: shards of all ranks, to be listed in the namespace beside the manifest.
     """
 
     config: Config
@@ -56,12 +59,14 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     item_dtype: str | None = None
     integrity: Integrity = XXH3
     manifest: bytes = b""
+    shapes: tuple[str, ...] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Fill the slab from `offset` with the object of a chunk, or of an item if it has an `item`
-    shape. `job_id` is unique among the jobs not yet done, uploads included."""
+    """Request to fetch the object of a chunk, or of an item if `item` is its shape, into the slab
+    at `offset`. `job_id` is unique among the jobs that have not ended, uploads included."""
 
+    kind: ClassVar[JobKind] = JobKind.FETCH
     job_id: int
     group: int
     block_hash: bytes
@@ -70,9 +75,10 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Upload(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Write the header of the chunk or item whose payload is behind its place at `offset`, and
-    send the object."""
+    """Request to seal and upload the chunk or item at `offset`: room for its header, then its
+    payload. `job_id` is unique as for `Fetch`."""
 
+    kind: ClassVar[JobKind] = JobKind.UPLOAD
     job_id: int
     group: int
     block_hash: bytes
@@ -81,37 +87,38 @@ class Upload(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Nobody waits for this job any more. It still ends with its `Done`."""
+    """Request to end a job soon, because it has no waiter left. It still ends with a `JobEnd`."""
 
     job_id: int
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """As `Cancel`, but only if the job has not begun; otherwise nothing changes."""
+    """Request to cancel a job only if it has not begun; otherwise nothing changes."""
 
     job_id: int
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Give up all fetches, finish the uploads, but give those up, too, after `timeout_s`."""
+    """Request to give up all fetches and finish the uploads, and to give up the remaining uploads
+    after `timeout_s`."""
 
     timeout_s: float
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Are you there?"""
+    """Request for `Stats`; the answer shows that the process lives."""
 
 
 Trouble = Literal["config", "denied", "missing", "unavailable", "defect"]
-"""What can be wrong at start; all but the last are one of the errors in `s3kv.errors`."""
+"""Kinds of trouble at start. All but "defect" correspond to one error in `s3kv.errors`."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The bucket has been tried.
+    """Result of trying the bucket.
 
-    trouble: None when it can be used.
-    message: the same in words for a person.
-    serving: False when the I/O process exits because of it.
+    serving: False if the I/O process exits because of the trouble.
+    trouble: None if the bucket can be used.
+    message: description of the trouble for a person.
     """
 
     serving: bool
@@ -119,69 +126,37 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=0):
     message: str
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A job has ended: nothing reads or writes its part of the slab on its behalf any more.
-
-    nbytes: object bytes moved over the network by the last attempt; 0 unless it succeeded.
-    seconds: from its first attempt to its end, retries included, the wait for its turn not.
-    detail: for a person, why it did not succeed; empty when it did.
-    reason: what was wrong with an object that did not verify (`codec.Refusal`), also when a second
-        reading did; "quarantined" when it is known to be bad and was not read; otherwise empty.
-    """
-
-    job_id: int
-    outcome: Outcome
-    nbytes: int
-    seconds: float
-    detail: str
-    reason: str = ""
-
-
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Nothing runs any more. left: uploads that were given up."""
+    """End of a drain: no job runs any more. left: number of uploads that were given up."""
 
     left: int
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Counters of one I/O process since it started.
+    """State and counters of one I/O process.
 
-    waiting, running, running_bytes: jobs now.
-    retries: attempts after the first. throttled: answers that asked for fewer requests.
-    window: requests that may run at once now. window_cuts: how often it has been made smaller.
-    hedges: reads sent a second time because they were late. hedges_won: those that were faster.
-    refresh_done, refresh_failed, refresh_skipped: as `refreshing.Refresher` counts them.
-    defects: exceptions nobody had foreseen. cpu_s: processor time of the process.
-    requests: sent to the store, by "verb|answer" (`objects.traffic`). cost_nanousd: what they are
-        taken to cost, in 10⁻⁹ dollars.
+    waiting: jobs waiting now. running, running_bytes: jobs running now, and the bytes of their
+        objects. window: requests that may run at once now.
+    counters: sums since the process started, by the name of their metric; `cost_usd` in 10⁻⁹
+        dollars, `io_requests` by "io_requests|verb|answer" (`objects.traffic`).
     """
 
     waiting: int
     running: int
     running_bytes: int
-    retries: int
-    throttled: int
     window: int
-    window_cuts: int
-    hedges: int
-    hedges_won: int
-    refresh_done: int
-    refresh_failed: int
-    refresh_skipped: int
-    defects: int
-    cpu_s: float
-    requests: dict[str, int]
-    cost_nanousd: int
+    counters: dict[str, int]
 
 
+Job = Fetch | Upload
 Down = Hello | Fetch | Upload | Cancel | Withdraw | Drain | Ping
-Up = Ready | Done | Drained | Stats
+Up = Ready | JobEnd | Drained | Stats
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(messages: list[Down] | list[Up]) -> bytes:
-    """Frames that carry `messages` in order; no bytes when there are none."""
+    """Frames that carry `messages` in order; no bytes if there are no messages."""
     if len(messages) <= _MESSAGES_PER_FRAME:
         return _frame(messages) if messages else b""
     step = _MESSAGES_PER_FRAME
@@ -196,18 +171,18 @@ def _frame(messages: list[Any]) -> bytes:
 
 
 class FrameReader:
-    """Turns received bytes into messages, however the stream cuts them up.
+    """Turns received bytes into messages, however the stream splits them.
 
-    Holds one incomplete frame at most. After a `WireError` it is of no use any more.
+    Holds one incomplete frame at most. Do not use it after a `WireError`.
     """
 
     def __init__(self, direction: Any) -> None:
-        """direction: `Down` or `Up`, what the peer is allowed to say."""
+        """direction: `Down` or `Up`, the type of messages that the peer may send."""
         self._decoder: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[direction])
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterable[Any]:
-        """The messages that `data` completes, in order. Raises `WireError` on anything else."""
+        """The messages that `data` completes, in order. Raises `WireError` for invalid data."""
         self._pending += data
         messages: list[Any] = []
         start = 0

@@ -1,1 +1,1 @@
-"""The object tier: keys, the object format, and the stores. Bytes and asyncio; no torch."""
+"""Object tier: keys, the object format, and the stores. Bytes and asyncio; no torch."""

@@ -1,9 +1,9 @@
-"""Which objects have to go so that a bucket keeps to a budget: those last written longest ago.
+"""Eviction by age, to keep a bucket within a budget: the least recently written objects go first.
 
-A bucket of millions of objects is listed twice, because nobody wants to hold its listing: once to
-count bytes by the second in which they were last written, which says where to cut, and once to
-find what lies before the cut. A refresh is a write, so this is least recently used first, as
-exact as refreshes are frequent. Pure.
+A bucket of millions of objects is listed twice, so that the listing need not be held in memory. The
+first pass counts bytes per second of last write, which determines the cut; the second finds the
+objects before the cut. A refresh is a write, so the order is least recently used first, as exact as
+refreshes are frequent. Pure.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Cut:
-    """What goes: everything last written before `second` (whole seconds since the epoch), and of
-    what was written within it as much as makes up `nbytes`."""
+    """The objects to evict: all that were last written before `second` (whole seconds since the
+    epoch), and `nbytes` of those written within it."""
 
     second: int
     nbytes: int = 0
 
     def takes(self, modified_s: float, nbytes: int) -> bool:
-        """Whether this object goes. Ask once for each: those within the second are counted."""
+        """Whether to evict this object. Ask once per object, because objects within the cut's
+        second are counted."""
         at = math.floor(modified_s)
         if at != self.second:
             return at < self.second
@@ -47,8 +48,8 @@ class Ages:
         return self._bytes.total()
 
     def cut(self, *, max_bytes: int | None = None, before_s: float = 0.0) -> Cut:
-        """Let go what was last written before `before_s`, and the oldest of the rest until no more
-        than `max_bytes` are left."""
+        """The cut that evicts objects last written before `before_s` (seconds since the epoch), and
+        then the oldest of the rest until at most `max_bytes` are left (None: no limit)."""
         second = math.floor(before_s)
         if max_bytes is None:
             return Cut(second)

@@ -1,134 +1,88 @@
-"""The object format, version 1.
+"""The object format, version 2; docs/object-format.md specifies it.
 
-An object is one chunk of one rank, and one valid safetensors file
-(https://huggingface.co/docs/safetensors/en/index#format):
+An object is one chunk of one coverage on one rank, or one item, and one valid safetensors file: a
+header of JSON, padded to a multiple of 4096 bytes, and the payload. The payload is part after part;
+a part is a tensor, and what one shard holds of one KV-cache group. A part is cut into segments of
+at most 8 MiB, and the header lists one digest for each.
 
-    bytes 0..8      N, the length of the JSON, unsigned, little-endian
-    bytes 8..8+N    JSON in ASCII, padded at its end with spaces until 8+N is a multiple of 4096
-    bytes 8+N..     the payload: every tensor, row-major, in the order of the JSON, no gaps
+All of the header but the block hash and the digests follows from the format. A reader therefore
+knows every byte of the requested object except the payload and its digests. It computes the
+digests of the segments it got, and compares the header with the one it would have written. One
+comparison refuses a flipped byte anywhere, another chunk's object and another model's. As every
+segment has its own digest, a reader of some segments verifies those alone. `integrity` says against
+whom the digests guard.
 
-The JSON is one object without white space. Its first member is `__metadata__`, all text values,
-in this order:
-
-    s3kv.format      "1"
-    s3kv.namespace   namespace digest, 32 hex digits (`keys.fingerprint_digest`)
-    s3kv.group       KV-cache group, decimal
-    s3kv.shard       which rank's part, as in the key
-    s3kv.block_hash  the block hash at the chunk's end, hex
-    s3kv.algorithm   "xxh3-128", "blake3-keyed" or "none"
-    s3kv.digest      "xxh3-128": XXH3-128 (seed 0) of the payload, 32 hex digits, big-endian as
-                     xxhash prints it. "blake3-keyed": BLAKE3 keyed, of the whole header with this
-                     text empty (and spaces for it at the end) and the payload, 64 hex digits.
-                     "none": empty
-
-and every other member is a tensor, `"name":{"dtype":…,"shape":[…],"data_offsets":[begin,end]}`.
-N is padded as if the block hash had 64 bytes, so a format's header has the same length for every
-chunk, and slots, headers and payloads are all page-aligned.
-
-All of the header but the block hash and the digest follows from the format. A reader therefore
-knows every byte of the object it asked for except the payload, computes the digest of the payload
-it got, and compares the header with the one it would have written: one comparison refuses a
-flipped byte anywhere, another chunk's object and another model's. Against whom the digest guards
-is told in `integrity`.
-
-Everything here is synchronous, allocates a header at most, and runs in any process and thread.
-The digests let go of the GIL while they read a payload.
+Everything here is synchronous, allocates at most a few headers, and runs in any process and thread.
+The digests release the GIL while they read a payload.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from s3kv.errors import S3KVError
+from s3kv.objects.headers import FORMAT_VERSION, MAX_HEADER_BYTES, CodecError, Refusal, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import MAX_HASH_BYTES
 from s3kv.types import TensorSpec
 
-FORMAT_VERSION = "1"
 ALIGN_BYTES = 4096
-MAX_HEADER_BYTES = 2**20
-"""Far above any real model's (about 100 bytes per layer); what a reader of an untrusted object
-is ready to look at."""
-MAX_DIMENSIONS = 16
-
-Refusal = Literal[
-    "length",
-    "header",
-    "version",
-    "namespace",
-    "group",
-    "shard",
-    "block_hash",
-    "tensors",
-    "algorithm",
-    "digest",
-]
-"""Why an object is not the one asked for, the first that applies in this order:
-length: shorter or longer than the format's objects. header: no header of s3kv, or one that says
-the right things in other bytes. version, namespace, group, shard, block_hash, tensors, algorithm:
-the object says it is something else. digest: it says it is the right one, but it is damaged or
-forged.
-"""
-
-
-class CodecError(S3KVError, ValueError):
-    """These bytes are no object of this format. The caller treats them as a miss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What an object says of itself; nothing of it has been verified."""
-
-    version: str
-    namespace_digest: str
-    group: int
-    shard: str
-    block_hash: bytes
-    algorithm: str
-    digest: str
-    tensors: tuple[TensorSpec, ...]
-    header_bytes: int
-    payload_bytes: int
+SEGMENT_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkFormat:
-    """The layout of all chunks of one group on one rank. Plain data: cheap to send and rebuild.
+    """The layout of all chunks of one coverage on one rank. Plain data: cheap to send and rebuild.
 
-    tensors: in payload order; at least one, names unique.
-    Raises `ValueError` when such a header cannot be written.
+    tensors: the parts, in payload order; at least one, names unique. Those with layers have one
+        number of blocks.
+    first_block: the first of the chunk's blocks that the object holds.
+    Raises `ValueError` if no header can be written for it.
     """
 
     namespace_digest: str
     tensors: tuple[TensorSpec, ...]
-    group: int
+    coverage: int
     shard: str
     integrity: Integrity = XXH3
+    first_block: int = 0
+    parts: tuple[range, ...] = field(init=False, repr=False, compare=False)
+    """By part, the numbers of its segments."""
+    segments: tuple[range, ...] = field(init=False, repr=False, compare=False)
+    """By segment, its bytes in the payload."""
     header_bytes: int = field(init=False, repr=False, compare=False)
-    """Length of the header with its 8-byte length, a multiple of 4096."""
+    """Length of the header, including its 8-byte length field; a multiple of 4096."""
     payload_bytes: int = field(init=False, repr=False, compare=False)
-    _parts: tuple[bytes, bytes, bytes] = field(init=False, repr=False, compare=False)
-    """The header's text before the block hash, between it and the digest, and after."""
+    _texts: tuple[bytes, bytes, bytes] = field(init=False, repr=False, compare=False)
+    """The header's text before the block hash, between it and the digests, and after."""
 
     def __post_init__(self) -> None:
         names = {t.name for t in self.tensors} | {"__metadata__"}
         if not self.tensors or len(names) != len(self.tensors) + 1:
             raise ValueError("a chunk needs tensors, with names that differ from each other")
-        text = _header_text(self)
-        before, between, after = text.encode("ascii").split(_HOLE)
-        digest_chars = self.integrity.digest_chars
-        longest = 8 + len(before) + 2 * MAX_HASH_BYTES + len(between) + digest_chars + len(after)
+        if len({t.shape[0] for t in self.tensors if t.layers}) > 1:
+            raise ValueError("the tensors of a chunk differ in their number of blocks")
+        parts, segments = _segments(self.tensors)
+        before, between, after = _header_text(self).encode("ascii").split(_HOLE)
+        digests = len(_joined([b"0" * self.integrity.digest_chars] * len(segments)))
+        longest = 8 + len(before) + 2 * MAX_HASH_BYTES + len(between) + digests + len(after)
         header_bytes = -(-longest // ALIGN_BYTES) * ALIGN_BYTES
         if header_bytes > MAX_HEADER_BYTES:
             raise ValueError(f"header of {header_bytes} bytes: at most {MAX_HEADER_BYTES}")
         put = object.__setattr__
+        put(self, "parts", parts)
+        put(self, "segments", segments)
         put(self, "header_bytes", header_bytes)
         put(self, "payload_bytes", sum(t.nbytes for t in self.tensors))
-        put(self, "_parts", ((header_bytes - 8).to_bytes(8, "little") + before, between, after))
+        put(self, "_texts", ((header_bytes - 8).to_bytes(8, "little") + before, between, after))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the object; 1 if its tensors have none."""
+        return next((t.shape[0] for t in self.tensors if t.layers), 1)
 
     @property
     def object_bytes(self) -> int:
@@ -139,73 +93,139 @@ class ChunkFormat:
         """Write the header of a chunk whose payload is already in place behind it.
 
         buffer: writable bytes, `object_bytes` or more; [header_bytes, object_bytes) is the
-        payload, and must not change any more. Raises `ValueError` when the buffer is too short
-        or the hash is empty or too long.
+        payload, and must not change any more. Raises `ValueError` if the buffer is too short, or
+        the hash is empty or too long.
         """
         if len(buffer) < self.object_bytes:
             raise ValueError(f"buffer of {len(buffer)} bytes for an object of {self.object_bytes}")
-        buffer[: self.header_bytes] = self._header(block_hash, self._digest(buffer, block_hash))
+        payload = buffer[self.header_bytes : self.object_bytes]
+        digests = self._digests(range(len(self.segments)), payload, block_hash)
+        buffer[: self.header_bytes] = self._header(block_hash, digests)
 
     def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Refusal | None:
-        """None when the first `nbytes` of `buffer` are this format's object for `block_hash`.
+        """Verify that the first `nbytes` of `buffer` are this format's object for `block_hash`.
 
-        nbytes: the length of the object as the store told it, which may be more than fits into
-        `buffer`. Otherwise the reason; the object is then a miss. Never raises for what the
-        object holds.
+        nbytes: the object's length as the store reports it; it may exceed `buffer`. Returns None
+        if they are, or else the reason; the object is a miss then. Raises nothing because of the
+        object's content.
         """
         if nbytes != self.object_bytes or len(buffer) < nbytes:
             return "length"
-        expected = self._header(block_hash, self._digest(buffer, block_hash))
-        # In constant time: with a key, where the first difference is would be worth knowing.
-        if hmac.compare_digest(bytes(buffer[: self.header_bytes]), expected):
+        header, payload = buffer[: self.header_bytes], buffer[self.header_bytes : nbytes]
+        return self.check_segments(header, range(len(self.segments)), payload, block_hash)
+
+    def check_segments(
+        self, header: memoryview, numbers: range, payload: memoryview, block_hash: bytes
+    ) -> Refusal | None:
+        """Verify some segments of an object without the others, such as those of a part.
+
+        header: the object's first `header_bytes`. numbers: consecutive segments. payload: their
+        bytes. Returns None if they are those of `block_hash`, or else the reason. The digests of
+        other segments are not looked at.
+        """
+        held = self.segments[numbers.start : numbers.stop]
+        if len(header) != self.header_bytes or len(payload) != sum(map(len, held)):
+            return "length"
+        listed = self._listed(header, block_hash)
+        if listed:
+            listed[numbers.start : numbers.stop] = self._digests(numbers, payload, block_hash)
+        expected = self._header(block_hash, listed)
+        # In constant time: in a keyed mode, timing would help a forger.
+        if hmac.compare_digest(bytes(header), expected):
             return None
-        return self._reason(buffer[:nbytes], block_hash, expected)
+        return self._reason(header, block_hash, expected)
 
-    def _digest(self, buffer: memoryview, block_hash: bytes) -> str:
-        payload = buffer[self.header_bytes : self.object_bytes]
-        return self.integrity.digest(self._header(block_hash, ""), payload)
+    def _digests(self, numbers: range, payload: memoryview, block_hash: bytes) -> list[bytes]:
+        """The digests of consecutive segments, whose bytes are `payload`. None for mode "none"."""
+        if not self.integrity.digest_chars:
+            return []
+        header = self._header(block_hash, [])
+        first = self.segments[numbers.start].start if numbers else 0
+        return [
+            self.integrity.digest(
+                header,
+                number,
+                payload[self.segments[number].start - first : self.segments[number].stop - first],
+            ).encode()
+            for number in numbers
+        ]
 
-    def _header(self, block_hash: bytes, digest: str) -> bytes:
+    def _listed(self, header: memoryview, block_hash: bytes) -> list[bytes]:
+        """The unchecked bytes at the place of the digests in a header of this format."""
+        chars = self.integrity.digest_chars
+        before, between, _ = self._texts
+        begin = len(before) + 2 * len(block_hash) + len(between)
+        places = (begin + number * (chars + 1) for number in range(len(self.segments)))
+        return [bytes(header[at : at + chars]) for at in places] if chars else []
+
+    def _header(self, block_hash: bytes, digests: Sequence[bytes]) -> bytes:
         if not 1 <= len(block_hash) <= MAX_HASH_BYTES:
             raise ValueError(f"block hash of {len(block_hash)} bytes: 1 to {MAX_HASH_BYTES}")
-        before, between, after = self._parts
-        text = b"".join((before, block_hash.hex().encode(), between, digest.encode(), after))
+        before, between, after = self._texts
+        text = b"".join((before, block_hash.hex().encode(), between, _joined(digests), after))
         return text.ljust(self.header_bytes)
 
-    def _reason(self, buffer: memoryview, block_hash: bytes, expected: bytes) -> Refusal:
+    def _reason(self, header: memoryview, block_hash: bytes, expected: bytes) -> Refusal:
         try:
-            said = read_header(buffer)
-        except CodecError:
-            return "header"
-        meant = read_header(memoryview(expected), object_bytes=self.object_bytes)
+            said = read_header(header, object_bytes=self.object_bytes)
+        except CodecError as error:
+            return error.refusal
+        meant = self._listed(memoryview(expected), block_hash)
         differences: tuple[tuple[Refusal, bool], ...] = (
-            ("version", said.version != meant.version),
-            ("namespace", said.namespace_digest != meant.namespace_digest),
-            ("group", said.group != meant.group),
-            ("shard", said.shard != meant.shard),
+            ("namespace", said.namespace_digest != self.namespace_digest),
+            ("coverage", said.coverage != self.coverage),
+            ("shard", said.shard != self.shard),
             ("block_hash", said.block_hash != block_hash),
-            ("tensors", said.tensors != meant.tensors),
-            ("algorithm", said.algorithm != meant.algorithm),
-            ("digest", said.digest != meant.digest),
+            ("blocks", (said.first_block, said.blocks) != (self.first_block, self.blocks)),
+            ("tensors", said.tensors != self.tensors),
+            ("algorithm", said.algorithm != self.integrity.algorithm),
+            ("digest", [d.encode() for d in said.digests] != meant),
         )
         return next((reason for reason, differs in differences if differs), "header")
 
 
 _HOLE = b"?"
-"""Marks the two places of the template that differ between chunks; JSON text of ours cannot hold
-it elsewhere, because `_header_text` refuses names that do."""
+"""Mark for the two places of the template that differ between chunks. It occurs nowhere else in the
+JSON, because `_header_text` refuses names that contain it."""
+
+
+def _joined(digests: Sequence[bytes]) -> bytes:
+    return b",".join(digests)
+
+
+def _segments(tensors: Sequence[TensorSpec]) -> tuple[tuple[range, ...], tuple[range, ...]]:
+    """By part, the numbers of its segments; by segment, its bytes in the payload."""
+    parts: list[range] = []
+    segments: list[range] = []
+    begin = 0
+    for tensor in tensors:
+        end, first = begin + tensor.nbytes, len(segments)
+        segments += [
+            range(at, min(at + SEGMENT_BYTES, end)) for at in range(begin, end, SEGMENT_BYTES)
+        ]
+        parts.append(range(first, len(segments)))
+        begin = end
+    return tuple(parts), tuple(segments)
 
 
 def _header_text(chunk: ChunkFormat) -> str:
     hole = _HOLE.decode()
+    layers = {
+        tensor.name: [[layer.name, layer.dtype, list(layer.shape)] for layer in tensor.layers]
+        for tensor in chunk.tensors
+        if tensor.layers
+    }
     metadata = {
         "s3kv.format": FORMAT_VERSION,
         "s3kv.namespace": chunk.namespace_digest,
-        "s3kv.group": str(chunk.group),
+        "s3kv.coverage": str(chunk.coverage),
         "s3kv.shard": chunk.shard,
         "s3kv.block_hash": hole,
+        "s3kv.first_block": str(chunk.first_block),
+        "s3kv.blocks": str(chunk.blocks),
+        "s3kv.layers": _json(layers),
         "s3kv.algorithm": chunk.integrity.algorithm,
-        "s3kv.digest": hole,
+        "s3kv.digests": hole,
     }
     members: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
@@ -217,98 +237,11 @@ def _header_text(chunk: ChunkFormat) -> str:
             "data_offsets": [begin, end],
         }
         begin = end
-    text = json.dumps(members, separators=(",", ":"))
+    text = _json(members)
     if text.count(hole) != 2:
         raise ValueError("a name in this format holds a question mark")
     return text
 
 
-def read_header(buffer: memoryview, *, object_bytes: int | None = None) -> Header:
-    """What the object at the front of `buffer` says of itself; for tools and for error messages.
-
-    object_bytes: the object's length; `len(buffer)` when not given, so that a tool can read a
-    header from the object's first bytes. Takes any order of members and unknown metadata, but
-    believes nothing it cannot bound: looks at no more than `MAX_HEADER_BYTES` and allocates in
-    proportion to what it was given. Raises `CodecError`.
-    """
-    total = len(buffer) if object_bytes is None else object_bytes
-    if len(buffer) < 8:
-        raise CodecError(f"{len(buffer)} bytes hold no header")
-    header_bytes = 8 + int.from_bytes(buffer[:8], "little")
-    if header_bytes > min(MAX_HEADER_BYTES, len(buffer)):
-        raise CodecError(
-            f"header of {header_bytes} bytes, where {len(buffer)} are at hand and at most "
-            f"{MAX_HEADER_BYTES} are read"
-        )
-    members = _load_json(bytes(buffer[8:header_bytes]))
-    metadata = members.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CodecError("there is no __metadata__ of texts")
-    tensors = _read_tensors(members, total - header_bytes)
-    return Header(
-        version=_text(metadata, "format", r".*"),
-        namespace_digest=_text(metadata, "namespace", r".*"),
-        group=int(_text(metadata, "group", r"[0-9]{1,9}")),
-        shard=_text(metadata, "shard", r".*"),
-        block_hash=bytes.fromhex(_text(metadata, "block_hash", r"(?:[0-9a-f]{2})+")),
-        algorithm=_text(metadata, "algorithm", r".*"),
-        digest=_text(metadata, "digest", r"[0-9a-f]*"),
-        tensors=tensors,
-        header_bytes=header_bytes,
-        payload_bytes=total - header_bytes,
-    )
-
-
-def _text(metadata: dict[str, str], name: str, pattern: str) -> str:
-    value = metadata.get(f"s3kv.{name}")
-    if value is None or re.fullmatch(pattern, value, re.DOTALL) is None:
-        raise CodecError(f"s3kv.{name} is {value!r}")
-    return value
-
-
-def _load_json(text: bytes) -> dict[str, Any]:
-    try:
-        members = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"the header is no JSON: {error}") from error
-    if not isinstance(members, dict):
-        raise CodecError("the header is no JSON object")
-    return members
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise CodecError("a member occurs twice")
-    return members
-
-
-def _read_tensors(members: dict[str, Any], payload_bytes: int) -> tuple[TensorSpec, ...]:
-    """The tensors in payload order; they must tile the payload."""
-    spans = [_read_tensor(name, entry, payload_bytes) for name, entry in members.items()]
-    spans.sort(key=lambda span: span[:2])
-    at = 0
-    for begin, end, tensor in spans:
-        if begin != at or end - begin != tensor.nbytes:
-            raise CodecError(f"tensor {tensor.name!r} is not where its neighbours end")
-        at = end
-    if at != payload_bytes:
-        raise CodecError(f"tensors of {at} bytes in a payload of {payload_bytes}")
-    return tuple(tensor for _, _, tensor in spans)
-
-
-def _read_tensor(name: str, entry: Any, payload_bytes: int) -> tuple[int, int, TensorSpec]:
-    try:
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        sizes = (*shape, begin, end)
-        # Bounded dimensions and sizes bound the arithmetic on them.
-        in_bounds = len(shape) <= MAX_DIMENSIONS and all(
-            type(n) is int and 0 <= n <= payload_bytes for n in sizes
-        )
-        tensor = TensorSpec(name, dtype, shape)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CodecError(f"tensor {name!r} has no valid description: {error!r}") from error
-    if not in_bounds:
-        raise CodecError(f"tensor {name!r} does not fit into the payload")
-    return begin, end, tensor
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

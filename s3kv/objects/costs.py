@@ -1,14 +1,14 @@
-"""What a store's requests are taken to cost. Pure.
+"""Estimated cost of a store's requests. Pure.
 
-Answers of class 5xx are not billed, those of class 4xx are
+Answers of class 4xx are billed, those of class 5xx are not
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/ErrorCodeBilling.html). Traffic between a
-bucket and machines of its region costs nothing; what leaves the region is not in here.
+bucket and machines of its region is free; traffic out of the region is not included here.
 """
 
 from __future__ import annotations
 
 from s3kv.config import Config
-from s3kv.objects.sessions import zone_of
+from s3kv.objects.s3.address import zone_of
 from s3kv.objects.traffic import Traffic
 from s3kv.prices import DEFAULT, TABLE, Prices
 
@@ -17,8 +17,8 @@ _GIB = 2**30
 
 
 def prices_of(config: Config, traffic: Traffic) -> Prices:
-    """Those that the setting `prices` names. auto: those of the bucket's region if they are in the
-    table, or else those of us-east-1; none for a store that is not AWS's.
+    """Prices by the setting `prices`. auto: those of the bucket's region if the table has them, or
+    else those of us-east-1; all zero for a store other than AWS's.
     """
     if config.prices == "none":
         return _FREE
@@ -32,7 +32,7 @@ def prices_of(config: Config, traffic: Traffic) -> Prices:
 
 
 def nanodollars(prices: Prices, traffic: Traffic) -> int:
-    """What all of `traffic` costs, in 10⁻⁹ dollars."""
+    """Cost of all of `traffic`, in 10⁻⁹ dollars."""
     each = {"GET": prices.get, "HEAD": prices.get, "PUT": prices.put, "LIST": prices.put}
     dollars = prices.retrieval * traffic.received_bytes / _GIB
     dollars += prices.upload * traffic.sent_bytes / _GIB

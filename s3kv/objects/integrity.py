@@ -1,22 +1,22 @@
-"""What an object's digest is made of, and who could forge it. The setting `integrity`.
+"""Integrity modes (the setting `integrity`): an object's digest and its protection from forgery.
 
-    xxh3          XXH3-128 of the payload. Finds accidents: a flipped bit, a lost tail. Anyone can
+    xxh3          XXH3-128 of each segment. Finds accidents: a flipped bit, a lost tail. Anyone can
                   compute it, so anyone who may write to the bucket can make an object that passes.
-    blake3-keyed  BLAKE3 with a secret key over the header and the payload. Without the secret
-                  nobody makes an object that passes, not even out of others that do: the header
-                  says which chunk of which rank in which namespace it is.
-    none          No digest. Length and header are compared, the payload is believed.
+    blake3-keyed  BLAKE3 with a secret key over the header, the segment's number and the segment.
+                  Without the secret, no object that passes can be made, not even from other such
+                  objects: the header says which chunk of which rank in which namespace it is.
+    none          No digest. Length and header are compared, the payload is not verified.
 
-The mode is part of the namespace, and so is a fingerprint of the key: engines with different modes
-or secrets never see each other's objects, and a new secret begins with an empty namespace instead
-of a bucket full of objects that fail. Pure; digests are computed without the GIL.
+The namespace depends on the mode and on a fingerprint of the key. Engines with different modes or
+secrets therefore never see each other's objects, and a new secret starts with an empty namespace
+instead of objects that fail. Pure; digests are computed without the GIL.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import xxhash
 
@@ -35,7 +35,7 @@ _DIGEST_CHARS: dict[Mode, int] = {"xxh3": 32, "blake3-keyed": 64, "none": 0}
 class Integrity:
     """A mode and, for "blake3-keyed", its 32-byte key. Plain data; its repr hides the key.
 
-    Made from settings by `of`. Holds the key derived from the secret, never the secret.
+    `of` makes one from the settings. It holds the key derived from the secret, never the secret.
     """
 
     mode: Mode = "xxh3"
@@ -43,8 +43,9 @@ class Integrity:
 
     @classmethod
     def of(cls, config: Config) -> Integrity:
-        """Raises `ConfigError` when the mode needs a secret or a package that is not there."""
-        mode = cast(Mode, config.integrity)  # Config has checked it
+        """The mode and key that the settings name. Reads the secret. Raises `ConfigError` if the
+        mode needs a secret or a package that is missing."""
+        mode: Mode = config.integrity
         if mode != "blake3-keyed":
             return cls(mode)
         secret = config.read_integrity_secret()
@@ -52,26 +53,29 @@ class Integrity:
 
     @property
     def algorithm(self) -> str:
-        """As it stands in an object's header."""
+        """Name of the algorithm in an object's header."""
         return _ALGORITHMS[self.mode]
 
     @property
     def digest_chars(self) -> int:
+        """Length of one segment's digest."""
         return _DIGEST_CHARS[self.mode]
 
-    def digest(self, header: bytes, payload: memoryview) -> str:
-        """What the header is to say of itself and the payload, in lower-case hex.
+    def digest(self, header: bytes, number: int, segment: memoryview) -> str:
+        """The digest of one segment, in lower-case hex; empty for the mode "none".
 
-        header: the whole of it, with nothing where the digest will be.
+        header: the whole header, without digests. number: the segment's place in the object.
         """
         if self.mode == "xxh3":
-            return xxhash.xxh3_128_hexdigest(payload)
+            return xxhash.xxh3_128_hexdigest(segment)
         if self.mode == "none":
             return ""
-        return str(_blake3()(header, key=self.key).update(payload).hexdigest())
+        keyed = _blake3()(header, key=self.key).update(number.to_bytes(8, "little"))
+        return str(keyed.update(segment).hexdigest())
 
     def identity(self) -> dict[str, Any]:
-        """Its part of a fingerprint. Tells keys apart without giving anything of them away."""
+        """The part of a fingerprint that names the mode and, by a digest, the key. It tells keys
+        apart without revealing them."""
         if self.mode != "blake3-keyed":
             return {"mode": self.mode}
         return {

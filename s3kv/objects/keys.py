@@ -1,13 +1,15 @@
-"""Object keys: the only place that builds them, and the only place that reads them.
+"""Object keys. Only this module builds and parses them.
 
-    {prefix}/v1/{namespace digest}/{hh}/{block hash}/g{group}-{shard}.safetensors
-    {prefix}/v1/{namespace digest}/manifest.json
+    {prefix}/v2/{namespace digest}/{hh}/{block hash}/g{coverage}-{shard}.safetensors
+    {prefix}/v2/{namespace digest}/shapes/{shard}
+    {prefix}/v2/{namespace digest}/manifest.json
 
-`v1` is the version of this layout and of the object format. `hh` is the first byte of the block
-hash: hashes are uniform, so the store can split the namespace into partitions right behind the
-digest, and a tool can walk it in 256 parallel listings. All shards and groups of one block hash
-lie side by side. Changing anything here orphans every object already written; the golden tests
-are there to make that a decision.
+`v2` is the version of this layout and of the object format. `hh` is the first byte of the block
+hash: hashes are uniform, so the store can split the namespace into partitions right after the
+digest, and a tool can walk it in 256 parallel listings. All shards and coverages of one block hash
+are neighbours. A shard says which KV heads and layers an object holds; the empty objects under
+`shapes/` list the shards of a namespace. A change here orphans every object already written; the
+golden tests make sure that it is a decision.
 """
 
 from __future__ import annotations
@@ -21,38 +23,80 @@ from typing import Any
 
 from s3kv.types import ChunkKey
 
-LAYOUT = "v1"
+LAYOUT = "v2"
+OLDER_LAYOUTS = ("v1",)
+"""Objects under these are misses; they expire."""
+WHOLE = "whole"
+"""The shard of an object that is not divided among ranks: an item, or a block of the library."""
 DIGEST_CHARS = 32
 """128 bits of the SHA-256: a collision between two models' namespaces stays out of reach."""
 MAX_HASH_BYTES = 64
-"""Longest block hash taken; vLLM's are 16 (xxh3) or 32 (SHA-256) bytes."""
+"""Longest block hash accepted; vLLM's are 16 (xxh3) or 32 (SHA-256) bytes."""
+
+
+def checked_key(group: int, content_hash: object) -> ChunkKey:
+    """The key for a hash given by a caller. Raises `TypeError` if it is not `bytes` (a bytearray or
+    memoryview may change later), and `ValueError` for a wrong length.
+    """
+    if not isinstance(content_hash, bytes):
+        kind = type(content_hash).__name__
+        raise TypeError(f"the hash is of type {kind}: allowed is bytes, such as a digest()")
+    if not 1 <= len(content_hash) <= MAX_HASH_BYTES:
+        raise ValueError(
+            f"the hash has {len(content_hash)} bytes: allowed are 1 to {MAX_HASH_BYTES}"
+        )
+    return ChunkKey(group, content_hash)
+
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _SHARD = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _CHUNK = re.compile(
     rf"(?P<prefix>.+)/{LAYOUT}/(?P<digest>{_DIGEST.pattern})/(?P<hh>[0-9a-f]{{2}})"
     rf"/(?P<hash>(?:[0-9a-f]{{2}}){{1,{MAX_HASH_BYTES}}})"
-    rf"/g(?P<group>0|[1-9][0-9]{{0,8}})-(?P<shard>{_SHARD.pattern})\.safetensors",
+    rf"/g(?P<coverage>0|[1-9][0-9]{{0,8}})-(?P<shard>{_SHARD.pattern})\.safetensors",
     re.DOTALL,
 )
-_MANIFEST = re.compile(
-    rf"(?P<prefix>.+)/{LAYOUT}/(?P<digest>{_DIGEST.pattern})/manifest\.json", re.DOTALL
+_SIGN = re.compile(
+    rf"(?P<prefix>.+)/{LAYOUT}/(?P<digest>{_DIGEST.pattern})"
+    rf"/(?:manifest\.json|shapes/{_SHARD.pattern})",
+    re.DOTALL,
 )
+_OLDER = re.compile(rf"(.+/)?(?:{'|'.join(OLDER_LAYOUTS)})/{_DIGEST.pattern}/.+", re.DOTALL)
+
+
+def shard_name(
+    heads: int, total_heads: int, layers: range, total_layers: int, *, tp_rank: int, tp_size: int
+) -> str:
+    """The shard of one rank: which KV heads and layers it holds, as in "h0-3of8-l0-15of32".
+
+    heads: on one rank. total_heads: of the model, 1 for MLA. layers: the rank's, of `total_layers`.
+    If several ranks hold the same heads, their names differ, and end in "-r{n}of{m}".
+    """
+    copies = max(1, heads * tp_size // total_heads)
+    place, copy = divmod(tp_rank, copies)
+    first, of = place * heads, -(-tp_size // copies) * heads
+    name = f"h{first}-{first + heads - 1}of{of}-l{layers[0]}-{layers[-1]}of{total_layers}"
+    return name if copies == 1 else f"{name}-r{copy}of{copies}"
+
+
+def is_older(key: str) -> bool:
+    """Whether a key has an older version of this layout. Such objects are never read."""
+    return _OLDER.fullmatch(key) is not None
 
 
 def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
     """Digest of a fingerprint: SHA-256 over its canonical JSON, the first 32 hex digits.
 
     Canonical: keys sorted at every depth, no white space, ASCII with escapes. Raises `ValueError`
-    or `TypeError` when it holds anything but JSON values with text keys (NaN included: it has no
-    JSON), because two fingerprints must never become equal by conversion.
+    or `TypeError` if it holds anything but JSON values with text keys (JSON has no NaN), because
+    two fingerprints must never become equal by conversion.
     """
     _require_text_keys(fingerprint)
     return hashlib.sha256(canonical_json(fingerprint)).hexdigest()[:DIGEST_CHARS]
 
 
 def canonical_json(value: Mapping[str, Any]) -> bytes:
-    """The bytes `fingerprint_digest` hashes, and the manifest object holds."""
+    """The bytes that `fingerprint_digest` hashes and the manifest object holds."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("ascii")
 
@@ -70,11 +114,11 @@ def _require_text_keys(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """All chunks that mean the same thing: one model, one layout, one world shape.
+    """All chunks of one model, one layout and one world shape.
 
     prefix: the setting of that name, no slash at either end.
     digest: `fingerprint_digest` of everything that changes the bytes or their meaning.
-    Raises `ValueError` when either cannot be part of a key.
+    Raises `ValueError` if either cannot be part of a key.
     """
 
     prefix: str
@@ -88,7 +132,7 @@ class Namespace:
 
     @property
     def root(self) -> str:
-        """What every key of this namespace starts with; ends with a slash, so it is listable."""
+        """Prefix of every key of this namespace; ends with a slash, so that it can be listed."""
         return f"{self.prefix}/{LAYOUT}/{self.digest}/"
 
     @property
@@ -96,25 +140,34 @@ class Namespace:
         """Key of the object that spells out the fingerprint."""
         return f"{self.root}manifest.json"
 
-    def chunk(self, key: ChunkKey, shard: str) -> str:
-        """Key of one rank's part of a chunk.
+    def shape(self, shard: str) -> str:
+        """Key of the empty object that says that this shard may be in the namespace. Raises
+        `ValueError` as `chunk` does."""
+        return f"{self.root}shapes/{_checked(shard)}"
 
-        shard: lower-case letters, digits and single hyphens, such as "t0of2-p0of1". Raises
-        `ValueError` for anything `parse` could not give back.
+    def chunk(self, key: ChunkKey, shard: str) -> str:
+        """Key of one shard of a chunk.
+
+        shard: lower-case letters, digits and single hyphens, such as "h0-3of8-l0-31of32". Raises
+        `ValueError` for anything that `parse` could not read back.
         """
         if not 1 <= len(key.block_hash) <= MAX_HASH_BYTES:
             raise ValueError(f"block hash of {len(key.block_hash)} bytes: 1 to {MAX_HASH_BYTES}")
-        if _SHARD.fullmatch(shard) is None:
-            raise ValueError(f"shard {shard!r}: allowed is a text such as 't0of2-p0of1'")
         if not 0 <= key.group < 10**9:
             raise ValueError(f"group {key.group} is out of range")
         name = key.block_hash.hex()
-        return f"{self.root}{name[:2]}/{name}/g{key.group}-{shard}.safetensors"
+        return f"{self.root}{name[:2]}/{name}/g{key.group}-{_checked(shard)}.safetensors"
+
+
+def _checked(shard: str) -> str:
+    if _SHARD.fullmatch(shard) is None:
+        raise ValueError(f"shard {shard!r}: allowed is a text such as 'h0-3of8-l0-31of32'")
+    return shard
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkAddress:
-    """What a chunk's key says."""
+    """The parts of a chunk's key."""
 
     namespace: Namespace
     key: ChunkKey
@@ -122,7 +175,7 @@ class ChunkAddress:
 
 
 def parse(key: str) -> ChunkAddress | None:
-    """The inverse of `Namespace.chunk`; None for a key it could not have built."""
+    """Inverse of `Namespace.chunk`; None for a key that it could not have built."""
     match = _CHUNK.fullmatch(key)
     if match is None or not match["hash"].startswith(match["hh"]):
         return None
@@ -131,19 +184,19 @@ def parse(key: str) -> ChunkAddress | None:
         return None
     return ChunkAddress(
         Namespace(prefix, match["digest"]),
-        ChunkKey(int(match["group"]), bytes.fromhex(match["hash"])),
+        ChunkKey(int(match["coverage"]), bytes.fromhex(match["hash"])),
         match["shard"],
     )
 
 
-def parse_manifest(key: str) -> Namespace | None:
-    """The namespace whose manifest has this key; None for any other key."""
-    match = _MANIFEST.fullmatch(key)
+def parse_sign(key: str) -> Namespace | None:
+    """The namespace that this key is the manifest or a shape of; None for any other key."""
+    match = _SIGN.fullmatch(key)
     if match is None or match["prefix"] != match["prefix"].strip("/"):
         return None
     return Namespace(match["prefix"], match["digest"])
 
 
 def all_namespaces(prefix: str) -> str:
-    """What every key under `prefix` starts with, whichever namespace; for tools that walk all."""
+    """Prefix of every key under `prefix`, of all namespaces; for tools that walk them all."""
     return f"{prefix}/{LAYOUT}/"

@@ -13,13 +13,13 @@ from s3kv.objects.traffic import Traffic
 
 
 class MemoryStore:
-    """A bucket in a dictionary, for tests and for saying what `ObjectStore` means.
+    """A bucket in a dictionary, for tests and as the definition of what `ObjectStore` means.
 
     clock: seconds since the epoch, asked once per write and per reading; an object's age is wall
     time.
 
-    Every method gives way to the loop once before it acts and never again after, so each acts
-    atomically, as a real store does.
+    Every method yields to the loop once before it acts and not afterwards, so it acts atomically,
+    as a real store does.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251

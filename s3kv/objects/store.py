@@ -1,10 +1,11 @@
-"""What s3kv needs of an object store.
+"""`ObjectStore`: the interface s3kv needs of an object store.
 
-An object store is not a file system: an object appears whole or not at all, and is never changed
-in place by s3kv. The verbs below are everything the cache uses. A missing object is an
-answer (`None`, `False`), not an error; every other failure raises a `StoreError` that says what
-the caller can do. No method retries more than the transport's one fresh-connection retry: how
-often to try, and for how long, is decided by the caller, who knows the deadline.
+An object store is not a file system: an object appears whole or not at all, and s3kv never changes
+one in place. The verbs below are everything the cache uses. A missing object is an answer (`None`,
+`False`), not an error; every other failure raises a `StoreError` that says what the caller can do.
+No method repeats a request that the store failed to serve: the caller knows the deadline, and
+decides how often and how long to try. A request is sent once more only on a fresh connection (an
+idle one was closed), with new credentials, or without a condition that the server does not know.
 
 All methods are coroutines of one asyncio loop and may run concurrently without limit; the caller
 bounds them.
@@ -19,24 +20,24 @@ from typing import Protocol
 from s3kv.objects.traffic import Traffic
 
 Claim = Callable[[], bool]
-"""Called once by a read whose object is about to arrive, before its first byte is written to the
-buffer. False: another read has the buffer now; this one must not write, and what it returns or
-raises means nothing."""
+"""Claim of a read to its buffer, called once when the object is about to arrive, before the first
+byte is written. False: another read has the buffer, so this one must not write, and its result or
+error is meaningless."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a read, a HEAD or a listing tells of an object."""
+    """Metadata of an object from a read, a HEAD or a listing."""
 
     key: str
     nbytes: int
     modified_s: float
-    """Last write, seconds since the epoch, by the store's clock; 0.0 when a read was not told."""
+    """Last write, seconds since the epoch, by the store's clock; 0.0 if the answer has none."""
     etag: str = ""
-    """What the store calls this content, quotes included; changes when the object does."""
+    """The store's name for this content, quotes included; changes when the object does."""
     age_s: float | None = field(default=None, compare=False)
-    """Time since the last write, also by the store's clock; None where it did not tell, as in a
-    listing."""
+    """Time since the last write, also by the store's clock; None if the answer does not say, as in
+    a listing."""
 
 
 class ObjectStore(Protocol):
@@ -44,7 +45,7 @@ class ObjectStore(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """What it has been asked for so far, every request of every method."""
+        """Counters of all requests so far, of every method."""
         ...
 
     async def get_into(
@@ -52,82 +53,83 @@ class ObjectStore(Protocol):
     ) -> ObjectInfo | None:
         """Read the whole object into the front of `buffer`, if `claim` allows it.
 
-        Returns what has been read, or None when there is no such object. When the object is longer
-        than `buffer`, its length is told as it is, and what `buffer` holds is undefined.
-        An answer whose body ends before its announced length raises `StoreUnavailable`.
+        Returns the object's metadata, or None if there is no such object. If the object is longer
+        than `buffer`, the metadata has its true length, and the content of `buffer` is undefined.
+        Raises `StoreUnavailable` if the body ends before its announced length.
 
-        The caller owns `buffer`. Once the coroutine has ended (returned, raised or been
-        cancelled) nothing writes to it any more: that promise is what lets a slot be reused.
+        The caller owns `buffer`. Nothing writes to it after the coroutine has ended (returned,
+        raised or been cancelled), so that the caller can reuse it.
         """
         ...
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
-        """Write the object. Returns False when `if_absent` and the object was already there.
+        """Write the object. Returns False if `if_absent` and the object was already there.
 
-        The caller leaves `data` unchanged until the coroutine has ended. After any error the
-        object may or may not have been written; it is never there in part.
+        The caller leaves `data` unchanged until the coroutine has ended. After an error the object
+        may or may not have been written, but never in part.
         """
         ...
 
     async def refresh(self, key: str, modified_s: float) -> bool:
-        """Write the object anew as it is, within the store: its age begins again.
+        """Rewrite the object unchanged, within the store: its age starts again from zero.
 
-        modified_s: its last write, as the store has told. Returns False, having done nothing, when
-        it has been written since or is gone. A server that does not know this condition writes
-        whatever is there.
+        modified_s: its last write as the store reported it. Returns False, having done nothing, if
+        the object has been written since or is gone. A server that does not know this condition
+        rewrites whatever is there.
         """
         ...
 
     async def head(self, key: str) -> ObjectInfo | None:
-        """The object's length and age, or None when there is no such object."""
+        """The object's metadata, or None if there is no such object."""
         ...
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-        """Remove the object; one that is not there is no error.
+        """Remove the object; a missing object is no error.
 
-        Returns False, having done nothing, when the object is not the one with `if_etag`. A
-        server that knows no conditional deletes removes whatever is there.
+        Returns False, having done nothing, if the object has another ETag than `if_etag`. A server
+        without conditional deletes removes whatever is there.
         """
         ...
 
     def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        """Every object whose key starts with `prefix`, in key order where the store has one (a
+        """List every object whose key starts with `prefix`, in key order if the store has one (a
         directory bucket of AWS has none, and lists only prefixes that end with a slash).
 
-        after: only keys behind this one in that order; not where there is none.
+        after: list only keys after this one; only for stores with a key order.
         """
         ...
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        """The names that keys continue `prefix` with before their next slash, at most `limit`, in
-        order. Without keys that have no further slash. limit: 1 to 1000.
+        """List the folders directly under `prefix`: of each key the part between `prefix` and the
+        next slash, in order. Keys without a further slash are left out. limit: most names, 1 to
+        1000.
         """
         ...
 
     async def check(self) -> None:
-        """Make sure the bucket can be used: it exists and the credentials may list it.
+        """Check that the bucket can be used: it exists, and the credentials may list it.
 
-        Raises `StoreMissing`, `StoreDenied` or `StoreUnavailable` with a message a person can act
-        on: it names the bucket, the endpoint and the setting to look at.
+        Raises `StoreMissing`, `StoreDenied` or `StoreUnavailable` with a message that a person can
+        act on: it names the bucket, the endpoint and the setting to look at.
         """
         ...
 
     async def close(self) -> None:
-        """Give back connections. Idempotent."""
+        """Close all connections. Idempotent."""
         ...
 
 
 MAX_BATCH = 1000
-"""Objects in one request of S3's for deleting many."""
+"""Most objects in one DeleteObjects request of S3."""
 
 
 class BulkStore(ObjectStore, Protocol):
-    """What tools need beside."""
+    """An object store that also deletes in bulk, for tools."""
 
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
-        """Remove objects, `MAX_BATCH` at most, each as `delete` with its ETag.
+        """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
 
-        Returns the keys of those it left because they had changed. After any error some may be
-        gone.
+        Returns the keys of the objects it left because they had changed. After an error some
+        objects may be gone.
         """
         ...

@@ -1,4 +1,4 @@
-"""What a store was asked for: requests by verb and by class of answer, and bytes of objects."""
+"""Traffic counters of a store: requests by verb and by class of answer, and bytes of objects."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ ANSWERS = ("2xx", "3xx", "4xx", "5xx", "none")
 
 @dataclass(slots=True)
 class Traffic:
-    """Since the store was made. requests: by "verb|answer". received_bytes, sent_bytes: bodies of
-    objects that were answered for. host, region: where requests go; empty before the first."""
+    """Counters since the store was made. requests: by "verb|answer". received_bytes, sent_bytes:
+    bodies of requests that were answered 2xx. host, region: where requests go; empty before the
+    first."""
 
     requests: Counter[str] = field(default_factory=Counter)
     received_bytes: int = 0
@@ -24,7 +25,7 @@ class Traffic:
     def note(
         self, verb: str, status: int | None, *, received_bytes: int = 0, sent_bytes: int = 0
     ) -> None:
-        """A request has ended. status: None without an answer."""
+        """Count a request that has ended. status: of the answer; None if there was none."""
         answer = "none" if status is None else f"{status // 100}xx"
         self.requests[f"{verb}|{answer}"] += 1
         if answer == "2xx":

@@ -1,11 +1,11 @@
-"""Stop asking a store that keeps failing, and find out by itself when it is back.
+"""Circuit breaker: stops asking a store that keeps failing, and finds out when it is back.
 
     CLOSED ──`threshold` failures in a row──▶ OPEN ──pause over──▶ HALF_OPEN
        ▲                                       ▲                      │
        └──────────────success─────────────────┼──────success─────────┤
                                                └──failure, pause × 2──┘
 
-Half-open lets one call through per pause; its answer decides.
+Half-open lets one call through per pause; its outcome decides.
 """
 
 from __future__ import annotations
@@ -25,19 +25,37 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """One thread; the clock is the caller's. Answers (also "no such object") are successes."""
+    """The breaker of one store. Used from one thread; the caller passes the time. Any answer is a
+    success, "no such object" included.
+    """
 
-    __slots__ = ("_failures", "_open_until_s", "_pause_s", "_threshold", "state")
+    __slots__ = (
+        "_failures",
+        "_first_pause_s",
+        "_longest_pause_s",
+        "_open_until_s",
+        "_pause_s",
+        "_threshold",
+        "state",
+    )
 
-    def __init__(self, *, threshold: int) -> None:
+    def __init__(
+        self,
+        *,
+        threshold: int,
+        first_pause_s: float = _FIRST_PAUSE_S,
+        longest_pause_s: float = _LONGEST_PAUSE_S,
+    ) -> None:
         self.state = BreakerState.CLOSED
         self._threshold = threshold
+        self._first_pause_s = first_pause_s
+        self._longest_pause_s = longest_pause_s
         self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = first_pause_s
         self._open_until_s = 0.0
 
     def allows(self, now_s: float) -> bool:
-        """May a call be made now? In an open breaker whose pause is over, yes to one caller."""
+        """Whether a call may be made now. An open breaker whose pause is over allows one call."""
         if self.state is BreakerState.CLOSED:
             return True
         if now_s < self._open_until_s:
@@ -46,22 +64,28 @@ class Breaker:
         self._open_until_s = now_s + self._pause_s
         return True
 
+    def is_open(self, now_s: float) -> bool:
+        """Whether `allows` would return False. This call changes nothing."""
+        return self.state is not BreakerState.CLOSED and now_s < self._open_until_s
+
     def saw(self, outcome: Outcome, now_s: float) -> None:
-        """A call has ended. One that was given up says nothing about the store."""
+        """Note the outcome of a call. A cancelled call, and one that no store would take, say
+        nothing about this store.
+        """
         if outcome in (Outcome.FAILED, Outcome.DENIED):
             self.failed(now_s)
-        elif outcome is not Outcome.CANCELLED:
+        elif outcome not in (Outcome.CANCELLED, Outcome.INVALID):
             self.succeeded()
 
     def succeeded(self) -> None:
         self.state = BreakerState.CLOSED
         self._failures = 0
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = self._first_pause_s
 
     def failed(self, now_s: float) -> None:
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN:
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
         elif self.state is BreakerState.OPEN or self._failures < self._threshold:
             return
         self.state = BreakerState.OPEN

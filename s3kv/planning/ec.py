@@ -1,21 +1,16 @@
-"""What becomes of encoder outputs: which are fetched, waited for, promised, loaded and saved.
+"""Planner of encoder outputs: decides which are fetched, awaited, promised, loaded and saved.
 
-The life of an item in here:
+A request passes from its first `ensure` to `finished`:
 
-    absent ──a request needs it──▶ FETCHING ──arrived and verified──▶ RESIDENT ──evicted──▶ absent
-                                      └──missing, damaged, failed──▶ absent
+    It requests each item that it needs once, unless the engine or host memory holds it. It waits
+    as long as `pace.wait_until_s` allows, and never twice for the same item. Resident items are
+    leased to it (pinned) until the engine has made room for them or the request ends.
 
-and of a request, from its first `ensure` to `finished`:
-
-    it asks once for every item it needs that neither the engine nor host memory holds; it waits
-    while `pace.wait_until_s` says so; items that are there are leased to it (pinned) until it
-    has been given them or ends. After that it never waits again for the same item.
-
-What makes it safe:
-- `promise` is given for an item in host memory only, and pins it until no step that could load it
-  can still be running (`steps_inflight`), so nothing that was promised can be evicted.
-- An item's key covers the number of rows, so that one identifier used for two sizes is two items.
-- One fetch per item, however many requests wait for it.
+These rules make it safe:
+- `promise` answers only for an item in host memory, and pins it until no step that could load it
+  can still run (`steps_inflight`). So no promised item can be evicted.
+- An item's key covers the number of rows, so one identifier used for two sizes means two items.
+- The ledger's rules for fetches apply.
 
 Scheduler process, one thread. Time comes in as an argument (seconds, monotonic).
 """
@@ -26,20 +21,18 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from s3kv.host.items import Item, ItemTable
-from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
-from s3kv.planning.breaker import Breaker
-from s3kv.planning.encoding import EncodingPace
-from s3kv.planning.index import BucketIndex
-from s3kv.planning.items import ItemSizes, Wanted
+from s3kv.host.table import Entry
+from s3kv.messages import FetchOrder, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
+from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
+from s3kv.planning.ledger import ChunkState, Job, Ledger
 from s3kv.planning.pace import wait_until_s
-from s3kv.types import ChunkKey, ItemShape, Outcome
+from s3kv.types import ChunkKey, ItemShape
 
 
 @dataclass(frozen=True, slots=True)
 class ECPlannerSettings:
-    """dtype: of all items, as safetensors names it. width: of the model's embeddings.
-    steps_inflight: engine steps that may be under way at once, at most."""
+    """Planner settings. dtype: safetensors name of all items' dtype. width: width of the model's
+    embeddings. steps_inflight: most engine steps that may run at once."""
 
     dtype: str
     width: int
@@ -53,7 +46,7 @@ class ECPlannerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ItemFetch:
-    """Fill the slab from `offset` with the item: an order for the I/O process."""
+    """An order for the I/O process: fetch the item into the slab at `offset`."""
 
     job_id: int
     key: ChunkKey
@@ -61,26 +54,14 @@ class ItemFetch:
     shape: ItemShape
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A fetch under way. late: somebody gave up waiting for it, and it is to land all the same."""
-
-    job_id: int
-    item: Item
-    wanted: Wanted
-    waiters: set[str] = field(default_factory=set)
-    late: bool = False
-
-
 @dataclass(slots=True)
-class _Request:
-    """leases: items it holds pinned, by identifier. pending: what it waits for. until_s: how long,
-    as of the planner's news `as_of`.
-    """
+class _ItemRequest:
+    """A request's items. leases: its pinned items, by identifier. pending: the fetches that it
+    waits for. until_s: end of its wait, computed at the planner's news count `as_of`."""
 
     asked: dict[str, Wanted] = field(default_factory=dict)
-    pending: dict[ChunkKey, _Flight] = field(default_factory=dict)
-    leases: dict[str, Item] = field(default_factory=dict)
+    pending: dict[str, Job] = field(default_factory=dict)
+    leases: dict[str, Entry] = field(default_factory=dict)
     hoped_rows: int = 0
     started_s: float = 0.0
     asked_s: float = 0.0
@@ -90,51 +71,45 @@ class _Request:
 
 
 class ECPlanner:
-    """widths: of the encoder's output, by modality, as far as they are known already."""
+    """The planner. widths: known widths of the encoder's output, by modality."""
 
     def __init__(
         self,
-        table: ItemTable,
-        index: BucketIndex,
-        breaker: Breaker,
+        ledger: Ledger,
         pace: EncodingPace,
         settings: ECPlannerSettings,
         widths: dict[str, int] | None = None,
     ) -> None:
-        self.table = table
-        self.index = index
-        self.breaker = breaker
+        self.ledger = ledger
         self.pace = pace
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = ledger.counters
         self._settings = settings
-        most = min(settings.max_item_bytes, table.largest_bytes)
+        most = min(settings.max_item_bytes, ledger.table.largest_bytes)
         self._sizes = ItemSizes(settings.dtype, settings.width, most, widths)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _ItemRequest] = {}
         self._names: dict[str, dict[Wanted, int]] = {}
-        """By identifier: what the living requests mean by it, and how many of them."""
-        self._flights: dict[ChunkKey, _Flight] = {}
-        self._jobs: dict[int, _Flight] = {}
-        self._next_job_id = 1
+        """For each identifier, the items that live requests mean by it, with request counts."""
+        self._late: set[int] = set()
+        """Fetches that continue although a request has given up its wait for them."""
         self._on_device: set[str] = set()
-        self._promises: dict[str, tuple[Item, ItemLoad]] = {}
+        self._promises: dict[str, tuple[Entry, ItemLoad]] = {}
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
-        self._loading: deque[tuple[Item, ...]] = deque()
-        self._fetch_orders: list[ItemFetch] = []
+        self._loading: deque[tuple[Entry, ...]] = deque()
         self._cancels: list[int] = []
         self._news = 0
-        """Counts what may change how long it is right to wait."""
+        """Number of events so far that may change how long requests should wait."""
 
     @property
     def fetches_inflight(self) -> int:
-        return len(self._jobs)
+        return self.ledger.fetches_inflight
 
     # --- a request's view ------------------------------------------------------------------
 
     def ensure(self, request_id: str, wanted: Sequence[Wanted], now_s: float) -> bool:
-        """Whether the request may be scheduled; False: ask again, something is on its way.
+        """Whether the request may be scheduled. False: an item is on its way; ask again.
 
-        wanted: the cacheable items that what is left to compute of the request still needs.
+        wanted: the cacheable items that the rest of the request still needs.
         """
         if not self._settings.may_load:
             return True
@@ -142,14 +117,14 @@ class ECPlanner:
         if request is None:
             if not wanted:
                 return True
-            request = self._requests[request_id] = _Request()
+            request = self._requests[request_id] = _ItemRequest()
         for item in wanted:
             if item.identifier not in request.asked:
                 self._ask(request_id, request, item, now_s)
         return not self.waits(request_id, now_s)
 
     def waits(self, request_id: str, now_s: float) -> bool:
-        """Whether `ensure` would say False again, for a request that needs what it needed then."""
+        """Whether `ensure` would return False again for a request that needs the same items."""
         request = self._requests.get(request_id)
         if request is None or not request.pending:
             return False
@@ -161,63 +136,55 @@ class ECPlanner:
         self._stop_waiting(request, request_id, now_s)
         return False
 
-    def _ask(self, request_id: str, request: _Request, wanted: Wanted, now_s: float) -> None:
+    def _ask(self, request_id: str, request: _ItemRequest, wanted: Wanted, now_s: float) -> None:
         request.asked[wanted.identifier] = wanted
         meanings = self._names.setdefault(wanted.identifier, {})
         meanings[wanted] = meanings.get(wanted, 0) + 1
         if wanted.identifier in self._on_device:
             return
-        held = self.table.lookup(wanted.key)
-        if held is not None and held.resident:
+        held = self.ledger.table.lookup(wanted.key)
+        if held is not None and held.is_resident:
             self._lease(request, wanted.identifier, held)
             return
-        flight = self._flights.get(wanted.key) or self._fetch(wanted, now_s)
-        if flight is None:
+        job = self._fetch(wanted, now_s)
+        if job is None:
             return
         if not request.pending:
             request.started_s = request.arrival_s = now_s
             request.hoped_rows = 0
         request.asked_s = now_s
         request.hoped_rows += wanted.rows
-        request.pending[wanted.key] = flight
+        request.pending[wanted.identifier] = job
         request.as_of = -1
-        flight.waiters.add(request_id)
+        job.waiters.append((request_id, wanted.identifier))
 
-    def _lease(self, request: _Request, identifier: str, item: Item) -> None:
-        self.table.pin(item)
+    def _lease(self, request: _ItemRequest, identifier: str, item: Entry) -> None:
+        self._pin(item)
         request.leases[identifier] = item
 
-    def _fetch(self, wanted: Wanted, now_s: float) -> _Flight | None:
-        if self.index.is_absent(wanted.key, now_s):
-            self.counters["fetches_spared"] += 1
-            return None
+    def _pin(self, item: Entry) -> None:
+        self.ledger.table.pin(item)
+        self.ledger.table.touch_chain([item])
+
+    def _fetch(self, wanted: Wanted, now_s: float) -> Job | None:
+        """The fetch of a non-resident item, joined or ordered now; None if it is not fetched."""
+        ledger = self.ledger
+        if ledger.state(wanted.key) is ChunkState.FETCHING:
+            return ledger.fetch_job(wanted.key)
         room = self._sizes.room(wanted)
         if room is None:
             self.counters["items_too_large"] += 1
             return None
-        if not self.breaker.allows(now_s):
-            self.counters["fetches_refused_by_breaker"] += 1
-            return None
-        item = self.table.reserve(wanted.key, room)
-        if item is None:
-            self.counters["fetches_without_room"] += 1
-            return None
-        self.counters["fetches"] += 1
-        flight = _Flight(self._next_job_id, item, wanted)
-        self._next_job_id += 1
-        self._flights[wanted.key] = self._jobs[flight.job_id] = flight
-        shape = ItemShape(wanted.rows, room)
-        self._fetch_orders.append(ItemFetch(flight.job_id, wanted.key, item.span.offset, shape))
-        return flight
+        job = ledger.plan_fetch(wanted.key, room) if not ledger.refusal(wanted.key, now_s) else None
+        if job is not None:
+            job.about = wanted
+        return job
 
-    def _until_s(self, request: _Request, now_s: float) -> float:
-        last = missing_rows = bytes_ahead = 0
-        for flight in request.pending.values():
-            last = max(last, flight.job_id)
-            missing_rows += flight.wanted.rows
-        for job_id, flight in self._jobs.items():
-            if job_id <= last:
-                bytes_ahead += self._sizes.expected(flight.wanted)
+    def _until_s(self, request: _ItemRequest, now_s: float) -> float:
+        last = max(job.job_id for job in request.pending.values())
+        missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
+        ahead = (job.about for job in self.ledger.jobs if job.job_id <= last)
+        bytes_ahead = sum(map(self._sizes.expected, ahead))
         return wait_until_s(
             now_s=now_s,
             started_s=request.started_s,
@@ -231,27 +198,29 @@ class ECPlanner:
             gate=self._settings.recompute_gate,
         )
 
-    def _stop_waiting(self, request: _Request, request_id: str, now_s: float) -> None:
+    def _stop_waiting(self, request: _ItemRequest, request_id: str, now_s: float) -> None:
         self.counters["deadline_cuts"] += 1
         if request.arrival_s < now_s:
             self.pace.gave_up(now_s - request.arrival_s)
             self._news += 1
-        for flight in request.pending.values():
-            flight.waiters.discard(request_id)
-            flight.late = True
+        for identifier, job in request.pending.items():
+            job.waiters.remove((request_id, identifier))
+            self._late.add(job.job_id)
         request.pending.clear()
 
     def finished(self, request_id: str) -> None:
-        """The request has ended, or was aborted. What nobody waits for any more is given up."""
+        """Forget a request that has ended or was aborted. Cancels fetches without other waiters,
+        unless they are late.
+        """
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        for flight in request.pending.values():
-            flight.waiters.discard(request_id)
-            if not flight.waiters and not flight.late:
-                self._cancels.append(flight.job_id)
+        for identifier, job in request.pending.items():
+            job.waiters.remove((request_id, identifier))
+            if not job.waiters and job.job_id not in self._late:
+                self._cancels.append(job.job_id)
         for item in request.leases.values():
-            self.table.unpin(item)
+            self.ledger.table.unpin(item)
         for identifier, wanted in request.asked.items():
             meanings = self._names[identifier]
             meanings[wanted] -= 1
@@ -263,33 +232,33 @@ class ECPlanner:
     # --- a scheduling pass -----------------------------------------------------------------
 
     def promise(self, identifier: str) -> ItemLoad | None:
-        """What the engine may load in this pass instead of encoding the item; None: it encodes."""
+        """The load to make in this pass instead of encoding the item; None: encode it."""
         if identifier in self._promises:
             return self._promises[identifier][1]
         meanings = self._names.get(identifier)
         if meanings is None or len(meanings) != 1:
             return None
         (wanted,) = meanings
-        item = self.table.lookup(wanted.key)
-        if item is None or not item.resident:
+        item = self.ledger.table.lookup(wanted.key)
+        if item is None or not item.is_resident:
             return None
         width = self._sizes.width(wanted, item.nbytes)
-        self.table.pin(item)
+        self._pin(item)
         span = item.span
         load = ItemLoad(identifier, span.offset, span.nbytes, wanted.rows, width)
         self._promises[identifier] = (item, load)
         return load
 
     def allocated(self, request_id: str, wanted: Wanted) -> None:
-        """The engine has made room for the item in its own cache: it loads it if that was
-        promised in this pass, and encodes it otherwise.
+        """Note that the engine has made room for the item in its own cache. It loads the item if
+        it was promised in this pass, and encodes it otherwise.
         """
         identifier = wanted.identifier
         self._on_device.add(identifier)
         request = self._requests.get(request_id)
         lease = request.leases.pop(identifier, None) if request is not None else None
         if lease is not None:
-            self.table.unpin(lease)
+            self.ledger.table.unpin(lease)
         promise = self._promises.get(identifier)
         if promise is not None:
             if identifier not in self._loads:
@@ -301,25 +270,26 @@ class ECPlanner:
             self._save(wanted)
 
     def _save(self, wanted: Wanted) -> None:
-        known = self.index.is_present(wanted.key) or self.table.lookup(wanted.key) is not None
-        if known and wanted.key not in self._flights:
+        state = self.ledger.state(wanted.key)
+        is_known = state is ChunkState.RESIDENT or self.ledger.index.is_present(wanted.key)
+        if is_known and state is not ChunkState.FETCHING:
             return
         self.counters["saves"] += 1
         self._saves[wanted.identifier] = ItemSave(wanted.identifier, wanted.key, wanted.rows)
 
     def plan(self, freed: Iterable[str]) -> ItemPlan:
-        """End of the pass. freed: identifiers the engine has dropped from its own cache."""
+        """End the pass. freed: identifiers that the engine has dropped from its own cache."""
         self._on_device.difference_update(freed)
         loading = []
         for identifier, (item, _) in self._promises.items():
             if identifier in self._loads:
                 loading.append(item)
             else:
-                self.table.unpin(item)
+                self.ledger.table.unpin(item)
         self._loading.append(tuple(loading))
         while len(self._loading) > self._settings.steps_inflight:
             for item in self._loading.popleft():
-                self.table.unpin(item)
+                self.ledger.table.unpin(item)
         plan = ItemPlan(tuple(self._loads.values()), tuple(self._saves.values()))
         self._promises.clear()
         self._loads.clear()
@@ -329,66 +299,55 @@ class ECPlanner:
     # --- the bucket ------------------------------------------------------------------------
 
     def take_fetches(self) -> list[ItemFetch]:
-        orders, self._fetch_orders = self._fetch_orders, []
-        return orders
+        return [self._item_fetch(order) for order in self.ledger.take_fetches()]
+
+    def _item_fetch(self, order: FetchOrder) -> ItemFetch:
+        job = self.ledger.fetch_job(order.key)
+        assert job.entry is not None
+        shape = ItemShape(job.about.rows, job.entry.nbytes)
+        return ItemFetch(order.job_id, order.key, job.entry.offset, shape)
 
     def take_cancels(self) -> list[int]:
-        """Fetches nobody waits for any more. They still end, and only their end frees the place."""
+        """Take the fetches that have no waiter left. Their place is free only after their end."""
         cancels, self._cancels = self._cancels, []
         return cancels
 
-    def ended(
-        self, job_id: int, outcome: Outcome, nbytes: int, seconds: float, now_s: float
-    ) -> None:
-        """A fetch has ended and nothing writes to its place any more."""
+    def on_end(self, end: JobEnd, now_s: float) -> None:
+        """Take in the end of a fetch, after which nothing writes to its place any more."""
         self._news += 1
-        flight = self._jobs.pop(job_id)
-        wanted, item = flight.wanted, flight.item
-        del self._flights[wanted.key]
-        self.counters[f"fetch_{outcome.name.lower()}"] += 1
-        self.breaker.saw(outcome, now_s)
-        if outcome.is_success:
-            self._arrived(flight, nbytes, seconds)
-        else:
-            self.table.abandon(item)
-            if outcome in (Outcome.MISSING, Outcome.CORRUPT):
-                self.index.note_absent(wanted.key, now_s)
-        for request_id in flight.waiters:
+        job = self.ledger.on_end(end, now_s)
+        assert job is not None, "nobody else reports it"
+        assert job.entry is not None
+        self._late.discard(job.job_id)
+        if end.outcome.is_success:
+            self._sizes.arrived(job.about, end.nbytes)
+            self.counters["fetch_bytes"] += end.nbytes
+            self.pace.fetched(end.nbytes, end.seconds)
+        for request_id, identifier in job.waiters:
             request = self._requests[request_id]
-            del request.pending[wanted.key]
+            del request.pending[identifier]
             request.arrival_s = now_s
-            if outcome.is_success:
-                self._lease(request, wanted.identifier, item)
-
-    def _arrived(self, flight: _Flight, nbytes: int, seconds: float) -> None:
-        wanted = flight.wanted
-        self._sizes.arrived(wanted, nbytes)
-        self.table.commit(flight.item, nbytes)
-        self.index.note_present(wanted.key)
-        self.counters["fetch_bytes"] += nbytes
-        self.pace.fetched(nbytes, seconds)
+            if end.outcome.is_success:
+                self._lease(request, identifier, job.entry)
 
     def on_report(self, report: ItemReport) -> None:
-        """What the workers have to tell."""
+        """Take in a report of the workers."""
         self.counters.update(report.counters)
         if report.encoded_rows:
             self.pace.encoded(report.encoded_rows, report.encode_seconds)
             self._news += 1
         for key in report.uploaded:
-            self.index.note_present(key)
+            self.ledger.index.note_present(key)
 
     def check(self) -> None:
-        """Re-derive what is derived and raise AssertionError where it differs. For tests."""
-        self.table.check()
+        """Recompute every index. Raises AssertionError where one differs. For tests."""
+        self.ledger.check()
         pins: Counter[ChunkKey] = Counter()
         for request_id, request in self._requests.items():
             pins.update(item.key for item in request.leases.values())
-            for key, flight in request.pending.items():
-                assert self._flights[key] is flight
-                assert request_id in flight.waiters
+            for identifier, job in request.pending.items():
+                assert self.ledger.fetch_job(request.asked[identifier].key) is job
+                assert (request_id, identifier) in job.waiters
         pins.update(item.key for item, _ in self._promises.values())
         pins.update(item.key for items in self._loading for item in items)
-        assert pins == Counter({k: i.pins for k, i in self.table.items() if i.pins})
-        assert {f.wanted.key for f in self._jobs.values()} == set(self._flights)
-        filling = {key for key, item in self.table.items() if not item.resident}
-        assert filling == set(self._flights)
+        assert pins == Counter({e.key: e.pins for e in self.ledger.table.entries() if e.pins})

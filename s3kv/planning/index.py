@@ -1,10 +1,10 @@
-"""What we believe the bucket holds, without asking it.
+"""Bucket index: our beliefs about what the bucket holds, kept without asking it.
 
-Two kinds of verdict, both hints. *Present* (we put it there, or fetched it): saves an upload and
-opens the whole fetch window at once. *Absent* (a GET said 404): saves asking again for a while.
-A wrong hint costs one request or one recomputed chunk, never wrong data, because what a GET
-delivers is verified against the full hash. That is why eight bytes of the hash are enough here,
-and they keep a known chunk under 150 bytes.
+There are two verdicts, both hints. *Present* (we put the chunk there, or fetched it) saves an
+upload and opens the whole fetch window at once. *Absent* (a GET said 404) saves asking again for a
+while. A wrong hint costs one request or one recomputed chunk, never wrong data, because the object
+of a GET is verified against the full hash. So eight bytes of the hash are enough here, which keeps
+a known chunk under 150 bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _PREFIX_BYTES = 8
 class BucketIndex:
     """Verdicts on chunks. Scheduler process, one thread.
 
-    Present verdicts are kept in two generations of at most `capacity / 2` each; when the young
-    one is full it becomes the old one and the old one is forgotten. Absent verdicts expire after
-    `miss_ttl_s` and are at most `capacity / 2` too; the oldest go first.
+    Present verdicts are kept in two generations of at most `capacity / 2` each. When the young one
+    is full, it becomes the old one, and the previous old one is forgotten. Absent verdicts expire
+    after `miss_ttl_s`; there are at most `capacity / 2` of them, too, and the oldest go first.
+    Raises `ValueError` for a capacity below 2.
     """
 
     __slots__ = ("_absent_until", "_generation_size", "_miss_ttl_s", "_old", "_young")
@@ -37,7 +38,7 @@ class BucketIndex:
         return len(self._young) + len(self._old) + len(self._absent_until)
 
     def note_present(self, key: ChunkKey) -> None:
-        """The bucket holds the chunk, as of now."""
+        """Note that the bucket holds the chunk."""
         prefix = _short(key)
         self._absent_until.pop(prefix, None)
         if prefix in self._young:
@@ -49,7 +50,7 @@ class BucketIndex:
         self._old.discard(prefix)
 
     def note_absent(self, key: ChunkKey, now_s: float) -> None:
-        """The bucket said at `now_s` that it has no such chunk."""
+        """Note that the bucket said at `now_s` that it has no such chunk."""
         prefix = _short(key)
         self._young.discard(prefix)
         self._old.discard(prefix)
@@ -66,13 +67,13 @@ class BucketIndex:
         return until_s is not None and now_s < until_s
 
     def verdict(self, key: ChunkKey, now_s: float) -> bool | None:
-        """True for present, False for absent, None for nothing known."""
+        """The verdict: True for present, False for absent, None if nothing is known."""
         if self.is_present(key):
             return True
         return False if self.is_absent(key, now_s) else None
 
     def forget(self) -> None:
-        """Know nothing any more."""
+        """Forget every verdict."""
         self._young.clear()
         self._old.clear()
         self._absent_until.clear()

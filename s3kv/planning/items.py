@@ -1,6 +1,7 @@
-"""Items as requests want them, and how long their objects are as far as it is known before.
+"""Encoder items as requests need them, their lengths, and the measured speeds of moving them.
 
-A prompt tells how many rows an item has; how wide a row is, only the first item of a modality does.
+The prompt gives an item's number of rows; the first item of a modality gives their width. Waits for
+items follow the rule for chunks (`pace.wait_until_s`), with encoding in place of computing.
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from s3kv.objects.items import object_bytes, width_of
+from s3kv.objects.item_format import object_bytes, width_of
+from s3kv.planning.pace import FetchTime
 from s3kv.types import ChunkKey
 
+_SMOOTHING = 0.2
+"""Weight of a new speed sample: after a change, about five samples suffice."""
 _WIDEST = 8
-"""How many times wider than the model's own embeddings an encoder's output may be until the first
-one has told: some models put the features of several layers side by side."""
+"""Assumed limit on the width of an encoder's output until the first one has been seen, in widths of
+the model's embeddings: some models put the features of several layers side by side."""
 
 
 class Wanted(NamedTuple):
-    """One item as a request needs it. `modality` only tells items of one width together."""
+    """An item as a request needs it. `modality` only groups items of equal width."""
 
     identifier: str
     key: ChunkKey
@@ -26,9 +30,11 @@ class Wanted(NamedTuple):
 
 
 class ItemSizes:
-    """dtype: of all items, as safetensors names it. width: of the model's own embeddings.
-    most: bytes there are for one. widths: of the encoder's output, by modality, as far as they are
-    known already.
+    """Lengths of items' objects.
+
+    dtype: safetensors name of all items' dtype. width: width of the model's embeddings. most:
+    length of the largest object that fits, in bytes. widths: known widths of the encoder's output,
+    by modality.
     """
 
     def __init__(
@@ -40,7 +46,7 @@ class ItemSizes:
         self._widths = dict(widths or {})
 
     def room(self, wanted: Wanted) -> int | None:
-        """How long its object may be; None for one that is too long for certain."""
+        """Largest possible length of its object, in bytes; None if it is certainly too long."""
         known = self._widths.get(wanted.modality)
         least = object_bytes(self._dtype, wanted.rows, known or self._width)
         if least > self._most:
@@ -54,11 +60,52 @@ class ItemSizes:
         return object_bytes(self._dtype, wanted.rows, width)
 
     def width(self, wanted: Wanted, nbytes: int) -> int:
-        """Of an item that has arrived with this length and was verified."""
+        """Width of an item whose verified object has this length."""
         width = width_of(self._dtype, wanted.rows, nbytes)
         assert width is not None, "a whole number of rows was verified"
         return width
 
     def arrived(self, wanted: Wanted, nbytes: int) -> None:
-        """It had this length and was verified."""
+        """Learn the width of the item's modality from the length of its verified object."""
         self._widths.setdefault(wanted.modality, self.width(wanted, nbytes))
+
+
+class EncodingPace:
+    """Speeds of one engine. encode_rows_per_s: value assumed before the first measurement."""
+
+    __slots__ = ("_encode_measured", "_encode_rows_per_s", "_fetch")
+
+    def __init__(self, *, encode_rows_per_s: float) -> None:
+        self._encode_rows_per_s = encode_rows_per_s
+        self._encode_measured = False
+        self._fetch = FetchTime()
+        """A latency, and a time for each byte."""
+
+    def fetched(self, nbytes: int, seconds: float) -> None:
+        """Note an item that arrived `seconds` after its request was sent."""
+        self._fetch.add(nbytes, seconds)
+
+    def gave_up(self, waited_s: float) -> None:
+        """Note a wait that was given up after `waited_s`, with a fetch still on its way."""
+        self._fetch.gave_up(waited_s)
+
+    def fetch_s(self, nbytes: int) -> float | None:
+        """Expected time until `nbytes` have arrived; None before the first measurement."""
+        return self._fetch.at(nbytes)
+
+    def patience_s(self, nbytes: int) -> float:
+        """Longest time to wait without an arrival while `nbytes` are on their way."""
+        return self._fetch.patience_s(nbytes)
+
+    def encoded(self, rows: int, seconds: float) -> None:
+        """Note that the encoder took `seconds` for `rows` rows."""
+        if rows < 1 or seconds <= 0:
+            return
+        # The first measurement replaces the assumed speed.
+        weight = _SMOOTHING if self._encode_measured else 1.0
+        self._encode_rows_per_s += weight * (rows / seconds - self._encode_rows_per_s)
+        self._encode_measured = True
+
+    def encode_s(self, rows: int) -> float:
+        """Expected time to encode items with `rows` rows in total."""
+        return rows / self._encode_rows_per_s

@@ -1,29 +1,51 @@
-"""The planner of the KV cache: engine events in, one `StepPlan` per step out.
+"""KV-cache planner: takes engine events and returns one `StepPlan` per step.
 
-Runs in the scheduler's process, on the engine's thread, inside vLLM's scheduling loop: every
-call is a few dictionary reads. It owns all state that needs one owner (slots, jobs, requests) and
-touches neither bytes nor the network. Times are seconds of one monotonic clock, passed in.
+It runs in the scheduler's process, on the engine's thread, inside vLLM's scheduling loop. Every
+call costs a few dictionary reads. It owns all slots, jobs and requests, and touches neither bytes
+nor the network. Times are seconds of one monotonic clock, passed in.
 
-What it promises the engine: tokens are offered only when every rank holds them, verified, in host
-memory, and they stay there (leased) until the engine has loaded them or the request is gone.
+It offers tokens to the engine only if every rank holds the chunks that each KV-cache group needs
+for them, verified and in host memory, and keeps these leased until the load or the request's end.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
-from s3kv.planning.ledger import ChunkLedger, ChunkState, Job
+from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, check_groups
+from s3kv.planning.ledger import ChunkState, Job, Ledger
+from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
 from s3kv.planning.pace import Pace, wait_until_s
-from s3kv.planning.prefix import KVPlannerSettings, PrefixCollector
-from s3kv.planning.requests import RequestEvent, RequestRecord, RequestState
-from s3kv.types import ChunkKey, Outcome
+from s3kv.planning.requests import (
+    PlannedRequest,
+    RequestEvent,
+    RequestState,
+    ScheduledRequest,
+)
+from s3kv.types import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlannerSettings:
+    """Planner settings. `hash_tokens` divides the chunk length, which all groups share."""
+
+    groups: tuple[GroupSpec, ...]
+    """KV-cache groups in the engine's order: the first is full, the others are windows."""
+    hash_tokens: int
+    probe_chunks: int
+    max_wait_s: float
+    recompute_gate: bool
+    max_saves_inflight: int
+    may_load: bool = True
+    may_save: bool = True
 
 
 class Answer(NamedTuple):
-    """What a lookup says. `wait`: ask again next step; `tokens`: may be loaded now."""
+    """Answer to a lookup. wait: ask again next step. tokens: number that may be loaded now."""
 
     wait: bool
     tokens: int
@@ -33,363 +55,346 @@ WAIT = Answer(True, 0)
 NOTHING = Answer(False, 0)
 
 
-class ScheduledRequest(NamedTuple):
-    """One request of an engine step.
-
-    block_ids: its device blocks; those new in this step, or all of them when `replaces`.
-    computed_tokens: before this step; scheduled_tokens: in this step, drafts included.
-    """
-
-    request_id: str
-    block_ids: Sequence[int]
-    replaces: bool
-    computed_tokens: int
-    scheduled_tokens: int
-
-
 class KVPlanner:
-    """See the module. `ledger` and `pace` are the planner's from then on."""
+    """The planner. It takes ownership of `ledger` and `pace`."""
 
-    def __init__(self, ledger: ChunkLedger, pace: Pace, settings: KVPlannerSettings) -> None:
+    def __init__(self, ledger: Ledger, pace: Pace, settings: KVPlannerSettings) -> None:
+        check_groups(settings.groups)
         self.ledger = ledger
         self.pace = pace
         self.counters: Counter[str] = ledger.counters
         self._settings = settings
-        self._prefix = PrefixCollector(ledger, settings)
-        self._chunk_blocks = settings.chunk_tokens // settings.block_tokens
-        self._requests: dict[str, RequestRecord] = {}
-        self._orphans: dict[str, RequestRecord] = {}
+        self._chunk_tokens = settings.groups[0].chunk_tokens
+        self._salt = b""
+        self._requests: dict[str, PlannedRequest] = {}
+        self._orphans: dict[str, PlannedRequest] = {}
+        self._unfinished: dict[str, PlannedRequest] = {}
+        """Requests whose lookups stopped at the limit on orders per step."""
         self._loads: list[LoadOrder] = []
         self._fences: set[int] = set()
         self._unwanted: dict[int, Job] = {}
         self._overdue: dict[int, Job] = {}
         self._looked_up: dict[str, int] = {}
-        """Since the last plan, with how many tokens the engine had itself."""
+        """Tokens in the engine's own cache, for each request looked up since the last plan."""
 
     # --- requests come and go --------------------------------------------------------------
 
     def add_request(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
-        """A request has arrived. `block_hashes` is the engine's list, and may grow."""
-        self._requests[request_id] = RequestRecord(
-            request_id, block_hashes, window=self._settings.probe_chunks
+        """Add a request that has arrived. `block_hashes` is the engine's list, and may grow."""
+        settings = self._settings
+        self._requests[request_id] = PlannedRequest.of(
+            request_id,
+            ChunkHashes(block_hashes, self._chunk_tokens // settings.hash_tokens, self._salt),
+            settings.groups,
+            self.ledger,
+            settings.probe_chunks,
         )
 
     def adopt(self, other: KVPlanner) -> None:
-        """The requests that `other`, which neither loads nor saves, knows so far: they will do
-        neither here, because nobody has kept where they are.
-        """
-        for request_id, record in other._requests.items():
-            self.add_request(request_id, record.block_hashes)
-            self._requests[request_id].barred = True
+        """Take over and bar the requests of `other`, a planner that neither loads nor saves."""
+        for request_id, request in other._requests.items():
+            self.add_request(request_id, request.hashes.block_hashes)
+        self.bar(other._requests)
+
+    def bar(self, request_ids: Iterable[str]) -> None:
+        """Stop loads and saves of these requests for good. A load under way runs to its end."""
+        for request_id in request_ids:
+            request = self._requests[request_id]
+            request.saving.bar()
+            if request.state is not RequestState.LOADING:
+                request.close()
 
     def prefetch(self, request_id: str, local_tokens: int, now_s: float) -> None:
-        """Start on a queued request's first chunks, unless half of host memory is spoken for."""
-        figures = self.ledger.slots.statistics()
-        if 2 * (figures.reserved + figures.pinned) >= len(self.ledger.slots):
+        """Order a queued request's first chunks, unless half the slots are reserved or pinned."""
+        figures = self.ledger.table.statistics()
+        if 2 * (figures.reserved + figures.pinned) >= self.ledger.table.count:
             return
-        record = self._requests[request_id]
-        if self._settings.may_load:
-            self._prefix.prefetch(record, local_tokens, now_s)
+        request = self._requests[request_id]
+        if self._settings.may_load and not request.saving.is_barred:
+            request.local_tokens = local_tokens
+            self._collect(request, now_s, KNOWN_WINDOW_CHUNKS)
 
     def finished(self, request_id: str) -> None:
-        """The request is over or aborted. Its load, if one runs, keeps its chunks until its end."""
-        record = self._requests.pop(request_id, None)
-        if record is None:
+        """Forget a request that is over or aborted. Its load, if one runs, keeps its chunks."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
             return
-        if record.state is RequestState.LOADING:
-            self._orphans[request_id] = record
+        if request.state is RequestState.LOADING:
+            self._orphans[request_id] = request
             return
-        self._prefix.release(record)
-        # A request that has been answered leaves its late chunks to the next one that asks.
-        aborted = record.wants_chunks
-        for position, job in record.pending.items():
-            job.waiters.remove((record, position))
-            if aborted:
-                self._unwanted[job.job_id] = job
+        for lookup in request.lookups:
+            # If the request has its answer, its late chunks still arrive, for the next request.
+            aborted = lookup.is_open
+            for job in lookup.forget_fetches():
+                if aborted:
+                    self._unwanted[job.job_id] = job
+        request.close()
 
     # --- lookups ---------------------------------------------------------------------------
 
     def lookup(
         self, request_id: str, local_tokens: int, now_s: float, *, reads: bool = True
     ) -> Answer:
-        """How many tokens after the `local_tokens` the engine has itself can be loaded now. Without
-        `reads` none: the request has to be computed.
+        """Look up the tokens to load after the `local_tokens` in the engine's own cache. Without
+        `reads` the answer is none: the request has to be computed.
 
-        May be asked any number of times; asks the bucket for what is missing, and waits for it
-        only while that is expected to pay (see `pace`).
+        May be called any number of times. Missing chunks are requested from the bucket; the request
+        waits for them only while the wait is expected to pay (see `pace`).
         """
-        record = self._requests[request_id]
-        if record.state is RequestState.WAITING and not record.news and now_s < record.wait_until_s:
+        request = self._requests[request_id]
+        if now_s < request.wait.until_s:
             return WAIT
         self._looked_up[request_id] = local_tokens
-        if not self._settings.may_load or record.barred or not reads:
+        if not self._settings.may_load or request.saving.is_barred or not reads:
             return NOTHING
-        if record.state is RequestState.COMPUTING:
-            record.start_over()
-        record.step(RequestEvent.LOOKUP)
-        record.news = False
-        self._prefix.collect(record, local_tokens, now_s)
-        if record.waits:
-            record.wait_until_s = self._wait_until_s(record, now_s)
-            if now_s < record.wait_until_s:
-                record.step(RequestEvent.WAIT)
+        if request.state is RequestState.COMPUTING:
+            request.start_over()
+        request.step(RequestEvent.LOOKUP)
+        request.wait.wake()
+        request.local_tokens = local_tokens
+        while (lookup := self._collect(request, now_s)) is not None:
+            if self._waits(request, lookup, now_s):
                 return WAIT
-            self.counters["deadline_cuts"] += 1
-            if record.arrival_s < now_s:
-                ahead = self.ledger.fetches_ahead_of(record.pending.values())
-                self.pace.gave_up(now_s - record.arrival_s, ahead)
-        record.end = record.ready
-        self._overdue.update((job.job_id, job) for job in record.pending.values())
-        return self._offer(record)
+            lookup.stop()
+        return self._offer(request)
 
-    def _offer(self, record: RequestRecord) -> Answer:
-        tokens = record.ready * self._settings.chunk_tokens - record.local_tokens
-        if tokens <= 0:
-            self._prefix.release(record)
-            record.step(RequestEvent.NOTHING)
-            return NOTHING
-        self._prefix.release_early(record)
-        record.step(RequestEvent.OFFER)
-        return Answer(False, tokens)
+    def _collect(
+        self, request: PlannedRequest, now_s: float, orders: int = ORDERS_PER_LOOKUP
+    ) -> Lookup | None:
+        awaited = request.collect(now_s, orders)
+        for lookup in request.lookups:
+            if lookup.has_more:
+                self._unfinished[request.request_id] = request
+        return awaited
 
-    def _wait_until_s(self, record: RequestRecord, now_s: float) -> float:
-        if record.started_s is None:
-            record.started_s = record.arrival_s = now_s
-            record.wanted_chunks = len(record.hashes) - record.ready
-        end = len(record.hashes) if record.end is None else record.end
-        unasked = max(0, end - record.asked)
-        # Others' chunks, too, come before the last of these.
-        missing = self.ledger.fetches_ahead_of(record.pending.values()) + unasked
-        size, pace = self._settings.chunk_tokens, self.pace
-        return wait_until_s(
+    def _go_on(self, now_s: float) -> None:
+        """Continue collecting for the first request in `_unfinished`. Called in every step, because
+        the engine does not look up every request in every step."""
+        while self._unfinished:
+            request_id, request = next(iter(self._unfinished.items()))
+            if request.has_more:
+                self._collect(request, now_s)
+                request.wait.wake()
+                return
+            del self._unfinished[request_id]
+
+    def _waits(self, request: PlannedRequest, lookup: Lookup, now_s: float) -> bool:
+        """Whether the request waits for the missing chunks of `lookup`."""
+        wait, pace, size = request.wait, self.pace, self._chunk_tokens
+        wait.begin(now_s, len(request.hashes.known) - lookup.ready)
+        # Chunks of other requests also arrive before the last of these.
+        ahead = self.ledger.fetches_ahead_of(lookup.pending.values())
+        missing = ahead + lookup.unasked
+        until_s = wait_until_s(
             now_s=now_s,
-            started_s=record.started_s,
-            asked_s=record.asked_s,
-            arrival_s=record.arrival_s,
-            expected_s=pace.fetch_s(missing, rounds=(unasked // record.window).bit_length()),
+            started_s=wait.started_s,
+            asked_s=wait.asked_s,
+            arrival_s=wait.arrival_s,
+            expected_s=pace.fetch_s(missing, rounds=lookup.rounds),
             patience_s=pace.patience_s(missing),
-            missing_compute_s=pace.compute_s((end - record.ready) * size),
-            wanted_compute_s=pace.compute_s(record.wanted_chunks * size),
+            missing_compute_s=pace.compute_s(lookup.missing * size),
+            wanted_compute_s=pace.compute_s(wait.wanted_chunks * size),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
+        if now_s < until_s:
+            request.step(RequestEvent.WAIT)
+            wait.sleep(until_s)
+            if lookup.has_more:
+                wait.wake()
+            return True
+        self.counters["deadline_cuts"] += 1
+        if wait.arrival_s < now_s:
+            pace.gave_up(now_s - wait.arrival_s, ahead)
+        return False
+
+    def _offer(self, request: PlannedRequest) -> Answer:
+        for lookup in request.lookups:
+            for job in lookup.pending.values():
+                self._overdue[job.job_id] = job
+        tokens = request.offer()
+        return Answer(False, tokens) if tokens else NOTHING
 
     # --- admission and loads ---------------------------------------------------------------
 
-    def admitted(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
-        """The engine placed the request in `block_ids` and takes `external_tokens` of the offer."""
-        record = self._requests[request_id]
+    def admitted(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
+    ) -> None:
+        """Place the request in `block_ids` (per group). The engine accepts `external_tokens` of the
+        offer."""
+        request = self._requests[request_id]
         if external_tokens == 0:
-            if record.state is not RequestState.LOADING:
-                self._prefix.release(record)
-                record.step(RequestEvent.ADMIT)
-                self._fence_others(request_id, block_ids)
+            if request.state is not RequestState.LOADING:
+                request.close()
+                request.step(RequestEvent.ADMIT)
+                # Another connector may write to the blocks before the request is scheduled.
+                if (own_tokens := self._looked_up.get(request_id)) is not None:
+                    self._fences |= self._fences_behind(own_tokens, block_ids)
             return
-        record.step(RequestEvent.LOAD)
-        parts = self._load_parts(record, block_ids, external_tokens)
-        blocks = [block for part in parts for block in part.block_ids]
-        self._fences |= self.ledger.fences(blocks)
-        self._loads.append(LoadOrder(request_id, parts))
-        self.ledger.slots.touch_chain(record.prefix)
-        bucket_tokens = self.bucket_tokens(request_id, external_tokens)
+        request.step(RequestEvent.LOAD)
+        end = request.local_tokens + external_tokens
+        parts: list[LoadPart] = []
+        for lookup, ids in zip(request.lookups, block_ids, strict=True):
+            parts += lookup.load_parts(ids, request.local_tokens, end)
+            self.ledger.table.touch_chain(lookup.leases)
+        self._fences |= self.ledger.fences([block for part in parts for block in part.block_ids])
+        self._loads.append(LoadOrder(request_id, tuple(parts)))
+        bucket_tokens = request.bucket_tokens(external_tokens)
         self.counters["hit_tokens_bucket"] += bucket_tokens
         self.counters["hit_tokens_host"] += external_tokens - bucket_tokens
 
-    def _fence_others(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Another connector may write to these blocks before the request is scheduled."""
-        local_tokens = self._looked_up.get(request_id)
-        if local_tokens is not None:
-            first = local_tokens // self._settings.block_tokens
-            self._fences |= self.ledger.fences(block_ids[first:])
+    def _fences_behind(self, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
+        """Saves that still read any of these blocks after the first `tokens`."""
+        fences: set[int] = set()
+        for group, ids in zip(self._settings.groups, block_ids, strict=True):
+            fences |= self.ledger.fences(ids[tokens // group.block_tokens :])
+        return fences
 
     def bucket_tokens(self, request_id: str, external_tokens: int) -> int:
-        """How many of the tokens loaded came from the bucket just now; the rest was resident."""
-        record = self._requests[request_id]
-        size = self._settings.chunk_tokens
-        end = record.local_tokens + external_tokens
-        return sum(
-            max(0, min(end, (p + 1) * size) - max(record.local_tokens, p * size))
-            for p in record.fetched
-        )
-
-    def _load_parts(
-        self, record: RequestRecord, block_ids: Sequence[int], external_tokens: int
-    ) -> tuple[LoadPart, ...]:
-        block_tokens, per_chunk = self._settings.block_tokens, self._chunk_blocks
-        start = record.local_tokens // block_tokens
-        end = (record.local_tokens + external_tokens) // block_tokens
-        parts = []
-        for position in range(start // per_chunk, -(-end // per_chunk)):
-            low, high = position * per_chunk, (position + 1) * per_chunk
-            blocks = tuple(block_ids[max(low, start) : min(high, end)])
-            slot = record.prefix[position - record.first]
-            parts.append(LoadPart(self._settings.group, slot.number, max(low, start) - low, blocks))
-        return tuple(parts)
+        """Number of loaded tokens that were fetched for this request; the rest were resident."""
+        return self._requests[request_id].bucket_tokens(external_tokens)
 
     def loaded(self, request_ids: Iterable[str], failed: Iterable[str] = ()) -> None:
-        """All ranks have ended these requests' loads. `failed`: those of them that went wrong."""
+        """Take in the end of these requests' loads on all ranks. `failed`: those that failed."""
         bad = set(failed)
         for request_id in request_ids:
-            record = self._orphans.pop(request_id, None) or self._requests.get(request_id)
-            if record is None or record.state is not RequestState.LOADING:
+            request = self._orphans.pop(request_id, None) or self._requests.get(request_id)
+            if request is None or request.state is not RequestState.LOADING:
                 continue
-            record.step(RequestEvent.LOADED)
-            self._prefix.release(record)
+            request.step(RequestEvent.LOADED)
+            request.close()
             if request_id in bad:
-                # The engine asks again in the same pass: the answer has to be a miss by then.
-                record.barred = True
+                # The engine asks again in the same pass, and must get a miss.
+                request.saving.bar()
                 self.counters["loads_failed"] += 1
 
     # --- the step --------------------------------------------------------------------------
 
     def plan(self, scheduled: Iterable[ScheduledRequest], now_s: float) -> StepPlan:
-        """This step's instructions. Called once per engine step, after all lookups."""
+        """The instructions for this step. Called once per engine step, after all lookups."""
         fences, self._fences = self._fences, set()
         looked_up, self._looked_up = self._looked_up, {}
         tokens = 0
         for step in scheduled:
             tokens += step.scheduled_tokens
-            record = self._requests.get(step.request_id)
-            if record is None:
+            request = self._requests.get(step.request_id)
+            if request is None:
                 continue
-            fences |= self.ledger.fences(self._place(record, step))
+            if step.block_ids:
+                request.saving.place(step)
+                first_written = step.computed_tokens if step.replaces else 0
+                fences |= self._fences_behind(first_written, step.block_ids)
             own_tokens = looked_up.get(step.request_id) if step.replaces else None
             if own_tokens is not None and step.computed_tokens > own_tokens:
-                # Another connector loads while the step runs. Whether that went well is known only
-                # after this step's saves are on their way to the bucket.
-                record.barred = True
-            if self._settings.may_save and not record.barred:
-                self._save(record, step.computed_tokens + step.scheduled_tokens)
+                # Another connector loads during the step. Its result is known only after this
+                # step's saves have been sent to the bucket.
+                request.saving.bar()
+            if self._settings.may_save and not request.saving.is_barred:
+                self._save(request, step.computed_tokens, step.scheduled_tokens)
         self.pace.step_started(now_s, tokens)
-        self._prefix.go_on(now_s)
+        self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
-        # Whoever joined such a fetch since keeps it going.
+        # A fetch that another request has joined since is not cancelled.
         cancels = tuple(job_id for job_id, job in self._unwanted.items() if not job.waiters)
         self._unwanted.clear()
-        withdrawals = tuple(job_id for job_id, job in self._overdue.items() if not _awaited(job))
+        withdrawals = tuple(
+            job_id
+            for job_id, job in self._overdue.items()
+            if not any(lookup.awaits(position) for lookup, position in job.waiters)
+        )
         self._overdue.clear()
         return StepPlan(
             fetches=self.ledger.take_fetches(),
             saves=self.ledger.take_saves(),
-            uploads=self.ledger.take_uploads(now_s),
+            uploads=self.ledger.take_uploads(
+                now_s, max_saves_inflight=self._settings.max_saves_inflight
+            ),
             loads=loads,
             fences=tuple(sorted(fences)),
             cancels=cancels,
             withdrawals=withdrawals,
         )
 
-    def _place(self, record: RequestRecord, step: ScheduledRequest) -> list[int]:
-        """Remember where the request lives; the blocks this step may write for the first time."""
-        if not step.replaces:
-            record.block_ids.extend(step.block_ids)
-            return list(step.block_ids)
-        record.block_ids = list(step.block_ids)
-        return record.block_ids[step.computed_tokens // self._settings.block_tokens :]
+    def _save(self, request: PlannedRequest, computed_tokens: int, scheduled_tokens: int) -> None:
+        """Save the chunks that are complete after this step and have a hash.
 
-    def _save(self, record: RequestRecord, computed_tokens: int) -> None:
-        """Save the chunks that are complete after this step and of which every token is known.
-
-        Only known tokens have hashes, so drafts that may yet be rejected are never saved.
+        Only known tokens have hashes, so drafts that may be rejected are never saved.
         """
-        complete = computed_tokens // self._settings.chunk_tokens
-        if complete <= record.saved and not record.undecided:
+        saving = request.saving
+        complete = (computed_tokens + scheduled_tokens) // self._chunk_tokens
+        if complete <= saving.saved and not saving.undecided:
             return
-        hashes = self._prefix.hashes(record)
-        complete = min(complete, len(hashes))
-        # After a preemption the undecided ones may have to be computed again first.
-        due = [position for position in record.undecided if position < complete]
-        record.undecided = [p for p in record.undecided if p >= complete]
-        for position in (*due, *range(record.saved, complete)):
-            self._save_chunk(record, position, ChunkKey(self._settings.group, hashes[position]))
-        record.saved = max(record.saved, complete)
+        complete = min(complete, len(request.hashes.read()))
+        for number, position in saving.take(complete):
+            is_full = self._settings.groups[number].kind is GroupKind.FULL
+            # The engine frees blocks behind a window when it schedules the next step.
+            if is_full or (position + 1) * self._chunk_tokens >= computed_tokens:
+                self._save_chunk(request, number, position)
 
-    def _save_chunk(self, record: RequestRecord, position: int, key: ChunkKey) -> None:
+    def _save_chunk(self, request: PlannedRequest, number: int, position: int) -> None:
+        group = self._settings.groups[number]
+        key = ChunkKey(group.number, request.hashes.known[position])
         state = self.ledger.state(key)
         if state is ChunkState.FETCHING:
-            record.undecided.append(position)
+            request.saving.undecide(number, position)
+        elif state is ChunkState.RESIDENT:
+            self.ledger.unsaved.hit(key)
         if state is not ChunkState.ABSENT or self.ledger.index.is_present(key):
             return
-        low = position * self._chunk_blocks
-        blocks = tuple(record.block_ids[low : low + self._chunk_blocks])
+        held = blocks_of_chunk(group, position)
+        blocks = tuple(request.saving.block_ids[number][held.start : held.stop])
         full = self.ledger.saves_inflight >= self._settings.max_saves_inflight
         if full or not self.ledger.plan_save(key, blocks):
             self.counters["saves_dropped"] += 1
         elif self.ledger.residency is not None:
-            self.ledger.residency.origin(key, JobKind.SAVE, record.request_id, position)
+            self.ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)
 
     # --- reports ---------------------------------------------------------------------------
 
     def step_ended(self, now_s: float) -> None:
-        """The oldest planned step has been carried out."""
+        """Note that the oldest planned step has been carried out."""
         self.pace.step_ended(now_s)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
-        """Take in what the ranks reported."""
+        """Take in a report of the ranks."""
         for end in report.ends.values():
             job = self.ledger.on_end(end, now_s)
             if job is not None and end.kind is JobKind.FETCH:
                 self._fetch_ended(job, now_s)
 
     def _fetch_ended(self, job: Job, now_s: float) -> None:
-        outcome = job.outcomes[JobKind.FETCH]
-        arrived = outcome.is_success
-        if arrived:
+        if job.outcomes[JobKind.FETCH].is_success:
             ended_with = self.ledger.fetches_inflight + 1
             self.pace.fetched(job.seconds, began_with=job.began_with, ended_with=ended_with)
-        for record, position in job.waiters:
-            del record.pending[position]
-            record.news = True
-            if outcome is Outcome.CANCELLED:
-                # Of somebody else who gave up, in the moment this request joined: ask again.
-                record.asked = min(record.asked, position)
-            elif not arrived:
-                record.end = position if record.end is None else min(record.end, position)
-            elif record.wants_chunks:
-                self._prefix.lease_early(record, position, job.slot)
-                record.arrival_s = now_s
-                record.fetched.add(position)
-                record.window *= 2
+        for lookup, position in job.waiters:
+            lookup.fetch_ended(position, job, now_s)
 
     @property
     def has_arrivals_inflight(self) -> bool:
-        """Something that a request waits for, or may wait for, is on its way to it."""
-        loading = RequestState.LOADING
+        """Whether a fetch or load is under way that a request waits for or may wait for."""
         return self.ledger.fetches_inflight > 0 or any(
-            record.state is loading for record in self._requests.values()
+            request.state is RequestState.LOADING for request in self._requests.values()
         )
-
-    @property
-    def has_copies_inflight(self) -> bool:
-        """An idle engine has to keep stepping until its last saves are on their way."""
-        return self.ledger.has_copies_inflight
 
     def reset(self, salt: bytes) -> None:
         """Make everything cached so far unreachable, here and in the bucket.
 
-        From now on chunk hashes are derived with `salt`, which nobody else has. Requests that are
-        in the engine now may hold KV of before: they neither load nor save any more.
+        From now on chunk hashes are derived with `salt`, which must be unique. Requests in the
+        engine may hold KV from before the reset, so they neither load nor save any more.
         """
-        self._prefix.reset(salt)
+        self._salt = salt
         self.ledger.index.forget()
-        for record in self._requests.values():
-            record.barred = record.news = True
-            record.hashes.clear()
-            if record.state is not RequestState.LOADING:
-                self._prefix.release(record)
+        self.bar(self._requests)
 
     def check(self) -> None:
         """Raise AssertionError where the books do not balance. For tests."""
         self.ledger.check()
         leased = Counter(
-            slot
-            for record in (*self._requests.values(), *self._orphans.values())
-            for slot in (*record.prefix, *record.early.values())
+            entry
+            for request in (*self._requests.values(), *self._orphans.values())
+            for lookup in request.lookups
+            for entry in (*lookup.leases, *lookup.early.values())
         )
-        for slot, pins in leased.items():
-            assert self.ledger.slots.pins(slot) == pins, (slot, pins)
-        assert self.ledger.slots.statistics().pinned == len(leased)
-
-
-def _awaited(job: Job) -> bool:
-    """Somebody still waits for this fetch, or would take it."""
-    return any(record.awaits(position) for record, position in job.waiters)
+        for entry, pins in leased.items():
+            assert entry.pins == pins, (entry, pins)
+        assert self.ledger.table.statistics().pinned == len(leased)

@@ -1,47 +1,51 @@
-"""The life of every chunk this engine knows, and the jobs that move chunks along.
+"""Ledger: the state of every entry in this engine's host memory, and the jobs that change it.
 
     absent ──save planned──▶ COPYING ──copied──▶ DIRTY ──upload acknowledged──▶ CLEAN
     CLEAN ──evicted──▶ absent
     absent ──fetch planned──▶ FETCHING ──arrived and verified──▶ CLEAN
     FETCHING ──missing, corrupt, failed──▶ absent      COPYING ──copy failed──▶ absent
-    DIRTY ──upload failed──▶ DIRTY, tried again later; given up──▶ CLEAN
+    DIRTY ──upload failed──▶ DIRTY, tried again later; given up──▶ CLEAN, and unsaved
+    CLEAN and unsaved ──hit, and the bucket takes uploads──▶ DIRTY, tried once
 
-The slot table holds the states and refuses what is not an arrow (`host.slots.TRANSITIONS`);
-COPYING and FETCHING are its RESERVED, told apart by the job that fills the slot.
+KV-cache chunks, encoder outputs, and the library's blocks and tensors all follow these rules. The
+table holds the states, and refuses a change that is not an arrow (`host.table.TRANSITIONS`).
+COPYING and FETCHING are its RESERVED; the job that fills the place tells them apart.
 
-Rules that make it safe:
-- A slot belongs to one chunk from the plan that reserves it until every rank has reported every
-  end of the job: only then can nothing touch its bytes any more.
-- A chunk is usable only in DIRTY and CLEAN, which every rank has confirmed.
-- One job per chunk: whoever wants a chunk that is already on its way joins its waiters.
+These rules make it safe:
+- A place belongs to one entry from the plan that reserves it until every rank has reported every
+  end of the job. Only after that is its memory untouched.
+- An entry is usable only in DIRTY and CLEAN, which every rank has confirmed.
+- Each key has at most one job: a request for a key on its way joins the job's waiters.
+- Unsaved entries (`planning.uploads`) may be evicted, so an outage does not fill host memory with
+  data that cannot be uploaded. An upload that can never work is given up at once, for good.
 
-Scheduler process, one thread. Time comes in as an argument (seconds, monotonic).
+Used from one thread. Time comes in as an argument (seconds, monotonic).
 """
 
 from __future__ import annotations
 
 import enum
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
-from s3kv.host.slots import Slot, SlotState, SlotTable
+from s3kv.host.table import Entry, EntryState, Table
 from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.residency import Residency, ResidencyLog
+from s3kv.planning.uploads import Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome
 
-_UPLOAD_RETRY_S = (1.0, 4.0, 15.0, 60.0)
-"""Pauses before an upload is tried again; after the last the chunk is given up (it stays
-resident, and may be evicted). Longer than a store's hiccup, short enough that an outage does not
-leave host memory full of chunks that cannot leave."""
+_AGAIN_PER_STEP = 32
+"""Most given-up uploads that are ordered again in one step. An order takes the engine's thread 3 to
+5 µs."""
 
 
 class ChunkState(enum.Enum):
-    """Where a chunk is in its life, as far as host memory goes."""
+    """State of a key in host memory."""
 
     ABSENT = "absent"
     FETCHING = "fetching"
@@ -49,91 +53,111 @@ class ChunkState(enum.Enum):
     RESIDENT = "resident"
 
 
-@dataclass(slots=True)
+class FetchRefusal(enum.Enum):
+    """Reason for which a fetch is not ordered."""
+
+    ABSENT = "absent"
+    """The bucket recently answered that it has no such object."""
+    BREAKER = "breaker"
+    ROOM = "room"
+
+
+@dataclass(slots=True, eq=False)
 class Job:
-    """One order on its way. `ranks_left` counts, per kind of end, the ranks still to report."""
+    """A job under way. `reports_left`: reports still to come, by kind of end."""
 
     job_id: int
     key: ChunkKey
-    slot: Slot
-    ranks_left: dict[JobKind, int]
+    entry: Entry | None
+    """Entry that the job fills or reads; None for a fetch to a place outside the table."""
+    reports_left: dict[JobKind, int]
+    nbytes: int | None = None
+    """Bytes that have arrived, for a fetch of unknown length; otherwise None."""
     block_ids: tuple[int, ...] = ()
     attempt: int = 0
     sequence: int = 0
-    """Of a fetch: how many fetches had been ordered when it was."""
+    """Number of this fetch, in the order in which fetches were ordered, from 1."""
     began_with: int = 0
-    """Of a fetch: how many were under way when it was ordered, it included."""
+    """Fetches under way when this one was ordered, including it."""
     seconds: float = 0.0
-    """The longest any rank was at it, waiting for its turn not counted."""
+    """Longest time that any rank worked on it, without the wait for its turn."""
     outcomes: dict[JobKind, Outcome] = field(default_factory=dict)
     waiters: list[Any] = field(default_factory=list)
-    """Opaque to the ledger: whoever joined a fetch, handed back with its end."""
+    """Waiters that joined the fetch, handed back with its end. Opaque to the ledger."""
+    about: Any = None
+    """The caller's note. Opaque to the ledger."""
 
     @property
     def is_fetch(self) -> bool:
-        return JobKind.FETCH in self.outcomes or JobKind.FETCH in self.ranks_left
+        return JobKind.FETCH in self.outcomes or JobKind.FETCH in self.reports_left
 
 
-class ChunkLedger:
-    """Which chunks are in host memory or on their way, and what has to be done for them."""
+class Ledger:
+    """Ledger of one table and one bucket. world_size: number of ranks that report every end of a
+    job; 1 without ranks. place: name of a place in counters.
+    """
 
     def __init__(
         self,
-        slots: SlotTable,
+        table: Table,
         index: BucketIndex,
         breaker: Breaker,
         *,
         world_size: int,
         residency: ResidencyLog | None = None,
+        place: str = "slot",
     ) -> None:
-        self.slots = slots
+        self.table = table
         self.residency = residency
         self.index = index
         self.breaker = breaker
+        self.unsaved = Unsaved()
+        """Resident entries whose upload was given up. Call `unsaved.hit` when one is used."""
         self.counters: Counter[str] = Counter()
         self._world_size = world_size
+        self._place = place
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[ChunkKey, Job] = {}
-        # Several saves read one block when a reset has given its chunk another name meanwhile.
+        self._landings: set[ChunkKey] = set()
+        # Several saves read the same block if a reset has renamed its chunk meanwhile.
         self._saving_blocks: dict[int, tuple[int, ...]] = {}
-        self._next_job_id = 1
-        self._fetches_inflight = 0
-        self._saves_inflight = 0
-        self._retries: list[tuple[float, int, ChunkKey, int]] = []
+        self._job_ids = count(1)
+        self.fetches_inflight = 0
+        self.saves_inflight = 0
+        """Number of entries between their save order and the bucket's answer."""
+        self._retries = UploadRetries()
+        self._uploads: list[UploadOrder] = []
         self._fetch_orders: list[FetchOrder] = []
         self._save_orders: list[SaveOrder] = []
 
     # --- questions -------------------------------------------------------------------------
 
     def state(self, key: ChunkKey) -> ChunkState:
-        slot = self.slots.lookup(key)
-        if slot is None:
-            return ChunkState.ABSENT
-        if self.slots.state(slot) is not SlotState.RESERVED:
+        entry = self.table.lookup(key)
+        if entry is None:
+            is_landing = self._landings and key in self._landings
+            return ChunkState.FETCHING if is_landing else ChunkState.ABSENT
+        if entry.state is not EntryState.RESERVED:
             return ChunkState.RESIDENT
         return ChunkState.FETCHING if self._job_of[key].is_fetch else ChunkState.COPYING
 
     @property
-    def fetches_inflight(self) -> int:
-        return self._fetches_inflight
+    def jobs(self) -> Iterable[Job]:
+        """The jobs under way, in the order in which they were planned."""
+        return self._jobs.values()
 
     def fetches_ahead_of(self, jobs: Iterable[Job]) -> int:
-        """Fetches that will end no later than the last of `jobs`, if they end in order."""
-        ended = self.counters["fetches"] - self._fetches_inflight
+        """Number of fetches that end no later than the last of `jobs`, if they end in order."""
+        ended = self.counters["fetches"] - self.fetches_inflight
         return max(1, max((job.sequence for job in jobs), default=0) - ended)
 
     @property
-    def saves_inflight(self) -> int:
-        """Chunks between their save order and the bucket's answer."""
-        return self._saves_inflight
-
-    @property
     def has_copies_inflight(self) -> bool:
-        """Blocks are still being copied to slots, so an idle engine has to keep polling."""
+        """Whether blocks are still being copied. An idle engine has to keep polling meanwhile."""
         return bool(self._saving_blocks) or bool(self._save_orders)
 
     def fences(self, block_ids: Sequence[int]) -> set[int]:
-        """The saves that still read one of these blocks, which are about to be overwritten."""
+        """Saves that still read any of these blocks, which are about to be overwritten."""
         saving = self._saving_blocks
         if not saving:
             return set()
@@ -141,39 +165,96 @@ class ChunkLedger:
 
     # --- orders ----------------------------------------------------------------------------
 
-    def plan_fetch(self, key: ChunkKey) -> Job | None:
-        """Order the chunk from the bucket. None, and nothing changed, when no slot is free."""
-        job = self._reserve(key, {JobKind.FETCH: self._world_size})
-        if job is None:
-            self.counters["fetches_without_slot"] += 1
+    def refusal(self, key: ChunkKey, now_s: float) -> FetchRefusal | None:
+        """The reason not to fetch `key` now, which is counted; None if it may be fetched."""
+        if self.index.is_absent(key, now_s):
+            self.counters["fetches_spared"] += 1
+            return FetchRefusal.ABSENT
+        if not self.breaker.allows(now_s):
+            self.counters["fetches_refused_by_breaker"] += 1
+            return FetchRefusal.BREAKER
+        return None
+
+    def plan_fetch(self, key: ChunkKey, nbytes: int | None = None) -> Job | None:
+        """Order the fetch of an absent key. nbytes: largest length of the object, if the length is
+        known only at the end. Returns None, and orders nothing, if there is no room.
+        """
+        entry = self.reserve(key, nbytes)
+        if entry is None:
+            self.counters[f"fetches_without_{self._place}"] += 1
             return None
-        self._fetches_inflight += 1
+        job = self._fetch(key, entry)
+        job.nbytes = None if nbytes is None else 0
+        self._fetch_orders.append(FetchOrder(job.job_id, key, entry.number))
+        return job
+
+    def plan_landing(self, key: ChunkKey) -> Job:
+        """Register the fetch of an absent key to a place outside the table. The caller sends the
+        order. The place is the caller's again when the job has ended.
+        """
+        self._landings.add(key)
+        job = self._fetch(key, None)
+        job.nbytes = 0
+        return job
+
+    def _fetch(self, key: ChunkKey, entry: Entry | None) -> Job:
+        job = self._register(key, entry, {JobKind.FETCH: self._world_size})
+        self.fetches_inflight += 1
         self.counters["fetches"] += 1
         job.sequence = self.counters["fetches"]
-        job.began_with = self._fetches_inflight
-        self._fetch_orders.append(FetchOrder(job.job_id, key, job.slot.number))
+        job.began_with = self.fetches_inflight
         return job
 
     def fetch_job(self, key: ChunkKey) -> Job:
-        """The fetch that is under way for a chunk in FETCHING."""
-        job = self._job_of[key]
-        assert job.is_fetch, job
-        return job
+        """The fetch under way for a key in FETCHING."""
+        return self._job_of[key]
 
-    def plan_save(self, key: ChunkKey, block_ids: tuple[int, ...]) -> bool:
-        """Order the blocks copied and uploaded. False, and nothing changed, without a slot."""
-        ends = {JobKind.SAVE: self._world_size, JobKind.UPLOAD: self._world_size}
-        job = self._reserve(key, ends)
-        if job is None:
-            self.counters["saves_without_slot"] += 1
+    def plan_save(
+        self, key: ChunkKey, block_ids: tuple[int, ...], nbytes: int | None = None
+    ) -> bool:
+        """Order the copy of the blocks and its upload. Returns False, and orders nothing, if there
+        is no room. nbytes: as for `Table.reserve`.
+        """
+        entry = self.reserve(key, nbytes)
+        if entry is None:
+            self.counters[f"saves_without_{self._place}"] += 1
             return False
+        ends = {JobKind.SAVE: self._world_size, JobKind.UPLOAD: self._world_size}
+        job = self._register(key, entry, ends)
         job.block_ids = block_ids
-        self._saves_inflight += 1
+        self.saves_inflight += 1
         self.counters["saves"] += 1
         for block in block_ids:
             self._saving_blocks[block] = (*self._saving_blocks.get(block, ()), job.job_id)
-        self._save_orders.append(SaveOrder(job.job_id, key, job.slot.number, block_ids))
+        self._save_orders.append(SaveOrder(job.job_id, key, entry.number, block_ids))
         return True
+
+    def plan_upload(self, key: ChunkKey, *, tried: bool = False) -> None:
+        """Order the upload of a clean entry, which becomes dirty. tried: the upload was given up
+        before, and gets only this attempt.
+        """
+        entry = self.table.lookup(key)
+        assert entry is not None, f"{key} is not resident"
+        self.unsaved.discard(key)
+        self.table.mark_dirty(entry)
+        self.saves_inflight += 1
+        self._upload(entry, self._retries.last if tried else 0)
+
+    def _upload(self, entry: Entry, attempt: int) -> None:
+        job = self._register(entry.key, entry, {JobKind.UPLOAD: self._world_size})
+        job.attempt = attempt
+        self._uploads.append(UploadOrder(job.job_id, entry.key, entry.number))
+
+    def reserve(self, key: ChunkKey, nbytes: int | None = None) -> Entry | None:
+        """Reserve a place that the caller fills without a job; account for evicted entries."""
+        reservation = self.table.reserve(key, nbytes)
+        if reservation is None:
+            return None
+        for evicted in reservation.evicted:
+            self.counters["evictions"] += 1
+            self.unsaved.discard(evicted)
+            self._note(evicted, Residency.HOST_REMOVED)
+        return reservation.entry
 
     def take_fetches(self) -> tuple[FetchOrder, ...]:
         orders, self._fetch_orders = tuple(self._fetch_orders), []
@@ -183,31 +264,40 @@ class ChunkLedger:
         orders, self._save_orders = tuple(self._save_orders), []
         return orders
 
-    def take_uploads(self, now_s: float) -> tuple[UploadOrder, ...]:
-        """Uploads whose time to be tried again has come."""
-        orders = []
-        while self._retries and self._retries[0][0] <= now_s:
-            _, _, key, attempt = heapq.heappop(self._retries)
-            slot = self.slots.lookup(key)
-            assert slot is not None, "a dirty chunk cannot leave its slot"
-            job = self._register(key, slot, {JobKind.UPLOAD: self._world_size})
-            job.attempt = attempt
-            orders.append(UploadOrder(job.job_id, key, slot.number))
-        return tuple(orders)
+    def take_uploads(
+        self, now_s: float, *, max_saves_inflight: int = _AGAIN_PER_STEP
+    ) -> tuple[UploadOrder, ...]:
+        """Take the planned uploads and those whose next attempt is due. While fewer than
+        `max_saves_inflight` saves are under way, also take the uploads of entries that were hit
+        after their upload was given up.
+        """
+        for retry in self._retries.take_due(now_s):
+            entry = self.table.lookup(retry.key)
+            assert entry is not None, "a dirty entry cannot leave its place"
+            self._upload(entry, retry.attempt)
+        if self.unsaved.wanted:
+            most = min(_AGAIN_PER_STEP, max_saves_inflight - self.saves_inflight)
+            for key in self.unsaved.take(most, self.breaker, now_s):
+                self.counters["uploads_again"] += 1
+                self.plan_upload(key, tried=True)
+        orders, self._uploads = tuple(self._uploads), []
+        return orders
 
     # --- ends ------------------------------------------------------------------------------
 
     def on_end(self, end: JobEnd, now_s: float) -> Job | None:
-        """Take in one job's end on some ranks; the job itself once no rank is left, else None."""
+        """Take in a job's end on some ranks. Returns the job if all ranks are done, else None."""
         job = self._jobs[end.job_id]
-        left = job.ranks_left[end.kind] - end.ranks
+        left = job.reports_left[end.kind] - end.ranks
         assert left >= 0, f"job {end.job_id} ended more often than there are ranks"
-        job.ranks_left[end.kind] = left
+        job.reports_left[end.kind] = left
         job.outcomes[end.kind] = max(job.outcomes.get(end.kind, Outcome.OK), end.outcome)
         job.seconds = max(job.seconds, end.seconds)
+        if job.nbytes is not None:
+            job.nbytes += end.nbytes
         if left == 0 and end.kind is JobKind.SAVE:
             self._copied(job)
-        if any(job.ranks_left.values()):
+        if any(job.reports_left.values()):
             return None
         del self._jobs[job.job_id]
         del self._job_of[job.key]
@@ -223,20 +313,25 @@ class ChunkLedger:
             if others:
                 self._saving_blocks[block] = others
         if job.outcomes[JobKind.SAVE].is_success:
-            self.slots.commit(job.slot, dirty=True)
+            assert job.entry is not None
+            self.table.commit(job.entry, dirty=True)
             self._note(job.key, Residency.HOST_STORED)
 
     def _fetched(self, job: Job, now_s: float) -> None:
-        self._fetches_inflight -= 1
+        self.fetches_inflight -= 1
+        self._landings.discard(job.key)
         outcome = job.outcomes[JobKind.FETCH]
         self.counters[f"fetch_{outcome.name.lower()}"] += 1
         self.breaker.saw(outcome, now_s)
         if outcome.is_success:
-            self.slots.commit(job.slot, dirty=False)
-            self._note(job.key, Residency.HOST_STORED)
-            self._found_in_bucket(job.key)
+            if job.entry is not None:
+                self.table.commit(job.entry, dirty=False, nbytes=job.nbytes)
+                self._note(job.key, Residency.HOST_STORED)
+            self._note(job.key, Residency.BUCKET_STORED)
+            self.index.note_present(job.key)
             return
-        self.slots.abandon(job.slot)
+        if job.entry is not None:
+            self.table.abandon(job.entry)
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
             if self.residency is not None and self.index.is_present(job.key):
                 self._note(job.key, Residency.BUCKET_REMOVED)
@@ -244,70 +339,62 @@ class ChunkLedger:
         self._note(job.key, Residency.NOTHING)
 
     def _uploaded(self, job: Job, now_s: float) -> None:
+        assert job.entry is not None
         if not job.outcomes.get(JobKind.SAVE, Outcome.OK).is_success:
-            # Some rank could not copy; the others' uploads have ended, so the slot is free now.
-            self._saves_inflight -= 1
+            # One rank could not copy; the uploads of the other ranks have ended.
+            self.saves_inflight -= 1
             self.counters["saves_failed"] += 1
-            self.slots.abandon(job.slot)
+            self.table.abandon(job.entry)
             self._note(job.key, Residency.NOTHING)
             return
         outcome = job.outcomes[JobKind.UPLOAD]
         self.counters[f"upload_{outcome.name.lower()}"] += 1
-        if outcome is not Outcome.DENIED:  # who may not write may still read
+        self.unsaved.saw(outcome, now_s)
+        if outcome is not Outcome.DENIED:  # credentials that may not write may still read
             self.breaker.saw(outcome, now_s)
         if outcome.is_success:
-            self._saves_inflight -= 1
-            self.slots.mark_clean(job.slot)
-            self._found_in_bucket(job.key)
-        elif job.attempt < len(_UPLOAD_RETRY_S):
-            due_s = now_s + _UPLOAD_RETRY_S[job.attempt]
-            retry = (due_s, job.job_id, job.key, job.attempt + 1)
-            heapq.heappush(self._retries, retry)
+            self._note(job.key, Residency.BUCKET_STORED)
+            self.index.note_present(job.key)
+        elif outcome is not Outcome.INVALID and self._retries.failed(job.key, job.attempt, now_s):
+            return
         else:
-            self._saves_inflight -= 1
             self.counters["uploads_given_up"] += 1
-            self.slots.mark_clean(job.slot)
             self._note(job.key, Residency.HOST_ONLY)
-
-    # --- shared ----------------------------------------------------------------------------
-
-    def _found_in_bucket(self, key: ChunkKey) -> None:
-        self._note(key, Residency.BUCKET_STORED)
-        self.index.note_present(key)
+            if outcome is not Outcome.INVALID:
+                self.unsaved.add(job.key)
+        self.saves_inflight -= 1
+        self.table.mark_clean(job.entry)
 
     def _note(self, key: ChunkKey, residency: Residency) -> None:
         if self.residency is not None:
             self.residency.change(key, residency)
 
-    def _reserve(self, key: ChunkKey, ends: dict[JobKind, int]) -> Job | None:
-        reservation = self.slots.reserve(key)
-        if reservation is None:
-            return None
-        if reservation.evicted is not None:
-            self.counters["evictions"] += 1
-            self._note(reservation.evicted, Residency.HOST_REMOVED)
-        return self._register(key, reservation.slot, ends)
-
-    def _register(self, key: ChunkKey, slot: Slot, ends: dict[JobKind, int]) -> Job:
-        job = Job(self._next_job_id, key, slot, ends)
-        self._next_job_id += 1
-        self._jobs[job.job_id] = job
-        self._job_of[key] = job
+    def _register(self, key: ChunkKey, entry: Entry | None, ends: dict[JobKind, int]) -> Job:
+        job = Job(next(self._job_ids), key, entry, ends)
+        self._jobs[job.job_id] = self._job_of[key] = job
         return job
 
     def check(self) -> None:
-        """Re-derive what is derived and raise AssertionError where it differs."""
-        self.slots.check()
+        """Recompute every index. Raises AssertionError where one differs. For tests."""
+        self.table.check()
         jobs = self._jobs.values()
         fetching = sum(job.is_fetch for job in jobs)
-        assert fetching == self._fetches_inflight, (fetching, self._fetches_inflight)
+        assert fetching == self.fetches_inflight, (fetching, self.fetches_inflight)
         saving = len(jobs) - fetching + len(self._retries)
-        assert saving == self._saves_inflight, (saving, self._saves_inflight)
-        filling = sum(self.slots.state(job.slot) is SlotState.RESERVED for job in jobs)
-        assert filling == self.slots.statistics().reserved, "a reserved slot has no job"
-        assert saving >= self.slots.statistics().dirty, "a dirty chunk is on its way nowhere"
+        assert saving == self.saves_inflight, (saving, self.saves_inflight)
+        placed = [job.entry for job in jobs if job.entry is not None]
+        filling = sum(e.units for e in placed if e.state is EntryState.RESERVED)
+        assert filling == self.table.statistics().reserved, "a reserved place has no job"
+        dirty = {e.key for e in self.table.entries() if e.state is EntryState.DIRTY}
+        assert saving >= len(dirty), "a dirty entry is on its way nowhere"
+        assert self._landings == {job.key for job in jobs if job.entry is None}
         assert {job.key for job in jobs} == set(self._job_of)
-        copying = [job for job in jobs if job.ranks_left.get(JobKind.SAVE)]
+        for key in self.unsaved:
+            entry = self.table.lookup(key)
+            assert entry is not None, f"{key} is unsaved and not resident"
+            assert entry.state is EntryState.CLEAN, f"{key} is unsaved and on its way"
+            assert not self.index.is_present(key), f"{key} is unsaved and in the bucket"
+        copying = [job for job in jobs if job.reports_left.get(JobKind.SAVE)]
         readers = {(block, job.job_id) for job in copying for block in job.block_ids}
         fenced = {(block, job) for block, ids in self._saving_blocks.items() for job in ids}
         assert readers == fenced, readers ^ fenced

@@ -1,18 +1,17 @@
-"""How fast fetching and computing are, and whether waiting for the bucket still pays.
+"""Measured speeds of fetching and computing, and the rule for how long a request waits.
 
-The rule (a deadline on every wait): a request waits for its missing chunks only while
+Every wait has a deadline. A request waits for its missing chunks only while
 
-1. all it may yet get from the bucket is expected to arrive in `GAIN` of the time in which the
-   engine computes it,
-2. it has not waited as long as computing everything it hoped for would have taken,
-3. something has arrived for it lately: within twice the time a fetch is expected to take, or
-   `PATIENCE_S` while that is not known, and
-4. it has not waited `max_wait_s`.
+1. fetching them is expected to take at most `GAIN` of the time to compute them,
+2. it has waited less than the time to compute all chunks it wanted when the wait began,
+3. its last arrival is recent: within twice the expected time of a fetch, or within `PATIENCE_S`
+   while no fetch has been measured, and
+4. it has waited less than `max_wait_s`.
 
-A bucket that is known to be slow is therefore not waited for at all; what was asked of it arrives
-later and serves others. Only while nothing is known, and when it turns slow, does a request lose
-time: at most as much as computing takes. Giving up is a measurement too: a fetch is taken to last
-twice as long as was waited in vain, and longer with every further attempt, until one arrives.
+So no request waits for a bucket that is known to be slow; its chunks arrive later and serve others.
+A request loses time only before the first measurement, or when the bucket becomes slow, and at most
+the time to compute the chunks. A wait that was given up is a measurement, too: a fetch is then
+expected to take twice as long as that wait, and longer after each further one, until one arrives.
 """
 
 from __future__ import annotations
@@ -21,41 +20,42 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from s3kv.planning.states import Name, Transitions
+
 GAIN = 0.9
-"""What an expectation may err by before waiting for it costs time."""
+"""Largest expected fetch time that is worth a wait, as a share of the computing time. The rest is a
+margin for error."""
 
 PATIENCE_S = 1.0
-"""Ten times the first byte of a healthy S3."""
+"""Patience before the first measurement: ten times the first-byte time of a healthy S3."""
 
 PATIENCE_MIN_S = 0.25
-"""What arrives is heard of at the end of an engine step only, and two steps may be under way."""
+"""Shortest patience. An arrival is noticed only when an engine step ends, and two may run."""
 
 PATIENCE_FETCHES = 2.0
-"""What comes later is not worth the wait: others were expected to come before it."""
+"""Patience in expected fetch times. A fetch that takes longer is not worth the wait."""
 
 _SMOOTHING = 0.2
-"""Weight of a new fetch; a request's first window is eight of them."""
+"""Weight of a new fetch in the estimate."""
 
 _SETTLING_TOKENS = 4_096.0
-"""Prefilled tokens that make up two thirds of the estimate: one large step, or a few small."""
+"""Prefilled tokens that make up two thirds of the estimate: one large step or some small ones."""
 
 _MIN_PREFILL_SAMPLE_TOKENS = 64
 """Steps with fewer tokens are decode-bound and say nothing about prefill."""
 
 _MAX_STEPS_INFLIGHT = 8
-"""More than any engine keeps in flight; a step that never reports is forgotten."""
+"""More steps than any engine keeps in flight; a step that never reports is forgotten."""
 
 
 class FetchTime:
-    """How long a fetch takes: a latency, and a share for each unit `n` of what it shares the way
-    with (fetches under way, or bytes ahead of its end).
+    """Estimate of a fetch's time: a latency, plus a time per unit `n` of the load on the network
+    (fetches under way, or bytes up to the end of the fetch).
 
-    The line through the recent fetches by least squares, old ones weighing less and less. With one
-    connection at its limit only the latency shows, on a full network only the share. Beside it what
-    was waited for in vain says how long a fetch takes at least, until one arrives.
+    It is the least-squares line through the recent fetches; older ones weigh less. If one
+    connection is the limit, only the latency shows; on a full network, only the time per unit.
+    Waits that were given up are a lower bound until a fetch arrives.
     """
-
-    __slots__ = ("_at_least_s", "_count", "_covariance", "_n", "_seconds", "_variance")
 
     def __init__(self) -> None:
         self._count = 0
@@ -63,7 +63,7 @@ class FetchTime:
         self._at_least_s = 0.0
 
     def add(self, n: float, seconds: float) -> None:
-        """A fetch took so long."""
+        """Note a fetch that took `seconds`."""
         self._at_least_s = 0.0
         self._count += 1
         weight = max(_SMOOTHING, 1 / self._count)
@@ -74,27 +74,27 @@ class FetchTime:
         self._covariance = (1 - weight) * (self._covariance + weight * more_n * more_s)
 
     def gave_up(self, waited_s: float) -> None:
-        """A fetch had not come after so long. Every further one doubles what is expected."""
+        """Note a wait that was given up after `waited_s`. Each further one doubles the estimate."""
         self._at_least_s = 2 * max(self._at_least_s, waited_s)
 
     def measured(self, n: float) -> float | None:
-        """Seconds, as those took that arrived; None before the first."""
+        """Seconds according to the fetches that arrived; None before the first."""
         if not self._count:
             return None
         slope = self._covariance / self._variance if self._variance > 0 else 0.0
-        # More at once never make one faster, and none takes less than nothing.
+        # Load never makes a fetch faster, and no time is negative.
         slope = min(max(slope, 0.0), self._seconds / self._n)
         return self._seconds + slope * (n - self._n)
 
     def at(self, n: float) -> float | None:
-        """Seconds, expected; None while nothing is known."""
+        """Expected seconds; None before the first measurement."""
         measured_s = self.measured(n)
         if measured_s is None:
             return self._at_least_s or None
         return max(measured_s, self._at_least_s)
 
     def patience_s(self, n: float) -> float:
-        """How long to go on when nothing comes."""
+        """Longest time to wait without an arrival, in seconds."""
         measured_s = self.measured(n)
         if measured_s is None:
             return PATIENCE_S
@@ -104,26 +104,17 @@ class FetchTime:
 @dataclass(frozen=True, slots=True)
 class PaceStatistics:
     fetch_s: float | None
-    """One fetch alone."""
+    """Expected time of a fetch without others beside it."""
     fetch_full_s: float | None
-    """One of as many as are sent at once."""
+    """Expected time of a fetch while `fetches_at_once` are under way."""
     prefill_tokens_per_s: float
 
 
 class Pace:
-    """Measured speeds. Times are seconds of one monotonic clock, passed in.
+    """Speeds of one engine. Times are seconds of one monotonic clock, passed in.
 
-    fetches_at_once: how many the I/O process sends at once; the others queue there.
+    fetches_at_once: fetches the I/O process sends at once; the others queue there.
     """
-
-    __slots__ = (
-        "_fetch",
-        "_fetches_at_once",
-        "_prefill_measured",
-        "_prefill_tokens_per_s",
-        "_step_ended_s",
-        "_steps",
-    )
 
     def __init__(self, *, prefill_tokens_per_s: float, fetches_at_once: int) -> None:
         self._prefill_tokens_per_s = prefill_tokens_per_s
@@ -134,14 +125,14 @@ class Pace:
         self._step_ended_s = -math.inf
 
     def fetched(self, seconds: float, *, began_with: int, ended_with: int) -> None:
-        """A chunk arrived, `seconds` after its request was sent.
+        """Note a chunk that arrived `seconds` after its request was sent.
 
-        began_with, ended_with: fetches under way then, this one included.
+        began_with, ended_with: fetches under way at its start and end, this one included.
         """
         self._fetch.add(self._concurrency(began_with, ended_with), seconds)
 
     def gave_up(self, waited_s: float, chunks: int) -> None:
-        """Of `chunks` on their way the last had not come after so long."""
+        """Note a wait that was given up after `waited_s`; the last of `chunks` had not arrived."""
         self._fetch.gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
 
     def _concurrency(self, began_with: int, ended_with: int) -> float:
@@ -155,13 +146,13 @@ class Pace:
         if not self._steps:
             return
         started_s, tokens = self._steps.popleft()
-        # Steps may be planned ahead, but they are carried out one after the other.
+        # Steps may be planned ahead, but they run one after another.
         started_s, self._step_ended_s = max(started_s, self._step_ended_s), now_s
         if tokens >= _MIN_PREFILL_SAMPLE_TOKENS and now_s > started_s:
             self._prefilled(tokens, tokens / (now_s - started_s))
 
     def _prefilled(self, tokens: int, tokens_per_s: float) -> None:
-        # What was assumed before the first measurement does not count any more after it.
+        # The first measurement replaces the assumed speed.
         weight = 1 - math.exp(-tokens / _SETTLING_TOKENS) if self._prefill_measured else 1.0
         self._prefill_tokens_per_s += weight * (tokens_per_s - self._prefill_tokens_per_s)
         self._prefill_measured = True
@@ -171,9 +162,9 @@ class Pace:
         return tokens / self._prefill_tokens_per_s
 
     def fetch_s(self, chunks: int, rounds: int) -> float | None:
-        """Expected time until the last of `chunks` has arrived; None while nothing is known.
+        """Expected time until the last of `chunks` has arrived; None before the first measurement.
 
-        rounds: how often the answer has to be awaited before more of them can be asked for.
+        rounds: number of times that an answer must arrive before more chunks can be requested.
         """
         full_s = self._fetch.at(self._concurrency(chunks, 1))
         alone_s = self._fetch.at(1)
@@ -182,7 +173,7 @@ class Pace:
         return full_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
 
     def patience_s(self, chunks: int) -> float:
-        """How long nothing may come of `chunks` on their way."""
+        """Longest time to wait without an arrival while `chunks` are on their way."""
         return self._fetch.patience_s(self._concurrency(chunks, 1))
 
     def statistics(self) -> PaceStatistics:
@@ -191,6 +182,86 @@ class Pace:
             self._fetch.measured(self._fetches_at_once),
             self._prefill_tokens_per_s,
         )
+
+
+class WaitState(Name):
+    IDLE = "idle"
+    """It has waited for nothing since it arrived or was preempted."""
+    AWAKE = "awake"
+    """It has to be evaluated: a fetch has ended since the last time, or `until_s` has passed."""
+    ASLEEP = "asleep"
+    """It need not be evaluated before `until_s`."""
+
+
+class WaitEvent(Name):
+    BEGIN = "begin"
+    SLEEP = "sleep"
+    WAKE = "wake"
+    START_OVER = "start over"
+
+
+_IDLE, _AWAKE, _ASLEEP = WaitState
+
+WAIT_TRANSITIONS: Transitions[WaitState, WaitEvent] = Transitions(
+    {
+        (_IDLE, WaitEvent.BEGIN): _AWAKE,
+        (_IDLE, WaitEvent.WAKE): _IDLE,
+        (_IDLE, WaitEvent.START_OVER): _IDLE,
+        # The wait goes on; its clock keeps running.
+        (_AWAKE, WaitEvent.BEGIN): _AWAKE,
+        (_AWAKE, WaitEvent.SLEEP): _ASLEEP,
+        (_AWAKE, WaitEvent.WAKE): _AWAKE,
+        (_AWAKE, WaitEvent.START_OVER): _IDLE,
+        (_ASLEEP, WaitEvent.WAKE): _AWAKE,
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A request's wait for its chunks. Times are seconds of the planner's monotonic clock."""
+
+    state: WaitState = _IDLE
+    started_s: float = 0.0
+    """Time at which the engine was first told to wait."""
+    asked_s: float = 0.0
+    """Time at which the request last ordered or joined a fetch."""
+    arrival_s: float = 0.0
+    """Time of the last arrival for it, or of the start of the wait."""
+    until_s: float = -math.inf
+    """The end of its sleep; in the past unless it is ASLEEP."""
+    wanted_chunks: int = 0
+    """Number of chunks that it might get from the bucket, as of `started_s`."""
+
+    def begin(self, now_s: float, wanted_chunks: int) -> None:
+        if self.state is _IDLE:
+            self.started_s = self.arrival_s = now_s
+            self.wanted_chunks = wanted_chunks
+        self._step(WaitEvent.BEGIN)
+
+    def asked(self, now_s: float) -> None:
+        self.asked_s = now_s
+
+    def arrived(self, now_s: float) -> None:
+        self.arrival_s = now_s
+        self.wake()
+
+    def sleep(self, until_s: float) -> None:
+        """Answer "wait" until `until_s`, unless `wake` is called before."""
+        self._step(WaitEvent.SLEEP)
+        self.until_s = until_s
+
+    def wake(self) -> None:
+        if self.state is _ASLEEP:  # saves a transition in most lookups
+            self._step(WaitEvent.WAKE)
+            self.until_s = -math.inf
+
+    def start_over(self) -> None:
+        """Forget the wait. The engine has preempted the request and asks for its prefix again."""
+        self._step(WaitEvent.START_OVER)
+
+    def _step(self, event: WaitEvent) -> None:
+        self.state = WAIT_TRANSITIONS.after(self.state, event)
 
 
 def wait_until_s(
@@ -206,15 +277,14 @@ def wait_until_s(
     max_wait_s: float,
     gate: bool,
 ) -> float:
-    """Until when a request may wait if nothing new happens; a time not after now means: stop.
+    """Time until which a request may wait if nothing new happens. A time not after now means: stop.
 
-    started_s, asked_s, arrival_s: when the wait began, when it last asked for something, and when
-        something last arrived for it.
-    expected_s: from `asked_s` until all it may yet get has arrived; None while nothing is known.
-    patience_s: how long nothing may arrive.
-    missing_compute_s: what the engine needs to compute what it may yet get.
-    wanted_compute_s: the same for all it might get from the bucket, as of `started_s`.
-    gate: whether the first three points of the rule count.
+    started_s, asked_s, arrival_s: start of the wait, last order, and last arrival.
+    expected_s: time from `asked_s` until all missing chunks have arrived; None if unknown.
+    patience_s: longest time without an arrival.
+    missing_compute_s: time to compute the missing chunks.
+    wanted_compute_s: time to compute the chunks that were missing at `started_s`.
+    gate: whether the first three conditions of the rule apply.
     """
     hard_s = started_s + max_wait_s
     if not gate:

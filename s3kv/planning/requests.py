@@ -1,4 +1,4 @@
-"""One request's dealings with the cache, and the table of what may happen to it.
+"""The planner's record of a request: its state, its lookup in every group, its wait, its saves.
 
 NEW ──WAIT──▶ WAITING ──OFFER──▶ OFFERED ──LOAD──▶ LOADING ──LOADED──▶ COMPUTING
  └─────NOTHING / ADMIT──▶ COMPUTING ──LOOKUP (preempted, or its load failed)──▶ NEW
@@ -6,28 +6,46 @@ NEW ──WAIT──▶ WAITING ──OFFER──▶ OFFERED ──LOAD──▶
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from s3kv.host.slots import Slot
-from s3kv.planning.ledger import Job
+from s3kv.planning.cover import GroupSpec
+from s3kv.planning.ledger import Ledger
+from s3kv.planning.lookup import ChunkHashes, Lookup
+from s3kv.planning.pace import Wait
+from s3kv.planning.states import Name, Transitions
 
 
-class RequestState(enum.Enum):
+class ScheduledRequest(NamedTuple):
+    """One request of an engine step.
+
+    block_ids: device blocks per group: those new in this step, or all of them if `replaces`; empty
+    if no group has new ones.
+    computed_tokens: tokens before this step. scheduled_tokens: tokens in this step, with drafts.
+    """
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]]
+    replaces: bool
+    computed_tokens: int
+    scheduled_tokens: int
+
+
+class RequestState(Name):
     NEW = "new"
-    """Known to the engine, not asked about yet (its chunks may be on their way already)."""
+    """The engine has not asked about it yet. Its chunks may already be on their way."""
     WAITING = "waiting"
     """The engine asked and was told to ask again later."""
     OFFERED = "offered"
-    """The engine was told of chunks in host memory; they are leased until it decides."""
+    """Chunks in host memory were offered; they are leased until the engine decides."""
     LOADING = "loading"
     """Its chunks are being copied to device blocks."""
     COMPUTING = "computing"
     """The engine computes it; nothing is leased."""
 
 
-class RequestEvent(enum.Enum):
+class RequestEvent(Name):
     LOOKUP = "lookup"
     WAIT = "wait"
     OFFER = "offer"
@@ -39,98 +57,181 @@ class RequestEvent(enum.Enum):
 
 _NEW, _WAITING, _OFFERED, _LOADING, _COMPUTING = RequestState
 
-REQUEST_TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
-    (_NEW, RequestEvent.LOOKUP): _NEW,
-    (_NEW, RequestEvent.WAIT): _WAITING,
-    (_NEW, RequestEvent.OFFER): _OFFERED,
-    (_NEW, RequestEvent.NOTHING): _NEW,
-    (_NEW, RequestEvent.ADMIT): _COMPUTING,
-    (_WAITING, RequestEvent.LOOKUP): _WAITING,
-    (_WAITING, RequestEvent.WAIT): _WAITING,
-    (_WAITING, RequestEvent.OFFER): _OFFERED,
-    (_WAITING, RequestEvent.NOTHING): _NEW,
-    # Without an answer, when the engine skips lookups for this request.
-    (_WAITING, RequestEvent.ADMIT): _COMPUTING,
-    # Asked again because the engine could not place it after the offer.
-    (_OFFERED, RequestEvent.LOOKUP): _NEW,
-    (_OFFERED, RequestEvent.ADMIT): _COMPUTING,
-    (_OFFERED, RequestEvent.LOAD): _LOADING,
-    (_LOADING, RequestEvent.LOADED): _COMPUTING,
-    (_COMPUTING, RequestEvent.ADMIT): _COMPUTING,
-    (_COMPUTING, RequestEvent.LOOKUP): _NEW,
-}
+REQUEST_TRANSITIONS: Transitions[RequestState, RequestEvent] = Transitions(
+    {
+        (_NEW, RequestEvent.LOOKUP): _NEW,
+        (_NEW, RequestEvent.WAIT): _WAITING,
+        (_NEW, RequestEvent.OFFER): _OFFERED,
+        (_NEW, RequestEvent.NOTHING): _NEW,
+        (_NEW, RequestEvent.ADMIT): _COMPUTING,
+        (_WAITING, RequestEvent.LOOKUP): _WAITING,
+        (_WAITING, RequestEvent.WAIT): _WAITING,
+        (_WAITING, RequestEvent.OFFER): _OFFERED,
+        (_WAITING, RequestEvent.NOTHING): _NEW,
+        # The engine skips lookups for this request, and admits it without an answer.
+        (_WAITING, RequestEvent.ADMIT): _COMPUTING,
+        # The engine could not place the request after the offer, and asks again.
+        (_OFFERED, RequestEvent.LOOKUP): _NEW,
+        (_OFFERED, RequestEvent.ADMIT): _COMPUTING,
+        (_OFFERED, RequestEvent.LOAD): _LOADING,
+        (_LOADING, RequestEvent.LOADED): _COMPUTING,
+        (_COMPUTING, RequestEvent.ADMIT): _COMPUTING,
+        (_COMPUTING, RequestEvent.LOOKUP): _NEW,
+    }
+)
+
+
+class SavingState(Name):
+    OPEN = "open"
+    BARRED = "barred"
+    """It neither saves nor loads any more: a load of it failed, the cache was reset, or its KV may
+    be wrong or in an unknown place for another reason."""
+
+
+class SavingEvent(Name):
+    SAVE = "save"
+    BAR = "bar"
+
+
+_OPEN, _BARRED = SavingState
+
+SAVING_TRANSITIONS: Transitions[SavingState, SavingEvent] = Transitions(
+    {
+        (_OPEN, SavingEvent.SAVE): _OPEN,
+        (_OPEN, SavingEvent.BAR): _BARRED,
+        (_BARRED, SavingEvent.BAR): _BARRED,
+    }
+)
 
 
 @dataclass(slots=True, eq=False)
-class RequestRecord:
-    """What the planner keeps of one request.
+class Saving:
+    """Device blocks of a request, per group, and the progress of its saves."""
 
-    Chunk positions count from the start of the prompt. The chunks `first … ready` are resident
-    and, until the engine has decided, leased; `ready … asked` have been asked for; from `end` on
-    nothing is asked for any more.
-    """
+    block_ids: list[list[int]]
+    state: SavingState = _OPEN
+    saved: int = 0
+    """Position up to which all chunks have been decided on (saved or not), except `undecided`."""
+    undecided: list[tuple[int, int]] = field(default_factory=list)
+    """Chunks (group, position) that were computed while they were being fetched. They are saved if
+    the fetch fails."""
+
+    @property
+    def is_barred(self) -> bool:
+        return self.state is _BARRED
+
+    def bar(self) -> None:
+        self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.BAR)
+
+    def place(self, step: ScheduledRequest) -> None:
+        """Note the blocks that the request has in this step."""
+        if step.replaces:
+            self.block_ids = [list(ids) for ids in step.block_ids]
+        elif step.block_ids:
+            for known, new in zip(self.block_ids, step.block_ids, strict=True):
+                known.extend(new)
+
+    def take(self, complete: int) -> list[tuple[int, int]]:
+        """Take the chunks (group, position) before `complete` to save now. After a preemption,
+        undecided ones may first have to be computed again."""
+        self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.SAVE)
+        due = [chunk for chunk in self.undecided if chunk[1] < complete]
+        self.undecided = [chunk for chunk in self.undecided if chunk[1] >= complete]
+        groups = range(len(self.block_ids))
+        due += [(group, p) for p in range(self.saved, complete) for group in groups]
+        self.saved = max(self.saved, complete)
+        return due
+
+    def undecide(self, group: int, position: int) -> None:
+        """Put back a chunk that was taken: it is saved only if its fetch fails."""
+        self.undecided.append((group, position))
+
+
+@dataclass(slots=True, eq=False)
+class PlannedRequest:
+    """Record of a request: its state, its lookup in every group, its wait and its saves."""
 
     request_id: str
-    block_hashes: Sequence[bytes]
-    """The engine's own growing list, one hash per full hash block."""
+    hashes: ChunkHashes
+    lookups: tuple[Lookup, ...]
+    wait: Wait
+    saving: Saving
     state: RequestState = RequestState.NEW
-    hashes: list[bytes] = field(default_factory=list)
-    first: int = 0
-    ready: int = 0
-    asked: int = 0
-    end: int | None = None
-    window: int = 0
     local_tokens: int = 0
-    prefix: list[Slot] = field(default_factory=list)
-    """The leases of the chunks `first … ready`, or none."""
-    early: dict[int, Slot] = field(default_factory=dict)
-    """Leases of chunks behind `ready`, which arrived before one that is still missing."""
-    pending: dict[int, Job] = field(default_factory=dict)
-    news: bool = False
-    """Something ended since the last lookup, or that one left something to be asked for."""
-    started_s: float | None = None
-    wait_until_s: float = 0.0
-    asked_s: float = 0.0
-    """When it last asked for, or joined, a fetch."""
-    arrival_s: float = 0.0
-    """When something last arrived for it, or its wait began."""
-    wanted_chunks: int = 0
-    """What it might get from the bucket, as of `started_s`."""
-    fetched: set[int] = field(default_factory=set)
-    """Chunks that came from the bucket for this request, for the hit statistics."""
-    barred: bool = False
-    """A load of its failed, the cache was reset under it, or its KV may be wrong or of unknown
-    place for another reason: no loads and no saves any more."""
-    block_ids: list[int] = field(default_factory=list)
-    saved: int = 0
-    """Chunks before this one have been saved or deliberately not, but for the `undecided`."""
-    undecided: list[int] = field(default_factory=list)
-    """Chunks computed here while their fetch was still under way: saved if it comes to nothing."""
+    """Tokens in the engine's own cache at the last lookup."""
+    ready: int = 0
+    """Chunks after which all groups can resume, as of the last `collect` that returned None."""
+
+    @classmethod
+    def of(
+        cls,
+        request_id: str,
+        hashes: ChunkHashes,
+        groups: Sequence[GroupSpec],
+        ledger: Ledger,
+        probe_chunks: int,
+    ) -> PlannedRequest:
+        """Make the record of a request that has arrived, with a lookup per group."""
+        wait = Wait()
+        lookups = tuple(
+            Lookup(request_id, ledger, group, hashes, wait, probe_chunks) for group in groups
+        )
+        return cls(request_id, hashes, lookups, wait, Saving([[] for _ in groups]))
 
     def step(self, event: RequestEvent) -> None:
-        try:
-            self.state = REQUEST_TRANSITIONS[self.state, event]
-        except KeyError:
-            raise AssertionError(
-                f"{event} is not possible for request {self.request_id} in {self.state}"
-            ) from None
-
-    @property
-    def waits(self) -> bool:
-        """Its next chunk is on its way, and it has not been answered without that one."""
-        return self.ready in self.pending and (self.end is None or self.ready < self.end)
-
-    @property
-    def wants_chunks(self) -> bool:
-        """An arriving chunk should be leased for it."""
-        return self.state in (RequestState.NEW, RequestState.WAITING) and not self.barred
-
-    def awaits(self, position: int) -> bool:
-        """The chunk at `position` is still of use to it when it arrives."""
-        return self.wants_chunks and (self.end is None or position < self.end)
+        self.state = REQUEST_TRANSITIONS.after(self.state, event)
 
     def start_over(self) -> None:
-        """The engine has preempted the request and asks for its prefix again."""
-        self.end = None
-        self.started_s = None
-        self.fetched.clear()
+        """Forget the wait. The engine has preempted the request and asks for its prefix again."""
+        for lookup in self.lookups:
+            lookup.reopen()
+        self.wait.start_over()
+
+    def close(self) -> None:
+        """Give back all leases and end the wait's sleep."""
+        for lookup in self.lookups:
+            lookup.close()
+        self.wait.wake()
+
+    def collect(self, now_s: float, orders: int) -> Lookup | None:
+        """Collect in every group, for the longest prefix that all groups may yet have resident.
+        Returns the first lookup that still waits for a chunk; None if no lookup waits."""
+        chunks: int | None = None
+        settled = False
+        while not settled:
+            settled = True
+            for lookup in self.lookups:
+                lookup.collect(self.local_tokens, chunks, now_s, orders)
+                if lookup.waits:
+                    return lookup
+                if chunks is None:
+                    chunks = lookup.ready
+                elif lookup.ready < chunks:
+                    chunks, settled = lookup.ready, False
+            self.ready = chunks or 0
+        return None
+
+    def offer(self) -> int:
+        """Hold the chunks that all groups have ready. Returns the tokens to offer, or 0."""
+        tokens = self.ready * self.lookups[0].group.chunk_tokens - self.local_tokens
+        for lookup in self.lookups:
+            lookup.stop()
+            if tokens > 0:
+                lookup.hold(self.ready)
+            else:
+                lookup.release()
+        self.step(RequestEvent.OFFER if tokens > 0 else RequestEvent.NOTHING)
+        return max(0, tokens)
+
+    def bucket_tokens(self, external_tokens: int) -> int:
+        """Number of `external_tokens` that were fetched for this request, by the first group."""
+        size = self.lookups[0].group.chunk_tokens
+        begin, end = self.local_tokens, self.local_tokens + external_tokens
+        return sum(
+            max(0, min(end, (p + 1) * size) - max(begin, p * size)) for p in self.lookups[0].fetched
+        )
+
+    @property
+    def has_more(self) -> bool:
+        """Whether an open lookup has chunks left to request."""
+        return any(lookup.has_more and lookup.is_open for lookup in self.lookups)

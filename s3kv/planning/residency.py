@@ -1,6 +1,7 @@
-"""What became of chunks, in the order in which it happened, for whoever publishes it.
+"""Residency log: changes in where chunks are, in the order they happened, for publishing.
 
-Kept only where somebody takes it: routers that send requests to the engine that holds their prefix.
+It is kept only if it has a reader: KV events for routers, which send requests to the engine that
+holds their prefix, or spans.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ class Residency(enum.Enum):
     """Every rank holds it in host memory."""
     HOST_REMOVED = "host removed"
     BUCKET_STORED = "bucket stored"
-    """The bucket holds it; said every time it has shown that, for who has missed the first."""
+    """The bucket holds it; logged every time it shows that, for readers who missed the first."""
     BUCKET_REMOVED = "bucket removed"
-    """The bucket turned out not to hold it any more, or to hold something else."""
+    """The bucket turned out to hold it no longer, or to hold something else."""
     HOST_ONLY = "host only"
-    """Its upload was given up."""
+    """Its upload was given up; only host memory holds it."""
     NOTHING = "nothing"
     """It was on its way and did not arrive."""
 
 
 class Origin(NamedTuple):
-    """A chunk was put on its way for a request: the one at `position`, counted in chunks.
+    """A chunk was put on its way for a request, as its chunk number `position`.
 
     kind: FETCH or SAVE.
     """
@@ -46,9 +47,9 @@ class Change(NamedTuple):
 
 
 class ResidencyLog:
-    """Entries since the last `take`. The planner's thread.
+    """The entries since the last `take`. For the planner's thread.
 
-    Every chunk has its `Origin` before its first `Change`, and again whenever it comes back.
+    Every chunk has an `Origin` before its first `Change`, and another whenever it comes back.
     """
 
     __slots__ = ("_entries",)

@@ -14,7 +14,38 @@ override_data {
   values = { account_id = "111122223333" }
 }
 
-run "minimal" {
+# ARNs that a plan does not know yet, so that what refers to them can be compared.
+override_resource {
+  target          = module.kv_cache.aws_iam_policy.access["reader"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/reader" }
+}
+
+override_resource {
+  target          = module.kv_cache.aws_iam_policy.access["writer"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/writer" }
+}
+
+override_resource {
+  target          = module.kv_cache.aws_iam_role.eks["engine"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:role/engine" }
+}
+
+override_resource {
+  target          = module.kv_cache.aws_iam_role.eks["canary"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:role/canary" }
+}
+
+override_resource {
+  target          = aws_kms_key.kv_cache
+  override_during = plan
+  values          = { arn = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555", policy = "" }
+}
+
+run "example_minimal" {
   command = plan
 
   module {
@@ -27,7 +58,7 @@ run "minimal" {
   }
 }
 
-run "eks_pod_identity" {
+run "example_eks_pod_identity" {
   command = plan
 
   module {
@@ -48,7 +79,7 @@ run "eks_pod_identity" {
   }
 }
 
-run "eks_irsa" {
+run "example_eks_irsa" {
   command = plan
 
   module {
@@ -65,7 +96,7 @@ run "eks_irsa" {
   }
 }
 
-run "express" {
+run "example_express" {
   command = plan
 
   module {
@@ -78,7 +109,7 @@ run "express" {
   }
 }
 
-run "kms" {
+run "example_kms" {
   command = plan
 
   module {

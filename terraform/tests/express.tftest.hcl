@@ -14,6 +14,19 @@ override_data {
   values = { account_id = "111122223333" }
 }
 
+# ARNs that a plan does not know yet, so that what refers to them can be compared.
+override_resource {
+  target          = aws_iam_policy.access["reader"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/reader" }
+}
+
+override_resource {
+  target          = aws_iam_policy.access["writer"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/writer" }
+}
+
 run "express" {
   command = plan
 
@@ -56,7 +69,9 @@ run "express" {
   }
 
   assert {
-    condition     = [for rule in aws_s3_bucket_lifecycle_configuration.this.rule : rule.id] == ["expire", "abort-multipart"]
+    condition = jsonencode([for rule in aws_s3_bucket_lifecycle_configuration.this.rule : [
+      rule.status, rule.expiration[*].days, rule.abort_incomplete_multipart_upload[*].days_after_initiation, length(rule.transition)
+    ]]) == jsonencode([["Enabled", [7], [], 0], ["Enabled", [], [1], 0]])
     error_message = "a directory bucket must be cleaned as well"
   }
 
@@ -175,5 +190,28 @@ run "express" {
   assert {
     condition     = length(jsondecode(aws_cloudwatch_dashboard.this[0].dashboard_body).widgets) == 2
     error_message = "without request metrics the dashboard must not show them"
+  }
+}
+
+run "express_watched" {
+  command = plan
+
+  variables {
+    name                 = "cache"
+    storage              = "express"
+    availability_zone_id = "euw1-az1"
+    request_metrics      = true
+    force_destroy        = false
+    expiration_days      = 2
+  }
+
+  assert {
+    condition     = aws_s3_bucket_metric.this[0].name == "EntireBucket" && aws_cloudwatch_metric_alarm.latency[0].threshold == 50
+    error_message = "request metrics must be on where they are asked for, and a first byte be expected sooner"
+  }
+
+  assert {
+    condition     = aws_s3_directory_bucket.this[0].force_destroy == false
+    error_message = "force_destroy must be the caller's to turn off"
   }
 }

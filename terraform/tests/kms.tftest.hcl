@@ -14,6 +14,19 @@ override_data {
   values = { account_id = "111122223333" }
 }
 
+# ARNs that a plan does not know yet, so that what refers to them can be compared.
+override_resource {
+  target          = aws_iam_policy.access["reader"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/reader" }
+}
+
+override_resource {
+  target          = aws_iam_policy.access["writer"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/writer" }
+}
+
 run "kms" {
   command = plan
 
@@ -60,7 +73,7 @@ run "kms" {
   }
 
   assert {
-    condition     = length(jsondecode(aws_s3_bucket_policy.this.policy).Statement) == 4
+    condition     = length(jsondecode(aws_s3_bucket_policy.this.policy).Statement) == 5
     error_message = "bucket policy: ${aws_s3_bucket_policy.this.policy}"
   }
 

@@ -22,18 +22,19 @@ import torch
 
 from lab import models
 from s3kv.config import Config
+from s3kv.connectors.kv_translate import geometry, shard_names
 from s3kv.connectors.kv_worker import WorkerSide
-from s3kv.connectors.translate import geometry, shard_name
 from s3kv.device.layout import PageLayout
 from s3kv.host.slab import Slab
 from s3kv.io import wire
+from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.objects.memory import MemoryStore
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
-from tests.device.caches import Shape, build
-from tests.io.rig import Worker, served
+from tests.unit.device.caches import Shape, build
+from tests.unit.io.rig import Worker, served
 
 HASHES = [bytes([n]) * 32 for n in range(3)]
 SLOT_BYTES = 16 * 1024
@@ -89,8 +90,8 @@ def ranks(directory: Path) -> list[Rank]:
                     config,
                     config.prefix,
                     fingerprint_digest(identity),
-                    shard_name(tp_rank=rank, tp_size=tp, pp_rank=0, pp_size=1),
-                    {0: layout.tensors},
+                    shard_names(vllm_config.model_config, tp, 1)[rank],
+                    {0: (layout.part("g0"),)},
                     manifest=canonical_json(identity),
                 )
                 found.append(Rank(len(found), hello))
@@ -105,7 +106,7 @@ def slab(ranks: list[Rank]) -> Iterator[Slab]:
     slab.close()
 
 
-async def move(rank: Rank, worker: Worker, message: Any) -> list[wire.Done]:
+async def move(rank: Rank, worker: Worker, message: Any) -> list[JobEnd]:
     """Send one message for each chunk; how they ended."""
     worker.say(*(message(n, 0, h, rank.offset(n)) for n, h in enumerate(HASHES)))
     ends = await worker.done(len(HASHES))

@@ -11,7 +11,7 @@ import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from s3kv.cli.settings import read_settings
+from s3kv.cli.invocation import read_settings
 from tests.project import ROOT
 
 BASE = ROOT / "deploy" / "kubernetes" / "base"

@@ -18,11 +18,11 @@ from s3kv.connectors.ec_translate import worker_rendezvous
 from s3kv.connectors.ec_worker import ECWorkerSide
 from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
-from s3kv.io.handover import offer_slab
+from s3kv.io.slab_handover import offer_slab
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
-from s3kv.objects.items import HEADER_BYTES, object_bytes
-from s3kv.outbox import OutboxEnds
+from s3kv.objects.item_format import HEADER_BYTES, object_bytes
 from s3kv.types import ChunkKey, ItemShape, Span
+from s3kv.worker.outbox import OutboxEnds
 
 KEY = ChunkKey(0, b"k" * 32)
 ROWS, WIDTH = 10, 16

@@ -17,89 +17,68 @@ from lab import models
 from s3kv.config import Config
 from s3kv.connectors import identity
 from s3kv.connectors.identity import fingerprint
-from s3kv.connectors.translate import geometry
-from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.connectors.kv_translate import geometry
 from s3kv.objects.keys import canonical_json, fingerprint_digest
 from tests.contract.configurations import FULL, configured, groups
-
-PAGE: dict[str, Any] = {"chunk_blocks": 2, "layers": [{"dtype": "BF16", "order": "HNC"}]}
-
-
-class Engine:
-    """What a fingerprint is taken of. Changes to vLLM's objects go through `patch`."""
-
-    def __init__(self, vllm_config: Any, patch: pytest.MonkeyPatch) -> None:
-        self.patch = patch
-        self._undo: list[tuple[dict[str, Any], str, Any]] = []
-        self.config = Config(bucket="kv-cache")
-        self.vllm = vllm_config
-        self.cache = groups(FULL)
-        self.page = PAGE
-        self.integrity = XXH3
-        self.set(self.vllm.compilation_config, static_forward_context={"layer.0": layer("CPU")})
-
-    def set(self, holder: Any, **values: Any) -> None:
-        for name, value in values.items():
-            # Around pydantic, which would want whole configurations where a name is enough.
-            before = holder.__dict__.get(name, self)
-            holder.__dict__[name] = value
-            self._undo.append((holder.__dict__, name, before))
-
-    def restore(self) -> None:
-        while self._undo:
-            values, name, before = self._undo.pop()
-            if before is self:
-                del values[name]
-            else:
-                values[name] = before
-
-    def fingerprint(self) -> dict[str, Any]:
-        sizes = geometry(self.config, self.vllm, self.cache)
-        return fingerprint(self.config, self.vllm, self.cache, sizes, self.page, self.integrity)
-
-    @property
-    def model(self) -> Any:
-        return self.vllm.model_config
-
-    def settings(self, **settings: Any) -> None:
-        self.config = dataclasses.replace(self.config, **settings)
-
-
-def layer(backend: str) -> Any:
-    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+from tests.contract.fingerprints import PAGE, Engine, an_engine, drafts, layer, leaves, sees
 
 
 @pytest.fixture
 def engine(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
 ) -> Iterator[Engine]:
-    """An engine of a model of this test's own, whose name does not tell where it lies."""
-    shutil.copytree(models.build(directory, models.TINY), tmp_path / "model")
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    it = Engine(tiny_config, monkeypatch)
-    it.set(it.model, model=str(tmp_path / "model"))
-    it.settings(model_id="tiny")
-    yield it
-    it.restore()
+    yield from an_engine(tiny_config, monkeypatch, directory, tmp_path / "model")
 
 
-def leaves(tree: Any, depth: int = 2) -> dict[str, Any]:
-    """Field -> value, down to the second level."""
-    if depth == 0 or not isinstance(tree, dict):
-        return {"": tree}
-    return {
-        f"{key}.{name}".rstrip("."): value
-        for key, item in tree.items()
-        for name, value in leaves(item, depth - 1).items()
-    }
-
-
-def weights_of_an_update(e: Engine) -> None:
-    file = Path(e.model.model) / "model.safetensors"
+def weights_of_an_update(e: Engine, folder: Path | None = None) -> None:
+    file = (folder or e.folder) / "model.safetensors"
     data = bytearray(file.read_bytes())
     middle = len(data) // 2
     data[middle : middle + 8192] = bytes(8192)
     file.write_bytes(data)
+
+
+def write(name: str, text: str) -> Callable[[Engine], None]:
+    """A file of the model's folder, new or other than before."""
+
+    def change(e: Engine) -> None:
+        (e.folder / name).write_text(text)
+
+    return change
+
+
+def on(holder: str, **values: Any) -> Callable[[Engine], None]:
+    return lambda e: e.set(getattr(e.vllm, holder), **values)
+
+
+def draft_folder(e: Engine) -> Path:
+    return Path(e.vllm.speculative_config.draft_model_config.model)
+
+
+def draft_of_other_weights(e: Engine) -> None:
+    weights_of_an_update(e, draft_folder(e))
+
+
+def draft_of_other_code(e: Engine) -> None:
+    (draft_folder(e) / "modeling_draft.py").write_text("WINDOW = 1")
+
+
+def draft_on_a_hub(e: Engine) -> None:
+    e.set(e.vllm.speculative_config.draft_model_config, model="org/draft")
+
+
+def scales(text: str) -> Callable[[Engine], None]:
+    def change(e: Engine) -> None:
+        path = e.folder.parent / "scales"
+        path.write_text(text)
+        sees(mm_encoder_fp8_scale_path=str(path))(e)
+
+    return change
+
+
+def libraries(e: Engine) -> None:
+    versions = {"transformers": "5.99"}
+    e.patch.setattr("importlib.metadata.version", lambda name: versions.get(name, "1"))
 
 
 def hf(**values: Any) -> Callable[[Engine], None]:
@@ -142,7 +121,7 @@ def dummy(e: Engine) -> None:
 
 
 CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
-    ("format", "format version", lambda e: e.patch.setattr(identity, "FORMAT_VERSION", "2")),
+    ("format", "format version", lambda e: e.patch.setattr(identity, "FORMAT_VERSION", "3")),
     ("vllm", "engine", lambda e: e.patch.setattr("vllm.__version__", "0.40.0")),
     ("model.name", "name by setting", lambda e: e.settings(model_id="other")),
     ("model.name", "path", lambda e: e.settings(model_id=None)),
@@ -156,6 +135,39 @@ CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
     ("model.config", "layers", hf(num_hidden_layers=5)),
     ("model.config", "checkpoint quantization", hf(quantization_config={"bits": 4})),
     ("model.implementation", "implementation", model(model_impl="transformers")),
+    ("model.remote_code", "whose code", model(trust_remote_code=True)),
+    ("model.files", "code of the model's own", write("modeling_own.py", "WINDOW = 1")),
+    ("model.files", "how images are prepared", write("preprocessor_config.json", "{}")),
+    ("model.files", "which files are loaded", write("model.safetensors.index.json", "{}")),
+    ("model.files", "scales beside the weights", write("hf_quant_config.json", "{}")),
+    ("model.load", "which files are weights", on("load_config", load_format="pt")),
+    ("model.load", "which are not", on("load_config", ignore_patterns=["*.bin"])),
+    (
+        "model.load",
+        "weights elsewhere",
+        on("load_config", model_loader_extra_config={"tensorizer_uri": "s3://b/model.tensors"}),
+    ),
+    ("model.runner", "embeds", model(runner_type="pooling")),
+    ("model.convert", "embeds by conversion", model(convert_type="embed")),
+    ("additional", "a platform's options", lambda e: e.set(e.vllm, additional_config={"a": 1})),
+    ("processor.libraries", "sees", sees()),
+    ("processor.libraries", "run by transformers", model(using_transformers_backend=lambda: True)),
+    (
+        "diffusion.canvas_length",
+        "diffusion",
+        lambda e: e.set(e.vllm, diffusion_config=SimpleNamespace(canvas_length=32)),
+    ),
+    ("worker.worker_cls", "worker", parallel(worker_cls="mine.Worker")),
+    ("worker.worker_extension_cls", "its extension", parallel(worker_extension_cls="mine.More")),
+    *[
+        (f"attention.{name}", name, on("attention_config", **{name: "other"}))
+        for name in identity._ATTENTION
+    ],
+    *[
+        (f"kernels.{name}", name, on("kernel_config", **{name: "other"}))
+        for name in identity._KERNELS
+    ],
+    *[(f"environment.{name}", name, environment(name, "2")) for name in identity.ENVIRONMENT],
     ("model.class_overrides", "class", model(model_class_overrides={"A": "b:C"})),
     ("model.dtype", "dtype", model(dtype="torch.float16")),
     ("model.quantization", "quantization", model(quantization="fp8")),
@@ -200,25 +212,23 @@ CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
     ("hash.tokens", "hash block", lambda e: e.set(e.cache, hash_block_size=64)),
     ("hash.seed", "seed", environment("PYTHONHASHSEED", "1")),
     ("hash.python", "pickle", lambda e: e.patch.setattr(sys, "version_info", (3, 99, 0))),
-    ("integrity.mode", "mode", lambda e: setattr(e, "integrity", Integrity("none"))),
-    (
-        "integrity.key_id",
-        "secret",
-        lambda e: setattr(e, "integrity", Integrity("blake3-keyed", bytes(32))),
-    ),
 ]
 TOGETHER: list[tuple[str, Callable[[Engine], Any], Callable[[Engine], Any]]] = [
+    ("speculative.draft", drafts, draft_of_other_weights),
+    ("speculative.draft", drafts, draft_of_other_code),
+    ("speculative.draft", drafts, draft_on_a_hub),
+    ("processor.image", sees(), model(hf_image_processor_config={"image_mean": [0.5]})),
+    ("processor.libraries", sees(), libraries),
+    ("model.files", sees(), write("tokenizer_config.json", '{"processor_class": "Other"}')),
+    ("model.files", write("modeling_own.py", "WINDOW = 1"), write("modeling_own.py", "WINDOW = 2")),
+    ("multimodal.encoder_scales", scales("1"), scales("2")),
+    ("multimodal.language_model_only", sees(), sees(language_model_only=True)),
     ("model.max_model_len", longrope, model(max_model_len=100_000)),
     ("model.dummy_seed", dummy, model(seed=7)),
     (
         "ranks.layers",
         parallel(pipeline_parallel_size=2),
         environment("VLLM_PP_LAYER_PARTITION", "1,3"),
-    ),
-    (
-        "integrity.key_id",
-        lambda e: setattr(e, "integrity", Integrity("blake3-keyed", bytes(32))),
-        lambda e: setattr(e, "integrity", Integrity("blake3-keyed", bytes(31) + b"1")),
     ),
 ]
 """Fields that matter only where something else has been set first."""
@@ -257,7 +267,7 @@ def test_what_matters_only_in_company(
 def test_no_field_is_left_out_of_the_list_above(engine: Engine) -> None:
     """Whatever is added to a fingerprint has to be added there."""
     tried = {field for field, _, _ in CHANGES} | {field for field, _, _ in TOGETHER}
-    whole_sections = {"speculative", "multimodal", "lora"}
+    whole_sections = {"speculative", "multimodal", "lora", "processor", "diffusion"}
     there = set(leaves(engine.fingerprint()))
     assert there - whole_sections <= tried
     assert whole_sections <= {field.partition(".")[0] for field in tried}
@@ -279,21 +289,7 @@ def test_a_second_start_is_the_same(directory: Path, tiny_config: Any) -> None:
     path = models.build(directory, models.TINY)
     config, cached = Config(bucket="kv-cache"), groups(FULL)
     first, second = (
-        fingerprint(config, c, cached, geometry(config, c, cached), PAGE, XXH3)
+        fingerprint(config, c, cached, geometry(config, c, cached), PAGE)
         for c in (tiny_config, configured(path))
     )
     assert canonical_json(first) == canonical_json(second)
-
-
-def test_objects_of_no_stable_text_do_not_make_every_start_another_namespace() -> None:
-    assert identity._plain({"a": object(), "b": {2, 1}, "c": float("inf")}) == {
-        "a": "a object",
-        "b": [1, 2],
-        "c": "inf",
-    }
-
-
-def test_a_very_long_configuration_is_told_by_its_digest() -> None:
-    long = {"names": ["x" * 100] * 2000}
-    assert len(identity._spelled(long)) == 64
-    assert identity._spelled(long) != identity._spelled({"names": ["x" * 100] * 2001})

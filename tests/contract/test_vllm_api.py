@@ -1,4 +1,6 @@
-"""What s3kv relies on of vLLM, held against the vLLM that is installed.
+"""What s3kv relies on of vLLM besides its hooks, held against the vLLM that is installed.
+
+The hooks are in test_hooks.py.
 
 A failure here is not a bug yet. It says that vLLM has moved something, and which of our files to
 read again with that in mind; then this table is brought up to date. Versions in the tables are
@@ -14,103 +16,19 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
-
-from s3kv.connectors.kv import S3KVConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
 
 CONNECTOR = "s3kv/connectors/kv.py"
 SCHEDULER = "s3kv/connectors/kv_scheduler.py"
 WORKER = "s3kv/connectors/kv_worker.py"
-TRANSLATE = "s3kv/connectors/translate.py"
+TRANSLATE = "s3kv/connectors/kv_translate.py"
 IDENTITY = "s3kv/connectors/identity.py"
-REQUESTS = "s3kv/connectors/requests.py"
+MEDIA = "s3kv/connectors/media.py"
+LORA = "vllm.lora.worker_manager"
+ADAPTERS = "s3kv/connectors/adapter_loads.py"
 METRICS = "s3kv/connectors/metrics.py"
-
-# Hook -> its parameters, and where to read what we make of it.
-HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
-    "__init__": (("vllm_config", "role", "kv_cache_config"), CONNECTOR),
-    # worker
-    "register_kv_caches": (("kv_caches",), WORKER),
-    "get_handshake_metadata": ((), WORKER),
-    "supports_sleep_mode": (("kv_transfer_config",), CONNECTOR),
-    "unregister_kv_caches": ((), WORKER),
-    "restore_kv_caches": ((), WORKER),
-    "handle_preemptions": (("kv_connector_metadata",), WORKER),
-    "start_load_kv": (("forward_context", "**kwargs"), WORKER),
-    "wait_for_layer_load": (("layer_name",), CONNECTOR),
-    "save_kv_layer": (("layer_name", "kv_layer", "attn_metadata", "**kwargs"), CONNECTOR),
-    "wait_for_save": ((), WORKER),
-    "get_finished": (("finished_req_ids",), WORKER),
-    "get_transfer_results": (("finished_req_ids",), WORKER),
-    "build_connector_worker_meta": ((), WORKER),
-    # scheduler
-    "set_xfer_handshake_metadata": (("metadata",), SCHEDULER),
-    "set_xfer_handshake_metadata_pp_aware": (("metadata",), SCHEDULER),
-    "bind_gpu_block_pool": (("gpu_block_pool",), SCHEDULER),
-    "on_new_request": (("request",), SCHEDULER),
-    "get_num_new_matched_tokens": (("request", "num_computed_tokens"), SCHEDULER),
-    "update_state_after_alloc": (("request", "blocks", "num_external_tokens"), SCHEDULER),
-    "get_external_cache_hit_sources": (("request", "num_external_tokens"), SCHEDULER),
-    "build_connector_meta": (("scheduler_output",), SCHEDULER),
-    "update_connector_output": (("connector_output",), SCHEDULER),
-    "request_finished": (("request", "block_ids"), SCHEDULER),
-    "request_finished_all_groups": (("request", "block_ids"), SCHEDULER),
-    "requires_kv_delivery": ((), CONNECTOR),
-    "has_pending_push_work": ((), SCHEDULER),
-    "reset_cache": ((), SCHEDULER),
-    # both, and the logger's process
-    "get_kv_connector_stats": ((), METRICS),
-    "shutdown": ((), WORKER),
-    "build_kv_connector_stats": (("data",), METRICS),
-    "build_prom_metrics": (
-        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
-        METRICS,
-    ),
-    # Not ours, but we call them.
-    "has_connector_metadata": ((), CONNECTOR),
-    "_get_connector_metadata": ((), CONNECTOR),
-    "role": ((), CONNECTOR),
-}
-SINCE = {
-    "get_transfer_results": (0, 30),
-    "get_external_cache_hit_sources": (0, 32),
-    "supports_sleep_mode": (0, 33),
-    "unregister_kv_caches": (0, 33),
-    "restore_kv_caches": (0, 33),
-}
-
-# Hooks whose defaults are right for s3kv, each read in every version it is in.
-LEFT_ALONE = {
-    "bind_connector_metadata",
-    "bind_kv_cache_manager",
-    "clear_connector_metadata",
-    "finish_forward",
-    "get_block_ids_with_load_errors",
-    "get_finished_count",
-    "get_kv_connector_kv_cache_events",
-    "get_loaded_kv_cache_group_ids",
-    "get_mem_pool_context",
-    "get_required_kvcache_layout",
-    "has_pending_block_frees",
-    "register_finished_partial_tail",
-    "requires_piecewise_for_cudagraph",
-    "reset_capture_state",
-    "set_host_xfer_buffer_ops",
-    "supports_divergent_local_hybrid_hits",
-    "take_events",
-}
-
-ABSTRACT = {
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-}
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 STATS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -127,7 +45,7 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     (
         "vllm.v1.core.sched.output",
         "NewRequestData",
-        {"req_id", "block_ids", "num_computed_tokens"},
+        {"req_id", "mm_features", "block_ids", "num_computed_tokens"},
         TRANSLATE,
     ),
     (
@@ -139,7 +57,7 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     (
         "vllm.v1.outputs",
         "KVConnectorOutput",
-        {"finished_recving", "kv_connector_worker_meta"},
+        {"finished_recving", "invalid_block_ids", "kv_connector_worker_meta"},
         SCHEDULER,
     ),
     (CACHE, "KVCacheConfig", {"num_blocks", "kv_cache_groups", "kv_cache_layout"}, TRANSLATE),
@@ -194,7 +112,14 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     ("vllm.config", "ModelConfig", {"enable_sleep_mode"}, WORKER),
     ("vllm.config", "CompilationConfig", {"static_forward_context"}, IDENTITY),
     ("vllm.config", "LoadConfig", {"load_format"}, IDENTITY),
-    ("vllm.multimodal.inputs", "MultiModalFeatureSpec", {"identifier"}, REQUESTS),
+    (
+        "vllm.multimodal.inputs",
+        "MultiModalFeatureSpec",
+        {"data", "modality", "identifier", "mm_position"},
+        MEDIA,
+    ),
+    ("vllm.multimodal.inputs", "PlaceholderRange", {"offset", "length", "is_embed"}, MEDIA),
+    ("vllm.multimodal.inputs", "MultiModalFieldElem", {"data"}, MEDIA),
 ]
 NEWER_FIELDS: list[tuple[tuple[int, int], str, str, set[str], str]] = [
     ((0, 30), "vllm.v1.outputs", "KVConnectorOutput", {"failed_recving"}, SCHEDULER),
@@ -238,7 +163,7 @@ CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (STATS, "KVConnectorStats.aggregate", ("other",), METRICS),
     (STATS, "KVConnectorStats.reduce", (), METRICS),
     (STATS, "KVConnectorStats.is_empty", (), METRICS),
-    (BASE, "KVConnectorWorkerMetadata.aggregate", ("other",), "s3kv/connectors/kv_messages.py"),
+    (BASE, "KVConnectorWorkerMetadata.aggregate", ("other",), "s3kv/connectors/kv_translate.py"),
     ("vllm.config", "KVTransferConfig.is_kv_producer", None, CONNECTOR),
     ("vllm.config", "KVTransferConfig.is_kv_consumer", None, CONNECTOR),
     ("vllm.distributed.parallel_state", "get_tp_group", (), WORKER),
@@ -255,6 +180,10 @@ CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         None,
         "s3kv/connectors/plugin.py",
     ),
+    ("vllm.lora.request", "LoRARequest.load_inplace", None, ADAPTERS),
+    (LORA, "WorkerLoRAManager._load_adapter", ("lora_request",), ADAPTERS),
+    (LORA, "WorkerLoRAManager.list_adapters", (), ADAPTERS),
+    ("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",), ADAPTERS),
     (CACHE, "MLAAttentionSpec", None, TRANSLATE),
     (CACHE, "KVCacheConfig.needs_kv_cache_zeroing", None, TRANSLATE),
     ("vllm.config", "VllmConfig.use_v2_model_runner", None, TRANSLATE),
@@ -280,49 +209,6 @@ def find(module: str, path: str) -> Any:
     for name in path.split("."):
         thing = getattr(thing, name)
     return thing
-
-
-def public_hooks() -> set[str]:
-    return {
-        name
-        for base in (KVConnectorBase_V1, SupportsHMA)
-        for name in vars(base)
-        if not name.startswith("_")
-    }
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hook_has_the_parameters_we_wrote_it_for(hook: str) -> None:
-    expected, read_again = HOOKS[hook]
-    owner = SupportsHMA if hook == "request_finished_all_groups" else KVConnectorBase_V1
-    theirs = getattr(owner, hook, None)
-    if theirs is None and SINCE.get(hook, (0, 0)) > VERSION:
-        pytest.skip(f"newer than vLLM {vllm.__version__}")
-    assert theirs is not None, moved(f"KVConnectorBase_V1.{hook} is gone", read_again)
-    assert parameters(theirs) == expected, moved(f"{hook} has other parameters", read_again)
-    assert parameters(getattr(S3KVConnector, hook)) == expected
-
-
-def test_the_abstract_hooks_are_these() -> None:
-    assert KVConnectorBase_V1.__abstractmethods__ == ABSTRACT, moved(
-        "KVConnectorBase_V1 has other abstract methods", CONNECTOR
-    )
-    assert SupportsHMA.__abstractmethods__ == {"request_finished_all_groups"}
-    assert not S3KVConnector.__abstractmethods__
-
-
-def test_no_hook_is_unknown_to_us() -> None:
-    unknown = public_hooks() - set(HOOKS) - LEFT_ALONE
-    assert not unknown, moved(
-        f"new hooks {sorted(unknown)}: is their default right for a cache?", CONNECTOR
-    )
-
-
-def test_nothing_of_ours_waits_for_a_call_that_never_comes() -> None:
-    ours = {name for name in vars(S3KVConnector) if not name.startswith("_")}
-    newer = {name for name, version in SINCE.items() if version > VERSION}
-    uncalled = ours - public_hooks() - newer
-    assert not uncalled, moved(f"{sorted(uncalled)} are hooks no more", CONNECTOR)
 
 
 def test_the_block_pool_reaches_us() -> None:
@@ -384,6 +270,32 @@ def test_a_request_has_what_we_read() -> None:
     assert request.block_hashes is request.block_hashes, moved(
         "Request.block_hashes is a new list each time, and we keep the growing one", SCHEDULER
     )
+
+
+def test_every_load_of_an_adapter_goes_through_what_we_observe() -> None:
+    """Both managers add adapters with `_load_adapter`, and neither in another way."""
+    from vllm.lora import worker_manager as module
+
+    source = inspect.getsource(module)
+    assert source.count("from_local_checkpoint(") == 1, moved("adapters load elsewhere", ADAPTERS)
+    for manager in (module.WorkerLoRAManager, module.LRUCacheWorkerLoRAManager):
+        assert "self._load_adapter(" in inspect.getsource(manager.add_adapter)
+    assert "_load_adapter" not in vars(module.LRUCacheWorkerLoRAManager)
+    load = inspect.getsource(module.WorkerLoRAManager._load_adapter)
+    assert "from_local_checkpoint(" in load
+    assert "get_adapter_absolute_path(lora_request.lora_path)" in load
+
+
+def test_what_tells_adapters_apart_in_vllms_own_cache() -> None:
+    from vllm.lora.request import LoRARequest
+
+    from s3kv.connectors.adapter_loads import hashed_name
+
+    names = {
+        hashed_name(LoRARequest(name, number, path))
+        for name, number, path in (("a", 1, "/x"), ("a", 2, "/x"), ("b", 1, "/x"), ("a", 1, "/y"))
+    }
+    assert len(names) == (3 if VERSION >= (0, 31) else 2), moved("adapters' hashes", ADAPTERS)
 
 
 @pytest.mark.skipif(VERSION < (0, 32), reason="newer than this vLLM")

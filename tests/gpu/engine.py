@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from s3kv.device.gpu import Copies, Gpu
-from s3kv.device.gpu_copier import GpuCopier
-from s3kv.device.places import ChunkPlaces
-from s3kv.device.stacks import Stack
-from tests.device.devices import A_WHILE_CYCLES, Device, SimulatedDevice
-from tests.device.simulated import SimulatedGpu, SimulatedStream
+from s3kv.device.gpu.gather import Stack
+from s3kv.device.gpu.gpu_copier import GpuCopier
+from s3kv.device.gpu.interface import Copies, Gpu
+from s3kv.device.slot_payloads import ChunkPlaces
+from tests.unit.device.devices import A_WHILE_CYCLES, Device, SimulatedDevice
+from tests.unit.device.simulated import SimulatedGpu, SimulatedStream
 
 LONG_S = 20.0
 
@@ -121,7 +121,7 @@ def slow_copier(device: Device, places: ChunkPlaces) -> tuple[GpuCopier, SlowGpu
         device.gpu = SimulatedGpu(device.seed)
         gpu = SlowGpu(device.gpu)
     else:
-        from s3kv.device.cuda import CudaGpu
+        from s3kv.device.gpu.cuda import CudaGpu
 
         gpu = SlowGpu(CudaGpu(places.device))
     return GpuCopier(places, gpu, device.path), gpu  # type: ignore[arg-type]

@@ -12,11 +12,11 @@ import torch
 
 from s3kv.device.copier import Copier
 from s3kv.device.copies import BlockCopies
-from s3kv.device.places import ChunkPlaces
+from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.objects.codec import ChunkFormat
-from tests.device.caches import Caches, Shape, build
-from tests.device.devices import Device
 from tests.gpu.engine import LONG_S
+from tests.unit.device.caches import Caches, Shape, build, moves
+from tests.unit.device.devices import Device
 
 
 @dataclass
@@ -70,14 +70,14 @@ def with_content(caches: Caches, content: Sequence[torch.Tensor]) -> Caches:
 
 def payload_of(caches: Caches, block_ids: Sequence[int]) -> bytes:
     """A chunk of blocks of caches on the CPU, by the plan that the CPU's copies carry out."""
-    moves = caches.layout().moves(block_ids, 0)
-    return b"".join(ctypes.string_at(move.address, move.nbytes) for move in moves)
+    found = moves(caches.layout(), block_ids, 0)
+    return b"".join(ctypes.string_at(move.address, move.nbytes) for move in found)
 
 
 def make_places(caches: Caches, slots: int) -> tuple[ChunkPlaces, int]:
     """A slab for group 0, and how far into a slot its payload begins."""
     layout = caches.layout()
-    form = ChunkFormat("0" * 32, layout.tensors, 0, "tp0of1")
+    form = ChunkFormat("0" * 32, (layout.part("g0"),), 0, "h0-7of8-l0-31of32")
     slot_bytes = -(-form.object_bytes // 4096) * 4096
     slab = memoryview(mmap.mmap(-1, slots * slot_bytes))
     places = ChunkPlaces({0: layout}, slab, slot_bytes, {0: form.header_bytes})

@@ -1,7 +1,7 @@
 """A few copies of every kind, small enough to run under compute-sanitizer:
 `python -m tests.gpu.sanitized [--kind cuda-batch …] [--mib 4]`. Ends with 1 if a byte is wrong.
 
---kind: of device, as in `tests.device.devices`; both paths of a GPU if none is given.
+--kind: of device, as in `tests.unit.device.devices`; both paths of a GPU if none is given.
 --mib: of the caches. Large ones do not fit into one piece of an allocator's.
 """
 
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from s3kv.messages import LoadPart
-from tests.device.caches import Shape
-from tests.device.devices import KINDS, make_device
 from tests.gpu.rig import noise, payload_of, rig, with_content
+from tests.unit.device.caches import Shape
+from tests.unit.device.devices import KINDS, make_device
 
 SHAPES = (
     Shape("LBNHC", layers=3, tokens=16, content=64, heads=2, blocks_per_chunk=4),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from s3kv.messages import LoadPart
-from tests.device.caches import DTYPES, ORDERS, Shape
-from tests.device.devices import Device
 from tests.gpu.engine import Engine, SlowGpu, slow_copier, synchronize_engine
 from tests.gpu.rig import fill, noise, payload_of, rig, with_content
+from tests.unit.device.caches import DTYPES, ORDERS, Shape
+from tests.unit.device.devices import Device
 
 STEPS = 6
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from s3kv.device.driver import BatchCall, NoBatchCall
+from s3kv.device.gpu.cuda import BatchCall, NoBatchCall
 from tests.gpu import sanitized
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from s3kv.messages import LoadPart
-from tests.device.caches import Shape
-from tests.device.devices import Device
 from tests.gpu.engine import LONG_S
 from tests.gpu.rig import Rig, rig
+from tests.unit.device.caches import Shape
+from tests.unit.device.devices import Device
 
 SHAPE = Shape("LBNHC", layers=8, blocks=16, tokens=16, content=64)
 SLOTS = 4

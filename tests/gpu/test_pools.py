@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from s3kv.device.blocks import GROUP, DeviceBlocks
-from s3kv.device.caller import CallerStream
 from s3kv.device.copies import BlockCopies
-from s3kv.device.pools import BlockPools
 from s3kv.device.tensors import BlockTensors
+from s3kv.library.caller_streams import CallerStream
+from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
 from s3kv.types import ChunkKey
-from tests.device.devices import Device
 from tests.gpu.engine import LONG_S, Engine
+from tests.unit.device.devices import Device
 
 HEADER_BYTES = 256
 SLOT_BYTES = 65536

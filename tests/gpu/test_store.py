@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from benchmarks.gpu.server import running
-from tests.device.devices import A_WHILE_CYCLES
+from tests.unit.device.devices import A_WHILE_CYCLES
 
 for package in ("aiobotocore", "msgspec"):
     pytest.importorskip(package, reason="the I/O process needs it")
 
 from s3kv.config import Config  # noqa: E402
-from s3kv.tiered import TieredStore  # noqa: E402
+from s3kv.library.tiered_store import TieredStore  # noqa: E402
 
 BLOCKS = 6
 SHAPE = (2, 16, 8, 64)

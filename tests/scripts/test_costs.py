@@ -42,4 +42,5 @@ def test_the_bill_is_of_what_the_file_says() -> None:
     (run,) = (r for r in runs if (r["policy"], r["host_gib"]) == ("lru", 32.0))
     (line,) = (x for x in costs.bill().splitlines() if x.startswith(" storage"))
     dollars = float(line.split()[-1].replace(",", ""))
-    assert dollars == pytest.approx(run["gib_stored"] * 24 * 0.023, abs=0.01)
+    # The file has GiB to one digit.
+    assert dollars == pytest.approx(run["gib_stored"] * 24 * 0.023, abs=0.1 * 24 * 0.023)

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from s3kv.host.slots import TRANSITIONS, SlotState
+from s3kv.host.table import TRANSITIONS, EntryState
 from s3kv.planning.requests import REQUEST_TRANSITIONS, RequestState
 from scripts import pictures
 
@@ -28,7 +28,7 @@ def test_a_picture_is_well_formed_and_needs_nothing_from_elsewhere(name: str) ->
 
 def test_every_event_of_a_slot_is_in_its_picture() -> None:
     said = texts(pictures.slots())
-    assert {state.name for state in SlotState} <= set(said)
+    assert {state.name for state in EntryState} <= set(said)
     edges = pictures.slot_edges()
     assert sum(map(len, edges.values())) == sum(map(len, TRANSITIONS.values()))
     for events in edges.values():

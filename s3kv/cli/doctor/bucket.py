@@ -1,344 +1,324 @@
-"""Every call the cache makes on a bucket, made once, through the store the cache itself uses.
+"""Examination of a bucket: every call the cache makes, through the store the cache uses.
 
-The objects are outside every namespace, and are deleted at the end.
+Its objects are outside every namespace and are deleted at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from statistics import median
-from typing import TypeVar
 
-from s3kv.cli.doctor.findings import Finding, Status
-from s3kv.cli.doctor.remedies import is_permission, remedy_for
+from s3kv.cli.doctor.findings import Finding, Status, is_permission, remedy_for
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError
-from s3kv.objects.sessions import zone_of
+from s3kv.objects.s3.address import find_address, zone_of
+from s3kv.objects.s3.answers import arn_of
+from s3kv.objects.s3.s3_store import COST, choose
 from s3kv.objects.store import ObjectStore
 
 LATENCY_ROUNDS = 8
 MAX_SKEW_S = 60.0
-"""A quarter of an hour is where S3 refuses requests; drift is worth a word before that."""
-_AFTER_LIST = (
+"""Clock skew that is reported. S3 refuses requests only from a quarter of an hour on, but drift is
+worth a warning before that."""
+_CONTENT = bytes(range(256)) * 4
+_CHECKS = (
+    "list",
     "put",
     "checksum",
     "conditional put",
     "get",
     "clock",
     "latency",
+    "refresh",
     "delete",
     "bandwidth",
 )
-_T = TypeVar("_T")
+
+
+def examine_client(config: Config) -> Finding:
+    """The finding on the client that the cache would use. Sends nothing. Raises `ConfigError` if
+    the configured client cannot serve, or a package is missing that the bucket needs."""
+    try:
+        address = find_address(config)
+    except StoreError as error:
+        return Finding("client", "skipped", f"not checked: {error}")
+    choice = choose(config, address)
+    told = f"{choice.client}, because {choice.why}; requests go to {address.url}"
+    if choice.client == "fast":
+        return Finding("client", "ok", told)
+    told += f". {COST[0].upper()}{COST[1:]}"
+    if config.client == "aiobotocore":
+        return Finding("client", "ok", told)
+    remedy = (
+        "where the bucket can be reached directly, list its host in NO_PROXY; for an access point, "
+        "give its alias as bucket; otherwise set client to 'aiobotocore'"
+    )
+    return Finding("client", "warning", told, remedy)
 
 
 def probe_key(config: Config, token: str) -> str:
-    """Where the examination writes: under the prefix, so that the policies that hold for the cache
-    hold for it, and beside the namespaces, so that no engine ever looks there."""
+    """Key of the examination's object: under the prefix, so that the cache's policies apply to it,
+    and outside the namespaces, so that no engine ever looks there."""
     return f"{config.prefix}/doctor/{token}"
 
 
+@dataclass(slots=True)
 class BucketExamination:
     """One examination of one bucket. Belongs to one asyncio loop.
 
-    open_store: a store with these settings; what it opens is closed here. key: what no other
-    examination uses (`probe_key`); a second object gets it with a suffix. bandwidth_bytes: what is
-    sent and read to measure throughput; 0: nothing. clock_s: a monotonic clock, for latencies.
-    wall_s: the time since the epoch as this host has it.
+    open_store: opens a store with these settings; the examination closes it. key: unique to this
+    examination (`probe_key`); a second object's key has a suffix. bandwidth_bytes: bytes to send
+    and read to measure throughput; 0: none. clock_s: a monotonic clock, for latencies. wall_s: this
+    host's time since the epoch, in seconds.
     """
 
-    def __init__(
-        self,
-        open_store: Callable[[Config], ObjectStore],
-        config: Config,
-        key: str,
-        *,
-        bandwidth_bytes: int,
-        clock_s: Callable[[], float],
-        wall_s: Callable[[], float],
-    ) -> None:
-        self._open_store = open_store
-        self._store = open_store(config)
-        self._config = config
-        self._key = key
-        self._bandwidth_bytes = bandwidth_bytes
-        self._clock_s = clock_s
-        self._wall_s = wall_s
-        self._content = bytes(range(256)) * 4
-        self._findings: list[Finding] = []
-        self._written_s = (0.0, 0.0)
-        """This host's time before and after the object was written."""
+    open_store: Callable[[Config], ObjectStore]
+    config: Config
+    key: str
+    bandwidth_bytes: int
+    clock_s: Callable[[], float]
+    wall_s: Callable[[], float]
+    _findings: dict[str, Finding] = field(default_factory=dict, init=False)
+    _store: ObjectStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._store = self.open_store(self.config)
 
     async def run(self, *, read_only: bool) -> list[Finding]:
-        """All findings, in the order of the calls. Raises nothing the store does.
+        """Return all findings, in the order of the calls. Errors of the store become findings.
 
-        read_only: neither write nor delete.
+        read_only: neither write nor delete. Call it once: it closes the store.
         """
         try:
             await self._run(read_only=read_only)
         finally:
             await self._store.close()
-        return self._findings
+        for check in _CHECKS:
+            why = "because of a finding above"
+            if read_only and check != "get":
+                why = "with --read-only"
+            elif check == "bandwidth" and not self.bandwidth_bytes:
+                why = "with --bandwidth 0"
+            self._findings.setdefault(check, Finding(check, "skipped", f"not checked {why}"))
+        if not self.config.refresh_after_s:
+            del self._findings["refresh"]
+        return [self._findings[check] for check in _CHECKS if check in self._findings]
 
     async def _run(self, *, read_only: bool) -> None:
         if not await self._list():
-            self._skip(*_AFTER_LIST)
             return
-        if read_only:
-            await self._get(written=False)
-            self._skip(*(check for check in _AFTER_LIST if check != "get"), why="--read-only")
-            return
-        written = await self._put()
+        begin_s = self.wall_s()
+        written = not read_only and await self._put()
+        end_s = self.wall_s()
         if written:
-            await self._put_again()
-        else:
-            self._skip("conditional put")
-        readable = await self._get(written=written)
+            await self._ask("conditional put", "s3:PutObject", self._put_again())
+        readable = await self._ask("get", "s3:GetObject", self._get(written=written))
         if written and readable:
-            await self._clock()
-            await self._latency()
+            await self._clock(begin_s, end_s)
+            await self._ask("latency", "s3:GetObject", self._latency())
             await self._refresh()
-        else:
-            self._skip("clock", "latency")
-        gone = await self._delete(written=written)
-        if self._bandwidth_bytes and written and readable and gone:
-            await self._bandwidth()
-        else:
-            why = "because of a finding above" if self._bandwidth_bytes else "--bandwidth 0"
-            self._skip("bandwidth", why=why)
+        gone = not read_only and await self._delete(written=written)
+        if self.bandwidth_bytes and written and readable and gone:
+            action = "s3:PutObject and s3:GetObject"
+            await self._ask("bandwidth", action, self._bandwidth())
 
     async def _list(self) -> bool:
-        """False when nothing else is worth asking: the bucket is not there, or nobody knows us."""
-        error, _ = await _attempt(self._store.check())
+        """Try a listing. False if no other call is worth trying: the bucket cannot be reached, or
+        the credentials are not accepted."""
+        error = await _error_of(self._store.check())
         if error is None:
-            self._note(
-                "list", "ok", f"the bucket {self._config.bucket!r} is there and can be listed"
-            )
+            told = f"the bucket {self.config.bucket!r} is there and can be listed"
+            self._note("list", "ok", told)
             return True
-        if isinstance(error, StoreDenied):
-            self._fail("list", error, "s3:ListBucket", on_bucket=True)
-            return is_permission(error)
-        other = await self._other_addressing()
-        if other is None:
-            self._fail("list", error, "s3:ListBucket", on_bucket=True)
-            return False
-        where = "in the path" if other == "path" else "in the host name"
-        detail = f"{error}. With the bucket's name {where} it answers"
-        self._note("list", "fault", detail, f"set addressing_style to {other!r}")
-        return False
-
-    async def _other_addressing(self) -> str | None:
-        """The addressing style with which the bucket can be listed, if it is not the one in use."""
-        for style in ("path", "virtual"):
-            store = self._open_store(dataclasses.replace(self._config, addressing_style=style))
-            try:
-                error, _ = await _attempt(store.check())
-            finally:
-                await store.close()
-            if error is None:
-                return style
-        return None
+        if not isinstance(error, StoreDenied):
+            path = dataclasses.replace(self.config, addressing_style="path")
+            virtual = dataclasses.replace(self.config, addressing_style="virtual")
+            for changed, where in ((path, "in the path"), (virtual, "in the host name")):
+                if await self._succeeds_with(changed, lambda store: store.check()):
+                    told = f"{error}. With the bucket's name {where} it answers"
+                    remedy = f"set addressing_style to {changed.addressing_style!r}"
+                    self._note("list", "fault", told, remedy)
+                    return False
+        self._fail("list", error, "s3:ListBucket", on_bucket=True)
+        return is_permission(error)
 
     async def _put(self) -> bool:
-        begin_s = self._wall_s()
-        # As the cache does it: a bucket's policy may ask for the condition.
-        error, _ = await _attempt(self._write(self._store, if_absent=True))
-        self._written_s = (begin_s, self._wall_s())
-        if error is not None and await self._checksum_is_to_blame(error):
-            self._note("put", "fault", str(error))
-            self._note(
-                "checksum",
-                "fault",
-                "the server refuses uploads that carry a checksum, and takes those without",
-                "set checksum to 'when_required'",
-            )
-            return False
-        if error is not None:
-            self._fail("put", error, "s3:PutObject")
-            self._skip("checksum")
-            return False
-        self._note("put", "ok", "an object was written")
-        if self._config.checksum == "when_supported":
-            self._note("checksum", "ok", "uploads carry a CRC-32, and the server takes them")
-        else:
-            detail = "uploads carry none for the server: every object holds a digest of its own"
-            self._note("checksum", "ok", detail)
-        return True
-
-    async def _checksum_is_to_blame(self, error: StoreError) -> bool:
-        if self._config.checksum != "when_supported" or type(error) is not StoreError:
-            return False
-        plain = self._open_store(dataclasses.replace(self._config, checksum="when_required"))
-        try:
-            refused, _ = await _attempt(self._write(plain, if_absent=True))
-        finally:
-            await plain.close()
-        return refused is None
-
-    async def _write(self, store: ObjectStore, *, if_absent: bool) -> bool:
-        return await store.put(self._key, memoryview(self._content), if_absent=if_absent)
-
-    async def _put_again(self) -> None:
-        error, created = await _attempt(self._write(self._store, if_absent=True))
-        if error is not None:
-            self._fail("conditional put", error, "s3:PutObject")
-        elif created:
-            self._note(
-                "conditional put",
-                "warning",
-                "the server does not heed If-None-Match: chunks that are there already are "
-                "written again, which costs uploads and nothing else",
-                "upgrade the server, if uploads matter",
-            )
-        else:
-            self._note("conditional put", "ok", "an object that is there is not written again")
-
-    async def _get(self, *, written: bool) -> bool:
-        buffer = bytearray(len(self._content))
-        error, info = await _attempt(self._store.get_into(self._key, memoryview(buffer)))
-        if error is not None:
-            self._fail("get", error, "s3:GetObject")
-            return False
-        if not written:
-            self._note("get", "ok", "a missing object is answered as one")
+        # With the condition, like the cache: a bucket's policy may require it.
+        error = await _error_of(self._write(self._store))
+        supported = self.config.checksum == "when_supported"
+        if error is None:
+            self._note("put", "ok", "an object was written")
+            told = "uploads carry none for the server; every object holds its own digest"
+            if supported:
+                told = "uploads carry a CRC-32, and the server takes them"
+            self._note("checksum", "ok", told)
             return True
-        nbytes = 0 if info is None else info.nbytes
-        if nbytes != len(self._content) or buffer != self._content:
-            self._note(
-                "get",
-                "fault",
-                f"{nbytes} bytes came back that are not the {len(self._content)} written",
-                "look at what is between here and the store: a proxy that changes bodies, or a "
-                "server that is not consistent",
-            )
+        self._fail("put", error, "s3:PutObject")
+        if not supported or type(error) is not StoreError:
             return False
-        self._note("get", "ok", "what was written came back")
-        return True
+        plain = dataclasses.replace(self.config, checksum="when_required")
+        if await self._succeeds_with(plain, self._write):
+            self._note("put", "fault", str(error))
+            told = "the server refuses uploads that carry a checksum, and takes those without"
+            self._note("checksum", "fault", told, "set checksum to 'when_required'")
+        return False
 
-    async def _clock(self) -> None:
-        error, info = await _attempt(self._store.head(self._key))
-        if error is not None or info is None:
+    async def _put_again(self) -> Finding:
+        if not await self._write(self._store):
+            told = "an object that is already there is not written again"
+            return Finding("conditional put", "ok", told)
+        told = (
+            "the server ignores If-None-Match: chunks that are already there are written "
+            "again, which costs uploads and nothing else"
+        )
+        remedy = "upgrade the server, if uploads matter"
+        return Finding("conditional put", "warning", told, remedy)
+
+    async def _get(self, *, written: bool) -> Finding:
+        buffer = bytearray(len(_CONTENT))
+        info = await self._store.get_into(self.key, memoryview(buffer))
+        if not written:
+            return Finding("get", "ok", "a missing object is reported as missing")
+        nbytes = 0 if info is None else info.nbytes
+        if nbytes == len(_CONTENT) and buffer == _CONTENT:
+            return Finding("get", "ok", "the object read is the one written")
+        told = f"the {nbytes} bytes read are not the {len(_CONTENT)} written"
+        remedy = (
+            "look at what is between here and the store: a proxy that changes bodies, or a "
+            "server that is not consistent"
+        )
+        return Finding("get", "fault", told, remedy)
+
+    async def _clock(self, begin_s: float, end_s: float) -> None:
+        """Compare the object's age with this host's time before and after it was written."""
+        try:
+            info = await self._store.head(self.key)
+        except StoreError as error:
             self._note("clock", "skipped", f"the object's age could not be read: {error}")
             return
-        begin_s, end_s = self._written_s
+        modified_s = begin_s if info is None else info.modified_s
         # Stores tell whole seconds, so an object written just now may look a second old.
-        ahead_s = max(0.0, begin_s - 1.0 - info.modified_s) - max(0.0, info.modified_s - end_s)
+        ahead_s = max(0.0, begin_s - 1.0 - modified_s) - max(0.0, modified_s - end_s)
         if abs(ahead_s) <= MAX_SKEW_S:
             self._note("clock", "ok", f"within {MAX_SKEW_S:.0f} s of the store's")
             return
         which = "ahead of" if ahead_s > 0 else "behind"
-        self._note(
-            "clock",
-            "warning",
+        told = (
             f"this host's clock is {abs(ahead_s):.0f} s {which} the store's; S3 refuses requests "
-            "from 900 s on",
-            "synchronise the clock (chrony, systemd-timesyncd)",
+            "from 900 s on"
         )
+        self._note("clock", "warning", told, "synchronise the clock (chrony, systemd-timesyncd)")
 
-    async def _latency(self) -> None:
-        buffer = memoryview(bytearray(len(self._content)))
+    async def _latency(self) -> Finding:
+        buffer = memoryview(bytearray(len(_CONTENT)))
         took_ms: list[float] = []
         for _ in range(LATENCY_ROUNDS):
-            begin_s = self._clock_s()
-            error, _ = await _attempt(self._store.get_into(self._key, buffer))
-            if error is not None:
-                self._fail("latency", error, "s3:GetObject")
-                return
-            took_ms.append((self._clock_s() - begin_s) * 1e3)
-        self._note(
-            "latency",
-            "ok",
+            begin_s = self.clock_s()
+            await self._store.get_into(self.key, buffer)
+            took_ms.append((self.clock_s() - begin_s) * 1e3)
+        told = (
             f"a small GET takes {median(took_ms):.1f} ms (median of {len(took_ms)}, one after "
-            f"another), {max(took_ms):.1f} ms at most",
+            f"another), {max(took_ms):.1f} ms at most"
         )
+        return Finding("latency", "ok", told)
 
     async def _refresh(self) -> None:
-        """The copy onto itself, for who has asked for it (`refresh_after_s`)."""
-        if self._config.refresh_after_s == 0:
+        """Try the copy of an object onto itself, if `refresh_after_s` is set."""
+        if self.config.refresh_after_s == 0:
             return
-        error, info = await _attempt(self._store.head(self._key))
-        if error is None and info is not None:
-            error, _ = await _attempt(self._store.refresh(self._key, info.modified_s))
-        if error is None:
-            self._note("refresh", "ok", "an object can be written anew in place")
-            return
-        if is_permission(error):
-            remedy = f"allow s3:PutObject and s3:GetObject on {self._resource()}"
-        else:
+        try:
+            info = await self._store.head(self.key)
+            if info is not None:
+                await self._store.refresh(self.key, info.modified_s)
+            self._note("refresh", "ok", "an object can be rewritten in place")
+        except StoreError as error:
             remedy = "set refresh_after_s to 0, and let objects expire by the age of their write"
-        self._note("refresh", "warning", str(error), remedy)
+            if is_permission(error):
+                remedy = f"allow s3:PutObject and s3:GetObject on {self._resource()}"
+            self._note("refresh", "warning", str(error), remedy)
 
     async def _delete(self, *, written: bool) -> bool:
-        error, _ = await _attempt(self._store.delete(self._key))
+        error = await _error_of(self._store.delete(self.key))
         if error is None:
             self._note("delete", "ok", "an object can be deleted")
             return True
-        left = f"; {self._key} is left behind" if written else ""
+        left = f"; {self.key} is left behind" if written else ""
         if is_permission(error):
-            self._note(
-                "delete",
-                "warning",
-                f"{error}{left}",
+            remedy = (
                 f"allow s3:DeleteObject on {self._resource()}, if damaged objects are to be "
-                "replaced (on_corrupt: delete); otherwise leave it",
+                "replaced (on_corrupt: delete); otherwise leave it"
             )
+            self._note("delete", "warning", f"{error}{left}", remedy)
         else:
             self._note("delete", "fault", f"{error}{left}", remedy_for(error, "", ""))
         return False
 
-    async def _bandwidth(self) -> None:
-        key, content = f"{self._key}-large", memoryview(bytearray(self._bandwidth_bytes))
+    async def _bandwidth(self) -> Finding:
+        key, content = f"{self.key}-large", memoryview(bytearray(self.bandwidth_bytes))
         try:
-            times_s = [self._clock_s()]
-            error, _ = await _attempt(self._store.put(key, content, if_absent=False))
-            times_s.append(self._clock_s())
-            if error is None:
-                error, _ = await _attempt(self._store.get_into(key, content))
-                times_s.append(self._clock_s())
+            begin_s = self.clock_s()
+            await self._store.put(key, content, if_absent=False)
+            written_s = self.clock_s()
+            await self._store.get_into(key, content)
+            read_s = self.clock_s()
         finally:
-            left, _ = await _attempt(self._store.delete(key))
-        if error is not None:
-            self._fail("bandwidth", error, "s3:PutObject and s3:GetObject")
-            return
+            left = await _error_of(self._store.delete(key))
         up, down = (
-            self._bandwidth_bytes / 1e6 / max(end_s - begin_s, 1e-9)
-            for begin_s, end_s in itertools.pairwise(times_s)
+            self.bandwidth_bytes / 1e6 / max(seconds, 1e-9)
+            for seconds in (written_s - begin_s, read_s - written_s)
         )
         told = (
             f"one connection carries {up:,.0f} MB/s up, {down:,.0f} MB/s down "
-            f"({self._bandwidth_bytes / 2**20:.0f} MiB); `s3kv bench` measures many"
+            f"({self.bandwidth_bytes / 2**20:.0f} MiB); `s3kv bench` measures many"
         )
         if left is None:
-            self._note("bandwidth", "ok", told)
-        else:
-            remedy = "delete it by hand"
-            self._note("bandwidth", "warning", f"{told}. {left}; {key} is left behind", remedy)
+            return Finding("bandwidth", "ok", told)
+        told += f". {left}; {key} is left behind"
+        return Finding("bandwidth", "warning", told, "delete it by hand")
+
+    async def _ask(self, check: str, action: str, call: Awaitable[Finding]) -> bool:
+        """Keep the finding of a check. Returns whether all is well. action: what the calls need, in
+        terms of IAM."""
+        try:
+            self._findings[check] = await call
+        except StoreError as error:
+            self._fail(check, error, action)
+        return self._findings[check].status == "ok"
+
+    async def _write(self, store: ObjectStore) -> bool:
+        return await store.put(self.key, memoryview(_CONTENT), if_absent=True)
+
+    async def _succeeds_with(
+        self, config: Config, call: Callable[[ObjectStore], Awaitable[object]]
+    ) -> bool:
+        """Whether a call succeeds with other settings."""
+        store = self.open_store(config)
+        try:
+            return await _error_of(call(store)) is None
+        finally:
+            await store.close()
 
     def _resource(self, *, on_bucket: bool = False) -> str:
-        bucket = self._config.bucket
+        bucket = self.config.bucket
         if zone_of(bucket) is not None:
             return f"arn:aws:s3express:*:*:bucket/{bucket}"
-        arn = f"arn:aws:s3:::{bucket}"
-        return arn if on_bucket else f"{arn}/{self._config.prefix}/*"
+        return arn_of(bucket, None if on_bucket else f"{self.config.prefix}/*")
 
     def _fail(self, check: str, error: StoreError, action: str, *, on_bucket: bool = False) -> None:
-        if zone_of(self._config.bucket) is not None:
+        if zone_of(self.config.bucket) is not None:
             action = "s3express:CreateSession"
         remedy = remedy_for(error, action, self._resource(on_bucket=on_bucket))
         self._note(check, "fault", str(error), remedy)
 
     def _note(self, check: str, status: Status, detail: str, remedy: str = "") -> None:
-        self._findings.append(Finding(check, status, detail, remedy))
-
-    def _skip(self, *checks: str, why: str = "because of the finding above") -> None:
-        for check in checks:
-            self._note(check, "skipped", f"not asked: {why}")
+        self._findings[check] = Finding(check, status, detail, remedy)
 
 
-async def _attempt(call: Awaitable[_T]) -> tuple[StoreError | None, _T | None]:
+async def _error_of(call: Awaitable[object]) -> StoreError | None:
     try:
-        return None, await call
+        await call
     except StoreError as error:
-        return error, None
+        return error
+    return None

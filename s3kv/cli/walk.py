@@ -1,0 +1,227 @@
+"""Walk over a bucket: its namespaces, their manifests, and their objects.
+
+Requests are tried again while the store is unavailable: a listing of millions of objects takes
+thousands of requests, of which one is always unlucky.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from s3kv.cli.show import DAY_S, HOUR_S
+from s3kv.errors import ConfigError, StoreError, StoreUnavailable
+from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, leaves
+from s3kv.objects import keys
+from s3kv.objects.store import ObjectInfo, ObjectStore
+
+MAX_NAMESPACES = 1000
+"""Most that one request tells. A prefix has one for every model, layout and version of its engines.
+"""
+PAUSES_S = (0.2, 1.0, 5.0)
+"""Pauses before each further try. One tool asks at a time, so they need no jitter."""
+AGES: Mapping[str, float] = {
+    "under 1 h": HOUR_S,
+    "1 h to 1 d": DAY_S,
+    "1 to 7 d": 7 * DAY_S,
+    "7 to 30 d": 30 * DAY_S,
+    "over 30 d": float("inf"),
+}
+"""Classes of ages: the age in seconds below which an object belongs to it, by its name."""
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class NamespaceContent:
+    """A namespace: its manifest, and its chunks and items as far as they were counted.
+
+    manifest: its leaves, as JSON by dotted name; empty unless the namespace's name is the
+    manifest's digest. bytes_by_age: for each of `AGES`.
+    """
+
+    namespace: keys.Namespace
+    manifest: Mapping[str, str] = field(default_factory=dict)
+    objects: int = 0
+    nbytes: int = 0
+    oldest_s: float = float("inf")
+    """Last write of the oldest object, seconds since the epoch by the store's clock."""
+    newest_s: float = 0.0
+    bytes_by_age: dict[str, int] = field(default_factory=lambda: dict.fromkeys(AGES, 0))
+
+    @property
+    def model(self) -> str | None:
+        """The model that the manifest names."""
+        name = self.manifest.get("model.name", self.manifest.get("model"))
+        return None if name is None else name.strip('"')
+
+    def add(self, info: ObjectInfo, now_s: float) -> None:
+        """Count an object. now_s: seconds since the epoch; a later object counts as new."""
+        self.objects += 1
+        self.nbytes += info.nbytes
+        self.oldest_s = min(self.oldest_s, info.modified_s)
+        self.newest_s = max(self.newest_s, info.modified_s)
+        age_s = now_s - info.modified_s
+        self.bytes_by_age[next(name for name, below_s in AGES.items() if age_s < below_s)] += (
+            info.nbytes
+        )
+
+
+async def tried(call: Callable[[], Awaitable[_T]]) -> _T:
+    """The result of `call()`, retried while the store is unavailable. Raises `StoreError`."""
+    for pause_s in PAUSES_S:
+        try:
+            return await call()
+        except StoreUnavailable:
+            await asyncio.sleep(pause_s)
+    return await call()
+
+
+async def in_turn(items: Iterable[_T]) -> AsyncIterator[_T]:
+    """An asynchronous iterator over what is there already."""
+    for item in items:
+        yield item
+
+
+async def in_lanes(
+    lanes: int, items: AsyncIterator[_T], work: Callable[[int, _T], Awaitable[None]]
+) -> None:
+    """Do `work(lane, item)` for each item, as many at once as there are lanes. If one fails, or
+    this is cancelled, none goes on."""
+    taking = asyncio.Lock()
+
+    async def run(lane: int) -> None:
+        while True:
+            async with taking:  # an iterator allows one `anext` at a time
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+            await work(lane, item)
+
+    tasks = [asyncio.ensure_future(run(lane)) for lane in range(lanes)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def listed(store: ObjectStore, prefix: str) -> AsyncIterator[ObjectInfo]:
+    """The objects of `store.list(prefix)`, resumed where it broke off while the store was
+    unavailable.
+
+    Each object comes once. Raises `StoreError`, also if a listing that broke off cannot be resumed
+    because the store does not list keys in order.
+    """
+    last, failures = "", 0
+    while True:
+        resumed = last
+        try:
+            async for info in store.list(prefix, resumed):
+                if resumed and info.key.encode() <= resumed.encode():
+                    raise StoreError(f"the listing of {prefix} broke off and cannot be resumed")
+                last, failures = info.key, 0
+                yield info
+            return
+        except StoreUnavailable:
+            if failures == len(PAUSES_S):
+                raise
+        await asyncio.sleep(PAUSES_S[failures])
+        failures += 1
+
+
+async def owned(
+    store: ObjectStore, prefix: str, under: str | None = None
+) -> AsyncIterator[tuple[keys.Namespace, keys.ChunkAddress | None, ObjectInfo]]:
+    """Every object of the namespaces under `prefix`, and no object of anybody else. The address is
+    that of a chunk or item; None for a manifest and a shape.
+
+    under: list only keys that start with this.
+    """
+    async for info in listed(store, under or keys.all_namespaces(prefix)):
+        address = keys.parse(info.key)
+        namespace = address.namespace if address else keys.parse_sign(info.key)
+        if namespace is not None and namespace.prefix == prefix:
+            yield namespace, address, info
+
+
+async def chunks(
+    store: ObjectStore, prefix: str, under: str | None = None
+) -> AsyncIterator[tuple[keys.ChunkAddress, ObjectInfo]]:
+    """Every chunk and item of the namespaces under `prefix`. under: as for `owned`."""
+    async for _, address, info in owned(store, prefix, under):
+        if address is not None:
+            yield address, info
+
+
+async def namespaces(store: ObjectStore, prefix: str) -> list[NamespaceContent]:
+    """The namespaces under `prefix`, `MAX_NAMESPACES` at most. Raises `StoreError`."""
+    found: list[NamespaceContent] = []
+    for name in await _names(store, prefix):
+        try:
+            namespace = keys.Namespace(prefix, name)
+        except ValueError:  # a folder somebody else has put there
+            continue
+        found.append(await describe(store, namespace))
+    return found
+
+
+async def resolve(store: ObjectStore, prefix: str, start: str) -> keys.Namespace:
+    """The one namespace whose name begins with `start`. Raises `ConfigError` if there is none or
+    more than one, and `StoreError`."""
+    names = await _names(store, prefix)
+    fitting = [name for name in names if name.startswith(start)]
+    if len(fitting) != 1:
+        told = ", ".join(fitting or names) or "none at all"
+        raise ConfigError(
+            f"NAMESPACE is {start!r}, and {len(fitting)} namespaces under {prefix}/ begin with it: "
+            f"allowed is the beginning of exactly one of {told}"
+        )
+    try:
+        return keys.Namespace(prefix, fitting[0])
+    except ValueError as error:
+        raise ConfigError(f"{fitting[0]!r} is not a namespace: {error}") from error
+
+
+async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceContent:
+    """A namespace, which need not exist, with its manifest and nothing counted. Raises
+    `StoreError`."""
+    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
+    info = await tried(lambda: store.get_into(namespace.manifest, buffer))
+    if info is None or info.nbytes > MAX_MANIFEST_BYTES:
+        return NamespaceContent(namespace)
+    text = bytes(buffer[: info.nbytes])
+    if not hashlib.sha256(text).hexdigest().startswith(namespace.digest):
+        return NamespaceContent(namespace)
+    return NamespaceContent(namespace, leaves(text) or {})
+
+
+async def count(
+    store: ObjectStore,
+    prefix: str,
+    found: Iterable[NamespaceContent],
+    now_s: float,
+    under: str | None = None,
+) -> list[NamespaceContent]:
+    """Count the chunks and items of `found`, and of any other namespace that has some; the largest
+    first. Raises `StoreError`. under: as for `owned`."""
+    counted = {one.namespace: one for one in found}
+    async for address, info in chunks(store, prefix, under):
+        namespace = address.namespace
+        counted.setdefault(namespace, NamespaceContent(namespace)).add(info, now_s)
+    return sorted(counted.values(), key=lambda one: (-one.nbytes, one.namespace.digest))
+
+
+def differing(found: Iterable[NamespaceContent]) -> list[str]:
+    """The fields in which the manifests differ, of the namespaces that have one."""
+    known = [one.manifest for one in found if one.manifest]
+    names = sorted({name for manifest in known for name in manifest})
+    return [name for name in names if len({manifest.get(name) for manifest in known}) > 1]
+
+
+async def _names(store: ObjectStore, prefix: str) -> list[str]:
+    return list(await tried(lambda: store.folders(keys.all_namespaces(prefix), MAX_NAMESPACES)))

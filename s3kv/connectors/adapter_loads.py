@@ -1,0 +1,257 @@
+"""Record of the adapters (LoRA) that this worker process has loaded, and its reports of them.
+
+Only the process that loads an adapter knows its content: the files may change before or after the
+load, and the scheduler would read them at another moment. vLLM has no hook for a load. So this
+module wraps the one function that reads an adapter, `WorkerLoRAManager._load_adapter`, and digests
+the files before and after the load. If the two digests are equal, this content was loaded.
+
+It runs in the worker process, on the thread that runs the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import weakref
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from s3kv.connectors.weights import Digest, adapter_digest
+
+if TYPE_CHECKING:
+    from vllm.config import LoRAConfig
+    from vllm.lora.request import LoRARequest
+
+logger = logging.getLogger("s3kv")
+
+_observers: list[weakref.ref[AdapterLoads]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStep:
+    """Number of a step, and of the last step whose report on adapters the scheduler had when it
+    planned this one."""
+
+    number: int
+    heard: int
+
+
+NO_STEP = AdapterStep(0, 0)
+"""The time before the first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter as it was loaded. name: the part of the adapter that vLLM hashes. digest: of its
+    files."""
+
+    name: str
+    digest: bytes
+
+
+@dataclass(slots=True)
+class AdapterReport:
+    """The adapters that one or more ranks have loaded after the step `number`, by vLLM's number of
+    the adapter. It has only those on whose content all these ranks agree."""
+
+    number: int
+    by_id: dict[int, LoadedAdapter] = field(default_factory=dict)
+
+    def merge(self, other: AdapterReport) -> None:
+        self.number = min(self.number, other.number)
+        theirs = other.by_id
+        self.by_id = {number: a for number, a in self.by_id.items() if theirs.get(number) == a}
+
+
+def hashed_name(adapter: LoRARequest) -> str:
+    """The part of an adapter that vLLM hashes: its name and, from 0.31 on, its path.
+
+    Requests with the same hashed name share blocks in vLLM's own prefix cache.
+    """
+    try:
+        from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+    except ImportError:
+        return str(adapter.lora_name)  # less than vLLM hashes, which is safe
+    request: Any = SimpleNamespace(lora_request=adapter)
+    return repr(_gen_lora_extra_hash_keys(request))
+
+
+class AdapterLoads:
+    """The adapters that one engine has loaded on this rank.
+
+    lora_config: the engine's own object. It distinguishes this engine's loads from those of another
+        engine in the same process. method: the digest method, as for weights.
+    """
+
+    def __init__(self, lora_config: LoRAConfig, method: str) -> None:
+        self._lora_config = lora_config
+        self._method = method
+        self._manager: Any = None
+        self._by_id: dict[int, tuple[str, LoadedAdapter]] = {}
+        self._contents: dict[str, bytes | None] = {}
+        """By the name under which vLLM shares KV: the digest of all loads; None if they differ or
+        if one is unknown."""
+        self._step = NO_STEP
+        self._untold = False
+        """The content of a name has changed since the last report."""
+        self._told_in = 0
+        """The last step whose report included such a change."""
+        if not _wrap():
+            logger.warning(
+                "s3kv does not cache requests with adapters (LoRA): this version of vLLM loads "
+                "them in a way that s3kv does not know"
+            )
+        _observers[:] = [known for known in _observers if known() is not None]
+        _observers.append(weakref.ref(self))
+
+    # --- a step ----------------------------------------------------------------------------
+
+    def begin(self, step: AdapterStep) -> None:
+        self._step = step
+
+    @property
+    def may_save(self) -> bool:
+        """Whether the scheduler knows of every name whose content has changed. Until then the saves
+        that it plans would get the hashes of the previous content.
+        """
+        return not self._untold and self._step.heard >= self._told_in
+
+    def report(self) -> AdapterReport:
+        """The adapters that are loaded now and whose content is known for certain. Called once per
+        step, at its end.
+        """
+        if self._untold:
+            self._untold = False
+            self._told_in = self._step.number
+        loaded = () if self._manager is None else self._manager.list_adapters()
+        known = {number: self._by_id[number] for number in loaded if number in self._by_id}
+        certain = {n: a for n, (key, a) in known.items() if self._contents[key] == a.digest}
+        return AdapterReport(self._step.number, certain)
+
+    # --- a load ----------------------------------------------------------------------------
+
+    def serves(self, manager: Any) -> bool:
+        return getattr(manager, "lora_config", None) is self._lora_config
+
+    def look(self, adapter: LoRARequest) -> Digest | str:
+        """The digest of the adapter's files now, or the reason why there is none. Never raises."""
+        if getattr(adapter, "tensorizer_config_dict", None) is not None:
+            return "tensorizer loads it"
+        # vLLM resolves a path like this. It downloads an adapter that is not on this machine; the
+        # place of that download is unknown here.
+        path = os.path.abspath(os.path.expanduser(adapter.lora_path))
+        try:
+            digest = adapter_digest(path, self._method)
+        except OSError as error:
+            return f"its files cannot be read ({error})"
+        return f"{path} is no directory with files" if digest is None else digest
+
+    def loaded(self, manager: Any, adapter: LoRARequest, model: Any, before: Digest | str) -> None:
+        """Record the content of `model`, which vLLM has just loaded, if it can be known.
+
+        before: what `look` returned before the load.
+        """
+        try:
+            _detach(model)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            before = f"its tensors may still be those of its files ({error})"
+        after = self.look(adapter) if isinstance(before, Digest) else before
+        if isinstance(after, Digest) and after != before:
+            after = f"its files in {adapter.lora_path} changed while they were loaded"
+        if isinstance(after, str):
+            logger.warning(
+                "s3kv does not cache requests with the adapter %r: %s", adapter.lora_name, after
+            )
+        if manager is not self._manager:
+            self._manager = manager
+            self._by_id.clear()
+        self._note(adapter, _key(adapter, after) if isinstance(after, Digest) else None)
+
+    def _note(self, adapter: LoRARequest, digest: bytes | None) -> None:
+        name = hashed_name(adapter)
+        # vLLM shares the outputs of an adapted encoder under the adapter's bare name.
+        adapts_towers = getattr(self._lora_config, "enable_tower_connector_lora", False)
+        shared = adapter.lora_name if adapts_towers else name
+        replaced = self._by_id.pop(adapter.lora_int_id, None)
+        if replaced is not None and replaced[1].digest != digest:
+            # Requests of the replaced adapter that still run now use the new one.
+            self._spoil(replaced[0], adapter)
+        if self._contents.setdefault(shared, digest) != digest:
+            self._spoil(shared, adapter)
+        if digest is not None:
+            self._by_id[adapter.lora_int_id] = shared, LoadedAdapter(name, digest)
+
+    def _spoil(self, shared: str, adapter: LoRARequest) -> None:
+        if self._contents[shared] is None:
+            return
+        self._contents[shared] = None
+        self._untold = True
+        logger.warning(
+            "s3kv no longer caches requests with the adapter %s: %r was loaded after it from %s, "
+            "with other content, so vLLM's own cache may mix KV of both. Load changed weights "
+            "under a new name",
+            shared,
+            adapter.lora_name,
+            adapter.lora_path,
+        )
+
+
+def _key(adapter: LoRARequest, digest: Digest) -> bytes:
+    """The digest of the files, with the way vLLM is told to read them."""
+    fused = getattr(adapter, "is_3d_lora_weight", False)
+    return bytes.fromhex(digest.hexadecimal) + (b"3d" if fused else b"")
+
+
+def _detach(model: Any) -> None:
+    """Give the loaded adapter memory of its own.
+
+    If vLLM does not pin the tensors, they are the mapped file. A write to that file changes them
+    until vLLM copies them to the model, which may be any number of steps from now.
+    """
+    layers = [*model.loras.values(), *getattr(model, "modules_to_save", {}).values()]
+    for layer in layers:
+        for name, tensor in vars(layer).items():
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                if not tensor.is_pinned():
+                    setattr(layer, name, tensor.clone())
+            elif isinstance(tensor, list | tuple) and any(
+                isinstance(part, torch.Tensor) for part in tensor
+            ):
+                raise TypeError(f"{name} is a list of tensors")
+
+
+def _wrap() -> bool:
+    """Wrap vLLM's load function, so that every load in this process is observed. Returns False if
+    this vLLM does not have the function in the expected form.
+    """
+    try:
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        load: Any = WorkerLoRAManager._load_adapter
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(load, "observed_by_s3kv"):
+        return True
+    if list(inspect.signature(load).parameters) != ["self", "lora_request"]:
+        return False
+    if not hasattr(WorkerLoRAManager, "list_adapters"):
+        return False
+
+    @functools.wraps(load)
+    def observed(self: Any, lora_request: LoRARequest) -> Any:
+        loads = next((o for ref in _observers if (o := ref()) and o.serves(self)), None)
+        if loads is None:
+            return load(self, lora_request)
+        before = loads.look(lora_request)
+        model = load(self, lora_request)
+        loads.loaded(self, lora_request, model, before)
+        return model
+
+    observed.observed_by_s3kv = True  # type: ignore[attr-defined]
+    WorkerLoRAManager._load_adapter = observed
+    return True

@@ -1,0 +1,164 @@
+"""Hashes of a request's blocks, for the cases in which vLLM's own hashes do not say enough.
+
+vLLM hashes an adapter (LoRA) by its name, from 0.31 on also by its path, but never by its content.
+It hashes an image by its name, which may be the client's. Within one engine the client has to keep
+a name's content the same. Many engines share a bucket, and it outlives them, so:
+
+- hashes of blocks computed with an adapter include a digest of the files that the workers have
+  loaded, see `adapters`;
+- hashes of blocks computed with images include digests of the encoder's input, see `media`;
+- a request is not cached at all if one of the two is unknown.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, overload
+
+from s3kv.connectors.media import MediaDigests, MediaNames, placed
+
+if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("s3kv")
+
+
+class DerivedHashes(Sequence[bytes]):
+    """A view of `hashes`, which may grow. Each hash is derived when it is read, with the adapter
+    and with the media that begin before the end of its block. So turns of a conversation share the
+    blocks before the next image.
+
+    adapter: the digest of the adapter; empty without one. features, contents: the request's media,
+    and the digest of each. Slices are empty once `features` has grown, as it does in a session.
+    """
+
+    def __init__(
+        self,
+        hashes: Sequence[bytes],
+        adapter: bytes,
+        features: Sequence[MultiModalFeatureSpec] = (),
+        contents: Iterable[bytes] = (),
+        block_tokens: int = 1,
+    ) -> None:
+        self._hashes = hashes
+        self._features = features
+        self._block_tokens = block_tokens
+        self._starts = [feature.mm_position.offset for feature in features]
+        self._keys = [adapter]
+        """By the number of media that have begun."""
+        for content in contents:
+            self._keys.append(blake2b(content, key=self._keys[-1], digest_size=32).digest())
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, int):
+            return self._derive(range(len(self._hashes))[index])
+        if len(self._features) != len(self._starts):
+            return []
+        return [self._derive(block) for block in range(*index.indices(len(self._hashes)))]
+
+    def _derive(self, block: int) -> bytes:
+        key = self._keys[bisect_left(self._starts, (block + 1) * self._block_tokens)]
+        block_hash = self._hashes[block]
+        return blake2b(block_hash, key=key, digest_size=32).digest() if key else block_hash
+
+
+class RequestHashes:
+    """The hashes of one engine's requests. Used from one thread.
+
+    trust_media_names: an image's name stands for its content, whoever gave the name. block_tokens:
+    tokens per block hash of vLLM's.
+    """
+
+    def __init__(self, *, trust_media_names: bool, block_tokens: int) -> None:
+        self._trusts = trust_media_names
+        self._block_tokens = block_tokens
+        self._digests = MediaDigests()
+        self._names = MediaNames()
+        self._used: dict[str, frozenset[str]] = {}
+        """The media names that each living request uses."""
+        self._barred: set[str] = set()
+        self._has_warned = False
+
+    def of(self, request: Request, adapter: bytes | None) -> Sequence[bytes]:
+        """The hashes of the request's blocks; none if the request must not be cached.
+
+        adapter: the digest of the request's adapter; None if unknown. It is ignored for a request
+        without an adapter.
+        """
+        features = () if self._trusts else request.mm_features
+        may_grow = not self._trusts and getattr(request, "resumable", False)
+        contents = self._contents(request) if features or may_grow else []
+        is_adapted = request.lora_request is not None
+        if contents is None or (is_adapted and not adapter):
+            return ()
+        key = adapter if is_adapted and adapter else b""
+        hashes: Sequence[bytes] = request.block_hashes
+        if not (features or may_grow or key):
+            return hashes
+        return DerivedHashes(hashes, key, features, contents, self._block_tokens)
+
+    def _contents(self, request: Request) -> list[bytes] | None:
+        """The digests of the request's media; None if the request must not be cached."""
+        features = request.mm_features
+        self._used[request.request_id] = frozenset(feature.identifier for feature in features)
+        contents, disputed = [], False
+        for feature in features:
+            content = self._digests.of(feature)
+            if content is not None:
+                content = placed(feature, content)
+                contents.append(content)
+            disputed |= self._is_disputed(feature.identifier, content)
+        if disputed:
+            self._warn_once()
+        return None if disputed else contents
+
+    def _is_disputed(self, name: str, content: bytes | None) -> bool:
+        """Whether the content of the name is uncertain. Bars all requests that use it, if so."""
+        if not self._names.disputed(name, content):
+            return False
+        self._barred.update(request for request, names in self._used.items() if name in names)
+        return True
+
+    def scheduled(self, request_id: str, features: Sequence[MultiModalFeatureSpec]) -> None:
+        """Note that the engine is about to compute this request. Media that it has got since it
+        arrived, as a session does, are of unknown content. So nothing that is computed with their
+        names is cached.
+        """
+        if self._trusts or not features:
+            return
+        known = self._used.get(request_id, frozenset())
+        new = {feature.identifier for feature in features} - known
+        if new:
+            self._used[request_id] = known | new
+        for name in new:
+            self._is_disputed(name, None)
+
+    def take_barred(self) -> set[str]:
+        """Living requests that must neither be saved nor loaded any more, each given once."""
+        barred, self._barred = self._barred, set()
+        return barred
+
+    def finished(self, request_id: str) -> None:
+        self._used.pop(request_id, None)
+        self._barred.discard(request_id)
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "s3kv does not cache a request with images, because the engine cannot tell their "
+                "content: it does not have their tensors (processor cache of type shm, metadata "
+                "alone), or one name has stood for two images. This is logged once; see "
+                "trust_media_names"
+            )

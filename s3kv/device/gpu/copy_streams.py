@@ -1,0 +1,221 @@
+"""The two directions of a GPU's copies, each with two streams and two paths
+(`s3kv.device.copier`).
+
+                pages stream                                  bus stream
+
+    save        gather:  wait(mark) → pages → staging ──────▶ staging → slot        → finished
+                batch:                                        wait(mark) → pages → slot → finished
+
+    load        gather:  wait(mark) → staging → pages ◀────── slot → staging
+                            → finished
+                batch:   wait(mark) → slot → pages → finished
+
+Each direction ends on one stream whatever the path, so its copies end in the order they were
+started. With two streams and two staging buffers the gather of a chunk overlaps the DMA of the one
+before. A load's DMA does not wait for the engine: the slot was filled before the load was ordered,
+and only the pages may still be in use.
+
+Streams wait for each other, and for a staging buffer to be free, by events; the host never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from s3kv.device.gpu.gather import row_numbers, stacks
+from s3kv.device.gpu.interface import Copies, Event, Gpu
+from s3kv.device.layout import PageLayout
+from s3kv.messages import LoadPart
+
+_BUFFERS = 2
+"""Staging buffers per direction: a kernel uses one while the bus uses the other."""
+
+
+class EventPool:
+    """Pool of reusable events: making and destroying one costs more than recording it. Any thread
+    may use it.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._free: list[Event] = []
+
+    def take(self) -> Event:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._gpu.new_event()
+
+    def give(self, event: Event) -> None:
+        """Take `event` back. It must not be queried any more; streams that wait for it still do."""
+        self._free.append(event)
+
+
+class EventTicket:
+    """The ticket of a copy on a GPU. Used on the engine's thread.
+
+    source_read: passes once the copy's source may be overwritten; often the same as `finished`.
+    finished: passes at the copy's end. The ticket owns both, and gives them back to the pool.
+    """
+
+    __slots__ = ("_done", "_events", "_finished", "_gpu", "_source_read")
+
+    def __init__(self, gpu: Gpu, events: EventPool, source_read: Event, finished: Event) -> None:
+        self._gpu = gpu
+        self._events = events
+        self._source_read = source_read
+        self._finished = finished
+        self._done = False
+
+    def done(self) -> bool:
+        if not self._done and self._finished.query():
+            self._done = True
+            self._events.give(self._finished)
+            if self._source_read is not self._finished:
+                self._events.give(self._source_read)
+        return self._done
+
+    def fence(self) -> None:
+        if not self._done:
+            self._gpu.current_stream().wait(self._source_read)
+
+
+class StagingBuffer:
+    """Device memory as long as the longest payload, and a place for the row numbers of its chunk.
+
+    stacks: by group, over `memory`. free: passes when the buffer may be written to again. full:
+    passes when it may be read.
+    """
+
+    def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
+        self.memory = gpu.empty(max(layout.payload_bytes for layout in layouts.values()))
+        self.stacks = {number: stacks(layout, self.memory) for number, layout in layouts.items()}
+        most_rows = max(
+            layout.blocks_per_chunk * sum(stack.rows_per_block for stack in self.stacks[number])
+            for number, layout in layouts.items()
+        )
+        self.rows = gpu.empty(8 * most_rows).view(torch.int64)
+        self.free, self.full = gpu.new_event(), gpu.new_event()
+
+
+class Staging:
+    """The staging buffers of one direction, used in turn."""
+
+    def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
+        self._buffers = [StagingBuffer(gpu, layouts) for _ in range(_BUFFERS)]
+        self._turn = cycle(self._buffers)
+
+    def next(self) -> StagingBuffer:
+        return next(self._turn)
+
+
+class Lane:
+    """One direction of copies. Used on the copy thread."""
+
+    urgent: bool
+
+    def __init__(self, gpu: Gpu, events: EventPool, staging: Staging | None) -> None:
+        self._gpu = gpu
+        self._events = events
+        self.staging = staging
+        """The buffers of `gather`. May be set to None when no gather is under way."""
+        self._pages = gpu.new_stream(urgent=self.urgent)
+        self._bus = gpu.new_stream(urgent=self.urgent)
+        # The current stream may have used the memory of the staging buffers before.
+        mark = events.take()
+        gpu.current_stream().record(mark)
+        self._pages.wait(mark)
+        self._bus.wait(mark)
+        events.give(mark)
+
+    def settle(self) -> None:
+        self._pages.synchronize()
+        self._bus.synchronize()
+
+    def _next_buffer(self, part: LoadPart) -> tuple[StagingBuffer, NDArray[np.int64], torch.Tensor]:
+        """The next buffer, the row numbers of the part's blocks, and their place on the device."""
+        assert self.staging is not None, "gather was not chosen"
+        buffer = self.staging.next()
+        numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
+        return buffer, numbers, buffer.rows[: len(numbers)]
+
+
+class SaveLane(Lane):
+    urgent = False
+
+    def batch(
+        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
+    ) -> EventTicket:
+        """Copy blocks to `payload`, host bytes, after `mark`, which goes back to the pool."""
+        addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
+        self._bus.wait(mark)
+        self._events.give(mark)
+        # The source may not be read ahead of the stream: the pages are written until `mark`.
+        copies = Copies(payload.data_ptr() + offsets, addresses, sizes)
+        self._bus.copy_batch(copies, source_is_stable=False)
+        finished = self._events.take()
+        self._bus.record(finished)
+        return EventTicket(self._gpu, self._events, finished, finished)
+
+    def gather(
+        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
+    ) -> EventTicket:
+        """Copy as `batch` does. The blocks may be overwritten long before the bus moved them."""
+        buffer, numbers, rows = self._next_buffer(part)
+        self._pages.wait(buffer.free)
+        self._pages.upload(rows, numbers)
+        self._pages.wait(mark)
+        self._events.give(mark)
+        self._pages.gather(buffer.stacks[part.group], rows)
+        source_read = self._events.take()
+        self._pages.record(source_read)
+        self._bus.wait(source_read)
+        self._bus.copy(payload, buffer.memory[: layout.payload_bytes])
+        self._bus.record(buffer.free)
+        finished = self._events.take()
+        self._bus.record(finished)
+        return EventTicket(self._gpu, self._events, source_read, finished)
+
+
+class LoadLane(Lane):
+    urgent = True
+
+    def batch(self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event) -> None:
+        """Copy `payload`, or the requested part of it, to blocks, after `mark`."""
+        addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
+        self._pages.wait(mark)
+        # Nothing writes to a slot from before a load is ordered until its end is reported, so it
+        # may be read ahead, which helps where host memory is coherent with the GPU's.
+        copies = Copies(addresses, payload.data_ptr() + offsets, sizes)
+        self._pages.copy_batch(copies, source_is_stable=True)
+
+    def gather(
+        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
+    ) -> None:
+        """Copy as `batch` does. The whole payload crosses the bus even for a part of it: that is
+        one copy instead of one per layer, and parts are rare.
+        """
+        buffer, numbers, rows = self._next_buffer(part)
+        self._bus.wait(buffer.free)
+        # Ahead of the payload: behind it, the copy engine may already be at the next chunk's.
+        self._bus.upload(rows, numbers)
+        self._bus.copy(buffer.memory[: layout.payload_bytes], payload)
+        self._bus.record(buffer.full)
+        self._pages.wait(buffer.full)
+        self._pages.wait(mark)
+        self._pages.scatter(buffer.stacks[part.group], rows, part.first_block)
+        self._pages.record(buffer.free)
+
+    def end(self, mark: Event) -> EventTicket:
+        """The ticket of all parts started since the last call, which had this mark. The mark goes
+        back to the pool.
+        """
+        self._events.give(mark)
+        finished = self._events.take()
+        self._pages.record(finished)
+        return EventTicket(self._gpu, self._events, finished, finished)

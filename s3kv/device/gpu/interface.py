@@ -1,0 +1,104 @@
+"""`Gpu`: the interface between the copier and a GPU. Streams, events, and copies in stream order.
+
+`cuda.py` is the real one. The tests have another, which runs work as early, as late and as torn as
+this contract allows; the copier's logic relies on the contract alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from s3kv.device.gpu.gather import Stack
+
+
+class Event(Protocol):
+    """A point in a stream. Recording it again moves it; a stream that waits already still waits for
+    the earlier point. An event that was never recorded has passed.
+    """
+
+    def query(self) -> bool:
+        """Whether the point has passed. Does not block. Raises `RuntimeError` when the device has
+        failed.
+        """
+
+
+class Copies(NamedTuple):
+    """Contiguous copies, in no order among themselves. The arrays have the same length.
+
+    No copy is empty, and no destination overlaps another or a source.
+    """
+
+    destinations: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+class Stream(Protocol):
+    """A queue of GPU work that runs in order; only `wait` orders it against other streams.
+
+    Only `synchronize` blocks the host, unless host memory is not pinned. Every method may raise
+    `RuntimeError`.
+    """
+
+    def wait(self, event: Event) -> None:
+        """Make work launched after this run after the point where `event` is now."""
+
+    def record(self, event: Event) -> None:
+        """Move `event` behind everything launched so far."""
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy flat bytes between device and host; both tensors have the same length."""
+
+    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
+        """Copy numbers to as many int64 on the device. The array may be freed on return."""
+
+    def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
+        """Copy between device and host by address; only where `Gpu.no_batch` is empty.
+
+        source_is_stable: nothing writes to the sources from this call until the copies have ended,
+        so they may be read ahead of what the stream waits for.
+        """
+
+    def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
+        """Run `Stack.gather` for each, for a whole chunk. rows: `row_numbers`, on the device."""
+
+    def scatter(self, stacks: Sequence[Stack], rows: torch.Tensor, first_block: int) -> None:
+        """Run `Stack.scatter` for each. rows: as for `gather`, those of one block or more."""
+
+    def synchronize(self) -> None:
+        """Block the host until everything launched here has run."""
+
+
+class Gpu(Protocol):
+    no_batch: str
+    """The reason why there is no `copy_batch`; empty where there is."""
+
+    def current_stream(self) -> Stream:
+        """The stream that the calling thread launches to now."""
+
+    def new_stream(self, *, urgent: bool) -> Stream:
+        """A new stream. An urgent one goes before the engine's where both have work; any other has
+        the lowest priority.
+        """
+
+    def new_event(self) -> Event: ...
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory, flat uint8, for use after everything launched on the current stream."""
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread to launch work."""
+
+    def pin(self, memory: torch.Tensor, unit_bytes: int) -> bool:
+        """Pin host memory for asynchronous copies that cross no multiple of `unit_bytes`.
+        Returns False, after a warning, when part of it stays unpinned: copies of that part are
+        slow, but right.
+        """
+
+    def unpin(self) -> None:
+        """Undo `pin`. No copy may be running. Idempotent."""

@@ -1,0 +1,148 @@
+"""Pinning: host memory registered with CUDA, which DMA copies at the speed of the bus.
+
+A refusal is never an error: unpinned memory is copied correctly, but slowly. So a refusal is
+reported, with its likely reason and a remedy.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from s3kv.host.limits import MemoryLimits, memory_limits
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BYTES = 2**30
+"""Approximate size of one registration. A call takes a fraction of a second per GiB; and a limit is
+hit only once most of the slab is pinned."""
+COST = (
+    "unpinned memory is copied through a buffer of the driver, several times slower, and each such "
+    "copy blocks a thread of the worker"
+)
+_RAISE_LIMIT = (
+    "raise the limit on locked memory: ulimit -l unlimited, LimitMEMLOCK=infinity, "
+    "docker run --ulimit memlock=-1"
+)
+_FREE_MEMORY = "set host_bytes lower, or give the machine or the container more free memory"
+_READ_LOG = "look for NVRM in the kernel's log (dmesg)"
+_MEANINGS = {
+    1: ("cudaErrorInvalidValue", "CUDA cannot pin these pages", _READ_LOG),
+    2: ("cudaErrorMemoryAllocation", "the driver found no memory to pin", _FREE_MEMORY),
+    304: ("cudaErrorOperatingSystem", "a call of the operating system failed", _READ_LOG),
+    712: (
+        "cudaErrorHostMemoryAlreadyRegistered",
+        "this process has registered the same memory already",
+        "report a bug: only s3kv should know of this memory",
+    ),
+    800: (
+        "cudaErrorNotPermitted",
+        "the driver does not permit it now",
+        "report a bug: no CUDA graph should be under capture when memory is pinned",
+    ),
+    801: (
+        "cudaErrorNotSupported",
+        "this GPU, as this machine sees it, cannot register host memory",
+        "run where cudaDevAttrHostRegisterSupported is 1: no setting of s3kv changes that",
+    ),
+}
+"""Errors of cudaHostRegister, by cudaError_t: name, meaning, remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinningRefusal:
+    """The reason why CUDA did not register memory, and a remedy, for a log line or for doctor."""
+
+    reason: str
+    remedy: str
+
+    @classmethod
+    def of(cls, code: int, wanted_bytes: int, limits: MemoryLimits) -> PinningRefusal:
+        """The refusal that `code`, from cudaHostRegister, stands for. Pure.
+
+        wanted_bytes: all the memory that is to be pinned.
+        """
+        name, meaning, remedy = _MEANINGS.get(
+            code, ("an error s3kv does not know", "see cudaError_t in CUDA's manual", _FREE_MEMORY)
+        )
+        locked = limits.locked_bytes
+        # NVIDIA's open kernel module does not count pinned pages (os-mlock.c); that is no promise.
+        if code in (1, 2) and locked is not None and locked < wanted_bytes:
+            remedy = f"{remedy}; if the driver counts it as locked memory, {_RAISE_LIMIT}"
+        return cls(f"{name} ({code}): {meaning}; {limits}", remedy)
+
+
+def pin(memory: torch.Tensor, unit_bytes: int, device: torch.device) -> dict[int, int]:
+    """Register memory as `register` does, and log a warning for a refusal: {address: bytes}."""
+    registered, refusal = register(memory, unit_bytes, device)
+    if refusal is not None:
+        logger.warning(
+            "s3kv: CUDA pinned only %d of the %d bytes of a slab of host memory: %s. To pin all of "
+            "it, %s. s3kv goes on: %s",
+            sum(registered.values()),
+            memory.numel(),
+            refusal.reason,
+            refusal.remedy,
+            COST,
+        )
+    return registered
+
+
+def register(
+    memory: torch.Tensor, unit_bytes: int, device: torch.device
+) -> tuple[dict[int, int], PinningRefusal | None]:
+    """Register memory with CUDA, piece by piece, on the current device. Returns {address: bytes},
+    and the refusal if not all of it was registered.
+
+    A DMA must not cross from one registered piece to the next, so pieces are whole units: slots,
+    or what an extent cannot cross. The first refusal ends it; the rest stays unpinned.
+    """
+    registered: dict[int, int] = {}
+    for address, nbytes in _pieces(memory, unit_bytes):
+        code = int(_cudart().cudaHostRegister(address, nbytes, 0))
+        if code:
+            _forget_error(device)
+            return registered, PinningRefusal.of(code, memory.numel(), memory_limits())
+        registered[address] = nbytes
+    return registered, None
+
+
+def unpin(registered: dict[int, int]) -> None:
+    """Undo `pin`. No copy may be running."""
+    for address, nbytes in registered.items():
+        code = int(_cudart().cudaHostUnregister(address))
+        if code:
+            logger.warning(
+                "s3kv: CUDA did not unpin %d bytes (error %d); they stay pinned until this process "
+                "ends",
+                nbytes,
+                code,
+            )
+    registered.clear()
+
+
+def _pieces(memory: torch.Tensor, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    total, piece = memory.numel(), memory.numel()
+    if unit_bytes % mmap.PAGESIZE == 0:
+        piece = max(1, _PIECE_BYTES // unit_bytes) * unit_bytes
+    for begin in range(0, total, piece):
+        yield memory.data_ptr() + begin, min(piece, total - begin)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error(device: torch.device) -> None:
+    """Clear the error of a failed call. CUDA would report it at the engine's next kernel launch, so
+    launch a kernel here that receives it.
+    """
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError:
+        logger.debug("s3kv: cleared the error that a CUDA call had left")

@@ -1,0 +1,141 @@
+"""Copies of encoder outputs between the device and a slab: whole tensors, one at a time.
+
+A save reads the tensor after the engine's earlier work; the engine's later work sees a load's
+result. On a GPU both run on side streams, and the host never waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+import torch
+
+from s3kv.device.gpu.pinning import pin, unpin
+
+_UNIT_BYTES = 2**30
+"""Boundary that no item crosses a multiple of, because extents are aligned and shorter."""
+
+
+class _FinishedCopy:
+    """A synchronous copy, which has already ended."""
+
+    def wait(self) -> None:
+        return
+
+
+class _RecordedCopy:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class HostItems:
+    """Copies for an engine whose tensors are in host memory. They have ended when they return.
+
+    dtype: of all items. For the engine's thread only.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def attach(self, slab: memoryview) -> None:
+        """Prepare a slab for copies."""
+
+    def save(self, tensor: torch.Tensor, payload: memoryview) -> _FinishedCopy:
+        """Copy the tensor to `payload`, which has the same length."""
+        source = tensor.detach().contiguous()
+        _move(_address(payload), source.data_ptr(), len(payload))
+        return _FinishedCopy()
+
+    def load(self, payload: memoryview, rows: int, width: int) -> torch.Tensor:
+        tensor = torch.empty((rows, width), dtype=self._dtype, device="cpu")
+        _move(tensor.data_ptr(), _address(payload), len(payload))
+        return tensor
+
+    def now(self) -> float:
+        """A moment in the engine's work, for `seconds_between`."""
+        return time.monotonic()
+
+    def seconds_between(self, started: float, stopped: float) -> float | None:
+        """Seconds between two moments of `now`; None while the device has not reached `stopped`."""
+        return stopped - started
+
+    def close(self) -> None:
+        """Release the slabs. No copy is running afterwards."""
+
+
+class CudaItems:
+    """Copies for an engine on a GPU, over two side streams. Contract: see `HostItems`."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._registered: list[dict[int, int]] = []
+        self._slabs: list[torch.Tensor] = []
+
+    def attach(self, slab: memoryview) -> None:
+        """Pin the slab: a copy from unpinned memory blocks the engine's thread until it has
+        ended.
+        """
+        memory = torch.frombuffer(slab, dtype=torch.uint8)
+        with torch.cuda.device(self._device):
+            self._registered.append(pin(memory, _UNIT_BYTES, self._device))
+        self._slabs.append(memory)
+
+    def save(self, tensor: torch.Tensor, payload: memoryview) -> _RecordedCopy:
+        with torch.inference_mode():
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            self._out.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._out):
+                torch.frombuffer(payload, dtype=torch.uint8).copy_(source, non_blocking=True)
+                # The engine may drop the tensor before the copy has read it.
+                source.record_stream(self._out)
+                return _RecordedCopy(self._out.record_event())
+
+    def load(self, payload: memoryview, rows: int, width: int) -> torch.Tensor:
+        current = torch.cuda.current_stream(self._device)
+        with torch.inference_mode(), torch.cuda.stream(self._in):
+            tensor = torch.empty((rows, width), dtype=self._dtype, device=self._device)
+            source = torch.frombuffer(payload, dtype=torch.uint8)
+            tensor.view(-1).view(torch.uint8).copy_(source, non_blocking=True)
+        current.wait_stream(self._in)
+        tensor.record_stream(current)
+        return tensor
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, started: torch.cuda.Event, stopped: torch.cuda.Event) -> float | None:
+        if not stopped.query():  # type: ignore[no-untyped-call]
+            return None
+        return float(started.elapsed_time(stopped)) / 1000
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        for registered in self._registered:
+            unpin(registered)
+        self._slabs.clear()
+
+
+ItemCopies = HostItems | CudaItems
+
+
+def item_copies(dtype: torch.dtype, device: torch.device) -> ItemCopies:
+    return CudaItems(dtype, device) if device.type == "cuda" else HostItems(dtype)
+
+
+def _address(payload: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(payload))
+
+
+def _move(to: int, source: int, nbytes: int) -> None:
+    # Not torch's copy: it wakes threads that wait for each other on busy cores.
+    ctypes.memmove(to, source, nbytes)

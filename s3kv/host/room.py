@@ -1,0 +1,232 @@
+"""Room in a slab: two allocators with one interface.
+
+`EqualSlots` has slots of one size. `Extents` has pages, for entries of different sizes: a buddy
+allocator that returns the unused end of each block.
+
+An extent of n pages begins at a multiple of p, the smallest power of two that is not below n, and
+takes n pages, not p: the rest of the p goes back as smaller blocks. So less than a page is lost
+inside an extent. Free blocks join their buddies again when their neighbours leave, so an empty slab
+is always one whole.
+
+An extent of n pages needs a *region*: p pages that begin at a multiple of p. To make room, a caller
+need clear only one region: an extent with a page in it either lies inside, or has a higher order
+and is longer than the region.
+
+Pure bookkeeping: places are numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Protocol
+
+PAGE_BYTES = 4096
+"""An object's header is one page, so the smallest extent that holds an object has two."""
+
+
+class Room(Protocol):
+    """A slab of `count` units of `unit_bytes` each. A place is one or more consecutive units, named
+    by the number of its first. Used from one thread.
+    """
+
+    unit_bytes: int
+    count: int
+
+    @property
+    def largest(self) -> int:
+        """Units of the largest possible place."""
+
+    @property
+    def free_units(self) -> int: ...
+
+    def allocate(self, units: int) -> int | None:
+        """Take a place of `units` units. Returns its number, or None if none is free."""
+
+    def free(self, number: int) -> None:
+        """Give a place back. Raises `KeyError` if none begins at `number`."""
+
+    def shrink(self, number: int, units: int) -> None:
+        """Keep the first `units` units of a place, at least one, and give the others back."""
+
+    def clearing(self, number: int, units: int) -> Sequence[int]:
+        """The places to free, including `number`, so that a place of `units` fits there. Empty if
+        freeing that place cannot make room.
+        """
+
+    def check(self) -> None:
+        """Recompute all state. Raises `AssertionError` where it differs. For tests."""
+
+
+class EqualSlots:
+    """Room for entries of one size: every place is one slot of `unit_bytes`."""
+
+    __slots__ = ("_free", "count", "unit_bytes")
+
+    largest = 1
+
+    def __init__(self, count: int, unit_bytes: int = 1) -> None:
+        self.count = count
+        self.unit_bytes = unit_bytes
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free_units(self) -> int:
+        return len(self._free)
+
+    def allocate(self, units: int) -> int | None:
+        return self._free.pop() if self._free else None
+
+    def free(self, number: int) -> None:
+        self._free.append(number)
+
+    def shrink(self, number: int, units: int) -> None:
+        """Do nothing: a slot has one unit, and keeps it."""
+
+    def clearing(self, number: int, units: int) -> Sequence[int]:
+        return (number,)
+
+    def check(self) -> None:
+        assert len(set(self._free)) == len(self._free), "a slot is free twice"
+        assert set(self._free) <= set(range(self.count)), "a free slot is none of the slab"
+
+
+class Extents:
+    """Room for entries of different sizes: extents in a slab of `count` pages."""
+
+    __slots__ = ("_free", "_starts", "_taken", "count", "free_units")
+
+    unit_bytes = PAGE_BYTES
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.free_units = 0
+        self._taken: dict[int, int] = {}
+        self._starts: list[int] = []
+        """The keys of `_taken`, sorted."""
+        self._free: list[set[int]] = [set() for _ in range(count.bit_length() + 1)]
+        """For each order, the first pages of the free blocks of 2**order pages."""
+        self._give_back(0, count)
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    @classmethod
+    def of(cls, nbytes: int) -> Extents:
+        """The extents of a slab of `nbytes`: its whole pages, at least one."""
+        return cls(max(1, nbytes // PAGE_BYTES))
+
+    @property
+    def largest(self) -> int:
+        """Pages of the largest possible extent: more than half of the slab, or all of it."""
+        return 1 << (self.count.bit_length() - 1)
+
+    def allocate(self, units: int) -> int | None:
+        """Take `units` pages in a row. Returns the first of them, or None if no region is free.
+
+        Takes the smallest free block that fits, so that small extents do not spread over regions
+        that large ones need. Raises `ValueError` for less than one page.
+        """
+        if units < 1:
+            raise ValueError(f"an extent of {units} pages")
+        for order in range(order_of(units), len(self._free)):
+            if self._free[order]:
+                start = self._free[order].pop()
+                self.free_units -= 1 << order
+                self._taken[start] = units
+                insort(self._starts, start)
+                self._give_back(start + units, (1 << order) - units)
+                return start
+        return None
+
+    def free(self, number: int) -> None:
+        self._give_back(number, self._taken.pop(number))
+        del self._starts[bisect_left(self._starts, number)]
+
+    def shrink(self, number: int, units: int) -> None:
+        """Keep the first `units` pages of an extent, as if `allocate` had made it that long.
+
+        Raises `KeyError` if no extent begins at `number`, `ValueError` for less than one page or
+        more than it has.
+        """
+        before = self._taken[number]
+        if not 1 <= units <= before:
+            raise ValueError(f"an extent of {before} pages cannot become one of {units}")
+        self._taken[number] = units
+        self._give_back(number + units, before - units)
+
+    def clearing(self, number: int, units: int) -> Sequence[int]:
+        """One larger extent, or the extents of a region, which together take less than twice
+        `units` pages. This bounds what a placement can evict, so fragmentation cannot grow.
+        """
+        order, taken = order_of(units), self._taken
+        if order_of(taken[number]) > order:
+            return (number,)
+        begin, end = region_of(number, units)
+        starts = self.within(begin, end)
+        if end > self.count or order_of(taken[starts[0]]) > order:
+            return ()  # a larger extent begins in it, and makes room when its turn comes
+        return starts
+
+    def pages(self, start: int) -> int:
+        """Length of the extent that begins at `start`. Raises `KeyError` if there is none."""
+        return self._taken[start]
+
+    def within(self, start: int, end: int) -> list[int]:
+        """First pages of the extents with a page in [start, end), in order."""
+        first, last = bisect_left(self._starts, start), bisect_left(self._starts, end)
+        if first and self._starts[first - 1] + self._taken[self._starts[first - 1]] > start:
+            first -= 1
+        return self._starts[first:last]
+
+    def _give_back(self, start: int, pages: int) -> None:
+        """Free these pages, in blocks as large as alignment allows, joined with their buddies."""
+        self.free_units += pages
+        end = start + pages
+        while start < end:
+            order = (end - start).bit_length() - 1
+            if start:
+                order = min(order, (start & -start).bit_length() - 1)
+            self._join(start, order)
+            start += 1 << order
+
+    def _join(self, start: int, order: int) -> None:
+        while True:
+            buddy = start ^ (1 << order)
+            if buddy not in self._free[order]:
+                break
+            self._free[order].remove(buddy)
+            start = min(start, buddy)
+            order += 1
+        self._free[order].add(start)
+
+    def check(self) -> None:
+        """Recompute all state. Raises `AssertionError` where it differs. For tests."""
+        owners = [0] * self.count
+        for start, pages in self._taken.items():
+            assert start % (1 << order_of(pages)) == 0, f"the extent at {start} is misaligned"
+            for page in range(start, start + pages):
+                owners[page] += 1
+        free = 0
+        for order, starts in enumerate(self._free):
+            for start in starts:
+                assert start % (1 << order) == 0, f"the free block at {start} is misaligned"
+                assert start ^ (1 << order) not in starts, "buddies that were not joined"
+                free += 1 << order
+                for page in range(start, start + (1 << order)):
+                    owners[page] += 1
+        assert owners == [1] * self.count, "a page is taken twice, or lost"
+        assert free == self.free_units
+        assert self._starts == sorted(self._taken)
+
+
+def order_of(pages: int) -> int:
+    """The smallest order whose blocks hold `pages` pages."""
+    return (pages - 1).bit_length()
+
+
+def region_of(page: int, pages: int) -> tuple[int, int]:
+    """The region around `page` that an extent of `pages` pages would need, as [start, end)."""
+    order = order_of(pages)
+    start = page >> order << order
+    return start, start + (1 << order)

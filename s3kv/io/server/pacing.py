@@ -1,0 +1,222 @@
+"""Pacing: limits the requests that run at once, and sends late reads a second time.
+
+Both rules watch every request to the store, below the retries. Decision 16 has measurements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from s3kv.errors import StoreThrottled
+from s3kv.objects.store import Claim
+
+T = TypeVar("T")
+
+_SAMPLES = 256
+_FEWEST_SAMPLES = 32
+"""Samples needed before a request can be called late."""
+_QUANTILE, _FACTOR = 0.95, 1.5
+"""A read is late after 1.5 times the 95th percentile of first-byte times. At the percentile itself,
+half of the second requests would be needless, and use up the budget."""
+_BURST = 8.0
+
+
+class Window:
+    """Request window: the number of requests that the store takes at once.
+
+    It halves when the store answers "slow down", and grows by one per round of answers while it is
+    full. Requests sent before a cut say nothing about the new window, so only the first such answer
+    of an overload cuts. Pure: times are seconds of one monotonic clock, passed in.
+
+    limit: maximum size, and the initial one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.cuts = 0
+        self._limit = limit
+        self._size = float(limit)
+        self._cut_s = -math.inf
+
+    @property
+    def size(self) -> int:
+        """Requests that may run at once; at least 1."""
+        return int(self._size)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.size < self._limit
+
+    def throttled(self, sent_s: float, now_s: float) -> None:
+        """Note that a request sent at `sent_s` was answered with "slow down"."""
+        if sent_s < self._cut_s:
+            return
+        self._cut_s = now_s
+        self.cuts += self._size > 1
+        self._size = max(1.0, self._size / 2)
+
+    def answered(self, *, running: int) -> None:
+        """Note an answered request. running: requests under way, this one included."""
+        if running >= self.size:
+            self._size = min(float(self._limit), self._size + 1 / self._size)
+
+
+class Lateness:
+    """Hedging threshold (from recent first-byte times) and budget. Pure.
+
+    percent: share of all reads that may have a second request. Unused budget accumulates only up to
+    8 requests: a store in trouble must not suddenly get twice the requests.
+    """
+
+    def __init__(self, percent: float) -> None:
+        self.late_s: float | None = None
+        """The threshold; None before enough times are known, or if no read may be hedged."""
+        self._share = percent / 100
+        self._reads = 0
+        self._budget = 0.0
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+
+    def sent(self) -> None:
+        """Count a read."""
+        self._reads += 1
+        self._budget = min(_BURST, self._budget + self._share)
+
+    def began(self, seconds: float) -> None:
+        """Note the time of a first byte."""
+        self._samples.append(seconds)
+        is_known = self._share > 0 and len(self._samples) >= _FEWEST_SAMPLES
+        if is_known and (self.late_s is None or self._reads % 16 == 0):
+            at = int(_QUANTILE * len(self._samples))
+            self.late_s = _FACTOR * sorted(self._samples)[at]
+
+    def take(self) -> bool:
+        """Spend budget on a second request. Returns False if there is none left."""
+        if self._budget < 1:
+            return False
+        self._budget -= 1
+        return True
+
+
+class Pacing:
+    """The window and the hedging of one store. Belongs to one asyncio loop."""
+
+    def __init__(self, max_requests: int, hedge_percent: float) -> None:
+        self.window = Window(max_requests)
+        self.throttled = self.hedges = self.hedges_won = 0
+        self._lateness = Lateness(hedge_percent)
+        self._running = 0
+
+    async def send(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Send a request. Its answer may change the window."""
+        sent_s = _now_s()
+        self._running += 1
+        try:
+            answer = await request()
+            self.window.answered(running=self._running)
+        except StoreThrottled:
+            self.throttled += 1
+            self.window.throttled(sent_s, _now_s())
+            raise
+        finally:
+            self._running -= 1
+        return answer
+
+    async def read(self, get: Callable[[Claim], Awaitable[T]]) -> T:
+        """Send a read, and a second one if the first is late. get: sends a read, and calls its
+        claim before it writes, as `ObjectStore.get_into` does."""
+
+        async def timed(claim: Claim) -> T:
+            sent_s = _now_s()
+
+            def begin() -> bool:
+                self._lateness.began(_now_s() - sent_s)
+                return claim()
+
+            return await self.send(lambda: get(begin))
+
+        self._lateness.sent()
+        if self._lateness.late_s is None:
+            return await timed(lambda: True)
+        answer, won = await hedged(timed, self._lateness.late_s, self._may_hedge)
+        self.hedges_won += won
+        return answer
+
+    def _may_hedge(self) -> bool:
+        allowed = not self.window.is_cut and self._lateness.take()
+        self.hedges += allowed
+        return allowed
+
+
+async def hedged(
+    request: Callable[[Claim], Coroutine[Any, Any, T]],
+    late_s: float,
+    may_hedge: Callable[[], bool],
+) -> tuple[T, bool]:
+    """Run `request`, and a second one if the object has not begun to arrive after `late_s` and
+    `may_hedge` allows it. Returns the outcome and whether the second request produced it.
+
+    Both requests share one buffer. The first to receive the head of its answer claims it before any
+    byte of the body is written; the other is cancelled then, so that it takes no more of the
+    network. One request's error counts only if the other can no longer succeed.
+    Both have ended when this returns, raises or is cancelled, so nothing writes to the buffer then.
+    """
+    loop = asyncio.get_running_loop()
+    claimed: asyncio.Future[int] = loop.create_future()
+    requests: list[asyncio.Task[T]] = []
+    cancelled: set[asyncio.Task[T]] = set()
+
+    def cancel(tasks: Iterable[asyncio.Task[T]]) -> None:
+        for task in set(tasks) - cancelled:  # a second time would break off its cleaning up
+            cancelled.add(task)
+            task.cancel()
+
+    def send() -> None:
+        number = len(requests)
+
+        def claim() -> bool:
+            if not claimed.done():
+                claimed.set_result(number)
+                cancel(requests[:number] + requests[number + 1 :])
+            return claimed.result() == number
+
+        requests.append(loop.create_task(request(claim)))
+
+    send()
+    try:
+        await _first_of(*requests, claimed, timeout_s=late_s)
+        if not requests[0].done() and not claimed.done() and may_hedge():
+            send()
+        winner = await _winner_of(requests, claimed)
+        return winner.result(), claimed.done() and winner is not requests[0]
+    finally:
+        cancel(requests)
+        await asyncio.gather(*requests, return_exceptions=True)
+
+
+async def _winner_of(
+    requests: list[asyncio.Task[T]], claimed: asyncio.Future[int]
+) -> asyncio.Task[T]:
+    """Wait for the request that decides the outcome, and return it: the one that claimed the
+    buffer, else the first that succeeded without it, else the last one sent."""
+    while not claimed.done():
+        running = [task for task in requests if not task.done()]
+        for task in requests:
+            if task.done() and task.exception() is None:
+                return task
+        if not running:
+            return requests[-1]
+        await _first_of(*running, claimed)
+    winner = requests[claimed.result()]
+    await _first_of(winner)
+    return winner
+
+
+async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> None:
+    await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,151 @@
+"""The I/O process's loop, from the first message to the last.
+
+The process runs one asyncio loop on one thread; a second thread prefaults the slab and ends. The
+process ends when the stream does, or when its parent process changes (another child of the worker
+may hold a copy of the stream's other end). Jobs are cancelled then, except after a `Drain`, which
+may use its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from s3kv.config import Config
+from s3kv.errors import ConfigError
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.server.service import Service
+from s3kv.objects.store import ObjectStore
+
+_log = logging.getLogger("s3kv.io")
+
+_PARENT_CHECK_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
+_RECEIVE_BYTES = 2**16
+
+
+async def serve(
+    sock: socket.socket,
+    slab: Slab,
+    make_store: Callable[[Config], ObjectStore],
+    *,
+    parent_pid: int | None = None,
+    rng: random.Random | None = None,
+) -> None:
+    """Serve the worker at the other end of `sock` until it hangs up.
+
+    Takes ownership of `sock`; `slab` stays the caller's. End the process afterwards. parent_pid:
+    the worker's; serving also ends when this process has another parent. Raises `WireError` if the
+    worker breaks the protocol.
+    """
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    outbox = _MessageWriter(writer)
+    watching = asyncio.get_running_loop().create_task(_watch_parent(parent_pid, reader.feed_eof))
+    try:
+        await _converse(reader, outbox, slab, make_store, rng or random.Random())
+    finally:
+        watching.cancel()
+        await outbox.close()
+
+
+async def _converse(
+    reader: asyncio.StreamReader,
+    outbox: _MessageWriter,
+    slab: Slab,
+    make_store: Callable[[Config], ObjectStore],
+    rng: random.Random,
+) -> None:
+    messages = _messages(reader)
+    hello = await anext(messages, None)
+    if hello is None:
+        return
+    if not isinstance(hello, wire.Hello):
+        raise wire.WireError(f"the first message is {hello!r}, not Hello")
+    try:
+        store = make_store(hello.config)
+    except ConfigError as error:
+        outbox.send(wire.Ready(False, "config", str(error)))
+        return
+    service = Service(hello, slab, store, outbox.send, reader.feed_eof, rng)
+    with _prefaulting(slab, huge_pages=hello.config.huge_pages):
+        service.start()
+        try:
+            async for message in messages:
+                service.receive(message)
+        finally:
+            await service.finish()
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[wire.Down]:
+    """Messages from the worker, until it hangs up."""
+    frames = wire.FrameReader(wire.Down)
+    while True:
+        try:
+            data = await reader.read(_RECEIVE_BYTES)
+        except ConnectionError:  # the worker has ended with answers unread
+            return
+        if not data:
+            return
+        for message in frames.feed(data):
+            yield message
+
+
+class _MessageWriter:
+    """Writer of messages to the worker: one write for all messages of one turn of the loop."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._messages: list[wire.Up] = []
+
+    def send(self, message: wire.Up) -> None:
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._messages.append(message)
+
+    def _flush(self) -> None:
+        if self._messages and not self._writer.is_closing():
+            self._writer.write(wire.encode(self._messages))
+        self._messages.clear()
+
+    async def close(self) -> None:
+        self._flush()
+        self._writer.close()
+        with contextlib.suppress(asyncio.TimeoutError, ConnectionError):
+            await asyncio.wait_for(self._writer.wait_closed(), _CLOSE_TIMEOUT_S)
+
+
+async def _watch_parent(parent_pid: int | None, hang_up: Callable[[], None]) -> None:
+    if parent_pid is None:
+        return
+    while os.getppid() == parent_pid:  # noqa: ASYNC110 - nothing announces that it changes
+        await asyncio.sleep(_PARENT_CHECK_S)
+    hang_up()
+
+
+@contextlib.contextmanager
+def _prefaulting(slab: Slab, *, huge_pages: bool) -> Iterator[None]:
+    """Prefault the slab on a thread during the block; stop the thread at its end."""
+    if huge_pages:
+        slab.ask_for_huge_pages()
+    stop = threading.Event()
+    thread = threading.Thread(target=_prefault, args=(slab, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _prefault(slab: Slab, stop: threading.Event) -> None:
+    try:
+        slab.prefault(stop.is_set)
+    except ConfigError as error:
+        _log.warning("%s", error)

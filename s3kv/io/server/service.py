@@ -1,0 +1,340 @@
+"""Service of one worker in its I/O process: receives messages, runs jobs, sends messages.
+
+Each job is a task. The task's done-callback sends its `JobEnd`: exactly once, however the task
+ended, and only when the task can no longer touch the slab.
+
+    received ──place free──▶ running ──ended──▶ JobEnd(outcome of the transfer)
+        │                       └────Cancel───▶ (cancelled, still unwinding) ──▶ JobEnd(CANCELLED)
+        └──────Cancel─────────▶ JobEnd(CANCELLED)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.formats import Formats
+from s3kv.io.server.jobs import JobQueue, TransferJob
+from s3kv.io.server.manifest import introduce
+from s3kv.io.server.pacing import Pacing
+from s3kv.io.server.refreshing import Refresher, RefreshRule
+from s3kv.io.server.transfers import Transfers
+from s3kv.messages import JobEnd, JobKind
+from s3kv.objects.costs import nanodollars, prices_of
+from s3kv.objects.keys import Namespace
+from s3kv.objects.s3.address import zone_of
+from s3kv.objects.store import ObjectStore
+from s3kv.types import ChunkKey, Outcome
+
+_log = logging.getLogger("s3kv.io")
+
+_CLOSE_TIMEOUT_S = 1.0
+_UNWIND_TIMEOUT_S = 2.0
+"""Time for cancelled jobs to end. The process then exits, which stops the rest."""
+_INTRODUCTION_PAUSE_S = 60.0
+_TROUBLE: dict[type[StoreError], wire.Trouble] = {
+    StoreDenied: "denied",
+    StoreMissing: "missing",
+    StoreUnavailable: "unavailable",
+}
+
+
+class Service:
+    """Runs the jobs of one worker. All methods are called on the loop.
+
+    send: takes each message for the worker, in order. hang_up: ends the process.
+    """
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        slab: Slab,
+        store: ObjectStore,
+        send: Callable[[wire.Up], None],
+        hang_up: Callable[[], None],
+        rng: random.Random,
+    ) -> None:
+        config = hello.config
+        self._config = config
+        self._slab = slab
+        self._store = store
+        self._send = send
+        self._hang_up = hang_up
+        self._namespace = Namespace(hello.namespace_prefix, hello.namespace_digest)
+        self._shard = hello.shard
+        self._formats = Formats(hello, slab.nbytes)
+        self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
+        self._pacing = Pacing(config.max_inflight_requests, config.hedge_percent)
+        self._refresher = self._make_refresher(rng)
+        self._transfers = Transfers(
+            store,
+            self._pacing,
+            config.max_attempts,
+            rng,
+            delete_corrupt=config.on_corrupt == "delete",
+            refresher=self._refresher,
+        )
+        self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
+        self._cancelled: set[int] = set()
+        self._defects = 0
+        self._manifest = hello.manifest
+        self._shapes = hello.shapes
+        self._background: dict[str, asyncio.Task[None]] = {}
+        self._started = False
+        self._drain_left: int | None = None
+        self._drained = asyncio.Event()
+
+    def _make_refresher(self, rng: random.Random) -> Refresher | None:
+        refresh_after_s = self._config.refresh_after_s
+        if refresh_after_s == 0:
+            return None
+        if zone_of(self._config.bucket) is not None:
+            _log.warning(
+                "refresh_after_s has no effect: objects in a directory bucket are not refreshed"
+            )
+            return None
+        rule = RefreshRule(refresh_after_s, rng)
+        return Refresher(self._store, rule, lambda: self._queue.has_spare)
+
+    def start(self) -> None:
+        """Try the bucket, then send `Ready` and start the jobs received meanwhile."""
+        self._starting = asyncio.get_running_loop().create_task(self._try_bucket())
+        self._starting.add_done_callback(self._bucket_tried)
+
+    def _bucket_tried(self, task: asyncio.Task[tuple[wire.Trouble | None, str]]) -> None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            trouble, message = task.result()
+        else:
+            _log.error("trying the bucket: %r", error, exc_info=error)
+            trouble, message = "defect", repr(error)
+        serving = trouble is None or (error is None and self._config.on_unavailable == "serve")
+        self._send(wire.Ready(serving, trouble, message))
+        if not serving:
+            self._hang_up()
+            return
+        self._started = True
+        self._start_jobs()
+        if self._refresher is not None:
+            self._run_beside("refreshing", self._refresher.run())
+        if self._manifest:
+            self._run_beside("the manifest of the namespace", self._introduce())
+
+    def _run_beside(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._background[what] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(partial(self._background_ended, what))
+
+    async def _introduce(self) -> None:
+        """Log the namespace as soon as the bucket answers. If objects are refreshed, refresh the
+        manifest, too, so that it does not expire before them."""
+        told = False
+        while True:
+            try:
+                said = await self._transfers.attempts(
+                    lambda: introduce(self._store, self._namespace, self._manifest, self._shapes)
+                )
+            except StoreUnavailable:
+                await asyncio.sleep(_INTRODUCTION_PAUSE_S)
+            except StoreError as error:
+                _log.warning("the namespace's manifest cannot be read: %s", error)
+                return
+            else:
+                if not told:
+                    _log.info("%s", said)
+                if self._refresher is None:
+                    return
+                told = True
+                self._refresher.exists(self._namespace.manifest)
+                for shard in self._shapes:
+                    self._refresher.exists(self._namespace.shape(shard))
+                await asyncio.sleep(self._config.refresh_after_s)
+
+    def _background_ended(self, what: str, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._defects += 1
+            _log.error("%s: %r", what, error, exc_info=error)
+
+    async def _try_bucket(self) -> tuple[wire.Trouble | None, str]:
+        timeout_s = self._config.start_timeout_ms / 1000
+        try:
+            await asyncio.wait_for(self._transfers.attempts(self._store.check), timeout_s)
+        except asyncio.TimeoutError:
+            return "unavailable", (
+                f"bucket {self._config.bucket!r} gave no answer within start_timeout_ms "
+                f"({self._config.start_timeout_ms}): look at endpoint_url and the network"
+            )
+        except StoreError as error:
+            return _TROUBLE.get(type(error), "unavailable"), str(error)
+        return None, ""
+
+    def receive(self, message: wire.Down) -> None:
+        """Act on one message. Raises `WireError` for a message that is not allowed now."""
+        match message:
+            case wire.Fetch() | wire.Upload():
+                self._accept(message)
+            case wire.Cancel():
+                self._cancel(message.job_id)
+            case wire.Withdraw():
+                self._withdraw(message.job_id)
+            case wire.Ping():
+                self._send(self._statistics())
+            case wire.Drain():
+                self._drain(message.timeout_s)
+            case wire.Hello():
+                raise wire.WireError("a second Hello")
+
+    def _accept(self, message: wire.Job) -> None:
+        if message.job_id in self._queue:
+            raise wire.WireError(f"job {message.job_id} has not ended and was sent again")
+        if self._drain_left is not None:
+            self._say_ended(_unsent(message, Outcome.CANCELLED, "shutting down"))
+            return
+        try:
+            job = self._job(message)
+        except (TypeError, ValueError) as error:
+            self._say_ended(_unsent(message, Outcome.INVALID, str(error)))
+            return
+        self._queue.add(job)
+        self._start_jobs()
+
+    def _job(self, message: wire.Job) -> TransferJob:
+        """The job that a message requests. Raises `TypeError` or `ValueError` if it is invalid."""
+        layout = self._formats.of(message)
+        key = self._namespace.chunk(ChunkKey(message.group, message.block_hash), self._shard)
+        buffer = self._slab.view[message.offset : message.offset + layout.object_bytes]
+        due_s = self._due_s(message)
+        return TransferJob(
+            message.job_id, message.kind, key, message.block_hash, layout, buffer, due_s
+        )
+
+    def _due_s(self, message: wire.Job) -> float:
+        """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
+        item. A chunk's upload has none left: its planner tries again by itself, seconds later,
+        when that is of more use. The planner of items never tries again."""
+        if message.kind is JobKind.UPLOAD and message.item is None:
+            return -math.inf
+        return asyncio.get_running_loop().time() + self._config.max_wait_ms / 1000
+
+    def _start_jobs(self) -> None:
+        self._queue.limit_requests(self._pacing.window.size)
+        while self._started and (job := self._queue.take()) is not None:
+            task = asyncio.get_running_loop().create_task(self._transfers.run(job))
+            self._tasks[job.job_id] = task
+            task.add_done_callback(partial(self._job_ended, job, time.monotonic()))
+
+    def _job_ended(self, job: TransferJob, started_s: float, task: asyncio.Task[JobEnd]) -> None:
+        del self._tasks[job.job_id]
+        self._cancelled.discard(job.job_id)
+        self._queue.end(job)
+        end = self._end_of(job, task)
+        end.seconds = time.monotonic() - started_s
+        self._say_ended(end)
+        self._start_jobs()
+        self._look_whether_drained()
+
+    def _end_of(self, job: TransferJob, task: asyncio.Task[JobEnd]) -> JobEnd:
+        if task.cancelled():
+            return job.end(Outcome.CANCELLED, "cancelled")
+        error = task.exception()
+        if error is None:
+            return task.result()
+        # A defect in one job, of ours or of a library, must not affect the others.
+        self._defects += 1
+        _log.error("%s of %s: %r", job.kind.value, job.key, error, exc_info=error)
+        return job.end(Outcome.FAILED, repr(error))
+
+    def _say_ended(self, end: JobEnd) -> None:
+        end.detail = end.detail[: wire.MAX_DETAIL_CHARS]
+        self._send(end)
+
+    def _withdraw(self, job_id: int) -> bool:
+        """End a job that has not begun. Returns False if no waiting job has this id."""
+        job = self._queue.withdraw(job_id)
+        if job is None:
+            return False
+        self._say_ended(job.end(Outcome.CANCELLED, "cancelled before it began"))
+        return True
+
+    def _cancel(self, job_id: int) -> None:
+        begun = not self._withdraw(job_id) and job_id in self._tasks
+        if begun and job_id not in self._cancelled:
+            # Only once: a second cancellation would interrupt the cleanup after the first.
+            self._cancelled.add(job_id)
+            self._tasks[job_id].cancel()
+
+    def _drain(self, timeout_s: float) -> None:
+        self._drain_left = 0
+        self._queue.in_hurry = True
+        if "refreshing" in self._background:
+            self._background["refreshing"].cancel()
+        for job_id in self._queue.ids(JobKind.FETCH):
+            self._cancel(job_id)
+        loop = asyncio.get_running_loop()
+        self._transfers.drain_until_s = loop.time() + timeout_s
+        loop.call_later(timeout_s, self._give_up_uploads)
+        self._start_jobs()
+        self._look_whether_drained()
+
+    def _give_up_uploads(self) -> None:
+        given_up = self._queue.ids(JobKind.UPLOAD)
+        self._drain_left = len(given_up)
+        for job_id in given_up:
+            self._cancel(job_id)
+        self._look_whether_drained()
+
+    def _look_whether_drained(self) -> None:
+        idle = not self._queue.running and not self._queue.waiting
+        if self._drain_left is not None and idle and not self._drained.is_set():
+            self._drained.set()
+            self._send(wire.Drained(self._drain_left))
+
+    def _statistics(self) -> wire.Stats:
+        queue, pacing, refresher = self._queue, self._pacing, self._refresher
+        traffic = self._store.traffic
+        counters = {
+            "io_retries": self._transfers.retries,
+            "io_throttled": pacing.throttled,
+            "io_window_cuts": pacing.window.cuts,
+            "io_hedges": pacing.hedges,
+            "io_hedges_won": pacing.hedges_won,
+            "io_refresh_done": refresher.done if refresher else 0,
+            "io_refresh_failed": refresher.failed if refresher else 0,
+            "io_refresh_skipped": refresher.skipped if refresher else 0,
+            "io_defects": self._defects,
+            "cost_usd": nanodollars(prices_of(self._config, traffic), traffic),
+        }
+        counters |= {f"io_requests|{name}": count for name, count in traffic.requests.items()}
+        return wire.Stats(
+            queue.waiting, queue.running, queue.running_bytes, pacing.window.size, counters
+        )
+
+    async def finish(self) -> None:
+        """Wait for a drain in progress, end every task, and close the store."""
+        if self._drain_left is not None:
+            await self._drained.wait()
+        self._started = False
+        for job_id in tuple(self._tasks):
+            self._cancel(job_id)
+        background = [self._starting, *self._background.values()]
+        for task in background:
+            task.cancel()
+        await asyncio.wait([*background, *self._tasks.values()], timeout=_UNWIND_TIMEOUT_S)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
+
+
+def _unsent(message: wire.Job, outcome: Outcome, detail: str) -> JobEnd:
+    return JobEnd(message.job_id, message.kind, outcome, detail=detail)

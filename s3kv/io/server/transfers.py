@@ -1,0 +1,238 @@
+"""Transfers: runs one job against the store, with attempts, verification, and outcome.
+
+A fetch receives into the slab and is verified there. An upload gets its header, with the digest,
+here and not in the worker, so that hashing takes no time from the engine. Both hash on the event
+loop: xxh3 takes 0.2 to 0.8 ms for 8 MiB, about as long as receiving 1 MiB. A thread would delay the
+release of a cancelled job's slot. BLAKE3 takes four times as long.
+
+An object that does not verify is a miss. The setting `on_corrupt` decides its fate:
+
+    ignore  It stays in the bucket. It is read once more some time later, because the reading may
+            have been damaged and not the object. If it is bad again, this process never fetches it
+            again (`Quarantine` has the table).
+    delete  It is read once more at once. If it is bad again and still the same (ETag), it is
+            deleted, and the next save of the chunk replaces it. An object that cannot be deleted is
+            ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from s3kv.errors import StoreDenied, StoreError, StoreRefused, StoreUnavailable
+from s3kv.io.server.jobs import TransferJob
+from s3kv.io.server.pacing import Pacing
+from s3kv.io.server.refreshing import Refresher
+from s3kv.messages import JobEnd, JobKind
+from s3kv.objects.headers import Refusal
+from s3kv.objects.store import ObjectInfo, ObjectStore
+from s3kv.types import Outcome
+
+T = TypeVar("T")
+
+_BACKOFF_FIRST_S = 0.05
+_BACKOFF_MAX_S = 1.0
+CAPACITY_KEYS = 10_000
+"""Most keys remembered, about 3 MB. A bucket with more bad objects has another problem. The oldest
+keys are forgotten; each costs one more request when it is fetched."""
+SUSPECT_S = 120.0
+"""Time until the second reading: longer than most causes of damaged answers last, and short enough
+that a chunk in use is not computed again for long."""
+
+
+class Transfers:
+    """Executor of jobs. Runs any number at a time; the caller limits them.
+
+    It repeats failed requests until `TransferJob.due_s`, and uploads in a drain until
+    `drain_until_s`. No layer above repeats them within that time. The store below repeats none, but
+    for the one fresh connection that `ObjectStore` allows.
+
+    rng: for the jitter of the backoff. delete_corrupt: whether `on_corrupt` is "delete". refresher:
+    is told which objects are in use.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        pacing: Pacing,
+        max_attempts: int,
+        rng: random.Random,
+        *,
+        delete_corrupt: bool = False,
+        refresher: Refresher | None = None,
+    ) -> None:
+        self.retries = 0
+        self.drain_until_s = -math.inf
+        self._store = store
+        self._pacing = pacing
+        self._max_attempts = max_attempts
+        self._rng = rng
+        self._delete_corrupt = delete_corrupt
+        self._refresher = refresher
+        self._quarantine = Quarantine()
+
+    async def run(self, job: TransferJob) -> JobEnd:
+        """Move one object. After it has returned, raised or been cancelled, nothing reads or writes
+        `job.buffer`."""
+        transfer = self._fetch if job.kind is JobKind.FETCH else self._upload
+        try:
+            return await transfer(job)
+        except StoreError as error:
+            return job.end(_outcome_of(error), str(error))
+
+    async def _fetch(self, job: TransferJob) -> JobEnd:
+        if self._quarantine.bars(job.key, _now_s()):
+            said = f"{job.key} is in quarantine: its object was not what its key says"
+            return job.end(Outcome.MISSING, said, reason="quarantined")
+        info, reason = await self._read(job)
+        if info is None:
+            self._quarantine.lift(job.key)
+            return job.end(Outcome.MISSING, f"{job.key} is not in the bucket")
+        if reason is None:
+            self._quarantine.lift(job.key)
+            if self._refresher is not None:
+                self._refresher.hit(info)
+            return job.end(Outcome.OK, nbytes=info.nbytes)
+        said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
+        if not self._delete_corrupt:
+            self._quarantine.bad(job.key, _now_s())
+            return job.end(Outcome.CORRUPT, said, reason=reason)
+        return await self._look_again(job, said, reason)
+
+    async def _read(self, job: TransferJob) -> tuple[ObjectInfo | None, Refusal | None]:
+        """Read the object into the buffer. Returns its metadata (None: no such object), and the
+        reason why it does not verify (None: it does)."""
+        get = partial(self._store.get_into, job.key, job.buffer)
+        info = await self._retried(partial(self._pacing.read, get), until_s=job.due_s)
+        if info is None:
+            return None, None
+        return info, job.format.check(job.buffer, info.nbytes, job.block_hash)
+
+    async def _look_again(self, job: TransferJob, said: str, reason: str) -> JobEnd:
+        """Delete a bad object, unless a second reading finds it good, gone or replaced.
+
+        The ETag is read before the second reading. A repair after that changes the ETag, and the
+        conditional delete leaves the repaired object alone. A store without conditional deletes may
+        lose a repair made in between; that costs a miss.
+        """
+        certain = False
+        try:
+            info = await self.attempts(partial(self._store.head, job.key), until_s=job.due_s)
+            read, again = await self._read(job)
+            certain = again is not None
+            if info is None or read is None:
+                self._quarantine.lift(job.key)
+                return job.end(Outcome.CORRUPT, f"{said}; it is gone now", reason=reason)
+            if again is None:
+                self._quarantine.lift(job.key)
+                said = f"{said}; a second reading was right"
+                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason)
+            delete = partial(self._store.delete, job.key, if_etag=info.etag)
+            deleted = await self.attempts(delete, until_s=job.due_s)
+        except StoreError as error:
+            self._quarantine.bad(job.key, _now_s(), certain=certain)
+            said = f"{said}; it could not be deleted: {error}"
+            return job.end(Outcome.CORRUPT, said, reason=reason)
+        self._quarantine.lift(job.key)
+        what = "it has been deleted" if deleted else "somebody has replaced it"
+        return job.end(Outcome.CORRUPT, f"{said}; {what}", reason=reason)
+
+    async def _upload(self, job: TransferJob) -> JobEnd:
+        job.format.seal(job.buffer, job.block_hash)
+        write = partial(self._store.put, job.key, job.buffer, if_absent=True)
+        created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
+        if not created:
+            self._quarantine.exists(job.key)
+            if self._refresher is not None:
+                self._refresher.exists(job.key)
+            return job.end(Outcome.EXISTS)
+        self._quarantine.lift(job.key)
+        return job.end(Outcome.OK, nbytes=job.nbytes)
+
+    async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
+        """Await the request `call()`, and repeat it after `StoreUnavailable`: at most
+        `max_attempts` attempts, of which only the first may begin after `until_s` on the loop's
+        clock.
+
+        The pauses between attempts are 50, 100, 200 … ms, at most 1 s, less a random part of up to
+        half. The job keeps its place meanwhile, so that a failing store gets fewer requests. Raises
+        the last attempt's error.
+        """
+        return await self._retried(partial(self._pacing.send, call), until_s=until_s)
+
+    async def _retried(self, call: Callable[[], Awaitable[T]], *, until_s: float) -> T:
+        now_s = asyncio.get_running_loop().time
+        for attempt in range(self._max_attempts - 1):
+            pause_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**attempt)
+            pause_s *= self._rng.uniform(0.5, 1.0)
+            try:
+                return await call()
+            except StoreUnavailable:
+                if now_s() + pause_s >= until_s:
+                    raise
+            self.retries += 1
+            await asyncio.sleep(pause_s)
+        return await call()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _outcome_of(error: StoreError) -> Outcome:
+    if isinstance(error, StoreRefused):
+        return Outcome.INVALID
+    return Outcome.DENIED if isinstance(error, StoreDenied) else Outcome.FAILED
+
+
+class Quarantine:
+    """Keys of objects that did not verify, which are read again only later, or never. Pure: times
+    are seconds of one monotonic clock.
+
+    A bad reading may be a fault of the reading, so two are needed:
+
+        state of a key   bad reading       good or none   upload EXISTS       upload OK, deleted
+        ───────────────  ────────────────  ─────────────  ──────────────────  ──────────────────
+        (none)           SUSPECT for ttl   (none)         (none)              (none)
+        SUSPECT          BAD               (none)         looked at at once   (none)
+        BAD              BAD               (none)         BAD                 (none)
+
+    A SUSPECT is not read until its time is up; the next fetch then reads it again. This process
+    never again reads a BAD object. An upload that finds the object there shows that the object is
+    in use, so it is read again early, once.
+    """
+
+    def __init__(
+        self, capacity_keys: int = CAPACITY_KEYS, *, suspect_s: float | None = None
+    ) -> None:
+        self._capacity_keys = capacity_keys
+        self._suspect_s = SUSPECT_S if suspect_s is None else suspect_s
+        self._until_s: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def bars(self, key: str, now_s: float) -> bool:
+        """Whether the object must not be read now."""
+        return now_s < self._until_s.get(key, -math.inf)
+
+    def bad(self, key: str, now_s: float, *, certain: bool = False) -> None:
+        """Note a reading that did not verify. certain: it is the second one in a row."""
+        again = self._until_s.pop(key, None) is not None
+        self._until_s[key] = math.inf if certain or again else now_s + self._suspect_s
+        if len(self._until_s) > self._capacity_keys:
+            del self._until_s[next(iter(self._until_s))]
+
+    def exists(self, key: str) -> None:
+        """Note that an upload found an object under this key."""
+        if self._until_s.get(key, math.inf) < math.inf:
+            self._until_s[key] = -math.inf
+
+    def lift(self, key: str) -> None:
+        """Forget this key: its object is good, has been replaced, or is gone."""
+        self._until_s.pop(key, None)

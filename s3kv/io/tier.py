@@ -1,0 +1,154 @@
+"""Tier: the host memory of one process, and the I/O process that moves it to and from the bucket.
+
+It is set up in the same order for a rank, for an encoder cache and for the library:
+
+    integrity ──▶ namespace ──▶ hello ──▶ slab ──▶ I/O process started ──▶ bucket tried
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from s3kv.config import Config
+from s3kv.errors import ConfigError
+from s3kv.host.placement import FIRST_TOUCH, NodeChoice
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from s3kv.io.formats import chunk_formats
+from s3kv.io.wire import Hello
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.types import TensorSpec
+
+logger = logging.getLogger("s3kv")
+
+_PAGE_BYTES = 4096
+
+
+def introduce(
+    config: Config,
+    identity: Mapping[str, Any],
+    shard: str,
+    groups: Mapping[int, tuple[TensorSpec, ...]] | None = None,
+    *,
+    item_dtype: str | None = None,
+    writes_manifest: bool = True,
+    shapes: Collection[str] = (),
+) -> Hello:
+    """The hello of a process whose objects have this identity.
+
+    identity: everything that changes the bytes of an object or their meaning. The mode and key that
+        seal it are added here. shard, groups, item_dtype: as in `Hello`.
+    writes_manifest: whether this process writes the namespace's manifest and compares it, and lists
+        `shapes` there, the shards of all ranks.
+    Raises `ConfigError` if the mode needs a secret or a package that is missing, and `TypeError`
+    or `ValueError` for an identity that is not made of JSON values.
+    """
+    integrity = Integrity.of(config)
+    fingerprint = {**identity, "integrity": integrity.identity()}
+    place = Namespace(config.prefix, fingerprint_digest(fingerprint))
+    return Hello(
+        config,
+        place.prefix,
+        place.digest,
+        shard,
+        dict(groups or {}),
+        item_dtype=item_dtype,
+        integrity=integrity,
+        manifest=canonical_json(fingerprint) if writes_manifest else b"",
+        shapes=tuple(shapes) if writes_manifest else (),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Division of a slab into equal slots, each with room for a chunk of any group.
+
+    formats: by group, the format of its objects.
+    """
+
+    formats: Mapping[int, ChunkFormat]
+    slot_bytes: int
+    count: int
+
+    @classmethod
+    def of(cls, hello: Hello, advice: str = "") -> Slots:
+        """The slots that `host_bytes` has room for. Raises `ConfigError`, with `advice` at its
+        end, if that is none.
+        """
+        formats = chunk_formats(hello)
+        largest_bytes = max(chunk.object_bytes for chunk in formats.values())
+        slot_bytes = -(-largest_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        host_bytes = hello.config.host_bytes
+        if host_bytes < slot_bytes:
+            raise ConfigError(
+                f"host_bytes is {host_bytes}: allowed is {slot_bytes} or more, the size of one "
+                f"object{advice}"
+            )
+        return cls(formats, slot_bytes, host_bytes // slot_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the slab."""
+        return self.count * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """An open tier. Its opener closes the client before the slab."""
+
+    hello: Hello
+    slab: Slab
+    client: IoClient
+
+    def close(self) -> None:
+        """End the I/O process, which takes up to 2 s, and release the slab. Idempotent."""
+        self.client.close()
+        self.slab.close()
+
+
+def try_bucket(client: IoClient, config: Config) -> None:
+    """Wait until the I/O process has tried the bucket, for at most `start_timeout_ms`.
+
+    Raises what `IoClient.wait_ready` raises, after which the client is closed.
+    """
+    ready = client.wait_ready(config.start_timeout_ms / 1000)
+    if ready.trouble is not None:
+        logger.warning("s3kv serves without the bucket for now: %s", ready.message)
+
+
+def open_tier(
+    config: Config,
+    nbytes: int,
+    hello: Hello | Callable[[Slab], Hello],
+    *,
+    node: NodeChoice = FIRST_TOUCH,
+    processors: Collection[int] | None = None,
+    wait: Callable[[IoClient, Config], None] | None = try_bucket,
+) -> Tier:
+    """Make a slab of `nbytes`, start its I/O process, and wait until that has tried the bucket.
+
+    hello: the hello, or a function that makes it once the slab exists.
+    node: where the memory should be. processors: cores of the I/O process, as in `IoClient`.
+    wait: waits for the bucket; None: the caller does so later.
+    Blocks. Raises `ConfigError` if there is not so much memory, and what `hello`, `IoClient.start`
+    and `wait` raise. On an error everything is closed.
+    """
+    slab = Slab.create(nbytes, node=node, huge_pages=config.huge_pages)
+    client: IoClient | None = None
+    try:
+        introduced = hello if isinstance(hello, Hello) else hello(slab)
+        client = IoClient(introduced, slab, processors=processors)
+        client.start()
+        if wait is not None:
+            wait(client, config)
+    except BaseException:
+        if client is not None:
+            client.close()
+        slab.close()
+        raise
+    return Tier(introduced, slab, client)

@@ -1,0 +1,1 @@
+"""Library for programs without vLLM: `TieredStore`, the tiers driven by a caller's asyncio loop."""

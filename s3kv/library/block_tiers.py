@@ -1,0 +1,279 @@
+"""Block copies between a caller's tensors, the blocks of its pool, and host memory.
+
+    tensors on the pool's device ──copy on the caller's stream──▶ block of the pool ──save──▶ slot
+    tensors elsewhere, or no block free ──────────────copy beside it──────────────────────▶ slot
+
+Reads take the same paths back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from s3kv.device.tensors import BlockTensors
+from s3kv.errors import CopyError
+from s3kv.host.table import Entry
+from s3kv.library.caller_streams import Beside, CallerStream
+from s3kv.library.device_tier import DeviceBlocks
+from s3kv.library.host_tier import BlockTier
+from s3kv.library.pump import carried, claimed, in_thread
+from s3kv.messages import SaveOrder
+from s3kv.planning.ledger import ChunkState
+from s3kv.types import ChunkKey
+
+logger = logging.getLogger("s3kv")
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class BlockTiers:
+    """The device and host tiers of one store. Used from the thread of the host tier's loop.
+
+    hot: the device tier; None without one. Closing `host` closes `hot` before the slab.
+    """
+
+    def __init__(self, tensors: BlockTensors, host: BlockTier, hot: DeviceBlocks | None) -> None:
+        self.host = host
+        self.hot = hot
+        self._tensors = tensors
+        self._loading: dict[ChunkKey, asyncio.Future[int | None]] = {}
+        self._waiting_puts: set[asyncio.Future[bool]] = set()
+        """Puts that wait because their hash is already on its way to host memory."""
+        if hot is not None:
+            host.watch(hot.poll, hot.close)
+
+    def stream(self) -> CallerStream:
+        """The caller's current stream."""
+        return CallerStream.current(
+            self.hot.device if self.hot is not None else torch.device("cpu")
+        )
+
+    async def put(self, key: ChunkKey, tensors: Tensors, *, wait: bool) -> bool:
+        stream = self.stream()
+        beside = Beside(tensor.device for tensor in tensors.values())
+        held = self._placed(key, tensors, stream)
+
+        async def save(order: SaveOrder) -> bool:
+            if held is not None:
+                return await self._saved(order, *held, stream)
+            copy = partial(self._tensors.copy_out, tensors, self._payload(order.slot))
+            return await self.host.copied_by(order, in_thread(partial(beside, copy)))
+
+        try:
+            return await self.host.pump.call(self.host.put_by(key, save, wait=wait))
+        finally:
+            if held is not None:
+                hot, number = held
+                hot.release(number, stream)
+
+    async def get(self, key: ChunkKey, into: Tensors) -> bool:
+        stream, beside = self.stream(), Beside(tensor.device for tensor in into.values())
+        return await self.host.pump.call(self._get(key, into, stream, beside))
+
+    async def acquire(self, hot: DeviceBlocks, key: ChunkKey) -> int | None:
+        stream = self.stream()
+        number = hot.acquire(key, stream)
+        if number is not None:
+            self.host.counters["device_hits"] += 1
+            return number
+        return await self.host.pump.call(self._acquire(hot, key, stream))
+
+    def put_block(self, hot: DeviceBlocks, key: ChunkKey, number: int) -> bool:
+        stream = self.stream()
+        hot.name(number, key, stream)
+        state = self.host.state(key)
+        if state is ChunkState.RESIDENT:
+            self.host.hit(key)
+            return True
+        if state is not ChunkState.ABSENT:
+            self._put_later(hot, key, stream)
+            return True
+        order = self.host.reserve(key)
+        if order is None:
+            return False
+        self._save(hot, order, number, stream)
+        return True
+
+    async def flush(self) -> tuple[bytes, ...]:
+        """Wait for the puts under way, then flush as `HostTier.flush` does."""
+        if self._waiting_puts:
+            await asyncio.wait(self._waiting_puts)
+        return await self.host.flush()
+
+    # --- to host memory --------------------------------------------------------------------
+
+    def _placed(
+        self, key: ChunkKey, tensors: Tensors, stream: CallerStream
+    ) -> tuple[DeviceBlocks, int] | None:
+        """Place the tensors in a block of the pool. Returns the block, held for the caller; None if
+        there is none.
+        """
+        hot = self.hot
+        if hot is None or not _are_on(hot.device, tensors):
+            return None
+        number = hot.acquire(key, stream)
+        if number is None and (number := hot.take(stream)) is not None:
+            try:
+                with stream:
+                    hot.write(number, tensors)
+            except RuntimeError as error:
+                logger.warning("s3kv: a block was not kept on the device: %s", error)
+                hot.release(number, stream)
+                return None
+            hot.name(number, key, stream)
+        return None if number is None else (hot, number)
+
+    def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> None:
+        """Save the block that holds `key`, unless a copy or fetch under way brings `key` to host
+        memory.
+        """
+        number = hot.acquire(key, stream)
+        assert number is not None, "it has just been named"
+
+        async def save(order: SaveOrder) -> bool:
+            return await self._saved(order, hot, number, stream)
+
+        putting = asyncio.get_running_loop().create_task(self.host.put_by(key, save))
+        self._waiting_puts.add(putting)
+        putting.add_done_callback(self._waiting_puts.discard)
+        putting.add_done_callback(lambda _: hot.release(number, stream))
+        self.host.pump.start(putting)
+
+    def _save(
+        self, hot: DeviceBlocks, order: SaveOrder, number: int, stream: CallerStream
+    ) -> asyncio.Future[bool]:
+        """Start the copy of a held block to host memory. The block may be released at once."""
+        saved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def ended(ok: bool) -> None:
+            self.host.copied(order, ok)
+            saved.set_result(ok)
+
+        hot.save(order.job_id, order.slot, number, stream, ended)
+        self.host.pump.start(saved)
+        self.host.pump.wake()
+        return saved
+
+    async def _saved(
+        self, order: SaveOrder, hot: DeviceBlocks, number: int, stream: CallerStream
+    ) -> bool:
+        saved = self._save(hot, order, number, stream)
+        await asyncio.wait([saved])
+        return saved.result()
+
+    # --- from host memory ------------------------------------------------------------------
+
+    async def _get(
+        self, key: ChunkKey, into: Tensors, stream: CallerStream, beside: Beside
+    ) -> bool:
+        hot = self.hot
+        if hot is not None and (number := hot.acquire(key, stream)) is not None:
+            self.host.counters["device_hits"] += 1
+            return await self._copied_from(hot, number, into, stream, beside)
+        slot = await self.host.pinned(key)
+        if slot is None:
+            return False
+        try:
+            if hot is not None and _are_on(hot.device, into):
+                number = await self._load(hot, key, slot, stream)
+                if number is not None:
+                    return await self._copied_from(hot, number, into, stream, beside)
+            payload = self._payload(slot.number)
+            with _copy_errors():
+                copy = partial(self._tensors.copy_in, payload, into)
+                await carried(in_thread(partial(beside, copy)))
+        finally:
+            self.host.unpin(slot)
+        return True
+
+    async def _copied_from(
+        self, hot: DeviceBlocks, number: int, into: Tensors, stream: CallerStream, beside: Beside
+    ) -> bool:
+        """Copy from a held block, and release it."""
+        read = partial(hot.read, number, into)
+        try:
+            with _copy_errors():
+                with stream:
+                    if _are_on(hot.device, into):
+                        read()
+                        return True
+                    after = Beside([hot.device])
+                await carried(in_thread(partial(after, partial(beside, read))))
+        finally:
+            hot.release(number, stream)
+        return True
+
+    async def _acquire(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> int | None:
+        slot = await self.host.pinned(key)
+        if slot is None:
+            return None
+        try:
+            return await self._load(hot, key, slot, stream)
+        finally:
+            self.host.unpin(slot)
+
+    async def _load(
+        self, hot: DeviceBlocks, key: ChunkKey, slot: Entry, stream: CallerStream
+    ) -> int | None:
+        """Load a pinned slot. Returns the block, held for the caller; None if the load failed or
+        all blocks are in use. Concurrent calls share one load.
+        """
+        while (number := hot.acquire(key, stream)) is None and key in self._loading:
+            await asyncio.wait([self._loading[key]])
+        if number is not None:
+            return number
+        loaded = self._loaded(hot, key, slot)
+        if loaded is None:
+            self.host.counters["loads_without_block"] += 1
+            return None
+
+        def give_back(number: int | None) -> None:
+            if number is not None:
+                hot.release(number, stream)
+
+        number = await claimed(loaded, give_back)
+        if number is not None:
+            hot.wait_written(number, stream)
+        return number
+
+    def _loaded(
+        self, hot: DeviceBlocks, key: ChunkKey, slot: Entry
+    ) -> asyncio.Future[int | None] | None:
+        """Start a load of a slot, which stays pinned until its end. None if no block is free."""
+        loaded: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+
+        def ended(number: int | None) -> None:
+            del self._loading[key]
+            self.host.unpin(slot)
+            self.host.counters["loads" if number is not None else "loads_failed"] += 1
+            loaded.set_result(number)
+
+        if not hot.load(slot.number, key, ended):
+            return None
+        self.host.pin(slot)
+        self._loading[key] = loaded
+        self.host.pump.start(loaded)
+        self.host.pump.wake()
+        return loaded
+
+    def _payload(self, slot: int) -> torch.Tensor:
+        return torch.frombuffer(self.host.payload(slot), dtype=torch.uint8)
+
+
+def _are_on(device: torch.device, tensors: Tensors) -> bool:
+    return all(tensor.device == device for tensor in tensors.values())
+
+
+@contextmanager
+def _copy_errors() -> Iterator[None]:
+    """Turn torch's errors into `CopyError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CopyError(f"a copy to or from the caller's tensors failed: {error}") from error

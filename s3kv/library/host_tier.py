@@ -1,0 +1,345 @@
+"""Host tier: a store's entries in host memory, and the jobs that move them to and from the bucket.
+
+The ledger decides (`planning.ledger`); the caller's asyncio loop drives it through a `Pump`. Blocks
+and tensors use the same calls; `TensorTier` has the differences for tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from s3kv.host.placement import NodeChoice
+from s3kv.host.room import EqualSlots
+from s3kv.host.table import Entry, EntryState, Table
+from s3kv.io.tier import Slots, Tier
+from s3kv.io.wire import Hello
+from s3kv.library.pump import Pump, carried, claimed, opened, succeeded
+from s3kv.messages import JobEnd, JobKind, SaveOrder
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.ledger import ChunkState, Job, Ledger
+from s3kv.types import ChunkKey, ItemShape, Outcome
+
+logger = logging.getLogger("s3kv")
+
+_BREAKER_FAILURES = 5
+_OWED_MAX = 1_000_000
+"""Most hashes recorded for `flush`, about 200 MB. Further ones replace the oldest, which happens if
+the bucket stays unreachable and `flush` is never called."""
+
+
+class HostTier:
+    """The host tier of a store. Call all methods on the thread of the loop that opened it.
+
+    An owner that makes copies uses `pump`, and `watch` to have them polled.
+    table: places in the slab of `tier`. index_size: most keys whose presence in the bucket is
+    remembered.
+    """
+
+    what = "blocks"
+    """The tier's content, as the log names it."""
+
+    def __init__(self, table: Table, tier: Tier, index_size: int, place: str = "slot") -> None:
+        self.ledger = Ledger(
+            table,
+            BucketIndex(capacity=index_size, miss_ttl_s=tier.hello.config.miss_ttl_s),
+            Breaker(threshold=_BREAKER_FAILURES),
+            world_size=1,
+            place=place,
+        )
+        self.pump = Pump(tier, self._on_done, self._is_busy)
+        self.slab = tier.slab
+        self._owed: dict[ChunkKey, None] = {}
+        """Hashes that were put and are not in the bucket yet, oldest first."""
+        self._poll_copies: Callable[[], bool] = bool
+
+    def watch(self, poll: Callable[[], bool], close: Callable[[], object]) -> None:
+        """Call `poll` about every millisecond while it returns True, which means that a copy is
+        under way. The caller calls `pump.wake` after starting a copy. close: called before the slab
+        is closed.
+        """
+        self._poll_copies = poll
+        self.pump.before_slab(close)
+
+    # --- questions -------------------------------------------------------------------------
+
+    def state(self, key: ChunkKey) -> ChunkState:
+        return self.ledger.state(key)
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether `key` is in host memory."""
+        return self.state(key) is ChunkState.RESIDENT
+
+    def in_bucket(self, key: ChunkKey) -> bool | None:
+        """Whether the bucket has `key`, to our knowledge; None if unknown."""
+        return self.ledger.index.verdict(key, time.monotonic())
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self.ledger.counters
+
+    # --- to host memory --------------------------------------------------------------------
+
+    async def put_by(
+        self,
+        key: ChunkKey,
+        fill: Callable[[SaveOrder], Awaitable[bool]],
+        nbytes: int | None = None,
+        *,
+        wait: bool = False,
+    ) -> bool:
+        """Copy `key` to host memory, if it is not there. Returns whether it is there afterwards.
+
+        fill: copies it to the place of the order, ends the order with `copied`, and returns whether
+            the copy succeeded. nbytes: length of the object, if it is not that of a slot.
+        wait: wait for room instead of returning False.
+        """
+        while not await self._settled(key):
+            order = self.reserve(key, nbytes)
+            if order is not None:
+                kept = await fill(order)
+                if not kept:  # the caller is told here, so `flush` need not report it
+                    self._owed.pop(key, None)
+                return kept
+            if not wait:
+                self.counters["saves_dropped"] += 1
+                return False
+            await self.pump.next_end()
+            self.pump.check_open()
+        self.hit(key)
+        return True
+
+    def reserve(self, key: ChunkKey, nbytes: int | None = None) -> SaveOrder | None:
+        """Reserve a place until `copied`, for the copy of a key that is not in host memory. None if
+        there is no room.
+        """
+        if not self.ledger.plan_save(key, (), nbytes):
+            return None
+        (order,) = self.ledger.take_saves()
+        self._owe(key)
+        return order
+
+    def copied(self, order: SaveOrder, ok: bool) -> None:
+        """End the copy to a place, which is not written any more. ok: the place holds the object,
+        and its upload starts now; otherwise the place is free again.
+        """
+        outcome = Outcome.OK if ok else Outcome.FAILED
+        self._end(JobEnd(order.job_id, JobKind.SAVE, outcome))
+        if ok:
+            self._upload(order.job_id, order.key)
+        else:
+            self._end(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED))
+
+    async def copied_by(self, order: SaveOrder, copying: asyncio.Future[Any]) -> bool:
+        """End the copy to a place when `copying` has ended. Returns whether it succeeded."""
+        try:
+            await carried(copying)
+        except RuntimeError as error:
+            logger.warning("s3kv: %s were not kept, their copy failed: %s", self.what, error)
+        finally:
+            self.copied(order, succeeded(copying))
+        return succeeded(copying)
+
+    def hit(self, key: ChunkKey) -> None:
+        """Note a use of a key in host memory. If its upload was given up, try it again."""
+        if key in self.ledger.unsaved:
+            self.ledger.unsaved.hit(key)
+            self.pump.wake()
+
+    # --- from host memory ------------------------------------------------------------------
+
+    async def pinned(self, key: ChunkKey) -> Entry | None:
+        """Pin `key` in host memory until `unpin`, and return its entry; None on a miss. Fetches the
+        object from the bucket if host memory does not have it.
+        """
+        while self.state(key) is ChunkState.COPYING:
+            await self.pump.next_end()
+        entry = self.ledger.table.lookup(key)
+        if entry is not None and entry.is_resident:
+            self.pin(entry)
+        else:
+            entry = await self._arrival(key)
+        if entry is not None:
+            self.ledger.table.touch_chain([entry])
+            self.hit(key)
+        return entry
+
+    def pin(self, entry: Entry) -> None:
+        """Pin the entry once more. Each pin needs its own `unpin`."""
+        self.ledger.table.pin(entry)
+
+    def unpin(self, entry: Entry | None) -> None:
+        if entry is not None:
+            self.ledger.table.unpin(entry)
+            self.pump.announce()
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> int:
+        """Order fetches of the keys that are not in host memory, as long as fetches under way take
+        less than half of it. Returns how many of `keys` are in host memory or on their way.
+        """
+        return sum(self._is_coming(key) for key in keys)
+
+    def fetch(self, key: ChunkKey) -> Job | None:
+        """Join or order the fetch of a key that is not in host memory. None if the key is known to
+        be absent from the bucket, or cannot be fetched now.
+        """
+        if self.state(key) is ChunkState.FETCHING:
+            return self.ledger.fetch_job(key)
+        if self.pump.is_closing or self.ledger.refusal(key, time.monotonic()) is not None:
+            return None
+        return self._order_fetch(key)
+
+    # --- the end ---------------------------------------------------------------------------
+
+    async def flush(self) -> tuple[bytes, ...]:
+        """Wait until no upload of an earlier put is under way or waits for its next attempt.
+        Returns the hashes that the bucket still lacks, and forgets those that have left host
+        memory. Raises `ClosedError` if the store is closed meanwhile.
+        """
+        left = list(self._owed)
+        while True:
+            for key in left:
+                while key in self._owed and self._is_leaving(key):
+                    await self.pump.next_end()
+                    self.pump.check_open()
+            left = [key for key in left if key in self._owed]
+            for key in left:
+                self.ledger.unsaved.hit(key)
+            self._order_uploads()
+            # The pump's timer may have ordered some of them meanwhile.
+            if not any(map(self._is_leaving, left)):
+                break
+        for key in left:
+            if not self.holds(key):
+                del self._owed[key]
+        return tuple(key.block_hash for key in left)
+
+    async def close(self, drain_timeout_s: float | None = None) -> None:
+        """Close as `Pump.close` does. Logs how many entries the bucket lacks."""
+        await self.pump.close(drain_timeout_s)
+        if self._owed:
+            count = len(self._owed)
+            logger.warning(
+                "s3kv: closed with %d %s that the bucket does not have", count, self.what
+            )
+            self._owed.clear()
+
+    # --- what tensors do differently -------------------------------------------------------
+
+    def _shape(self, entry: Entry) -> ItemShape | None:
+        """The shape to send to the I/O process; None for a chunk."""
+        return None
+
+    def _order_fetch(self, key: ChunkKey) -> Job | None:
+        """Order the fetch of an absent key. None if there is no room."""
+        job = self.ledger.plan_fetch(key)
+        for order in self.ledger.take_fetches():
+            assert job is not None
+            assert job.entry is not None
+            self.pump.fetch(order.job_id, order.key, job.entry.offset)
+        return job
+
+    def _fetched(self, job: Job, end: JobEnd) -> None:
+        """Take in the end of a fetch."""
+        self._arrived(job, job.entry if end.outcome.is_success else None)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    async def _settled(self, key: ChunkKey) -> bool:
+        """Wait while `key` is on its way to host memory. Returns whether it has arrived."""
+        while (state := self.state(key)) is not ChunkState.ABSENT:
+            if state is ChunkState.RESIDENT:
+                return True
+            await self.pump.next_end()
+        return False
+
+    async def _arrival(self, key: ChunkKey) -> Entry | None:
+        job = self.fetch(key)
+        if job is None:
+            return None
+        arrived: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
+        job.waiters.append(arrived)
+        return await claimed(arrived, self.unpin)
+
+    def _arrived(self, job: Job, entry: Entry | None) -> None:
+        """Notify the waiters of a fetch. Pins the entry for each of them, so that it cannot be
+        evicted before they run.
+        """
+        for arrived in job.waiters:
+            if entry is not None:
+                self.pin(entry)
+            arrived.set_result(entry)
+        self.pump.announce()
+
+    def _is_coming(self, key: ChunkKey) -> bool:
+        if self.state(key) is not ChunkState.ABSENT:
+            return True
+        has_room = self.ledger.fetches_inflight < self.ledger.table.count // 2
+        return has_room and self.fetch(key) is not None
+
+    def _owe(self, key: ChunkKey) -> None:
+        self._owed.pop(key, None)
+        self._owed[key] = None
+        if len(self._owed) > _OWED_MAX:
+            del self._owed[next(iter(self._owed))]
+
+    def _is_leaving(self, key: ChunkKey) -> bool:
+        entry = self.ledger.table.lookup(key)
+        return entry is not None and entry.state is not EntryState.CLEAN
+
+    def _upload(self, job_id: int, key: ChunkKey) -> None:
+        entry = self.ledger.table.lookup(key)
+        assert entry is not None, "a dirty entry cannot leave its place"
+        self.pump.upload(job_id, key, entry.offset, self._shape(entry))
+
+    def _order_uploads(self) -> None:
+        for order in self.ledger.take_uploads(time.monotonic()):
+            self._owe(order.key)
+            self._upload(order.job_id, order.key)
+
+    def _is_busy(self) -> bool:
+        self._order_uploads()
+        ledger = self.ledger
+        return bool(self._poll_copies() or ledger.fetches_inflight or ledger.saves_inflight)
+
+    def _on_done(self, end: JobEnd) -> None:
+        if end.reason:
+            self.counters[f"{end.kind.value}_corrupt_{end.reason}"] += 1
+        self._end(end)
+
+    def _end(self, end: JobEnd) -> None:
+        job = self.ledger.on_end(end, time.monotonic())
+        if job is not None and end.outcome.is_success:
+            self._owed.pop(job.key, None)
+        if job is not None and job.is_fetch:
+            self._fetched(job, end)
+        self.pump.announce()
+
+
+class BlockTier(HostTier):
+    """The host tier of blocks of one size, made by `open`."""
+
+    def __init__(self, slots: Slots, tier: Tier) -> None:
+        room = EqualSlots(slots.count, slots.slot_bytes)
+        super().__init__(Table(room, tier.hello.config.eviction), tier, index_size=2_000_000)
+        self.slot_bytes = slots.slot_bytes
+        (self.chunk,) = slots.formats.values()
+
+    @classmethod
+    async def open(cls, hello: Hello, node: NodeChoice) -> BlockTier:
+        """Open a tier with as many slots as fit into `host_bytes`, and an I/O process that has
+        tried the bucket. node: NUMA node for the memory. Raises `ConfigError` if no slot fits, and
+        a `StoreError` if the bucket cannot be used.
+        """
+        slots = Slots.of(hello)
+        return cls(slots, await opened(hello, slots.nbytes, node))
+
+    def payload(self, slot: int) -> memoryview:
+        """The bytes of the block in a slot, shared with the I/O process."""
+        start = slot * self.slot_bytes + self.chunk.header_bytes
+        return self.slab.view[start : start + self.chunk.payload_bytes]

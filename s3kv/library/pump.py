@@ -1,0 +1,232 @@
+"""Pump: drives an I/O process from a caller's asyncio loop, and handles cancelled calls.
+
+An engine's step loop drives the connectors; here a timer does. While jobs are under way, it looks
+every millisecond for those that have ended.
+
+A call runs in its caller's task. A cancelled call ends at once if it waits for an object, for a
+copy shared by several callers, or for room. It never ends while a thread reads or writes memory
+that the caller has lent or gets back: see `carried`. A result that arrives after its call has ended
+is given back: see `claimed`. Timers and callbacks handle a slot when its job or copy ends, so the
+end of a task cannot stop them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
+
+from s3kv.errors import ClosedError
+from s3kv.host.placement import FIRST_TOUCH, NodeChoice
+from s3kv.io.tier import Tier, open_tier
+from s3kv.io.wire import Hello
+from s3kv.messages import JobEnd
+from s3kv.types import ChunkKey, ItemShape
+
+logger = logging.getLogger("s3kv")
+
+_POLL_S = 0.001
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Start `work` in a thread. Returns the future of its result; await it with `carried`."""
+    return asyncio.get_running_loop().run_in_executor(None, work)
+
+
+async def carried(work: asyncio.Future[T]) -> T:
+    """Await `work` to its end and return its result. If cancelled meanwhile, however often, this
+    raises `CancelledError` only after `work` has ended, and logs an error of `work`.
+    """
+    cancelled: tuple[Any, ...] | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error.args
+    if cancelled is None:
+        return work.result()
+    if not work.cancelled() and (failure := work.exception()) is not None:
+        logger.warning("s3kv: in a call that was cancelled: %s", failure)
+    raise asyncio.CancelledError(*cancelled)
+
+
+async def claimed(coming: asyncio.Future[T], unclaimed: Callable[[T], object]) -> T:
+    """Await `coming`, which must not be cancelled, and return its result. If cancelled meanwhile,
+    this raises `CancelledError` at once, and calls `unclaimed` with the result when it arrives.
+    """
+
+    def give_back(coming: asyncio.Future[T]) -> None:
+        if coming.exception() is None:
+            unclaimed(coming.result())
+
+    try:
+        await asyncio.wait([coming])
+    except asyncio.CancelledError:
+        coming.add_done_callback(give_back)
+        raise
+    return coming.result()
+
+
+def succeeded(work: asyncio.Future[Any]) -> bool:
+    """Whether `work` has ended without an error and was not cancelled."""
+    return work.done() and not work.cancelled() and work.exception() is None
+
+
+async def opened(hello: Hello, nbytes: int, node: NodeChoice = FIRST_TOUCH) -> Tier:
+    """Open a tier as `open_tier` does, in a thread. If cancelled meanwhile, this raises
+    `CancelledError` after the tier has been closed.
+    """
+    opening = in_thread(partial(open_tier, hello.config, nbytes, hello, node=node))
+    try:
+        return await carried(opening)
+    except asyncio.CancelledError:
+        if succeeded(opening):
+            opening.result().close()
+        raise
+
+
+class Pump:
+    """Gives jobs to the client of `tier`, and polls it while jobs or copies are under way. Call all
+    methods on the loop's thread.
+
+    on_done: called with the end of every job. is_busy: called before each poll, and may order more
+    jobs; if it returns False, polling stops until the next `wake`. `close` closes the tier.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        on_done: Callable[[JobEnd], None],
+        is_busy: Callable[[], bool],
+    ) -> None:
+        self._client = tier.client
+        self._slab = tier.slab
+        self._drain_timeout_s = tier.hello.config.drain_timeout_s
+        self._on_done = on_done
+        self._is_busy = is_busy
+        self._fetches: set[int] = set()
+        self._underway: set[asyncio.Future[Any]] = set()
+        self._users: list[Callable[[], object]] = []
+        self._next_look: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+
+    # --- calls -----------------------------------------------------------------------------
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closing is not None
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` once `close` has been called."""
+        if self.is_closing:
+            raise ClosedError("the store is closed: open another one")
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a call in its caller's task; `close` waits for its end."""
+        ended = self.start(asyncio.get_running_loop().create_future())
+        try:
+            return await work
+        finally:
+            ended.set_result(None)
+
+    def start(self, work: asyncio.Future[T]) -> asyncio.Future[T]:
+        """Make `close` wait for `work`, and return it."""
+        self._underway.add(work)
+        work.add_done_callback(self._underway.discard)
+        return work
+
+    # --- jobs ------------------------------------------------------------------------------
+
+    def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None) -> None:
+        """Order a fetch as `IoClient.fetch` does, and send it at once."""
+        self._fetches.add(job_id)
+        self._client.fetch(job_id, key, offset, item)
+        self.wake()
+
+    def upload(
+        self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None
+    ) -> None:
+        """Order an upload as `IoClient.upload` does, and send it at once."""
+        self._client.upload(job_id, key, offset, item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Send the jobs given to the client, and start to poll."""
+        self._client.flush()
+        if self._next_look is None:
+            self._look_later()
+
+    def announce(self) -> None:
+        """Wake all callers of `next_end`: a job or copy has ended."""
+        self._ended.set()
+        self._ended.clear()
+
+    async def next_end(self) -> None:
+        """Wait for the next `announce`."""
+        await self._ended.wait()
+
+    # --- the end ---------------------------------------------------------------------------
+
+    def before_slab(self, close: Callable[[], object]) -> None:
+        """Make the pump's `close` call this `close`, in a thread, before it closes the slab."""
+        self._users.append(close)
+
+    async def close(self, drain_timeout_s: float | None = None) -> None:
+        """Cancel fetches, wait for calls, allow uploads `drain_timeout_s` seconds (default: the
+        setting), and release everything.
+
+        Idempotent. Every call, even a cancelled one, ends only when all of this is done.
+        """
+        if self._closing is None:
+            if drain_timeout_s is None:
+                drain_timeout_s = self._drain_timeout_s
+            self._closing = asyncio.get_running_loop().create_task(self._close(drain_timeout_s))
+            for job_id in self._fetches:
+                self._client.cancel(job_id)
+            self._client.flush()
+            self.announce()
+        await carried(self._closing)
+
+    async def _close(self, drain_timeout_s: float) -> None:
+        try:
+            while self._underway:
+                await asyncio.wait(self._underway)
+            self._stop_polling()
+            await carried(in_thread(partial(self._client.drain, drain_timeout_s)))
+            self._take_ends()
+        finally:
+            self._stop_polling()
+            await carried(in_thread(self._give_back))
+
+    def _stop_polling(self) -> None:
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+
+    def _give_back(self) -> None:
+        with ExitStack() as stack:  # in reverse order, and all of them even if one raises
+            stack.callback(self._slab.close)
+            for close in self._users:
+                stack.callback(close)
+            stack.callback(self._client.close)
+
+    def _look_later(self) -> None:
+        self._next_look = asyncio.get_running_loop().call_later(_POLL_S, self._look)
+
+    def _look(self) -> None:
+        self._next_look = None
+        if self._is_busy():
+            if self._next_look is None:  # `_is_busy` may have ordered a job, and so woken the pump
+                self._look_later()
+            self._take_ends()
+
+    def _take_ends(self) -> None:
+        for done in self._client.poll():
+            self._fetches.discard(done.job_id)
+            self._on_done(done)

@@ -1,0 +1,312 @@
+"""Store of blocks without vLLM: device, host memory and bucket behind one small API.
+
+    async with TieredStore.open(
+        Config.parse({"bucket": "my-bucket"}),
+        shapes={"kv": ((16, 2, 128), torch.bfloat16)},
+        namespace={"model": "my-model"},
+    ) as store:
+        await store.put(block_hash, {"kv": tensor})
+        hit = await store.get(block_hash, into={"kv": tensor})
+
+An engine with a paged cache gives the store that cache, and computes on its blocks:
+
+    store = await TieredStore.open(..., pools={"kv": cache})  # [blocks, 16, 2, 128]
+    block = await store.acquire(block_hash)
+    if block is None:
+        block = store.allocate()
+        ...  # compute cache[block]
+        store.put_block(block_hash, block)
+    store.release(block)
+
+Beside such blocks the store can keep tensors of any number of rows by the hash of their content
+(`tensors`). It uses the slab, I/O process, object format and ledger that the connectors use under
+vLLM, driven by the caller's asyncio loop. All methods are for that loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from s3kv.config import Config
+from s3kv.device.copies import BlockCopies
+from s3kv.device.selection import chosen_device, memory_near
+from s3kv.device.tensors import BlockTensors
+from s3kv.errors import ConfigError
+from s3kv.io.tier import introduce
+from s3kv.library.base import Opening, Store, plain_namespace
+from s3kv.library.block_tiers import BlockTiers
+from s3kv.library.caller_streams import CallerStream
+from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
+from s3kv.library.host_tier import BlockTier
+from s3kv.library.pump import carried, in_thread
+from s3kv.library.tensor_store import TensorRows, TensorStore
+from s3kv.objects.keys import WHOLE
+from s3kv.types import Location, Unflushed
+
+
+class TieredStore(Store):
+    """A store of equally shaped blocks by hash, and of tensors with rows if it was opened for them.
+    It is made by `open` and ended by `close`.
+
+    A hash is 1 to 64 `bytes`. Another type raises `TypeError`; so do a bytearray and a memoryview,
+    because they may change. Another length raises `ValueError`.
+
+    A call may be cancelled at any time. If it is copying from or to the caller's tensors, it ends
+    that copy in memory before it raises `CancelledError`; afterwards the tensors are the caller's
+    alone. A cancelled `put` may or may not have kept its block.
+
+    After `close` has been called, every method but `close` raises `ClosedError`; `counters` can
+    still be read.
+    """
+
+    def __init__(
+        self, tensors: BlockTensors, tiers: BlockTiers, rows: TensorStore | None = None
+    ) -> None:
+        super().__init__(GROUP, tiers.host, *(() if rows is None else (rows.tier,)))
+        self._tensors = tensors
+        self._tiers = tiers
+        self._host = tiers.host
+        self._rows = rows
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        *,
+        shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        namespace: Mapping[str, Any],
+        device: str | torch.device = "cpu",
+        device_blocks: int = 0,
+        pools: Mapping[str, torch.Tensor] | None = None,
+        pool_blocks: Iterable[int] | None = None,
+        tensors: TensorRows | None = None,
+    ) -> Opening[TieredStore]:
+        """Open a store on a bucket. Await the result, or enter it with `async with`, which closes
+        the store.
+
+        shapes: the tensors of every block: name to shape and dtype.
+        namespace: plain values that say what the blocks mean (model, revision, …). Two stores
+            see each other's blocks if these, the shapes and the prefix are equal.
+        device_blocks: number of blocks kept on `device` as a separate tier, in memory that the
+            store allocates; 0 for none.
+        pools: the caller's memory for such a tier instead: name to `[blocks, *shape]`, all on one
+            device. Blocks may lie apart. The dimensions of a block have to follow each other as
+            they do in memory (give a permuted view, and its shape to `shapes`).
+        pool_blocks: the numbers of the blocks that the store may use; None for all. On a GPU the
+            store measures its ways to copy on these blocks, so they must not be used otherwise
+            from the call on.
+        tensors: the rows that `put_tensor` and `get_tensor` take, and their memory, which is not
+            part of `host_bytes`; None for none. They have an I/O process of their own.
+        Raises `ConfigError`, also for a namespace of other values; `ValueError` for shapes that the
+        object format cannot hold, and for pools that do not hold such blocks; `UnsupportedError`
+        for a device that torch cannot use here, and for memory that cannot be copied; a
+        `StoreError` if the bucket cannot be used.
+        """
+
+        async def opened() -> TieredStore:
+            blocks = BlockTensors(shapes)
+            if pools is not None and device_blocks:
+                raise ConfigError("device_blocks and pools are given: allowed is one of them")
+            memory = BlockPools(blocks, pools) if pools is not None else None
+            if device_blocks:
+                memory = BlockPools.new(blocks, device_blocks, chosen_device(device))
+            identity = {
+                "namespace": plain_namespace(namespace),
+                "tensors": [asdict(spec) for spec in blocks.specs],
+            }
+            hello = introduce(config, identity, WHOLE, {GROUP: blocks.specs})
+            near = memory_near(memory.device if memory is not None else torch.device("cpu"))
+            host = await BlockTier.open(hello, near)
+            try:
+                hot = None if memory is None else await _on_device(memory, pool_blocks, host)
+                tiers = BlockTiers(blocks, host, hot)
+                if tensors is None:
+                    return cls(blocks, tiers)
+                rows = await TensorStore.open(config, tensors, namespace=namespace)
+            except BaseException:
+                await host.close(0.0)
+                raise
+            return cls(blocks, tiers, rows)
+
+        return Opening(opened())
+
+    # --- the tiers -------------------------------------------------------------------------
+
+    async def put(
+        self, block_hash: bytes, tensors: Mapping[str, torch.Tensor], *, wait: bool = False
+    ) -> bool:
+        """Keep the block in host memory, and upload it to the bucket in the background. The device
+        tier keeps it, too, if the tensors are on its device and not all of its blocks are in use.
+
+        The tensors may be on any device. They are read before this returns, and are the caller's
+        again then. On a GPU, "read" and "returns" are in the order of the current stream. If the
+        block is being fetched, this waits for the end of the fetch.
+
+        wait: wait for room, instead of returning False, while host memory is full of blocks that
+            are on their way to or from the bucket.
+        Returns False if nothing was kept in host memory: there was no room, or the copy failed,
+        which is logged. Raises `ValueError` for tensors of another shape or dtype.
+        """
+        key = self._key(block_hash)
+        self._tensors.check(tensors)
+        return await self._tiers.put(key, tensors, wait=wait)
+
+    async def get(self, block_hash: bytes, into: Mapping[str, torch.Tensor]) -> bool:
+        """Fill `into` with the block, from the nearest tier that has it. Returns False on a miss.
+
+        On a GPU, work that the caller launches afterwards on the stream that was current at the
+        call sees `into` filled. After a miss or a cancelled call the content of `into` is
+        undefined, and nothing writes to it any more. Raises `ValueError` for tensors of another
+        shape or dtype, `CopyError` if the device refuses the copy.
+        """
+        key = self._key(block_hash)
+        self._tensors.check(into)
+        return await self._tiers.get(key, into)
+
+    def prefetch(self, block_hashes: Iterable[bytes]) -> int:
+        """Order these blocks to host memory, without waiting for them.
+
+        Returns how many are there already or on their way. The others are known to be absent from
+        the bucket, or cannot be ordered now: fetches under way fill at most half of host memory,
+        and none is ordered while the bucket does not answer.
+        """
+        return self._host.prefetch([self._key(block_hash) for block_hash in block_hashes])
+
+    def where(self, block_hash: bytes) -> Location:
+        """The tiers that hold the block, as far as is known without asking the bucket."""
+        key = self._key(block_hash)
+        hot = self._tiers.hot
+        return self._location(key, device=hot is not None and hot.holds(key))
+
+    # --- blocks of the pool ----------------------------------------------------------------
+
+    async def acquire(self, block_hash: bytes) -> int | None:
+        """The number of the pool's block that holds this hash. The block is loaded from another
+        tier if necessary. It is held for the caller, and not written to, until `release`.
+
+        Any number of callers may hold a block; each releases it once. Work that the caller
+        launches next may read the block. None on a miss, and if all blocks are in use. Raises
+        `ConfigError` in a store opened without blocks on a device.
+        """
+        key = self._key(block_hash)
+        return await self._tiers.acquire(self._pool(), key)
+
+    def allocate(self) -> int | None:
+        """The number of a block to fill: a free one, or else the one that has been unused longest.
+        It is held until `release`, and work that the caller launches next may write to it. None if
+        all blocks are in use. Raises `ConfigError` in a store opened without blocks on a device.
+        """
+        return self._pool().take(self._tiers.stream())
+
+    def put_block(self, block_hash: bytes, block: int) -> bool:
+        """Name a held block that the work launched so far fills with this hash. `acquire` finds it
+        from now on, and it is on its way to host memory and the bucket. Returns at once. The block
+        must not be written any more; the caller may release it.
+
+        If another block already holds the hash, `acquire` goes on finding that one, and this block
+        is free after its release. If the hash is being fetched, the block is saved only if the
+        fetch brings nothing.
+        Returns False if host memory is full of blocks that the bucket does not have yet; then the
+        block is in the pool alone. Raises `ValueError` for a block that the caller does not hold,
+        or one with another hash; `ConfigError` in a store opened without blocks on a device.
+        """
+        key = self._key(block_hash)
+        return self._tiers.put_block(self._pool(), key, block)
+
+    def release(self, block: int) -> None:
+        """Release a block from `acquire` or `allocate`, after the work that the caller has launched
+        on the current stream. Blocks released first are evicted first, so release the end of a
+        prefix before its beginning. Raises `ValueError` for a block that is not held, and
+        `ConfigError` in a store opened without blocks on a device.
+        """
+        self._pool().release(block, self._tiers.stream())
+
+    # --- tensors with rows -----------------------------------------------------------------
+
+    async def put_tensor(
+        self, content_hash: bytes, tensor: torch.Tensor, *, wait: bool = False
+    ) -> bool:
+        """Keep a tensor as `TensorStore.put` does. Raises `ConfigError` in a store opened without
+        `tensors`.
+        """
+        return await self._opened_rows().put(content_hash, tensor, wait=wait)
+
+    async def get_tensor(
+        self, content_hash: bytes, device: str | torch.device | None = None
+    ) -> torch.Tensor | None:
+        """Get a tensor as `TensorStore.get` does. Raises `ConfigError` in a store opened without
+        `tensors`.
+        """
+        return await self._opened_rows().get(content_hash, device)
+
+    def where_tensor(self, content_hash: bytes) -> Location:
+        """The tiers that hold a tensor, as `TensorStore.where` gives them. Raises `ConfigError` in
+        a store opened without `tensors`.
+        """
+        return self._opened_rows().where(content_hash)
+
+    @property
+    def tensor_counters(self) -> Mapping[str, int]:
+        """The same counts for `put_tensor` and `get_tensor`. Raises `ConfigError` in a store opened
+        without `tensors`.
+        """
+        return self._opened_rows().counters
+
+    async def flush(self) -> Unflushed:
+        """Wait until everything put so far is in the bucket or given up.
+
+        A failed upload is tried again for a minute and a half. Returns the hashes that the bucket
+        does not have: those put since the last `flush`, and earlier ones that are still in host
+        memory. The latter are not lost while they stay there.
+        """
+        self._check_open()
+        if self._rows is None:
+            return Unflushed(await self._tiers.flush(), ())
+        return Unflushed(*await asyncio.gather(self._tiers.flush(), self._rows.flush()))
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _opened_rows(self) -> TensorStore:
+        if self._rows is None:
+            raise ConfigError(
+                "this store was opened for blocks alone: say TieredStore.open(..., "
+                "tensors=TensorRows(shape of one row, dtype)) to keep tensors by content hash"
+            )
+        return self._rows
+
+    def _pool(self) -> DeviceBlocks:
+        self._check_open()
+        if self._tiers.hot is None:
+            raise ConfigError(
+                "this store was opened without blocks on a device: say TieredStore.open(..., "
+                "pools={name: tensor [blocks, *shape]})"
+            )
+        return self._tiers.hot
+
+
+async def _on_device(
+    pools: BlockPools, numbers: Iterable[int] | None, host: BlockTier
+) -> DeviceBlocks:
+    ours = range(pools.count) if numbers is None else list(numbers)
+    if min(ours, default=0) < 0 or max(ours, default=0) >= pools.count:
+        raise ValueError(f"pool_blocks: allowed are 0 to {pools.count - 1}")
+    stream = CallerStream.current(pools.device)
+
+    def opened() -> BlockCopies:
+        with stream:  # which also makes its device the current one of this thread
+            return BlockCopies.open(
+                {GROUP: pools.layout},
+                host.slab.view,
+                host.slot_bytes,
+                {GROUP: host.chunk.header_bytes},
+                idle=ours,
+            )
+
+    # Pinning host memory takes a second or so for a few GiB.
+    copies = await carried(in_thread(opened))
+    return DeviceBlocks(pools, ours, copies, stream.mark())

@@ -1,0 +1,163 @@
+"""One HTTP/1.1 exchange without the socket: where arriving bytes go, and when it is over.
+
+h11 parses heads and framed bodies, but cannot receive a body in place. After the head of a wanted
+answer, bytes therefore go straight into the caller's buffer, and h11 sees none of them. Pure: no
+I/O, no asyncio, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import h11
+
+TEXT_LIMIT_BYTES = 8 * 2**20
+"""Longest body kept without a caller's buffer, as of errors and listings. A page of 1,000 keys of
+1,024 escaped bytes has about 3.5 MB; no error comes near that."""
+
+
+EMPTY = memoryview(b"")
+
+
+class BadAnswer(Exception):
+    """Violation of HTTP by the peer, or an answer that ended before its announced length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as it is sent. `target` is already escaped; `headers` lack only Content-Length,
+    which follows from `body`."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: memoryview = EMPTY
+
+    def head(self) -> bytes:
+        """Request line and headers. Raises `h11.LocalProtocolError` for what HTTP forbids."""
+        headers = list(self.headers.items())
+        if self.method in ("PUT", "POST"):
+            headers.append(("Content-Length", str(len(self.body))))
+        request = h11.Request(method=self.method, target=self.target, headers=headers)
+        return h11.Connection(h11.CLIENT).send(request) or b""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer. Header names are lower-case.
+
+    nbytes: announced length of a body that went, or would have gone, into the caller's buffer.
+    body: any other body, cut at `TEXT_LIMIT_BYTES`.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    nbytes: int
+    body: bytes
+
+
+class Exchange:
+    """Reader of the answer to one request.
+
+    The owner asks `place()` where to receive. It calls `arrived(n)` or `arrived_elsewhere(data)`
+    after each receive, and `ended()` when the peer has closed. Those three raise `BadAnswer`.
+
+    into: for the body of a 200 answer. A longer body is left unread, and so is every body if
+    `claim`, called before the first byte is written, returns False.
+    """
+
+    def __init__(
+        self, method: str, into: memoryview | None, claim: Callable[[], bool] | None = None
+    ) -> None:
+        self.response: Response | None = None
+        """Set once, when the answer is complete."""
+        self.reusable = False
+        """Whether the connection can carry another exchange. Meaningful after `response`."""
+        self.begun = False
+        """Whether any byte of an answer has arrived."""
+        self._into = into
+        self._claim = claim
+        self._filled = self._wanted = 0
+        self._text = bytearray()
+        self._head: h11.Response | None = None
+        self._parser = h11.Connection(h11.CLIENT)
+        # h11 needs only the method to frame the answer; the rest of the request does not matter.
+        self._parser.send(h11.Request(method=method, target="/", headers=[("Host", "-")]))
+        self._parser.send(h11.EndOfMessage())
+
+    def place(self) -> memoryview | None:
+        """Memory for the next bytes; None: receive them elsewhere, for `arrived_elsewhere`."""
+        if self._into is None or self._filled >= self._wanted:
+            return None
+        return self._into[self._filled : self._wanted]
+
+    def arrived(self, nbytes: int) -> None:
+        """Note that `nbytes` were received into the memory of `place()`."""
+        self._filled += nbytes
+        if self._filled == self._wanted:
+            self._finish(self._keeps_alive())
+
+    def arrived_elsewhere(self, data: memoryview) -> None:
+        self.begun = True
+        if self.response is not None:
+            self.reusable = False  # an answer to nothing that was asked
+            return
+        self._parser.receive_data(bytes(data))
+        self._advance()
+
+    def ended(self) -> None:
+        """Note that the peer sends no more."""
+        if self._wanted:
+            raise BadAnswer(f"the answer ended after {self._filled} of {self._wanted} bytes")
+        self._parser.receive_data(b"")
+        self._advance()
+
+    def _advance(self) -> None:
+        while self.response is None:
+            try:
+                event = self._parser.next_event()
+            except h11.RemoteProtocolError as error:
+                raise BadAnswer(str(error)) from error
+            if isinstance(event, h11.Response):
+                self._head = event
+                if event.status_code == 200 and self._into is not None:
+                    return self._receive_in_place(self._into, event)
+            elif isinstance(event, h11.Data):
+                self._text += event.data
+                if len(self._text) > TEXT_LIMIT_BYTES:
+                    del self._text[TEXT_LIMIT_BYTES:]
+                    self._finish(reusable=False)
+            elif isinstance(event, h11.EndOfMessage):
+                self._finish(self._keeps_alive())
+            elif event is h11.NEED_DATA or event is h11.PAUSED:
+                return None
+        return None
+
+    def _receive_in_place(self, into: memoryview, head: h11.Response) -> None:
+        length = dict(head.headers).get(b"content-length")
+        if length is None:
+            raise BadAnswer("an object without Content-Length")
+        self._wanted = int(length)
+        allowed = self._claim is None or self._claim()
+        if not allowed or self._wanted > len(into):
+            return self._finish(reusable=False)
+        first, _ = self._parser.trailing_data
+        taken = min(len(first), self._wanted)
+        into[:taken] = first[:taken]
+        self._filled = taken
+        if taken == self._wanted:
+            self._finish(reusable=self._keeps_alive() and taken == len(first))
+        return None
+
+    def _keeps_alive(self) -> bool:
+        assert self._head is not None
+        tokens = b",".join(v for k, v in self._head.headers if k == b"connection").lower()
+        return self._head.http_version == b"1.1" and b"close" not in tokens
+
+    def _finish(self, reusable: bool) -> None:
+        assert self._head is not None
+        headers = {k.decode("ascii"): v.decode("latin-1") for k, v in self._head.headers}
+        self.reusable = reusable
+        self.response = Response(self._head.status_code, headers, self._wanted, bytes(self._text))
+        self._into = None

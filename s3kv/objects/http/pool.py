@@ -1,0 +1,160 @@
+"""A small HTTP/1.1 connection pool for bodies received in place (see `connection`).
+
+A general client copies each body at least once, and a cache moves nothing but bodies. This pool
+speaks to one origin, sends bodies with Content-Length, and knows no redirects, no cookies and no
+proxies: behind a proxy `aiobotocore` is used instead (`s3.s3_store`). All of it belongs to one
+asyncio (or uvloop) loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+import sys
+from contextlib import suppress
+
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects.http.connection import Connection, Lost, Stale
+from s3kv.objects.http.exchange import BadAnswer, Request, Response
+from s3kv.objects.http.watch import Patience, Stalled
+from s3kv.objects.store import Claim
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout  # type: ignore[import-not-found,unused-ignore]
+
+IDLE_LIMIT_S = 20.0
+"""Longest idle time after which a connection is used again. Load balancers drop idle connections
+silently, and only a request that gets no answer would show it."""
+
+
+class Pool:
+    """Connections to one origin.
+
+    tls: None for plain HTTP. size: connections at once; further requests wait their turn, in
+    order, for as long as their caller lets them.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None,
+        size: int,
+        patience: Patience,
+    ) -> None:
+        self._host, self._port, self._tls = host, port, tls
+        self._patience = patience
+        self._permits = asyncio.Semaphore(size)
+        self._open: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._closed = False
+
+    @property
+    def origin(self) -> str:
+        return f"http{'s' if self._tls else ''}://{self._host}:{self._port}"
+
+    async def request(
+        self, request: Request, into: memoryview | None = None, claim: Claim | None = None
+    ) -> Response:
+        """Send `request` and return its answer, whatever its status.
+
+        into: receives the body of a 200 answer, which must have a Content-Length. If that exceeds
+        `into`, or `claim` returns False, the body is left unread and `into` unchanged. However the
+        call ends, nothing writes to `into` or reads `request.body` afterwards. Cancelling the call
+        closes its connection.
+
+        The request is sent once more on a new connection if an idle one proves to be closed: peers
+        close idle connections at any moment. Any other failure raises `StoreUnavailable`; a closed
+        pool raises `StoreError`.
+        """
+        head = request.head()
+        async with self._permits:
+            used = self._take_idle()
+            if used is not None:
+                with suppress(Stale):
+                    return await self._run(used, request, head, into, claim)
+            return await self._run(await self._connect(), request, head, into, claim)
+
+    async def close(self) -> None:
+        """End all connections. Requests on those in use raise. Idempotent."""
+        self._closed = True
+        ending = list(self._open)
+        for connection in ending:
+            connection.abort()
+        await asyncio.gather(*(connection.closed for connection in ending))
+
+    def _take_idle(self) -> Connection | None:
+        if self._closed:
+            raise StoreError("this store has been closed")
+        oldest_s = asyncio.get_running_loop().time() - IDLE_LIMIT_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open and connection.idle_since_s >= oldest_s:
+                return connection
+            connection.abort()
+        return None
+
+    async def _run(
+        self,
+        connection: Connection,
+        request: Request,
+        head: bytes,
+        into: memoryview | None,
+        claim: Claim | None,
+    ) -> Response:
+        try:
+            response = await connection.run(request, head, into, claim)
+        except Stale:
+            raise
+        except (Lost, BadAnswer) as error:
+            raise StoreUnavailable(f"{request.method} to {self.origin} failed: {error}") from error
+        except Stalled as error:
+            raise StoreUnavailable(f"{request.method} to {self.origin} {error}") from error
+        if connection.is_open:
+            self._idle.append(connection)
+        return response
+
+    async def _connect(self) -> Connection:
+        try:
+            async with timeout(self._patience.connect_ms / 1e3):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self._patience),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                )
+        except (OSError, asyncio.TimeoutError) as error:
+            code, why = why_unreachable(error, self._patience.connect_ms)
+            raise StoreUnavailable(f"{self.origin}: {why}", code=code) from error
+        self._open.add(connection)
+        connection.closed.add_done_callback(lambda _: self._open.discard(connection))
+        return connection
+
+
+def why_unreachable(error: BaseException, connect_ms: int) -> tuple[str, str]:
+    """The reason for a failed connection: code and message of the error to raise. Pure."""
+    if isinstance(error, socket.gaierror):
+        todo = "look at endpoint_url and region"
+        return "unresolved", f"the host name cannot be resolved ({error}): {todo}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "untrusted", (
+            f"the server's certificate is not trusted ({error.verify_message}): set ca_bundle "
+            "to the authority that signed it"
+        )
+    if isinstance(error, ssl.SSLError):
+        return "no-tls", f"TLS failed ({error.reason}): does endpoint_url name a TLS port?"
+    if isinstance(error, asyncio.TimeoutError):
+        return "", (
+            f"no connection within {connect_ms} ms (connect_timeout_ms): look at endpoint_url, and "
+            "at whether the network lets it through, or wants HTTPS_PROXY to be set"
+        )
+    # With several addresses asyncio folds their errors into one text.
+    if f"[Errno {errno.ECONNREFUSED}]" in str(error):
+        todo = "look at endpoint_url, is a server there?"
+        return "", f"the connection was refused ({error}): {todo}"
+    return "", f"no connection: {error}"

@@ -1,0 +1,1 @@
+"""S3: the stores, signing, endpoints and the service's answers."""

@@ -1,0 +1,130 @@
+"""Address of a bucket: the URL, the signature and the proxy that botocore would use for it.
+
+botocore's ruleset for endpoints decides, from our settings, its environment variables and its
+files: partition, region, FIPS, dual-stack, acceleration, addressing, access points. We ask its
+client for an object and stop it before it signs or sends the request, so that the address read here
+is the one it would have used.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import botocore.exceptions
+import botocore.session
+from botocore.config import Config as BotocoreConfig
+from botocore.httpsession import ProxyConfiguration, mask_proxy_url
+from botocore.utils import get_environ_proxies
+
+from s3kv.config import Config
+from s3kv.errors import ConfigError, StoreError
+
+_KEY = "key"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Destination of requests for one bucket.
+
+    url: of the bucket; a key follows it. region, service: what requests are signed for; region is
+    "*" if a signature is valid in all regions. scheme: botocore's name for the way of signing:
+    "v4", "v4-s3express" or "v4a". proxy_url: proxy that HTTPS_PROXY or HTTP_PROXY names for this
+    URL, with its password; empty: none. ca_bundle: file of certificate authorities from our
+    settings or botocore's; None: none named.
+    """
+
+    url: str
+    region: str
+    service: str
+    scheme: str
+    proxy_url: str
+    ca_bundle: str | None
+
+    @property
+    def origin(self) -> str:
+        """The URL without its path."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc}"
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def proxy(self) -> str:
+        """The proxy's URL without its password, for people to read."""
+        return str(mask_proxy_url(self.proxy_url)) if self.proxy_url else ""
+
+
+def zone_of(bucket: str) -> str | None:
+    """The zone in the name of a directory bucket; None for any other bucket."""
+    match = re.search(r"--([a-z0-9-]+)--x-s3$", bucket)
+    return match[1] if match else None
+
+
+def find_address(config: Config) -> Address:
+    """Ask botocore where the bucket is. Sends nothing and looks for no credentials.
+
+    Raises `ConfigError` if a package that the bucket needs is missing, and `StoreError` if botocore
+    cannot use its settings or has no endpoint for them.
+    """
+    session = botocore.session.Session()
+    try:
+        client = session.create_client(
+            "s3",
+            region_name=config.region,
+            endpoint_url=config.endpoint_url,
+            aws_access_key_id="unused",  # else they would be looked for, in files and on networks
+            aws_secret_access_key="unused",
+            config=BotocoreConfig(s3=addressing(config)),
+        )
+        url, context = _first_request(client, config.bucket)
+    except botocore.exceptions.MissingDependencyException as error:
+        raise ConfigError(
+            f"bucket is {config.bucket!r}: its requests are signed with Signature Version 4A, "
+            "which needs a package that is not installed: pip install 'botocore[crt]'"
+        ) from error
+    except (botocore.exceptions.BotoCoreError, ValueError) as error:
+        raise StoreError(f"botocore's settings cannot be used: {error}") from error
+    signing = context.get("signing", {})
+    return Address(
+        url=url.removesuffix(_KEY),
+        region=signing.get("region") or client.meta.region_name,
+        service=signing.get("signing_name") or "s3",
+        scheme=context["auth_type"],
+        proxy_url=_proxy_for(url),
+        ca_bundle=config.ca_bundle or session.get_config_variable("ca_bundle"),
+    )
+
+
+def addressing(config: Config) -> Any:
+    """botocore's settings for S3 that follow from ours. "auto" leaves the style to botocore and its
+    files: the host name on AWS if its certificates allow that, the path elsewhere."""
+    if config.addressing_style == "auto":
+        return {}
+    return {"addressing_style": config.addressing_style}
+
+
+def _first_request(client: Any, bucket: str) -> tuple[str, dict[str, Any]]:
+    """The URL and the context of a GET that is answered before it is signed."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def answer(params: dict[str, Any], context: dict[str, Any], **_: Any) -> tuple[Any, Any]:
+        found.append((params["url"], context))
+        return SimpleNamespace(status_code=200), {}
+
+    client.meta.events.register("before-call.s3.GetObject", answer)
+    try:
+        client.get_object(Bucket=bucket, Key=_KEY)
+    finally:
+        client.close()
+    return found[0]
+
+
+def _proxy_for(url: str) -> str:
+    """The proxy botocore would use for this URL, by HTTPS_PROXY, HTTP_PROXY and NO_PROXY."""
+    return ProxyConfiguration(proxies=get_environ_proxies(url)).proxy_url_for(url) or ""

@@ -1,0 +1,151 @@
+"""Credentials that requests are signed with: a user's, and those of a directory bucket's session.
+
+The user's come from botocore's chain, and are looked up again when the store refuses them. botocore
+renews credentials that have an expiry by itself (roles, container and instance endpoints,
+processes). It reads the others once, so that a rewritten shared credentials file would never be
+read again. A refusal is therefore taken as a hint that there may be new credentials now.
+
+A directory bucket (S3 Express One Zone) accepts no requests signed with a user's own keys. The keys
+are exchanged for those of a session, which lasts five minutes and may read, or read and write, as
+its user may (https://docs.aws.amazon.com/AmazonS3/latest/API/API_CreateSession.html). botocore
+requests it: a client for one call takes the loop some 30 ms, once in four minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import botocore.exceptions
+import botocore.parsers
+from aiobotocore.session import AioSession
+from botocore.credentials import ReadOnlyCredentials
+
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreUnavailable
+
+_LOOK_AGAIN_S = 1.0
+"""Least time between two searches for credentials, or two sessions. A bucket policy that refuses
+everything must not make us search for every request."""
+_RENEW_S = 60.0
+"""Time before its end at which a session is replaced: a request signed in time may arrive late."""
+
+
+class Credentials:
+    """Credentials from botocore's chain. Belongs to one asyncio loop. Methods raise `StoreDenied`
+    if there are no valid ones, and `StoreUnavailable` if their source cannot be reached."""
+
+    def __init__(self, session: AioSession) -> None:
+        self._session = session
+        self._source: Any = None
+        self._lock = asyncio.Lock()
+        self._look_again_s = 0.0
+
+    async def frozen(self) -> Any:
+        """Key, secret and token as they are now; two results are equal if all three are."""
+        try:
+            if self._source is None:
+                self._source = await self._session.get_credentials()
+            if self._source is None:
+                raise StoreDenied(
+                    "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                    "AWS_PROFILE, or give this machine a role",
+                    code="no-credentials",
+                )
+            return await self._source.get_frozen_credentials()
+        except (
+            botocore.exceptions.HTTPClientError,
+            botocore.parsers.ResponseParserError,  # STS, or what answers in its place
+        ) as error:
+            raise StoreUnavailable(f"credentials could not be fetched: {error}") from error
+        except (
+            botocore.exceptions.BotoCoreError,
+            botocore.exceptions.ClientError,  # from STS
+            RuntimeError,  # botocore's, when what it fetched has expired already
+        ) as error:
+            raise StoreDenied(
+                f"no valid credentials could be had: {error}", code="bad-credentials"
+            ) from error
+
+    async def differ_from(self, refused: Any) -> bool:
+        """Whether there are other credentials than the refused ones. Looks for new ones if need be,
+        at most once a second."""
+        async with self._lock:
+            if await self.frozen() == refused and _now_s() >= self._look_again_s:
+                self._look_again_s = _now_s() + _LOOK_AGAIN_S
+                self._session, self._source = AioSession(), None
+            return bool(await self.frozen() != refused)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    keys: ReadOnlyCredentials
+    renew_s: float
+    """On the loop's clock."""
+
+
+class SessionCredentials:
+    """Key, secret and token of a session, like `Credentials`. Belongs to one loop.
+
+    Methods raise `StoreDenied` if there are no credentials or they may not have a session, and
+    `StoreUnavailable` if the store does not answer.
+    """
+
+    def __init__(self, session: AioSession, config: Config) -> None:
+        self._botocore = session
+        self._config = config
+        self._lock = asyncio.Lock()
+        self._session: _Session | None = None
+        self._opened_s = -_LOOK_AGAIN_S
+
+    async def frozen(self) -> ReadOnlyCredentials:
+        """Key, secret and token of a session that does not end within `_RENEW_S`."""
+        async with self._lock:
+            if self._session is None or _now_s() >= self._session.renew_s:
+                self._session = await self._open()
+            return self._session.keys
+
+    async def differ_from(self, refused: Any) -> bool:
+        """Whether there is another session than the refused one. Opens one if need be, at most once
+        a second."""
+        async with self._lock:
+            session = self._session
+            if session is None or session.keys == refused:
+                if _now_s() < self._opened_s + _LOOK_AGAIN_S:
+                    return False
+                self._session = session = await self._open()
+            return bool(session.keys != refused)
+
+    async def _open(self) -> _Session:
+        self._opened_s = _now_s()
+        what = f"s3express:CreateSession on {self._config.bucket}"
+        try:
+            async with self._botocore.create_client(
+                "s3", region_name=self._config.region, endpoint_url=self._config.endpoint_url
+            ) as client:
+                told = (await client.create_session(Bucket=self._config.bucket))["Credentials"]
+        except (
+            botocore.exceptions.HTTPClientError,
+            botocore.exceptions.ConnectionError,
+        ) as error:
+            raise StoreUnavailable(f"{what}: {error}") from error
+        except botocore.exceptions.ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status >= 500 or status == 429:
+                raise StoreUnavailable(f"{what}: {error}") from error
+            code = error.response.get("Error", {}).get("Code", "")
+            raise StoreDenied(f"{what}: {error}: grant the action", code=code) from error
+        except botocore.exceptions.BotoCoreError as error:
+            why = f"{what}: no valid credentials could be had: {error}"
+            raise StoreDenied(why, code="bad-credentials") from error
+        keys = ReadOnlyCredentials(
+            told["AccessKeyId"], told["SecretAccessKey"], told["SessionToken"]
+        )
+        lasts_s = (told["Expiration"] - datetime.now(timezone.utc)).total_seconds()
+        return _Session(keys, _now_s() + lasts_s - _RENEW_S)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,104 @@
+"""Cover of a KV-cache group: the blocks that a resume at a length needs. Pure.
+
+A full-attention group needs every block before the length, a sliding window those that the next
+token can see, chunked-local attention those since the last multiple of its size, and a state group
+the one state after the last token. Positions count from the start of the prompt.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class GroupKind(enum.Enum):
+    FULL = "full"
+    WINDOW = "window"
+    """Sliding window: a token sees itself and the `reach_tokens - 1` tokens before it."""
+    LOCAL = "local"
+    """Chunked-local attention: a token sees itself and those since a multiple of `reach_tokens`."""
+    STATE = "state"
+    """Mamba or linear attention: a block is the state after its last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A KV-cache group. A chunk is a whole number of blocks.
+
+    number: the group's number in the keys of its chunks.
+    reach_tokens: of a window or local group, how far its attention reaches; otherwise 0.
+    """
+
+    block_tokens: int
+    chunk_tokens: int
+    kind: GroupKind = GroupKind.FULL
+    reach_tokens: int = 0
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens % self.block_tokens:
+            raise ValueError(
+                f"chunk_tokens is {self.chunk_tokens}: allowed are multiples of a block, "
+                f"{self.block_tokens} tokens"
+            )
+        if (self.reach_tokens > 0) != (self.kind in (GroupKind.WINDOW, GroupKind.LOCAL)):
+            raise ValueError(
+                f"reach_tokens is {self.reach_tokens} in a {self.kind.value} group: allowed is "
+                "more than 0 for windows and local attention, and 0 for all others"
+            )
+
+
+def check_groups(groups: Sequence[GroupSpec]) -> None:
+    """Raise `ValueError` for groups that the planner does not serve together: other than one or
+    more full ones followed by windows, or with chunks of different lengths."""
+    kinds = [group.kind for group in groups]
+    full = kinds.count(GroupKind.FULL)
+    if not full or kinds != [GroupKind.FULL] * full + [GroupKind.WINDOW] * (len(kinds) - full):
+        raise ValueError(
+            f"groups are {[kind.value for kind in kinds]}: allowed are full ones, then windows"
+        )
+    sizes = {group.chunk_tokens for group in groups}
+    if len(sizes) > 1:
+        raise ValueError(f"chunk_tokens are {sorted(sizes)}: allowed is one length for all groups")
+
+
+class Cover(NamedTuple):
+    """Positions of `blocks`, and of the `chunks` that hold them."""
+
+    blocks: range
+    chunks: range
+
+
+def cover(group: GroupSpec, tokens: int) -> Cover:
+    """Cover of a resume at `tokens`. Raises `ValueError` if they do not end with a block."""
+    if tokens < 0 or tokens % group.block_tokens:
+        raise ValueError(f"{tokens} tokens: allowed are multiples of {group.block_tokens}")
+    end = tokens // group.block_tokens
+    start = min(_first_token(group, tokens) // group.block_tokens, end)
+    per_chunk = group.chunk_tokens // group.block_tokens
+    chunks = range(start // per_chunk, -(-end // per_chunk) if start < end else start // per_chunk)
+    return Cover(range(start, end), chunks)
+
+
+def blocks_of_chunk(group: GroupSpec, position: int) -> range:
+    """Positions of the blocks that the object of the chunk at `position` holds: those that a resume
+    at the chunk's end needs."""
+    per_chunk = group.chunk_tokens // group.block_tokens
+    first = position * per_chunk
+    if group.kind is GroupKind.FULL:
+        return range(first, first + per_chunk)
+    needed = cover(group, (position + 1) * group.chunk_tokens).blocks
+    return range(max(first, needed.start), needed.stop)
+
+
+def _first_token(group: GroupSpec, tokens: int) -> int:
+    """The first token that the computation of the token at position `tokens` depends on."""
+    if group.kind is GroupKind.FULL:
+        return 0
+    if group.kind is GroupKind.WINDOW:
+        return max(0, tokens - group.reach_tokens + 1)
+    if group.kind is GroupKind.LOCAL:
+        return tokens - tokens % group.reach_tokens
+    return max(0, tokens - group.block_tokens)

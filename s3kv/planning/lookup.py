@@ -1,0 +1,334 @@
+"""Lookup of a request in one KV-cache group: leases resident chunks and requests the others.
+
+The GET is the probe. Chunks are requested in order from the first that the group needs (`cover`):
+hundreds ahead where the bucket index says "present", otherwise `probe_chunks` ahead, a window that
+doubles with every arrival. The first missing chunk ends the lookup. A fetch under way for another
+request is joined; no chunk is requested twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from s3kv.host.table import Entry
+from s3kv.messages import JobKind, LoadPart
+from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, cover
+from s3kv.planning.ledger import ChunkState, FetchRefusal, Job, Ledger
+from s3kv.planning.pace import Wait
+from s3kv.planning.states import Name, Transitions
+from s3kv.types import ChunkKey, Outcome
+
+KNOWN_WINDOW_CHUNKS = 256
+"""Window for chunks known to be in the bucket: more than any network keeps in flight."""
+ORDERS_PER_LOOKUP = 32
+"""Most fetches ordered in one lookup; the rest follow in the next steps. An order takes 3 to 5 µs
+of the engine's scheduling thread. On arrival a request's whole window is ordered: otherwise the
+network would idle for engine steps, which may take hundreds of ms."""
+
+
+class LookupState(Name):
+    OPEN = "open"
+    """It leases chunks that arrive."""
+    HELD = "held"
+    """Its leases are offered or being loaded. Later arrivals serve other requests."""
+    CLOSED = "closed"
+    """It has no leases and takes none until it is reopened."""
+
+
+class LookupEvent(Name):
+    COLLECT = "collect"
+    RELEASE = "release"
+    HOLD = "hold"
+    CLOSE = "close"
+    REOPEN = "reopen"
+
+
+_OPEN, _HELD, _CLOSED = LookupState
+_FULL = GroupKind.FULL
+
+LOOKUP_TRANSITIONS: Transitions[LookupState, LookupEvent] = Transitions(
+    {
+        (_OPEN, LookupEvent.COLLECT): _OPEN,
+        # The answer was "nothing". The engine may ask again before it admits the request.
+        (_OPEN, LookupEvent.RELEASE): _OPEN,
+        (_OPEN, LookupEvent.HOLD): _HELD,
+        (_OPEN, LookupEvent.CLOSE): _CLOSED,
+        # The engine could not place the request after the offer, and asks again.
+        (_HELD, LookupEvent.COLLECT): _OPEN,
+        (_HELD, LookupEvent.CLOSE): _CLOSED,
+        (_CLOSED, LookupEvent.CLOSE): _CLOSED,
+        (_CLOSED, LookupEvent.REOPEN): _OPEN,
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class ChunkHashes:
+    """Chunk hashes of a request, taken from the engine's growing list of block hashes.
+
+    stride: hash blocks per chunk. salt: key from which the hashes are derived, if not empty.
+    """
+
+    block_hashes: Sequence[bytes]
+    stride: int
+    salt: bytes
+    known: list[bytes] = field(default_factory=list)
+    """Hashes as of the last `read`."""
+
+    def read(self) -> list[bytes]:
+        """Update and return `known`: the hashes of all chunks whose tokens are known by now."""
+        known, stride = self.known, self.stride
+        fresh = self.block_hashes[(len(known) + 1) * stride - 1 :: stride]
+        if fresh:
+            known += [self._salted(h) for h in fresh] if self.salt else fresh
+        return known
+
+    @property
+    def before_the_last(self) -> int:
+        """Number of chunks that end before the last known token."""
+        return (len(self.block_hashes) - 1) // self.stride
+
+    def _salted(self, block_hash: bytes) -> bytes:
+        return blake2b(block_hash, key=self.salt, digest_size=32).digest()
+
+
+@dataclass(slots=True, eq=False)
+class Lookup:
+    """Lookup in one group. Same process, thread and clock as the planner.
+
+    Chunk positions count from the start of the prompt. Chunks `first … ready` are resident, and
+    leased until the engine decides; `ready … asked` have been requested; chunks from `end` on are
+    not requested. window: chunks after `ready` that may be requested without being known.
+    """
+
+    request_id: str
+    ledger: Ledger
+    group: GroupSpec
+    hashes: ChunkHashes
+    wait: Wait
+    window: int
+    state: LookupState = _OPEN
+    first: int = 0
+    ready: int = 0
+    asked: int = 0
+    end: int | None = None
+    leases: list[Entry] = field(default_factory=list)
+    """Leases of the chunks `first … ready`, or none."""
+    early: dict[int, Entry] = field(default_factory=dict)
+    """Leases of chunks after `ready`: they arrived before a chunk that is still missing."""
+    pending: dict[int, Job] = field(default_factory=dict)
+    fetched: set[int] = field(default_factory=set)
+    """Positions of chunks fetched from the bucket for this request, for the hit statistics."""
+    has_more: bool = False
+    """Whether the last `collect` stopped at its limit on orders."""
+
+    # --- questions -------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it leases chunks that arrive."""
+        return self.state is _OPEN
+
+    @property
+    def waits(self) -> bool:
+        """Whether its next chunk is on its way and still counts (is before `end`)."""
+        return self.ready in self.pending and (self.end is None or self.ready < self.end)
+
+    def awaits(self, position: int) -> bool:
+        """Whether the lookup still needs the chunk at `position`."""
+        return self.state is _OPEN and (self.end is None or position < self.end)
+
+    @property
+    def missing(self) -> int:
+        """Number of chunks that it lacks and may yet get."""
+        return self._end - self.ready
+
+    @property
+    def unasked(self) -> int:
+        """Number of chunks that it has yet to request."""
+        return max(0, self._end - self.asked)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of arrivals until it can request its last chunk."""
+        return (self.unasked // self.window).bit_length()
+
+    @property
+    def _end(self) -> int:
+        return len(self.hashes.known) if self.end is None else self.end
+
+    # --- collecting ------------------------------------------------------------------------
+
+    def collect(
+        self, local_tokens: int, aim: int | None, now_s: float, orders: int = ORDERS_PER_LOOKUP
+    ) -> None:
+        """Lease resident chunks from the first missing one on, and request more.
+
+        aim: length to resume at, in chunks; None: all chunks with hashes. Orders at most `orders`
+        fetches, all before `end`. In a full group, resident chunks after `end` are leased, too.
+        """
+        self._step(LookupEvent.COLLECT)
+        first = local_tokens // self.group.chunk_tokens
+        hashes = self.hashes.read()
+        end = len(hashes)
+        if self.group.kind is not _FULL:
+            end = self.hashes.before_the_last if aim is None else aim
+            end = min(end, self.hashes.before_the_last)
+            first = max(first, cover(self.group, end * self.group.chunk_tokens).chunks.start)
+            hashes = hashes[:end]
+        if first != self.first:
+            self._give_back()
+            self.first = self.ready = self.asked = first
+        self._lease(hashes)
+        if self.end is not None and self.end < end:
+            end = self.end
+        counters = self.ledger.counters
+        full = counters["fetches"] + orders
+        pending = len(self.pending)
+        self.has_more = False
+        while self.asked < end and self._ask(self.asked, now_s):
+            self.asked += 1
+            if counters["fetches"] == full:
+                self.has_more = True
+                break
+        if len(self.pending) > pending:
+            self.wait.asked(now_s)
+
+    def _lease(self, hashes: Sequence[bytes]) -> None:
+        entries = self.ledger.table.pin_prefix(self.group.number, hashes, self.ready)
+        self.leases += entries
+        self.ready += len(entries)
+        self.asked = max(self.asked, self.ready)
+        if self.early and entries:
+            for position in [p for p in self.early if p < self.ready]:
+                self.ledger.table.unpin(self.early.pop(position))
+
+    def _lease_early(self, position: int, entry: Entry) -> None:
+        """Keep a resident chunk until the ready ones reach it."""
+        if position >= self.ready and position not in self.early:
+            self.ledger.table.pin(entry)
+            self.early[position] = entry
+
+    def _ask(self, position: int, now_s: float) -> bool:
+        """Order, join or lease the chunk at `position`. Returns False to stop here for now."""
+        if position in self.pending or position in self.early:
+            return True
+        ledger = self.ledger
+        key = ChunkKey(self.group.number, self.hashes.known[position])
+        state = ledger.state(key)
+        if state is ChunkState.RESIDENT:
+            entry = ledger.table.lookup(key)
+            assert entry is not None
+            self._lease_early(position, entry)
+            return True
+        in_window = position < self.ready + self.window
+        known = position < self.ready + KNOWN_WINDOW_CHUNKS and ledger.index.is_present(key)
+        if state is ChunkState.FETCHING and in_window:
+            job = ledger.fetch_job(key)
+        elif state is ChunkState.ABSENT and (in_window or known):
+            refusal = ledger.refusal(key, now_s)
+            if refusal is FetchRefusal.ABSENT:
+                self.end = position
+            # If the fetch cannot be ordered now, the next lookup tries again.
+            fetch = None if refusal else ledger.plan_fetch(key)
+            if fetch is None:
+                return False
+            job = fetch
+            if ledger.residency is not None:
+                ledger.residency.origin(key, JobKind.FETCH, self.request_id, position)
+        else:
+            return False
+        job.waiters.append((self, position))
+        self.pending[position] = job
+        return True
+
+    def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
+        """Take in the end of a fetch that this lookup has ordered or joined."""
+        del self.pending[position]
+        outcome = job.outcomes[JobKind.FETCH]
+        if outcome is Outcome.CANCELLED:
+            # Another request cancelled the fetch just before this one joined. Request it again.
+            self.asked = min(self.asked, position)
+        elif not outcome.is_success:
+            self.end = position if self.end is None else min(self.end, position)
+        elif self.state is _OPEN and job.entry is not None:
+            self._lease_early(position, job.entry)
+            self.fetched.add(position)
+            self.window *= 2
+            self.wait.arrived(now_s)
+            return
+        self.wait.wake()
+
+    # --- answers ---------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Stop waiting: `ready` is final."""
+        self.end = self.ready
+
+    def hold(self, chunks: int) -> None:
+        """Keep only the leases of the ready chunks before `chunks`, for an offer."""
+        self._step(LookupEvent.HOLD)
+        self._give_back_early()
+        while self.ready > chunks:
+            self.ledger.table.unpin(self.leases.pop())
+            self.ready -= 1
+
+    def load_parts(
+        self, block_ids: Sequence[int], begin_tokens: int, end_tokens: int
+    ) -> Iterator[LoadPart]:
+        """The parts of a load that fill the group's blocks from `begin_tokens` to `end_tokens`."""
+        group = self.group
+        is_full = group.kind is _FULL
+        whole = end_tokens == self.ready * group.chunk_tokens
+        assert is_full or whole, "a window fits the length offered, and no other"
+        per_chunk = group.chunk_tokens // group.block_tokens
+        needed = cover(group, end_tokens).blocks
+        start, end = max(needed.start, begin_tokens // group.block_tokens), needed.stop
+        for position in range(start // per_chunk, -(-end // per_chunk)):
+            low, high = position * per_chunk, (position + 1) * per_chunk
+            blocks = tuple(block_ids[max(low, start) : min(high, end)])
+            entry = self.leases[position - self.first]
+            held = low if is_full else blocks_of_chunk(group, position).start
+            yield LoadPart(group.number, entry.number, max(low, start) - held, blocks)
+
+    def release(self) -> None:
+        """Give back all leases. Only `collect` takes new ones."""
+        self._step(LookupEvent.RELEASE)
+        self._give_back()
+
+    def close(self) -> None:
+        """Give back all leases, and lease nothing more."""
+        self._step(LookupEvent.CLOSE)
+        self._give_back()
+
+    def reopen(self) -> None:
+        """Start over: the engine asks again for a partly computed request."""
+        self._step(LookupEvent.REOPEN)
+        self.end = None
+        self.fetched.clear()
+
+    def forget_fetches(self) -> list[Job]:
+        """Stop waiting for all fetches under way. Returns their jobs."""
+        jobs = list(self.pending.values())
+        for position, job in self.pending.items():
+            job.waiters.remove((self, position))
+        self.pending.clear()
+        return jobs
+
+    def _give_back(self) -> None:
+        for entry in self.leases:
+            self.ledger.table.unpin(entry)
+        self.leases.clear()
+        self.ready = self.asked = self.first
+        self.has_more = False
+        self._give_back_early()
+
+    def _give_back_early(self) -> None:
+        for entry in self.early.values():
+            self.ledger.table.unpin(entry)
+        self.early.clear()
+
+    def _step(self, event: LookupEvent) -> None:
+        self.state = LOOKUP_TRANSITIONS.after(self.state, event)

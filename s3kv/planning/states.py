@@ -1,0 +1,27 @@
+"""States and events of the planner's objects, and the tables that say what leads where."""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+
+class Name(enum.Enum):
+    """Name of a state or an event. It hashes by identity: `Enum` would call Python code."""
+
+    __hash__ = object.__hash__
+
+
+S = TypeVar("S", bound=Name)
+E = TypeVar("E", bound=Name)
+
+
+class Transitions(dict[tuple[S, E], S]):
+    """Table of every legal event in every state, and the state that it leads to."""
+
+    def after(self, state: S, event: E) -> S:
+        """The state that `event` leads to. Raises AssertionError if it is not legal."""
+        try:
+            return self[state, event]
+        except KeyError:
+            raise AssertionError(f"{event} is not possible in {state}") from None

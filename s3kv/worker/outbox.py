@@ -1,0 +1,170 @@
+"""Outbox: items on their way from an engine to the bucket.
+
+The engine's thread asks for a place, has the item copied there, and goes on. The outbox's own
+thread waits for the copy, orders the upload, and notes its end; without it an idle engine would
+never upload what it encoded last. The thread handles messages, never bytes; those move in the I/O
+process. `take_ends`, on the engine's thread, frees the places.
+
+If there is no room, an item is not saved, and the next request that needs it encodes it again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from s3kv.host.room import PAGE_BYTES, Extents
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from s3kv.io.orders import Complaints
+from s3kv.messages import JobEnd, JobKind
+from s3kv.types import ChunkKey, ItemShape, Outcome, Span
+
+_IDLE_S = 1.0
+"""How often an idle outbox polls its I/O process."""
+_LINGER_S = 0.005
+"""How often the outbox polls its I/O process while items are on their way."""
+
+
+class Copy(Protocol):
+    """A copy to the outbox's slab that was started."""
+
+    def wait(self) -> None:
+        """Block until all bytes are in place. Raises `RuntimeError` if the device failed."""
+
+
+class _Parcel(NamedTuple):
+    key: ChunkKey
+    span: Span
+    shape: ItemShape
+    copy: Copy
+    since_s: float
+
+
+class OutboxEnds(NamedTuple):
+    """Ends since the last call. counters: by outcome, and those of the I/O process. uploaded: keys
+    the bucket now holds. seconds: durations of successful copies and uploads, by metric."""
+
+    counters: Counter[str]
+    uploaded: list[ChunkKey]
+    seconds: dict[str, list[float]]
+
+
+class Outbox:
+    """The outbox of one engine. `client` has been started and has tried the bucket; `close` closes
+    client and slab.
+
+    All methods are for the engine's thread. clock: seconds, monotonic.
+    """
+
+    def __init__(self, client: IoClient, slab: Slab, clock: Callable[[], float]) -> None:
+        self._client = client
+        self._slab = slab
+        self._clock = clock
+        self._complaints = Complaints(clock)
+        self._extents = Extents(slab.nbytes // PAGE_BYTES)
+        self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[_Parcel, float | None, JobEnd]] = queue.SimpleQueue()
+        self._underway: dict[int, tuple[_Parcel, float]] = {}
+        self._io: Counter[str] = Counter()
+        """The client's counters as the outbox's thread saw them last; replaced, never changed."""
+        self._io_told: Counter[str] = self._io
+        self._drain_s = 0.0
+        self._left = 0
+        self._thread = threading.Thread(target=self._serve, name="s3kv-outbox", daemon=True)
+        self._thread.start()
+
+    @property
+    def view(self) -> memoryview:
+        """The slab's memory, which the places are in."""
+        return self._slab.view
+
+    def place(self, nbytes: int) -> Span | None:
+        """Room for an object of `nbytes`, or None. Pass it to `send` or to `put_back`."""
+        pages = -(-nbytes // PAGE_BYTES)
+        if pages > self._extents.largest or not self._thread.is_alive():
+            return None
+        start = self._extents.allocate(pages)
+        return None if start is None else Span(start * PAGE_BYTES, nbytes)
+
+    def put_back(self, span: Span) -> None:
+        """Free a place to which nothing was copied after all."""
+        self._extents.free(span.offset // PAGE_BYTES)
+
+    def send(self, key: ChunkKey, span: Span, shape: ItemShape, copy: Copy) -> None:
+        """Upload what `copy` brings to the place. `take_ends` reports the end."""
+        self._parcels.put(_Parcel(key, span, shape, copy, self._clock()))
+
+    def take_ends(self) -> OutboxEnds:
+        """The ends since the last call; frees their places. Does not block."""
+        ends = OutboxEnds(Counter(), [], {})
+        while not self._ended.empty():
+            self._tell(*self._ended.get(), ends)
+        io = self._io
+        if io is not self._io_told:
+            ends.counters.update(io - self._io_told)
+            self._io_told = io
+        return ends
+
+    def _tell(self, parcel: _Parcel, copy_s: float | None, end: JobEnd, ends: OutboxEnds) -> None:
+        self.put_back(parcel.span)
+        if copy_s is not None:
+            ends.counters["save_ok"] += 1
+            ends.counters["save_bytes"] += parcel.shape.nbytes
+            ends.seconds.setdefault("save_seconds", []).append(copy_s)
+        ends.counters[f"upload_{end.outcome.name.lower()}"] += 1
+        if end.outcome.is_success:
+            ends.counters["upload_bytes"] += parcel.shape.nbytes
+            ends.seconds.setdefault("upload_seconds", []).append(end.seconds)
+            ends.uploaded.append(parcel.key)
+
+    def close(self, drain_timeout_s: float) -> int:
+        """Finish uploads within `drain_timeout_s`, then release everything. Returns the number of
+        uploads left.
+        """
+        self._drain_s = drain_timeout_s
+        self._parcels.put(None)
+        self._thread.join()
+        self._client.close()
+        self._slab.close()
+        return self._left
+
+    # --- the outbox's thread ---------------------------------------------------------------
+
+    def _serve(self) -> None:
+        job_id = 0
+        while True:
+            try:
+                parcel = self._parcels.get(timeout=_LINGER_S if self._underway else _IDLE_S)
+            except queue.Empty:
+                self._poll()
+                continue
+            if parcel is None:
+                break
+            job_id += 1
+            self._upload(job_id, parcel)
+            self._poll()
+        self._left = self._client.drain(self._drain_s)
+        self._poll()
+
+    def _upload(self, job_id: int, parcel: _Parcel) -> None:
+        try:
+            parcel.copy.wait()
+        except RuntimeError as error:
+            detail = f"a copy from the device failed: {error}"
+            end = JobEnd(job_id, JobKind.UPLOAD, Outcome.FAILED, detail=detail)
+            self._complaints.note(end)
+            self._ended.put((parcel, None, end))
+            return
+        self._underway[job_id] = parcel, self._clock() - parcel.since_s
+        self._client.upload(job_id, parcel.key, parcel.span.offset, parcel.shape)
+        self._client.flush()
+
+    def _poll(self) -> None:
+        for end in self._client.poll():
+            self._ended.put((*self._underway.pop(end.job_id), end))
+        if self._io != self._client.counters:
+            self._io = Counter(self._client.counters)

@@ -1,0 +1,235 @@
+"""One rank's worker: carries out step plans and reports how their jobs ended.
+
+It runs on the engine's thread of a worker process and never waits there, except for a fence on a
+device without streams, at shutdown, and where the plan says that the engine has nothing to do.
+Device copies and the I/O process do the work; this joins them: a chunk copied to a slot is handed
+to the I/O process for upload, and an order that cannot be carried out ends as failed. Its reports
+are all the scheduler knows of this rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from s3kv.device.copies import BlockCopies
+from s3kv.io.client import IoClient
+from s3kv.messages import (
+    FetchOrder,
+    JobEnd,
+    JobKind,
+    LoadOrder,
+    SaveOrder,
+    StepPlan,
+    StepReport,
+)
+from s3kv.types import ChunkKey, Outcome
+
+_GIVE_UP_S = 5.0
+
+
+class _RequestLoad(NamedTuple):
+    nbytes: int
+    since_s: float
+
+
+class RankWorker:
+    """The worker of one rank. `copies` and `client` work on the same slab; `shutdown` closes both.
+
+    slot_bytes: distance between slots, which start at offset 0 of the slab. block_bytes: size of
+    one block of each group on this rank. clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        copies: BlockCopies,
+        client: IoClient,
+        slot_bytes: int,
+        block_bytes: Mapping[int, int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._seconds: dict[str, list[float]] = {}
+        self._clock = clock
+        self._copies = copies
+        self._client = client
+        self._slot_bytes = slot_bytes
+        self._block_bytes = block_bytes
+        self._saves: dict[int, SaveOrder] = {}
+        self._jobs: set[int] = set()
+        self._report = StepReport()
+        self._loading: dict[str, _RequestLoad] = {}
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._suspended = False
+
+    # --- a step, in the order the engine calls ---------------------------------------------
+
+    def begin(self, plan: StepPlan) -> None:
+        """Fence blocks, and start what the network does. Called before the step writes to
+        blocks.
+        """
+        if plan.fences:
+            self._copies.fence(plan.fences)
+        for fetch in plan.fetches:
+            self._fetch(fetch)
+        for job_id in plan.cancels:
+            self._client.cancel(job_id)
+        for job_id in plan.withdrawals:
+            self._client.withdraw(job_id)
+        for upload in plan.uploads:
+            self._upload(upload.job_id, upload.key, upload.slot)
+        self._client.flush()
+
+    def load(self, orders: Iterable[LoadOrder]) -> None:
+        for order in orders:
+            nbytes = sum(self._nbytes(part.group, part.block_ids) for part in order.parts)
+            self._loading[order.request_id] = _RequestLoad(nbytes, self._clock())
+            if self._suspended:
+                self._loaded_or_failed(order.request_id, False)
+            else:
+                self._copies.load(order.request_id, order.parts)
+
+    def save(self, orders: Sequence[SaveOrder], *, read_first: bool = False) -> None:
+        """Copy blocks to slots. Called after the forward that fills the blocks has been launched.
+
+        read_first: fence the blocks now, so that what the engine launches next begins after they
+            have been read.
+        """
+        if self._suspended:
+            self.refuse(orders)
+            return
+        for order in orders:
+            self._saves[order.job_id] = order
+            self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
+        if read_first:
+            self._copies.fence(order.job_id for order in orders)
+
+    def refuse(self, orders: Iterable[SaveOrder]) -> None:
+        """Let saves end as failed: what the blocks hold is not what their keys say."""
+        for order in orders:
+            self._saved(order, False, 0.0)
+
+    def wait_launched(self, timeout_s: float) -> bool:
+        """Block until the device has been given every copy ordered so far. Returns False when time
+        ran out first. For an engine that may take the blocks' memory away once the device is idle.
+        """
+        return self._copies.wait_started(timeout_s)
+
+    def suspend(self, timeout_s: float) -> bool:
+        """Finish the copies, because the blocks' memory goes away; those ordered before `resume`
+        end as failed. Returns False when time ran out first. Idempotent.
+        """
+        self._suspended = True
+        return self._copies.wait_all(timeout_s)
+
+    def resume(self) -> None:
+        """Copy again: the blocks' memory is back, at the same addresses. Idempotent."""
+        self._suspended = False
+
+    def poll(self, linger_s: float = 0.0) -> None:
+        """Collect the ends since the last call; `take_report` and `take_loaded` hand them on.
+
+        linger_s: how long to wait for a load to end or, if no copy is under way, for a fetch or an
+            upload.
+        """
+        if linger_s and self._loading:
+            self._copies.wait_load(linger_s)
+        ends = self._copies.poll()
+        for job_id, ok, seconds in ends.saved:
+            self._saved(self._saves.pop(job_id), ok, seconds)
+        for request_id, ok in ends.loaded:
+            self._loaded_or_failed(request_id, ok)
+        copying = self._loading or self._saves
+        for end in self._client.poll(0.0 if copying else linger_s):
+            self._jobs.remove(end.job_id)
+            self._end(end)
+            if end.reason:
+                self.counters[f"{end.kind.value}_corrupt_{end.reason}"] += 1
+        self._client.flush()
+
+    def take_report(self) -> StepReport | None:
+        """The ends since the last call; None if there are none."""
+        if not self._report.ends:
+            return None
+        report, self._report = self._report, StepReport()
+        return report
+
+    def take_seconds(self) -> dict[str, list[float]]:
+        """Durations of the jobs that have succeeded since the last call, by metric
+        ("fetch_seconds").
+        """
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+    def take_loaded(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended, and those of them whose load failed."""
+        loaded, self._loaded = self._loaded, set()
+        failed, self._failed = self._failed, set()
+        return loaded, failed
+
+    def give_up_loads(self) -> set[str]:
+        """Wait for the copies, and return the requests whose loads were not reported as ended. Used
+        when this object cannot be trusted any longer. Gives up waiting after `_GIVE_UP_S`.
+        """
+        self._copies.wait_all(_GIVE_UP_S)
+        return set(self._loading) | self._loaded
+
+    def shutdown(self, drain_timeout_s: float) -> int:
+        """Finish copies and uploads within `drain_timeout_s`, then close. Returns the number of
+        uploads left.
+        """
+        deadline_s = self._clock() + drain_timeout_s
+        self._copies.wait_all(drain_timeout_s)
+        self.poll()
+        left = self._client.drain(max(0.0, deadline_s - self._clock()))
+        self._client.close()
+        self._copies.close()
+        return left
+
+    @property
+    def busy(self) -> int:
+        """Orders not ended yet. For tests."""
+        return len(self._saves) + len(self._jobs)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _fetch(self, order: FetchOrder) -> None:
+        self._jobs.add(order.job_id)
+        self._client.fetch(order.job_id, order.key, order.slot * self._slot_bytes)
+
+    def _upload(self, job_id: int, key: ChunkKey, slot: int) -> None:
+        self._jobs.add(job_id)
+        self._client.upload(job_id, key, slot * self._slot_bytes)
+
+    def _nbytes(self, group: int, block_ids: tuple[int, ...]) -> int:
+        return self._block_bytes[group] * len(block_ids)
+
+    def _loaded_or_failed(self, request_id: str, ok: bool) -> None:
+        load = self._loading.pop(request_id)
+        self._loaded.add(request_id)
+        if not ok:
+            self._failed.add(request_id)
+            return
+        self.counters["load_ok"] += 1
+        self.counters["load_bytes"] += load.nbytes
+        self._seconds.setdefault("load_seconds", []).append(self._clock() - load.since_s)
+
+    def _saved(self, order: SaveOrder, ok: bool, seconds: float) -> None:
+        outcome = Outcome.OK if ok else Outcome.FAILED
+        nbytes = self._nbytes(order.key.group, order.block_ids)
+        self._end(JobEnd(order.job_id, JobKind.SAVE, outcome, nbytes, seconds))
+        if ok:
+            self._upload(order.job_id, order.key, order.slot)
+        else:
+            self._end(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED))
+
+    def _end(self, end: JobEnd) -> None:
+        kind = end.kind.value
+        self.counters[f"{kind}_{end.outcome.name.lower()}"] += 1
+        if end.outcome.is_success:
+            self.counters[f"{kind}_bytes"] += end.nbytes
+            self._seconds.setdefault(f"{kind}_seconds", []).append(end.seconds)
+        self._report.add(end)

@@ -1,0 +1,107 @@
+"""An engine as a fingerprint sees it: vLLM's own configuration objects, and changes to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lab import models
+from s3kv.config import Config
+from s3kv.connectors.identity import ENVIRONMENT, fingerprint
+from s3kv.connectors.kv_translate import geometry
+from tests.contract.configurations import FULL, groups
+
+PAGE: dict[str, Any] = {"chunk_blocks": 2, "layers": [{"dtype": "BF16", "order": "HNC"}]}
+
+
+class Engine:
+    """What a fingerprint is taken of. Changes to vLLM's objects go through `patch`."""
+
+    def __init__(self, vllm_config: Any, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self._undo: list[tuple[dict[str, Any], str, Any]] = []
+        self.config = Config(bucket="kv-cache")
+        self.vllm = vllm_config
+        self.cache = groups(FULL)
+        self.page = PAGE
+        self.set(self.vllm.compilation_config, static_forward_context={"layer.0": layer("CPU")})
+
+    def set(self, holder: Any, **values: Any) -> None:
+        for name, value in values.items():
+            # Around pydantic, which would want whole configurations where a name is enough.
+            before = holder.__dict__.get(name, self)
+            holder.__dict__[name] = value
+            self._undo.append((holder.__dict__, name, before))
+
+    def restore(self) -> None:
+        while self._undo:
+            values, name, before = self._undo.pop()
+            if before is self:
+                del values[name]
+            else:
+                values[name] = before
+
+    def fingerprint(self) -> dict[str, Any]:
+        sizes = geometry(self.config, self.vllm, self.cache)
+        return fingerprint(self.config, self.vllm, self.cache, sizes, self.page)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.model.model)
+
+    @property
+    def model(self) -> Any:
+        return self.vllm.model_config
+
+    def settings(self, **settings: Any) -> None:
+        self.config = dataclasses.replace(self.config, **settings)
+
+
+def layer(backend: str) -> Any:
+    return SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+
+
+def an_engine(
+    vllm_config: Any, patch: pytest.MonkeyPatch, directory: Path, folder: Path
+) -> Iterator[Engine]:
+    """An engine of a model of this test's own, whose name does not tell where it lies."""
+    shutil.copytree(models.build(directory, models.TINY), folder)
+    patch.delenv("PYTHONHASHSEED", raising=False)
+    for name in ENVIRONMENT:
+        patch.delenv(name, raising=False)
+    it = Engine(vllm_config, patch)
+    it.set(it.model, model=str(folder))
+    it.settings(model_id="tiny")
+    yield it
+    it.restore()
+
+
+def leaves(tree: Any, depth: int = 2) -> dict[str, Any]:
+    """Field -> value, down to the second level."""
+    if depth == 0 or not isinstance(tree, dict):
+        return {"": tree}
+    return {
+        f"{key}.{name}".rstrip("."): value
+        for key, item in tree.items()
+        for name, value in leaves(item, depth - 1).items()
+    }
+
+
+def sees(**settings: Any) -> Callable[[Engine], None]:
+    """A multi-modal model. vLLM's object is not needed: a fingerprint reads names off it."""
+    return lambda e: e.set(e.model, multimodal_config=SimpleNamespace(**settings))
+
+
+def drafts(e: Engine, **settings: Any) -> None:
+    """With a draft model in a folder of its own, the same model under another path."""
+    folder = e.folder.parent / "draft"
+    shutil.copytree(e.folder, folder, dirs_exist_ok=True)
+    draft = SimpleNamespace(**e.model.__dict__ | {"model": str(folder)})
+    spoken = {"method": "draft_model", "draft_model_config": draft} | settings
+    e.set(e.vllm, speculative_config=SimpleNamespace(**spoken))

@@ -1,0 +1,150 @@
+"""The scheduler's side of the EC connector, driven by hand."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.connectors.ec_scheduler import ECSchedulerSide
+from s3kv.connectors.ec_translate import (
+    ItemWorkerReport,
+)
+from s3kv.messages import ItemReport, JobEnd, JobKind
+from s3kv.types import Outcome
+from tests.contract.test_ec_translate import HASH, feature, request, vllm_config
+from tests.unit.planning.ec_desk import WIDTH
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> ECSchedulerSide:
+    """Without an I/O process: the test ends the fetches."""
+    monkeypatch.setattr(ECSchedulerSide, "_start", lambda self: None)
+    config = Config(bucket="bkt", host_bytes=2**22, recompute_gate=False)
+    return ECSchedulerSide(config, vllm_config(), may_load=True, may_save=True)
+
+
+def arrive(side: ECSchedulerSide) -> None:
+    for order in side.planner.take_fetches():
+        nbytes = 4096 + order.shape.rows * WIDTH * 2
+        side.planner.on_end(JobEnd(order.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1), 0.0)
+
+
+def output(tokens: int = 1, freed: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=list(freed))
+
+
+def test_a_prefix_that_covers_the_image_needs_no_image(side: ECSchedulerSide) -> None:
+    one = request("r", feature(offset=10, length=100))
+    assert side.ensure(one, 110)
+    assert side.planner.take_fetches() == []
+    two = request("s", feature(offset=10, length=100))
+    assert not side.ensure(two, 109), "the last token of it has yet to be computed"
+
+
+def test_what_was_promised_is_loaded_even_if_everything_else_breaks(
+    side: ECSchedulerSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = request("r", feature())
+    assert not side.ensure(one, 0)
+    arrive(side)
+    assert side.ensure(one, 0)
+    assert side.has(HASH)
+
+    def fail(*args: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(side.planner, "allocated", fail)
+    side.allocated(one, 0)
+    assert side.broken == "_allocated"
+    assert side.has(HASH), "what was said in this pass holds to its end"
+    plan = side.plan(output())
+    assert [load.identifier for load in plan.loads] == [HASH]
+    assert not side.has(HASH)
+    assert side.plan(output()).loads == ()
+    assert side.ensure(request("s", feature("cd" * 32)), 0)
+    side.on_finished(one)
+    assert "without its cache" in caplog.text
+    stats = side.stats()
+    assert stats is not None
+    assert stats.data["internal_errors"] == 1
+
+
+def test_a_request_that_has_all_it_needs_costs_a_dictionary_read(side: ECSchedulerSide) -> None:
+    one = request("r", feature())
+    side.ensure(one, 0)
+    arrive(side)
+    assert side.ensure(one, 0)
+    side.planner.ensure = None  # type: ignore[method-assign, assignment]
+    assert side.ensure(one, 0)
+    assert side.broken is None
+
+
+class Client:
+    """Writes down what it is told, in the order of the I/O client's calls."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def fetch(self, job_id: int, *rest: Any) -> None:
+        self.told.append(f"fetch {job_id}")
+
+    def cancel(self, job_id: int) -> None:
+        self.told.append(f"cancel {job_id}")
+
+    def flush(self) -> None:
+        self.told.append("flush")
+
+    def poll(self, linger_s: float) -> list[Any]:
+        self.told.append("poll")
+        return []
+
+    def take(self) -> list[str]:
+        told, self.told = self.told, []
+        return told
+
+
+def test_a_pass_speaks_to_the_io_process_once(side: ECSchedulerSide) -> None:
+    """However many requests ask, and not at all while they only wait for what was asked."""
+    side._client = client = Client()  # type: ignore[assignment]
+    side._polled_s = time.monotonic()
+    requests = [request(f"r{n}", feature(f"{n:064x}")) for n in range(3)]
+    for one in requests:
+        assert not side.ensure(one, 0)
+    assert client.take() == [], "nothing was under way, so there was nothing to hear"
+    side.plan(output())
+    assert client.take() == ["fetch 1", "fetch 2", "fetch 3", "flush"]
+    for one in requests:
+        assert not side.ensure(one, 0)
+    side.plan(output())
+    assert client.take() == ["poll", "flush"]
+    side.on_finished(requests[1])
+    assert client.take() == ["cancel 2", "flush"], "there may be no further pass"
+
+
+def test_a_prefix_that_is_gone_while_the_request_waits_is_noticed(side: ECSchedulerSide) -> None:
+    """Then it needs an item it did not need in the pass before."""
+    one = request("r", feature(HASH, offset=0), feature("cd" * 32, offset=200))
+    assert not side.ensure(one, 150)
+    assert len(side.planner.take_fetches()) == 1
+    assert not side.ensure(one, 0)
+    assert len(side.planner.take_fetches()) == 1
+
+
+def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
+    side.stats()
+    seconds = {"upload_seconds": [0.1, 0.2]}
+    counted = {"encoded": 2, "upload_ok": 2, "io_requests|PUT|2xx": 2, "saves_dropped": 1}
+    report = ItemReport(counted, encoded_rows=64, seconds=seconds)
+    other = ItemReport({"encoded": 1}, seconds={"upload_seconds": [0.3]})
+    mine = ItemWorkerReport(report).aggregate(ItemWorkerReport(other))
+    side.on_output(SimpleNamespace(ec_connector_worker_meta=mine))  # type: ignore[arg-type]
+    side.on_output(SimpleNamespace())  # type: ignore[arg-type]
+    stats = side.stats()
+    assert stats is not None
+    told = {"encoded": 3, "upload_ok": 2, "io_requests|PUT|2xx": 2, "saves_dropped|memory_full": 1}
+    assert stats.data == told | {"upload_seconds": [0.1, 0.2, 0.3]}
+    assert side.stats() is None

@@ -1,0 +1,98 @@
+"""The KV connector as vLLM calls it: one class, of which each process has one side.
+
+For the parameters of its hooks see test_hooks.py, for loads and their ends test_load_results.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from s3kv.connectors import S3KVConnector, kv
+from s3kv.connectors.adapter_loads import AdapterStep
+from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello
+from s3kv.messages import EMPTY_PLAN, StepPlan
+
+
+class Side:
+    """Either side: writes down what it is told, and answers as the test wants."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.told: list[tuple[str, tuple[Any, ...]]] = []
+        self.answers = answers
+        self.adapters = SimpleNamespace(next_step=lambda: AdapterStep(3, 2))
+
+    def __getattr__(self, name: str) -> Any:
+        def hook(*arguments: Any) -> Any:
+            self.told.append((name, arguments))
+            return self.answers.get(name)
+
+        return hook
+
+
+def connector(role: KVConnectorRole, side: Side) -> S3KVConnector:
+    made = S3KVConnector.__new__(S3KVConnector)
+    made._role = role
+    made._connector_metadata = None
+    made._world_size = 2
+    if role is KVConnectorRole.SCHEDULER:
+        made._scheduler = side  # type: ignore[assignment]
+    else:
+        made._worker = side  # type: ignore[assignment]
+    return made
+
+
+def test_a_step_takes_its_plan_to_the_worker() -> None:
+    side, plan = Side(), StepPlan(linger_s=0.5)
+    worker = connector(KVConnectorRole.WORKER, side)
+    worker.wait_for_save()
+    metadata = PlanMetadata(plan, AdapterStep(3, 2))
+    worker.handle_preemptions(metadata)
+    worker.bind_connector_metadata(metadata)
+    worker.wait_for_save()
+    assert side.told == [
+        ("save", (EMPTY_PLAN,)),  # nothing is bound in a step without a scheduler's plan
+        ("begin", (plan, AdapterStep(3, 2))),
+        ("save", (plan,)),
+    ]
+
+
+def test_the_scheduler_numbers_the_step_of_its_plan() -> None:
+    plan = StepPlan(linger_s=0.5)
+    scheduler = connector(KVConnectorRole.SCHEDULER, Side(plan=plan))
+    made = scheduler.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
+    assert made == PlanMetadata(plan, AdapterStep(3, 2))
+
+
+def test_hellos_of_other_connectors_are_left_out() -> None:
+    side, hello = Side(), WorkerHello("namespace", 8, 4096)
+    scheduler = connector(KVConnectorRole.SCHEDULER, side)
+    scheduler.set_xfer_handshake_metadata({0: hello, 1: SimpleNamespace()})  # type: ignore[dict-item]
+    assert side.told == [("set_workers", ([hello], 2))]
+
+
+@pytest.mark.skipif(kv.CacheHitSource is None, reason=f"newer than vLLM {vllm.__version__}")
+@pytest.mark.parametrize(("bucket", "host"), [(0, 48), (16, 32), (48, 0)])
+def test_hits_are_told_by_where_they_came_from(bucket: int, host: int) -> None:
+    scheduler = connector(KVConnectorRole.SCHEDULER, Side(bucket_tokens=bucket))
+    sources = scheduler.get_external_cache_hit_sources(SimpleNamespace(), 48)  # type: ignore[arg-type]
+    named = {"HOST": host, "EXTERNAL_UNSPECIFIED": bucket}
+    assert {source.name: tokens for source, tokens in sources.items()} == {
+        name: tokens for name, tokens in named.items() if tokens
+    }
+
+
+@pytest.mark.parametrize(
+    ("role", "hook"),
+    [(KVConnectorRole.SCHEDULER, []), (KVConnectorRole.WORKER, ["shutdown"])],
+)
+def test_only_a_worker_has_something_to_shut_down(role: KVConnectorRole, hook: list[str]) -> None:
+    side = Side(stats="statistics")
+    ours = connector(role, side)
+    assert ours.get_kv_connector_stats() == "statistics"  # type: ignore[comparison-overlap]
+    ours.shutdown()
+    assert [name for name, _ in side.told] == ["stats", *hook]

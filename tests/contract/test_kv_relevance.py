@@ -1,0 +1,162 @@
+"""Of everything that can be set in vLLM or lie in a model's folder it is known whether it changes
+the bytes of a chunk or what they mean; and what is known is what the fingerprint does.
+
+A field that a new version of vLLM has and the tables do not is a failure here. To mend it, find out
+what the field does, and give it a row.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+
+from s3kv.connectors import identity
+from tests.contract import test_identity
+from tests.contract.fingerprints import Engine, an_engine, drafts, leaves, sees
+from tests.contract.kv_relevance import BLOCK_HASH, FINGERPRINT, NO, Row, table, wrong
+
+PACKAGE = Path(vllm.__file__).parent
+VERSION = ".".join(vllm.__version__.split(".")[:2])
+CONFIG = [row for row in table("config") if row.in_version(VERSION)]
+ENVIRONMENT = [row for row in table("environment") if row.in_version(VERSION)]
+FILES = table("files")
+HOLDERS = {
+    "VllmConfig": "",
+    "ModelConfig": "model_config",
+    "CacheConfig": "cache_config",
+    "ParallelConfig": "parallel_config",
+    "SchedulerConfig": "scheduler_config",
+    "AttentionConfig": "attention_config",
+    "KernelConfig": "kernel_config",
+    "CompilationConfig": "compilation_config",
+    "DeviceConfig": "device_config",
+    "LoadConfig": "load_config",
+    "LoRAConfig": "lora_config",
+    "SpeculativeConfig": "speculative_config",
+    "DiffusionConfig": "diffusion_config",
+}
+NOT_AS_IT_STANDS = {"model.runner", "model.convert", "model.max_model_len"}
+"""Places that bear a field's name: vLLM resolves the first two, the last matters to long rope."""
+
+
+@pytest.fixture
+def engine(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, directory: Path, tmp_path: Path
+) -> Iterator[Engine]:
+    """One that has everything a fingerprint looks at: images, adapters, a draft, diffusion."""
+    for it in an_engine(tiny_config, monkeypatch, directory, tmp_path / "model"):
+        sees()(it)
+        drafts(it)
+        for name in ("lora_config", "diffusion_config"):
+            it.set(it.vllm, **{name: SimpleNamespace()})
+        yield it
+
+
+def holder_of(engine: Engine, row: Row) -> Any:
+    if row.group == "MultiModalConfig":
+        return engine.model.multimodal_config
+    attribute = HOLDERS.get(row.group)
+    if attribute is None:
+        return None
+    return getattr(engine.vllm, attribute) if attribute else engine.vllm
+
+
+def stands_under_its_own_name(row: Row) -> bool:
+    return row.at.endswith(f".{row.name}") and row.at not in NOT_AS_IT_STANDS
+
+
+def test_every_field_and_variable_of_this_vllm_has_a_row() -> None:
+    assert wrong(PACKAGE, VERSION) == []
+
+
+def test_a_field_that_is_new_is_noticed(tmp_path: Path) -> None:
+    """The control, on sources of its own."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "cache.py").write_text("class CacheConfig:\n    new_format: str = 'a'\n")
+    (tmp_path / "envs.py").write_text("environment_variables: dict = {'VLLM_NEW': 1}\n")
+    found = wrong(tmp_path, VERSION)
+    assert "config.toml: CacheConfig.new_format has no row" in found
+    assert "environment.toml: VLLM_NEW has no row" in found
+    assert f"config.toml: CacheConfig.cache_dtype is not in vLLM {VERSION}" in found
+
+
+def test_every_place_that_a_row_names_is_there_and_is_tried(engine: Engine) -> None:
+    """Tried: the next test changes it, or test_identity.py, and gets another namespace."""
+    tried = {c[0] for c in test_identity.CHANGES} | {c[0] for c in test_identity.TOGETHER}
+    tried |= {row.at for row in CONFIG if stands_under_its_own_name(row)} | {"environment"}
+    there = set(leaves(engine.fingerprint())) | set(engine.fingerprint())
+    for row in CONFIG + ENVIRONMENT + FILES:
+        if row.where == FINGERPRINT and row.at:
+            assert row.at in there, row
+            assert row.at in tried or row.at in {place.partition(".")[0] for place in tried}, row
+
+
+def test_a_setting_is_in_the_fingerprint_where_its_row_says_so(engine: Engine) -> None:
+    """Those that stand there under their own name; the others are in test_identity.py."""
+    count = 0
+    before = leaves(engine.fingerprint())
+    for row in CONFIG:
+        holder = holder_of(engine, row)
+        if stands_under_its_own_name(row):
+            engine.set(holder, **{row.name: "another"})
+            after = leaves(engine.fingerprint())
+            assert after[row.at] != before[row.at], row
+            before = after
+            count += 1
+    assert count > 30
+
+
+@pytest.mark.long
+def test_a_setting_is_not_in_the_fingerprint_where_its_row_says_so(engine: Engine) -> None:
+    """What is in it without need keeps engines apart that could share."""
+    count = 0
+    before = engine.fingerprint()
+    for row in CONFIG:
+        holder = holder_of(engine, row)
+        has_rows = row.name.endswith("_config")
+        if row.where in (BLOCK_HASH, NO) and holder is not None and not has_rows:
+            engine.set(holder, **{row.name: "another"})
+            assert engine.fingerprint() == before, row
+            count += 1
+    assert count > 200
+
+
+@pytest.mark.long
+def test_variables_are_in_the_fingerprint_where_their_rows_say_so(engine: Engine) -> None:
+    named = set()
+    for row in ENVIRONMENT:
+        before = engine.fingerprint()
+        engine.patch.setenv(row.name, "2")
+        if row.at == "environment":
+            assert engine.fingerprint()["environment"][row.name] == "2", row
+            named.add(row.name)
+        elif row.where == NO:
+            assert engine.fingerprint() == before, row
+        engine.patch.delenv(row.name)
+    every_version = {row.name for row in table("environment") if row.at == "environment"}
+    assert named <= set(identity.ENVIRONMENT) == every_version
+
+
+def test_files_are_in_the_fingerprint_where_their_rows_say_so(engine: Engine) -> None:
+    """Each pattern with a file of its own, written twice."""
+    for number, row in enumerate(FILES):
+        name = row.name.replace("*", f"x{number}")
+        first = next(r for r in FILES if fnmatch.fnmatch(name, r.name))
+        assert first == row, f"{name} is {first.name}"
+        if row.at == "model.config":  # which vLLM has read before
+            continue
+        (engine.folder / name).write_text("1")
+        before = leaves(engine.fingerprint())
+        (engine.folder / name).write_text("2")
+        after = leaves(engine.fingerprint())
+        if row.where == FINGERPRINT:
+            assert after[row.at] != before[row.at], row
+        else:
+            assert after == before, row
+        (engine.folder / name).unlink()

@@ -1,0 +1,210 @@
+"""The planner's changes as vLLM's events, and spans as an exporter gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from vllm.distributed import kv_events
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+from s3kv.connectors import observers
+from s3kv.connectors.kv_translate import KVGeometry
+from s3kv.connectors.observers import KVEvents, RequestSpans
+from s3kv.messages import JobKind
+from s3kv.planning.residency import Change, Origin, Residency
+from s3kv.types import ChunkKey
+
+SECOND = ChunkKey(0, b"second chunk".ljust(32))
+
+
+def request(name: str = "r", **attributes: Any) -> Any:
+    hashes = [f"{name}-{block}".encode().ljust(32) for block in range(4)]
+    known = {"request_id": name, "block_hashes": hashes, "all_token_ids": list(range(70))}
+    return SimpleNamespace(**known | {"lora_request": None} | attributes)
+
+
+def published(subject: Any, *residencies: Residency) -> list[Any]:
+    """What becomes of the second chunk (blocks 2 and 3) of a request."""
+    stream = KVEvents(KVGeometry(16, 16, 32))
+    stream.add_request(subject)
+    stream.take_in(Origin(SECOND, JobKind.SAVE, subject.request_id, 1))
+    stream.finished(subject)
+    for residency in residencies:
+        stream.take_in(Change(SECOND, residency))
+    return list(stream.take())
+
+
+def test_a_chunk_is_announced_as_its_blocks() -> None:
+    subject = request()
+    stored, to_bucket = published(subject, Residency.HOST_STORED, Residency.BUCKET_STORED)
+    assert isinstance(stored, BlockStored)
+    hashes = [maybe_convert_block_hash(h) for h in subject.block_hashes]
+    assert stored.block_hashes == hashes[2:]
+    assert stored.parent_block_hash == hashes[1]
+    assert stored.token_ids == list(range(32, 64))
+    assert (stored.block_size, stored.group_idx) == (16, 0)
+    assert (stored.medium, stored.locality) == (kv_events.MEDIUM_CPU, "LOCAL")
+    assert (stored.lora_id, stored.lora_name) == (None, None)
+    assert (to_bucket.medium, to_bucket.locality) == (kv_events.MEDIUM_STORAGE, "REMOTE")
+    assert to_bucket.block_hashes == hashes[2:]
+
+
+def test_the_first_chunk_has_no_parent() -> None:
+    stream = KVEvents(KVGeometry(16, 16, 32))
+    stream.add_request(request())
+    stream.take_in(Origin(SECOND, JobKind.FETCH, "r", 0))
+    stream.take_in(Change(SECOND, Residency.HOST_STORED))
+    (stored,) = stream.take()
+    assert isinstance(stored, BlockStored)
+    assert stored.parent_block_hash is None
+    assert len(stored.block_hashes) == 2
+    assert stored.token_ids == list(range(32))
+    assert list(stream.take()) == []
+
+
+def test_an_adapter_is_named() -> None:
+    adapter = SimpleNamespace(adapter_id=7, name="french")
+    (stored,) = published(request(lora_request=adapter), Residency.HOST_STORED)
+    assert (stored.lora_id, stored.lora_name) == (7, "french")
+
+
+def test_what_leaves_is_taken_back_once() -> None:
+    removals = published(
+        request(), Residency.HOST_STORED, Residency.HOST_REMOVED, Residency.HOST_REMOVED
+    )[1:]
+    assert [(type(e), e.medium) for e in removals] == [(BlockRemoved, "CPU")]
+
+
+def test_what_comes_to_nothing_is_forgotten() -> None:
+    gone, *others = published(
+        request(), Residency.BUCKET_REMOVED, Residency.NOTHING, Residency.HOST_STORED
+    )
+    assert (type(gone), gone.medium) == (BlockRemoved, "STORAGE")
+    assert others == []
+
+
+def test_a_reset_clears_everything_and_nothing_of_before_is_told_of_later() -> None:
+    stream = KVEvents(KVGeometry(16, 16, 32))
+    stream.add_request(request())
+    stream.take_in(Origin(SECOND, JobKind.SAVE, "r", 1))
+    stream.take_in(Change(SECOND, Residency.HOST_STORED))
+    stream.reset()
+    stream.take_in(Change(SECOND, Residency.HOST_REMOVED))
+    (only,) = stream.take()
+    assert isinstance(only, AllBlocksCleared)
+
+
+def test_fields_that_this_vllm_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = observers._FIELDS[BlockStored] - {"locality", "group_idx"}
+    monkeypatch.setitem(observers._FIELDS, BlockStored, older)
+    (stored,) = published(request(), Residency.HOST_STORED)
+    assert stored.locality is None
+    assert stored.group_idx is None
+
+
+TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
+HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
+A, B = (ChunkKey(0, name.ljust(32)) for name in (b"a", b"b"))
+REQUEST: Any = SimpleNamespace(request_id="r", trace_headers=HEADERS)
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()
+
+
+class Clock:
+    now_ns = 0
+
+    def __call__(self) -> int:
+        self.now_ns += 1
+        return self.now_ns
+
+
+def ended(exporter: InMemorySpanExporter) -> list[tuple[str, int | None, int | None]]:
+    return [(s.name, s.start_time, s.end_time) for s in exporter.get_finished_spans()]
+
+
+def only(exporter: InMemorySpanExporter) -> ReadableSpan:
+    (span,) = exporter.get_finished_spans()
+    return span
+
+
+def test_a_wait_lasts_until_the_answer(exporter: InMemorySpanExporter) -> None:
+    spans = RequestSpans(Clock())
+    spans.add_request(REQUEST)
+    spans.waits("r")
+    spans.waits("r")
+    spans.answered("r", 256)
+    spans.answered("r", 256)
+    assert ended(exporter) == [("s3kv.wait", 1, 2)]
+    span = only(exporter)
+    assert span.attributes == {"gen_ai.request.id": "r", "s3kv.tokens": 256}
+    assert span.parent is not None
+    assert span.parent.trace_id == TRACE_ID, "in the trace the client began"
+
+
+def test_who_goes_while_waiting_was_offered_nothing(exporter: InMemorySpanExporter) -> None:
+    spans = RequestSpans(Clock())
+    spans.add_request(REQUEST)
+    spans.waits("r")
+    spans.finished(REQUEST)
+    assert (only(exporter).attributes or {})["s3kv.tokens"] == 0
+
+
+def test_chunks_on_their_way_together_are_one_fetch(exporter: InMemorySpanExporter) -> None:
+    spans = RequestSpans(Clock())
+    spans.add_request(REQUEST)
+    spans.take_in(Origin(A, JobKind.FETCH, "r", 0))
+    spans.take_in(Origin(B, JobKind.FETCH, "r", 1))
+    spans.take_in(Change(A, Residency.HOST_STORED))
+    spans.take_in(Change(A, Residency.BUCKET_STORED))
+    assert ended(exporter) == []
+    spans.take_in(Change(B, Residency.NOTHING))
+    assert ended(exporter) == [("s3kv.fetch", 1, 2)]
+    assert only(exporter).attributes == {
+        "gen_ai.request.id": "r",
+        "s3kv.chunks": 2,
+        "s3kv.chunks_arrived": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("last", "arrived"),
+    [(Residency.BUCKET_STORED, 1), (Residency.HOST_ONLY, 0), (Residency.NOTHING, 0)],
+)
+def test_an_upload_goes_on_after_its_request(
+    exporter: InMemorySpanExporter, last: Residency, arrived: int
+) -> None:
+    spans = RequestSpans(Clock())
+    spans.add_request(REQUEST)
+    spans.take_in(Origin(A, JobKind.SAVE, "r", 0))
+    spans.finished(REQUEST)
+    spans.take_in(Change(A, Residency.HOST_STORED))
+    assert ended(exporter) == []
+    spans.take_in(Change(A, last))
+    assert ended(exporter) == [("s3kv.upload", 1, 2)]
+    span = only(exporter)
+    assert (span.attributes or {})["s3kv.chunks_arrived"] == arrived
+    assert span.parent is not None
+    assert span.parent.trace_id == TRACE_ID
+
+
+def test_what_nobody_asked_for_draws_nothing(exporter: InMemorySpanExporter) -> None:
+    spans = RequestSpans(Clock())
+    spans.take_in(Change(A, Residency.HOST_REMOVED))
+    spans.answered("unknown", 0)
+    assert ended(exporter) == []

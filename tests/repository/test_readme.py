@@ -1,0 +1,61 @@
+"""What the README shows works as it stands there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from s3kv.config import Config
+from tests.servers import KEYS, REGION, boto_client, moto_server, set_credentials
+
+README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+PRINTED = (
+    ["Location(device=False, host=True, bucket=True)", "True 1.0"],
+    ["computing", "0.25", "0.25"],
+    ["encoding", "torch.Size([8, 1408])", "torch.Size([8, 1408])"],
+)
+"""What the examples print, in the order they come."""
+
+
+def test_there_is_no_python_example_but_these() -> None:
+    assert len(EXAMPLES) == len(PRINTED)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with moto_server() as url:
+        boto_client(url, KEYS).create_bucket(Bucket="my-bucket")
+        yield url
+
+
+@pytest.mark.parametrize(("code", "printed"), list(zip(EXAMPLES, PRINTED, strict=False)))
+def test_a_python_example_runs(
+    code: str,
+    printed: list[str],
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_credentials(monkeypatch)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == printed
+
+
+def test_the_transfer_config_is_valid() -> None:
+    (text,) = re.findall(r"--kv-transfer-config '(.*?)'", README, re.DOTALL)
+    transfer = json.loads(text)
+    assert transfer["kv_connector"] == "S3KVConnector"
+    Config.parse(transfer["kv_connector_extra_config"])
+    (text,) = re.findall(r"--ec-transfer-config '(.*?)'", README, re.DOTALL)
+    transfer = json.loads(text)
+    assert transfer["ec_connector"] == "S3ECConnector"
+    Config.parse(transfer["ec_connector_extra_config"])

@@ -1,0 +1,73 @@
+"""The docstring check finds clauses, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import check_docstrings
+from scripts.check_docstrings import faults
+
+GOOD = '"""Slot table: the holder of each slot."""\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("Under which hashes a request's chunks are kept.", "Under"),
+        ("By which of two ways the bytes go.", "By"),
+        ("What, of all things, is kept.", "What"),
+        ("Whether it pays to wait.", "Whether"),
+        ("\n    Who holds which slot.\n", "Who"),
+    ],
+)
+def test_a_module_that_starts_with_a_clause_is_found(text: str, word: str) -> None:
+    assert list(faults(f'"""{text}"""')) == [(1, f"the module's docstring starts with {word!r}")]
+
+
+def test_a_module_without_a_docstring_is_found() -> None:
+    assert list(faults("x = 1\n")) == [(1, "the module has no docstring")]
+
+
+@pytest.mark.parametrize(
+    "text", ["Whatever is left.", "`on_error`: a setting.", "Asks the bucket."]
+)
+def test_only_whole_words_count(text: str) -> None:
+    assert list(faults(f'"""{text}"""')) == []
+
+
+def test_classes_and_public_functions_are_checked() -> None:
+    source = GOOD + (
+        "class Table:\n"
+        '    """Which slots there are."""\n'
+        "    def __init__(self):\n"
+        '        """For one thread."""\n'
+        "    def is_full(self):\n"
+        '        """Whether no slot is free."""\n'
+        "    def _evict(self):\n"
+        '        """What goes first."""\n'
+        "async def main():\n"
+        '    """As `Table`."""\n'
+        "def plain(): ...\n"
+    )
+    assert sorted(faults(source)) == [
+        (2, "the docstring of Table starts with 'Which'"),
+        (4, "the docstring of __init__ starts with 'For'"),
+        (10, "the docstring of main starts with 'As'"),
+    ]
+
+
+def test_a_fault_in_the_package_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function = '\n\ndef shut():\n    """After the last call."""\n'
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.setattr(check_docstrings, "PACKAGE", tmp_path)
+    assert check_docstrings.main() == 0
+    assert capsys.readouterr().out == ""
+    (tmp_path / "bad.py").write_text(GOOD + function)
+    assert check_docstrings.main() == 1
+    assert capsys.readouterr().out == (
+        f"{tmp_path / 'bad.py'}:4: the docstring of shut starts with 'After'\n"
+    )

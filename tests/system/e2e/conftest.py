@@ -1,0 +1,268 @@
+"""Engines, models and an S3 for the end-to-end tests.
+
+One engine of its own per test where a connector is involved; the references come from engines
+without one that are kept for the whole session, one per set of engine arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lab import models, vision
+from lab.engine import Answer, Engine
+from lab.s3 import S3Server, moto_process
+from tests.system.e2e.pictures import Pictures
+
+HERE = Path(__file__).parent
+START_AND_STOP_S = 240
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+            # Engines and servers that the tests of a file share are started once.
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            # An engine starts in 8 s alone and in 40 s on a machine that is busy.
+            item.add_marker(pytest.mark.timeout(START_AND_STOP_S))
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make venv"))
+
+
+@pytest.fixture(scope="session")
+def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny(models_dir: Path) -> Path:
+    """A model with 2 KiB of KV per token, for behaviour."""
+    return models.build(models_dir, models.TINY)
+
+
+@pytest.fixture(scope="session")
+def fat(models_dir: Path) -> Path:
+    """A model with 64 KiB of KV per token, for transfers."""
+    return models.build(models_dir, models.FAT)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    with moto_process() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def new_bucket(s3: S3Server, like: str | None = None) -> Iterator[str]:
+    """A bucket with copies of the objects in `like`; it goes with its contents."""
+    client = s3.client()
+    name = f"e2e-{uuid.uuid4().hex}"
+    client.create_bucket(Bucket=name)
+    for key in s3.everything(like) if like else ():
+        client.copy_object(Bucket=name, Key=key, CopySource={"Bucket": like, "Key": key})
+    yield name
+    for key in s3.everything(name):
+        client.delete_object(Bucket=name, Key=key)
+    client.delete_bucket(Bucket=name)
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Iterator[str]:
+    """An empty bucket of this test's own."""
+    with new_bucket(s3) as name:
+        yield name
+
+
+class References:
+    """What a warm run must equal, token for token: the same prompts twice in an engine without a
+    connector; the answers of the second pass, where the engine's own cache had the prefix.
+
+    A cold run is no reference: a whole prefill has other matrix shapes than the remainder after a
+    hit, bf16 rounds differently, and a greedy token may flip. For the same reason the hit has to
+    be as long as the one it is compared with: `hit_tokens`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._engines: dict[str, Engine] = {}
+
+    def __call__(
+        self,
+        model: Path,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 8,
+        hit_tokens: int | None = None,
+        **engine_args: Any,
+    ) -> list[Answer]:
+        engine = self.engine(model, **engine_args)
+        engine.reset_prefix_cache()
+        engine.generate(prompts, max_tokens=max_tokens)
+        engine.limit_hits(hit_tokens)
+        answers = engine.generate(prompts, max_tokens=max_tokens)
+        engine.limit_hits(None)
+        return answers
+
+    def engine(self, model: Path, **engine_args: Any) -> Engine:
+        """The engine without a connector that computes the references for these arguments."""
+        name = json.dumps([str(model), engine_args], sort_keys=True)
+        if name not in self._engines:
+            log = self._directory / f"reference-{len(self._engines)}.log"
+            engine = Engine(model, log_path=log, **engine_args)
+            engine.start()
+            self._engines[name] = engine
+        return self._engines[name]
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.kill()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    references = References(tmp_path_factory.mktemp("reference"))
+    yield references
+    references.close()
+
+
+def connector_for(s3: S3Server, bucket: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "S3KVConnector",
+        "kv_connector_module_path": "s3kv.connectors",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "bucket": bucket,
+            "endpoint_url": s3.url,
+            "host_bytes": "256MiB",
+        },
+    }
+
+
+@pytest.fixture
+def connector(s3: S3Server, bucket: str) -> dict[str, Any]:
+    """A kv_transfer_config for `bucket`; change `kv_connector_extra_config` as the test needs.
+
+    The engine also needs `env=s3.env`, which `serve` gives it.
+    """
+    return connector_for(s3, bucket)
+
+
+def changed(connector: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A copy of `connector` with other settings."""
+    extra = connector["kv_connector_extra_config"] | settings
+    return connector | {"kv_connector_extra_config": extra}
+
+
+def patient_for(s3: S3Server, bucket: str) -> dict[str, Any]:
+    """One block per chunk, and waiting for every chunk however slow the machine is, so that what
+    is hit does not depend on time.
+    """
+    settings = {"chunk_tokens": 128, "recompute_gate": False, "max_wait_ms": 100_000}
+    return changed(connector_for(s3, bucket), **settings)
+
+
+@pytest.fixture
+def patient(s3: S3Server, bucket: str) -> dict[str, Any]:
+    """The same with a store that never fails, and that may be slow, too."""
+    in_time = {"first_byte_timeout_ms": 90_000, "request_timeout_ms": 90_000}
+    return changed(patient_for(s3, bucket), **in_time)
+
+
+class Serve:
+    """`with serve(tiny, connector) as engine`: an engine that is audited before it is shut down.
+
+    When the block has succeeded and the engine still lives, nothing may be left of its requests:
+    no lease, no slot reserved or dirty, no job, no device block, no internal error; and after the
+    shutdown no process and no file in /dev/shm. `at_rest=False` leaves out what only a reachable
+    bucket lets end (dirty slots and their jobs).
+    """
+
+    def __init__(self, s3: S3Server, directory: Path) -> None:
+        self._env = s3.env
+        self._directory = directory
+        self._count = 0
+
+    @contextlib.contextmanager
+    def __call__(
+        self,
+        model: Path,
+        connector: dict[str, Any],
+        *,
+        at_rest: bool = True,
+        env: dict[str, str] | None = None,
+        **engine_args: Any,
+    ) -> Iterator[Engine]:
+        self._count += 1
+        log = self._directory / f"engine-{self._count}.log"
+        in_process = engine_args.get("in_process", True)
+        engine = Engine(
+            model, connector=connector, log_path=log, env=self._env | (env or {}), **engine_args
+        )
+        with engine:
+            yield engine
+            processes = engine.processes()
+            processes += [p for parent in processes for p in parent.children(recursive=True)]
+            alive = bool(processes)
+            if alive:
+                check_metrics(engine)
+            if alive and in_process:
+                check_at_rest(engine.call("lab.audit:audit"), at_rest=at_rest)
+            shared = {name for process in processes for name in shared_memory_of(process)}
+        assert [p for p in processes if p.is_running() and p.status() != "zombie"] == []
+        assert [name for name in shared if Path(name).exists()] == []
+
+
+def at_rest(engine: Engine) -> Counter[str]:
+    """All counters of an engine (in_process), which has to be at rest now."""
+    report = engine.call("lab.audit:audit")
+    check_at_rest(report)
+    return Counter(report["rank"]) | Counter(report["planner"])
+
+
+def tokens(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def cached(answers: Sequence[Answer]) -> list[int | None]:
+    return [answer.cached_tokens for answer in answers]
+
+
+def check_metrics(engine: Engine) -> None:
+    assert engine.metrics().get("vllm:s3kv_internal_errors_total", 0) == 0
+
+
+def check_at_rest(report: dict[str, Any], *, at_rest: bool = True) -> None:
+    assert report["broken"] == [], report
+    outstanding = () if at_rest else ("jobs", "dirty")
+    left = {name: n for name, n in report["left"].items() if n and name not in outstanding}
+    assert left == {}, report
+
+
+def shared_memory_of(process: psutil.Process) -> set[str]:
+    try:
+        return {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+@pytest.fixture(scope="session")
+def serve(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    return Serve(s3, tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture(scope="session")
+def pictures(s3: S3Server, models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pictures:
+    return Pictures(s3, vision.build(models_dir), tmp_path_factory.mktemp("pictures"))

@@ -1,0 +1,81 @@
+"""`make demo` is the first thing a newcomer runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from demo import stay
+from lab.engine import ROOT
+from s3kv.cli.billing import metric_sums
+from s3kv.cli.invocation import read_settings
+
+OWN_SERVER = {k: v for k, v in os.environ.items() if k != "S3KV_BUCKET"} | {"COLUMNS": "100"}
+
+
+def start_demo() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "demo"],
+        cwd=ROOT,
+        env=OWN_SERVER,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.long
+def test_second_engine_computes_less_and_says_the_same() -> None:
+    demo = start_demo()
+    output, errors = demo.communicate(timeout=200)
+    assert demo.returncode == 0, output + errors
+    assert "yes, 6 of 6" in output
+    row = next(line for line in output.splitlines() if "new engine process" in line)
+    assert [cell.strip() for cell in row.split("│")[3:6]] == ["384", "0", "9,216"]
+
+
+def children_of(demo: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(demo.pid).children(recursive=True)
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_ctrl_c_ends_everything_with_one_line() -> None:
+    demo = start_demo()
+    assert demo.stdout is not None
+    demo.stdout.readline()
+    while not any("lab.child" in command_line(child) for child in children_of(demo)):
+        assert demo.poll() is None
+    children = children_of(demo)
+    demo.send_signal(signal.SIGINT)
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 130
+    assert errors.splitlines() == ["Interrupted. Nothing of it is left running."]
+    # One that was interrupted in its own start ends by itself, when it finds that it is alone.
+    _, left = psutil.wait_procs(children, timeout=20)
+    assert not left
+
+
+def test_what_is_left_for_the_command_line_can_be_read(tmp_path: Path) -> None:
+    samples = {"vllm:s3kv_io_requests_total{status=2xx,verb=GET}": 3.0, "vllm:other": 1.0}
+    stay.write_metrics(tmp_path, "first", samples)
+    written = (tmp_path / "first-metrics.txt").read_text()
+    assert metric_sums(written) == {"vllm:s3kv_io_requests_total|GET|2xx": 3.0}
+    extra = {"bucket": "demo", "prefix": "s3kv-demo/1"}
+    stay.write_config(tmp_path, {"kv_connector_extra_config": extra})
+    assert read_settings(tmp_path / stay.CONFIG, {}, []).prefix == "s3kv-demo/1"
+    told = stay.instructions(tmp_path, {"AWS_ACCESS_KEY_ID": "testing"})
+    assert f"cd {tmp_path}" in told
+    assert 'export AWS_ACCESS_KEY_ID="testing"' in told
+    assert all(f"s3kv {command} --config demo.json" in told for command in stay.COMMANDS)

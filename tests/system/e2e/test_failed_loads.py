@@ -1,0 +1,60 @@
+"""A copy from host memory to the device that fails, on the engine that was promised it.
+
+Blocks that were to be filled hold whatever was there before: an engine that is not told of the
+failure computes wrong tokens from them. Run with every vLLM that s3kv supports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.engine import Engine
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import References, changed, tokens
+from tests.system.e2e.test_failures import SAVED_AT_ONCE
+
+PROMPTS = models.prompts(2, 4 * 128 + 40)
+
+
+def held_in_host_memory(engine: Engine, expected: list[list[int]]) -> None:
+    """Both prompts are served from host memory, and no longer from the engine's own cache."""
+    assert tokens(engine.generate(PROMPTS)) == expected
+    engine.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_load_never_becomes_a_wrong_token(
+    tiny: Path,
+    s3: S3Server,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+    policy: str,
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    connector = changed(patient, **SAVED_AT_ONCE) | {"kv_load_failure_policy": policy}
+    with Engine(
+        tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, dtype="float32"
+    ) as engine:
+        held_in_host_memory(engine, expected)
+        # The blocks that the loads below get hold these prompts' KV.
+        engine.generate([prompt[::-1] for prompt in PROMPTS])
+        engine.reset_prefix_cache()
+        engine.call("tests.system.e2e.inside:fail_loads", times=1)
+        failed, loaded = engine.generate(PROMPTS, concurrency=2)
+        if policy == "recompute":
+            assert failed.finish_reason == "length"
+            assert failed.tokens == expected[0]
+        else:
+            assert failed.finish_reason == "error"
+        assert loaded.tokens == expected[1]
+        assert engine.metrics()["vllm:s3kv_loads_failed_total"] == 1
+        engine.reset_prefix_cache()
+        assert tokens(engine.generate(PROMPTS)) == expected
+        metrics = engine.metrics()
+        assert metrics["vllm:s3kv_hit_tokens_host_total"] >= 3 * 4 * 128
+        assert metrics["vllm:s3kv_internal_errors_total"] == 0

@@ -1,0 +1,287 @@
+"""What breaks around a serving engine may cost a hit, never a token, a request or an engine.
+
+Everything here runs in float32, where a token does not depend on how long the hit was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.engine import Answer, Engine, EngineFailed
+from lab.s3 import S3Server, moto_process
+from tests.rgw import Gateway, free_ports
+from tests.system.e2e.conftest import References, Serve, changed, patient_for, tokens
+from tests.system.e2e.servers import denying_server, valve
+
+CHUNKS = 4
+PROMPTS = models.prompts(6, CHUNKS * 128 + 40)
+CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
+# Ten slots: two prompts fit, so with six in turn every hit comes from the bucket.
+FEW_SLOTS = {"host_bytes": 10 * (CHUNK_BYTES + 2 * 4096)}
+
+
+# A chunk whose probe is still on its way when the request ends is not saved. With one probe at a
+# time, and that one waited for, every chunk is.
+SAVED_AT_ONCE = {"probe_chunks": 1}
+
+
+class Asker:
+    """Asks one engine for prompts in turn, and holds every answer against the reference."""
+
+    def __init__(self, engine: Engine, expected: Sequence[Answer]) -> None:
+        self._engine = engine
+        self._expected = tokens(expected)
+
+    def ask(self, *numbers: int) -> list[Answer]:
+        """Serve these prompts, none of them from the engine's own cache."""
+        self._engine.reset_prefix_cache()
+        answers = self._engine.generate([PROMPTS[n] for n in numbers], concurrency=len(numbers))
+        self.check(answers, numbers)
+        return answers
+
+    def check(self, answers: Sequence[Answer], numbers: Sequence[int]) -> None:
+        assert [a.finish_reason for a in answers] == ["length"] * len(numbers)
+        assert tokens(answers) == [self._expected[n] for n in numbers]
+
+    def ask_until(self, what: str, true: Callable[[], bool], timeout_s: float = 90.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not true():
+            assert time.monotonic() < deadline, f"never happened: {what}"
+            for number in range(len(PROMPTS)):
+                self.ask(number)
+
+    def bucket_hits(self) -> float:
+        return self._engine.metrics()["vllm:s3kv_hit_tokens_bucket_total"]
+
+
+@pytest.fixture
+def expected(tiny: Path, reference: References) -> list[Answer]:
+    return reference(tiny, PROMPTS, dtype="float32")
+
+
+def wait_until(what: str, true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------ at the start
+
+
+def refusal(engine: Engine) -> str:
+    """The log's line about the bucket of an engine that does not start."""
+    with pytest.raises(EngineFailed, match="ended"):
+        engine.start()
+    wait_until("all processes end", lambda: not engine.processes())
+    lines = engine.log_path.read_text().splitlines()
+    return next(line for line in lines if "s3kv: bucket" in line)
+
+
+def test_no_server_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
+    """With processes of its own, as in a server: there the error has the longest way to go."""
+    url = f"http://127.0.0.1:{free_ports(1)[0]}"
+    connector = patient_for(S3Server(url, s3.env), "kv-cache")
+    engine = Engine(
+        tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, in_process=False
+    )
+    said = refusal(engine)
+    for word in ("kv-cache", url, "refused", "look at endpoint_url", "on_unavailable"):
+        assert word in said
+
+
+def test_no_bucket_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
+    connector = patient_for(s3, "no-such-bucket")
+    said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env))
+    for word in ("no-such-bucket", str(s3.url), "create the bucket"):
+        assert word in said
+
+
+@pytest.mark.infra
+def test_wrong_credentials_no_start(tiny: Path, rgw: Gateway, tmp_path: Path) -> None:
+    env = {**rgw.keys, "AWS_DEFAULT_REGION": "us-east-1"}
+    S3Server(rgw.url, env).client().create_bucket(Bucket="kv-cache")
+    wrong = {**env, "AWS_SECRET_ACCESS_KEY": "wrong"}
+    connector = patient_for(S3Server(rgw.url, wrong), "kv-cache")
+    said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong))
+    for word in ("kv-cache", rgw.url, "403", "secret key"):
+        assert word in said
+
+
+# ------------------------------------------------------------------------------ while serving
+
+
+def test_permissions_that_allow_nothing(
+    tiny: Path, s3: S3Server, tmp_path: Path, expected: list[Answer]
+) -> None:
+    """The log names each permission that is missing, once, however often it is missed."""
+    log = tmp_path / "log"
+    with denying_server() as url:
+        connector = patient_for(S3Server(url, s3.env), "kv-cache")
+        connector = changed(connector, on_unavailable="serve")
+        with Engine(tiny, connector=connector, log_path=log, env=s3.env, dtype="float32") as engine:
+            asker = Asker(engine, expected)
+            asker.ask(0, 1)
+            asker.ask(2)
+            asker.ask_until(
+                "an upload is tried",
+                lambda: engine.metrics()["vllm:s3kv_upload_denied_total"] > CHUNKS,
+            )
+            metrics = engine.metrics()
+    assert metrics["vllm:s3kv_fetch_denied_total"] > 1
+    assert metrics["vllm:s3kv_internal_errors_total"] == 0
+    said = [line for line in log.read_text().splitlines() if "s3kv" in line]
+    # What the namespace is called elsewhere is looked for once, at start, and said separately.
+    said = [line for line in said if "the namespace's manifest cannot be read" not in line]
+    for action in ("s3:ListBucket", "s3:GetObject", "s3:PutObject"):
+        (line,) = [line for line in said if f": {action} on arn:aws:s3:::kv-cache" in line]
+        assert url in line
+        assert "403" in line
+    assert any("without s3:ListBucket" in line for line in said)
+
+
+class Store:
+    """An S3 at one address that can be killed, and come back there with what it held."""
+
+    BUCKET = "kv-cache"
+
+    def __init__(self) -> None:
+        (self._port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._running = contextlib.ExitStack()
+        self._held: dict[str, bytes] = {}
+
+    def start(self) -> None:
+        self.s3 = self._running.enter_context(moto_process(self._port))
+        self.s3.client().create_bucket(Bucket=self.BUCKET)
+        for key, body in self._held.items():
+            self.s3.client().put_object(Bucket=self.BUCKET, Key=key, Body=body)
+
+    def remember(self) -> None:
+        client = self.s3.client()
+        self._held = {
+            key: client.get_object(Bucket=self.BUCKET, Key=key)["Body"].read()
+            for key in self.s3.objects(self.BUCKET)
+        }
+
+    def kill(self) -> None:
+        self._running.close()
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    it = Store()
+    yield it
+    it.kill()
+
+
+def test_a_store_that_comes_and_goes(
+    tiny: Path, s3: S3Server, serve: Serve, store: Store, expected: list[Answer]
+) -> None:
+    """Not there at the start, then there, killed in the middle of fetches, and there again."""
+    connector = patient_for(S3Server(store.url, s3.env), Store.BUCKET)
+    connector = changed(connector, on_unavailable="serve", **FEW_SLOTS)
+    with serve(tiny, connector, dtype="float32") as engine:
+        asker = Asker(engine, expected)
+        asker.ask(0, 1)
+        asker.ask(*range(len(PROMPTS)))
+
+        store.start()
+        everything = CHUNKS * len(PROMPTS)
+        asker.ask_until(
+            "everything is in the bucket",
+            lambda: len(store.s3.objects(Store.BUCKET)) == everything,
+        )
+        asker.ask_until("the bucket is used", lambda: asker.bucket_hits() > 0)
+
+        store.remember()
+        engine.reset_prefix_cache()
+        pending = engine.begin_generate(PROMPTS, concurrency=3)
+        store.kill()
+        asker.check([Answer(**answer) for answer in pending.result()], range(len(PROMPTS)))
+        asker.ask(*range(len(PROMPTS)))
+
+        store.start()
+        before = asker.bucket_hits()
+        asker.ask_until("the bucket is used again", lambda: asker.bucket_hits() > before)
+    log = engine.log_path.read_text()
+    assert "s3kv serves without the bucket" in log
+    assert "s3kv: fetch failed" in log
+
+
+# ------------------------------------------------------------------------- the I/O process
+
+
+def port_of(s3: S3Server) -> int:
+    return int(str(s3.url).rpartition(":")[2])
+
+
+@pytest.mark.core
+def test_the_io_process_killed_in_the_middle(
+    tiny: Path, s3: S3Server, bucket: str, serve: Serve, expected: list[Answer]
+) -> None:
+    with valve(port_of(s3)) as slow:
+        connector = changed(patient_for(S3Server(slow.url, s3.env), bucket), **FEW_SLOTS)
+        with serve(tiny, connector, dtype="float32") as engine:
+            asker = Asker(engine, expected)
+            slow.shut_after(CHUNK_BYTES * 3 // 2)
+            asker.ask(0, 1)
+            slow.wait_until_shut(30.0)  # in the middle of an upload
+            kill_io(engine)
+            slow.open()
+            asker.ask_until(
+                "the uploads are made up for",
+                lambda: len(s3.objects(bucket)) == CHUNKS * len(PROMPTS),
+            )
+
+            engine.reset_prefix_cache()
+            slow.shut_after(CHUNK_BYTES * 3 // 2)
+            pending = engine.begin_generate(PROMPTS, concurrency=3)
+            slow.wait_until_shut(30.0)  # in the middle of a fetch
+            kill_io(engine)
+            slow.open()
+            asker.check([Answer(**answer) for answer in pending.result()], range(len(PROMPTS)))
+            before = asker.bucket_hits()
+            asker.ask_until("the bucket is used again", lambda: asker.bucket_hits() > before)
+            assert engine.metrics()["vllm:s3kv_fetch_failed_total"] > 0
+
+
+def kill_io(engine: Engine) -> None:
+    (process,) = engine.io_processes()
+    process.kill()
+
+
+def test_the_io_process_stopped_and_the_engine_killed(
+    tiny: Path, patient: dict[str, Any], serve: Serve, expected: list[Answer]
+) -> None:
+    connector = changed(patient, max_wait_ms=1_500, **FEW_SLOTS)
+    with serve(tiny, connector, dtype="float32") as engine:
+        asker = Asker(engine, expected)
+        asker.ask_until("the bucket is used", lambda: asker.bucket_hits() > 0)
+        (process,) = engine.io_processes()
+        cuts = engine.metrics()["vllm:s3kv_deadline_cuts_total"]
+
+        process.send_signal(signal.SIGSTOP)
+        for number in range(len(PROMPTS)):
+            asker.ask(number)
+        assert engine.metrics()["vllm:s3kv_deadline_cuts_total"] > cuts
+
+        process.send_signal(signal.SIGCONT)
+        before = asker.bucket_hits()
+        asker.ask_until("the bucket is used again", lambda: asker.bucket_hits() > before)
+        assert engine.io_processes() == [process]
+
+        # The engine's own process alone, with uploads under way: nothing may outlive it.
+        engine.reset_prefix_cache()
+        engine.begin_generate(models.prompts(4, 1_000, seed=7), concurrency=4)
+        (main,) = set(engine.processes()) - {process}
+        main.kill()
+        wait_until("all processes end", lambda: not engine.processes())

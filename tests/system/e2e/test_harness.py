@@ -1,0 +1,103 @@
+"""The bench itself: it must see a hit, a wrong byte and a dead engine, or no other test counts."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lab import models
+from lab.engine import Ask, Engine, EngineFailed
+from tests.system.e2e.conftest import References
+
+PROMPTS = models.prompts(2, 800)
+
+
+def example_connector(directory: Path) -> dict[str, Any]:
+    """vLLM's own demonstration connector, which keeps KV in files."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(directory)},
+    }
+
+
+def test_model_is_a_function_of_its_seed(tmp_path: Path) -> None:
+    first, again = (models.build(tmp_path / name, models.TINY) for name in ("a", "b"))
+    other = models.build(tmp_path, models.TINY, seed=1)
+    assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
+
+
+def test_kv_reaches_a_new_process_and_decides_the_tokens(
+    tiny: Path, tmp_path: Path, reference: References
+) -> None:
+    """Cold, then warm in a new process, then with zeroed files: hit, same tokens, other tokens."""
+    expected = reference(tiny, PROMPTS)
+    assert [a.cached_tokens for a in expected] == [768, 768]
+    config = example_connector(tmp_path / "kv")
+
+    with Engine(tiny, connector=config, log_path=tmp_path / "cold.log") as engine:
+        cold = engine.generate(PROMPTS)
+    assert [a.cached_tokens for a in cold] == [0, 0]
+
+    with Engine(tiny, connector=config, log_path=tmp_path / "warm.log") as engine:
+        warm = engine.generate(PROMPTS)
+        metrics = engine.metrics()
+        engine.reset_prefix_cache()
+        for file in (tmp_path / "kv").rglob("*.safetensors"):
+            zeroed = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
+            save_file(zeroed, file)
+        spoilt = engine.generate(PROMPTS)
+
+    assert [a.cached_tokens for a in warm] == [768, 768]
+    assert metrics["vllm:external_prefix_cache_hits_total"] == 2 * 768
+    assert [a.tokens for a in warm] == [a.tokens for a in expected]
+    for spoilt_answer, answer in zip(spoilt, expected, strict=True):
+        assert spoilt_answer.cached_tokens == 768
+        assert spoilt_answer.tokens != answer.tokens
+
+
+def test_reference_hits_can_be_limited(tiny: Path, reference: References) -> None:
+    assert [a.cached_tokens for a in reference(tiny, PROMPTS, hit_tokens=256)] == [256, 256]
+    assert [a.cached_tokens for a in reference(tiny, PROMPTS)] == [768, 768]
+
+
+def test_own_processes_concurrency_and_aborts(tiny: Path, tmp_path: Path) -> None:
+    """The engine core and the worker as processes of their own, as in a server."""
+    with Engine(tiny, log_path=tmp_path / "engine.log", in_process=False) as engine:
+        assert len(engine.processes()) >= 3
+        answers = engine.generate(models.prompts(32, 200), max_tokens=4, concurrency=32)
+        assert [len(a.tokens) for a in answers] == [4] * 32
+        aborted = engine.generate(
+            [
+                Ask(PROMPTS[0], max_tokens=2_000, abort_after_tokens=3),
+                Ask(PROMPTS[1], max_tokens=2_000, abort_after_s=0.5),
+            ],
+            concurrency=2,
+        )
+        assert [a.finish_reason for a in aborted] == ["abort", "abort"]
+        assert 3 <= len(aborted[0].tokens) < 2_000
+        with pytest.raises(EngineFailed, match="in_process=True"):
+            engine.call("builtins:repr")
+        processes = engine.processes()
+    assert not any(p.is_running() and p.status() != "zombie" for p in processes)
+
+
+def test_failures_are_told_with_the_log(tiny: Path, tmp_path: Path) -> None:
+    wrong = {"kv_connector": "NoSuchConnector", "kv_role": "kv_both"}
+    failing = Engine(tiny, connector=wrong, log_path=tmp_path / "wrong.log")
+    with pytest.raises(EngineFailed, match="NoSuchConnector"):
+        failing.start()
+    assert failing.processes() == []
+
+    with Engine(tiny, log_path=tmp_path / "engine.log") as engine:
+        assert "LLMEngine" in engine.call("builtins:repr")
+        pending = engine.begin_generate([Ask(PROMPTS[0], max_tokens=3_000)])
+        engine.processes()[0].send_signal(signal.SIGKILL)
+        with pytest.raises(EngineFailed, match="ended"):
+            pending.result(timeout_s=30.0)

@@ -1,0 +1,152 @@
+"""Beside another KV connector, under vLLM's `MultiConnector`, on the real engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.engine import Engine, EngineFailed
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
+from tests.system.e2e.test_failures import SAVED_AT_ONCE
+
+PROMPTS = models.prompts(3, 700, seed=40)
+HIT = 5 * 128
+FLOAT32 = {"dtype": "float32"}
+
+
+def offloading(folder: Path) -> dict[str, Any]:
+    """vLLM's own, with its memory and a folder; only its copies are others on a CPU."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOnCpu",
+            "spec_module_path": "benchmarks.peers.offloading_on_cpu",
+            "block_size": 128,
+            "cpu_bytes_to_use": 2**26,
+            "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
+        },
+    }
+
+
+@pytest.fixture
+def ours(patient: dict[str, Any]) -> dict[str, Any]:
+    return changed(patient, **SAVED_AT_ONCE)
+
+
+def several(*connectors: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
+
+
+def neighbour(**settings: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "Neighbour",
+        "kv_connector_module_path": "lab.neighbours",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": settings,
+    }
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
+def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
+    first: bool,
+    tiny: Path,
+    ours: dict[str, Any],
+    serve: Serve,
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
+
+    def both(life: str) -> dict[str, Any]:
+        other = offloading(tmp_path / life)
+        return several(ours, other) if first else several(other, ours)
+
+    with serve(tiny, both("first"), **FLOAT32) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+        assert at_rest(engine)["upload_ok"] == 15
+        engine.reset_prefix_cache()
+        answers = engine.generate(PROMPTS)
+        assert tokens(answers) == expected
+        assert cached(answers) == [HIT] * 3
+        assert (at_rest(engine)["hit_tokens_host"] == 3 * HIT) is first
+    with serve(tiny, both("second"), **FLOAT32) as engine:
+        answers = engine.generate(PROMPTS)
+        assert tokens(answers) == expected
+        assert cached(answers) == [HIT] * 3
+        assert at_rest(engine)["hit_tokens_bucket"] == 3 * HIT
+
+
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on(
+    in_process: bool, tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """vLLM hands on one connector's handshake, the first one's that has any."""
+    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
+    both = several(neighbour(greets=True), ours)
+    warm_up = PROMPTS[0][:20]
+    for hit in (0, HIT):
+        with serve(tiny, both, in_process=in_process, **FLOAT32) as engine:
+            engine.generate([warm_up])
+            answers = engine.generate(PROMPTS)
+            assert tokens(answers) == expected
+            assert cached(answers) == [hit] * 3
+
+
+def test_the_request_of_the_first_step_is_computed_and_harms_nobody(
+    tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
+    both = several(neighbour(greets=True), ours)
+    with serve(tiny, both, **FLOAT32) as engine:
+        assert tokens(engine.generate(PROMPTS, concurrency=3)) == expected
+        before = at_rest(engine)["saves"]
+        engine.reset_prefix_cache()
+        assert tokens(engine.generate(PROMPTS)) == expected
+        # Who was there before the scheduler knew the workers is not saved; the others are.
+        assert at_rest(engine)["saves"] == 15
+        assert before <= 10
+
+
+def test_with_the_handshakes_the_other_way_round_vllm_does_not_start(
+    tiny: Path, s3: S3Server, ours: dict[str, Any], tmp_path: Path
+) -> None:
+    both = several(ours, neighbour(greets=True))
+    engine = Engine(tiny, connector=both, log_path=tmp_path / "log", env=s3.env)
+    with pytest.raises(EngineFailed, match="WorkerHello"):
+        engine.start()
+
+
+def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(
+    tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
+    both = several(neighbour(greets=True), changed(ours, bucket="nobodys-bucket"))
+    with serve(tiny, both, at_rest=False, **FLOAT32) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+        log = engine.log_path.read_text("utf-8")
+    assert "bucket 'nobodys-bucket' cannot be used" in log
+    assert "serves without its cache" in log
+
+
+def test_nothing_is_saved_of_what_another_connector_loads_while_the_step_runs(
+    tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Here it loads nothing, and the engine computes with what is in the blocks."""
+    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
+    with serve(tiny, several(neighbour(offers=256), ours), **FLOAT32) as engine:
+        engine.generate(PROMPTS)
+        assert at_rest(engine)["saves"] == 0
+    with serve(tiny, ours, **FLOAT32) as engine:
+        assert tokens(engine.generate(PROMPTS)) == expected
+        done = at_rest(engine)
+        assert done["hit_tokens_bucket"] == 0
+        assert done["saves"] == 15

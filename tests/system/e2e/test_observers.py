@@ -1,0 +1,182 @@
+"""What an engine tells others: a router that follows its KV events, a collector of its spans."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from lab import models
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import Serve, at_rest, cached, changed
+
+PROMPTS = models.prompts(2, 800)
+CHUNK_BYTES = 256 * 2_048 + 2 * 4_096
+BLOCKS = 6
+"""Of 128 tokens, in the three chunks of a prompt; the engine's own cache holds as many."""
+
+
+class Router:
+    """Follows the events of one engine. `holds`: medium → block hash → tokens."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(endpoint)
+        self.holds: dict[str, dict[Any, tuple[int, ...]]] = defaultdict(dict)
+        self.removed: dict[str, set[Any]] = defaultdict(set)
+        self.cleared = 0
+
+    def listen(self) -> None:
+        """Take in what comes, until nothing has come for half a second."""
+        while self._socket.poll(500):
+            _, _, payload = self._socket.recv_multipart()
+            _, events, *_ = msgspec.msgpack.decode(payload)
+            for event in events:
+                self._take_in(event)
+
+    def _take_in(self, event: dict[str, Any]) -> None:
+        held = self.holds[event.get("medium", "")]
+        if event["type"] == "BlockStored":
+            size, tokens = event["block_size"], event["token_ids"]
+            assert len(tokens) == size * len(event["block_hashes"])
+            for at, block_hash in enumerate(event["block_hashes"]):
+                held[block_hash] = tuple(tokens[at * size : (at + 1) * size])
+        elif event["type"] == "BlockRemoved":
+            for block_hash in event["block_hashes"]:
+                held.pop(block_hash, None)
+                self.removed[event["medium"]].add(block_hash)
+        else:
+            assert event["type"] == "AllBlocksCleared"
+            self.holds.clear()
+            self.cleared += 1
+
+    def tokens(self, medium: str) -> set[tuple[int, ...]]:
+        """Of the blocks it holds there."""
+        return set(self.holds[medium].values())
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes in spans as OTLP over HTTP. `spans`: name and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _TakeSpans)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1/traces"
+        self.spans: list[tuple[str, dict[str, int]]] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def named(self, name: str) -> list[dict[str, int]]:
+        return [attributes for known, attributes in self.spans if known == name]
+
+
+class _TakeSpans(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        request = ExportTraceServiceRequest.FromString(body)
+        assert isinstance(self.server, Collector)
+        for resource in request.resource_spans:
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                attributes = {a.key: a.value.int_value for a in span.attributes}
+                self.server.spans.append((span.name, attributes))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The test's output is for the test."""
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.shutdown()
+    collector.server_close()
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Router]:
+    router = Router(f"ipc://{tmp_path}/events")
+    yield router
+    router.close()
+
+
+def blocks(prompt: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(prompt[at : at + 128]) for at in range(0, 128 * BLOCKS, 128)}
+
+
+def test_routers_and_traces_are_told_what_becomes_of_chunks(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    serve: Serve,
+    router: Router,
+    collector: Collector,
+    tmp_path: Path,
+) -> None:
+    first, second = PROMPTS
+    # Host memory for one prompt, so that every prompt puts the one before it out.
+    little = changed(patient, chunk_tokens=256, host_bytes=3 * CHUNK_BYTES, probe_chunks=1)
+    publish = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{tmp_path}/events",
+    }
+    observed = {"kv_events_config": publish, "otlp_traces_endpoint": collector.url}
+    over_http = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    with serve(tiny, little, env=over_http, **observed) as engine:
+
+        def ask(prompt: list[int]) -> int | None:
+            (answer,) = engine.generate([prompt])
+            at_rest(engine)
+            engine.generate([prompt[:8]], max_tokens=1)  # events come with a step
+            router.listen()
+            return cached([answer])[0]
+
+        ask(first)
+        assert router.tokens("CPU") == router.tokens("STORAGE") == blocks(first)
+        # In the hashes of the engine's own events, so that both can be followed as one.
+        assert router.holds["CPU"].items() <= router.holds["GPU"].items()
+
+        ask(second)
+        assert router.tokens("CPU") == blocks(second), "the first had to leave"
+        assert router.tokens("STORAGE") == blocks(first) | blocks(second)
+
+        engine.reset_prefix_cache()
+        assert ask(first) == 128 * BLOCKS
+        assert router.cleared == 1, "vLLM knows no other word for an empty GPU cache"
+        assert router.tokens("CPU") == router.tokens("STORAGE") == blocks(first)
+
+        ask(second)
+        for key in s3.objects(bucket):
+            s3.client().delete_object(Bucket=bucket, Key=key)
+        engine.reset_prefix_cache()
+        assert ask(first) == 0
+        # Those behind the first may not have been asked for any more when it was found missing.
+        removed = router.removed["STORAGE"]
+        assert removed
+        assert removed <= set(router.holds["STORAGE"])
+        assert router.tokens("STORAGE") == blocks(first), "and what was computed is there again"
+
+        engine.reset_prefix_cache(connector=True)
+        engine.generate([first[:8]], max_tokens=1)
+        router.listen()
+        assert not router.tokens("CPU") | router.tokens("STORAGE")
+
+    # The engine's end sent what was left of the spans.
+    waits, fetches = collector.named("s3kv.wait"), collector.named("s3kv.fetch")
+    assert {128 * BLOCKS, 0} == {span["s3kv.tokens"] for span in waits}
+    assert {0, 3} <= {span["s3kv.chunks_arrived"] for span in fetches}
+    uploaded = sum(span["s3kv.chunks_arrived"] for span in collector.named("s3kv.upload"))
+    assert uploaded == 3 * 3, "three times a prompt was computed"

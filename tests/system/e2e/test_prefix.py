@@ -1,0 +1,256 @@
+"""Where a prefix comes from: the bucket, host memory, the engine's own cache, and any mixture.
+
+Answers are compared token for token with an engine without a connector whose own cache hit just
+as much; see `References` for why nothing else will do in bf16. Where hits cannot be made equally
+long the engines compute in float32, in which tokens do not depend on the length of the hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from lab import models
+from lab.s3 import S3Server
+from s3kv.objects.headers import read_header
+from s3kv.objects.keys import parse
+from tests.system.e2e.conftest import (
+    References,
+    Serve,
+    at_rest,
+    cached,
+    changed,
+    new_bucket,
+    patient_for,
+    tokens,
+)
+
+PROMPTS = models.prompts(4, 800)
+CHUNKS = 6
+"""Full chunks of 128 tokens in each prompt."""
+HIT = CHUNKS * 128
+FLOAT32 = {"dtype": "float32"}
+ONE_PROBE = {"probe_chunks": 1}
+"""For engines whose saves are counted. A chunk that is computed while the bucket is still being
+asked for it is saved once the bucket has said no, if the request lives that long. With one chunk
+asked for at a time nothing is computed before the answer.
+"""
+LOADED = {"load_ok": 4, "load_bytes": 4 * HIT * models.TINY.kv_bytes_per_token}
+
+
+@dataclass(frozen=True)
+class Library:
+    """A bucket in which an engine that is gone has saved all of `PROMPTS`.
+
+    keys: of each prompt's chunks, from its start.
+    """
+
+    bucket: str
+    keys: list[list[str]]
+
+
+@pytest.fixture(scope="module")
+def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
+    with new_bucket(s3) as bucket:
+        keys: list[list[str]] = []
+        known: set[str] = set()
+        with serve(tiny, patient_for(s3, bucket)) as engine:
+            for prompt in PROMPTS:
+                chunks = []
+                for end in range(128, HIT + 1, 128):
+                    engine.generate([prompt[: end + 1]], max_tokens=1)
+                    at_rest(engine)
+                    (new,) = set(s3.objects(bucket)) - known
+                    known.add(new)
+                    chunks.append(new)
+                keys.append(chunks)
+        yield Library(bucket, keys)
+
+
+@pytest.mark.core
+def test_every_tier_serves_a_prefix(
+    tiny: Path, s3: S3Server, library: Library, serve: Serve, reference: References
+) -> None:
+    expected = reference(tiny, PROMPTS)
+    assert cached(expected) == [HIT] * 4
+    all_chunks = 4 * CHUNKS
+    with (
+        new_bucket(s3, like=library.bucket) as bucket,
+        serve(tiny, changed(patient_for(s3, bucket), **ONE_PROBE)) as engine,
+    ):
+        # A process that has seen nothing: the bucket.
+        answers = engine.generate(PROMPTS)
+        done = at_rest(engine)
+        metrics = engine.metrics()
+        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert done == {
+            "fetches": all_chunks,
+            "fetch_ok": all_chunks,
+            "fetch_bytes": sum(s3.objects(bucket).values()),
+            "hit_tokens_bucket": 4 * HIT,
+            **LOADED,
+        }
+        assert metrics["vllm:external_prefix_cache_hits_total"] == 4 * HIT
+        assert metrics["vllm:s3kv_hit_tokens_bucket_total"] == 4 * HIT
+        assert metrics["vllm:s3kv_hit_tokens_host_total"] == 0
+        assert metrics["vllm:s3kv_fetch_ok_total"] == all_chunks
+        assert metrics["vllm:s3kv_fetch_bytes_total"] == done["fetch_bytes"]
+        assert metrics["vllm:s3kv_saves_total"] == 0
+
+        # The engine itself remembers: s3kv is not asked for anything.
+        answers = engine.generate(PROMPTS)
+        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert at_rest(engine) == done
+
+        # The engine has forgotten: host memory, and no request to the bucket.
+        assert engine.call("lab.audit:reset", connector=False)
+        answers = engine.generate(PROMPTS)
+        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert at_rest(engine) - done == {"hit_tokens_host": 4 * HIT} | LOADED
+
+        # All is forgotten, as after a change of weights: nothing old is ever hit again, …
+        before = at_rest(engine)
+        assert engine.call("lab.audit:reset", connector=True)
+        answers = engine.generate(PROMPTS)
+        done = at_rest(engine) - before
+        assert cached(answers) == [0] * 4
+        assert done["fetch_ok"] == done["hit_tokens_host"] == done["hit_tokens_bucket"] == 0
+        assert done["upload_ok"] == all_chunks
+        assert len(s3.objects(bucket)) == 2 * all_chunks
+        # … what is computed from then on is.
+        assert engine.call("lab.audit:reset", connector=False)
+        before = at_rest(engine)
+        answers = engine.generate(PROMPTS)
+        assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+        assert at_rest(engine) - before == {"hit_tokens_host": 4 * HIT} | LOADED
+
+
+def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
+    tiny: Path, s3: S3Server, library: Library, serve: Serve, reference: References
+) -> None:
+    """Zeroed KV under a valid digest is served and changes the tokens, or this suite proves
+    nothing. Damage of any kind is a miss from there on, and what was damaged or is missing is saved
+    again.
+    """
+    whole = reference(tiny, PROMPTS[:1])
+    nothing = reference(tiny, PROMPTS[1:3], hit_tokens=0)
+    part = reference(tiny, PROMPTS[3:], hit_tokens=256)
+    client = s3.client()
+    with new_bucket(s3, like=library.bucket) as bucket:
+
+        def rewrite(key: str, change: Any) -> None:
+            client.put_object(Bucket=bucket, Key=key, Body=bytes(change(bytearray(body(key)))))
+
+        def body(key: str) -> bytes:
+            return bytes(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+
+        broken = [library.keys[1][0], library.keys[2][0], library.keys[2][1], library.keys[3][2]]
+        complete = set(s3.objects(bucket))
+        for key in library.keys[0]:
+            rewrite(key, zeroed)
+        rewrite(library.keys[1][0], flipped)
+        rewrite(library.keys[2][0], lambda data: data[:-1])
+        rewrite(library.keys[2][1], lambda data: body(library.keys[0][1]))
+        client.delete_object(Bucket=bucket, Key=library.keys[3][2])
+
+        deleting = changed(patient_for(s3, bucket), on_corrupt="delete")
+        with serve(tiny, deleting) as engine:
+            zeros, *damaged = engine.generate(PROMPTS)
+            done = at_rest(engine)
+            metrics = engine.metrics()
+        kept = set(s3.objects(bucket))
+        replaced = {key: body(key) for key in broken}
+
+    assert zeros.cached_tokens == HIT
+    assert zeros.tokens != whole[0].tokens
+    assert cached(damaged) == [0, 0, 256]
+    assert tokens(damaged) == tokens([*nothing, *part])
+    assert done["fetch_corrupt"] == 3
+    assert done["fetch_missing"] == 1
+    for reason in ("digest", "length", "block_hash"):
+        assert done[f"fetch_corrupt_{reason}"] == 1
+        assert metrics[f"vllm:s3kv_fetch_corrupt_{reason}_total"] == 1
+    assert kept == complete
+    assert [*replaced] == [key for key, data in replaced.items() if same_chunk(data, key)]
+
+
+def test_prompts_of_all_lengths(
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Shorter than a chunk, whole chunks and nothing else, longer than a step of the engine; and
+    one that leaves the common prefix before the end of what was saved.
+    """
+    (short,) = models.prompts(1, 100, seed=1)
+    (whole,) = models.prompts(1, 512, seed=2)
+    (long,) = models.prompts(1, 1_500, seed=3)
+    (tail,) = models.prompts(1, 1_000, seed=4)
+    forked = whole + tail
+    short_steps = {"max_num_batched_tokens": 512, **FLOAT32}
+
+    with serve(tiny, changed(patient, **ONE_PROBE), **short_steps) as engine:
+        asked = [short, whole, long]
+        answers = engine.generate(asked)
+        assert cached(answers) == [0, 0, 0]
+        assert tokens(answers) == tokens(reference(tiny, asked, **FLOAT32))
+        assert at_rest(engine)["upload_ok"] == 0 + 4 + 11
+
+    with serve(tiny, patient, **short_steps) as engine:
+        # The engine's cache answers `whole` but for its last block, which vLLM never takes from
+        # there; the bucket's may cover a prompt to its end, of which then one token is computed.
+        asked = [short, forked, whole, long]
+        answers = engine.generate(asked)
+        assert cached(answers) == [0, 512, 512, 1_408]
+        assert tokens(answers) == tokens(reference(tiny, asked, **FLOAT32))
+        done = at_rest(engine)
+        assert done["hit_tokens_bucket"] + done["hit_tokens_host"] == 512 + 128 + 1_408
+        assert done["fetch_ok"] == 4 + 11
+        assert done["upload_ok"] == (512 + 1_000) // 128 - 4
+
+
+def test_own_hit_ends_within_a_chunk(
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Chunks of two blocks. A prompt that shares three blocks leaves the engine with half of the
+    second chunk: the other half comes from host memory, and what it has is not overwritten.
+    """
+    (prompt,) = models.prompts(1, 800, seed=5)
+    (tail,) = models.prompts(1, 300, seed=6)
+    sibling = prompt[: 3 * 128] + tail
+    with serve(tiny, changed(patient, chunk_tokens=256, **ONE_PROBE), **FLOAT32) as engine:
+        engine.generate([prompt])
+        assert engine.call("lab.audit:reset", connector=False)
+        before = at_rest(engine)
+        answers = engine.generate([sibling, prompt])
+        done = at_rest(engine) - before
+    assert cached(answers) == [256, 768]
+    assert tokens(answers) == tokens(reference(tiny, [sibling, prompt], **FLOAT32))
+    assert done["hit_tokens_host"] == 256 + (768 - 3 * 128)
+
+
+def zeroed(data: bytearray) -> bytearray:
+    """The object of one segment with a payload of zeros and the digest that goes with it."""
+    header = read_header(memoryview(data))
+    size, (said,) = header.header_bytes, header.digests
+    data[size:] = bytes(len(data) - size)
+    digest = xxhash.xxh3_128_hexdigest(data[size:])
+    data[:size] = data[:size].replace(said.encode(), digest.encode())
+    return data
+
+
+def same_chunk(data: bytes, key: str) -> bool:
+    """Whether these bytes are a whole object of the chunk that `key` names."""
+    header = read_header(memoryview(data))
+    address = parse(key)
+    assert address is not None
+    whole = (xxhash.xxh3_128_hexdigest(data[header.header_bytes :]),) == header.digests
+    return whole and header.block_hash == address.key.block_hash
+
+
+def flipped(data: bytearray) -> bytearray:
+    data[-100] ^= 1
+    return data

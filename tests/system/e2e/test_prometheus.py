@@ -1,0 +1,163 @@
+"""A real Prometheus scrapes a real server, and is put every query of the dashboard and every rule.
+
+One server of vLLM's, whose own cache and host memory hold less than it is asked for, so that every
+tier serves; and one engine that encodes images, whose metrics are those a server would show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models, vision
+from lab.engine import Engine
+from lab.prometheus import Prometheus, missing_programs, prometheus
+from lab.s3 import S3Server
+from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE
+from scripts.panels import ENCODER, ROWS, Panel
+from tests.project import ROOT
+from tests.system.e2e.conftest import START_AND_STOP_S, changed, new_bucket, patient_for
+from tests.system.e2e.pictures import VISION, ask, ec_connector
+from tests.system.e2e.test_failures import wait_until
+from tests.system.e2e.test_serve import Server, vllm_serve
+
+PROMPTS = models.prompts(8, 800, seed=11)
+"""6,400 tokens, of which the server's own cache holds 4,352 and host memory 2,100."""
+SMALL = "--kv-cache-memory-bytes", str(4_352 * models.TINY.kv_bytes_per_token * 2)
+HOST_BYTES = 2_200 * models.TINY.kv_bytes_per_token * 2
+RULES = ROOT / "deploy/prometheus/s3kv.rules.yaml"
+PANELS = [panel for row in ROWS.values() for panel in row]
+pytestmark = [pytest.mark.timeout(3 * START_AND_STOP_S)]
+
+
+@pytest.fixture(scope="module")
+def observed(
+    s3: S3Server, tiny: Path, models_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    if missing := missing_programs():
+        reason = f"not installed: {', '.join(missing)} (Debian's package: prometheus)"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    home = tmp_path_factory.mktemp("prometheus")
+    with new_bucket(s3) as bucket:
+        prices = {"prices": "us-east-1/standard"}
+        connector = changed(patient_for(s3, bucket), host_bytes=HOST_BYTES, **prices)
+        encoder = Engine(
+            vision.build(models_dir),
+            ec_connector=ec_connector(s3, bucket, **prices),
+            log_path=home / "encoder.log",
+            env=s3.env,
+            **VISION,
+        )
+        with (
+            vllm_serve(tiny, connector, s3.env, home / "server.log", *SMALL) as server,
+            encoder,
+        ):
+            targets = {"vllm": server.url.removeprefix("http://")}
+            targets["encoder"] = f"127.0.0.1:{encoder.call('lab.exposition:serve')}"
+            with prometheus(targets, home, rules=[RULES]) as seen:
+                for name in ("saves_total", "ec_saves_total"):
+                    wait_until("a scrape", lambda: seen.query(NAMESPACE + name))  # noqa: B023
+                ask_both(server, encoder, seen)
+                yield seen
+
+
+def ask_both(server: Server, encoder: Engine, seen: Prometheus) -> None:
+    """Every prompt three times, and different images, until all that is counted has been told."""
+    for number in range(3 * len(PROMPTS)):
+        server.complete(PROMPTS[number % len(PROMPTS)])
+        encoder.generate([ask(number)])
+        time.sleep(0.2)
+    for name in ("cost_usd_total", "ec_cost_usd_total"):
+        wait_until(
+            "costs are told",
+            lambda: (
+                server.complete(PROMPTS[0])
+                and encoder.generate([ask(1)])
+                and value(seen, NAMESPACE + name) > 0  # noqa: B023
+            ),
+        )
+    time.sleep(2.0)  # two more scrapes: rates need points
+
+
+def value(seen: Prometheus, name: str) -> float:
+    return sum(float(sample["value"][1]) for sample in seen.query(name))
+
+
+def as_asked(expr: str) -> str:
+    """As Grafana sends it, with everything chosen."""
+    for variable, chosen in {"$__rate_interval": "1m", "$job": ".*", "$model": ".*"}.items():
+        expr = expr.replace(variable, chosen)
+    return expr
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel.title)
+def test_every_panel_shows_something(observed: Prometheus, panel: Panel) -> None:
+    for query in panel.queries:
+        samples = observed.query(as_asked(query.expr))
+        numbers = [float(sample["value"][1]) for sample in samples]
+        assert numbers, f"{panel.title}, {query.legend}: no data"
+        # What is encoded here is fetched and loaded nowhere: there is no quantile of nothing.
+        unused = panel in ENCODER and query.legend.startswith(("fetch p", "load p"))
+        assert unused or all(number >= 0 for number in numbers), (query.legend, numbers)
+        for label in re.findall(r"{{(\w+)}}", query.legend):
+            assert all(label in sample["metric"] for sample in samples)
+
+
+def test_what_the_engine_did_is_what_prometheus_says(observed: Prometheus) -> None:
+    def total(name: str) -> float:
+        return value(observed, NAMESPACE + name)
+
+    hits = total("hit_tokens_bucket_total") + total("hit_tokens_host_total")
+    assert hits == value(observed, "vllm:external_prefix_cache_hits_total") > 0
+    assert total("hit_tokens_bucket_total") > 0
+    assert total("fetch_ok_total") == total("fetch_seconds_count") > 0
+    assert total("io_requests_total{verb='GET',status='2xx'}") > 0
+    assert total("misses_total{reason='absent'}") > 0
+    assert total("save_seconds_count") == total("save_ok_total") > 0
+    assert total("load_bytes_total") == hits * models.TINY.kv_bytes_per_token * 2
+    assert 0 < total("slab_bytes") <= HOST_BYTES
+    assert total("breaker{state='closed'}") == total("ec_breaker{state='closed'}") == 1
+    assert total("ec_saves_total") > 0
+
+
+@pytest.mark.parametrize("kind", ["", "ec_"])
+def test_dollars_are_requests_at_their_prices(observed: Prometheus, kind: str) -> None:
+    def answered(verbs: str) -> float:
+        chosen = f"verb=~'{verbs}',status=~'2xx|4xx'"
+        return value(observed, f"{NAMESPACE}{kind}io_requests_total{{{chosen}}}")
+
+    dollars = value(observed, f"{NAMESPACE}{kind}cost_usd_total")
+    expected = answered("GET|HEAD") * 0.4e-6 + answered("PUT|LIST") * 5e-6
+    assert dollars == pytest.approx(expected)
+
+
+def test_every_rule_is_evaluated_and_none_rings(observed: Prometheus) -> None:
+    (group,) = observed.get("rules")["groups"]
+    assert [rule["health"] for rule in group["rules"]] == ["ok"] * len(group["rules"])
+    assert [rule["name"] for rule in group["rules"] if rule["state"] == "firing"] == []
+
+
+def test_everything_in_the_table_is_scraped(observed: Prometheus) -> None:
+    names = set(observed.get("label/__name__/values"))
+    suffix = {"counter": "_total", "gauge": "", "histogram": "_bucket"}
+    for namespace, table in ((NAMESPACE, KV_METRICS), (EC_NAMESPACE, EC_METRICS)):
+        assert {namespace + n + suffix[m.kind] for n, m in table.items()} <= names
+
+
+def test_the_dashboard_is_the_panels() -> None:
+    board: dict[str, Any] = json.loads((ROOT / "deploy/grafana/s3kv.json").read_text())
+    shown = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert [panel["title"] for panel in shown] == [panel.title for panel in PANELS]
+    asked = {t["expr"] for panel in shown for t in panel["targets"]}
+    assert asked == {query.expr for panel in PANELS for query in panel.queries}
+    variables = {v["name"] for v in board["templating"]["list"]} | {"__rate_interval"}
+    assert set(re.findall(r"\$(\w+)", " ".join(asked))) <= variables
+    corners = {(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]}
+    assert len(corners) == len(board["panels"]), "no panel lies on another"

@@ -1,0 +1,229 @@
+"""Requests as they come in life: many at once, turn after turn, preempted, aborted at any moment.
+
+Float32 throughout: how requests share a step, and how much of a prompt is hit, must not matter
+for the tokens, and in bf16 it does (see `References`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.engine import Ask, Engine
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import (
+    References,
+    Serve,
+    at_rest,
+    cached,
+    changed,
+    new_bucket,
+    patient_for,
+    tokens,
+)
+
+FLOAT32 = {"dtype": "float32"}
+CHUNK_BYTES = 128 * 4_096 + 4_096
+"""In float32 the tiny model has 4 KiB of KV per token; and a page for the header."""
+LONG = models.prompts(6, 1_200, seed=10)
+CHUNKS = 9
+HIT = CHUNKS * 128
+TAILS = models.prompts(40, 900, seed=11)
+FIRST_TURN = models.prompts(1, 300, seed=12)[0]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A bucket with what an engine, gone by now, has saved of `LONG` and of a conversation.
+
+    answer: to `FIRST_TURN`.
+    """
+
+    bucket: str
+    answer: list[int]
+
+
+@pytest.fixture(scope="module")
+def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
+    with new_bucket(s3) as bucket:
+        # One chunk asked for at a time: nothing is computed while it is still being looked for,
+        # so everything is saved.
+        connector = changed(patient_for(s3, bucket), probe_chunks=1)
+        with serve(tiny, connector, **FLOAT32) as engine:
+            engine.generate(LONG, max_tokens=1)
+            (answer,) = engine.generate([FIRST_TURN], max_tokens=500)
+            saved = at_rest(engine)["upload_ok"]
+        assert saved == len(LONG) * CHUNKS + 799 // 128
+        yield Library(bucket, answer.tokens)
+
+
+@pytest.fixture
+def connector(s3: S3Server, library: Library) -> Iterator[dict[str, Any]]:
+    """For a bucket that holds what the library holds."""
+    with new_bucket(s3, like=library.bucket) as bucket:
+        yield patient_for(s3, bucket)
+
+
+class Truth:
+    """What an engine without a connector answers."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, asks: Sequence[Ask | list[int]], max_tokens: int = 8) -> list[list[int]]:
+        return tokens(self._engine.generate(asks, max_tokens=max_tokens, concurrency=16))
+
+
+@pytest.fixture(scope="module")
+def truth(tiny: Path, reference: References) -> Truth:
+    return Truth(reference.engine(tiny, **FLOAT32))
+
+
+def test_a_crowd_fetches_each_chunk_once_and_a_second_turn_hits_the_first(
+    tiny: Path, connector: dict[str, Any], library: Library, serve: Serve, truth: Truth
+) -> None:
+    crowd = [LONG[0][: 6 * 128] + tail[:60] for tail in TAILS[:32]]
+    second_turn = FIRST_TURN + library.answer + TAILS[0][:100]
+    with serve(tiny, connector, max_num_seqs=32, **FLOAT32) as engine:
+        answers = engine.generate(crowd, concurrency=32)
+        assert tokens(answers) == truth(crowd)
+        # Nobody computed a prefix; who came after the first may have found it in the engine.
+        assert cached(answers) == [6 * 128] * 32
+        crowded = at_rest(engine)
+        # The first probes go beyond what the crowd shares.
+        assert crowded["fetch_ok"] == 6
+        assert crowded["hit_tokens_bucket"] >= 6 * 128
+
+        answers = engine.generate([second_turn])
+        assert tokens(answers) == truth([second_turn])
+        # All of the first turn but its last token, whose KV nobody needed to compute.
+        assert cached(answers) == [799 // 128 * 128]
+        done = at_rest(engine) - crowded
+        assert done["hit_tokens_bucket"] == 799 // 128 * 128
+
+
+def test_preempted_requests_with_little_memory(
+    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth
+) -> None:
+    """Six requests start together in a KV cache that holds half of what they end with, and a slab
+    with half of their chunks; cold and warm.
+    """
+    little = changed(connector, host_bytes=16 * CHUNK_BYTES)
+    sizes = {"num_gpu_blocks_override": 20, "max_model_len": 2_048, **FLOAT32}
+    asks = [tail[:300] for tail in TAILS[:6]]
+    expected = truth(asks, max_tokens=400)
+    for life in ("cold", "warm"):
+        with serve(tiny, little, **sizes) as engine:
+            answers = engine.generate(asks, max_tokens=400, concurrency=6)
+            assert tokens(answers) == expected
+            assert engine.metrics()["vllm:num_preemptions_total"] > 0
+            assert at_rest(engine)["evictions"] > 0
+            if life == "warm":
+                assert cached(answers) == [256] * 6
+
+
+def test_aborted_at_any_moment(
+    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth
+) -> None:
+    """Whenever a request is given up, it leaves nothing behind, and the next one with the same
+    prompt is answered as if it had not been there.
+    """
+    hog = TAILS[10] + TAILS[11][:800]
+    fresh = [LONG[i][:600] + TAILS[i] for i in range(6)]
+    sizes = {"num_gpu_blocks_override": 24, "max_model_len": 2_900, "max_num_batched_tokens": 256}
+    with serve(tiny, connector, **sizes, **FLOAT32) as engine:
+
+        def abort_at(moment: str, prompt: list[int], hog: Sequence[int] = ()) -> int:
+            return int(
+                engine.call(
+                    "tests.system.e2e.inside:abort_at", moment=moment, prompt=prompt, hog=hog
+                )
+            )
+
+        def still_right(prompt: list[int]) -> int | None:
+            (answer,) = engine.generate([prompt])
+            assert [answer.tokens] == truth([prompt])
+            at_rest(engine)
+            return answer.cached_tokens
+
+        abort_at("queued", LONG[0])
+        assert still_right(LONG[0]) == HIT
+
+        (io_process,) = engine.io_processes()
+        io_process.send_signal(signal.SIGSTOP)
+        assert abort_at("waiting", LONG[1]) == 0
+        io_process.send_signal(signal.SIGCONT)
+        assert still_right(LONG[1]) == HIT
+
+        # The next one joins the fetches that are being cancelled.
+        io_process.send_signal(signal.SIGSTOP)
+        abort_at("waiting", LONG[2])
+        pending = engine.begin_generate([LONG[2]])
+        io_process.send_signal(signal.SIGCONT)
+        (answer,) = pending.result()
+        assert [answer["tokens"]] == truth([LONG[2]])
+        assert answer["cached_tokens"] == HIT
+
+        # Offered, but the engine has no room for it.
+        assert abort_at("offered", LONG[3], hog) <= 24 - 1
+        assert still_right(LONG[3]) == HIT
+
+        # While its blocks are being written, they stay its own.
+        assert abort_at("loading", LONG[4]) >= CHUNKS
+        assert still_right(LONG[4]) == HIT
+
+        abort_at("computing", fresh[5])
+        still_right(fresh[5])
+        abort_at("decoding", fresh[4])
+        still_right(fresh[4])
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_roles(
+    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth, role: str
+) -> None:
+    """A producer saves and never loads, a consumer loads and never saves."""
+    asked = [LONG[0], TAILS[0]]
+    with serve(tiny, connector | {"kv_role": role}, **FLOAT32) as engine:
+        first = engine.generate(asked)
+        assert engine.call("lab.audit:reset", connector=False)
+        second = engine.generate(asked)
+        done = at_rest(engine)
+    assert tokens(first) == tokens(second) == truth(asked)
+    if role == "kv_producer":
+        assert cached(first) == cached(second) == [0, 0]
+        assert done["fetches"] == 0
+        assert done["saves"] == CHUNKS + 900 // 128
+        assert done["upload_ok"] == 900 // 128
+    else:
+        assert cached(first) == cached(second) == [HIT, 0]
+        assert done["saves"] == 0
+        assert (done["hit_tokens_bucket"], done["hit_tokens_host"]) == (HIT, HIT)
+
+
+def test_salts_and_an_engine_without_a_cache_of_its_own(
+    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth
+) -> None:
+    prompt = LONG[0]
+    asked = [
+        Ask(prompt),
+        Ask(prompt),
+        Ask(prompt, cache_salt="a"),
+        Ask(prompt, cache_salt="a"),
+        Ask(prompt, cache_salt="b"),
+        Ask(prompt),
+    ]
+    one_probe = changed(connector, probe_chunks=1)
+    with serve(tiny, one_probe, enable_prefix_caching=False, **FLOAT32) as engine:
+        answers = [answer for ask in asked for answer in engine.generate([ask])]
+        done = at_rest(engine)
+    assert cached(answers) == [HIT, HIT, 0, HIT, 0, HIT]
+    assert tokens(answers) == truth([prompt]) * 6
+    assert done["hit_tokens_bucket"] == HIT
+    assert done["hit_tokens_host"] == 3 * HIT

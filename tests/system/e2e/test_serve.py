@@ -1,0 +1,273 @@
+"""vLLM's HTTP server, set up as the README says, by the connector's name alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lab import models
+from lab.engine import ENGINE_ARGS, ENVIRONMENT
+from lab.s3 import S3Server
+from tests.rgw import free_ports
+from tests.system.e2e.conftest import START_AND_STOP_S, References, changed, tokens
+from tests.system.e2e.servers import valve
+from tests.system.e2e.test_failures import CHUNK_BYTES, SAVED_AT_ONCE, port_of, wait_until
+
+PROMPTS = models.prompts(2, 800)
+HIT_TOKENS = 768
+
+
+class Server:
+    """A server process and its children."""
+
+    def __init__(
+        self, model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
+    ):
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        # What `vllm serve` runs; the command itself asks for a distribution of the name "vllm",
+        # and the one for CPUs has another.
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+        ]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "4096"]
+        command += ["--kv-cache-memory-bytes", str(ENGINE_ARGS["kv_cache_memory_bytes"])]
+        command += ["--kv-transfer-config", json.dumps(connector), *more]
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT | env,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            assert self._process.poll() is None, self._log.read_text()[-4_000:]
+            assert time.monotonic() < deadline, self._log.read_text()[-4_000:]
+            with contextlib.suppress(OSError):
+                self._get("/health")
+                return
+            time.sleep(0.2)
+
+    def refusal(self, timeout_s: float) -> list[str]:
+        """What a server that does not start has printed."""
+        assert self._process.wait(timeout_s) != 0, self._log.read_text()[-4_000:]
+        return self._log.read_text().splitlines()
+
+    def _get(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return bytes(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AssertionError(error.read().decode()) from None
+
+    def complete(self, prompt: list[int]) -> list[int]:
+        answer = json.loads(
+            self._get(
+                "/v1/completions",
+                {
+                    "prompt": prompt,
+                    "max_tokens": 8,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                    "detokenize": False,
+                },
+            )
+        )
+        return list(answer["choices"][0]["token_ids"])
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels of one counter."""
+        text = self._get("/metrics").decode()
+        found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"/metrics has no {name}"
+        return sum(float(value) for value in found)
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                ours = os.getsid(process.pid) == self._process.pid
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to every process at once, as a terminal does."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        """What an orchestrator does: SIGTERM to the process it has started."""
+        self._process.terminate()
+
+    def wait_until_gone(self, timeout_s: float) -> None:
+        self._process.wait(timeout_s)
+        wait_until("all processes end", lambda: not self.processes())
+
+    def kill(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def vllm_serve(
+    model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
+) -> Iterator[Server]:
+    server = Server(model, connector, env, log, *more)
+    try:
+        server.wait_until_ready(START_AND_STOP_S)
+        yield server
+    finally:
+        server.kill()
+
+
+def test_the_plugin_is_installed() -> None:
+    found = {entry.name: entry.value for entry in entry_points(group="vllm.general_plugins")}
+    assert found.get("s3kv") == "s3kv.connectors.plugin:register", "run: pip install -e ."
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+def test_serve_restart_serve(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C in the middle of uploads: vLLM kills its engine at once, and all that the engine has
+    started. The next server hits what has been uploaded, and computes and uploads the rest.
+    """
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    by_name = changed(patient, **SAVED_AT_ONCE)
+    del by_name["kv_connector_module_path"]
+    with valve(port_of(s3)) as slow:
+        # The valve shuts before the second prompt asks: that one need not wait for long.
+        connector = changed(by_name, endpoint_url=slow.url, max_wait_ms=2_000)
+        with vllm_serve(tiny, connector, s3.env, tmp_path / "cold.log") as server:
+            slow.shut_after(3 * CHUNK_BYTES)
+            assert [server.complete(prompt) for prompt in PROMPTS] == expected
+            assert server.metric("vllm:external_prefix_cache_queries_total") > 0
+            assert server.metric("vllm:external_prefix_cache_hits_total") == 0
+            slow.wait_until_shut(30.0)
+            under_way = len(s3.objects(bucket))
+            server.interrupt()
+            slow.open()
+            server.wait_until_gone(60.0)
+    assert under_way < 12
+
+    with vllm_serve(tiny, by_name, s3.env, tmp_path / "warm.log") as server:
+        assert [server.complete(prompt) for prompt in PROMPTS] == expected
+        hits = server.metric("vllm:external_prefix_cache_hits_total")
+        assert 0 < hits <= 2 * HIT_TOKENS
+        assert server.metric("vllm:s3kv_hit_tokens_bucket_total") == hits
+        assert server.metric("vllm:s3kv_fetch_bytes_total") > 0
+        assert server.metric("vllm:s3kv_internal_errors_total") == 0
+        server.interrupt()
+        server.wait_until_gone(60.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+def test_a_server_that_is_given_time_finishes_its_uploads(
+    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    """With `--shutdown-timeout`, an end in the middle of uploads loses nothing."""
+    with valve(port_of(s3)) as slow:
+        connector = changed(patient, **SAVED_AT_ONCE, endpoint_url=slow.url, max_wait_ms=2_000)
+        time_to_drain = ("--shutdown-timeout", "60")
+        log = tmp_path / "server.log"
+        with vllm_serve(tiny, connector, s3.env, log, *time_to_drain) as server:
+            slow.shut_after(3 * CHUNK_BYTES)
+            for prompt in PROMPTS:
+                server.complete(prompt)
+            slow.wait_until_shut(30.0)
+            # Not always all 12: one that was asked for through the valve, too late to be saved.
+            saves = server.metric("vllm:s3kv_saves_total")
+            assert len(s3.objects(bucket)) < saves
+            server.terminate()
+            time.sleep(3.0)  # whoever would kill it does so by now
+            slow.open()
+            server.wait_until_gone(60.0)
+    assert len(s3.objects(bucket)) == saves
+
+
+def last_line_of_the_error(printed: list[str]) -> str:
+    """The last with an error of ours. vLLM ends with one of its own, which points up, and Python
+    may complain about what the processes have left behind.
+    """
+    ours = [n for n, line in enumerate(printed) if re.search(r"s3kv\.errors\.\w+: ", line)]
+    assert ours, "\n".join(printed[-60:])
+    below = "\n".join(printed[ours[-1] + 1 :])
+    assert "Engine core initialization failed. See root cause above" in below, below
+    return printed[ours[-1]]
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
+    "unknown setting": (
+        {"chunk_token": 128},
+        True,
+        ("chunk_token'", "did you mean 'chunk_tokens'"),
+    ),
+    "wrong bucket": ({"bucket": "no-such-bucket"}, True, ("no-such-bucket", "create the bucket")),
+    "no credentials": ({}, False, ("no credentials found", "set AWS_ACCESS_KEY_ID")),
+    "wrong endpoint": (
+        {"endpoint_url": "http://127.0.0.1:9"},
+        True,
+        ("127.0.0.1:9", "look at endpoint_url"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["unknown setting", *(pytest.param(w, marks=pytest.mark.long) for w in list(REFUSALS)[1:])],
+)
+def test_a_server_that_is_refused_ends_with_what_to_change(
+    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], tmp_path: Path, what: str
+) -> None:
+    settings, has_credentials, said = REFUSALS[what]
+    env = dict(s3.env)
+    if not has_credentials:
+        env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+    server = Server(tiny, changed(patient, **settings), env, tmp_path / "server.log")
+    try:
+        printed = server.refusal(START_AND_STOP_S)
+    finally:
+        server.kill()
+    line = last_line_of_the_error(printed)
+    for word in said:
+        assert word in line

@@ -1,0 +1,106 @@
+"""Settings that change what an engine does, or that it refuses, on the real engine.
+
+What is refused before an engine is needed is in tests/unit/test_config.py and tests/contract.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.engine import Ask, Engine, EngineFailed
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
+from tests.system.e2e.test_failures import CHUNK_BYTES, SAVED_AT_ONCE
+
+PROMPTS = models.prompts(2, 800)
+
+
+def test_an_unknown_setting_stops_the_engine_at_start(
+    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    connector = changed(patient, hostbytes="1GiB")
+    engine = Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env)
+    with pytest.raises(EngineFailed, match=r"unknown setting 'hostbytes'.*did you mean 'host_byte"):
+        engine.start()
+
+
+def test_layers_with_a_window_stop_the_engine_at_start_or_are_served(
+    models_dir: Path,
+    s3: S3Server,
+    patient: dict[str, Any],
+    serve: Serve,
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """The error says which option serves them. The reference goes without it, and frees what is
+    outside the windows. In float32, where the length of a hit does not matter.
+    """
+    hybrid = models.build(models_dir, models.WINDOWED)
+    engine = Engine(hybrid, connector=patient, log_path=tmp_path / "log", env=s3.env)
+    with pytest.raises(EngineFailed, match=r"SlidingWindowSpec.*--disable-hybrid-kv-cache-manager"):
+        engine.start()
+
+    asks = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
+    expected = tokens(reference.engine(hybrid, dtype="float32").generate(asks))
+    one_group = {"disable_hybrid_kv_cache_manager": True, "dtype": "float32"}
+    for hit in (0, 6 * 128):
+        with serve(hybrid, patient, **one_group) as engine:
+            answers = engine.generate(asks)
+            at_rest(engine)
+        assert cached(answers) == [hit] * 2
+        assert tokens(answers) == expected
+
+
+def test_a_slab_smaller_than_a_prompt_serves_the_part_that_fits(
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Six chunks a prompt, three slots. In float32, where the length of a hit does not matter."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    patient = changed(patient, **SAVED_AT_ONCE)
+    small = changed(patient, host_bytes=3 * (CHUNK_BYTES + 2 * 4096))
+    with serve(tiny, patient, dtype="float32") as engine:
+        engine.generate(PROMPTS[:1])
+    with serve(tiny, small, dtype="float32") as engine:
+        answers = engine.generate(PROMPTS)
+        at_rest(engine)  # what has not been uploaded keeps its slot
+        engine.reset_prefix_cache()
+        answers += engine.generate(PROMPTS)
+    assert tokens(answers) == expected * 2
+    fits = 3 * 128
+    # The second prompt was new: what of it was saved depends on how fast its uploads were.
+    assert cached(answers)[:3] == [fits, 0, fits]
+    assert cached(answers)[3] <= fits
+
+
+@pytest.mark.long
+def test_two_models_in_one_bucket_do_not_meet(
+    models_dir: Path, tmp_path: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Same shape, same prompts, same bucket and prefix; the weights differ. And the other way
+    round: the same weights under another path are the same model when `model_id` says so."""
+    first = models.build(models_dir, models.TINY)
+    second = models.build(models_dir, models.TINY, seed=1)
+    moved = tmp_path / "moved"
+    shutil.copytree(first, moved)
+    patient = changed(patient, **SAVED_AT_ONCE)
+    with serve(first, changed(patient, model_id="first")) as engine:
+        engine.generate(PROMPTS)
+    with serve(second, changed(patient, model_id="second")) as engine:
+        cold = engine.generate(PROMPTS)
+        said = engine.log_path.read_text()
+    assert "is new; of 1 others the nearest" in said
+    assert """'model.name' ("first" there, "second" here); 'model.weights'""" in said
+    assert cached(cold) == [0, 0]
+    with serve(moved, changed(patient, model_id="first")) as engine:
+        warm = engine.generate(PROMPTS)
+        said = engine.log_path.read_text()
+    assert "is known, its manifest says the same as this engine" in said
+    expected = reference(first, PROMPTS)
+    assert cached(warm) == cached(expected) == [768, 768]
+    assert tokens(warm) == tokens(expected)
+    assert tokens(cold) != tokens(expected)

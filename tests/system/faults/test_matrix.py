@@ -1,0 +1,240 @@
+"""Every fault at every moment of a worker's life, with a real I/O process and a real server.
+
+In each cell: a request is answered, with right bytes or none; what is under way ends; the planner's
+books balance at every step (`Life.step`); the counter that tells of the fault moves; and when the
+fault is over the cache is of use again, by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.proxy import Proxy, proxy
+from lab.s3 import S3Server, moto_process
+from tests.servers import self_signed, set_credentials
+from tests.system.faults.cases import CASES, Case
+from tests.system.faults.life import Life
+from tests.system.faults.nameless import NAME, VARIABLE
+from tests.unit.io import rig
+
+BUCKET = "faults"
+RECOVERIES = 20
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["moto", pytest.param("ceph", marks=[pytest.mark.infra, pytest.mark.nightly])],
+)
+def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
+    if request.param == "ceph":
+        gateway = request.getfixturevalue("rgw")
+        found = S3Server(gateway.url, gateway.keys | {"AWS_DEFAULT_REGION": "us-east-1"})
+        found.client().create_bucket(Bucket=BUCKET)
+        yield found
+        return
+    with moto_process() as found:
+        found.client().create_bucket(Bucket=BUCKET)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def proxies(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    home = tmp_path_factory.mktemp("tls")
+    good, bad = self_signed(home / "good", "IP:127.0.0.1"), self_signed(home / "bad", "DNS:no.test")
+    with (
+        proxy(str(server.url)) as plain,
+        proxy(str(server.url), certificate=good, wrong_certificate=bad) as tls,
+    ):
+        yield {"http": plain, "https": tls, "ca_bundle": f"{good}.crt"}
+
+
+class Scene:
+    """One fault, what stands in its way, and the life it strikes."""
+
+    def __init__(
+        self, case: Case, client: str, server: S3Server, proxies: dict[str, Any], names: Path
+    ) -> None:
+        self.case = case
+        self._client = client
+        self.proxy: Proxy = proxies[case.scheme]
+        self._s3 = server.client()
+        self._names = names
+        self._ca_bundle = proxies["ca_bundle"] if case.scheme == "https" else None
+        self._life: Life | None = None
+        self._before: Counter[str] = Counter()
+
+    @property
+    def life(self) -> Life:
+        if self._life is None:
+            self.new_life()
+            assert self.life.start() is None
+        assert self._life is not None
+        return self._life
+
+    def new_life(self) -> Life:
+        self.end()
+        module = "tests.system.faults.nameless" if self.case.nameless else "s3kv.io"
+        url = self.proxy.url
+        if self.case.nameless:
+            url = url.replace("127.0.0.1", NAME)
+        settings = {"client": self._client, "ca_bundle": self._ca_bundle, "drain_timeout_s": 0.5}
+        self._life = Life(url, BUCKET, module, **settings)
+        return self._life
+
+    def end(self) -> None:
+        life, self._life = self._life, None
+        if life is not None and life.is_started and not life.is_over:
+            life.stop()
+
+    def strike(self, *verbs: str) -> None:
+        started = self._life is not None and self._life.is_started
+        self._before = self.life.counters() if started else Counter()
+        self._struck = sum(self.proxy.statistics().faults.values())
+        if self.case.nameless:
+            self._names.touch()
+            self.proxy.cut()
+        if self.case.fault is not None:
+            self.proxy.fault(dataclasses.replace(self.case.fault, verbs=verbs))
+
+    def lift(self) -> None:
+        self._names.unlink(missing_ok=True)
+        self.proxy.lift()
+
+    def moved(self) -> Counter[str]:
+        """What has been counted since the fault struck."""
+        if self.case.fault is not None:
+            assert sum(self.proxy.statistics().faults.values()) > self._struck, "it never struck"
+        return self.life.counters() - self._before
+
+    def chunks(self, count: int, *, kept: bool = False) -> list[int]:
+        """Chunks nobody has asked for yet; `kept`: which the bucket has."""
+        numbers = list(itertools.islice(_numbers, count))
+        for number in numbers:
+            if kept or self.case.planted:
+                body = rig.sealed(number + 1 if self.case.planted else number)
+                self._s3.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=body)
+        return numbers
+
+    def recovered(self) -> None:
+        """The fault is over: the bucket is of use again."""
+        for _ in range(RECOVERIES):
+            self.life.later()
+            (number,) = itertools.islice(_numbers, 1)
+            body = rig.sealed(number)
+            self._s3.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=body)
+            if self.life.serve(number) == 1:
+                self.life.settle()
+                return
+        pytest.fail(f"no hit in {RECOVERIES} tries: {self.life.counters()}")
+
+    def objects_are_whole(self, numbers: list[int]) -> None:
+        """What is in the bucket is what was sent, or is refused by whoever reads it."""
+        for number in numbers:
+            key = rig.object_key(number)
+            listed = self._s3.list_objects_v2(Bucket=BUCKET, Prefix=key).get("Contents", ())
+            for entry in listed:
+                body = self._s3.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
+                room = memoryview(bytearray(rig.FORMAT.object_bytes))
+                room[: len(body)] = body
+                refused = rig.FORMAT.check(room, len(body), rig.chunk(number).block_hash)
+                assert (body == rig.sealed(number)) == (refused is None)
+
+
+BY_SDK = ("reset-mid-body", "truncated", "flipped-payload", "slow-down", "black-hole", "trickle")
+"""Cases that strike AWS's SDK, too: one of each kind."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(case, "fast") for case in CASES] + [(case, "aiobotocore") for case in BY_SDK],
+    ids=lambda case: "-".join(case),
+)
+def scene(
+    request: pytest.FixtureRequest,
+    server: S3Server,
+    proxies: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Scene]:
+    names = tmp_path_factory.mktemp("names") / "cannot-be-resolved"
+    with pytest.MonkeyPatch.context() as patch:
+        set_credentials(patch, {k: v for k, v in server.env.items() if "KEY" in k})
+        patch.setenv(VARIABLE, str(names))
+        patch.setenv("PYTHONPATH", os.getcwd())
+        case, client = request.param
+        it = Scene(CASES[case], client, server, proxies, names)
+        yield it
+        it.lift()
+        it.end()
+
+
+def test_at_start(scene: Scene) -> None:
+    life = scene.new_life()
+    scene.strike()
+    trouble = life.start()
+    assert scene.case.start in ("", trouble)
+    assert life.serve(*scene.chunks(2)) == 0
+    scene.lift()
+    life.settle()
+    scene.recovered()
+
+
+def test_at_lookup(scene: Scene) -> None:
+    chunks, life = scene.chunks(2), scene.life
+    scene.strike("GET")
+    assert life.serve(*chunks) == 0
+    life.settle_jobs()
+    assert scene.moved()[scene.case.lookup] >= 1, scene.moved()
+    scene.lift()
+    life.settle()
+    scene.objects_are_whole(chunks)
+    scene.recovered()
+
+
+def test_at_fetch(scene: Scene) -> None:
+    chunks, life = scene.chunks(2, kept=True), scene.life
+    scene.strike("GET")
+    hits = life.serve(*chunks)
+    life.settle_jobs()
+    assert scene.moved()[scene.case.fetch] >= 1, scene.moved()
+    assert hits == (len(chunks) if scene.case.fetch == "fetch_ok" else 0)
+    scene.lift()
+    life.settle()
+    scene.recovered()
+
+
+def test_at_upload(scene: Scene) -> None:
+    chunks, life = scene.chunks(2), scene.life
+    scene.strike("PUT")
+    life.compute(*chunks)
+    life.settle_jobs()
+    assert not scene.case.upload or scene.moved()[scene.case.upload] >= 1, scene.moved()
+    scene.lift()
+    life.settle()
+    if scene.case.retried is not None:
+        assert scene.moved()[scene.case.retried] >= 1, scene.moved()
+    scene.objects_are_whole(chunks)
+    assert life.serve(*chunks) == len(chunks), "they are in host memory all the same"
+    scene.recovered()
+
+
+def test_at_shutdown(scene: Scene) -> None:
+    chunks, life = scene.chunks(4), scene.life
+    pid = life.client.statistics().pid
+    scene.strike("PUT")
+    life.compute(*chunks)
+    left = life.stop()
+    assert 0 <= left <= len(chunks)
+    assert life.is_over
+    assert pid is not None
+    assert not Path(f"/proc/{pid}").exists()
+    scene.lift()
+    scene.objects_are_whole(chunks)

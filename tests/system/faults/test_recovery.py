@@ -1,0 +1,335 @@
+"""What a worker does about a store that ails, on real sockets: less, again, elsewhere, or later."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lab.faults import Fault, s3_error
+from lab.proxy import Proxy, proxy
+from lab.s3 import S3Server, moto_process
+from s3kv.io.wire import Stats
+from s3kv.planning.breaker import BreakerState
+from s3kv.types import Outcome
+from tests.servers import set_credentials
+from tests.system.faults.life import HANG_S, SLOTS, Life
+from tests.unit.io import rig
+
+BUCKET = "faults"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_process() as found:
+        found.client().create_bucket(Bucket=BUCKET)
+        yield found
+
+
+@pytest.fixture
+def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    set_credentials(monkeypatch)
+    with proxy(str(server.url)) as it:
+        yield it
+    client = server.client()
+    for key in server.objects(BUCKET):
+        client.delete_object(Bucket=BUCKET, Key=key)
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Life]]:
+    lives: list[Life] = []
+
+    def begin(*urls: str, module: str = "s3kv.io", **settings: object) -> Life:
+        lives.append(Life(urls[0], BUCKET, module, *urls[1:], **settings))
+        assert lives[-1].start() is None
+        return lives[-1]
+
+    yield begin
+    for life in lives:
+        if not life.is_over:
+            life.stop()
+
+
+Begin = Callable[..., Life]
+
+
+def fill(server: S3Server, *numbers: int) -> None:
+    client = server.client()
+    for number in numbers:
+        client.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=rig.sealed(number))
+
+
+def until(what: str, true: Callable[[], object]) -> None:
+    end_s = time.monotonic() + HANG_S
+    while not true():
+        assert time.monotonic() < end_s, f"never happened: {what}"
+
+
+def said(life: Life, what: Callable[[Stats], bool]) -> Callable[[], bool]:
+    """Whether the I/O process says so of itself; it is asked once a second."""
+
+    def true() -> bool:
+        life.step()
+        process = life.client.statistics().process
+        return process is not None and what(process)
+
+    return true
+
+
+# ---- retries
+
+
+def test_a_fetch_is_tried_again_while_somebody_waits(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url)
+    fill(server, 1)
+    store.fault(Fault(kind="reset_mid_body", verbs=("GET",), times=1))
+    assert life.serve(1) == 1
+    until("it is told", said(life, lambda process: process.counters["io_retries"] == 1))
+
+
+def test_nothing_is_tried_again_when_nobody_waits_any_more(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, max_wait_ms=100, max_attempts=10)
+    fill(server, 1)
+    store.fault(Fault(kind="black_hole", verbs=("GET",)))
+    assert life.serve(1) == 0
+    life.settle()
+    assert store.statistics().faults["black_hole"] == 1
+
+
+def test_an_upload_is_tried_by_the_planner_alone(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, max_attempts=10)
+    store.fault(s3_error(500, "InternalError", verbs=("PUT",)))
+    life.compute(1)
+    life.settle_jobs()
+    assert store.statistics().requests["PUT"] == 1
+    life.settle()
+    assert store.statistics().requests["PUT"] == 5
+    assert life.planner.counters["uploads_given_up"] == 1
+
+
+def test_after_an_outage_of_minutes_what_is_in_use_reaches_the_bucket(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url)
+    store.fault(s3_error(503, "ServiceUnavailable", verbs=("PUT",)))
+    life.compute(1)
+    life.settle()
+    assert life.planner.counters["uploads_given_up"] == 1
+    store.lift()
+    assert life.serve(1) == 1, "from host memory"
+    life.settle()
+    assert rig.object_key(1) in server.objects(BUCKET)
+    assert life.planner.counters["uploads_again"] == 1
+
+
+# ---- a damaged answer
+
+FLIPPED = Fault(kind="flip_body", at=-5, verbs=("GET",), times=1)
+
+
+def test_after_one_damaged_answer_an_upload_that_finds_the_object_has_it_read_again(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url)
+    fill(server, 1)
+    store.fault(FLIPPED)
+    assert life.serve(1) == 0
+    life.settle()
+    assert life.counters()["upload_exists"] == 1, "it was computed, and found there"
+    for number in range(SLOTS):
+        life.compute(100 + number)
+        life.settle()
+    assert life.serve(1) == 1, "from the bucket"
+    assert (life.counters()["fetch_corrupt"], life.counters()["fetch_ok"]) == (1, 1)
+
+
+def test_one_damaged_answer_is_forgotten_by_those_who_only_read(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, module="tests.unit.io.hasty")
+    life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
+    fill(server, 1)
+    store.fault(FLIPPED)
+    assert life.serve(1) == 0
+
+    def served() -> bool:
+        life.later()
+        return life.serve(1) == 1
+
+    until("it is read again", served)
+    assert store.statistics().requests["GET"] == 2
+
+
+def test_an_object_that_is_bad_is_read_twice(server: S3Server, store: Proxy, begin: Begin) -> None:
+    life = begin(store.url, module="tests.unit.io.hasty")
+    damaged = rig.sealed(1)[:-1] + bytes([rig.sealed(1)[-1] ^ 1])
+    server.client().put_object(Bucket=BUCKET, Key=rig.object_key(1), Body=damaged)
+    life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
+
+    def read() -> int:
+        life.later()
+        assert life.serve(1) == 0
+        return life.counters()["fetch_corrupt"]
+
+    until("it is read again", lambda: read() == 2)
+    asked = store.statistics().requests["GET"]
+    spared = life.counters()["fetch_corrupt_quarantined"]
+    for _ in range(20):
+        assert read() == 2
+    assert life.counters()["fetch_corrupt_quarantined"] == spared + 20
+    assert store.statistics().requests["GET"] == asked
+
+
+# ---- the breaker
+
+
+def test_the_breaker_opens_and_closes_for_all_ranks(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    """One of two ranks cannot reach the store: a chunk is usable only when every rank has it."""
+    with proxy(str(server.url)) as other:
+        life = begin(store.url, other.url)
+        breaker = life.planner.ledger.breaker
+        fill(server, *range(1, 40))
+        assert life.serve(1) == 1
+        other.fault(Fault(kind="refuse"))
+        chunk = 2
+        while breaker.state is BreakerState.CLOSED:
+            assert life.serve(chunk) == 0
+            chunk += 1
+            assert chunk < 20, "it never opens"
+        asked = store.statistics().requests["GET"]
+        assert life.serve(chunk) == 0
+        assert store.statistics().requests["GET"] == asked, "nobody asks while it is open"
+        life.later()
+        assert life.serve(chunk + 1) == 0
+        assert store.statistics().requests["GET"] == asked + 1, "one finds out that it still fails"
+        other.lift()
+        life.later()
+        assert life.serve(chunk + 2) == 1
+        assert breaker.state is BreakerState.CLOSED
+        life.settle()
+
+
+def test_who_may_not_write_may_still_read(server: S3Server, store: Proxy, begin: Begin) -> None:
+    life = begin(store.url)
+    store.fault(s3_error(403, "AccessDenied", verbs=("PUT",)))
+    for number in range(10):
+        life.compute(100 + number)
+    life.settle()
+    assert life.counters()["upload_denied"] == 50
+    assert life.planner.ledger.breaker.state is BreakerState.CLOSED
+    fill(server, 1)
+    assert life.serve(1) == 1
+
+
+def test_a_denial_is_said_once_until_it_is_lifted(
+    server: S3Server, store: Proxy, begin: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = begin(store.url)
+    fill(server, 50)
+    store.fault(s3_error(403, "AccessDenied", verbs=("GET",)))
+    for number in range(1, 10):
+        assert life.serve(number) == 0
+        life.later()
+    (error,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert "s3:GetObject on arn:aws:s3:::faults/" in error
+    store.lift()
+    life.later()
+    assert life.serve(50) == 1
+    assert "fetch is allowed again" in caplog.text
+
+
+# ---- fewer and second requests
+
+
+def test_a_store_that_throttles_gets_fewer_requests(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, max_inflight_requests=8)
+    store.fault(s3_error(503, "SlowDown", verbs=("GET",), times=2))
+    assert life.serve(1) == 0
+    until("it is told", said(life, lambda process: process.counters["io_throttled"] == 2))
+    until("the window is cut", said(life, lambda process: process.window < 8))
+    assert life.counters()["io_window_cuts"] >= 1
+
+
+def test_a_late_fetch_is_asked_for_twice_and_written_once(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, hedge_percent=100.0, first_byte_timeout_ms=15_000)
+    fill(server, *range(1, 42))
+    for number in range(1, 41):
+        assert life.serve(number) == 1
+    store.fault(Fault(kind="black_hole", verbs=("GET",), times=1))
+    assert life.serve(41) == 1
+    until("it is told", said(life, lambda process: process.counters["io_hedges_won"] >= 1))
+    assert life.counters()["io_retries"] == 0
+
+
+# ---- slots
+
+
+def test_a_cancelled_fetch_keeps_its_slot_until_its_socket_is_done(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, min_bytes_per_s=1, request_timeout_ms=20_000)
+    fill(server, 1)
+    store.fault(Fault(kind="trickle", verbs=("GET",), nbytes=1000, seconds=0.02))
+    slot = rig.slot(life.slabs[0], 3)
+    slot[:] = b"\xee" * len(slot)
+    life.client.fetch(1, rig.chunk(1), 3 * rig.SLOT_BYTES)
+    until("the first bytes come", lambda: life.client.poll(0.002) or slot[0] != 0xEE)
+    life.client.cancel(1)
+    ended: list[Outcome] = []
+    until("it ends", lambda: ended.extend(e.outcome for e in life.client.poll(0.002)) or ended)
+    assert ended == [Outcome.CANCELLED]
+    slot[:] = b"\xdd" * len(slot)
+    until("the connection ends", lambda: store.statistics().open_connections == 0)
+    assert bytes(slot) == b"\xdd" * len(slot)
+
+
+def test_saves_are_dropped_when_uploads_are_slower(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    """No request and no step waits for an upload: all are served before the first has ended."""
+    life = begin(store.url, first_byte_timeout_ms=60_000)
+    store.fault(Fault(kind="black_hole", verbs=("PUT",)))
+    for number in range(3 * SLOTS):
+        life.compute(number)
+    assert life.planner.counters["saves"] == SLOTS, "the newest are dropped, not the oldest"
+    assert life.planner.counters["saves_dropped"] == 2 * SLOTS
+    assert life.counters()["upload_ok"] + life.counters()["upload_failed"] == 0
+    assert life.serve(0) == 1, "what was saved first is still there"
+    assert life.serve(2 * SLOTS) == 0
+    store.lift()
+    store.cut()
+    life.settle()
+    kept = {rig.object_key(number) for number in range(SLOTS)}
+    assert kept <= set(server.objects(BUCKET))
+
+
+def test_uploads_at_once_are_limited_by_the_setting(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, first_byte_timeout_ms=60_000, max_saves_inflight=5)
+    store.fault(Fault(kind="black_hole", verbs=("PUT",)))
+    for number in range(20):
+        life.compute(number)
+    assert life.planner.counters["saves"] == 5
+    assert life.planner.counters["saves_dropped"] == 15
+    store.lift()
+    store.cut()
+    life.settle()
+    life.compute(20)
+    assert life.planner.counters["saves"] == 6
+    life.settle()

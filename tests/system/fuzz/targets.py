@@ -1,0 +1,229 @@
+"""What a fuzzer calls: one function per reader, which raises when the reader did wrong.
+
+Wrong is: any exception but the one the reader announces, an object accepted that is not the one
+asked for, more memory than the input explains (see `test_fuzz`). Free of pytest and Hypothesis,
+so that libFuzzer can drive them as well.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+from s3kv.config import Config
+from s3kv.io import wire
+from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, explain, leaves
+from s3kv.messages import JobEnd, JobKind
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.headers import MAX_HEADER_BYTES, CodecError, Refusal, read_header
+from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.objects.item_format import ItemFormat, object_bytes
+from s3kv.types import ItemShape, Outcome, TensorSpec
+
+NAMESPACE = "0123456789abcdef" * 2
+HASH = bytes(range(32))
+TENSORS = (
+    TensorSpec("g0", "BF16", (2, 1, 3, 4), (TensorSpec("layer.0", "BF16", (3, 4)),)),
+    TensorSpec("g1", "U8", (2, 24), (TensorSpec("a", "F32", (5,)), TensorSpec("b", "U8", (4,)))),
+    TensorSpec("g2", "U8", (48,)),
+)
+KEYED = Integrity("blake3-keyed", bytes(range(32)))
+FORMATS = [ChunkFormat(NAMESPACE, TENSORS, 0, "h0-7of8-l0-31of32", mode) for mode in (XXH3, KEYED)]
+ITEM_BYTES = object_bytes("BF16", 3, 8)
+ITEMS = [ItemFormat(NAMESPACE, "BF16", ItemShape(3, ITEM_BYTES), mode) for mode in (XXH3, KEYED)]
+
+
+class Wrong(Exception):
+    """A reader did what it must not."""
+
+
+def sealed(form: ChunkFormat | ItemFormat) -> bytes:
+    data = bytearray(bytes(range(256)) * (form.object_bytes // 256 + 1))[: form.object_bytes]
+    form.seal(memoryview(data), HASH)
+    return bytes(data)
+
+
+GOOD = {form: sealed(form) for form in (*FORMATS, *ITEMS)}
+
+
+def edited(good: bytes, edits: bytes) -> bytes:
+    """`good` with pieces replaced: offset (2 bytes), length (1) and the new bytes, repeated."""
+    data = bytearray(good)
+    at = 0
+    while at + 3 <= len(edits):
+        offset = int.from_bytes(edits[at : at + 2], "little") % (len(good) + 1)
+        length = edits[at + 2] % 64
+        piece = edits[at + 3 : at + 3 + length]
+        data[offset : offset + len(piece)] = piece
+        at += 3 + length
+    return bytes(data)
+
+
+def objects(data: bytes) -> None:
+    """An object as it is, and as a change of a good one, for every format."""
+    for form, good in GOOD.items():
+        for candidate in (data, edited(good, data)):
+            refusal = form.check(memoryview(candidate), len(candidate), HASH)
+            if refusal is None and candidate != good:
+                raise Wrong(f"{form} accepted a forgery")
+            if refusal is not None and candidate == good:
+                raise Wrong(f"{form} refused a good object: {refusal}")
+
+
+def with_header(form: ChunkFormat, good: bytes, text: str) -> bytes:
+    """`good` with another header of the same length, as far as it fits."""
+    room = form.header_bytes - 8
+    return good[:8] + text.encode()[:room].ljust(room) + good[form.header_bytes :]
+
+
+def places(members: Any) -> list[list[Any]]:
+    """Where a header's JSON has values: the path to each, through objects and lists."""
+    pairs = members.items() if isinstance(members, dict) else enumerate(members)
+    found: list[list[Any]] = []
+    for name, value in pairs:
+        found.append([name])
+        if isinstance(value, dict | list):
+            found += [[name, *rest] for rest in places(value)]
+    return found
+
+
+def with_value(form: ChunkFormat, good: bytes, path: list[Any], value: Any) -> bytes:
+    """`good` with another value at one place of its header. Of a list of layers, too, by text."""
+    members = json.loads(good[8 : form.header_bytes])
+    inner = members
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    return with_header(form, good, json.dumps(members, separators=(",", ":")))
+
+
+def judge(form: ChunkFormat, good: bytes, candidate: bytes) -> str | None:
+    """What the reader of the whole object, and the reader of each part, say. Raises `Wrong` if one
+    of them takes what is not there.
+    """
+    refusal = form.check(memoryview(candidate), len(candidate), HASH)
+    if refusal is None and candidate != good:
+        raise Wrong(f"{form} accepted a forgery")
+    if refusal is not None and refusal not in get_args(Refusal):
+        raise Wrong(f"{refusal} is no reason")
+    head, body = candidate[: form.header_bytes], candidate[form.header_bytes :]
+    for numbers in form.parts:
+        begin, end = form.segments[numbers.start].start, form.segments[numbers.stop - 1].stop
+        piece = memoryview(body)[begin:end]
+        taken = form.check_segments(memoryview(head), numbers, piece, HASH) is None
+        if taken and piece != good[form.header_bytes + begin : form.header_bytes + end]:
+            raise Wrong(f"{form} accepted another part")
+    return refusal
+
+
+def fields(data: bytes) -> None:
+    """A header with one value replaced: the first byte says where, the others what by."""
+    text = data[1:].decode("utf-8", "replace")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    for form in FORMATS:
+        every = places(json.loads(GOOD[form][8 : form.header_bytes]))
+        path = every[data[0] % len(every) if data else 0]
+        judge(form, GOOD[form], with_value(form, GOOD[form], path, value))
+
+
+def segments(data: bytes) -> None:
+    """The object's own segments in another order, its digests in another order, and both: pairs of
+    bytes say which goes where. Without a key nothing guards against both."""
+    for form in FORMATS:
+        good, payload = GOOD[form], GOOD[form][form.header_bytes :]
+        said = list(read_header(memoryview(good)).digests)
+        pieces, listed = [payload[span.start : span.stop] for span in form.segments], list(said)
+        for to, source in zip(data[::2], data[1::2], strict=False):
+            pieces[to % len(said)] = pieces[source % len(said)]
+            listed[to % len(said)] = listed[source % len(said)]
+        text = good[8 : form.header_bytes].decode().rstrip()
+        other = with_header(form, good, text.replace(",".join(said), ",".join(listed)))
+        judge(form, good, other)
+        judge(form, good, good[: form.header_bytes] + b"".join(pieces))
+        if form.integrity.key:
+            judge(form, good, other[: form.header_bytes] + b"".join(pieces))
+
+
+def header(data: bytes) -> None:
+    """The parser that tools and error messages use, on anything at all and on a header's JSON."""
+    framed = len(data).to_bytes(8, "little") + data
+    for text in (data, framed, edited(GOOD[FORMATS[0]], data)):
+        try:
+            said = read_header(memoryview(text))
+        except CodecError:
+            continue
+        if said.header_bytes > MAX_HEADER_BYTES or said.payload_bytes < 0:
+            raise Wrong(f"the header has impossible sizes: {said}")
+        if sum(t.nbytes for t in said.tensors) != said.payload_bytes:
+            raise Wrong("the tensors do not tile the payload")
+
+
+def frames(data: bytes) -> None:
+    """A stream in both directions, as it is and as one frame, cut where the first byte says."""
+    framed = len(data).to_bytes(4, "little") + data
+    for direction, known in ((wire.Down, DOWN), (wire.Up, UP)):
+        for stream in (data, framed, known + data):
+            read_stream(direction, stream, 1 + (data[0] if data else 0))
+
+
+def read_stream(direction: object, stream: bytes, step: int) -> None:
+    reader = wire.FrameReader(direction)
+    messages: list[wire.Down | wire.Up] = []
+    try:
+        for at in range(0, len(stream), step):
+            messages += reader.feed(stream[at : at + step])
+            if len(reader._pending) > wire.MAX_FRAME_BYTES + 4:
+                raise Wrong("more than a frame is held")
+    except wire.WireError:
+        return
+    again = wire.FrameReader(direction)
+    if list(again.feed(wire.encode(messages))) != messages:  # type: ignore[arg-type]
+        raise Wrong(f"{messages} are others when sent again")
+
+
+def manifests(data: bytes) -> None:
+    """What somebody else has put at a sibling's root, up to the line that is logged of it."""
+    theirs = leaves(data[:MAX_MANIFEST_BYTES])
+    if theirs is None:
+        return
+    for line in explain(theirs, {"model": '"m"'}):
+        if not line.isprintable() or len(line) > 1000:
+            raise Wrong(f"a line that does not belong into a log: {line!r}")
+
+
+DOWN = wire.encode(
+    [
+        wire.Hello(Config(bucket="bkt"), "s3kv", NAMESPACE, "h0-7of8-l0-31of32", {0: TENSORS}),
+        wire.Fetch(1, 0, HASH, 4096),
+        wire.Upload(2, 0, HASH, 0, ItemShape(3, ITEM_BYTES)),
+        wire.Cancel(1),
+        wire.Ping(),
+        wire.Drain(1.0),
+    ]
+)
+UP = wire.encode(
+    [
+        wire.Ready(True, None, ""),
+        JobEnd(1, JobKind.FETCH, Outcome.CORRUPT, 0, 0.5, 1, "not what its key says", "digest"),
+        wire.Drained(0),
+    ]
+)
+TARGETS = {
+    "objects": objects,
+    "fields": fields,
+    "segments": segments,
+    "header": header,
+    "frames": frames,
+    "manifests": manifests,
+}
+SEEDS: dict[str, list[bytes]] = {
+    "objects": [b"", *GOOD.values(), b"\x00\x10\x04abcd", b"\x08\x00\x02{}"],
+    "fields": [b"", b"\x02" + b'"2"', b"\x09[]", b"\x0c-1"],
+    "segments": [b"", b"\x00\x01", b"\x00\x01\x01\x00\x02\x02", bytes(range(12))],
+    "header": [b"", *GOOD.values(), GOOD[FORMATS[0]][8:600]],
+    "frames": [b"", DOWN, UP, DOWN[4:], UP[4:], b"\xdd\xff\xff\xff\xff"],
+    "manifests": [b"{}", b'{"a":{"b":[1,null,"\\u001b"]}}'],
+}

@@ -1,0 +1,96 @@
+"""The module by itself: its form, its own tests, its policies, and what it prints for vLLM."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.system.infra.checks import (
+    format_check,
+    policy_complaints,
+    source_complaints,
+    transfer_config,
+    validate,
+)
+from tests.system.infra.expected import all_differences
+from tests.system.infra.terraform import (
+    MODULE,
+    TEST_THE_REST,
+    Plan,
+    Result,
+    Terraform,
+    copy_module,
+    read_complaints,
+)
+
+pytestmark = pytest.mark.timeout(300)  # seconds for every command, minutes on a busy machine
+
+
+def test_the_files_are_formatted(terraform: Terraform) -> None:
+    done = format_check(terraform, MODULE)
+    assert done.code == 0, done.output
+
+
+def test_the_module_and_every_example_are_valid(terraform: Terraform, tmp_path: Path) -> None:
+    done = validate(terraform, copy_module(tmp_path / "module"))
+    assert done.code == 0, done.output
+    assert json.loads(done.output)["warning_count"] == 0, done.output
+
+
+def test_the_plans_are_as_intended(planned: Result) -> None:
+    assert planned.code == 0, read_complaints(planned.output)
+
+
+def test_nothing_but_the_expected_is_planned(plans: dict[str, Plan]) -> None:
+    told = all_differences(plans.values())
+    advice = "was this intended? python -m tests.system.infra.expected, and read its diff"
+    assert told == [], "\n".join([*told, advice])
+
+
+def test_the_sources_hold_nothing_that_no_plan_shows() -> None:
+    assert source_complaints(MODULE) == []
+
+
+def test_wrong_input_is_refused_and_right_input_is_not(terraform: Terraform) -> None:
+    done = terraform.run(terraform.module, *TEST_THE_REST)
+    assert done.code == 0, read_complaints(done.output)
+
+
+def test_every_policy_is_right_by_itself(plans: dict[str, Plan]) -> None:
+    assert policy_complaints(plans.values()) == {}
+
+
+@pytest.mark.parametrize("run", ["standard", "bare", "kms", "express"])
+@pytest.mark.parametrize("cache", ["kv", "ec"])
+def test_what_it_prints_for_vllm_is_what_s3kv_reads(
+    plans: dict[str, Plan], run: str, cache: str
+) -> None:
+    role, config = transfer_config(plans[run], cache)
+    assert role == f"{cache}_both"
+    assert config.bucket == ("cache--euw1-az1--x-s3" if run == "express" else "cache")
+    assert config.prefix == ("team/s3kv" if run == "standard" else "s3kv")
+    assert config.region == "eu-west-1"
+    assert config.refresh_after_s == (0 if run == "express" else 7 * 86400 / 4)
+    reader = dataclasses.replace(config, refresh_after_s=0.0)
+    assert transfer_config(plans[run], cache, reader=True) == (f"{cache}_consumer", reader)
+
+
+@pytest.mark.parametrize("cache", ["kv", "ec"])
+def test_the_connector_it_names_is_there(plans: dict[str, Plan], cache: str) -> None:
+    """Without vLLM: the class is looked up in the module's source, not imported."""
+    transfer = json.loads(plans["bare"].outputs[f"{cache}_transfer_config"])
+    spec = importlib.util.find_spec(transfer[f"{cache}_connector_module_path"])
+    assert spec is not None
+    assert spec.origin is not None
+    exported = {
+        alias.name
+        for node in ast.walk(ast.parse(Path(spec.origin).read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert transfer[f"{cache}_connector"] in exported

@@ -1,0 +1,67 @@
+"""A worker process: the real rank, slab, client and I/O process, and device memory of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from multiprocessing.connection import Connection
+
+from s3kv.config import Config
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from tests.system.sim.meaning import Shard
+from tests.system.sim.rank import ByteRank, hello_for
+from tests.unit.planning.setup import Setup
+
+PADDING_BYTES = 100_000
+"""Makes a chunk large enough to be killed in the middle of."""
+
+SETUP = Setup(
+    world_size=2, slots=10, blocks=64, probe_chunks=2, max_wait_s=2.0, max_saves_inflight=8
+)
+
+
+def shard(rank: int) -> Shard:
+    return Shard(model=0, world_size=SETUP.world_size, rank=rank)
+
+
+def serve(pipe: Connection, rank: int, config: Config, seed: int) -> None:
+    """Carry out what the engine says, until it is gone."""
+    hello = hello_for(shard(rank), SETUP, config, PADDING_BYTES)
+    client: IoClient | None = None
+
+    def open_client(slab: Slab) -> IoClient:
+        nonlocal client
+        client = IoClient(hello, slab)
+        client.start()
+        return client
+
+    byte_rank = ByteRank(
+        shard(rank),
+        SETUP,
+        make_slab=Slab.create,
+        make_client=open_client,
+        rng=random.Random(seed),
+        clock=time.monotonic,
+        padding_bytes=PADDING_BYTES,
+    )
+    assert client is not None
+    client.wait_ready(20.0)
+    pipe.send(client.statistics().pid)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while (command := pipe.recv())[0] != "stop":
+            pipe.send(answer(byte_rank, client, *command))
+        byte_rank.worker.shutdown(5.0)
+        pipe.send(None)
+
+
+def answer(rank: ByteRank, client: IoClient, what: str, *args: object) -> object:
+    if what == "run":
+        rank.run(*args)  # type: ignore[arg-type]
+        report, loaded, rank.loaded = rank.take_report(), rank.loaded, {}
+        return report, loaded, rank.orders, client.statistics().pid, rank.seen
+    if what == "slot":
+        return rank.slots[args[0]]  # type: ignore[index]
+    assert what == "block"
+    return rank.blocks[args[0]]  # type: ignore[index]

@@ -1,0 +1,10 @@
+"""`python -m tests.system.sim SEED [--trace]` replays one run; `… FIRST COUNT` runs many."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.system.sim.runs import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

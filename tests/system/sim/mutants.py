@@ -1,0 +1,406 @@
+"""s3kv with one thing done wrong: what the simulation has to notice.
+
+A mutant takes a `pytest.MonkeyPatch` and breaks the code for as long as that lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import pytest
+
+from s3kv.errors import StoreDenied, StoreError
+from s3kv.host.table import EntryState, Table
+from s3kv.io import client, wire
+from s3kv.io.client import IoClient, State
+from s3kv.io.server import pacing
+from s3kv.io.server.jobs import JobQueue, TransferJob
+from s3kv.io.server.service import Service
+from s3kv.io.server.transfers import Transfers
+from s3kv.messages import JobEnd, JobKind, SaveOrder, StepPlan, StepReport
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.headers import read_header
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.keys import Namespace
+from s3kv.planning.breaker import Breaker, BreakerState
+from s3kv.planning.ledger import Ledger
+from s3kv.types import ChunkKey, Outcome
+from s3kv.worker.rank import RankWorker
+from tests.unit.planning import test_mutants as planning
+
+Patch = pytest.MonkeyPatch
+Mutant = Callable[[Patch], None]
+MUTANTS: list[Mutant] = []
+
+check = ChunkFormat.check
+chunk = Namespace.chunk
+fetch = Transfers._fetch
+upload = Transfers._upload
+say_ended = Service._say_ended
+cancel = Service._cancel
+bury = IoClient._bury
+submit_to_any = IoClient._submit
+end_of_job = JobQueue.end
+saved = RankWorker._saved
+begin = RankWorker.begin
+take_report = RankWorker.take_report
+uploaded = Ledger._uploaded
+
+
+def mutant(of: Mutant) -> Mutant:
+    MUTANTS.append(of)
+    return of
+
+
+# ---- objects
+
+
+@mutant
+def believes_every_object(patch: Patch) -> None:
+    patch.setattr(ChunkFormat, "check", lambda self, buffer, nbytes, block_hash: None)
+
+
+@mutant
+def checks_the_length_alone(patch: Patch) -> None:
+    def check(self: ChunkFormat, buffer: memoryview, nbytes: int, block_hash: bytes) -> Any:
+        return None if nbytes == self.object_bytes else "length"
+
+    patch.setattr(ChunkFormat, "check", check)
+
+
+@mutant
+def checks_the_digest_and_not_whose_object_it_is(patch: Patch) -> None:
+    def trusting(self: ChunkFormat, buffer: memoryview, nbytes: int, block_hash: bytes) -> Any:
+        reason = check(self, buffer, nbytes, block_hash)
+        if reason != "block_hash":
+            return reason
+        return check(self, buffer, nbytes, read_header(buffer[:nbytes]).block_hash)
+
+    patch.setattr(ChunkFormat, "check", trusting)
+
+
+@mutant
+def digests_half_of_the_payload(patch: Patch) -> None:
+    digest = Integrity.digest
+
+    def half(self: Integrity, header: bytes, number: int, segment: memoryview) -> str:
+        return digest(self, header, number, segment[: len(segment) // 2])
+
+    patch.setattr(Integrity, "digest", half)
+
+
+@mutant
+def leaves_the_rank_out_of_the_key(patch: Patch) -> None:
+    patch.setattr(Namespace, "chunk", lambda self, key, shard: chunk(self, key, "h0-0of1-l0-1of2"))
+
+
+@mutant
+def leaves_the_model_out_of_the_key(patch: Patch) -> None:
+    def same(self: Namespace, key: ChunkKey, shard: str) -> str:
+        return chunk(Namespace(self.prefix, "0" * 32), key, shard)
+
+    patch.setattr(Namespace, "chunk", same)
+
+
+# ---- transfers
+
+
+@mutant
+def takes_403_for_404(patch: Patch) -> None:
+    async def mild(self: Transfers, job: TransferJob) -> JobEnd:
+        try:
+            return await fetch(self, job)
+        except StoreDenied:
+            return job.end(Outcome.MISSING)
+
+    patch.setattr(Transfers, "_fetch", mild)
+
+
+@mutant
+def takes_every_error_for_404(patch: Patch) -> None:
+    async def mild(self: Transfers, job: TransferJob) -> JobEnd:
+        try:
+            return await fetch(self, job)
+        except StoreError:
+            return job.end(Outcome.MISSING)
+
+    patch.setattr(Transfers, "_fetch", mild)
+
+
+@mutant
+def counts_a_failed_upload_as_done(patch: Patch) -> None:
+    async def proud(self: Transfers, job: TransferJob) -> JobEnd:
+        try:
+            return await upload(self, job)
+        except StoreError:
+            return job.end(Outcome.OK, nbytes=job.nbytes)
+
+    patch.setattr(Transfers, "_upload", proud)
+
+
+@mutant
+def sends_without_sealing(patch: Patch) -> None:
+    patch.setattr(ChunkFormat, "seal", lambda self, buffer, block_hash: None)
+
+
+@mutant
+def tries_for_ever(patch: Patch) -> None:
+    async def stubborn(self: Transfers, call: Callable[[], Awaitable[Any]]) -> Any:
+        while True:
+            try:
+                return await call()
+            except StoreError:
+                await asyncio.sleep(0.5)
+
+    patch.setattr(Transfers, "attempts", stubborn)
+
+
+@mutant
+def deletes_what_looked_bad_once(patch: Patch) -> None:
+    async def rash(self: Transfers, job: TransferJob, said: str, reason: str) -> JobEnd:
+        await self.attempts(lambda: self._store.delete(job.key))
+        return job.end(Outcome.CORRUPT, said, reason=reason)
+
+    patch.setattr(Transfers, "_look_again", rash)
+
+
+@mutant
+def lets_a_second_request_go_on_and_write(patch: Patch) -> None:
+    async def hedged(request: Any, late_s: float, may_hedge: Callable[[], bool]) -> Any:
+        requests = {asyncio.ensure_future(request(lambda: True))}
+        await asyncio.wait(requests, timeout=late_s)
+        if may_hedge():
+            requests.add(asyncio.ensure_future(request(lambda: True)))
+        ended, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+        return ended.pop().result(), False
+
+    patch.setattr(pacing, "hedged", hedged)
+
+
+@mutant
+def says_done_while_a_cancelled_fetch_still_writes(patch: Patch) -> None:
+    def hasty(self: Service, job_id: int) -> None:
+        is_fetch = job_id in self._queue.ids(JobKind.FETCH)
+        if is_fetch and job_id in self._tasks and job_id not in self._cancelled:
+            say_ended(self, JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED))
+            self._said = {*getattr(self, "_said", ()), job_id}  # type: ignore[attr-defined]
+        cancel(self, job_id)
+
+    def once(self: Service, end: JobEnd) -> None:
+        if end.job_id not in getattr(self, "_said", ()):
+            say_ended(self, end)
+
+    patch.setattr(Service, "_cancel", hasty)
+    patch.setattr(Service, "_say_ended", once)
+
+
+@mutant
+def says_nothing_of_cancelled_jobs(patch: Patch) -> None:
+    def silent(self: Service, end: JobEnd) -> None:
+        if end.outcome is not Outcome.CANCELLED:
+            say_ended(self, end)
+
+    patch.setattr(Service, "_say_ended", silent)
+
+
+@mutant
+def ignores_cancels(patch: Patch) -> None:
+    def deaf(self: Service, job_id: int) -> None:
+        if self._queue.withdraw(job_id) is None:
+            self._cancelled.add(job_id)
+
+    patch.setattr(Service, "_cancel", deaf)
+
+
+@mutant
+def starts_no_job_when_one_has_ended(patch: Patch) -> None:
+    def end(self: JobQueue, job: TransferJob) -> None:
+        end_of_job(self, job)
+        self._places.take(job)
+
+    patch.setattr(JobQueue, "end", end)
+
+
+# ---- the client
+
+
+@mutant
+def gives_slots_back_before_the_process_is_dead(patch: Patch) -> None:
+    def hasty(self: IoClient) -> None:
+        self._orders.died("soon dead", crashed=False)
+        bury(self)
+
+    patch.setattr(IoClient, "_bury", hasty)
+
+
+@mutant
+def forgets_the_jobs_of_a_dead_process(patch: Patch) -> None:
+    def careless(self: IoClient) -> None:
+        if self._child is not None and self._child.is_dead():
+            self._orders._outstanding.clear()
+        bury(self)
+
+    patch.setattr(IoClient, "_bury", careless)
+
+
+@mutant
+def never_replaces_a_dead_process(patch: Patch) -> None:
+    patch.setattr(IoClient, "_restart", lambda self: None)
+
+
+@mutant
+def never_notices_a_process_that_hangs(patch: Patch) -> None:
+    patch.setattr(client, "_SILENCE_MAX_S", math.inf)
+
+
+@mutant
+def loses_what_a_dead_process_was_sent(patch: Patch) -> None:
+    def submit(self: IoClient, job: wire.Fetch | wire.Upload) -> None:
+        if self._state is State.UP:
+            submit_to_any(self, job)
+
+    patch.setattr(IoClient, "_submit", submit)
+
+
+# ---- a rank
+
+
+@mutant
+def ignores_fences(patch: Patch) -> None:
+    def careless(self: RankWorker, plan: StepPlan) -> None:
+        copies = self._copies
+        self._copies = type("", (), {"fence": lambda self, ids: None})()  # type: ignore[assignment]
+        begin(self, plan)
+        self._copies = copies
+
+    patch.setattr(RankWorker, "begin", careless)
+
+
+@mutant
+def uploads_before_it_has_copied(patch: Patch) -> None:
+    def hasty(self: RankWorker, orders: Iterable[SaveOrder]) -> None:
+        for order in orders:
+            self._saves[order.job_id] = order
+            self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
+            self._upload(order.job_id, order.key, order.slot)
+
+    def only_ended(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
+        self._end(order.job_id, JobKind.SAVE, Outcome.OK, 0, seconds)
+
+    patch.setattr(RankWorker, "save", hasty)
+    patch.setattr(RankWorker, "_saved", only_ended)
+
+
+@mutant
+def ends_a_failed_save_only_once(patch: Patch) -> None:
+    def half(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
+        if ok:
+            saved(self, order, ok, seconds)
+        else:
+            self._end(order.job_id, JobKind.SAVE, Outcome.FAILED, 0, seconds)
+
+    patch.setattr(RankWorker, "_saved", half)
+
+
+@mutant
+def uploads_what_it_failed_to_copy(patch: Patch) -> None:
+    def blind(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
+        saved(self, order, True, seconds)
+
+    patch.setattr(RankWorker, "_saved", blind)
+
+
+@mutant
+def loses_reports(patch: Patch) -> None:
+    def forgetful(self: RankWorker) -> StepReport | None:
+        report = take_report(self)
+        return report if report is None or len(report.ends) < 4 else None
+
+    patch.setattr(RankWorker, "take_report", forgetful)
+
+
+@mutant
+def never_tells_that_a_load_failed(patch: Patch) -> None:
+    def rosy(self: RankWorker) -> tuple[set[str], set[str]]:
+        loaded, self._loaded = self._loaded, set()
+        self._failed.clear()
+        return loaded, set()
+
+    patch.setattr(RankWorker, "take_loaded", rosy)
+
+
+# ---- host memory and the planner's books
+
+
+@mutant
+def evicts_what_is_leased(patch: Patch) -> None:
+    def ruthless(self: Table, units: int) -> list[ChunkKey]:
+        number = self._policy.evict(lambda n: self._at[n].state is EntryState.CLEAN)
+        if number is None:
+            return []
+        entry = self._at[number]
+        self._release(entry, EntryState.FREE)
+        return [entry.key]
+
+    patch.setattr(Table, "_evict", ruthless)
+    patch.setattr(Table, "check", lambda self: None)
+
+
+@mutant
+def evicts_before_the_upload_has_ended(patch: Patch) -> None:
+    def early(self: Ledger, job: Any) -> None:
+        copied(self, job)
+        if job.outcomes[JobKind.SAVE].is_success:
+            self.table.mark_clean(job.entry)
+
+    copied = Ledger._copied
+    patch.setattr(Ledger, "_copied", early)
+    patch.setattr(Table, "mark_clean", mark_clean_once)
+
+
+mark_clean = Table.mark_clean
+
+
+def mark_clean_once(self: Table, slot: Any) -> None:
+    if self._handles[slot.number] == slot and self.state(slot) is EntryState.DIRTY:
+        mark_clean(self, slot)
+
+
+@mutant
+def never_tries_an_upload_again(patch: Patch) -> None:
+    def resigned(self: Ledger, job: Any, now_s: float) -> None:
+        uploaded(self, job, now_s)
+        self._retries.clear()
+
+    patch.setattr(Ledger, "_uploaded", resigned)
+    patch.setattr(Ledger, "check", lambda self: None)
+
+
+@mutant
+def has_a_breaker_that_never_closes(patch: Patch) -> None:
+    patch.setattr(Breaker, "allows", lambda self, now_s: self.state is BreakerState.CLOSED)
+    patch.setattr(Breaker, "succeeded", lambda self: None)
+
+
+MUTANTS += [
+    planning.forgets_to_unpin,
+    planning.does_not_keep_what_it_offers,
+    planning.takes_the_first_rank_for_all,
+    planning.fences_nothing,
+    planning.does_not_fence_loads,
+    planning.offers_what_is_on_its_way,
+    planning.saves_chunks_that_are_not_complete,
+    planning.saves_blocks_in_the_wrong_order,
+    planning.loads_from_the_start_of_a_chunk,
+    planning.leaks_the_chunks_of_a_load_whose_request_is_gone,
+    planning.offers_again_what_failed_to_load,
+    planning.waits_for_ever,
+    planning.resets_without_a_new_salt,
+    planning.lets_requests_from_before_a_reset_go_on,
+    planning.frees_the_slot_of_a_cancelled_fetch_at_once,
+]
+"""Of the planner's own tests, which find them by examples chosen for it; here they have to show in
+the whole."""

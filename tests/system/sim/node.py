@@ -1,0 +1,185 @@
+"""One engine of the fleet through all its lives: it starts, serves, dies, and starts again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from s3kv.config import Config
+from s3kv.errors import S3KVError
+from s3kv.messages import EMPTY_PLAN
+from tests.system.sim.loop import VirtualLoop
+from tests.system.sim.meaning import Dictionary, Shard, format_of
+from tests.system.sim.oracle import FleetOracle
+from tests.system.sim.process import Machine, Process
+from tests.system.sim.rank import Rank
+from tests.system.sim.store import Bucket
+from tests.unit.planning.engine import Engine
+from tests.unit.planning.setup import Request, Setup, hash_of
+
+_DRAIN_S = 2.0
+
+
+@dataclass
+class Surroundings:
+    """What all engines of a fleet share."""
+
+    rng: random.Random
+    loop: VirtualLoop
+    bucket: Bucket
+    dictionary: Dictionary
+    oracle: FleetOracle
+    numbers: Iterator[int]
+    config: Config
+    log: Callable[[str], None]
+
+
+class Node:
+    """number: for the log. step_s: how long a step of this engine takes."""
+
+    def __init__(
+        self, number: int, model: int, setup: Setup, step_s: float, around: Surroundings
+    ) -> None:
+        self.number = number
+        self.model = model
+        self.setup = setup
+        self.step_s = step_s
+        self.is_up = False
+        self.steps_planned = 0
+        """The step that is planned next is this one; any other has been overtaken."""
+        self.seen: Counter[str] = Counter()
+        self.processes: list[Process] = []
+        """Of all lives."""
+        self._around = around
+        self._rng = around.rng
+
+    def shards(self) -> list[Shard]:
+        return [Shard(self.model, self.setup.world_size, r) for r in range(self.setup.world_size)]
+
+    # --- its lives ---------------------------------------------------------------------------
+
+    def start(self) -> bool:
+        """False when it did not start; the bucket must not be the reason."""
+        around = self._around
+        self.ranks = [
+            Rank(
+                Machine(around.loop, self._rng, around.bucket, None, [], around.oracle),
+                shard,
+                self.setup,
+                around.config,
+            )
+            for shard in self.shards()
+        ]
+        self.engine = Engine(
+            self.setup, ranks=self.ranks, prefixes=around.dictionary, numbers=around.numbers
+        )
+        for rank in self.ranks:
+            rank.client.start()
+        if self._rng.random() < 0.3:
+            for rank in self.ranks:
+                try:
+                    # The process gives up on the bucket first, and says so.
+                    rank.client.wait_ready(around.config.start_timeout_ms / 1000 + 1.0)
+                except S3KVError as error:
+                    around.oracle.accuse(f"engine {self.number} does not start: {error!r}")
+                    return False
+        self.is_up = True
+        return True
+
+    def crash(self) -> None:
+        """Every process of the engine is killed; an I/O process perhaps not, and finds out."""
+        self._end_life()
+        for rank in self.ranks:
+            for process in rank.processes:
+                process.die() if self._rng.random() < 0.5 else process.hang_up()
+
+    def shut_down(self) -> None:
+        self._end_life()
+        for rank in self.ranks:
+            rank.worker.shutdown(_DRAIN_S)
+            if not all(process.is_dead() for process in rank.processes):
+                self._around.oracle.accuse("an I/O process outlives the shutdown")
+
+    def _end_life(self) -> None:
+        self.is_up = False
+        self.seen += self.engine.what_happened()
+        self.processes += [process for rank in self.ranks for process in rank.processes]
+
+    # --- while it serves -----------------------------------------------------------------------
+
+    @property
+    def requests(self) -> list[Request]:
+        engine = self.engine
+        queues = (engine.loading.values(), engine.waiting, engine.running)
+        return [request for queue in queues for request in queue if not request.over]
+
+    @property
+    def has_work(self) -> bool:
+        """An engine without work does not step."""
+        engine = self.engine
+        return bool(
+            engine.waiting
+            or engine.running
+            or engine.loading
+            or any(output.sampled for output in engine._outputs)
+            or engine.planner.ledger.has_copies_inflight
+        )
+
+    def step(self) -> None:
+        rng, engine = self._rng, self.engine
+        engine.now_s = self._around.loop.time()
+        plan = engine.step(rng.choice([3, 8, 100, 100]), rng.choice(["", "", "", "y", "n", "yyn"]))
+        if plan != EMPTY_PLAN:
+            self._around.log(f"engine {self.number}: {plan}")
+
+    def reset(self) -> None:
+        self.engine.now_s = self._around.loop.time()
+        self.engine.reset()
+
+    def living_process(self) -> Process | None:
+        living = [p for rank in self.ranks for p in rank.processes if not p.is_dead()]
+        return self._rng.choice(living) if living else None
+
+    # --- at its end ----------------------------------------------------------------------------
+
+    @property
+    def is_at_rest(self) -> bool:
+        engine = self.engine
+        return not (
+            self.has_work
+            or engine.planner.ledger.saves_inflight
+            or engine.planner.ledger.fetches_inflight
+            or any(rank.worker.busy or rank.report.ends for rank in self.ranks)
+        )
+
+    def check_books(self) -> None:
+        """Of an engine at rest: nothing is left of anything."""
+        planner = self.engine.planner
+        planner.check()
+        figures = planner.ledger.table.statistics()
+        assert (figures.reserved, figures.pinned, figures.dirty) == (0, 0, 0), figures
+        assert figures.free + figures.clean == self.setup.slots, figures
+        for rank in self.ranks:
+            assert rank.client.statistics().outstanding == 0
+            assert not rank.orders, f"fetches without an end: {rank.orders}"
+            living = [process for process in rank.processes if not process.is_dead()]
+            assert len(living) <= 1, f"two I/O processes of one rank: {living}"
+
+    def publish(self, chain: list[int]) -> list[str]:
+        """Another replica of the same model saves the chunks of this prompt. Returns the keys."""
+        around, size, keys = self._around, self.setup.chunk_tokens, []
+        for shard in self.shards():
+            layout = format_of(shard, self.setup)
+            for end in range(size, len(chain) + 1, size):
+                tokens = tuple((0, prefix) for prefix in chain[end - size : end])
+                data = bytearray(layout.header_bytes) + shard.payload(tokens)
+                block_hash = hash_of(chain[end - 1])
+                layout.seal(memoryview(data), block_hash)
+                name = block_hash.hex()
+                root = shard.namespace.root
+                key = f"{root}{name[:2]}/{name}/g0-{shard.name}.safetensors"
+                around.bucket.publish(key, bytes(data))
+                keys.append(key)
+        return keys

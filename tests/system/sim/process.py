@@ -1,0 +1,239 @@
+"""An I/O process that is no process: the real service, on the virtual loop, behind a pipe.
+
+It takes the place of `s3kv.io.child.Child`, so the worker's real client starts, feeds, kills and
+buries it; and it can die or stop at any moment. What a dead process leaves behind is what the
+kernel would leave: bytes it has sent are still to be read, requests may still reach the bucket.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from s3kv.io import wire
+from s3kv.io.server.service import Service
+from s3kv.messages import JobEnd, JobKind
+from s3kv.types import ChunkKey
+from tests.system.sim.loop import OWNER, Owner, VirtualLoop
+from tests.system.sim.store import Bucket, Connection
+
+_PIPE_S = 0.0005
+_START_S = 0.3
+_UNKILLABLE_S = 0.2
+"""At most so long the kernel takes to end a process; until then it may still write."""
+
+
+@dataclass
+class Machine:
+    """What a process runs on. `Slab.fd` of the simulated slab, where a real one has a number."""
+
+    loop: VirtualLoop
+    rng: random.Random
+    bucket: Bucket
+    slab: Any
+    processes: list[Process]
+    oracle: Jobs
+
+
+class Jobs(Protocol):
+    """Sees every job's end at the moment the service tells it."""
+
+    def job_ended(
+        self, order: Order, done: JobEnd, slab: memoryview, connection: Connection
+    ) -> None: ...
+
+    def accuse(self, what: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Order:
+    kind: JobKind
+    object_key: str
+    key: ChunkKey
+    shard: str
+    namespace_digest: str
+    offset: int
+    started_s: float
+
+
+class Process:
+    """One simulated I/O process, and the worker's end of its pipe."""
+
+    def __init__(self, machine: Machine, module: str) -> None:
+        self.pid = 1000 + len(machine.processes)
+        self.hung_up = False
+        self.frozen = False
+        self.connection = Connection(machine.bucket)
+        self._machine = machine
+        self._loop = machine.loop
+        self._owner = Owner()
+        self._context = copy_context()
+        self._context.run(OWNER.set, self._owner)
+        self._down, self._up = wire.FrameReader(wire.Down), wire.FrameReader(wire.Up)
+        self._unheard: deque[bytes] = deque()
+        self._unsaid: list[wire.Up] = []
+        self._arrived: deque[bytes] = deque()
+        self._service: Service | None = None
+        self.orders: dict[int, Order] = {}
+        """Jobs received and not ended; it may use their slots."""
+        self._listens = False
+        self._finishing = False
+        self._dead = False
+        machine.processes.append(self)
+        self._later(_START_S * machine.rng.random(), self._listen)
+
+    # --- the worker's end --------------------------------------------------------------------
+
+    has_unsent = False
+
+    def send(self, messages: list[wire.Down]) -> None:
+        if messages and not self.hung_up:
+            self._later(_PIPE_S, self._hear, wire.encode(messages))
+
+    def receive(self) -> list[wire.Up]:
+        messages: list[wire.Up] = []
+        while self._arrived:
+            data = self._arrived.popleft()
+            messages += self._up.feed(data)
+            self.hung_up = self.hung_up or not data
+        return messages
+
+    @property
+    def readable(self) -> bool:
+        return bool(self._arrived)
+
+    def kill(self) -> None:
+        self.hung_up = True
+        self._later(_UNKILLABLE_S * self._machine.rng.random(), self.die)
+
+    def is_dead(self) -> bool:
+        return self._dead
+
+    was_killed = True
+
+    def last_words(self) -> str:
+        return f"the I/O process {self.pid} has ended"
+
+    def end(self, timeout_s: float) -> None:
+        self.hang_up()
+        self.hung_up = True
+        self._loop.run_until(self._loop.time() + (0.0 if self._dead else timeout_s))
+        if not self._dead:
+            self.kill()
+            self._loop.run_until(self._loop.time() + _UNKILLABLE_S)
+
+    # --- what happens to it ------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """The worker closes its end, or is dead."""
+        self._later(_PIPE_S, self._hear, b"")
+
+    def freeze(self) -> None:
+        self.frozen = True
+        self.connection.freeze()
+
+    def thaw(self) -> None:
+        if self.frozen and not self._dead:
+            self.frozen = False
+            self.connection.thaw()
+            self._later(0.0, self._hear_all)
+            self._later(0.0, self._say)
+
+    def die(self) -> None:
+        """As by SIGKILL: from now on it does nothing."""
+        if self._dead:
+            return
+        self._dead = True
+        self.connection.alive = False
+        self.connection.thaw()
+        self._owner.die()
+        self._later(_PIPE_S, self._arrived.append, b"")
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _later(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        self._loop.call_later(delay_s, call, *args, context=self._context)
+
+    def _listen(self) -> None:
+        self._listens = True
+        self._hear_all()
+
+    def _hear(self, data: bytes) -> None:
+        self._unheard.append(data)
+        self._hear_all()
+
+    def _hear_all(self) -> None:
+        while self._unheard and self._listens and not self.frozen and not self._dead:
+            data = self._unheard.popleft()
+            if not data:
+                self._finish()
+            for message in self._down.feed(data):
+                self._receive(message)
+
+    def _receive(self, message: wire.Down) -> None:
+        if isinstance(message, wire.Hello):
+            self._hello = message
+            self._service = Service(
+                message,
+                self._machine.slab,
+                self.connection,
+                self._send,
+                self._finish,
+                random.Random(self._machine.rng.random()),
+            )
+            self._service.start()
+            return
+        assert self._service is not None, "the first message is no Hello"
+        if isinstance(message, wire.Fetch | wire.Upload):
+            self._note(message)
+        self._service.receive(message)
+
+    def _note(self, message: wire.Fetch | wire.Upload) -> None:
+        key = ChunkKey(message.group, message.block_hash)
+        self.orders[message.job_id] = Order(
+            message.kind,
+            self._object_key(key),
+            key,
+            self._hello.shard,
+            self._hello.namespace_digest,
+            message.offset,
+            self._loop.time(),
+        )
+
+    def _object_key(self, key: ChunkKey) -> str:
+        # Spelled out, and not taken from the code under test.
+        name = key.block_hash.hex()
+        root = f"{self._hello.namespace_prefix}/v2/{self._hello.namespace_digest}"
+        return f"{root}/{name[:2]}/{name}/g{key.group}-{self._hello.shard}.safetensors"
+
+    def _send(self, message: wire.Up) -> None:
+        if self._dead:
+            return
+        if isinstance(message, JobEnd):
+            order = self.orders.pop(message.job_id)
+            slab = self._machine.slab.view
+            self._machine.oracle.job_ended(order, message, slab, self.connection)
+        if not self._unsaid:
+            self._later(0.0, self._say)
+        self._unsaid.append(message)
+
+    def _say(self) -> None:
+        if self._unsaid and not self.frozen and not self._dead:
+            self._later(_PIPE_S, self._arrived.append, wire.encode(self._unsaid))
+            self._unsaid = []
+
+    def _finish(self) -> None:
+        """The stream is over: as `s3kv.io.server.process` does it."""
+        if self._finishing:
+            return
+        self._finishing, self._listens = True, False
+        self._unheard.clear()
+        if self._service is None:
+            self.die()
+            return
+        finishing = self._loop.create_task(self._service.finish())
+        finishing.add_done_callback(lambda _: self._later(_PIPE_S * 2, self.die))

@@ -1,0 +1,257 @@
+"""One rank with real bytes: the real `RankWorker` over device memory that is a bytearray.
+
+Copies take a while (`Copies`), real time or virtual. The simulation's rank has the real `IoClient`,
+but a `Process` for its child.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from s3kv.config import Config
+from s3kv.io.client import IoClient
+from s3kv.io.wire import Hello
+from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadPart, StepPlan, StepReport
+from s3kv.worker.rank import RankWorker
+from tests.system.sim.meaning import LAYERS, TOKEN, Shard, format_of
+from tests.system.sim.process import Machine, Process
+from tests.unit.planning.ranks import TokenKV, Write
+from tests.unit.planning.setup import Setup
+
+
+class Slab:
+    """As `s3kv.host.slab.Slab`, of bytes that nothing has been written to yet."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.view = memoryview(bytearray(b"\xa5" * nbytes))
+        self.fd: Machine
+
+
+class Blocks(Sequence["tuple[TokenKV | None, ...]"]):
+    """The paged device memory of one rank: a bytearray per layer, read as what it says."""
+
+    def __init__(self, shard: Shard, setup: Setup) -> None:
+        self._shard = shard
+        self._size = setup.block_tokens * TOKEN.size
+        self._count = setup.blocks
+        self._layers = [bytearray(setup.blocks * self._size) for _ in range(LAYERS)]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, block: int) -> tuple[TokenKV | None, ...]:  # type: ignore[override]
+        at = block * self._size
+        return self._shard.read([bytes(layer[at : at + self._size]) for layer in self._layers])
+
+    def write(self, writes: Iterable[Write]) -> None:
+        for block, offset, token in writes:
+            at = block * self._size + offset * TOKEN.size
+            for number, layer in enumerate(self._layers):
+                layer[at : at + TOKEN.size] = self._shard.tokens(number, (token,))
+
+    def copy_out(self, block_ids: Sequence[int], payload: memoryview) -> None:
+        to = 0
+        for layer in self._layers:
+            for block in block_ids:
+                payload[to : to + self._size] = layer[block * self._size :][: self._size]
+                to += self._size
+
+    def copy_in(self, part: LoadPart, payload: memoryview) -> None:
+        per_layer = len(payload) // LAYERS
+        for number, layer in enumerate(self._layers):
+            at = number * per_layer + part.first_block * self._size
+            for block in part.block_ids:
+                layer[block * self._size : (block + 1) * self._size] = payload[at:][: self._size]
+                at += self._size
+
+
+class Copies:
+    """As `s3kv.device.copies.BlockCopies`: a copy reads and writes as late as it may."""
+
+    def __init__(self, rank: ByteRank, rng: random.Random, failing: float) -> None:
+        self._rank = rank
+        self._rng = rng
+        self._failing = failing
+        self._saves: dict[int, tuple[float, int, Sequence[int]]] = {}
+        self._loads: dict[str, tuple[float, Sequence[LoadPart]]] = {}
+        self._saved: list[tuple[int, bool, float]] = []
+
+    def _due_s(self) -> float:
+        return self._rank.clock() + self._rng.choice([0.0, 0.01, 0.2, 0.8])
+
+    def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
+        self._saves[job_id] = (self._due_s(), slot, block_ids)
+
+    def load(self, load_id: str, parts: Sequence[LoadPart]) -> None:
+        self._loads[load_id] = (self._due_s(), parts)
+
+    def fence(self, job_ids: Iterable[int]) -> None:
+        for job_id in job_ids:
+            if job_id in self._saves:
+                self._rank.seen["fences that mattered"] += 1
+                self._save(job_id)
+
+    def poll(self) -> Copies:
+        now_s = self._rank.clock()
+        for job_id in [job_id for job_id, save in self._saves.items() if save[0] <= now_s]:
+            self._save(job_id)
+        self.saved, self._saved = self._saved, []
+        due = [load_id for load_id, load in self._loads.items() if load[0] <= now_s]
+        self.loaded = [(load_id, self._load(load_id)) for load_id in due]
+        return self
+
+    def _save(self, job_id: int) -> None:
+        _, slot, block_ids = self._saves.pop(job_id)
+        ok = self._rng.random() >= self._failing
+        if ok:
+            self._rank.blocks.copy_out(block_ids, self._rank.payload(slot))
+        self._saved.append((job_id, ok, 0.0))
+
+    def _load(self, load_id: str) -> bool:
+        _, parts = self._loads.pop(load_id)
+        if self._rng.random() < self._failing:
+            return False
+        for part in parts:
+            self._rank.blocks.copy_in(part, self._rank.payload(part.slot))
+        return True
+
+    def wait_all(self, timeout_s: float) -> bool:
+        for job_id in [*self._saves]:
+            self._save(job_id)
+        return True
+
+    def close(self) -> None:
+        self._saves.clear()
+        self._loads.clear()
+
+
+class Slots:
+    """The slots of one rank, read as what they hold."""
+
+    def __init__(self, rank: ByteRank) -> None:
+        self._rank = rank
+
+    def __getitem__(self, slot: int) -> tuple[int, tuple[TokenKV | None, ...]]:
+        payload = bytes(self._rank.payload(slot))
+        per_layer = len(payload) // LAYERS
+        layers = [payload[i : i + per_layer] for i in range(0, len(payload), per_layer)]
+        return self._rank.number, self._rank.shard.read(layers)
+
+
+def hello_for(shard: Shard, setup: Setup, config: Config, padding_bytes: int = 0) -> Hello:
+    space, layout = shard.namespace, format_of(shard, setup, padding_bytes)
+    groups = {0: layout.tensors}
+    return Hello(config, space.prefix, space.digest, shard.name, groups, integrity=shard.integrity)
+
+
+class ByteRank:
+    """In the place of `tests.unit.planning.ranks.Rank`, under the same engine and oracle.
+
+    make_slab: of so many bytes. make_client: over that slab. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        setup: Setup,
+        *,
+        make_slab: Callable[[int], Any],
+        make_client: Callable[[Any], IoClient],
+        rng: random.Random,
+        clock: Callable[[], float],
+        padding_bytes: int = 0,
+    ) -> None:
+        self.number = shard.rank
+        self.shard = shard
+        self.blocks = Blocks(shard, setup)
+        self.slots = Slots(self)
+        self.orders: dict[int, FetchOrder] = {}
+        self.report = StepReport()
+        self.loaded: dict[str, bool] = {}
+        self.seen: Counter[str] = Counter()
+        self.clock = clock
+        layout = format_of(shard, setup, padding_bytes)
+        self._header_bytes = layout.header_bytes
+        self._tokens_bytes = layout.payload_bytes - padding_bytes
+        self._slot_bytes = layout.object_bytes + 64
+        self._slab = make_slab(setup.slots * self._slot_bytes)
+        self.client = make_client(self._slab)
+        copies = Copies(self, rng, rng.choice([0.0, 0.0, 0.03]))
+        self.worker = RankWorker(
+            copies=copies,  # type: ignore[arg-type]
+            client=self.client,
+            slot_bytes=self._slot_bytes,
+            block_bytes={0: 1},
+            clock=clock,
+        )
+
+    def payload(self, slot: int) -> memoryview:
+        """Where the tokens of this slot's chunk are."""
+        at = slot * self._slot_bytes + self._header_bytes
+        return self._slab.view[at : at + self._tokens_bytes]
+
+    def run(self, plan: StepPlan, writes: Iterable[Write]) -> None:
+        """In the order in which vLLM goes about a step."""
+        self.orders.update((fetch.job_id, fetch) for fetch in plan.fetches)
+        self.worker.begin(plan)
+        self.worker.load(plan.loads)
+        self.blocks.write(writes)
+        self.worker.save(plan.saves)
+        self._poll()
+
+    def _poll(self) -> None:
+        self.worker.poll()
+        report = self.worker.take_report()
+        if report is not None:
+            for end in report.ends.values():
+                self.heard(end)
+                if end.kind is JobKind.FETCH:
+                    del self.orders[end.job_id]
+            self.report.merge(report)
+        loaded, failed = self.worker.take_loaded()
+        self.loaded.update((request_id, request_id not in failed) for request_id in sorted(loaded))
+
+    def heard(self, end: JobEnd) -> None:
+        """A job has ended on this rank."""
+        self.seen[f"{end.kind.value} {end.outcome.name}"] += 1
+
+    def take_report(self) -> StepReport:
+        report, self.report = self.report, StepReport()
+        return report
+
+
+class Rank(ByteRank):
+    """The simulation's."""
+
+    def __init__(self, machine: Machine, shard: Shard, setup: Setup, config: Config) -> None:
+        self._machine = machine
+        hello = hello_for(shard, setup, config)
+
+        def make_slab(nbytes: int) -> Slab:
+            machine.slab = Slab(nbytes)
+            machine.slab.fd = machine
+            return machine.slab
+
+        super().__init__(
+            shard,
+            setup,
+            make_slab=make_slab,
+            make_client=lambda slab: IoClient(hello, slab, clock=machine.loop.time),
+            rng=machine.rng,
+            clock=machine.loop.time,
+        )
+
+    @property
+    def processes(self) -> list[Process]:
+        return self._machine.processes
+
+    def heard(self, end: JobEnd) -> None:
+        super().heard(end)
+        for process in self.processes:
+            still = end.kind is not JobKind.SAVE and end.job_id in process.orders
+            if still and not process.is_dead():
+                self._machine.oracle.accuse(f"{end}, while process {process.pid} may still do it")

@@ -1,0 +1,146 @@
+"""Runs seeds: in virtual time, alone or in a pool of processes, and says which ones failed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+from unittest import mock
+
+from s3kv.io import client
+from s3kv.io.server import pacing
+from tests.system.sim.fleet import Fleet
+from tests.system.sim.loop import VirtualLoop
+from tests.system.sim.process import Process
+from tests.system.sim.store import PlannedDefect
+
+
+class Failure(NamedTuple):
+    seed: int
+    error: str
+
+    def __str__(self) -> str:
+        replay = f"python -m tests.system.sim {self.seed} --trace"
+        return f"seed {self.seed}: {self.error}\nreplay: {replay}"
+
+
+@contextlib.contextmanager
+def virtual_time(loop: VirtualLoop) -> Iterator[None]:
+    """The clock, the sleep and the child process of the code under test are the simulation's."""
+
+    def sleep(seconds: float) -> None:
+        loop.run_until(loop.time() + seconds)
+
+    def await_input(child: Process, timeout_s: float) -> None:
+        until_s = loop.time() + timeout_s
+        while not child.readable and loop.time() < until_s:
+            sleep(min(0.01, until_s - loop.time()))
+
+    with (
+        mock.patch.object(time, "monotonic", loop.time),
+        mock.patch.object(time, "sleep", sleep),
+        mock.patch.object(client, "Child", Process),
+        mock.patch.object(client, "_await_input", await_input),
+        # A simulated process does not live long enough to know what is late by more.
+        mock.patch.object(pacing, "_FEWEST_SAMPLES", 3),
+    ):
+        yield
+
+
+class _Defects(logging.Handler):
+    """Hears of the exceptions that the service did not expect."""
+
+    def __init__(self, accuse: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._accuse = accuse
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and not isinstance(record.exc_info[1], PlannedDefect):
+            self._accuse(record.getMessage())
+
+
+@contextlib.contextmanager
+def _listening(accuse: Callable[[str], None]) -> Iterator[None]:
+    handler = _Defects(accuse)
+    loggers = [logging.getLogger(name) for name in ("s3kv", "s3kv.io")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.propagate = False
+        logger.setLevel(logging.ERROR)
+    loggers[0].addHandler(handler)
+    loggers[1].addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
+    """One run; how often what happened. Raises what is wrong."""
+    fleet = Fleet(seed, log)
+    with virtual_time(fleet.loop), _listening(fleet.oracle.accuse):
+        try:
+            fleet.run()
+        finally:
+            fleet.loop.give_up()
+    return fleet.seen
+
+
+def try_seeds(seeds: Sequence[int], failures_wanted: int = 3) -> tuple[Counter[str], list[Failure]]:
+    """Run them, until so many have failed."""
+    seen: Counter[str] = Counter()
+    failures: list[Failure] = []
+    for seed in seeds:
+        try:
+            seen += run_seed(seed)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the seed has failed
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+            failures.append(Failure(seed, f"{type(error).__name__} in {where}: {error}"))
+            if len(failures) == failures_wanted:
+                break
+    return seen, failures
+
+
+def run_seeds(first: int, count: int) -> tuple[Counter[str], list[Failure]]:
+    """All of them, on all processors. The processes are new ones: what the caller has imported,
+    patched or started is not theirs.
+    """
+    size = 250
+    parts = [range(i, min(i + size, first + count)) for i in range(first, first + count, size)]
+    seen: Counter[str] = Counter()
+    failures: list[Failure] = []
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(os.cpu_count()) as pool:
+        for some_seen, some_failures in pool.imap_unordered(try_seeds, parts):
+            seen += some_seen
+            failures += some_failures
+            if len(failures) >= 10:
+                pool.terminate()
+                break
+    return seen, sorted(failures)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`SEED [--trace]`, or `FIRST COUNT` for many."""
+    trace = "--trace" in arguments
+    numbers = [int(argument) for argument in arguments if not argument.startswith("-")]
+    if len(numbers) == 2:
+        seen, failures = run_seeds(*numbers)
+        for failure in failures:
+            print(failure)
+        print(dict(sorted(seen.items())))
+        return bool(failures)
+    run_seed(numbers[0], print if trace else None)
+    print(f"seed {numbers[0]} is fine", file=sys.stderr)
+    return 0

@@ -1,0 +1,120 @@
+"""Ten thousand fleets, each through faults of its own; and proof that a fault of ours would show.
+
+A seed that fails is replayed with `python -m tests.system.sim SEED --trace`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.system.sim.mutants import MUTANTS, Mutant
+from tests.system.sim.runs import Failure, run_seeds, try_seeds
+
+ROOT = Path(__file__).parents[3]
+CORE_SEEDS = 100
+SEEDS = 10_000
+SEEDS_AT_ONCE = 2_500
+NIGHTLY_SEEDS = 100_000
+MUTANT_SEEDS = 500
+"""Within so many seeds every mutant is noticed; most are within ten."""
+
+OFTEN = 5
+"""At least, among the seeds of one test. All but the rarest happen hundreds of times."""
+EVERYWHERE = (
+    "I/O processes killed",
+    "I/O processes stopped",
+    "aborted while loading",
+    "aborted while running",
+    "aborted while waiting",
+    "crashes",
+    "deadline_cuts",
+    "evictions",
+    "fences that mattered",
+    "fetch CANCELLED",
+    "fetch CORRUPT",
+    "fetch DENIED",
+    "fetch FAILED",
+    "fetch MISSING",
+    "fetch OK",
+    "fetches_refused_by_breaker",
+    "fetches_spared",
+    "hit_tokens_bucket",
+    "hit_tokens_host",
+    "loads",
+    "loads failed",
+    "objects damaged",
+    "objects lost",
+    "preempted",
+    "resets",
+    "resets refused",
+    "save FAILED",
+    "saves_dropped",
+    "second requests",
+    "shutdowns",
+    "unplaced offers",
+    "upload DENIED",
+    "upload EXISTS",
+    "upload FAILED",
+    "upload OK",
+)
+
+
+def report(failures: list[Failure]) -> str:
+    return "\n".join(str(failure) for failure in failures)
+
+
+@pytest.mark.core
+def test_a_hundred_fleets_run_well() -> None:
+    _, failures = run_seeds(0, CORE_SEEDS)
+    assert not failures, report(failures)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_AT_ONCE))
+def test_nothing_is_ever_wrong_or_stuck(first: int) -> None:
+    seen, failures = run_seeds(first, SEEDS_AT_ONCE)
+    assert not failures, report(failures)
+    rare = {what: seen[what] for what in EVERYWHERE if seen[what] < OFTEN}
+    assert not rare, f"happens too seldom to say anything: {rare}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * 3_600)
+def test_nothing_is_ever_wrong_or_stuck_in_runs_nobody_has_seen() -> None:
+    first = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**40)))
+    print(f"S3KV_SEED={first}")
+    _, failures = run_seeds(first, NIGHTLY_SEEDS)
+    assert not failures, report(failures)
+
+
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_it_is_noticed_that_s3kv(mutate: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    _, failures = try_seeds(range(MUTANT_SEEDS), failures_wanted=1)
+    assert failures, f"{MUTANT_SEEDS} fleets ran well without noticing"
+
+
+def trace(seed: int, hash_seed: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.system.sim", str(seed), "--trace"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def test_a_seed_is_replayed_to_the_letter() -> None:
+    """In other processes, where sets and dicts of texts have another order."""
+    first, second = trace(17, "1"), trace(17, "2")
+    assert first == second
+    assert Counter(line.split()[0] for line in first.splitlines()).total() > 50
+    assert trace(18, "1") != first

@@ -1,0 +1,198 @@
+"""The examination of a bucket, on the reference store and on a client of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from s3kv.cli.doctor.bucket import BucketExamination
+from s3kv.cli.doctor.findings import Finding
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from s3kv.objects.memory import MemoryStore
+from s3kv.objects.store import ObjectInfo, ObjectStore
+from tests import servers
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
+
+pytestmark = pytest.mark.usefixtures("no_torch")
+
+
+def test_all_is_well(run: Run, boto: Any) -> None:
+    result = run("doctor", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["healthy"] is True
+    assert statuses(result) == dict.fromkeys(CHECKS, "ok")
+    assert "(1 MiB)" in findings(result)["bandwidth"]["detail"]
+    assert left(boto, servers.BUCKET) == []
+
+
+def test_read_only_writes_nothing(run: Run, boto: Any) -> None:
+    result = run("doctor", "--read-only", *SMALL)
+    assert result.exit_code == 0, result.output
+    found = statuses(result)
+    assert {check for check, status in found.items() if status == "ok"} == {"list", "get"}
+    assert set(found.values()) == {"ok", "skipped"}
+    assert left(boto, servers.BUCKET) == []
+
+
+def test_no_bandwidth_if_none_is_wanted(run: Run) -> None:
+    found = findings(run("doctor", *SMALL, "--bandwidth", "0"))
+    assert found["bandwidth"]["detail"] == "not checked with --bandwidth 0"
+
+
+async def examined(store: ObjectStore, wall_s: float = 0.0, **settings: Any) -> dict[str, Finding]:
+    config = Config(bucket="bkt", **settings)
+    examination = BucketExamination(
+        lambda _: store,
+        config,
+        "s3kv/doctor/1",
+        bandwidth_bytes=1000,
+        clock_s=lambda: 0.0,
+        wall_s=lambda: wall_s,
+    )
+    return {finding.check: finding for finding in await examination.run(read_only=False)}
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "status", "said"),
+    [
+        (0.0, "ok", "within 60 s"),
+        (-59.0, "ok", "within 60 s"),
+        (120.0, "warning", "119 s ahead of"),
+        (-120.0, "warning", "120 s behind"),
+    ],
+)
+async def test_clocks_that_differ(ahead_s: float, status: str, said: str) -> None:
+    found = await examined(MemoryStore(clock=lambda: 1e9), 1e9 + ahead_s)
+    assert found["clock"].status == status
+    assert said in found["clock"].detail
+
+
+def test_the_copy_that_refreshes_is_tried_where_it_is_asked_for(run: Run, boto: Any) -> None:
+    result = run("doctor", *SMALL, "--set", "refresh_after_s=86400")
+    assert findings(result)["refresh"]["status"] == "ok"
+    assert "refresh" not in findings(run("doctor", *SMALL))
+    assert left(boto, servers.BUCKET) == []
+
+
+class NoCopies(MemoryStore):
+    def __init__(self, error: StoreError) -> None:
+        super().__init__(clock=lambda: 1e9)
+        self._error = error
+
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (StoreDenied("no", code="AccessDenied"), "allow s3:PutObject and s3:GetObject on"),
+        (StoreError("no", code="NotImplemented"), "set refresh_after_s to 0"),
+    ],
+)
+async def test_a_store_that_copies_nothing(error: StoreError, remedy: str) -> None:
+    found = await examined(NoCopies(error), 1e9, refresh_after_s=86_400.0)
+    assert found["refresh"].status == "warning"
+    assert remedy in found["refresh"].remedy
+
+
+async def test_a_server_that_ignores_conditions() -> None:
+    class Ignorant(MemoryStore):
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            return await super().put(key, data, if_absent=False)
+
+    found = await examined(Ignorant(clock=lambda: 0.0))
+    assert found["conditional put"].status == "warning"
+
+
+async def test_bytes_that_changed_on_the_way() -> None:
+    class Changing(MemoryStore):
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            return await super().put(key, memoryview(bytes(len(data))), if_absent=if_absent)
+
+    found = await examined(Changing(clock=lambda: 0.0))
+    assert found["get"].status == "fault"
+    assert found["latency"].status == "skipped"
+
+
+async def test_what_cannot_be_deleted_after_all_is_named() -> None:
+    class Sticky(MemoryStore):
+        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+            if key.endswith("-large"):
+                raise StoreUnavailable("gone to lunch")
+            return await super().delete(key, if_etag=if_etag)
+
+    found = await examined(Sticky(clock=lambda: 0.0))
+    assert found["bandwidth"].status == "warning"
+    assert "s3kv/doctor/1-large is left behind" in found["bandwidth"].detail
+
+
+@pytest.mark.parametrize("style", ["path", "virtual"])
+async def test_the_other_addressing_is_tried(style: str) -> None:
+    class Particular(MemoryStore):
+        def __init__(self, answers: bool) -> None:
+            super().__init__(clock=lambda: 0.0)
+            self._answers = answers
+
+        async def check(self) -> None:
+            if not self._answers:
+                raise StoreUnavailable("no such host", code="unresolved")
+
+    examination = BucketExamination(
+        lambda config: Particular(config.addressing_style == style),
+        Config(bucket="bkt"),
+        "s3kv/doctor/1",
+        bandwidth_bytes=0,
+        clock_s=lambda: 0.0,
+        wall_s=lambda: 0.0,
+    )
+    found = {finding.check: finding for finding in await examination.run(read_only=True)}
+    assert found["list"].status == "fault"
+    assert found["list"].remedy == f"set addressing_style to {style!r}"
+
+
+async def test_a_directory_bucket_needs_a_session() -> None:
+    class Refusing(MemoryStore):
+        async def check(self) -> None:
+            raise StoreDenied("no session", code="AccessDenied")
+
+        async def head(self, key: str) -> ObjectInfo | None:
+            raise AssertionError("not asked after a fault")
+
+    examination = BucketExamination(
+        lambda _: Refusing(clock=lambda: 0.0),
+        Config(bucket="bkt--use1-az4--x-s3"),
+        "s3kv/doctor/1",
+        bandwidth_bytes=0,
+        clock_s=lambda: 0.0,
+        wall_s=lambda: 0.0,
+    )
+    found = {finding.check: finding for finding in await examination.run(read_only=True)}
+    assert "allow s3express:CreateSession on arn:aws:s3express:" in found["list"].remedy
+
+
+def test_the_client_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = findings(run("doctor", "--read-only", *SMALL))["client"]
+    assert fast["status"] == "ok"
+    assert fast["detail"].startswith("fast, because nothing asks for another; requests go to")
+    wanted = findings(run("doctor", "--read-only", *SMALL, "--set", "client=aiobotocore"))["client"]
+    assert wanted["status"] == "ok"
+    assert "because client is 'aiobotocore'" in wanted["detail"]
+    with monkeypatch.context() as proxied_host:
+        proxied_host.setenv("HTTP_PROXY", "http://u:secret@127.0.0.1:1")
+        for name in ("NO_PROXY", "no_proxy"):
+            proxied_host.delenv(name, raising=False)
+        result = run("doctor", "--read-only", *SMALL)
+        refused = run("doctor", "--read-only", *SMALL, "--set", "client=fast")
+    proxied = findings(result)
+    assert proxied["client"]["status"] == "warning"
+    assert "because the environment names the proxy" in proxied["client"]["detail"]
+    assert "NO_PROXY" in proxied["client"]["remedy"]
+    assert "HTTPS_PROXY" in proxied["list"]["remedy"]
+    assert "secret" not in result.output
+    assert refused.exit_code == 2
+    assert "client is 'fast', and the environment names the proxy" in refused.stderr

@@ -1,0 +1,46 @@
+"""`s3kv doctor`: its output, its exit code, and what it hands to the checks of the host."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.doctor.conftest import SMALL, findings
+
+pytestmark = pytest.mark.usefixtures("no_torch")
+
+
+def test_a_fault_is_exit_code_1_with_its_remedy_beneath(run: Run) -> None:
+    result = run("doctor", bucket="no-such-bucket")
+    assert result.exit_code == 1
+    fault = next(line for line in result.stdout.splitlines() if line.startswith("fault"))
+    assert fault.split()[1] == "list"
+    assert "→ create the bucket" in result.stdout
+    document = run("doctor", "--json", bucket="no-such-bucket")
+    assert json.loads(document.stdout)["healthy"] is False
+
+
+def test_findings_come_in_the_order_in_which_they_were_looked_for(run: Run) -> None:
+    result = run("doctor", *SMALL)
+    assert result.exit_code == 0, result.output
+    found = list(findings(result))
+    assert found[:2] == ["client", "list"]
+    assert found[-6:] == ["memory", "shm", "memlock", "hash seed", "vllm", "gpu"]
+
+
+def test_options_reach_the_checks_of_the_host(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    options = ("--workers", "3", "--hash-algo", "xxhash", "--read-only")
+    found = findings(run("doctor", *SMALL, *options))
+    assert "× 3 workers" in found["memory"]["detail"]
+    assert "3 workers" in found["shm"]["detail"]
+    assert found["hash seed"]["status"] == "fault"
+    assert found["put"]["detail"] == "not checked with --read-only"
+
+
+def test_settings_that_are_wrong_are_wrong_use(run: Run) -> None:
+    result = run("doctor", "--set", "host_bytes=none")
+    assert result.exit_code == 2
+    assert "host_bytes is 'none'" in result.stderr

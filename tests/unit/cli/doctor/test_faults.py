@@ -1,0 +1,236 @@
+"""Each fault of a bucket, planted on moto and on Ceph RGW, is named with what to do about it.
+
+RGW refuses by itself what a real store refuses: unknown keys, wrong secrets, a clock that is wrong,
+what a bucket policy denies. moto refuses nothing, and the regions of both are empty words; there
+the proxy in between gives S3's own answer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import botocore.auth
+import pytest
+from click.testing import CliRunner, Result
+
+from lab.faults import Fault, s3_error
+from lab.proxy import Proxy, proxy
+from s3kv.cli.app import cli
+from tests import servers
+from tests.rgw import Gateway
+from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
+
+pytestmark = pytest.mark.usefixtures("no_torch")
+BUCKET = "s3kv-doctor"
+BUCKET_ARN = f"arn:aws:s3:::{BUCKET}"
+OBJECTS_ARN = f"{BUCKET_ARN}/s3kv/*"
+
+
+@dataclass
+class Ground:
+    """A server with an empty bucket, and a proxy before it. arguments: for doctor, beside those
+    that name the bucket."""
+
+    is_real: bool
+    between: Proxy
+    boto: Any
+    monkeypatch: pytest.MonkeyPatch
+    arguments: list[str] = field(default_factory=list)
+    bucket: str = BUCKET
+
+    def doctor(self) -> Result:
+        where = ["--bucket", self.bucket, "--endpoint-url", self.between.url]
+        command = ["doctor", *SMALL, *where, *self.arguments]
+        return CliRunner().invoke(cli, command, catch_exceptions=False)
+
+
+@pytest.fixture(params=["moto", pytest.param("rgw", marks=pytest.mark.infra)])
+def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    is_real = request.param == "rgw"
+    if is_real:
+        gateway: Gateway = request.getfixturevalue("rgw")
+        url, keys = gateway.url, gateway.keys
+    else:
+        url, keys = request.getfixturevalue("moto_url"), servers.KEYS
+    servers.set_credentials(monkeypatch, keys)
+    boto = servers.boto_client(url, keys)
+    boto.create_bucket(Bucket=BUCKET)
+    with proxy(url) as between:
+        yield Ground(is_real, between, boto, monkeypatch)
+    monkeypatch.undo()  # the right clock
+    if is_real:
+        boto.delete_bucket_policy(Bucket=BUCKET)
+    for key in left(boto, BUCKET):
+        boto.delete_object(Bucket=BUCKET, Key=key)
+    boto.delete_bucket(Bucket=BUCKET)
+
+
+@pytest.fixture(scope="module")
+def moto_url() -> Iterator[str]:
+    with servers.moto_server() as url:
+        yield url
+
+
+def denied(verb: str, action: str, arn: str) -> Callable[[Ground], None]:
+    def plant(ground: Ground) -> None:
+        if not ground.is_real:
+            ground.between.fault(s3_error(403, "AccessDenied", verbs=(verb,)))
+            return
+        statement = {"Effect": "Deny", "Principal": "*", "Action": action, "Resource": arn}
+        policy = {"Version": "2012-10-17", "Statement": [statement]}
+        ground.boto.put_bucket_policy(Bucket=BUCKET, Policy=json.dumps(policy))
+
+    return plant
+
+
+def answered(status: int, code: str, **options: Any) -> Callable[[Ground], None]:
+    return lambda ground: ground.between.fault(s3_error(status, code, **options))
+
+
+def no_bucket(ground: Ground) -> None:
+    ground.bucket = "no-such-bucket"
+
+
+def no_credentials(ground: Ground) -> None:
+    servers.forget_credentials(ground.monkeypatch)
+
+
+def unknown_key(ground: Ground) -> None:
+    ground.monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    if not ground.is_real:
+        ground.between.fault(s3_error(403, "InvalidAccessKeyId"))
+
+
+def wrong_secret(ground: Ground) -> None:
+    ground.monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed")
+    if not ground.is_real:
+        ground.between.fault(s3_error(403, "SignatureDoesNotMatch"))
+
+
+def wrong_clock(ground: Ground) -> None:
+    real = botocore.auth.get_current_datetime
+    hour = datetime.timedelta(hours=1)
+    ground.monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda: real() + hour)
+    if not ground.is_real:
+        ground.between.fault(s3_error(403, "RequestTimeTooSkewed"))
+
+
+def path_style_only(ground: Ground) -> None:
+    """A name that resolves, and does not with the bucket in front of it. Not an IP address:
+    botocore puts no bucket in front of one.
+    """
+    resolve = socket.getaddrinfo
+
+    def without_subdomains(host: Any, *arguments: Any, **options: Any) -> Any:
+        if str(host).endswith(".localhost"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *arguments, **options)
+
+    ground.monkeypatch.setattr(socket, "getaddrinfo", without_subdomains)
+    url = ground.between.url.replace("127.0.0.1", "localhost")
+    ground.arguments += ["--endpoint-url", url, "--set", "addressing_style=virtual"]
+
+
+def refuses_checksums(ground: Ground) -> None:
+    ground.arguments += ["--set", "checksum=when_supported"]
+    # Once as it is sent, once without If-None-Match, which may have been the reason.
+    answered(400, "XAmzContentSHA256Mismatch", verbs=("PUT",), times=2)(ground)
+
+
+def nobody(ground: Ground) -> None:
+    ground.between.fault(Fault(kind="refuse"))
+
+
+FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
+    "may not list": (
+        denied("LIST", "s3:ListBucket", BUCKET_ARN),
+        "list",
+        "fault",
+        f"allow s3:ListBucket on {BUCKET_ARN} for",
+    ),
+    "may not put": (
+        denied("PUT", "s3:PutObject", f"{BUCKET_ARN}/*"),
+        "put",
+        "fault",
+        f"allow s3:PutObject on {OBJECTS_ARN} for",
+    ),
+    "may not get": (
+        denied("GET", "s3:GetObject", f"{BUCKET_ARN}/*"),
+        "get",
+        "fault",
+        f"allow s3:GetObject on {OBJECTS_ARN} for",
+    ),
+    "may not delete": (
+        denied("DELETE", "s3:DeleteObject", f"{BUCKET_ARN}/*"),
+        "delete",
+        "warning",
+        f"allow s3:DeleteObject on {OBJECTS_ARN}, if",
+    ),
+    "no bucket": (no_bucket, "list", "fault", "create the bucket"),
+    "no credentials": (no_credentials, "list", "fault", "set AWS_ACCESS_KEY_ID and"),
+    "unknown key": (unknown_key, "list", "fault", "look at AWS_ACCESS_KEY_ID"),
+    "wrong secret": (wrong_secret, "list", "fault", "look at AWS_SECRET_ACCESS_KEY"),
+    "wrong clock": (wrong_clock, "list", "fault", "set this machine's clock"),
+    "wrong region": (
+        answered(301, "PermanentRedirect", headers={"x-amz-bucket-region": "eu-west-1"}),
+        "list",
+        "fault",
+        "set region to 'eu-west-1'",
+    ),
+    "wrong region, not told": (
+        answered(301, "PermanentRedirect"),
+        "list",
+        "fault",
+        "look at region and endpoint_url",
+    ),
+    "path style only": (path_style_only, "list", "fault", "set addressing_style to 'path'"),
+    "no conditional puts": (
+        answered(501, "NotImplemented", verbs=("PUT",), times=1),
+        "conditional put",
+        "warning",
+        "upgrade the server",
+    ),
+    "no checksums": (refuses_checksums, "checksum", "fault", "set checksum to 'when_required'"),
+    "ill": (answered(503, "ServiceUnavailable"), "list", "fault", "look at endpoint_url and at"),
+    "nobody": (nobody, "list", "fault", "look at endpoint_url and at what is between"),
+    "no S3": (
+        lambda ground: ground.between.fault(Fault(kind="answer", status=404, body="<html>")),
+        "list",
+        "fault",
+        "should name an S3 server",
+    ),
+}
+ALSO = {"no checksums": {"put"}}
+"""What else is a fault then."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(ground: Ground, name: str) -> None:
+    plant, check, status, remedy = FAULTS[name]
+    plant(ground)
+    result = ground.doctor()
+    found, states = findings(result), statuses(result)
+    assert found[check]["remedy"].startswith(remedy) or remedy in found[check]["remedy"]
+    assert states[check] == status
+    assert set(states) == set(CHECKS)
+    amiss = {name for name, state in states.items() if state in ("warning", "fault")}
+    assert amiss == {check} | ALSO.get(name, set())
+    assert result.exit_code == (1 if status == "fault" else 0), result.output
+
+
+def test_what_is_left_without_permission_to_delete_is_named(ground: Ground) -> None:
+    FAULTS["may not delete"][0](ground)
+    detail = findings(ground.doctor())["delete"]["detail"]
+    ground.between.lift()
+    [key] = left(ground.boto, BUCKET)
+    assert key in detail
+
+
+def test_nothing_is_left_otherwise(ground: Ground) -> None:
+    assert statuses(ground.doctor()) == dict.fromkeys(CHECKS, "ok")
+    assert left(ground.boto, BUCKET) == []

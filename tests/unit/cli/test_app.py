@@ -1,0 +1,59 @@
+"""The command group: its commands, and what all of them promise."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from s3kv import __version__
+from s3kv.cli.app import cli
+from tests.unit.cli.conftest import Run
+
+COMMANDS = {"bench", "config", "cost", "doctor", "gc", "inspect", "ls", "verify"}
+WITHOUT_BUCKET = {"cost"}
+
+
+def test_the_commands() -> None:
+    assert set(cli.commands) == COMMANDS
+    version = CliRunner().invoke(cli, ["--version"])
+    assert version.output.strip().endswith(__version__)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_says_what_the_exit_codes_mean(name: str) -> None:
+    result = CliRunner().invoke(cli, [name, "--help"])
+    assert result.exit_code == 0
+    assert "EXIT CODES" in result.output
+    first = cli.commands[name].get_short_help_str(limit=200)
+    assert first.endswith(".")
+    assert first[0].isupper()
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_option_says_what_it_does(name: str) -> None:
+    options = [p for p in cli.commands[name].params if isinstance(p, click.Option)]
+    assert [option.name for option in options if not option.help] == []
+    named = {option.name for option in options}
+    assert "as_json" in named
+    assert ({"bucket", "prefix", "region", "endpoint_url", "file", "assign"} <= named) == (
+        name not in WITHOUT_BUCKET
+    )
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS - WITHOUT_BUCKET - {"config"}))
+def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> None:
+    arguments = {"inspect": ["key"], "gc": ["--max-bytes", "1GiB"]}.get(name, [])
+    result = CliRunner().invoke(cli, [name, *arguments])
+    assert result.exit_code == 2
+    assert "bucket is missing" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("verify",), ("gc", "--max-bytes", "0")])
+def test_with_json_nothing_else_is_printed(run: Run, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    for line in result.stdout.splitlines() if arguments == ("ls",) else [result.stdout or "{}"]:
+        json.loads(line)

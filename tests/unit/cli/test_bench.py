@@ -1,0 +1,170 @@
+"""`s3kv bench`: what it measures and leaves behind, and what it makes of its figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3kv.cli.bench import Measurement, Speed, Speeds, expect, percentile
+from s3kv.config import Config
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects.memory import MemoryStore
+from tests import servers
+from tests.rgw import Gateway
+from tests.unit.cli.conftest import Run
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = ("--bytes-per-token", "4KiB", "--prompt-tokens", "5200")  # 20 chunks of 1 MiB
+
+
+def left(boto: Any) -> list[str]:
+    return [o["Key"] for o in boto.list_objects_v2(Bucket=servers.BUCKET).get("Contents", [])]
+
+
+def test_what_it_measures(run: Run, boto: Any) -> None:
+    result = run("bench", *SMALL, "--json", "--set", "max_inflight_requests=4")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["object_bytes"], found["at_once"]) == (2**20, 4)
+    for direction in ("put", "get"):
+        assert (found[direction]["requests"], found[direction]["nbytes"]) == (20, 20 * 2**20)
+        assert 0 < found[direction]["p50_ms"] <= found[direction]["p99_ms"]
+    assert found["prompt"]["chunks"] == 20
+    assert found["prompt"]["computed_ms"] == pytest.approx(5200 / 8000 * 1e3)
+    assert found["prompt"]["floor_ms"] > 0
+    assert left(boto) == []
+
+
+def test_as_text(run: Run) -> None:
+    result = run("bench", "--bytes-per-token", "512", "--prompt-tokens", "600")
+    assert result.exit_code == 0, result.output
+    assert "GET of 128.0 KiB, 2 at once" in result.stdout
+    assert "A prompt of 600 tokens, 2 chunks" in result.stdout
+    assert "through plain sockets" in result.stdout
+
+
+@pytest.mark.infra
+def test_on_a_real_server(rgw: Gateway, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    servers.set_credentials(monkeypatch, rgw.keys)
+    boto = servers.boto_client(rgw.url, rgw.keys)
+    boto.create_bucket(Bucket="s3kv-bench")
+    result = run("bench", *SMALL, "--json", at=rgw.url, bucket="s3kv-bench")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["get"]["nbytes"] == 20 * 2**20
+    assert "Contents" not in boto.list_objects_v2(Bucket="s3kv-bench")
+    boto.delete_bucket(Bucket="s3kv-bench")
+
+
+def test_ctrl_c_leaves_nothing(url: str, boto: Any) -> None:
+    where = ["--bucket", servers.BUCKET, "--endpoint-url", url]
+    endless = ["--bytes-per-token", "4KiB", "--prompt-tokens", str(256 * 100_000)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "s3kv.cli", "bench", *endless, *where],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while len(left(boto)) < 8:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(40) != 0
+    finally:
+        process.kill()
+        process.wait()
+    assert left(boto) == []
+
+
+def speed(seconds: float, p50_ms: float) -> Speed:
+    return Speed(32, 2**20, seconds, p50_ms, p50_ms, p50_ms, p50_ms)
+
+
+@pytest.mark.parametrize(
+    ("at_once", "chunks", "doublings"), [(32, 100, 2), (33, 100, 3), (8, 100, 0), (32, 4, 0)]
+)
+def test_a_prefix_that_is_not_known_costs_a_wait_for_each_doubling(
+    at_once: int, chunks: int, doublings: int
+) -> None:
+    speeds = Speeds(2**20, at_once, speed(9, 9), speed(0.5, 80), speed(1, 20), floor_s=0.4)
+    config = Config(bucket="bkt", prefill_tokens_per_s=1e4, probe_chunks=8)
+    expected = expect(config, speeds, chunks, 25_600)
+    assert expected.known_ms == pytest.approx(500)
+    assert expected.unknown_ms == pytest.approx(500 + doublings * 20)
+    assert expected.floor_ms == pytest.approx(400)
+    assert expected.computed_ms == pytest.approx(2_560)
+
+
+async def measured(store: MemoryStore, requests: int = 10) -> Speeds:
+    ticks = iter(range(10_000))
+
+    async def floor(keys: object, requests: int, nbytes: int) -> float:
+        return 1.0
+
+    measurement = Measurement(
+        store,
+        "s3kv/bench/1",
+        object_bytes=100,
+        at_once=3,
+        floor=floor,
+        clock_s=lambda: float(next(ticks)),
+        on_progress=lambda *_: None,
+    )
+    return await measurement.run(requests, 5)
+
+
+async def test_as_many_at_once_as_asked_for() -> None:
+    class Counting(MemoryStore):
+        running = most = 0
+
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0)
+            self.running -= 1
+            return await super().put(key, data, if_absent=if_absent)
+
+    store = Counting(clock=lambda: 0.0)
+    speeds = await measured(store)
+    assert (store.most, speeds.at_once, speeds.get.requests) == (3, 3, 10)
+    assert [info async for info in store.list("")] == []
+    assert (await measured(Counting(clock=lambda: 0.0), requests=2)).at_once == 2
+
+
+async def test_what_fails_leaves_nothing() -> None:
+    class Failing(MemoryStore):
+        puts = 0
+
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            self.puts += 1
+            if self.puts == 5:
+                raise StoreUnavailable("gone to lunch")
+            return await super().put(key, data, if_absent=if_absent)
+
+    store = Failing(clock=lambda: 0.0)
+    with pytest.raises(StoreUnavailable, match="lunch"):
+        await measured(store)
+    assert [info async for info in store.list("")] == []
+
+
+async def test_what_does_not_come_back_is_said() -> None:
+    class Losing(MemoryStore):
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            return True
+
+    with pytest.raises(StoreError, match="None bytes came back"):
+        await measured(Losing(clock=lambda: 0.0))
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert [percentile(values, p) for p in (0, 20, 50, 99, 100)] == [1, 1, 3, 5, 5]

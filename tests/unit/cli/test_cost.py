@@ -1,0 +1,192 @@
+"""`s3kv cost`, against sums done by hand."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from s3kv.cli.app import cli
+from s3kv.prices import DEFAULT, TABLE
+from tests.rgw import free_ports
+
+METRICS = """\
+# HELP vllm:s3kv_upload_ok_total Objects written, per rank.
+# TYPE vllm:s3kv_upload_ok_total counter
+vllm:s3kv_upload_ok_total{engine="0",model_name="a {b} \\"c\\""} 200000.0
+vllm:s3kv_upload_ok_total{engine="1",model_name="m"} 100000.0
+vllm:s3kv_upload_exists_total{engine="0",model_name="m"} 100000.0
+vllm:s3kv_upload_bytes_total{engine="0",model_name="m"} 4.294967296e+11
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="PUT"} 200000.0
+vllm:s3kv_io_requests_total{engine="1",model_name="m",status="2xx",verb="PUT"} 99990.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="4xx",verb="PUT"} 100000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="5xx",verb="PUT"} 77.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="LIST"} 10.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="GET"} 930000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="4xx",verb="GET"} 50000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="none",verb="GET"} 55.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="HEAD"} 10000.0
+vllm:s3kv_io_requests_total{engine="0",model_name="m",status="2xx",verb="DELETE"} 5.0
+vllm:s3kv_ec_io_requests_total{engine="0",model_name="m",status="2xx",verb="GET"} 10000.0
+vllm:s3kv_fetch_bytes_total{engine="0",model_name="m"} 1.073741824e+12
+vllm:s3kv_hit_tokens_bucket_total{engine="0",model_name="m"} 2.3e+08
+vllm:s3kv_hit_tokens_host_total{engine="0",model_name="m"} 1.3e+08
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+"""
+"""400,000 requests at the price of a PUT (three of four new objects) of 400 GiB,
+1,000,000 at that of a GET, of 1,000 GiB; 360 M tokens not computed."""
+
+MONTH = "730h"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["cost", *arguments], catch_exceptions=False)
+
+
+def document(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    read: dict[str, Any] = json.loads(result.stdout)
+    return read
+
+
+def dollars(document: dict[str, Any]) -> dict[str, float]:
+    return {part["name"]: round(part["dollars"], 6) for part in document["parts"]}
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> str:
+    file = tmp_path / "metrics.txt"
+    file.write_text(METRICS)
+    return str(file)
+
+
+def test_a_month_by_hand(metrics: str) -> None:
+    found = document("--metrics", metrics, "--over", MONTH, "--stored", "100GiB")
+    # 400 × $0.005, 1,000 × $0.0004, 100 GiB × $0.023
+    assert dollars(found) == {
+        "PUT": 2.0,
+        "GET": 0.4,
+        "storage": 2.3,
+        "upload": 0.0,
+        "retrieval": 0.0,
+        "transfer": 0.0,
+    }
+    assert found["dollars_per_month"] == pytest.approx(4.7)
+    assert found["saved"] is None
+
+
+def test_half_the_time_is_twice_the_requests(metrics: str) -> None:
+    found = dollars(document("--metrics", metrics, "--over", "365h", "--stored", "100GiB"))
+    assert (found["PUT"], found["GET"], found["storage"]) == (4.0, 0.8, 2.3)
+
+
+def test_what_the_bucket_comes_to_hold(metrics: str) -> None:
+    found = document("--metrics", metrics, "--over", "24h", "--keep-days", "2")
+    # Three of four objects were new: 300 GiB a day, for two days.
+    storage = next(part for part in found["parts"] if part["name"] == "storage")
+    assert storage["amount"] == pytest.approx(600)
+    assert storage["dollars"] == pytest.approx(600 * 0.023)
+
+
+def test_every_price_is_an_option(metrics: str) -> None:
+    given = {"put": 1.0, "get": 2.0, "storage": 3.0, "upload": 4.0, "retrieval": 5.0, "transfer": 6}
+    options = [word for name, price in given.items() for word in (f"--price-{name}", str(price))]
+    found = document("--metrics", metrics, "--over", MONTH, "--stored", "100GiB", *options)
+    assert dollars(found) == {
+        "PUT": 400.0,
+        "GET": 2_000.0,
+        "storage": 300.0,
+        "upload": 1_600.0,
+        "retrieval": 5_000.0,
+        "transfer": 6_000.0,
+    }
+
+
+def test_a_table_of_prices(metrics: str) -> None:
+    found = document(
+        "--metrics", metrics, "--over", MONTH, "--stored", "100GiB", "--prices", "us-east-1/express"
+    )
+    # 400 × $0.00113, 1,000 × $0.00003, 100 × $0.11, 400 × $0.0032, 1,000 × $0.0006
+    assert dollars(found) == {
+        "PUT": 0.452,
+        "GET": 0.03,
+        "storage": 11.0,
+        "upload": 1.28,
+        "retrieval": 0.6,
+        "transfer": 0.0,
+    }
+    assert DEFAULT in TABLE
+
+
+def test_what_is_saved(metrics: str) -> None:
+    options = ("--gpu-dollars-per-hour", "3", "--prefill-tokens-per-s", "10000")
+    found = document("--metrics", metrics, "--over", MONTH, "--stored", "1TiB", *options)
+    # 360 M tokens at 10,000 a second are ten hours.
+    assert found["saved"]["hours"] == pytest.approx(10)
+    assert found["saved"]["dollars"] == pytest.approx(30)
+    text = run("--metrics", metrics, "--over", MONTH, "--stored", "1TiB", *options).stdout
+    assert "230.0 M from the bucket, 130.0 M from host memory" in text
+    assert "400,000" in text
+
+
+def test_several_servers_are_summed(metrics: str) -> None:
+    found = document("--metrics", metrics, "--metrics", metrics, "--over", MONTH)
+    assert (found["counted"]["puts"], found["counted"]["gets"]) == (800_000, 2_000_000)
+
+
+@pytest.fixture
+def metrics_url() -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(METRICS.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/metrics"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_running_server(metrics_url: str) -> None:
+    assert document("--metrics", metrics_url, "--over", MONTH)["counted"]["puts"] == 400_000
+
+
+def test_nobody_there() -> None:
+    result = run("--metrics", f"http://127.0.0.1:{free_ports(1)[0]}/metrics", "--over", "1h")
+    assert result.exit_code == 3
+    assert "--metrics 'http://127.0.0.1" in result.stderr
+    assert "has the server started?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--over", "1h"], "Missing option '--metrics'"),
+        (["--over", "soon", "--metrics", "-"], "not a time such as"),
+        (["--over", "1h", "--metrics", "/nowhere"], "cannot be read"),
+        (["--over", "1h", "--metrics", "/dev/null"], "no metric named vllm:s3kv_"),
+        (["--over", "1h", "--metrics", "/dev/null", "--stored", "lots"], "not a size such as"),
+        (
+            ["--over", "1h", "--metrics", "/dev/null", "--gpu-dollars-per-hour", "1"],
+            "--prefill-tokens-per-s go together",
+        ),
+    ],
+)
+def test_wrong_use(options: list[str], said: str) -> None:
+    result = run(*options)
+    assert result.exit_code == 2
+    assert said in result.stderr

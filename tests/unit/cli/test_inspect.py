@@ -1,0 +1,160 @@
+"""`s3kv inspect`."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.keys import Namespace
+from s3kv.types import ChunkKey, TensorSpec
+from tests import servers
+from tests.unit.cli.conftest import Run
+
+NAMESPACE = Namespace("s3kv", "a" * 32)
+SHARD = "h0-7of8-l0-31of32"
+HASH = b"0123456789abcdef"
+KEY = NAMESPACE.chunk(ChunkKey(0, HASH), SHARD)
+SECRET = "0123456789abcdef-secret"
+
+
+TENSORS = (TensorSpec("layer.0", "BF16", (2, 8)), TensorSpec("layer.1", "F32", (4,)))
+
+
+def sealed(integrity: Integrity | None = None) -> bytearray:
+    chunk = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD, integrity or Integrity())
+    buffer = bytearray(range(chunk.object_bytes % 251)) + bytearray(chunk.object_bytes)
+    del buffer[chunk.object_bytes :]
+    chunk.seal(memoryview(buffer), HASH)
+    return buffer
+
+
+def put(boto: Any, data: bytes | bytearray, key: str = KEY) -> None:
+    boto.put_object(Bucket=servers.BUCKET, Key=key, Body=bytes(data))
+
+
+def test_a_good_object(run: Run, boto: Any) -> None:
+    put(boto, sealed())
+    result = run("inspect", KEY, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["refusal"] is None
+    assert document["header"]["block_hash"] == HASH.hex()
+    assert [t["shape"] for t in document["header"]["tensors"]] == [[2, 8], [4]]
+    text = run("inspect", KEY)
+    assert "layer.1  F32 [4]" in text.stdout
+    assert "the object matches its key" in text.stdout
+
+
+def flipped() -> bytearray:
+    data = sealed()
+    data[-1] ^= 1
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "refusal"),
+    [
+        (flipped(), "digest"),
+        (sealed()[:-1], "header"),
+        (b"no object of ours", "header"),
+        (b"", "header"),
+        (sealed(Integrity("none")), "algorithm"),
+    ],
+    ids=["flipped", "truncated", "foreign", "empty", "unsigned"],
+)
+def test_a_bad_object(run: Run, boto: Any, data: bytes, refusal: str) -> None:
+    put(boto, data)
+    result = run("inspect", KEY, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["refusal"] == refusal
+    assert f"refused: {refusal}" in run("inspect", KEY).stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "refusal"),
+    [
+        (Namespace("s3kv", "b" * 32).chunk(ChunkKey(0, HASH), SHARD), "namespace"),
+        (NAMESPACE.chunk(ChunkKey(1, HASH), SHARD), "coverage"),
+        (NAMESPACE.chunk(ChunkKey(0, HASH), "h4-7of8-l0-31of32"), "shard"),
+        (NAMESPACE.chunk(ChunkKey(0, HASH[::-1]), SHARD), "block_hash"),
+    ],
+)
+def test_a_good_object_in_the_wrong_place(run: Run, boto: Any, key: str, refusal: str) -> None:
+    put(boto, sealed(), key)
+    result = run("inspect", key, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["refusal"] == refusal
+
+
+def test_a_keyed_object(run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3KV_INTEGRITY_SECRET", SECRET)
+    put(boto, sealed(Integrity.of(Config(bucket="bkt", integrity="blake3-keyed"))))
+    keyed = ("inspect", KEY, "--set", "integrity=blake3-keyed")
+    assert run(*keyed).exit_code == 0
+    monkeypatch.setenv("S3KV_INTEGRITY_SECRET", SECRET[::-1])
+    assert run(*keyed).exit_code == 1
+    monkeypatch.delenv("S3KV_INTEGRITY_SECRET")
+    assert run(*keyed).exit_code == 2
+
+
+def test_no_such_object(run: Run) -> None:
+    result = run("inspect", KEY)
+    assert result.exit_code == 1
+    assert "there is no object" in result.stderr
+
+
+def test_no_key_of_a_chunk(run: Run) -> None:
+    result = run("inspect", "s3kv/v2/something")
+    assert result.exit_code == 2
+    assert "which looks like s3kv/v2/NAMESPACE/" in result.stderr
+
+
+def test_an_object_of_an_older_format_is_named_as_such(run: Run) -> None:
+    result = run("inspect", KEY.replace("/v2/", "/v1/"))
+    assert result.exit_code == 2
+    assert "older format" in result.stderr
+
+
+def test_numbers(run: Run, boto: Any) -> None:
+    data = sealed()
+    layout = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD)
+    floats = struct.pack("<4f", 1.0, -2.0, float("nan"), float("inf"))
+    data[layout.header_bytes :] = b"\x80\x3f" * 16 + floats  # sixteen times 1.0 in BF16
+    layout.seal(memoryview(data), HASH)
+    put(boto, data)
+    result = run("inspect", KEY, "--stats", "--json")
+    assert result.exit_code == 0, result.output
+    ones, mixed = json.loads(result.stdout)["statistics"]
+    assert ones == {
+        "name": "layer.0",
+        "least": 1.0,
+        "most": 1.0,
+        "mean": 1.0,
+        "nans": 0,
+        "infinite": 0,
+    }
+    assert mixed == {
+        "name": "layer.1",
+        "least": -2.0,
+        "most": 1.0,
+        "mean": -0.5,
+        "nans": 1,
+        "infinite": 1,
+    }
+    assert "-2 to 1, mean -0.5; 1 NaN, 1 infinite" in run("inspect", KEY, "--stats").stdout
+    assert json.loads(run("inspect", KEY, "--json").stdout)["statistics"] is None
+
+
+def test_numbers_without_torch(run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(boto, sealed())
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    result = run("inspect", KEY, "--stats")
+    assert result.exit_code == 2
+    assert "--stats needs torch" in result.stderr

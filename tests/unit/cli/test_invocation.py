@@ -1,0 +1,86 @@
+"""How the command line takes settings, and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from s3kv.cli.invocation import read_settings
+from s3kv.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+
+
+@pytest.mark.parametrize("nest", [None, "kv_connector_extra_config", "ec_connector_extra_config"])
+def test_what_comes_later_wins(tmp_path: Path, nest: str | None) -> None:
+    file = tmp_path / "config.json"
+    held = {"bucket": "file", "prefix": "file", "region": "file", "pool_size": 3}
+    file.write_text(json.dumps(held if nest is None else {"kv_role": "kv_both", nest: held}))
+    config = read_settings(file, {"prefix": "option", "region": None}, ["prefix=set"])
+    assert (config.bucket, config.prefix, config.region) == ("file", "set", "file")
+    assert config.pool_size == 3
+    assert read_settings(file, {"prefix": "option"}, []).prefix == "option"
+
+
+def test_values_are_json_or_text() -> None:
+    assignments = ["bucket=bkt", "host_bytes=2GiB", "verify_tls=false", "pool_size=5"]
+    config = read_settings(None, {}, assignments)
+    assert (config.host_bytes, config.verify_tls, config.pool_size) == (2 * 2**30, False, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "assignments", "said"),
+    [
+        ("{}", [], "bucket is missing"),
+        ("{}", ["bucket"], "NAME=VALUE"),
+        ("{}", ["bucket=bkt", "pool=1"], "did you mean 'pool_size'"),
+        ("[]", ["bucket=bkt"], "not a JSON object"),
+        ("{", ["bucket=bkt"], "cannot be read as JSON"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    tmp_path: Path, text: str, assignments: list[str], said: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_settings(file, {}, assignments)
+
+
+def start(
+    code: str, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(variables or {})
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("package", ["click", "rich"])
+def test_a_missing_package_is_named(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import s3kv.cli.__main__ as m; m.main()"
+    done = start(code)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"the command line needs the package {package}: pip install 's3kv[cli]'\n"
+    )
+
+
+def test_it_starts_without_torch() -> None:
+    done = start("import s3kv.cli.app, sys; print('torch' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    main = "import s3kv.cli.__main__ as m; m.main()"
+    script = start(main, {"_S3KV_COMPLETE": f"{shell}_source"})
+    assert "_S3KV_COMPLETE" in script.stdout, script.stderr
+    word = "do" if shell == "fish" else "1"  # fish says which word, the others which place
+    asked = {"_S3KV_COMPLETE": f"{shell}_complete", "COMP_WORDS": "s3kv do", "COMP_CWORD": word}
+    assert "doctor" in start(main, asked).stdout

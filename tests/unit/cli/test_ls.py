@@ -1,0 +1,135 @@
+"""`s3kv ls`: namespaces, objects, and summaries."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from s3kv.cli.walk import AGES
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.types import ChunkKey
+from tests import servers
+from tests.unit.cli.conftest import Run
+
+HALF = {"model": {"name": "[red]m@main", "dtype": "half"}, "chunk_tokens": 256}
+FULL = {"model": {"name": "m@main", "dtype": "float"}, "chunk_tokens": 256}
+HALVES, FULLS = (Namespace("s3kv", fingerprint_digest(f)) for f in (HALF, FULL))
+NAMELESS = Namespace("s3kv", "f" * 32)
+
+
+@pytest.fixture(autouse=True)
+def filled(boto: Any) -> None:
+    def put(key: str, data: bytes) -> None:
+        boto.put_object(Bucket=servers.BUCKET, Key=key, Body=data)
+
+    put(HALVES.manifest, canonical_json(HALF))
+    put(FULLS.manifest, canonical_json(FULL))
+    put(NAMELESS.manifest, canonical_json(HALF))  # not what the name is a digest of
+    for number in range(30):
+        put(HALVES.chunk(ChunkKey(number % 2, bytes([number])), "h0-7of8-l0-31of32"), b"1" * 10)
+    put(FULLS.chunk(ChunkKey(0, b"x"), "h0-7of8-l0-31of32"), b"1" * 100)
+    put(f"{HALVES.root}somebody-elses", b"1" * 1000)
+    put("s3kv/v2/no-namespace/x", b"1" * 1000)
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_namespaces(run: Run) -> None:
+    result = run("ls", "--json")
+    assert result.exit_code == 0, result.output
+    names = sorted([HALVES.digest, FULLS.digest, NAMELESS.digest])
+    assert [line["namespace"] for line in lines(result.stdout)] == names
+    assert {line["namespace"]: line["model"] for line in lines(result.stdout)} == {
+        HALVES.digest: "[red]m@main",
+        FULLS.digest: "m@main",
+        NAMELESS.digest: None,
+    }
+    text = run("ls").stdout
+    assert FULLS.digest in text
+    assert "[red]m@main" in text
+
+
+def test_chunks_of_one_namespace(run: Run) -> None:
+    result = run("ls", HALVES.digest[:12], "--json")
+    assert result.exit_code == 0, result.output
+    found = lines(result.stdout)
+    assert [line["block_hash"] for line in found] == [f"{n:02x}" for n in range(30)]
+    assert {(line["nbytes"], line["shard"]) for line in found} == {(10, "h0-7of8-l0-31of32")}
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(found[0]["modified"])
+    assert abs(age) < timedelta(hours=1)
+    text = run("ls", HALVES.digest, "--limit", "7")
+    assert len(text.stdout.splitlines()) == 7
+    assert "raise --limit" in text.stderr
+    assert "raise --limit" not in run("ls", HALVES.digest, "--limit", "30").stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--summary",)])
+@pytest.mark.parametrize("name", ["", "0000000", "no-name"])
+def test_a_namespace_that_is_not_one(run: Run, options: tuple[str, ...], name: str) -> None:
+    result = run("ls", name, *options)
+    assert result.exit_code == 2
+    assert HALVES.digest in result.stderr or "is not a namespace" in result.stderr
+
+
+def test_the_summary_as_documents(run: Run) -> None:
+    result = run("ls", "--summary", "--json")
+    assert result.exit_code == 0, result.output
+    halves, fulls, nameless = sorted(lines(result.stdout), key=lambda one: -one["objects"])
+    assert (halves["namespace"], halves["objects"], halves["nbytes"]) == (HALVES.digest, 30, 300)
+    assert (fulls["namespace"], fulls["objects"], fulls["nbytes"]) == (FULLS.digest, 1, 100)
+    assert halves["manifest"]["chunk_tokens"] == "256"
+    assert halves["bytes_by_age"]["under 1 h"] == 300
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(halves["oldest"])
+    assert abs(age) < timedelta(hours=1)
+    assert nameless == {
+        "namespace": NAMELESS.digest,
+        "model": None,
+        "objects": 0,
+        "nbytes": 0,
+        "oldest": None,
+        "newest": None,
+        "bytes_by_age": dict.fromkeys(AGES, 0),
+        "manifest": {},
+    }
+
+
+def words(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_the_summary_tells_namespaces_apart(run: Run) -> None:
+    text = run("ls", "--summary").stdout
+    found = words(text)
+    assert [HALVES.digest, "[red]m@main", "30", "300", "B", "0", "min", "0", "min"] in found
+    assert [NAMELESS.digest, "–", "0", "0", "B", "–", "–"] in found
+    assert ["total", "31", "400", "B"] in found
+    assert ["under", "1", "h", "400", "B", "█" * 40] in found
+    assert [HALVES.digest, "model.dtype", '"half"'] in found
+    assert [FULLS.digest, "model.dtype", '"float"'] in found
+    assert [NAMELESS.digest, *["no", "manifest", "of", "its", "own"]] in found
+    assert "chunk_tokens" not in text
+
+
+def test_the_summary_of_one_namespace_has_its_whole_manifest(run: Run) -> None:
+    found = words(run("ls", FULLS.digest[:8], "--summary").stdout)
+    assert ["total", "1", "100", "B"] in found
+    assert [FULLS.digest, "chunk_tokens", "256"] in found
+    assert not any(HALVES.digest in line for line in found)
+
+
+def test_an_empty_prefix(run: Run) -> None:
+    for options in ((), ("--summary",)):
+        result = run("ls", *options, "--prefix", "nothing-here", "--json")
+        assert (result.exit_code, result.stdout) == (0, "")
+        assert run("ls", *options, "--prefix", "nothing-here").exit_code == 0
+
+
+def test_a_bucket_that_is_not_there(run: Run) -> None:
+    result = run("ls", "--summary", bucket="no-such-bucket")
+    assert result.exit_code == 3
+    assert "create the bucket" in result.stderr

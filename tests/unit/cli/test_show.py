@@ -1,0 +1,71 @@
+"""What a terminal gets: text as text, quantities for people."""
+
+from __future__ import annotations
+
+import pytest
+from rich.text import Text
+
+from s3kv.cli import show
+
+
+def test_text_is_never_markup(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    show.print_table(["name", *show.numbers("bytes")], [("[red]x", "7"), (Text("[b]y"), "1,000")])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["name", "bytes"],
+        ["[red]x", "7"],
+        ["[b]y", "1,000"],
+    ]
+    show.print_grid([("key", "[red]value"), (Text("other"), "value")])
+    assert "[red]value" in capsys.readouterr().out
+
+
+def test_numbers_end_in_one_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    show.print_table(show.numbers("n"), [("1",), ("1,000",)])
+    head, *rows = (line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert {len(row) for row in rows} == {len(head)}
+
+
+def test_a_long_word_of_a_grid_can_be_copied(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    key = "0123456789abcdef" * 5
+    show.print_grid([("key", key)])
+    told = capsys.readouterr().out
+    assert "".join(told.replace("key", "", 1).split()) == key
+
+
+def test_bars_are_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with show.bars() as on_progress:
+        on_progress("counting", 1, None)
+        on_progress("counting", 2, 2)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.strip()) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "told"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (32 * 2**20, "32.0 MiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+    ],
+)
+def test_sizes(nbytes: int, told: str) -> None:
+    assert show.size(nbytes) == told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(-5.0, "0 min"), (90.0, "2 min"), (show.HOUR_S, "1 h"), (2 * show.DAY_S, "2 d")],
+)
+def test_ages(seconds: float, told: str) -> None:
+    assert show.age(seconds) == told

@@ -1,0 +1,187 @@
+"""`s3kv verify`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from typing import Any
+
+import pytest
+
+from s3kv.cli.verify import Verifier, sample
+from s3kv.config import Config
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.objects.memory import MemoryStore
+from s3kv.objects.store import Claim
+from s3kv.types import ChunkKey, TensorSpec
+from tests import servers
+from tests.unit.cli.conftest import Run
+
+SHARD = "h0-7of8-l0-31of32"
+SECRET = "0123456789abcdef-secret"
+FINGERPRINT = {"integrity": {"mode": "xxh3"}}
+PLACE = Namespace("s3kv", fingerprint_digest(FINGERPRINT))
+
+
+def block_hash(number: int) -> bytes:
+    return hashlib.sha256(bytes([number])).digest()
+
+
+def key(number: int, place: Namespace = PLACE) -> str:
+    return place.chunk(ChunkKey(0, block_hash(number)), SHARD)
+
+
+def sealed(number: int, place: Namespace = PLACE, integrity: Integrity | None = None) -> bytes:
+    tensors = (TensorSpec("layer", "U8", (200,)),)
+    layout = ChunkFormat(place.digest, tensors, 0, SHARD, integrity or Integrity())
+    data = bytearray(layout.object_bytes)
+    data[layout.header_bytes :] = bytes([number]) * 200
+    layout.seal(memoryview(data), block_hash(number))
+    return bytes(data)
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def put(boto: Any, key: str, data: bytes) -> None:
+    boto.put_object(Bucket=servers.BUCKET, Key=key, Body=data)
+
+
+def fill(boto: Any, bad: dict[int, bytes]) -> None:
+    put(boto, PLACE.manifest, canonical_json(FINGERPRINT))
+    for number in range(20):
+        put(boto, key(number), bad.get(number, sealed(number)))
+    put(boto, f"{PLACE.root}somebody-elses", b"not ours")
+
+
+def held(boto: Any) -> set[str]:
+    return {item["Key"] for item in boto.list_objects_v2(Bucket=servers.BUCKET)["Contents"]}
+
+
+def test_sound_objects(run: Run, boto: Any) -> None:
+    fill(boto, {})
+    result = run("verify", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["checked"], found["damaged"], found["unjudged"]) == (20, [], {})
+    assert found["nbytes"] == 20 * len(sealed(0))
+    assert "20 objects" in run("verify").stdout
+
+
+def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -> None:
+    bad = {3: flipped(sealed(3)), 7: b"", 11: sealed(12), 13: sealed(13)[:-1]}
+    fill(boto, bad)
+    before = held(boto)
+    result = run("verify", "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert {d["key"]: d["refusal"] for d in found["damaged"]} == {
+        key(3): "digest",
+        key(7): "header",
+        key(11): "block_hash",
+        key(13): "header",
+    }
+    assert held(boto) == before
+    text = run("verify", "--delete")
+    assert text.exit_code == 1
+    assert f"digest      {key(3)}  (deleted)" in text.stdout
+    assert before - held(boto) == {key(number) for number in bad}
+    assert run("verify").exit_code == 0
+
+
+def test_a_sample_is_the_same_for_the_same_seed(run: Run, boto: Any) -> None:
+    fill(boto, {number: b"bad" for number in range(0, 20, 2)})
+
+    def damaged(seed: int) -> list[str]:
+        found = json.loads(run("verify", "--sample", "6", "--seed", str(seed), "--json").stdout)
+        assert found["checked"] == 6
+        return [d["key"] for d in found["damaged"]]
+
+    drawn = [damaged(seed) for seed in range(5)]
+    assert damaged(3) == drawn[3]
+    assert len({tuple(keys) for keys in drawn}) > 1
+
+
+async def test_every_object_is_as_likely_to_be_drawn() -> None:
+    store = MemoryStore()
+    for number in range(10):
+        await store.put(key(number), memoryview(b"x"), if_absent=True)
+    rng = random.Random(5)
+    drawn = dict.fromkeys((key(number) for number in range(10)), 0)
+    for _ in range(2000):
+        for _, info in await sample(store, "s3kv", 3, rng):
+            drawn[info.key] += 1
+    assert sum(drawn.values()) == 6000
+    assert all(500 < count < 700 for count in drawn.values()), drawn  # 600 ± 4.9 σ
+
+
+@pytest.mark.parametrize("delete", [(), ("--delete",)])
+def test_a_namespace_of_another_secret_is_not_called_damaged(
+    run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch, delete: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("S3KV_INTEGRITY_SECRET", SECRET)
+    keyed = Integrity.of(Config(bucket="bkt", integrity="blake3-keyed"))
+    fingerprint = {"integrity": keyed.identity()}
+    theirs = Namespace("s3kv", fingerprint_digest(fingerprint))
+    put(boto, theirs.manifest, canonical_json(fingerprint))
+    put(boto, key(1, theirs), sealed(1, theirs, keyed))
+    before = held(boto)
+
+    with_secret = ("verify", "--json", "--set", "integrity=blake3-keyed", *delete)
+    assert json.loads(run(*with_secret).stdout)["checked"] == 1
+    monkeypatch.setenv("S3KV_INTEGRITY_SECRET", SECRET[::-1])
+    for command in (with_secret, ("verify", "--json", *delete)):
+        result = run(*command)
+        assert result.exit_code == 1
+        found = json.loads(result.stdout)
+        assert (found["checked"], found["unjudged"]) == (0, {theirs.digest: 1})
+    assert "cannot be judged" in run("verify").stdout
+    assert held(boto) == before
+
+
+@pytest.mark.parametrize("mode", ["none", "blake3-keyed"])
+def test_without_a_manifest_another_mode_is_not_called_damaged(
+    run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("S3KV_INTEGRITY_SECRET", SECRET)
+    put(boto, key(1), sealed(1, PLACE, Integrity.of(Config(bucket="bkt", integrity=mode))))
+    before = held(boto)
+    result = run("verify", "--delete", "--json")
+    assert json.loads(result.stdout)["unjudged"] == {PLACE.digest: 1}
+    assert held(boto) == before
+
+
+class Misreading(MemoryStore):
+    """The first reading of every object is damaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+
+    async def get_into(self, key: str, buffer: memoryview, claim: Claim | None = None) -> Any:
+        came = await super().get_into(key, buffer, claim)
+        if came is not None and key not in self.read:
+            buffer[-1] ^= 1
+            self.read.add(key)
+        return came
+
+
+async def test_what_is_right_when_read_again_is_not_damaged() -> None:
+    store = Misreading()
+    for number in range(5):
+        await store.put(key(number), memoryview(sealed(number)), if_absent=True)
+    verifier = Verifier(store, Config(bucket="bkt"), delete=True)
+    picks = await sample(store, "s3kv", 10, random.Random(0))
+    await store.delete(key(2))
+
+    async def given() -> Any:
+        for pick in picks:
+            yield pick
+
+    await verifier.run(given())
+    found = verifier.found
+    assert (found.checked, found.misread, found.gone, found.damaged) == (4, 4, 1, [])

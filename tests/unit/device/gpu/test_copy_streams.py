@@ -1,0 +1,119 @@
+"""Where there are streams, they wait for each other, and the host for none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from s3kv.device.copies import BlockCopies
+from s3kv.messages import LoadPart
+from tests.unit.device.caches import Caches, Shape, build, places
+from tests.unit.device.devices import Device
+
+LONG_S = 10.0
+
+
+@dataclass
+class Rig:
+    device: Device
+    caches: Caches
+    copies: BlockCopies
+    payload: torch.Tensor
+    """Of slot 0."""
+
+    def fill(self, value: int) -> Callable[[], object]:
+        return lambda: [buffer.fill_(value) for buffer in self.caches.buffers]
+
+    def finish(self) -> None:
+        self.device.go_on()
+        assert self.copies.wait_all(LONG_S)
+
+
+@contextmanager
+def rig(device: Device) -> Iterator[Rig]:
+    caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(3))
+    where, form = places(caches, caches.layout())
+    copies = BlockCopies(device.open(where))
+    payload = where.memory.narrow(0, form.header_bytes, caches.layout().payload_bytes)
+    yield Rig(device, caches, copies, payload)
+    copies.close()
+
+
+def test_a_save_waits_for_what_the_engine_has_launched(gpu: Device) -> None:
+    with rig(gpu) as r:
+        gpu.launch(r.fill(1))
+        gpu.synchronize()
+        gpu.stall()
+        gpu.launch(r.fill(2))
+        r.copies.save(1, 0, 0, [0, 1])
+        r.copies.fence([1])  # launched
+        assert r.copies.poll().saved == [], "the save did not wait"
+        r.finish()
+        assert set(r.payload.tolist()) == {2}
+
+
+def test_a_fence_holds_the_stream_and_not_the_host(gpu: Device) -> None:
+    with rig(gpu) as r:
+        gpu.launch(r.fill(1))
+        gpu.stall()
+        r.copies.save(1, 0, 0, [0, 1])
+        r.copies.fence([1])
+        assert r.copies.poll().saved == [], "the fence waited for the copy itself"
+        gpu.launch(r.fill(2))
+        r.finish()
+        assert set(r.payload.tolist()) == {1}
+
+
+def test_a_load_waits_for_what_still_uses_its_blocks(gpu: Device) -> None:
+    with rig(gpu) as r:
+        r.payload.fill_(7)
+        gpu.stall()
+        gpu.launch(r.fill(2))
+        r.copies.load("r", [LoadPart(0, 0, 0, (2, 3))])
+        r.finish()
+        assert r.copies.poll().loaded == [("r", True)]
+        content = r.caches.content([2, 3])
+        assert all(set(rows.flatten().tolist()) == {7} for rows in content.values())
+
+
+def test_more_chunks_than_staging_buffers_wait_on_the_device_alone(gpu: Device) -> None:
+    with rig(gpu) as r:
+        gpu.stall()
+        for job in range(12):
+            r.copies.save(job, 0, job % 3, [0, 1])
+            r.copies.load(str(job), [LoadPart(0, job % 3, 0, (2, 3)), LoadPart(0, 0, 1, (4,))])
+        r.copies.fence(range(12))
+        assert r.copies.poll() == ([], [])
+        r.finish()
+        saved, loaded = r.copies.poll()
+        assert [end.job_id for end in saved] == list(range(12))
+        assert [end.load_id for end in loaded] == [str(job) for job in range(12)]
+
+
+@pytest.mark.gpu
+def test_the_engine_s_thread_never_waits_for_the_device() -> None:
+    for kind in ("cuda-batch", "cuda-gather"):
+        with rig(Device(kind)) as r:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                r.copies.save(1, 0, 0, [0, 1])
+                r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+                r.copies.fence([1])
+                assert r.copies.wait_all(LONG_S)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert [end.ok for end in r.copies.poll().saved] == [True]
+
+
+def test_caches_made_in_inference_mode_can_be_loaded_into(gpu: Device) -> None:
+    with torch.inference_mode():
+        caches = build(Shape("BLNHC"), gpu.memory, torch.Generator().manual_seed(3))
+    copies = BlockCopies(gpu.open(places(caches, caches.layout())[0]))
+    copies.load("r", [LoadPart(0, 0, 0, (2, 3))])
+    assert copies.wait_all(LONG_S)
+    assert copies.poll().loaded == [("r", True)]
+    copies.close()

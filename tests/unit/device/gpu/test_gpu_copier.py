@@ -1,0 +1,192 @@
+"""Which path is taken: decided from times, measured without a trace in the caches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from s3kv.device.copier import CopyDirection, Path
+from s3kv.device.copies import BlockCopies
+from s3kv.device.gpu.gather import Stack
+from s3kv.device.gpu.gpu_copier import GpuCopier, faster, seconds_per_chunk, spread_blocks
+from s3kv.device.gpu.interface import Copies
+from tests.unit.device.caches import ORDERS, Shape, build, places
+from tests.unit.device.devices import Device
+from tests.unit.device.simulated import SimulatedGpu, SimulatedStream
+
+
+def test_batch_is_preferred_unless_gather_is_worth_its_kernels() -> None:
+    assert faster(1.0, 1.0) is Path.BATCH
+    assert faster(1.0, 0.95) is Path.BATCH
+    assert faster(1.0, 0.8) is Path.GATHER
+    assert faster(0.5, 1.0) is Path.BATCH
+
+
+def test_the_best_round_counts_and_the_first_copy_does_not() -> None:
+    started: list[int] = []
+    settled: list[int] = []
+    now = iter([0.0, 8.0, 10.0, 14.0, 20.0, 26.0])
+    seconds = seconds_per_chunk(
+        started.append, lambda: settled.append(len(started)), lambda: next(now)
+    )
+    assert seconds == 1.0
+    assert started == [0, *(0, 1, 2, 3) * 3]
+    assert settled == [1, 5, 9, 13]
+
+
+def test_blocks_to_measure_with_are_no_neighbours() -> None:
+    for chunk in range(9):
+        ids = spread_blocks(chunk, 16, range(1000))
+        assert len(set(ids)) == 16
+        assert all(0 <= i < 1000 for i in ids)
+        assert not {i + 1 for i in ids} & set(ids)
+    assert spread_blocks(3, 4, range(4)) == (0, 1, 2, 3)
+    assert set(spread_blocks(1, 4, [5, 7])) == {5, 7}
+
+
+class SlowPath:
+    """A clock that only the copies of a simulated GPU move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
+        self.now = 0.0
+        for name, each in seconds.items():
+            monkeypatch.setattr(SimulatedStream, name, self._taking(name, each))
+
+    def __call__(self) -> float:
+        return self.now
+
+    def _taking(self, name: str, seconds: float) -> Callable[..., None]:
+        real = getattr(SimulatedStream, name)
+
+        def launch(stream: SimulatedStream, *args: object, **kwargs: object) -> None:
+            self.now += seconds
+            real(stream, *args, **kwargs)
+
+        return launch
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_faster_path_is_taken_and_the_caches_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, order: str
+) -> None:
+    clock = SlowPath(monkeypatch, {"copy_batch": 2.0, "gather": 1.0, "scatter": 3.0})
+    caches = build(Shape(order, blocks=9), "cpu", torch.Generator().manual_seed(5))
+    before = caches.memory()
+    with caplog.at_level(logging.INFO):
+        copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11), clock=clock)
+    assert caches.memory() == before
+    assert copier.choices == (
+        (0, CopyDirection.OUT, Path.GATHER, 2.0, 1.0),
+        (0, CopyDirection.IN, Path.BATCH, 2.0, 3.0),
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "s3kv: KV blocks of group 0 go out by gather: a chunk takes 2000.00 ms by batch, "
+        "1000.00 ms by gather",
+        "s3kv: KV blocks of group 0 go in by batch: a chunk takes 2000.00 ms by batch, "
+        "3000.00 ms by gather",
+    ]
+    copies = BlockCopies(copier)
+    assert copies.statistics().choices == copier.choices
+    copies.close()
+
+
+def test_only_idle_blocks_are_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: set[int] = set()
+    rows = Stack.rows
+
+    def seen(stack: Stack, block_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        touched.update(block_ids.tolist())
+        return rows(stack, block_ids)
+
+    monkeypatch.setattr(Stack, "rows", seen)
+    caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
+    copier = GpuCopier(
+        places(caches, caches.layout())[0],
+        SimulatedGpu(11),
+        idle=[2, 3, 5, 7],
+        clock=count().__next__,
+    )
+    assert touched == {2, 3, 5, 7}
+    copier.close()
+    copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11), idle=[])
+    assert {choice[2:] for choice in copier.choices} == {(Path.BATCH, None, None)}
+    copier.close()
+
+
+def test_a_driver_that_refuses_batches_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(stream: SimulatedStream, copies: Copies, source_is_stable: bool) -> None:
+        raise RuntimeError("cuMemcpyBatchAsync failed with CUresult 801")
+
+    monkeypatch.setattr(SimulatedStream, "copy_batch", refuse)
+    caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
+    before = caches.memory()
+    with caplog.at_level(logging.WARNING):
+        copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))
+    assert caches.memory() == before
+    assert {choice[2:4] for choice in copier.choices} == {(Path.GATHER, None)}
+    assert len(caplog.records) == 2
+    assert "CUresult 801" in caplog.text
+    copier.close()
+
+
+def test_without_room_to_gather_all_goes_in_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(gpu: SimulatedGpu, nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(SimulatedGpu, "empty", full)
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
+    with caplog.at_level(logging.INFO):
+        copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))
+    assert {choice.path for choice in copier.choices} == {Path.BATCH}
+    assert "no GPU memory to gather: CUDA out of memory" in caplog.text
+    copier.close()
+    for gpu, path in ((SimulatedGpu(11, no_batch="old"), None), (SimulatedGpu(11), Path.GATHER)):
+        with pytest.raises(torch.OutOfMemoryError):
+            GpuCopier(places(caches, caches.layout())[0], gpu, path)
+        assert gpu.pinned is None
+
+
+def test_without_a_batch_call_all_is_gathered_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
+    gpu = SimulatedGpu(11, no_batch="the driver is older than CUDA 12.8")
+    with caplog.at_level(logging.INFO):
+        copier = GpuCopier(places(caches, caches.layout())[0], gpu)
+    assert [choice[:3] for choice in copier.choices] == [
+        (0, CopyDirection.OUT, Path.GATHER),
+        (0, CopyDirection.IN, Path.GATHER),
+    ]
+    assert "older than CUDA 12.8" in caplog.text
+    copier.close()
+    with pytest.raises(ValueError, match="older than CUDA"):
+        GpuCopier(places(caches, caches.layout())[0], gpu, Path.BATCH)
+
+
+def test_a_path_can_be_forced(device: Device) -> None:
+    caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(5))
+    copies = BlockCopies(device.open(places(caches, caches.layout())[0]))
+    paths = {choice.path for choice in copies.statistics().choices}
+    assert paths == ({device.path} if device.path else set())
+    copies.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+def test_measuring_on_a_gpu_leaves_the_caches_as_they_are(order: str) -> None:
+    caches = build(Shape(order, blocks=9), "cuda", torch.Generator().manual_seed(5))
+    before = caches.memory()
+    copier = Device("cuda").open(places(caches, caches.layout())[0])
+    assert caches.memory() == before
+    assert all(choice.gather_s is None or choice.gather_s > 0 for choice in copier.choices)
+    copier.close()

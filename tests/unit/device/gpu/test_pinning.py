@@ -1,0 +1,138 @@
+"""Pinning: in pieces of whole slots, and a refusal that is explained."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+
+import pytest
+import torch
+
+from s3kv.device.gpu import pinning
+from s3kv.device.slot_payloads import ChunkPlaces
+from s3kv.host.limits import MemoryLimits
+from tests.unit.device.caches import Shape, build
+
+
+class Refusing:
+    """A CUDA runtime that registers `limit` pieces and then no more, and gives back none of those
+    in `kept`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.registered: list[tuple[int, int]] = []
+        self.kept: set[int] = set()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if len(self.registered) == self.limit:
+            return 2
+        self.registered.append((address, nbytes))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if address in self.kept:
+            return 713
+        self.registered = [piece for piece in self.registered if piece[0] != address]
+        return 0
+
+
+def places_of(slots: int, slot_bytes: int) -> ChunkPlaces:
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(0))
+    slab = memoryview(mmap.mmap(-1, slots * slot_bytes))
+    return ChunkPlaces({0: caches.layout()}, slab, slot_bytes, {0: 4096})
+
+
+def pin_with(monkeypatch: pytest.MonkeyPatch, runtime: Refusing, where: ChunkPlaces) -> int:
+    monkeypatch.setattr(pinning, "_cudart", lambda: runtime)
+    monkeypatch.setattr(pinning, "_PIECE_BYTES", 3 * 8192)
+    monkeypatch.setattr(pinning, "_forget_error", lambda device: None)
+    registered = pinning.pin(where.memory, where.slot_bytes, where.device)
+    assert registered == dict(runtime.registered)
+    return sum(registered.values())
+
+
+def test_pieces_are_whole_slots_and_tile_the_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, where = Refusing(99), places_of(10, 8192)
+    assert pin_with(monkeypatch, runtime, where) == 10 * 8192
+    at = where.memory.data_ptr()
+    for address, nbytes in runtime.registered:
+        assert (address, nbytes % 8192) == (at, 0)
+        at += nbytes
+    assert len(runtime.registered) == 4
+
+
+def test_slots_that_are_no_whole_pages_are_pinned_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, where = Refusing(99), places_of(10, 5000)
+    assert pin_with(monkeypatch, runtime, where) == 10 * 5000
+    assert len(runtime.registered) == 1
+
+
+def test_a_refusal_to_pin_is_a_warning_that_says_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert pin_with(monkeypatch, Refusing(2), places_of(10, 8192)) == 6 * 8192
+    (record,) = caplog.records
+    assert "49152 of the 81920" in record.getMessage()
+    assert "cudaErrorMemoryAllocation (2)" in record.getMessage()
+    assert pinning.COST in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("code", "locked", "reason", "remedy"),
+    [
+        (1, None, "cudaErrorInvalidValue (1)", "NVRM"),
+        (2, None, "cudaErrorMemoryAllocation (2)", "set host_bytes lower"),
+        (2, 4096, "may lock 4,096", "--ulimit memlock=-1"),
+        (304, None, "cudaErrorOperatingSystem (304)", "NVRM"),
+        (712, None, "cudaErrorHostMemoryAlreadyRegistered (712)", "report a bug"),
+        (800, None, "cudaErrorNotPermitted (800)", "capture"),
+        (801, 4096, "cudaErrorNotSupported (801)", "cudaDevAttrHostRegisterSupported"),
+        (999, None, "(999)", "set host_bytes lower"),
+    ],
+)
+def test_a_refusal_names_the_error_the_limits_and_a_way_out(
+    code: int, locked: int | None, reason: str, remedy: str
+) -> None:
+    limits = MemoryLimits(2**34, 2**32, 2**31, locked)
+    refusal = pinning.PinningRefusal.of(code, 2**30, limits)
+    assert reason in refusal.reason
+    assert str(limits) in refusal.reason
+    assert remedy in refusal.remedy
+
+
+@pytest.mark.parametrize(("code", "locked"), [(801, 4096), (2, 2**30), (2, None)])
+def test_the_limit_is_no_remedy_where_it_cannot_be_the_cause(code: int, locked: int | None) -> None:
+    refusal = pinning.PinningRefusal.of(code, 2**30, MemoryLimits(2**34, None, None, locked))
+    assert "memlock" not in refusal.remedy
+
+
+def test_what_cuda_does_not_give_back_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime, where = Refusing(99), places_of(10, 8192)
+    monkeypatch.setattr(pinning, "_cudart", lambda: runtime)
+    registered = pinning.pin(where.memory, where.slot_bytes, where.device)
+    runtime.kept = {min(registered)}
+    with caplog.at_level(logging.WARNING):
+        pinning.unpin(registered)
+    assert registered == {}
+    assert [address for address, _ in runtime.registered] == [min(runtime.kept)]
+    assert "error 713" in caplog.text
+
+
+@pytest.mark.gpu
+def test_the_codes_are_those_of_cuda() -> None:
+    """The same memory registered twice."""
+    where = places_of(10, 8192)
+    torch.zeros(1, device="cuda")
+    registered, refusal = pinning.register(where.memory, 8192, torch.device("cuda"))
+    assert refusal is None
+    _, again = pinning.register(where.memory, 8192, torch.device("cuda"))
+    assert again is not None
+    assert again.reason.startswith("cudaErrorHostMemoryAlreadyRegistered")
+    assert torch.zeros(8, device="cuda").sum() == 0, "the error was left to the engine"
+    pinning.unpin(registered)
+    assert not where.memory.is_pinned()

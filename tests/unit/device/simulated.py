@@ -1,0 +1,267 @@
+"""A GPU of CPU memory that runs what was launched whenever a real one might, chosen by a seed.
+
+Each stream is a queue. Nothing runs when it is launched; at every call from the host, as many steps
+as the seed likes run, of any stream whose turn it may be. Sources are read and destinations written
+at that moment, a long copy in several steps, a batch in any order, and a source that was said to be
+stable perhaps long before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from s3kv.device.gpu.gather import Stack, with_rows
+from s3kv.device.gpu.interface import Copies
+
+Step = Callable[[], None]
+NAMES = ("save pages", "save bus", "load pages", "load bus")
+"""The copier's streams, in the order it makes them."""
+
+
+class SimulatedEvent:
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.gpu = gpu
+        self.at: Op | None = None
+        self.recorded_on = ""
+
+    def query(self) -> bool:
+        with self.gpu.lock:
+            self.gpu.pass_time()
+            return self.at is None or self.at.done
+
+
+@dataclass(eq=False)
+class Op:
+    """steps: what is left to do. after: what has to be done before."""
+
+    steps: deque[Step] = field(default_factory=deque)
+    after: Op | None = None
+    done: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.after is None or self.after.done
+
+
+class SimulatedStream:
+    def __init__(self, gpu: SimulatedGpu, name: str) -> None:
+        self.gpu = gpu
+        self.name = name
+        self.queue: deque[Op] = deque()
+        self.stalls: list[Op] = []
+        self.weight = gpu.random.choice([1, 1, 10, 100])
+        """How often it is its turn, against other streams."""
+
+    def wait(self, event: SimulatedEvent) -> None:
+        with self.gpu.lock:
+            wait = (self.name, event.recorded_on)
+            if event.at is None or wait == self.gpu.deaf:
+                return
+            self.gpu.waits.add(wait)
+            self._launch(after=event.at)
+
+    def record(self, event: SimulatedEvent) -> None:
+        with self.gpu.lock:
+            event.recorded_on = self.name
+            event.at = self._launch()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        assert destination.numel() == source.numel()
+
+        def copy(begin: int, end: int) -> Step:
+            return lambda: void(destination[begin:end].copy_(source[begin:end]))
+
+        self._launch(copy(*piece) for piece in self.gpu.torn(source.numel()))
+
+    def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
+        assert not self.gpu.no_batch
+        assert all(array.dtype == "int64" for array in copies)
+        assert copies.sizes.min() > 0
+        moves = list(zip(*(array.tolist() for array in copies), strict=True))
+        self.gpu.random.shuffle(moves)
+        self._launch(self._move(*move, source_is_stable) for move in moves)
+
+    def _move(self, destination: int, source: int, nbytes: int, is_stable: bool) -> Step:
+        if is_stable and self.gpu.random.random() < 0.5:
+            early = ctypes.string_at(source, nbytes)
+            return lambda: void(ctypes.memmove(destination, early, nbytes))
+        return lambda: void(ctypes.memmove(destination, source, nbytes))
+
+    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
+        self.copy(destination, torch.from_numpy(numbers))
+
+    def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
+        def gather(stack: Stack, rows: torch.Tensor, begin: int, end: int) -> Step:
+            return lambda: stack.gather(_of_blocks(stack, rows, begin, end), begin)
+
+        self._launch(gather(*some, *piece) for some, piece in self._torn(stacks, rows))
+
+    def scatter(self, stacks: Sequence[Stack], rows: torch.Tensor, first_block: int) -> None:
+        def scatter(stack: Stack, rows: torch.Tensor, begin: int, end: int) -> Step:
+            return lambda: stack.scatter(_of_blocks(stack, rows, begin, end), first_block + begin)
+
+        self._launch(scatter(*some, *piece) for some, piece in self._torn(stacks, rows))
+
+    def _torn(
+        self, stacks: Sequence[Stack], rows: torch.Tensor
+    ) -> Iterator[tuple[tuple[Stack, torch.Tensor], tuple[int, int]]]:
+        for some in with_rows(stacks, rows):
+            for piece in self.gpu.torn(len(some[1]) // some[0].rows_per_block):
+                yield some, piece
+
+    def run(self, work: Step) -> None:
+        """Launch `work`, a kernel of the engine."""
+        self._launch([work])
+
+    def stall(self) -> None:
+        """Nothing launched from now on runs before `go_on`."""
+        self.stalls.append(Op())
+        self._launch(after=self.stalls[-1])
+
+    def go_on(self) -> None:
+        for stall in self.stalls:
+            stall.done = True
+
+    def synchronize(self) -> None:
+        with self.gpu.lock:
+            while self.queue:
+                assert self.gpu.step(), "the host waits for what does not end"
+
+    def _launch(self, steps: Iterator[Step] | Sequence[Step] = (), after: Op | None = None) -> Op:
+        with self.gpu.lock:
+            self.gpu.fail_perhaps(self)
+            op = Op(deque(steps), after)
+            self.queue.append(op)
+            self.gpu.pass_time()
+            return op
+
+
+class SimulatedGpu:
+    """deaf: a stream, and the stream whose events it forgets to wait for; names as in `NAMES`,
+    the engine's streams are all "engine". eagerness: of which the seed draws one; how likely
+    another step runs at each call.
+
+    All methods may be called from any thread, and only one runs at a time.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        no_batch: str = "",
+        deaf: tuple[str, str] | None = None,
+        eagerness: Sequence[float] = (0.1, 0.5, 0.9, 0.99),
+    ) -> None:
+        self.no_batch = no_batch
+        self.deaf = deaf
+        self.waits: set[tuple[str, str]] = set()
+        """Which stream has waited for an event of which."""
+        self.lock = threading.RLock()
+        self.random = random.Random(seed)
+        self.eagerness = self.random.choice(eagerness)
+        self.streams: list[SimulatedStream] = []
+        self.current = self.engine_stream()
+        self.events = 0
+        self.failing = 0
+        """After so many launches of the copier's, the next one fails; 0: none does."""
+        self.pinned: tuple[int, int] | None = None
+
+    # --- what a `Gpu` has -----------------------------------------------------------------------
+
+    def current_stream(self) -> SimulatedStream:
+        return self.current
+
+    def new_stream(self, *, urgent: bool) -> SimulatedStream:
+        name = NAMES[sum(stream.name != "engine" for stream in self.streams)]
+        assert urgent == name.startswith("load")
+        return self._stream(name)
+
+    def new_event(self) -> SimulatedEvent:
+        self.events += 1
+        return SimulatedEvent(self)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Whoever had the memory before may still be writing to it, on the current stream."""
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.current.run(lambda: void(memory.fill_(0xEE)))
+        return memory
+
+    def enter_thread(self) -> None:
+        return
+
+    def pin(self, memory: torch.Tensor, unit_bytes: int) -> bool:
+        self.pinned = memory.data_ptr(), memory.numel()
+        return True
+
+    def unpin(self) -> None:
+        assert not any(stream.queue for stream in self.streams if stream.name != "engine")
+        self.pinned = None
+
+    # --- what a test does with it -----------------------------------------------------------------
+
+    def engine_stream(self) -> SimulatedStream:
+        return self._stream("engine")
+
+    def synchronize(self) -> None:
+        for stream in self.streams:
+            stream.synchronize()
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def pass_time(self) -> None:
+        """Run some steps, perhaps none."""
+        while self.random.random() < self.eagerness and self.step():
+            pass
+
+    def step(self) -> bool:
+        """Run one step of a stream that may; False when none may."""
+        able = [stream for stream in self.streams if stream.queue and stream.queue[0].ready]
+        if not able:
+            return False
+        (stream,) = self.random.choices(able, [stream.weight for stream in able])
+        op = stream.queue[0]
+        if op.steps:
+            try:
+                with torch.inference_mode():
+                    op.steps.popleft()()
+            except (IndexError, RuntimeError) as error:
+                raise AssertionError("a kernel was told of blocks that there are not") from error
+        if not op.steps:
+            op.done = True
+            stream.queue.popleft()
+        return True
+
+    def torn(self, length: int) -> list[tuple[int, int]]:
+        """[0, length) in up to three pieces, in any order."""
+        cuts = sorted(self.random.randrange(length + 1) for _ in range(2))
+        ends = [0, *cuts, length]
+        pieces = [(a, b) for a, b in pairwise(ends) if a < b]
+        self.random.shuffle(pieces)
+        return pieces
+
+    def fail_perhaps(self, stream: SimulatedStream) -> None:
+        if stream.name != "engine" and self.failing:
+            self.failing -= 1
+            if not self.failing:
+                raise RuntimeError("simulated: the launch failed")
+
+    def _stream(self, name: str) -> SimulatedStream:
+        self.streams.append(SimulatedStream(self, name))
+        return self.streams[-1]
+
+
+def _of_blocks(stack: Stack, rows: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return rows[begin * stack.rows_per_block : end * stack.rows_per_block]
+
+
+def void(_: object) -> None:
+    return

@@ -1,0 +1,358 @@
+"""What comes before what: fences, loads before saves, ends told once, failures contained."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from s3kv.device.copier import Copier, PathChoice, Ticket
+from s3kv.device.copies import BlockCopies, open_copier
+from s3kv.messages import LoadPart
+from tests.unit.device.caches import Caches, Shape, build, places
+from tests.unit.device.devices import Device
+
+LONG_S = 10.0
+
+
+@dataclass
+class GatedCopier:
+    """A copier whose copies wait for `gate` on the copy thread, and that keeps a record.
+
+    broken_slots: copies to or from these fail, after the gate.
+    """
+
+    copier: Copier
+    gate: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+    """A copy has come to the gate."""
+    broken_slots: set[int] = field(default_factory=set)
+    bug_slots: set[int] = field(default_factory=set)
+    log: list[tuple[str, int]] = field(default_factory=list)
+
+    pinned = False
+    choices: tuple[PathChoice, ...] = ()
+
+    def mark(self) -> Any:
+        return self.copier.mark()
+
+    def enter_thread(self) -> None:
+        self.copier.enter_thread()
+
+    def copy_out(self, part: LoadPart, mark: Any) -> Ticket:
+        self._pass("save", part)
+        return self.copier.copy_out(part, mark)
+
+    def copy_in(self, part: LoadPart, mark: Any, *, is_last: bool) -> Ticket | None:
+        self._pass("load", part)
+        return self.copier.copy_in(part, mark, is_last=is_last)
+
+    def settle(self) -> None:
+        self.copier.settle()
+        self.log.append(("settle", -1))
+
+    def close(self) -> None:
+        self.copier.close()
+
+    def _pass(self, kind: str, part: LoadPart) -> None:
+        self.entered.set()
+        assert self.gate.wait(LONG_S)
+        self.log.append((kind, part.slot))
+        if part.slot in self.broken_slots:
+            raise RuntimeError("broken slot")
+        if part.slot in self.bug_slots:
+            raise AttributeError("a bug")
+
+
+@dataclass
+class Rig:
+    device: Device
+    caches: Caches
+    copier: GatedCopier
+    copies: BlockCopies
+    slab: memoryview
+    slot_bytes: int
+    header_bytes: int
+
+    def payload(self, slot: int) -> bytes:
+        begin = slot * self.slot_bytes + self.header_bytes
+        return bytes(self.slab[begin : begin + self.caches.layout().payload_bytes])
+
+    def fill(self, value: int) -> None:
+        """Launch, as the engine would, writes to every block."""
+        self.device.launch(lambda: [buffer.fill_(value) for buffer in self.caches.buffers])
+
+
+@contextmanager
+def rig(device: Device) -> Iterator[Rig]:
+    caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(3))
+    where, form = places(caches, caches.layout())
+    slab = memoryview(where.slab)
+    copier = GatedCopier(device.open(where))
+    copies = BlockCopies(copier)
+    yield Rig(device, caches, copier, copies, slab, where.slot_bytes, form.header_bytes)
+    copier.gate.set()
+    copies.close()
+
+
+def whole(rig: Rig, value: int) -> bytes:
+    return bytes([value]) * rig.caches.layout().payload_bytes
+
+
+def test_a_fence_keeps_the_engine_from_overwriting_what_is_being_saved(device: Device) -> None:
+    with rig(device) as r:
+        r.fill(1)
+        r.copies.save(7, 0, 0, [0, 1])
+        opener = threading.Timer(0.05, r.copier.gate.set)
+        opener.start()
+        r.copies.fence([7, 99])
+        assert r.copier.gate.is_set(), "the fence did not wait for the save"
+        r.fill(2)
+        assert r.copies.wait_all(LONG_S)
+        assert r.payload(0) == whole(r, 1)
+        assert r.copies.statistics().fences_waited == 1
+
+
+def test_without_the_fence_the_overwrite_is_seen(device: Device) -> None:
+    # That the test above can fail.
+    with rig(device) as r:
+        r.fill(1)
+        r.copies.save(7, 0, 0, [0, 1])
+        r.fill(2)
+        device.synchronize()
+        r.copier.gate.set()
+        assert r.copies.wait_all(LONG_S)
+        assert r.payload(0) == whole(r, 2)
+
+
+def test_a_fenced_save_does_not_wait_for_loads(device: Device) -> None:
+    with rig(device) as r:
+        parts = [LoadPart(0, 2, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))]
+        r.copies.load("first", parts)
+        assert r.copier.entered.wait(LONG_S)
+        r.copies.save(1, 0, 0, [0, 1])
+        r.copies.save(2, 0, 1, [0, 1])
+        r.copies.load("second", parts[:1])
+        threading.Timer(0.05, r.copier.gate.set).start()
+        r.copies.fence([2])
+        assert r.copies.wait_all(LONG_S)
+        assert r.copier.log == [
+            ("load", 2),  # under way
+            ("save", 1),  # fenced
+            ("load", 2),
+            ("load", 2),
+            ("save", 0),
+        ]
+
+
+def test_who_waits_for_the_device_waits_for_what_has_started(device: Device) -> None:
+    with rig(device) as r:
+        assert r.copies.wait_started(0.0), "there is nothing to wait for"
+        parts = [LoadPart(0, 2, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))]
+        r.copies.save(7, 0, 0, [0, 1])
+        r.copies.load("r", parts)
+        assert not r.copies.wait_started(0.01)
+        r.copier.gate.set()
+        assert r.copies.wait_started(LONG_S)
+        device.synchronize()
+        saved, loaded = r.copies.poll()
+        assert [end[:2] for end in saved] == [(7, True)]
+        assert loaded == [("r", True)]
+
+
+def test_fences_of_unknown_and_ended_saves_are_fine(device: Device) -> None:
+    with rig(device) as r:
+        r.copier.gate.set()
+        r.copies.save(7, 0, 0, [0, 1])
+        assert r.copies.wait_all(LONG_S)
+        r.copies.fence([7])
+        r.copies.poll()
+        r.copies.fence([7, 8])
+        assert r.copies.statistics().fences_waited == 0
+
+
+def test_each_end_is_told_once(device: Device) -> None:
+    with rig(device) as r:
+        r.copies.save(7, 0, 0, [0, 1])
+        r.copies.load("empty", [])
+        assert r.copies.poll() == ([], [("empty", True)])
+        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        assert r.copies.poll() == ([], []), "a copy ended before it was made"
+        assert not r.copies.wait_all(0.0)
+        assert r.copies.statistics().pending == 2
+        r.copier.gate.set()
+        assert r.copies.wait_all(LONG_S)
+        saved, loaded = r.copies.poll()
+        assert [end[:2] for end in saved] == [(7, True)]
+        assert loaded == [("r", True)]
+        assert r.copies.poll() == ([], [])
+        # Ids may come again.
+        r.copies.save(7, 0, 0, [0, 1])
+        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        assert r.copies.wait_all(LONG_S)
+        assert [len(ends) for ends in r.copies.poll()] == [1, 1]
+
+
+def test_a_load_can_be_waited_for(device: Device) -> None:
+    with rig(device) as r:
+        r.copies.wait_load(LONG_S)  # there is none
+        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        r.copies.wait_load(0.0)
+        assert r.copies.poll().loaded == [], "a load ended before it was made"
+        threading.Timer(0.05, r.copier.gate.set).start()
+        r.copies.wait_load(LONG_S)
+        assert r.copies.poll().loaded == [("r", True)]
+
+
+def test_an_id_on_its_way_is_refused() -> None:
+    with rig(Device("cpu")) as r:
+        r.copies.save(7, 0, 0, [0, 1])
+        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        with pytest.raises(ValueError, match="save 7"):
+            r.copies.save(7, 0, 1, [0, 1])
+        with pytest.raises(ValueError, match="load r"):
+            r.copies.load("r", [])
+
+
+def test_a_failed_copy_ends_and_the_others_go_on(device: Device) -> None:
+    with rig(device) as r:
+        r.copier.broken_slots = {1}
+        broken, fine = LoadPart(0, 1, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))
+        r.copies.save(1, 0, 1, [0, 1])
+        r.copies.save(2, 0, 0, [0, 1])
+        r.copies.load("half", [fine, broken, fine])
+        r.copies.load("fine", [fine])
+        r.copier.gate.set()
+        assert r.copies.wait_all(LONG_S)
+        saved, loaded = r.copies.poll()
+        assert {end[:2] for end in saved} == {(1, False), (2, True)}
+        assert set(loaded) == {("half", False), ("fine", True)}
+        assert r.copies.statistics().failures == 2
+        # After the failure the rest of the load is left out, but what ran before has settled.
+        at = r.copier.log.index(("load", 1))
+        assert r.copier.log[at : at + 3] == [("load", 1), ("settle", -1), ("load", 2)]
+
+
+@pytest.mark.parametrize(
+    ("group", "slot", "first", "block_ids"),
+    [
+        (1, 0, 0, (0, 1)),
+        (0, 3, 0, (0, 1)),
+        (0, -1, 0, (0, 1)),
+        (0, 0, 0, (0, 6)),
+        (0, 0, 0, (-1, 0)),
+        (0, 0, 1, (0, 1)),
+        (0, 0, -1, (0,)),
+        (0, 0, 0, ()),
+        (0, 0, 0, (0, 1, 2)),
+    ],
+)
+def test_what_is_not_in_the_cache_or_the_slab_fails_and_touches_nothing(
+    device: Device, group: int, slot: int, first: int, block_ids: tuple[int, ...]
+) -> None:
+    with rig(device) as r:
+        r.copier.gate.set()
+        before = r.caches.memory(), bytes(r.slab)
+        r.copies.load("r", [LoadPart(group, slot, first, block_ids)])
+        assert r.copies.wait_all(LONG_S)
+        assert r.copies.poll().loaded == [("r", False)]
+        assert (r.caches.memory(), bytes(r.slab)) == before
+
+
+@pytest.mark.parametrize(
+    ("group", "slot", "block_ids"),
+    [(1, 0, (0, 1)), (0, 3, (0, 1)), (0, 0, (0, 6)), (0, 0, (3,)), (0, 0, ()), (0, 0, (0, 1, 2))],
+)
+def test_a_save_of_anything_but_a_whole_chunk_fails_and_touches_nothing(
+    device: Device, group: int, slot: int, block_ids: tuple[int, ...]
+) -> None:
+    with rig(device) as r:
+        r.copier.gate.set()
+        before = bytes(r.slab)
+        r.copies.save(1, group, slot, block_ids)
+        assert r.copies.wait_all(LONG_S)
+        assert [end[:2] for end in r.copies.poll().saved] == [(1, False)]
+        assert bytes(r.slab) == before
+
+
+def test_close_fails_what_is_queued_and_lets_go_of_the_slab(device: Device) -> None:
+    with rig(device) as r:
+        r.copies.save(1, 0, 0, [0, 1])
+        assert r.copier.entered.wait(LONG_S)
+        r.copies.save(2, 0, 1, [0, 1])
+        r.copies.load("r", [LoadPart(0, 2, 0, (2, 3))])
+        threading.Timer(0.05, r.copier.gate.set).start()
+        r.copies.close()
+        r.copies.close()
+        saved, loaded = r.copies.poll()
+        assert {end[:2] for end in saved} == {(1, True), (2, False)}
+        assert loaded == [("r", False)]
+        r.copies.save(3, 0, 0, [0, 1])
+        r.copies.fence([3])
+        assert [end[:2] for end in r.copies.poll().saved] == [(3, False)]
+        mapping = r.slab.obj
+        r.slab.release()
+        mapping.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_copy_thread_leaves_nobody_waiting() -> None:
+    with rig(Device("cpu")) as r:
+        r.copier.bug_slots = {0}
+        r.copies.save(1, 0, 0, [0, 1])
+        r.copies.save(2, 0, 1, [0, 1])
+        r.copies.load("r", [LoadPart(0, 2, 0, (2, 3))])
+        r.copier.gate.set()
+        r.copies.fence([1, 2])
+        assert r.copies.wait_all(LONG_S)
+        saved, loaded = r.copies.poll()
+        assert (1, False) in {end[:2] for end in saved}
+        assert len(saved) == 2
+        assert len(loaded) == 1
+
+
+class LostTicket:
+    def done(self) -> bool:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def fence(self) -> None:
+        return
+
+
+def test_a_device_that_fails_after_the_start_is_a_failed_copy() -> None:
+    with rig(Device("cpu")) as r:
+        r.copier.gate.set()
+        r.copier.copy_out = lambda part, mark: LostTicket()  # type: ignore[method-assign]
+        r.copies.save(1, 0, 0, [0, 1])
+        assert r.copies.wait_all(LONG_S)
+        assert [end[:2] for end in r.copies.poll().saved] == [(1, False)]
+
+
+def test_a_mark_that_fails_is_a_failed_copy() -> None:
+    with rig(Device("cpu")) as r:
+
+        def broken() -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+        r.copier.mark = broken  # type: ignore[method-assign]
+        r.copies.save(1, 0, 0, [0, 1])
+        r.copies.load("r", [LoadPart(0, 2, 0, (2, 3))])
+        saved, loaded = r.copies.poll()
+        assert [end[:2] for end in saved] == [(1, False)]
+        assert loaded == [("r", False)]
+
+
+def test_seconds_are_of_the_clock_given() -> None:
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
+    now = [100.0]
+    copies = BlockCopies(open_copier(places(caches, caches.layout())[0]), clock=lambda: now[0])
+    copies.save(1, 0, 0, [0, 1])
+    assert copies.wait_all(LONG_S)
+    now[0] = 102.5
+    assert copies.poll().saved == [(1, True, 2.5)]
+    copies.close()

@@ -1,0 +1,59 @@
+"""Encoder outputs to a slab and back."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+from s3kv.device.item_copies import ItemCopies, item_copies
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def opened(device: str, dtype: torch.dtype) -> tuple[ItemCopies, memoryview]:
+    index = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    copies = item_copies(dtype, index)
+    slab = memoryview(mmap.mmap(-1, 2**20))
+    copies.attach(slab)
+    return copies, slab
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_saved_is_loaded(device: str, dtype: torch.dtype) -> None:
+    copies, slab = opened(device, dtype)
+    generator = torch.Generator().manual_seed(0)
+    for rows, width in ((1, 1), (32, 128), (7, 33)):
+        batch = torch.randn((3, rows, width), generator=generator).to(dtype).to(device)
+        for tensor in (batch[1], batch[1].t().contiguous().t()):  # a view, and strided
+            nbytes = rows * width * dtype.itemsize
+            payload = slab[4096 : 4096 + nbytes]
+            before = bytes(slab[4096 + nbytes : 8192 + nbytes])
+            copies.save(tensor, payload).wait()
+            assert payload == bytes_of(tensor)
+            assert slab[4096 + nbytes : 8192 + nbytes] == before
+            loaded = copies.load(payload, rows, width)
+            assert loaded.device.type == device
+            assert loaded.dtype is dtype
+            assert torch.equal(loaded.cpu(), tensor.cpu())
+            payload[:] = bytes(nbytes)
+            assert torch.equal(loaded.cpu(), tensor.cpu()), "it is a copy"
+    copies.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_time_is_told_once_the_device_has_come_so_far(device: str) -> None:
+    copies, _ = opened(device, torch.float32)
+    started, stopped = copies.now(), copies.now()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = copies.seconds_between(started, stopped)  # type: ignore[arg-type]
+    assert seconds is not None
+    assert seconds >= 0
+    copies.close()

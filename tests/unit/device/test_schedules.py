@@ -1,0 +1,214 @@
+"""Engines on simulated GPUs: no byte is ever wrong, and every way to get it wrong is noticed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from s3kv.device.copier import Path
+from s3kv.device.copies import BlockCopies
+from s3kv.device.gpu.copy_streams import EventPool, EventTicket, LoadLane, Staging
+from s3kv.device.gpu.gpu_copier import GpuCopier
+from s3kv.device.gpu.interface import Copies, Event
+from s3kv.device.layout import PageLayout
+from s3kv.messages import LoadPart
+from tests.unit.device.schedule import Schedule
+from tests.unit.device.simulated import SimulatedEvent, SimulatedStream
+
+WAITS = {
+    ("save pages", "engine"),  # the mark
+    ("save bus", "engine"),
+    ("save bus", "save pages"),  # what is gathered
+    ("save pages", "save bus"),  # a staging buffer that is free again
+    ("load pages", "engine"),
+    ("load bus", "engine"),  # memory that was the engine's before it became staging
+    ("load pages", "load bus"),  # what has arrived
+    ("load bus", "load pages"),
+    ("engine", "save pages"),  # a fence
+    ("engine", "save bus"),
+}
+"""Which stream waits for events of which, but for the engine's own."""
+
+NOTICED_WITHIN = 150
+
+Patch = pytest.MonkeyPatch
+Mutant = Callable[[Patch], None]
+MUTANTS: list[Mutant] = []
+
+
+def mutant(of: Mutant) -> Mutant:
+    MUTANTS.append(of)
+    return of
+
+
+@pytest.mark.parametrize("first", range(0, 400, 100))
+def test_no_byte_is_wrong(first: int) -> None:
+    waits = set()
+    for seed in range(first, first + 100):
+        waits |= run(seed)
+    assert waits - {("engine", "engine")} == WAITS
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_no_byte_is_wrong_whatever_happens() -> None:
+    first = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"S3KV_SEED={first}")
+    for seed in range(first, first + 2_000):
+        run(seed)
+
+
+def run(seed: int) -> set[tuple[str, str]]:
+    schedule = Schedule(seed)
+    try:
+        schedule.run()
+    except Exception:
+        print(f"python -m tests.unit.device.schedule {seed}")
+        raise
+    return schedule.gpu.waits
+
+
+@pytest.mark.parametrize("deaf", sorted(WAITS), ids="-".join)
+def test_no_wait_can_be_left_out(deaf: tuple[str, str]) -> None:
+    assert is_noticed(deaf)
+
+
+def is_noticed(deaf: tuple[str, str] | None = None) -> bool:
+    for seed in range(NOTICED_WITHIN):
+        try:
+            Schedule(seed, deaf).run()
+        except AssertionError:
+            return True
+    return False
+
+
+@mutant
+def says_done_when_it_was_launched(patch: Patch) -> None:
+    patch.setattr(SimulatedEvent, "query", lambda self: True)
+
+
+@mutant
+def lets_fences_pass_what_was_not_launched(patch: Patch) -> None:
+    def fence(self: BlockCopies, job_ids: set[int]) -> None:
+        for job in [self._saving[i] for i in job_ids if i in self._saving]:
+            job.ticket.fence()
+
+    patch.setattr(BlockCopies, "fence", fence)
+
+
+@mutant
+def reads_pages_before_the_stream_has_come_to_it(patch: Patch) -> None:
+    copy_batch = SimulatedStream.copy_batch
+
+    def early(self: SimulatedStream, copies: Copies, source_is_stable: bool) -> None:
+        copy_batch(self, copies, source_is_stable=True)
+
+    patch.setattr(SimulatedStream, "copy_batch", early)
+
+
+@mutant
+def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
+    def mark(self: GpuCopier) -> Event:
+        event = self._events.take()
+        self._gpu.streams[0].record(event)  # type: ignore[attr-defined]
+        return event
+
+    patch.setattr(GpuCopier, "mark", mark)
+
+
+@mutant
+def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
+    init = EventTicket.__init__
+
+    def hasty(self: EventTicket, gpu: Any, events: EventPool, read: Event, end: Event) -> None:
+        init(self, gpu, events, read, end)
+        events.give(end)
+
+    patch.setattr(EventTicket, "__init__", hasty)
+
+
+@mutant
+def gives_a_mark_back_before_it_waits_for_it(patch: Patch) -> None:
+    mark = GpuCopier.mark
+
+    def hasty(self: GpuCopier) -> Event:
+        event = mark(self)
+        self._events.give(event)
+        return event
+
+    patch.setattr(GpuCopier, "mark", hasty)
+
+
+@mutant
+def has_a_single_turn_for_all_buffers(patch: Patch) -> None:
+    """The buffers' events stay where they are, and the memory is always the first one's."""
+    real = Staging.next
+
+    def first(self: Staging) -> object:
+        buffer = real(self)
+        buffer.memory, buffer.stacks = self._buffers[0].memory, self._buffers[0].stacks
+        return buffer
+
+    patch.setattr(Staging, "next", first)
+
+
+@mutant
+def ends_a_load_with_its_first_part(patch: Patch) -> None:
+    copy_in = GpuCopier.copy_in
+    firsts: dict[int, EventTicket] = {}
+
+    def first(
+        self: GpuCopier, part: LoadPart, mark: Event, *, is_last: bool, path: Path | None = None
+    ) -> EventTicket | None:
+        if is_last and id(mark) in firsts:
+            copy_in(self, part, mark, is_last=False, path=path)
+            return firsts.pop(id(mark))
+        ticket = copy_in(self, part, mark, is_last=True, path=path)
+        if is_last:
+            return ticket
+        firsts.setdefault(id(mark), ticket)  # type: ignore[arg-type]
+        return None
+
+    patch.setattr(GpuCopier, "copy_in", first)
+
+
+@mutant
+def fences_what_was_read_with_what_was_read_before(patch: Patch) -> None:
+    """Records the end of the gather before the gather."""
+    record, gather = SimulatedStream.record, SimulatedStream.gather
+
+    def late(self: SimulatedStream, stacks: Any, block_ids: Any) -> None:
+        self.__dict__["later"] = lambda: gather(self, stacks, block_ids)
+
+    def early(self: SimulatedStream, event: SimulatedEvent) -> None:
+        record(self, event)
+        if later := self.__dict__.pop("later", None):
+            later()
+
+    patch.setattr(SimulatedStream, "gather", late)
+    patch.setattr(SimulatedStream, "record", early)
+
+
+@mutant
+def tells_a_failure_while_what_was_launched_still_runs(patch: Patch) -> None:
+    patch.setattr(BlockCopies, "_settle", lambda self: None)
+
+
+@mutant
+def forgets_the_first_block_of_a_part(patch: Patch) -> None:
+    batch = LoadLane.batch
+
+    def from_zero(self: LoadLane, layout: PageLayout, part: LoadPart, *rest: Any) -> None:
+        batch(self, layout, LoadPart(part.group, part.slot, 0, part.block_ids), *rest)
+
+    patch.setattr(LoadLane, "batch", from_zero)
+
+
+@pytest.mark.parametrize("broken", MUTANTS, ids=lambda broken: broken.__name__)
+def test_every_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, broken: Mutant) -> None:
+    broken(monkeypatch)
+    assert is_noticed()

@@ -1,0 +1,72 @@
+"""Places of chunks in the slab: the last check before raw addresses are used."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from s3kv.device.slot_payloads import ChunkPlaces
+from s3kv.messages import LoadPart
+from tests.unit.device.caches import Shape, build
+
+HEADER_BYTES = 4096
+SLOT_BYTES = 2**16
+
+
+def layout() -> object:
+    return build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(0)).layout()
+
+
+def chunk_places(slots: int = 3, slot_bytes: int = SLOT_BYTES) -> ChunkPlaces:
+    slab = memoryview(mmap.mmap(-1, slots * SLOT_BYTES))
+    return ChunkPlaces({0: layout()}, slab, slot_bytes, {0: HEADER_BYTES})
+
+
+def test_a_payload_begins_behind_the_header_of_its_slot() -> None:
+    places = chunk_places()
+    found, begin = places.locate(LoadPart(0, 2, 0, (0,)))
+    assert (found, begin) == (places.layouts[0], 2 * SLOT_BYTES + HEADER_BYTES)
+
+
+def refused(group: int, slot: int, first_block: int, block_ids: Sequence[int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        chunk_places().locate(LoadPart(group, slot, first_block, tuple(block_ids)))
+
+
+def test_what_would_touch_other_memory_is_refused() -> None:
+    whole = chunk_places().layouts[0]
+    refused(1, 0, 0, [0], "no KV-cache group 1")
+    refused(0, 3, 0, [0], "slot 3 of 3")
+    refused(0, -1, 0, [0], "slot -1 of 3")
+    refused(0, 0, 0, [], "not in the chunk")
+    refused(0, 0, whole.blocks_per_chunk, [0], "not in the chunk")
+    refused(0, 0, 0, [whole.num_blocks], f"exceed {whole.num_blocks} blocks")
+    refused(0, 0, 0, [-1], "exceed")
+
+
+def test_a_save_is_of_a_whole_chunk() -> None:
+    places = chunk_places()
+    whole = tuple(range(places.layouts[0].blocks_per_chunk))
+    assert places.locate_whole(LoadPart(0, 0, 0, whole)) == places.locate(LoadPart(0, 0, 0, whole))
+    with pytest.raises(ValueError, match="of a chunk's"):
+        places.locate_whole(LoadPart(0, 0, 0, whole[:-1]))
+
+
+def test_slots_too_small_or_no_whole_number_of_them_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not hold a chunk of group 0"):
+        chunk_places(slot_bytes=HEADER_BYTES)
+    with pytest.raises(ValueError, match="slots of 50000"):
+        chunk_places(slot_bytes=50_000)
+    with pytest.raises(ValueError, match="no KV-cache group"):
+        ChunkPlaces({}, memoryview(bytearray(8)), 8, {})
+
+
+def test_close_lets_go_of_the_slab() -> None:
+    slab = mmap.mmap(-1, SLOT_BYTES)
+    places = ChunkPlaces({0: layout()}, memoryview(slab), SLOT_BYTES, {0: HEADER_BYTES})
+    places.close()
+    places.close()
+    slab.close()

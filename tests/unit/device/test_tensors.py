@@ -1,0 +1,80 @@
+"""Named tensors of a block: exactly those that were declared, and their bytes there and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from s3kv.device.tensors import BlockTensors, TensorRows, dtype_name
+from s3kv.types import item_bytes
+
+SHAPES = {"k": ((2, 3), torch.bfloat16), "v": ((4,), torch.float32)}
+DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_dtype_has_the_name_of_its_width(dtype: torch.dtype) -> None:
+    assert item_bytes(dtype_name(dtype)) == dtype.itemsize
+
+
+def test_a_dtype_the_format_does_not_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="complex64: allowed is one of"):
+        dtype_name(torch.complex64)
+    with pytest.raises(ValueError, match=r"tensor 'k' is torch\.complex64: allowed is"):
+        BlockTensors({"k": ((1,), torch.complex64)})
+
+
+def test_a_block_is_its_tensors_one_behind_the_other() -> None:
+    tensors = BlockTensors(SHAPES)
+    assert tensors.payload_bytes == 2 * 3 * 2 + 4 * 4
+    source = {"k": torch.arange(6).view(2, 3).bfloat16(), "v": torch.arange(4.0)}
+    payload = torch.zeros(tensors.payload_bytes, dtype=torch.uint8)
+    tensors.copy_out(source, payload)
+    raw = [source[name].contiguous().view(torch.uint8).flatten() for name in ("k", "v")]
+    assert torch.equal(payload, torch.cat(raw))
+    into = {name: views[0] for name, views in tensors.empty(1, torch.device("cpu")).items()}
+    tensors.copy_in(payload, into)
+    assert all(torch.equal(into[name], source[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"k": torch.zeros(2, 3, dtype=torch.bfloat16)}, "expected are"),
+        (
+            {"k": torch.zeros(3, 2, dtype=torch.bfloat16), "v": torch.zeros(4)},
+            r"tensor 'k' is \(3, 2\)",
+        ),
+        (
+            {"k": torch.zeros(2, 3, dtype=torch.bfloat16), "v": torch.zeros(4).half()},
+            r"'v' is \(4,\) torch.float16: expected is \(4,\) torch.float32",
+        ),
+    ],
+)
+def test_other_tensors_are_refused(given: dict[str, torch.Tensor], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BlockTensors(SHAPES).check(given)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0, 4),
+        torch.zeros(4),
+        torch.zeros(2, 5),
+        torch.zeros(2, 4, 1),
+        torch.zeros(2, 4).half(),
+    ],
+    ids=str,
+)
+def test_rows_of_another_kind_are_refused(tensor: torch.Tensor) -> None:
+    rows = TensorRows((4,), torch.float32)
+    rows.check(torch.zeros(2, 4))
+    assert rows.row_bytes == 16
+    with pytest.raises(ValueError, match=r"allowed is \[rows, 4\] torch.float32"):
+        rows.check(tensor)
+
+
+def test_a_row_that_holds_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds nothing"):
+        TensorRows((3, 0), torch.float32)

@@ -1,0 +1,83 @@
+"""The page allocator: nothing overlaps, nothing is lost, and an empty slab is whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from s3kv.host.room import Extents, order_of, region_of
+
+
+@settings(max_examples=300, deadline=None)
+@given(count=st.integers(1, 200), draws=st.lists(st.integers(0, 2**16), max_size=60))
+def test_every_page_has_one_owner_and_all_come_back(count: int, draws: list[int]) -> None:
+    extents = Extents(count)
+    held: dict[int, int] = {}
+    for draw in draws:
+        if draw % 3 == 0 and held:
+            start = sorted(held)[draw % len(held)]
+            extents.free(start)
+            del held[start]
+        else:
+            pages = 1 + draw % extents.largest
+            start_or_none = extents.allocate(pages)
+            if start_or_none is not None:
+                held[start_or_none] = pages
+        extents.check()
+        assert extents.free_units == count - sum(held.values())
+        for start, pages in held.items():
+            assert extents.pages(start) == pages
+    for start in list(held):
+        extents.free(start)
+    extents.check()
+    assert extents.allocate(extents.largest) is not None, "it is whole again"
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(1, 130), pages=st.integers(1, 130), seed=st.integers(0, 2**16))
+def test_an_extent_fits_wherever_its_region_is_free(count: int, pages: int, seed: int) -> None:
+    """The other direction of what the table relies on: it fails only where no region is free."""
+    draw = random.Random(seed)
+    extents = Extents(count)
+    taken = [s for _ in range(draw.randrange(20)) if (s := extents.allocate(1)) is not None]
+    for start in draw.sample(taken, len(taken) // 2):
+        extents.free(start)
+    regions = [region_of(page, pages) for page in range(0, count, 1 << order_of(pages))]
+    free = any(end <= count and not extents.within(start, end) for start, end in regions)
+    assert (extents.allocate(pages) is not None) == free
+
+
+@pytest.mark.parametrize(("pages", "order"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (1025, 11)])
+def test_the_order_is_the_smallest_that_holds_it(pages: int, order: int) -> None:
+    assert order_of(pages) == order
+
+
+def test_less_than_a_page_is_lost_inside() -> None:
+    extents = Extents(64)
+    for pages in (5, 3, 9, 17, 1):
+        assert extents.allocate(pages) is not None
+    assert extents.free_units == 64 - 35
+
+
+def test_what_reaches_into_a_region_is_within_it() -> None:
+    extents = Extents(32)
+    long, short = extents.allocate(9), extents.allocate(2)
+    assert long is not None
+    assert short is not None
+    assert extents.within(long + 8, long + 9) == [long]
+    assert extents.within(*region_of(short, 2)) == [short]
+    assert extents.within(long, long + 16) == sorted(
+        s for s in (long, short) if long <= s < long + 16
+    )
+
+
+def test_nonsense_is_refused() -> None:
+    extents = Extents(8)
+    with pytest.raises(ValueError, match="0 pages"):
+        extents.allocate(0)
+    with pytest.raises(KeyError):
+        extents.free(3)
+    assert extents.allocate(9) is None

@@ -1,0 +1,536 @@
+"""The table against its transition table, a plain-dict model, and by example: first in a room of
+equal slots, then what is different where sizes differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+)
+
+from s3kv.host.room import PAGE_BYTES, EqualSlots, Extents
+from s3kv.host.table import TRANSITIONS, Entry, EntryState, Table, TableError
+from s3kv.types import ChunkKey
+from tests.machines import play
+
+FREE, RESERVED, CLEAN, DIRTY = EntryState
+
+
+def key(number: int, group: int = 0) -> ChunkKey:
+    return ChunkKey(group, number.to_bytes(4, "big"))
+
+
+def make_table(count: int, policy: str = "lru") -> Table:
+    return Table(EqualSlots(count), policy)
+
+
+def reserve(table: Table, of: ChunkKey) -> Entry:
+    reservation = table.reserve(of)
+    assert reservation is not None
+    return reservation.entry
+
+
+def resident(table: Table, of: ChunkKey, *, dirty: bool = False) -> Entry:
+    slot = reserve(table, of)
+    table.commit(slot, dirty=dirty)
+    return slot
+
+
+def prefix(table: Table, hashes: Sequence[bytes], *, group: int = 0, start: int = 0) -> list[Entry]:
+    slots = table.pin_prefix(group, hashes, start)
+    for slot in slots:
+        table.unpin(slot)
+    return slots
+
+
+# ---- every state and every event
+
+
+def pin_and_unpin(table: Table, slot: Entry) -> None:
+    table.pin(slot)
+    table.unpin(slot)
+
+
+EVENTS: dict[str, Callable[[Table, Entry], None]] = {
+    "commit": lambda table, slot: table.commit(slot, dirty=False),
+    "commit dirty": lambda table, slot: table.commit(slot, dirty=True),
+    "abandon": lambda table, slot: table.abandon(slot),
+    "mark_clean": lambda table, slot: table.mark_clean(slot),
+    "mark_dirty": lambda table, slot: table.mark_dirty(slot),
+    "pin": lambda table, slot: table.pin(slot),
+    "unpin": pin_and_unpin,
+    "touch": lambda table, slot: table.touch_chain([slot]),
+}
+
+
+def in_state(state: EntryState) -> tuple[Table, Entry]:
+    table = make_table(2)
+    slot = reserve(table, key(1))
+    if state is FREE:
+        table.abandon(slot)
+    elif state is not RESERVED:
+        table.commit(slot, dirty=state is DIRTY)
+    return table, slot
+
+
+def test_every_event_is_tried() -> None:
+    assert set(TRANSITIONS) == set(EVENTS) | {"reserve", "evict"}, "those two name no slot"
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(EntryState, EVENTS)))
+def test_an_event_leads_where_the_table_says_or_is_refused(state: EntryState, event: str) -> None:
+    table, slot = in_state(state)
+    after = TRANSITIONS[event].get(state)
+    before = table.statistics()
+    if after is None:
+        with pytest.raises(TableError):
+            EVENTS[event](table, slot)
+        assert table.statistics() == before
+    else:
+        EVENTS[event](table, slot)
+        if after is FREE:
+            assert table.lookup(key(1)) is None
+        else:
+            assert slot.state is after
+    table.check()
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_entry_that_is_gone_is_refused_when_its_place_has_another_holder(event: str) -> None:
+    for dirty in (None, False, True):
+        table = make_table(1)
+        stale = resident(table, key(1))
+        current = reserve(table, key(2))
+        assert current.number == stale.number
+        if dirty is not None:
+            table.commit(current, dirty=dirty)
+        before = table.statistics()
+        with pytest.raises(TableError, match="gone"):
+            EVENTS[event](table, stale)
+        assert table.statistics() == before
+        table.check()
+
+
+# ---- by example
+
+
+def test_free_slots_are_used_before_anything_is_evicted() -> None:
+    table = make_table(2)
+    resident(table, key(1))
+    reservation = table.reserve(key(2))
+    assert reservation is not None
+    assert not reservation.evicted
+
+
+def test_a_full_table_names_the_chunk_it_evicted() -> None:
+    table = make_table(2)
+    first = resident(table, key(1))
+    resident(table, key(2))
+    reservation = table.reserve(key(3))
+    assert reservation is not None
+    assert reservation.evicted == [key(1)]
+    assert reservation.entry.number == first.number
+    assert first.state is FREE
+    assert table.lookup(key(1)) is None
+    assert table.lookup(key(3)) is reservation.entry
+
+
+def test_reserved_dirty_and_pinned_slots_are_never_evicted() -> None:
+    table = make_table(3)
+    reserve(table, key(1))
+    dirty = resident(table, key(2), dirty=True)
+    pinned = resident(table, key(3))
+    table.pin(pinned)
+    assert table.reserve(key(4)) is None
+    table.unpin(pinned)
+    table.mark_clean(dirty)
+    evicted = {table.reserve(key(number)).evicted[0] for number in (4, 5)}  # type: ignore[union-attr]
+    assert evicted == {key(2), key(3)}
+    assert table.reserve(key(6)) is None
+
+
+def test_what_is_uploaded_again_is_not_evicted_and_stays_pinned() -> None:
+    table = make_table(1)
+    slot = resident(table, key(1))
+    table.pin(slot)
+    table.mark_dirty(slot)
+    table.check()
+    table.unpin(slot)
+    assert table.reserve(key(2)) is None
+    table.mark_clean(slot)
+    assert table.reserve(key(2)).evicted == [key(1)]  # type: ignore[union-attr]
+    table.check()
+
+
+def test_a_key_has_one_slot() -> None:
+    table = make_table(2)
+    slot = reserve(table, key(1))
+    for _ in range(2):
+        with pytest.raises(TableError, match="already"):
+            table.reserve(key(1))
+        if slot.state is RESERVED:
+            table.commit(slot, dirty=False)
+    assert table.statistics().free == 1
+
+
+def test_groups_do_not_share_keys() -> None:
+    table = make_table(2)
+    first, second = resident(table, key(1, group=0)), resident(table, key(1, group=1))
+    assert table.lookup(key(1, group=0)) == first
+    assert table.lookup(key(1, group=1)) == second
+    assert prefix(table, [key(1).block_hash], group=1) == [second]
+    assert prefix(table, [key(1).block_hash], group=2) == []
+
+
+def test_pins_nest() -> None:
+    table = make_table(1)
+    slot = resident(table, key(1))
+    table.pin(slot)
+    table.pin(slot)
+    table.unpin(slot)
+    assert slot.pins == 1
+    assert table.reserve(key(2)) is None
+    table.unpin(slot)
+    with pytest.raises(TableError, match="not pinned"):
+        table.unpin(slot)
+    assert table.reserve(key(2)) is not None
+
+
+def test_a_prefix_ends_at_the_first_chunk_that_is_not_resident() -> None:
+    table = make_table(8)
+    hashes = [key(number).block_hash for number in range(6)]
+    slots = [resident(table, key(number), dirty=number == 1) for number in (0, 1)]
+    reserve(table, key(2))
+    slots += [resident(table, key(number)) for number in (3, 4)]
+    assert prefix(table, hashes) == slots[:2], "chunk 2 is only reserved"
+    assert prefix(table, hashes, start=1) == slots[1:2]
+    assert prefix(table, hashes, start=3) == slots[2:], "chunk 5 is unknown"
+    assert prefix(table, hashes, start=6) == []
+
+
+def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
+    table = make_table(4)
+    slots = [resident(table, key(n), dirty=n == 2) for n in (1, 2, 3)]
+    table.pin(slots[1])
+    missing = reserve(table, key(4))
+    hashes = [key(n).block_hash for n in (1, 2, 3, 4)]
+    assert table.pin_prefix(0, hashes, start=1) == slots[1:]
+    assert [slot.pins for slot in slots] == [0, 2, 1]
+    table.check()
+    table.abandon(missing)
+    for slot in (*slots[1:], slots[1]):
+        table.unpin(slot)
+    assert table.statistics().pinned == 0
+    table.check()
+
+
+def test_a_chain_leaves_from_its_tail() -> None:
+    table = make_table(4)
+    chain = [resident(table, key(number)) for number in range(4)]
+    table.touch_chain(chain)
+    evicted: list[ChunkKey] = []
+    for number in range(4, 8):
+        reservation = table.reserve(key(number))
+        assert reservation is not None
+        evicted += reservation.evicted
+    assert evicted == [key(3), key(2), key(1), key(0)]
+
+
+def test_a_chain_with_an_entry_that_is_gone_touches_nothing() -> None:
+    table = make_table(3)
+    chain = [resident(table, key(number)) for number in range(3)]
+    resident(table, key(9))
+    with pytest.raises(TableError, match="gone"):
+        table.touch_chain(chain)
+    reservation = table.reserve(key(10))
+    assert reservation is not None
+    assert reservation.evicted == [key(1)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda table: table._room.allocate(1),
+        lambda table: table._room.free(0),
+        lambda table: table._groups[0].clear(),
+        lambda table: table._at.pop(0),
+        lambda table: table._at.__setitem__(2, table._at[0]),
+        lambda table: setattr(table._at[0], "pins", 1),
+        lambda table: setattr(table._at[1], "pins", 1),
+        lambda table: setattr(table._at[0], "state", CLEAN),
+        lambda table: setattr(table._at[0], "key", key(7)),
+        lambda table: setattr(table._at[0], "units", 2),
+        lambda table: table._policy.removed(1),
+        lambda table: table._policy.inserted(0),
+        lambda table: table._units.__setitem__(0, 5),
+        lambda table: table._pinned.__setitem__(2, 1),
+    ],
+)
+def test_check_finds_damage(damage: Callable[[Table], object]) -> None:
+    table = make_table(3)
+    reserve(table, key(1))
+    resident(table, key(2))
+    table.check()
+    damage(table)
+    with pytest.raises(AssertionError):
+        table.check()
+
+
+# ---- against a model
+
+
+@dataclass
+class Modelled:
+    slot: Entry
+    state: EntryState
+    pins: int = 0
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.state is CLEAN and not self.pins
+
+
+def machine_for(policy: str) -> type[RuleBasedStateMachine]:
+    class SlotMachine(RuleBasedStateMachine):
+        """The model is a dict of what each key holds. Handles are never forgotten, so that every
+        event is also tried with stale ones; whatever the transition table forbids must be refused.
+        """
+
+        @initialize(count=st.integers(1, 8))
+        def start(self, count: int) -> None:
+            self.count = count
+            self.table = make_table(count, policy)
+            self.entries: dict[ChunkKey, Modelled] = {}
+            self.handles: list[tuple[ChunkKey, Entry]] = []
+
+        def find(self, number: int) -> tuple[ChunkKey, Entry, Modelled | None]:
+            of, slot = self.handles[number % len(self.handles)]
+            entry = self.entries.get(of)
+            return of, slot, entry if entry is not None and entry.slot is slot else None
+
+        @rule(number=st.integers(0, 11), group=st.integers(0, 1))
+        def reserve(self, number: int, group: int) -> None:
+            of = key(number, group)
+            if of in self.entries:
+                with pytest.raises(TableError):
+                    self.table.reserve(of)
+                return
+            has_room = len(self.entries) < self.count
+            reservation = self.table.reserve(of)
+            if reservation is None:
+                assert not has_room
+                assert not any(entry.is_evictable for entry in self.entries.values())
+                return
+            slot, evicted = reservation
+            assert len(evicted) == (0 if has_room else 1)
+            for gone in evicted:
+                entry = self.entries.pop(gone)
+                assert entry.is_evictable
+                assert entry.slot.number == slot.number
+            self.entries[of] = Modelled(slot, RESERVED)
+            self.handles.append((of, slot))
+
+        @rule(event=st.sampled_from(sorted(EVENTS)), number=st.integers(0, 200))
+        def event(self, event: str, number: int) -> None:
+            if not self.handles:
+                return
+            of, slot, entry = self.find(number)
+            after = TRANSITIONS[event].get(entry.state) if entry is not None else None
+            if entry is None or after is None:
+                with pytest.raises(TableError):
+                    EVENTS[event](self.table, slot)
+                return
+            EVENTS[event](self.table, slot)
+            entry.state = after
+            entry.pins += event == "pin"
+            if after is FREE:
+                del self.entries[of]
+
+        @rule(number=st.integers(0, 200))
+        def unpin(self, number: int) -> None:
+            if not self.handles:
+                return
+            _, slot, entry = self.find(number)
+            if entry is None or not entry.pins:
+                with pytest.raises(TableError):
+                    self.table.unpin(slot)
+                return
+            self.table.unpin(slot)
+            entry.pins -= 1
+
+        @rule(numbers=st.lists(st.integers(0, 11), max_size=8), group=st.integers(0, 1))
+        def prefix(self, numbers: list[int], group: int) -> None:
+            expected = []
+            for number in numbers:
+                entry = self.entries.get(key(number, group))
+                if entry is None or entry.state is RESERVED:
+                    break
+                expected.append(entry.slot)
+            hashes = [key(number).block_hash for number in numbers]
+            assert prefix(self.table, hashes, group=group) == expected
+
+        @invariant()
+        def agrees_with_the_model(self) -> None:
+            for number, group in itertools.product(range(12), range(2)):
+                of = key(number, group)
+                entry, slot = self.entries.get(of), self.table.lookup(of)
+                assert slot is (entry.slot if entry is not None else None)
+                if entry is not None and slot is not None:
+                    assert (slot.state, slot.pins, slot.key) == (entry.state, entry.pins, of)
+
+        @invariant()
+        def conserves_slots(self) -> None:
+            counts = self.table.statistics()
+            assert counts.free + counts.reserved + counts.clean + counts.dirty == self.count
+            entries = self.entries.values()
+            assert counts.evictable == sum(entry.is_evictable for entry in entries)
+            assert counts.pinned == sum(entry.pins > 0 for entry in entries)
+            assert counts.dirty == sum(entry.state is DIRTY for entry in entries)
+
+        @invariant()
+        def is_consistent(self) -> None:
+            self.table.check()
+
+    return SlotMachine
+
+
+@pytest.mark.parametrize("policy", ["lru", "sieve"])
+def test_agrees_with_a_model(policy: str) -> None:
+    play(machine_for(policy), games=150, steps=60)
+
+
+# ---- entries of unequal sizes
+
+
+def of_pages(count: int, policy: str = "lru") -> Table:
+    return Table(Extents(count), policy)
+
+
+def filled(table: Table, number: int, nbytes: int) -> Entry:
+    reservation = table.reserve(key(number), nbytes)
+    assert reservation is not None
+    table.commit(reservation.entry, dirty=False)
+    return reservation.entry
+
+
+@pytest.mark.parametrize("eviction", ["lru", "sieve"])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_history_makes_the_slab_smaller(eviction: str, seed: int) -> None:
+    """Sizes from one page to half of the slab, dirty ones, pins that come and go: every placement
+    that fails has something in its way, none evicts more than it may, and in the end the largest
+    entry still fits.
+    """
+    draw = random.Random(seed)
+    table = of_pages(1024, eviction)
+    filling: list[Entry] = []
+    held: list[Entry] = []
+    for number in range(600):
+        nbytes = int(PAGE_BYTES * 2 ** draw.uniform(0, 9)) + draw.randrange(PAGE_BYTES)
+        before = list(table.entries())
+        reservation = table.reserve(key(number), nbytes)
+        gone = [entry for entry in before if entry.state is FREE]
+        # Those of one region, or one that is larger than a region by itself.
+        pages = -(-nbytes // PAGE_BYTES)
+        assert sum(e.units for e in gone) < 2 * pages or len(gone) == 1, (seed, number)
+        if reservation is None:
+            assert filling or held, f"seed {seed}: refused with nothing in the way"
+        else:
+            assert set(reservation.evicted) == {entry.key for entry in gone}
+            filling.append(reservation.entry)
+        if filling and draw.random() < 0.9:
+            done = filling.pop(draw.randrange(len(filling)))
+            if draw.random() < 0.1:
+                table.abandon(done)
+            else:
+                table.commit(done, dirty=False, nbytes=done.nbytes - draw.randrange(done.nbytes))
+                if draw.random() < 0.3:
+                    draw.choice([table.pin, table.mark_dirty])(done)
+                    held.append(done)
+        if len(held) > 6:
+            let_go(table, held.pop(draw.randrange(len(held))))
+        if number % 25 == 0:
+            table.check()
+    for entry in filling:
+        table.abandon(entry)
+    for entry in held:
+        let_go(table, entry)
+    table.check()
+    assert table.reserve(key(10**6), table.largest_bytes) is not None, f"seed {seed}"
+    table.check()
+
+
+def let_go(table: Table, entry: Entry) -> None:
+    if entry.pins:
+        table.unpin(entry)
+    else:
+        table.mark_clean(entry)
+
+
+def test_what_is_shorter_than_was_reserved_gives_pages_back() -> None:
+    table = of_pages(8)
+    reservation = table.reserve(key(0), 8 * PAGE_BYTES)
+    assert reservation is not None
+    table.commit(reservation.entry, dirty=False, nbytes=PAGE_BYTES + 1)
+    assert reservation.entry.span == (0, PAGE_BYTES + 1)
+    counts = table.statistics()
+    assert (counts.free, counts.clean, counts.entries) == (6, 2, 1)
+    table.check()
+
+
+def test_it_cannot_be_filled_with_more_than_was_reserved() -> None:
+    table = of_pages(8)
+    reservation = table.reserve(key(0), 10)
+    assert reservation is not None
+    with pytest.raises(TableError, match="filled with 11 bytes"):
+        table.commit(reservation.entry, dirty=False, nbytes=11)
+    assert reservation.entry.state is RESERVED
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    table = of_pages(4)
+    entries = [filled(table, n, PAGE_BYTES) for n in range(4)]
+    table.touch_chain(entries[:1])
+    assert table.reserve(key(9), PAGE_BYTES) is not None
+    assert table.lookup(key(1)) is None
+    assert table.lookup(key(0)) is entries[0]
+
+
+def test_one_in_the_region_that_must_stay_keeps_its_neighbours() -> None:
+    table = of_pages(4)
+    pinned, other = filled(table, 0, PAGE_BYTES), filled(table, 1, PAGE_BYTES)
+    table.pin(pinned)
+    half = filled(table, 2, 2 * PAGE_BYTES)
+    assert table.reserve(key(3), 4 * PAGE_BYTES) is None, "the pinned one is in every region"
+    reservation = table.reserve(key(3), 2 * PAGE_BYTES)
+    assert reservation is not None
+    assert (half.state, other.state) == (FREE, CLEAN)
+    assert table.reserve(key(4), 2 * PAGE_BYTES) is None
+
+
+def test_small_entries_cost_small_places() -> None:
+    table = of_pages(256)
+    for number in range(128):
+        assert table.reserve(key(number), PAGE_BYTES + 1) is not None
+    assert table.statistics().free == 0
+
+
+def test_what_is_too_large_is_refused_and_evicts_nothing() -> None:
+    table = of_pages(256)
+    filled(table, 0, 100_000)
+    assert table.reserve(key(1), table.largest_bytes + 1) is None
+    assert table.lookup(key(0)) is not None
+
+
+def test_an_entry_knows_whether_it_was_used_since_it_came() -> None:
+    entry = filled(of_pages(4), 0, PAGE_BYTES)
+    assert [entry.use(), entry.use()] == ["bucket", "host"]

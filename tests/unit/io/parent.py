@@ -1,0 +1,79 @@
+"""A worker as a process of its own, to be killed or interrupted by a test.
+
+Arguments: endpoint, bucket, and what to do. Prints the I/O process's pid once it is ready, and
+then whatever the deed tells.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from s3kv.config import Config
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from tests.unit.io import rig
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def sleep(client: IoClient, slab: Slab) -> None:
+    time.sleep(60)
+
+
+def fork_and_sleep(client: IoClient, slab: Slab) -> None:
+    """Have another child hold a copy of the socket."""
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    time.sleep(60)
+
+
+def upload_after_interrupt(client: IoClient, slab: Slab) -> None:
+    interrupted = []
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+    signal.signal(signal.SIGTERM, lambda *_: interrupted.append(True))
+    say("waiting")
+    while len(interrupted) < 2:
+        time.sleep(0.01)
+    rig.fill(slab, 1, number=1)
+    client.upload(1, rig.chunk(1), rig.SLOT_BYTES)
+    ended = []
+    while not ended:
+        ended = client.poll()
+    say(ended[0].outcome.name, client.statistics().deaths)
+    client.close()
+
+
+def drain(client: IoClient, slab: Slab) -> None:
+    for i in range(4):
+        rig.fill(slab, i, number=i)
+        client.upload(i, rig.chunk(i), i * rig.SLOT_BYTES)
+    client.drain(20.0)
+
+
+DEEDS: list[Callable[[IoClient, Slab], None]] = [
+    sleep,
+    fork_and_sleep,
+    upload_after_interrupt,
+    drain,
+]
+
+
+def main() -> None:
+    endpoint, bucket, deed = sys.argv[1:]
+    slab = Slab.create(8 * rig.SLOT_BYTES)
+    client = IoClient(rig.hello(Config(bucket=bucket, endpoint_url=endpoint)), slab)
+    client.start()
+    client.wait_ready(20)
+    say(client.statistics().pid)
+    {d.__name__: d for d in DEEDS}[deed](client, slab)
+
+
+if __name__ == "__main__":
+    main()

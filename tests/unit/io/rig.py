@@ -1,0 +1,130 @@
+"""What the tests of the I/O process share: a small format, a filled slab, a worker's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from s3kv.config import Config
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.server.process import serve
+from s3kv.messages import JobEnd
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.keys import Namespace
+from s3kv.objects.store import ObjectStore
+from s3kv.types import ChunkKey, TensorSpec
+
+NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
+SHARD = "h0-7of8-l0-31of32"
+TENSORS = (TensorSpec("layer.0", "BF16", (2, 64, 64)), TensorSpec("layer.1", "U8", (5000,)))
+FORMAT = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD)
+SLOT_BYTES = -(-FORMAT.object_bytes // 4096) * 4096
+
+
+def hello(config: Config) -> wire.Hello:
+    return wire.Hello(config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {0: TENSORS})
+
+
+def chunk(number: int) -> ChunkKey:
+    # All bytes differ, as those of real hashes do: the bucket index knows chunks by the first few.
+    return ChunkKey(0, hashlib.sha256(number.to_bytes(8, "big")).digest())
+
+
+def object_key(number: int) -> str:
+    return NAMESPACE.chunk(chunk(number), SHARD)
+
+
+def payload(number: int) -> bytes:
+    return random.Random(number).randbytes(FORMAT.payload_bytes)
+
+
+def sealed(number: int) -> bytes:
+    """The whole object of a chunk."""
+    data = bytearray(FORMAT.header_bytes) + payload(number)
+    FORMAT.seal(memoryview(data), chunk(number).block_hash)
+    return bytes(data)
+
+
+def slot(slab: Slab, index: int) -> memoryview:
+    return slab.view[index * SLOT_BYTES :][: FORMAT.object_bytes]
+
+
+def fill(slab: Slab, index: int, number: int) -> None:
+    """Put the payload of a chunk into a slot, as a save does."""
+    slot(slab, index)[FORMAT.header_bytes :] = payload(number)
+
+
+def fetch(job_id: int, number: int | None = None) -> wire.Fetch:
+    """Fetch chunk `number` (as `job_id` unless told) into slot `job_id`."""
+    number = job_id if number is None else number
+    return wire.Fetch(job_id, 0, chunk(number).block_hash, job_id * SLOT_BYTES)
+
+
+def upload(job_id: int) -> wire.Upload:
+    return wire.Upload(job_id, 0, chunk(job_id).block_hash, job_id * SLOT_BYTES)
+
+
+class Worker:
+    """The worker's end of the wire, for a process served in the test's own loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._frames = wire.FrameReader(wire.Up)
+        self._received: list[Any] = []
+
+    def say(self, *messages: wire.Down) -> None:
+        self._writer.write(wire.encode(list(messages)))
+
+    async def hear(self) -> Any:
+        """The next message; None at the end of the stream."""
+        while not self._received:
+            data = await self._reader.read(65536)
+            if not data:
+                return None
+            self._received += self._frames.feed(data)
+        return self._received.pop(0)
+
+    async def done(self, count: int) -> dict[int, JobEnd]:
+        """The next `count` messages, all of them `JobEnd`, by job."""
+        ends = [await self.hear() for _ in range(count)]
+        assert all(isinstance(end, JobEnd) for end in ends), ends
+        return {end.job_id: end for end in ends}
+
+    async def settled(self) -> wire.Stats:
+        """Come back when everything said so far has been acted upon."""
+        self.say(wire.Ping())
+        answer = await self.hear()
+        assert isinstance(answer, wire.Stats)
+        return answer
+
+    def hang_up(self) -> None:
+        self._writer.close()
+
+
+@contextlib.asynccontextmanager
+async def served(
+    make_store: Callable[[Config], ObjectStore],
+    slab: Slab,
+    *,
+    greeting: wire.Hello | None = None,
+    **settings: Any,
+) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    """A process served in this loop, greeted (with `hello` and these settings, unless told
+    otherwise) but not yet heard.
+    """
+    ours, theirs = socket.socketpair()
+    serving = asyncio.ensure_future(serve(theirs, slab, make_store, rng=random.Random(0)))
+    worker = Worker(*await asyncio.open_unix_connection(sock=ours))
+    worker.say(greeting or hello(Config(bucket="bkt", **settings)))
+    try:
+        yield worker, serving
+    finally:
+        worker.hang_up()
+        await asyncio.wait_for(asyncio.wait([serving]), 5)

@@ -1,0 +1,358 @@
+"""The window on requests, and second requests: when, how many, which of the two may write."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+
+from s3kv.errors import StoreThrottled, StoreUnavailable
+from s3kv.io.server.pacing import Lateness, Pacing, Window, hedged
+from s3kv.objects.memory import MemoryStore
+from s3kv.objects.store import Claim, ObjectInfo
+
+Play = Callable[[Claim], Awaitable[int]]
+
+
+# ---- the window
+
+
+def test_a_throttled_answer_halves_it() -> None:
+    window = Window(32)
+    window.throttled(0.0, 1.0)
+    assert (window.size, window.is_cut, window.cuts) == (16, True, 1)
+
+
+def test_one_overload_cuts_once() -> None:
+    """All requests that were under way then are refused; only the first says something new."""
+    window = Window(32)
+    for i in range(32):
+        window.throttled(0.0, 1.0 + i / 100)
+    assert window.size == 16
+    window.throttled(1.0, 2.0)
+    assert window.size == 8
+
+
+def test_it_never_closes() -> None:
+    window = Window(4)
+    for i in range(50):
+        window.throttled(float(i), float(i))
+    assert window.size == 1
+
+
+def test_a_full_window_grows_by_one_per_round() -> None:
+    window = Window(32)
+    window.throttled(0.0, 1.0)
+    for _ in range(17):
+        window.answered(running=16)
+    assert window.size == 17
+    for _ in range(10_000):
+        window.answered(running=window.size)
+    assert (window.size, window.is_cut) == (32, False)
+
+
+def test_a_window_that_is_not_used_does_not_grow() -> None:
+    window = Window(32)
+    window.throttled(0.0, 1.0)
+    for _ in range(1000):
+        window.answered(running=3)
+    assert window.size == 16
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_settles_where_the_store_can_bear_it(seed: int) -> None:
+    """A store that throttles whatever is above `capacity`; rounds of a second."""
+    rng = random.Random(seed)  # replay: the seed is the test's parameter
+    capacity = rng.randint(2, 60)
+    window, now_s, sizes = Window(64), 0.0, []
+    for turn in range(2000):
+        size = window.size
+        for _ in range(size):
+            if rng.random() < max(0.0, 1 - capacity / size):
+                window.throttled(now_s, now_s + 1.0)
+            else:
+                window.answered(running=size)
+        now_s += 1.0
+        if turn >= 500:
+            sizes.append(size)
+    assert 0.45 * capacity <= sum(sizes) / len(sizes) <= 1.05 * capacity + 1
+
+
+# ---- second requests
+
+
+def lateness(percent: float = 3.0, requests: int = 1000) -> Lateness:
+    it = Lateness(percent)
+    for i in range(requests):
+        it.sent()
+        it.began(0.010 if i % 10 else 0.100)
+    return it
+
+
+def test_nobody_is_late_until_there_is_a_measure() -> None:
+    it = lateness(requests=31)
+    assert it.late_s is None
+    it.began(0.01)
+    assert it.late_s is not None
+
+
+def test_late_is_what_few_others_are() -> None:
+    it = Lateness(3.0)
+    for i in range(320):
+        it.sent()
+        it.began(i % 100 / 1000)
+    assert it.late_s == pytest.approx(1.5 * 0.095, abs=0.01)
+
+
+def test_only_a_few_percent_are_sent_again() -> None:
+    it = lateness(percent=3.0, requests=0)
+    hedges = 0
+    for _ in range(1000):
+        it.sent()
+        hedges += it.take()
+    assert hedges == pytest.approx(30, abs=1)
+
+
+def test_what_was_not_needed_is_not_saved_up() -> None:
+    it = lateness(percent=3.0, requests=100_000)
+    assert sum(it.take() for _ in range(1000)) == 8
+
+
+def test_none_are_when_it_is_turned_off() -> None:
+    it = lateness(percent=0.0)
+    assert it.late_s is None
+    assert not it.take()
+
+
+class Requests:
+    """Each request does what it was told to, in the order in which they are sent."""
+
+    def __init__(self, *plays: Play) -> None:
+        self._plays = list(plays)
+        self.running = 0
+        self.sent = 0
+
+    async def __call__(self, claim: Claim) -> int:
+        self.sent += 1
+        self.running += 1
+        try:
+            return await self._plays.pop(0)(claim)
+        finally:
+            await asyncio.sleep(0)
+            self.running -= 1
+
+
+async def silent(claim: Claim) -> int:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def quick(claim: Claim) -> int:
+    return 1 if claim() else -1
+
+
+async def absent(claim: Claim) -> int:
+    return 404
+
+
+def failing(after_s: float) -> Play:
+    async def play(claim: Claim) -> int:
+        await asyncio.sleep(after_s)
+        raise StoreUnavailable("reset")
+
+    return play
+
+
+def body(
+    claimed_after_s: float, seconds: float, value: int, buffer: list[int] | None = None
+) -> Play:
+    async def play(claim: Claim) -> int:
+        await asyncio.sleep(claimed_after_s)
+        for _ in range(10):  # as bytes come, whose head was allowed
+            if not claim():
+                return -1
+            if buffer is not None:
+                buffer.append(value)
+            await asyncio.sleep(seconds / 10)
+        return value
+
+    return play
+
+
+async def run(requests: Requests, late_s: float = 0.01, may: bool = True) -> tuple[int, bool]:
+    try:
+        return await hedged(requests, late_s, lambda: may)
+    finally:
+        assert requests.running == 0, "something may still write"
+
+
+async def test_the_second_wins_over_one_that_is_silent() -> None:
+    assert await run(Requests(silent, quick)) == (1, True)
+
+
+async def test_nothing_is_sent_twice_without_need_or_leave() -> None:
+    requests = Requests(quick, quick)
+    assert await run(requests, late_s=10.0) == (1, False)
+    assert requests.sent == 1
+    requests = Requests(body(0.03, 0.0, 7), quick)
+    assert await run(requests, may=False) == (7, False)
+    assert requests.sent == 1
+
+
+async def test_a_body_on_its_way_is_not_late() -> None:
+    requests = Requests(body(0.0, 0.05, 7), quick)
+    assert await run(requests, late_s=0.01) == (7, False)
+    assert requests.sent == 1
+
+
+async def test_the_first_may_still_win_and_ends_the_second() -> None:
+    requests = Requests(body(0.03, 0.03, 7), silent)
+    assert await run(requests) == (7, False)
+    assert requests.sent == 2
+
+
+async def test_the_loser_ends_before_the_body_of_the_winner() -> None:
+    may_end = asyncio.Event()
+
+    async def winner(claim: Claim) -> int:
+        assert claim()
+        await may_end.wait()
+        return 8
+
+    requests = Requests(silent, winner)
+    task = asyncio.create_task(run(requests))
+    async with asyncio.timeout(30):
+        while requests.sent < 2 or requests.running == 2:  # noqa: ASYNC110 - no event to wait for
+            await asyncio.sleep(0.001)
+    may_end.set()
+    assert await task == (8, True)
+
+
+async def test_only_one_may_write() -> None:
+    for head_s in (0.0, 0.005, 0.01, 0.015, 0.02):
+        written: list[int] = []
+        first, second = body(0.02, 0.02, 7, written), body(head_s, 0.02, 8, written)
+        value, _ = await run(Requests(first, second))
+        assert written == [value] * 10
+
+
+async def test_heads_that_arrive_in_the_same_breath() -> None:
+    """Sockets are read by callbacks: a cancelled task may not have been told yet."""
+    claims: list[Claim] = []
+
+    async def wait(claim: Claim) -> int:
+        claims.append(claim)
+        return await silent(claim)
+
+    task = asyncio.create_task(run(Requests(wait, wait)))
+    while len(claims) < 2:  # noqa: ASYNC110 - nobody could set an event
+        await asyncio.sleep(0.001)
+    assert [claims[1](), claims[0](), claims[1]()] == [True, False, True]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_object_that_is_absent_needs_no_buffer() -> None:
+    assert await run(Requests(silent, absent)) == (404, False)
+
+
+async def test_an_error_waits_for_the_other() -> None:
+    assert await run(Requests(body(0.05, 0.0, 7), failing(0.0))) == (7, False)
+    assert await run(Requests(failing(0.02), body(0.05, 0.0, 7))) == (7, True)
+
+
+async def test_two_errors_are_an_error() -> None:
+    with pytest.raises(StoreUnavailable):
+        await run(Requests(failing(0.03), failing(0.0)))
+
+
+async def test_the_winner_failing_is_not_rescued_by_who_was_sent_away() -> None:
+    async def claim_and_fail(claim: Claim) -> int:
+        assert claim()
+        raise StoreUnavailable("reset in the middle of the body")
+
+    with pytest.raises(StoreUnavailable):
+        await run(Requests(silent, claim_and_fail))
+
+
+async def test_cancelling_ends_both() -> None:
+    requests = Requests(silent, silent)
+    task = asyncio.create_task(run(requests))
+    while requests.sent < 2:  # noqa: ASYNC110 - nobody could set an event
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert requests.running == 0
+
+
+class LateStore(MemoryStore):
+    """The first read of a key is never answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self.asked.append(key)
+        if self.asked.count(key) == 1:
+            await asyncio.Event().wait()
+        return await super().get_into(key, buffer, claim)
+
+
+async def paced() -> tuple[Pacing, LateStore]:
+    """A pacing that knows what is late, and a store with an object."""
+    store = LateStore()
+    await store.put("k", memoryview(b"here"), if_absent=True)
+    pacing = Pacing(8, 100.0)
+    for number in range(32):
+        await store.put(f"{number}", memoryview(b"here"), if_absent=True)
+        store.asked.append(f"{number}")
+        await pacing.read(partial(store.get_into, f"{number}", memoryview(bytearray(4))))
+    store.asked.clear()
+    return pacing, store
+
+
+async def test_a_late_read_is_sent_a_second_time() -> None:
+    pacing, store = await paced()
+    buffer = memoryview(bytearray(4))
+    info = await asyncio.wait_for(pacing.read(partial(store.get_into, "k", buffer)), 5)
+    assert info is not None
+    assert info.nbytes == 4
+    assert bytes(buffer) == b"here"
+    assert (store.asked, pacing.hedges, pacing.hedges_won) == (["k", "k"], 1, 1)
+
+
+async def test_no_second_request_while_the_store_throttles() -> None:
+    async def throttled() -> None:
+        raise StoreThrottled("slow down")
+
+    pacing, store = await paced()
+    with pytest.raises(StoreThrottled):
+        await pacing.send(throttled)
+    assert (pacing.throttled, pacing.window.size) == (1, 4)
+    read = pacing.read(partial(store.get_into, "k", memoryview(bytearray(4))))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(read, 0.3)
+    assert (store.asked, pacing.hedges) == (["k"], 0)
+
+
+async def test_answers_to_a_full_window_open_it_again() -> None:
+    async def throttled() -> None:
+        raise StoreThrottled("slow down")
+
+    async def answered() -> None:
+        await asyncio.sleep(0)
+
+    pacing = Pacing(8, 0.0)
+    with pytest.raises(StoreThrottled):
+        await pacing.send(throttled)
+    for _ in range(100):
+        await asyncio.gather(*(pacing.send(answered) for _ in range(pacing.window.size)))
+    assert pacing.window.size == 8

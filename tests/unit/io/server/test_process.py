@@ -1,0 +1,448 @@
+"""The I/O process's loop, served inside the test, against stores that wait, fail or lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.errors import (
+    ConfigError,
+    StoreDenied,
+    StoreError,
+    StoreMissing,
+    StoreRefused,
+    StoreUnavailable,
+)
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.objects.memory import MemoryStore
+from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.types import Outcome
+from tests.unit.io import rig
+from tests.unit.io.rig import Worker, served
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(64 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+class GatedStore(MemoryStore):
+    """Says which operations have begun, in order, and holds each until `open_gate`.
+
+    A held read has already put its first bytes into the buffer, and once cancelled it writes a
+    last time before it ends, as a connection being torn down might.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[tuple[str, str]] = []
+        self.unwound = asyncio.Event()
+        self.unwound.set()
+        self.closed = False
+        self._gate = asyncio.Event()
+
+    def open_gate(self) -> None:
+        self._gate.set()
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self.begun.append(("get", key))
+        buffer[:4] = b"part"
+        try:
+            await self._gate.wait()
+        finally:
+            await self.unwound.wait()
+            buffer[:4] = b"last"
+        return await super().get_into(key, buffer, claim)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        self.begun.append(("put", key))
+        await self._gate.wait()
+        return await super().put(key, data, if_absent=if_absent)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class FailingStore(MemoryStore):
+    """Raises what `errors` holds, one per call, and then works."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors = list(errors)
+
+    def _fail(self) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self._fail()
+        return await super().get_into(key, buffer, claim)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        self._fail()
+        return await super().put(key, data, if_absent=if_absent)
+
+    async def check(self) -> None:
+        self._fail()
+
+
+async def ready(worker: Worker) -> None:
+    assert await worker.hear() == wire.Ready(True, None, "")
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+async def test_the_slab_is_allocated_in_the_pages_that_are_wished_for(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch, huge_pages: bool
+) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(Slab, "ask_for_huge_pages", lambda self: log.append("ask"))
+    prefault = Slab.prefault
+
+    def watched(self: Slab, stop: Callable[[], bool]) -> None:
+        log.append("prefault")
+        prefault(self, stop)
+
+    monkeypatch.setattr(Slab, "prefault", watched)
+    async with served(lambda _: MemoryStore(), slab, huge_pages=huge_pages) as (worker, serving):
+        await ready(worker)
+        worker.hang_up()
+        await serving
+    assert log == (["ask", "prefault"] if huge_pages else ["prefault"])
+
+
+async def test_what_is_uploaded_is_fetched(slab: Slab) -> None:
+    store = MemoryStore()
+    async with served(lambda _: store, slab) as (worker, _):
+        await ready(worker)
+        rig.fill(slab, 1, number=1)
+        worker.say(rig.upload(1))
+        end = (await worker.done(1))[1]
+        assert (end.outcome, end.nbytes, end.detail) == (Outcome.OK, rig.FORMAT.object_bytes, "")
+        worker.say(rig.fetch(2, number=1))
+        end = (await worker.done(1))[2]
+        assert (end.outcome, end.nbytes, end.detail) == (Outcome.OK, rig.FORMAT.object_bytes, "")
+        assert bytes(rig.slot(slab, 2)) == rig.sealed(1)
+        worker.say(rig.upload(1), rig.fetch(3))
+        ends = await worker.done(2)
+        assert (ends[1].outcome, ends[3].outcome) == (Outcome.EXISTS, Outcome.MISSING)
+        assert rig.object_key(3) in ends[3].detail
+
+
+async def test_an_object_that_is_not_what_its_key_says_is_corrupt(slab: Slab) -> None:
+    store = MemoryStore()
+    good = rig.sealed(1)
+    bad = {
+        1: (good[:-1], "length"),
+        2: (good + b"\0", "length"),
+        3: (good, "block_hash"),
+        4: (rig.sealed(4)[:-1] + bytes([rig.sealed(4)[-1] ^ 1]), "digest"),
+    }
+    for number, (data, _) in bad.items():
+        await store.put(rig.object_key(number), memoryview(data), if_absent=False)
+    async with served(lambda _: store, slab) as (worker, _):
+        await ready(worker)
+        beyond = bytes(slab.view[3 * rig.SLOT_BYTES - 8 : 3 * rig.SLOT_BYTES])
+        worker.say(*(rig.fetch(number) for number in bad))
+        for number, end in (await worker.done(len(bad))).items():
+            assert (end.outcome, end.nbytes) == (Outcome.CORRUPT, 0)
+            assert end.detail.endswith(bad[number][1])
+        assert bytes(slab.view[3 * rig.SLOT_BYTES - 8 : 3 * rig.SLOT_BYTES]) == beyond
+
+
+async def test_fetches_begin_before_uploads_that_came_first(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
+        worker.say(rig.upload(1), rig.upload(2), rig.upload(3), rig.fetch(4), rig.fetch(5))
+        await ready(worker)
+        stats = await worker.settled()
+        assert (stats.running, stats.waiting) == (3, 2)
+        assert stats.running_bytes == 3 * rig.FORMAT.object_bytes
+        assert [kind for kind, _ in store.begun] == ["get", "get", "put"]
+        worker.say(rig.fetch(6), rig.fetch(7))
+        await worker.settled()
+        store.open_gate()
+        await worker.done(7)
+        assert [kind for kind, _ in store.begun[3:]] == ["get", "get", "put", "put"]
+
+
+async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=8) as (worker, _):
+        await ready(worker)
+        worker.say(*(rig.upload(i) for i in range(5)))
+        assert (await worker.settled()).running == 1
+        worker.say(wire.Drain(60.0))
+        assert (await worker.settled()).running == 4
+        store.open_gate()
+        assert len(await worker.done(5)) == 5
+
+
+async def test_bytes_at_once_are_limited(slab: Slab) -> None:
+    store = GatedStore()
+    limit = 2**20
+    async with served(
+        lambda _: store, slab, max_inflight_bytes=limit, max_inflight_requests=64
+    ) as (worker, _):
+        await ready(worker)
+        worker.say(*(rig.fetch(i) for i in range(64)))
+        stats = await worker.settled()
+        assert stats.running == limit // rig.FORMAT.object_bytes < 64
+        store.open_gate()
+        assert len(await worker.done(64)) == 64
+
+
+async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, _):
+        await ready(worker)
+        worker.say(rig.fetch(1), rig.fetch(2), wire.Cancel(2))
+        assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
+        assert len(store.begun) == 1
+
+
+async def test_only_what_has_not_begun_can_be_withdrawn(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, _):
+        await ready(worker)
+        worker.say(rig.fetch(1), rig.fetch(2), *(wire.Withdraw(job_id) for job_id in (1, 2, 3)))
+        assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
+        store.open_gate()
+        assert (await worker.done(1))[1].outcome is Outcome.MISSING
+
+
+async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab) as (worker, _):
+        await ready(worker)
+        store.unwound.clear()
+        worker.say(rig.fetch(1), rig.fetch(2))
+        await worker.settled()
+        assert bytes(rig.slot(slab, 1)[:4]) == b"part"
+        worker.say(wire.Cancel(1), wire.Cancel(1))
+        stats = await worker.settled()  # and no Done before it
+        assert stats.running == 2
+        store.unwound.set()
+        assert (await worker.done(1))[1].outcome is Outcome.CANCELLED
+        assert bytes(rig.slot(slab, 1)[:4]) == b"last"
+        rig.slot(slab, 1)[:4] = b"mine"
+        store.open_gate()
+        await worker.done(1)
+        assert bytes(rig.slot(slab, 1)[:4]) == b"mine"
+
+
+async def test_a_job_cancelled_in_the_same_breath_ends_once(slab: Slab) -> None:
+    """A task cancelled before its first step never runs a line of its coroutine."""
+    async with served(lambda _: MemoryStore(), slab) as (worker, _):
+        await ready(worker)
+        for i in range(50):
+            worker.say(rig.fetch(i), wire.Cancel(i), wire.Cancel(i))
+        ends = await worker.done(50)
+        assert {end.outcome for end in ends.values()} <= {Outcome.CANCELLED, Outcome.MISSING}
+        assert Outcome.CANCELLED in {end.outcome for end in ends.values()}
+        stats = await worker.settled()
+        assert (stats.running, stats.waiting, stats.running_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("errors", "outcome", "retries"),
+    [
+        ([StoreUnavailable("away")], Outcome.MISSING, 1),
+        ([StoreUnavailable("away")] * 2, Outcome.MISSING, 2),
+        ([StoreUnavailable("away")] * 3, Outcome.FAILED, 2),
+        ([StoreDenied("no s3:GetObject")], Outcome.DENIED, 0),
+        ([StoreMissing("no such bucket")], Outcome.FAILED, 0),
+        ([StoreRefused("too large")], Outcome.INVALID, 0),
+        ([ZeroDivisionError("a defect")], Outcome.FAILED, 0),
+    ],
+)
+async def test_errors_become_outcomes(
+    slab: Slab, errors: list[Exception], outcome: Outcome, retries: int
+) -> None:
+    store = FailingStore()
+    async with served(lambda _: store, slab, max_attempts=3) as (worker, _):
+        await ready(worker)
+        store.errors = list(errors)
+        worker.say(rig.fetch(1))
+        end = (await worker.done(1))[1]
+        stats = await worker.settled()
+        assert (end.outcome, stats.counters["io_retries"]) == (outcome, retries)
+        assert stats.counters["io_defects"] == isinstance(errors[0], ZeroDivisionError)
+        if outcome is not Outcome.MISSING:
+            assert str(errors[0]) in end.detail
+        worker.say(rig.fetch(2))
+        assert (await worker.done(1))[2].outcome is Outcome.MISSING
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Fetch(1, 7, b"\1", 0),
+        wire.Fetch(1, 0, b"\1", -1),
+        wire.Fetch(1, 0, b"\1", 64 * rig.SLOT_BYTES - rig.FORMAT.object_bytes + 1),
+        wire.Upload(1, 0, b"", 0),
+        wire.Upload(1, 0, bytes(65), 0),
+    ],
+)
+async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Down) -> None:
+    async with served(lambda _: MemoryStore(), slab) as (worker, _):
+        await ready(worker)
+        worker.say(message)
+        end = (await worker.done(1))[1]
+        assert end.outcome is Outcome.INVALID
+        assert end.detail
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [rig.fetch(1), rig.fetch(1)],
+        [rig.hello(Config(bucket="bkt"))],
+    ],
+)
+async def test_a_worker_out_of_order_ends_the_process(
+    slab: Slab, messages: list[wire.Down]
+) -> None:
+    async with served(lambda _: GatedStore(), slab) as (worker, serving):
+        await ready(worker)
+        worker.say(*messages)
+        with pytest.raises(wire.WireError):
+            await serving
+
+
+TROUBLES = [
+    (StoreDenied("no s3:ListBucket"), "denied"),
+    (StoreMissing("no bucket"), "missing"),
+    (StoreUnavailable("refused"), "unavailable"),
+]
+
+
+@pytest.mark.parametrize(("error", "trouble"), TROUBLES)
+async def test_a_bucket_in_trouble_ends_the_process(
+    slab: Slab, error: StoreError, trouble: wire.Trouble
+) -> None:
+    async with served(lambda _: FailingStore(*[error] * 9), slab, max_attempts=2) as (
+        worker,
+        serving,
+    ):
+        worker.say(rig.fetch(1))
+        assert await worker.hear() == wire.Ready(False, trouble, str(error))
+        assert await worker.hear() is None
+        await serving
+
+
+@pytest.mark.parametrize(("error", "trouble"), TROUBLES)
+async def test_a_bucket_in_trouble_is_served_when_told(
+    slab: Slab, error: StoreError, trouble: wire.Trouble
+) -> None:
+    settings = {"max_attempts": 1, "on_unavailable": "serve"}
+    async with served(lambda _: FailingStore(error), slab, **settings) as (worker, _):
+        worker.say(rig.fetch(1))
+        assert await worker.hear() == wire.Ready(True, trouble, str(error))
+        assert (await worker.done(1))[1].outcome is Outcome.MISSING
+
+
+async def test_a_store_that_cannot_be_made_names_the_setting(slab: Slab) -> None:
+    def make_store(config: Config) -> MemoryStore:
+        raise ConfigError("region is missing")
+
+    async with served(make_store, slab, on_unavailable="serve") as (worker, serving):
+        assert await worker.hear() == wire.Ready(False, "config", "region is missing")
+        await serving
+
+
+async def test_a_defect_at_start_is_told(slab: Slab) -> None:
+    store = FailingStore(ZeroDivisionError("oops"))
+    async with served(lambda _: store, slab, on_unavailable="serve") as (worker, serving):
+        assert await worker.hear() == wire.Ready(False, "defect", "ZeroDivisionError('oops')")
+        await serving
+
+
+async def test_a_bucket_that_never_answers_is_given_up(slab: Slab) -> None:
+    class SilentStore(MemoryStore):
+        async def check(self) -> None:
+            await asyncio.Event().wait()
+
+    async with served(lambda _: SilentStore(), slab, start_timeout_ms=50) as (worker, _):
+        answer = await worker.hear()
+        assert (answer.serving, answer.trouble) == (False, "unavailable")
+        assert "start_timeout_ms (50)" in answer.message
+
+
+async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=2) as (worker, serving):
+        await ready(worker)
+        worker.say(rig.fetch(1), rig.fetch(2), rig.fetch(3))
+        await worker.settled()
+        worker.hang_up()
+        await asyncio.wait_for(serving, 5)
+        assert store.closed
+        assert len(store.begun) == 2
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_drain_gives_up_fetches_and_finishes_uploads(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
+        await ready(worker)
+        for i in range(5):
+            rig.fill(slab, i, number=i)
+        worker.say(*(rig.upload(i) for i in range(5)), *(rig.fetch(i) for i in range(5, 10)))
+        await worker.settled()
+        worker.say(wire.Drain(30.0), rig.upload(20))
+        ends = await worker.done(6)
+        assert set(ends) == {5, 6, 7, 8, 9, 20}
+        assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
+        store.open_gate()
+        ends = await worker.done(5)
+        assert {end.outcome for end in ends.values()} == {Outcome.OK}
+        assert await worker.hear() == wire.Drained(0)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) -> None:
+    """Otherwise the planner does, which is gone by then."""
+    store = FailingStore()
+    async with served(lambda _: store, slab, max_attempts=3) as (worker, _):
+        await ready(worker)
+        store.errors = [StoreUnavailable("away")] * 2
+        rig.fill(slab, 1, number=1)
+        worker.say(rig.upload(1), *([wire.Drain(30.0)] if drain else []))
+        end = (await worker.done(1))[1]
+        assert end.outcome is (Outcome.OK if drain else Outcome.FAILED)
+
+
+async def test_a_drain_ends_in_time(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
+        await ready(worker)
+        worker.say(*(rig.upload(i) for i in range(5)), wire.Drain(0.05))
+        ends = await worker.done(5)
+        assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
+        assert await worker.hear() == wire.Drained(5)
+
+
+async def test_a_drain_goes_on_when_the_worker_is_gone(slab: Slab) -> None:
+    store = GatedStore()
+    async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, serving):
+        await ready(worker)
+        for i in range(3):
+            rig.fill(slab, i, number=i)
+        worker.say(*(rig.upload(i) for i in range(3)), wire.Drain(30.0))
+        worker.hang_up()
+        store.open_gate()
+        await asyncio.wait_for(serving, 5)
+        assert [await store.head(rig.object_key(i)) is not None for i in range(3)] == [True] * 3
+        assert store.closed

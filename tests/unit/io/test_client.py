@@ -1,0 +1,538 @@
+"""The client with real I/O processes, real sockets, and an S3 server; and what survives a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.errors import (
+    ConfigError,
+    IoProcessError,
+    StoreDenied,
+    StoreMissing,
+    StoreUnavailable,
+)
+from s3kv.host.slab import Slab
+from s3kv.io import client as client_module
+from s3kv.io import wire
+from s3kv.io.client import IoClient, State
+from s3kv.messages import JobEnd
+from s3kv.types import Outcome
+from tests.servers import BUCKET, KEYS, boto_client, moto_server, set_credentials
+from tests.unit.io import rig
+from tests.unit.io.stubborn import StubbornServer, stubborn_server
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with moto_server() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(endpoint: str) -> Iterator[Any]:
+    """The bucket as another client sees it, emptied afterwards."""
+    client = boto_client(endpoint, KEYS)
+    yield client
+    for entry in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
+        client.delete_object(Bucket=BUCKET, Key=entry["Key"])
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_credentials(monkeypatch)
+
+
+@pytest.fixture
+def stubborn() -> Iterator[StubbornServer]:
+    with stubborn_server(rig.sealed(1)) as server:
+        yield server
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(32 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+Open = Callable[..., IoClient]
+
+
+@pytest.fixture
+def open_client(slab: Slab) -> Iterator[Open]:
+    clients: list[IoClient] = []
+
+    def open_client(
+        url: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        module: str = "s3kv.io",
+        **settings: Any,
+    ) -> IoClient:
+        config = Config(**{"bucket": BUCKET, "endpoint_url": url, **settings})
+        clients.append(IoClient(rig.hello(config), slab, clock=clock, module=module))
+        clients[-1].start()
+        return clients[-1]
+
+    yield open_client
+    for client in clients:
+        client.close()
+
+
+def until(condition: Callable[[], Any], what: str = "the condition", bound_s: float = 20.0) -> Any:
+    deadline_s = time.monotonic() + bound_s
+    while time.monotonic() < deadline_s:
+        if outcome := condition():
+            return outcome
+        time.sleep(0.005)
+    return pytest.fail(f"{what} did not come true within {bound_s} s")
+
+
+def ends(client: IoClient, count: int) -> dict[int, JobEnd]:
+    found: list[JobEnd] = []
+    until(lambda: found.extend(client.poll()) or len(found) >= count, f"{count} ends")
+    assert len(found) == count == len({end.job_id for end in found})
+    return {end.job_id: end for end in found}
+
+
+def fetch(client: IoClient, job_id: int, number: int) -> None:
+    client.fetch(job_id, rig.chunk(number), job_id * rig.SLOT_BYTES)
+
+
+def upload(client: IoClient, job_id: int) -> None:
+    client.upload(job_id, rig.chunk(job_id), job_id * rig.SLOT_BYTES)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text("ascii")
+    except FileNotFoundError:
+        return True
+    return status.rsplit(") ", 1)[1].startswith("Z")
+
+
+# What it does
+
+
+def test_round_trip(endpoint: str, bucket: Any, slab: Slab, open_client: Open) -> None:
+    client = open_client(endpoint)
+    for i in range(8):
+        rig.fill(slab, i, number=i)
+        upload(client, i)
+    uploaded = ends(client, 8)
+    assert {(e.outcome, e.nbytes) for e in uploaded.values()} == {
+        (Outcome.OK, rig.FORMAT.object_bytes)
+    }
+    stored = bucket.get_object(Bucket=BUCKET, Key=rig.object_key(3))["Body"].read()
+    assert stored == rig.sealed(3)
+    for i in range(8):
+        fetch(client, 10 + i, number=i)
+    fetch(client, 20, number=99)
+    upload(client, 0)
+    fetched = ends(client, 10)
+    assert all(fetched[10 + i].outcome is Outcome.OK for i in range(8))
+    assert all(bytes(rig.slot(slab, 10 + i)) == rig.sealed(i) for i in range(8))
+    assert (fetched[20].outcome, fetched[0].outcome) == (Outcome.MISSING, Outcome.EXISTS)
+    assert client.wait_ready(0).trouble is None
+
+
+def test_one_poll_waits_for_an_end_when_told(endpoint: str, slab: Slab, open_client: Open) -> None:
+    client = open_client(endpoint, clock=Clock())  # time stands still, so nobody pings
+    client.wait_ready(20.0)
+    assert client.poll(linger_s=60.0) == [], "nothing is under way, so there is nothing to wait for"
+    fetch(client, 1, number=404)
+    (done,) = client.poll(linger_s=60.0)
+    assert (done.job_id, done.outcome) == (1, Outcome.MISSING)
+
+
+def test_damaged_objects_are_corrupt(endpoint: str, bucket: Any, open_client: Open) -> None:
+    good = rig.sealed(1)
+    damaged = {
+        1: good[:-100],
+        2: rig.sealed(2)[:-1] + bytes([rig.sealed(2)[-1] ^ 0x10]),
+        3: rig.sealed(3) + good,
+        4: b"",
+    }
+    for number, data in damaged.items():
+        bucket.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=data)
+    client = open_client(endpoint)
+    for number in damaged:
+        fetch(client, number, number)
+    found = ends(client, len(damaged))
+    assert {e.outcome for e in found.values()} == {Outcome.CORRUPT}
+    assert [found[i].detail.rsplit(" ", 1)[1] for i in sorted(found)] == [
+        "length",
+        "digest",
+        "length",
+        "length",
+    ]
+
+
+def test_a_cancelled_fetch_writes_no_more_after_its_end(
+    stubborn: StubbornServer, slab: Slab, open_client: Open
+) -> None:
+    client = open_client(stubborn.url)
+    fetch(client, 1, number=1)
+    half = rig.FORMAT.object_bytes // 2
+    until(lambda: client.poll() or bytes(rig.slot(slab, 1)[:half]) == stubborn.body[:half])
+    client.cancel(1)
+    assert ends(client, 1)[1].outcome is Outcome.CANCELLED
+    rig.slot(slab, 1)[:] = b"\xaa" * rig.FORMAT.object_bytes
+    stubborn.go_on.set()
+    fetch(client, 2, number=1)
+    assert ends(client, 1)[2].outcome is Outcome.OK
+    assert set(rig.slot(slab, 1)) == {0xAA}
+
+
+def test_what_has_begun_cannot_be_withdrawn(stubborn: StubbornServer, open_client: Open) -> None:
+    client = open_client(stubborn.url, max_inflight_requests=1)
+    fetch(client, 1, number=1)
+    fetch(client, 2, number=1)
+    until(lambda: client.poll() or stubborn.begun)
+    client.withdraw(1)
+    client.withdraw(2)
+    assert ends(client, 1)[2].outcome is Outcome.CANCELLED
+    stubborn.go_on.set()
+    assert ends(client, 1)[1].outcome is Outcome.OK
+
+
+def test_ids_of_running_jobs_cannot_be_used_again(
+    stubborn: StubbornServer, open_client: Open
+) -> None:
+    client = open_client(stubborn.url)
+    fetch(client, 1, number=1)
+    with pytest.raises(ValueError, match="job 1 has not ended"):
+        fetch(client, 1, number=2)
+
+
+# How it starts
+
+
+def test_a_missing_bucket_is_said(endpoint: str, open_client: Open) -> None:
+    client = open_client(endpoint, bucket="no-such-bucket")
+    with pytest.raises(StoreMissing, match="no-such-bucket"):
+        client.wait_ready(20)
+    assert client.statistics().state is State.CLOSED
+
+
+def test_refused_credentials_are_said(open_client: Open) -> None:
+    with stubborn_server(refuses=True) as server:
+        client = open_client(server.url)
+        with pytest.raises(StoreDenied, match="s3:ListBucket"):
+            client.wait_ready(20)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_a_server_that_is_not_there_is_said(open_client: Open) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    client = open_client(url)
+    with pytest.raises(StoreUnavailable, match=url):
+        client.wait_ready(20)
+
+
+def test_a_server_that_is_not_there_is_waited_for_when_told(open_client: Open) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    client = open_client(url, on_unavailable="serve", max_attempts=1)
+    ready = client.wait_ready(20)
+    assert (ready.serving, ready.trouble) == (True, "unavailable")
+    fetch(client, 1, number=1)
+    assert ends(client, 1)[1].outcome is Outcome.FAILED
+    assert client.statistics().deaths == 0
+
+
+@pytest.mark.parametrize("module", ["s3kv.io.no_such_module", "this"])
+def test_a_process_that_ends_at_once_is_said(module: str, open_client: Open) -> None:
+    client = open_client("http://127.0.0.1:1", module=module)
+    with pytest.raises(IoProcessError, match="has ended with exit status"):
+        client.wait_ready(20)
+
+
+def test_a_process_that_gives_no_answer_in_time_is_ended(endpoint: str, open_client: Open) -> None:
+    client = open_client(endpoint)
+    pid = client.statistics().pid
+    assert pid is not None
+    with pytest.raises(IoProcessError, match=r"no answer within 0\.001 s"):
+        client.wait_ready(0.001)
+    assert is_gone(pid)
+
+
+def test_every_trouble_at_start_has_its_error() -> None:
+    assert set(get_args(wire.Trouble)) == set(client_module._ERRORS)
+    assert client_module._ERRORS["config"] is ConfigError
+
+
+def test_the_process_loads_neither_torch_nor_numpy_nor_vllm() -> None:
+    code = (
+        "import sys, s3kv.io.__main__, s3kv.io.client\n"
+        "heavy = {'torch', 'vllm', 'numpy', 'boto3', 'pandas'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# How it dies
+
+
+def test_a_killed_process_is_replaced_and_its_jobs_fail_once(
+    stubborn: StubbornServer, slab: Slab, open_client: Open
+) -> None:
+    client = open_client(stubborn.url)
+    for i in range(1, 6):
+        fetch(client, i, number=1)
+    until(lambda: client.poll() or len(stubborn.begun) == 5)
+    pid = client.statistics().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    failed = ends(client, 5)
+    assert {e.outcome for e in failed.values()} == {Outcome.FAILED}
+    assert "signal 9" in failed[1].detail
+    assert is_gone(pid)
+    stubborn.go_on.set()
+    until(lambda: client.poll() or client.statistics().state is State.UP)
+    fetch(client, 1, number=1)
+    assert ends(client, 1)[1].outcome is Outcome.OK
+    assert bytes(rig.slot(slab, 1)) == stubborn.body
+    stats = client.statistics()
+    assert (stats.starts, stats.deaths, stats.outstanding) == (2, 1, 0)
+
+
+def test_jobs_given_while_it_is_down_fail_at_the_next_poll(open_client: Open) -> None:
+    clock = Clock()
+    client = open_client("http://127.0.0.1:1", module="this", clock=clock)
+    until(lambda: client.poll() or client.statistics().state is State.DOWN)
+    fetch(client, 1, number=1)
+    upload(client, 2)
+    assert {e.outcome for e in ends(client, 2).values()} == {Outcome.FAILED}
+    client.cancel(1)
+    assert client.poll() == []
+
+
+def test_pauses_between_restarts_double_up_to_a_maximum(open_client: Open) -> None:
+    clock = Clock()
+    client = open_client("http://127.0.0.1:1", module="this", clock=clock)
+    pauses = []
+    for deaths in range(1, 12):
+        until(lambda: client.poll() or client.statistics().deaths == deaths)  # noqa: B023
+        started = clock.now_s
+        while client.statistics().starts == deaths:
+            clock.now_s += 0.05
+            client.poll()
+        pauses.append(round(clock.now_s - started, 1))
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30, 30], abs=0.1)
+
+
+def test_a_process_that_hangs_is_killed_before_its_jobs_end(
+    stubborn: StubbornServer, open_client: Open
+) -> None:
+    clock = Clock()
+    client = open_client(stubborn.url, clock=clock)
+    fetch(client, 1, number=1)
+    until(lambda: client.poll() or stubborn.begun)
+    pid = client.statistics().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(31):
+        clock.now_s += 1.0
+        assert client.poll() == []
+    clock.now_s += 5.0
+    end = ends(client, 1)[1]
+    assert (end.outcome, is_gone(pid)) == (Outcome.FAILED, True)
+    assert "does not answer" in end.detail
+
+
+def test_an_engine_that_pauses_for_long_does_not_kill_its_process(
+    endpoint: str, open_client: Open
+) -> None:
+    clock = Clock()
+    client = open_client(endpoint, clock=clock)
+    client.wait_ready(20)
+    for _ in range(3):
+        clock.now_s += 3600.0
+        before = client.statistics().process
+        until(lambda: client.poll() or client.statistics().process is not before)  # noqa: B023
+    assert client.statistics().deaths == 0
+
+
+def test_a_process_that_breaks_the_protocol_is_replaced(open_client: Open) -> None:
+    client = open_client("http://127.0.0.1:1", module="tests.unit.io.babbler")
+    fetch(client, 1, number=1)
+    end = ends(client, 1)[1]
+    assert end.outcome is Outcome.FAILED
+    assert "breaks the protocol" in end.detail
+    until(lambda: client.poll() or client.statistics().starts > 1)
+
+
+def test_closing_is_bounded_and_can_be_repeated(endpoint: str, open_client: Open) -> None:
+    client = open_client(endpoint)
+    client.wait_ready(20)
+    pid = client.statistics().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # it will not end by itself
+    client.close()
+    client.close()
+    assert is_gone(pid)
+    assert client.poll() == []
+    fetch(client, 1, number=1)
+    assert ends(client, 1)[1].outcome is Outcome.FAILED
+
+
+def test_closing_without_starting(slab: Slab) -> None:
+    client = IoClient(rig.hello(Config(bucket=BUCKET)), slab)
+    client.close()
+    with pytest.raises(IoProcessError, match="closed"):
+        client.start()
+
+
+# How it shuts down
+
+
+def test_a_drain_finishes_uploads(
+    endpoint: str, bucket: Any, slab: Slab, open_client: Open
+) -> None:
+    client = open_client(endpoint)
+    for i in range(12):
+        rig.fill(slab, i, number=i)
+        upload(client, i)
+    assert client.drain(30) == 0
+    assert bucket.list_objects_v2(Bucket=BUCKET)["KeyCount"] == 12
+    assert {e.outcome for e in ends(client, 12).values()} == {Outcome.OK}
+    assert client.drain(30) == 0
+
+
+def test_a_drain_tells_what_is_left(stubborn: StubbornServer, open_client: Open) -> None:
+    client = open_client(stubborn.url)
+    for i in range(3):
+        upload(client, i)
+    fetch(client, 9, number=1)
+    until(lambda: client.poll() or len(stubborn.begun) == 2)  # one upload, and the fetch
+    assert client.drain(0.1) == 3
+    assert {e.outcome for e in ends(client, 4).values()} == {Outcome.CANCELLED}
+
+
+def test_a_drain_counts_what_a_killed_process_left(
+    stubborn: StubbornServer, open_client: Open
+) -> None:
+    client = open_client(stubborn.url)
+    for i in range(3):
+        upload(client, i)
+    fetch(client, 9, number=1)
+    until(lambda: client.poll() or len(stubborn.begun) == 2)  # one upload, and the fetch
+    pid = client.statistics().pid
+    assert pid is not None
+    killing = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
+    killing.start()
+    assert client.drain(30) == 3
+    killing.join()
+    assert set(ends(client, 4)) == {0, 1, 2, 9}
+
+
+@pytest.fixture
+def parent() -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
+    """Starts tests.unit.io.parent in a process group of its own; gives it and its child's pid."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(url: str, deed: str) -> tuple[subprocess.Popen[str], int]:
+        command = [sys.executable, "-m", "tests.unit.io.parent", url, BUCKET, deed]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline())
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def shared_memory() -> set[str]:
+    """Names of shared memory on this machine. Semaphores and segments of Python's multiprocessing
+    are left out: whatever else runs here makes those."""
+    return {n for n in os.listdir("/dev/shm") if not n.startswith(("sem.", "psm_"))}
+
+
+@pytest.mark.parametrize("deed", ["sleep", "fork_and_sleep"])
+def test_the_process_goes_when_its_parent_is_killed(endpoint: str, parent: Any, deed: str) -> None:
+    shared = shared_memory()
+    process, child = parent(endpoint, deed)
+    assert not is_gone(child)
+    process.kill()
+    until(lambda: is_gone(child), "the end of the I/O process")
+    assert shared_memory() <= shared
+
+
+def test_signals_to_the_group_leave_the_process_serving(endpoint: str, parent: Any) -> None:
+    process, child = parent(endpoint, "upload_after_interrupt")
+    assert process.stdout.readline() == "waiting\n"
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout.readline() in ("OK 0\n", "EXISTS 0\n")
+    until(lambda: is_gone(child), "the end of the I/O process")
+
+
+def test_a_drain_outlives_a_killed_parent(stubborn: StubbornServer, parent: Any) -> None:
+    process, child = parent(stubborn.url, "drain")
+    until(lambda: len(stubborn.begun) == 4)
+    process.kill()  # the Drain was in one frame with the uploads, so it has been read
+    process.wait()
+    time.sleep(0.2)  # for the process to go, if it did
+    assert not is_gone(child)
+    stubborn.go_on.set()
+    until(lambda: is_gone(child), "the end of the I/O process")
+
+
+def test_what_processes_say_of_requests_adds_up_over_their_lives(
+    endpoint: str, bucket: Any, open_client: Open
+) -> None:
+    client = open_client(endpoint, prices="us-east-1/standard")
+
+    def told(request: str, count: int) -> Callable[[], bool]:
+        return lambda: not client.poll() and client.counters[f"io_requests|{request}"] == count
+
+    fetch(client, 1, 9_001)
+    ends(client, 1)
+    until(told("GET|4xx", 1), "one request")
+    first = dict(client.counters)
+    assert first["cost_usd"] == 400 + 5_000 * first["io_requests|LIST|2xx"]
+    pid = client.statistics().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: client.poll() or client.counters["io_restarts"] == 1, "another process")
+    assert client.counters["io_requests|GET|4xx"] == 1, "what the first one did stays counted"
+    fetch(client, 2, 9_002)
+    ends(client, 1)
+    until(told("GET|4xx", 2), "its request, too")
+    assert client.counters["cost_usd"] >= first["cost_usd"] + 400

@@ -1,0 +1,264 @@
+"""A job that crashes the I/O process: it is found and dropped, and the jobs beside it survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.client import IoClient, State
+from s3kv.io.formats import Formats
+from s3kv.io.orders import Orders, Suspects
+from s3kv.messages import JobEnd, JobKind
+from s3kv.types import ChunkKey, Outcome
+from tests.servers import BUCKET, moto_server, set_credentials
+from tests.unit.io import rig
+from tests.unit.io.delicate import POISON
+from tests.unit.io.stubborn import stubborn_server
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(32 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def open_client(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., IoClient]]:
+    set_credentials(monkeypatch)
+    clients: list[IoClient] = []
+
+    def open_client(url: str, module: str = "s3kv.io") -> IoClient:
+        config = Config(bucket=BUCKET, endpoint_url=url)
+        clients.append(IoClient(rig.hello(config), slab, module=module))
+        clients[-1].start()
+        return clients[-1]
+
+    yield open_client
+    for client in clients:
+        client.close()
+
+
+def carry_out(client: IoClient, jobs: dict[int, Callable[[int], None]]) -> dict[int, Outcome]:
+    """Order the jobs, each anew as long as it fails, as the planner does; how they end at last."""
+    ended: dict[int, Outcome] = {}
+    number, names = 0, {}
+    due = list(jobs)
+    deadline_s = time.monotonic() + 40.0
+    while len(ended) < len(jobs):
+        assert time.monotonic() < deadline_s, f"{ended} of {list(jobs)}"
+        if client.statistics().state is State.UP:
+            for name in due:
+                number += 1
+                names[number] = name
+                jobs[name](number)
+            due = []
+        for done in client.poll(0.01):
+            name = names.pop(done.job_id)
+            if done.outcome is Outcome.FAILED:
+                due.append(name)
+            else:
+                ended[name] = Outcome.OK if done.outcome.is_success else done.outcome
+    return ended
+
+
+def uploads(client: IoClient, slab: Slab, *numbers: int) -> dict[int, Callable[[int], None]]:
+    def upload(number: int) -> Callable[[int], None]:
+        rig.fill(slab, number, number)
+        at = number * rig.SLOT_BYTES
+        return lambda job_id: client.upload(job_id, rig.chunk(number), at)
+
+    return {number: upload(number) for number in numbers}
+
+
+# ---- with a real process
+
+
+def test_what_it_dies_of_is_sent_twice_and_its_neighbours_arrive(
+    slab: Slab, open_client: Callable[..., IoClient]
+) -> None:
+    with moto_server() as url:
+        client = open_client(url, "tests.unit.io.delicate")
+        ends = carry_out(client, uploads(client, slab, *range(1, 13)))
+        assert ends == {n: Outcome.INVALID if n == POISON else Outcome.OK for n in range(1, 13)}
+        assert client.statistics().deaths == 2
+        for _ in range(5):  # it is not sent any more, whoever orders it
+            again = carry_out(client, uploads(client, slab, POISON, 13))
+            assert again[POISON] is Outcome.INVALID
+        assert client.statistics().deaths == 2
+
+
+def test_a_hash_that_is_no_hash_kills_it_twice_if_it_gets_through(
+    slab: Slab, open_client: Callable[..., IoClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Formats, "of", lambda self, job: None)
+    with moto_server() as url:
+        client = open_client(url)
+        poison: Any = ChunkKey(0, "a string")  # type: ignore[arg-type]
+        jobs = uploads(client, slab, 1, 2)
+        jobs[99] = lambda job_id: client.upload(job_id, poison, 0)
+        assert carry_out(client, jobs) == {1: Outcome.OK, 2: Outcome.OK, 99: Outcome.INVALID}
+        assert client.statistics().deaths == 2
+
+
+def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
+    slab: Slab, open_client: Callable[..., IoClient]
+) -> None:
+    with stubborn_server(rig.sealed(1)) as server:
+        client = open_client(server.url)
+        for kill in range(2):
+            while client.statistics().state is not State.UP:
+                client.poll()
+            client.fetch(kill, rig.chunk(1), rig.SLOT_BYTES)
+            while len(server.begun) <= kill:
+                client.poll(0.01)
+            pid = client.statistics().pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            ended: list[JobEnd] = []
+            while not ended:
+                ended = client.poll(0.01)
+            assert ended[0].outcome is Outcome.FAILED
+        server.go_on.set()
+        jobs = {1: lambda job_id: client.fetch(job_id, rig.chunk(1), rig.SLOT_BYTES)}
+        assert carry_out(client, jobs) == {1: Outcome.OK}
+
+
+def test_a_drain_finishes_suspects_too(slab: Slab, open_client: Callable[..., IoClient]) -> None:
+    with moto_server() as url:
+        client = open_client(url)
+        client.wait_ready(20.0)
+        jobs = uploads(client, slab, 1, 2, 3)
+        for number, order in jobs.items():
+            order(number)
+        client.flush()
+        pid = client.statistics().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        failed = 0
+        while failed < 3 or client.statistics().state is not State.UP:
+            failed += len(client.poll(0.01))
+        for number, order in jobs.items():
+            order(number)
+        client.fetch(9, rig.chunk(9), 9 * rig.SLOT_BYTES)
+        assert client.drain(30.0) == 0
+        assert {e.outcome for e in client.poll() if e.job_id < 9} <= {Outcome.OK, Outcome.EXISTS}
+
+
+# ---- who is suspected, and who is condemned
+
+
+def jobs_of(*numbers: int, first_id: int = 0) -> list[wire.Upload]:
+    return [
+        wire.Upload(first_id + n, 0, rig.chunk(n).block_hash, n * rig.SLOT_BYTES) for n in numbers
+    ]
+
+
+def released(suspects: Suspects) -> list[int]:
+    return [job.job_id for job in suspects.release()]
+
+
+def test_after_a_crash_suspects_go_one_at_a_time() -> None:
+    suspects = Suspects()
+    jobs = jobs_of(1, 2, 3)
+    assert not any(suspects.hold(job) for job in jobs), "nobody is suspected of anything"
+    suspects.died(jobs, crashed=True)
+    assert all(suspects.hold(job) for job in jobs)
+    for job in jobs:
+        assert released(suspects) == [job.job_id]
+        assert released(suspects) == []
+        suspects.ended(job)
+        assert not suspects.hold(job), "it has done nobody any harm"
+        suspects.drop(job.job_id)
+
+
+def test_after_a_kill_from_outside_more_and_more_go_at_once() -> None:
+    suspects = Suspects()
+    jobs = jobs_of(*range(15))
+    suspects.died(jobs, crashed=False)
+    for job in jobs:
+        suspects.hold(job)
+    counts = []
+    while suspects.waiting:
+        batch = suspects.release()
+        counts.append(len(batch))
+        for job in batch:
+            suspects.ended(job)
+    assert counts == [1, 2, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("crashed", "beside", "deaths"), [(True, 0, 1), (True, 1, 3), (False, 0, 3), (False, 1, 3)]
+)
+def test_how_many_deaths_condemn(crashed: bool, beside: int, deaths: int) -> None:
+    """Of a suspect that is the only one, with and without jobs beside it."""
+    suspects = Suspects()
+    (job,) = jobs_of(1)
+    suspects.died([job], crashed=crashed)
+    for death in range(deaths):
+        assert not suspects.is_condemned(job), death
+        assert suspects.hold(job)
+        assert released(suspects) == [1]
+        suspects.died([job, *jobs_of(*range(50, 50 + beside))], crashed=crashed)
+    assert suspects.is_condemned(job)
+    assert not any(suspects.is_condemned(other) for other in jobs_of(50))
+    assert suspects.is_condemned(jobs_of(1, first_id=100)[0]), "whatever number it has"
+
+
+def test_of_several_suspects_none_is_condemned() -> None:
+    suspects = Suspects()
+    jobs = jobs_of(1, 2, 3)
+    suspects.died(jobs, crashed=False)
+    for _ in range(10):
+        for job in jobs:
+            suspects.hold(job)
+        suspects.ended(suspects.release()[0])
+        assert len(suspects.release()) == 2
+        suspects.died(jobs, crashed=False)
+    assert not any(suspects.is_condemned(job) for job in jobs)
+
+
+def test_what_waits_may_be_dropped() -> None:
+    suspects = Suspects()
+    first, second = jobs_of(1, 2)
+    suspects.died([first, second], crashed=True)
+    suspects.hold(first)
+    suspects.hold(second)
+    assert suspects.drop(1)
+    assert not suspects.drop(1)
+    assert released(suspects) == [2]
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3kv.io.orders._MOST_SUSPECTS", 3)
+    monkeypatch.setattr("s3kv.io.orders._MOST_CONDEMNED", 2)
+    suspects = Suspects()
+    jobs = jobs_of(*range(10))
+    suspects.died(jobs, crashed=True)
+    assert sum(suspects.hold(job) for job in jobs) == 3
+    suspects.waiting.clear()
+    for job in jobs:
+        suspects.died([job], crashed=True)
+        suspects.hold(job)
+        suspects.release()
+        suspects.died([job], crashed=True)
+    assert [suspects.is_condemned(job) for job in jobs] == [False] * 8 + [True] * 2
+
+
+def test_a_job_that_ends_as_another_kind_is_still_there_when_the_process_dies() -> None:
+    orders = Orders(Formats(rig.hello(Config(bucket="any")), rig.SLOT_BYTES), time.monotonic)
+    assert orders.add(wire.Fetch(7, 0, b"h" * 32, 0), "")
+    with pytest.raises(wire.WireError, match="never sent"):
+        orders.ended(JobEnd(7, JobKind.UPLOAD, Outcome.OK))
+    orders.died("it broke the protocol", crashed=True)
+    assert [(end.job_id, end.outcome) for end in orders.take_ends()] == [(7, Outcome.FAILED)]

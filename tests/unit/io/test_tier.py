@@ -1,0 +1,165 @@
+"""Set-up of a tier: which namespace it gets, and that nothing is left after a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.errors import ConfigError, IoProcessError, StoreMissing
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from s3kv.io.tier import Slots, introduce, open_tier, try_bucket
+from s3kv.io.wire import Hello
+from s3kv.objects.keys import fingerprint_digest
+from s3kv.types import TensorSpec
+from tests.servers import BUCKET, REGION, moto_server, set_credentials
+from tests.unit.io import rig
+
+IDENTITY = {"model": "m", "layers": [1, 2]}
+SLAB_BYTES = 2**20
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with moto_server() as url:
+        yield url
+
+
+@pytest.fixture
+def config(url: str, monkeypatch: pytest.MonkeyPatch) -> Config:
+    set_credentials(monkeypatch)
+    return Config(bucket=BUCKET, endpoint_url=url, region=REGION)
+
+
+def secret(path: Path, text: str) -> dict[str, Any]:
+    path.write_text(text)
+    path.chmod(0o600)
+    return {"integrity": "blake3-keyed", "integrity_secret_file": str(path)}
+
+
+def introduced(**settings: Any) -> Hello:
+    return introduce(Config(bucket=BUCKET, **settings), IDENTITY, rig.SHARD, {0: rig.TENSORS})
+
+
+def maps() -> str:
+    return Path("/proc/self/maps").read_text("ascii")
+
+
+# ------------------------------------------------------------------------------- the namespace
+
+
+def test_a_namespace_is_the_identity_and_the_way_its_objects_are_sealed(tmp_path: Path) -> None:
+    keyed = secret(tmp_path / "one", "a secret of one fleet of engines")
+    other = secret(tmp_path / "other", "a secret of another fleet of engines")
+    hellos = [introduced(), introduced(integrity="none"), introduced(**keyed), introduced(**other)]
+    assert len({hello.namespace_digest for hello in hellos}) == 4
+    for hello in hellos:
+        fingerprint = json.loads(hello.manifest)
+        assert fingerprint == {**IDENTITY, "integrity": hello.integrity.identity()}
+        assert hello.namespace_digest == fingerprint_digest(fingerprint)
+        assert b"fleet" not in hello.manifest
+
+
+def test_one_process_of_several_writes_the_manifest() -> None:
+    config = Config(bucket=BUCKET)
+    other = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS}, writes_manifest=False)
+    assert other.manifest == b""
+    assert other.namespace_digest == introduced().namespace_digest
+
+
+def test_an_identity_is_made_of_json_values() -> None:
+    with pytest.raises(TypeError):
+        introduce(Config(bucket=BUCKET), {"model": object()}, rig.SHARD)
+
+
+# ----------------------------------------------------------------------------------- the slots
+
+
+def test_slots_have_room_for_an_object_and_begin_on_a_page() -> None:
+    slots = Slots.of(introduced(host_bytes=100 * rig.SLOT_BYTES + 1))
+    assert (slots.slot_bytes, slots.count) == (rig.SLOT_BYTES, 100)
+    assert slots.nbytes == 100 * rig.SLOT_BYTES
+    assert slots.formats[0].object_bytes <= slots.slot_bytes
+
+
+def test_memory_that_holds_no_object_is_refused_with_advice() -> None:
+    large = {0: (TensorSpec("layer.0", "U8", (2**20,)),)}
+    hello = introduce(Config(bucket=BUCKET, host_bytes=2**20), IDENTITY, rig.SHARD, large)
+    with pytest.raises(ConfigError, match=r"allowed is 1052672 or more.* \(ask less\)"):
+        Slots.of(hello, " (ask less)")
+
+
+# ------------------------------------------------------------------------------------ the tier
+
+
+def test_an_open_tier_has_tried_the_bucket_and_can_be_closed_twice(config: Config) -> None:
+    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    tier = open_tier(config, SLAB_BYTES, hello)
+    assert tier.hello is hello
+    assert tier.slab.nbytes == SLAB_BYTES
+    pid = tier.client.statistics().pid
+    assert pid is not None
+    tier.close()
+    tier.close()
+    assert not Path(f"/proc/{pid}").exists()
+    assert tier.slab.fd < 0
+
+
+def test_a_hello_can_be_made_once_the_slab_is_there(config: Config) -> None:
+    seen: list[Slab] = []
+
+    def hello(slab: Slab) -> Hello:
+        seen.append(slab)
+        return introduced()
+
+    tier = open_tier(config, SLAB_BYTES, hello, wait=None)
+    tier.close()
+    assert seen == [tier.slab]
+
+
+def test_nothing_is_left_when_the_hello_cannot_be_made(config: Config) -> None:
+    def hello(slab: Slab) -> Hello:
+        seen.append(slab)
+        raise LookupError("nobody took the slab")
+
+    seen: list[Slab] = []
+    with pytest.raises(LookupError):
+        open_tier(config, SLAB_BYTES, hello)
+    assert seen[0].fd < 0
+
+
+@pytest.mark.parametrize("fault", ["bucket", "wait", "start"])
+def test_nothing_is_left_when_the_bucket_cannot_be_used(
+    config: Config, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise IoProcessError("not today")
+
+    wait = refuse if fault == "wait" else try_bucket
+    if fault == "bucket":
+        config = dataclasses.replace(config, bucket="s3kv-nobody-has-it")
+    if fault == "start":
+        monkeypatch.setattr(IoClient, "start", refuse)
+    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    before, descriptors = maps().count("s3kv-slab"), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreMissing if fault == "bucket" else IoProcessError):
+        open_tier(config, SLAB_BYTES, hello, wait=wait)
+    assert maps().count("s3kv-slab") == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_bucket_that_is_not_needed_is_said_to_be_away(
+    config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `on_unavailable` "serve", silence would hide that nothing is kept."""
+    config = dataclasses.replace(config, bucket="s3kv-nobody-has-it", on_unavailable="serve")
+    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    open_tier(config, SLAB_BYTES, hello).close()
+    assert "serves without the bucket for now" in caplog.text

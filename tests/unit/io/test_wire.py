@@ -1,0 +1,135 @@
+"""The frames between a worker and its I/O process: round trips, cuts, and hostile bytes."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s3kv.config import Config
+from s3kv.io import wire
+from s3kv.messages import JobEnd, JobKind
+from s3kv.types import Outcome, TensorSpec
+
+job_ids = st.integers(0, 2**63 - 1)
+jobs = st.tuples(job_ids, st.integers(0, 9), st.binary(min_size=1, max_size=64), job_ids)
+downs = st.lists(
+    st.one_of(
+        jobs.map(lambda fields: wire.Fetch(*fields)),
+        jobs.map(lambda fields: wire.Upload(*fields)),
+        job_ids.map(wire.Cancel),
+        st.floats(0, 1e6).map(wire.Drain),
+        st.just(wire.Ping()),
+    )
+)
+ups = st.lists(
+    st.one_of(
+        st.builds(
+            JobEnd,
+            job_ids,
+            st.sampled_from(JobKind),
+            st.sampled_from(Outcome),
+            job_ids,
+            st.floats(0, 1e6),
+            detail=st.text(),
+        ),
+        st.builds(wire.Drained, st.integers(0, 9)),
+        st.builds(
+            wire.Stats,
+            *[st.integers(0, 9)] * 4,
+            st.dictionaries(st.sampled_from(["io_requests|GET|2xx", "cost_usd"]), job_ids),
+        ),
+        st.builds(wire.Ready, st.booleans(), st.sampled_from([None, "denied"]), st.text()),
+    )
+)
+
+
+def in_pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    at = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
+    return [data[a:b] for a, b in itertools.pairwise(at)]
+
+
+@given(st.one_of(downs.map(lambda m: (wire.Down, m)), ups.map(lambda m: (wire.Up, m))), st.data())
+def test_every_message_survives_every_cut(case: tuple[object, list[object]], data) -> None:
+    direction, messages = case
+    stream = wire.encode(messages[:3]) + wire.encode(messages[3:])
+    cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=8))
+    reader = wire.FrameReader(direction)
+    assert [m for piece in in_pieces(stream, cuts) for m in reader.feed(piece)] == messages
+
+
+def test_hello_carries_the_settings_and_the_formats() -> None:
+    hello = wire.Hello(
+        config=Config(bucket="bkt", endpoint_url="http://127.0.0.1:1", max_attempts=7),
+        namespace_prefix="s3kv",
+        namespace_digest="0" * 32,
+        shard="h0-7of8-l0-31of32",
+        groups={0: (TensorSpec("layer.0", "BF16", (2, 8, 128, 128)),), 1: ()},
+    )
+    assert wire.FrameReader(wire.Down).feed(wire.encode([hello])) == [hello]
+
+
+def test_thousands_of_messages_fit_into_frames_in_order() -> None:
+    detail = "x" * wire.MAX_DETAIL_CHARS
+    messages = [JobEnd(i, JobKind.FETCH, Outcome.FAILED, detail=detail) for i in range(5000)]
+    assert wire.FrameReader(wire.Up).feed(wire.encode(messages)) == messages
+
+
+def test_a_message_larger_than_a_frame_is_not_sent() -> None:
+    tensors = tuple(TensorSpec("n" * 200, "U8", (1,)) for _ in range(6000))
+    hello = wire.Hello(Config(bucket="bkt"), "s3kv", "0" * 32, "h0-7of8-l0-31of32", {0: tensors})
+    with pytest.raises(wire.WireError, match="do not fit"):
+        wire.encode([hello])
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_are_messages_or_a_wire_error(noise: bytes, framed: bool) -> None:
+    reader = wire.FrameReader(wire.Down)
+    try:
+        messages = reader.feed(len(noise).to_bytes(4, "little") + noise if framed else noise)
+    except wire.WireError:
+        return
+    assert all(isinstance(m, wire.Down) for m in messages)
+
+
+BODIES = {
+    "empty": b"",
+    "no array": b"\xc0",
+    "truncated array": b"\x92\x91\x05",
+    "four thousand million messages announced": b"\xdd\xff\xff\xff\xff",
+    "four thousand million bytes announced": b"\x91\x92\x03\xc6\xff\xff\xff\xff",
+    "unknown tag": msgspec.msgpack.encode([[99, 1]]),
+    "missing field": msgspec.msgpack.encode([[1, 1]]),
+    "wrong type": msgspec.msgpack.encode([[3, "one"]]),
+    "of the other direction": wire.encode([wire.Drained(0)])[4:],
+    "bytes behind the message": wire.encode([wire.Ping()])[4:] + b"\x00",
+    "deep nesting": b"\x91" * 5000,
+    "a bad bucket name": msgspec.msgpack.encode([[0, {"bucket": "!"}, "", "", "", {}]]),
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_frame_that_says_nothing_known_raises(body: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.FrameReader(wire.Down).feed(len(body).to_bytes(4, "little") + body)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little"),
+        b"\xff\xff\xff\xff",
+        b"\x05\x00\x00\x00\xdd\xff\xff\xff\xff",
+    ],
+)
+def test_an_announced_size_is_not_believed(stream: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(wire.WireError):
+        wire.FrameReader(wire.Down).feed(stream)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2**20

@@ -1,0 +1,74 @@
+"""An I/O client whose jobs end when a test says so: no process, no bucket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from s3kv.config import Config
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from s3kv.io.tier import Tier, introduce
+from s3kv.messages import JobEnd, JobKind
+from s3kv.types import ChunkKey, ItemShape, Outcome
+
+
+@dataclass
+class HandClient:
+    """sent: the jobs under way, by id: kind, key, place in the slab, shape."""
+
+    sent: dict[int, tuple[JobKind, ChunkKey, int, ItemShape | None]] = field(default_factory=dict)
+    ended: list[JobEnd] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+
+    def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None) -> None:
+        self.sent[job_id] = (JobKind.FETCH, key, offset, item)
+
+    def upload(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None) -> None:
+        self.sent[job_id] = (JobKind.UPLOAD, key, offset, item)
+
+    def cancel(self, job_id: int) -> None:
+        self.end(job_id, Outcome.CANCELLED)
+
+    def flush(self) -> None:
+        self.told.append("flush")
+
+    def poll(self) -> list[JobEnd]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def drain(self, timeout_s: float) -> int:
+        self.told.append(f"drain {timeout_s:g}")
+        for job_id in list(self.sent):
+            self.end(job_id, Outcome.CANCELLED)
+        return 0
+
+    def close(self) -> None:
+        self.told.append("close")
+
+    # --- for tests -------------------------------------------------------------------------
+
+    def end(self, job_id: int, outcome: Outcome, nbytes: int = 0) -> None:
+        """End a job; the next poll tells of it."""
+        if job_id in self.sent:
+            kind, *_ = self.sent.pop(job_id)
+            self.ended.append(JobEnd(job_id, kind, outcome, nbytes))
+
+    def fetches(self) -> dict[ChunkKey, int]:
+        """The fetches under way: job by key."""
+        return {key: job for job, (kind, key, *_) in self.sent.items() if kind is JobKind.FETCH}
+
+
+def tier_of(client: HandClient, nbytes: int, **settings: Any) -> Tier:
+    config = Config(bucket="bkt", **settings)
+    hello = introduce(config, {"model": "test"}, "encoder", item_dtype="BF16")
+    return Tier(hello, Slab.create(nbytes), cast(IoClient, client))
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Let the loop run until this holds."""
+    async with asyncio.timeout(30):
+        while not holds():  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0.001)

@@ -1,0 +1,127 @@
+"""What tests of the library share: a bucket of their own, blocks by number, and slow threads."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from s3kv.config import Config
+from s3kv.library.tensor_store import TensorRows
+from tests.servers import BUCKET, REGION, moto_server, set_credentials
+
+SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((4, 64), torch.float32)}
+NAMESPACE = {"model": "test"}
+WIDTH = 48
+ROWS = TensorRows((WIDTH,), torch.bfloat16, host_bytes=2**19)
+MAX_ITEM_BYTES = 2**16
+
+
+@contextmanager
+def fresh_bucket(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Config]:
+    """With a prefix of its own: all servers of one process hold the same objects."""
+    set_credentials(monkeypatch)
+    with moto_server() as url:
+        yield Config(
+            bucket=BUCKET,
+            prefix=uuid.uuid4().hex,
+            endpoint_url=url,
+            region=REGION,
+            **{"host_bytes": 2**20, "max_item_bytes": MAX_ITEM_BYTES, **settings},
+        )
+
+
+def hash_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def block(number: int) -> dict[str, torch.Tensor]:
+    """Its content follows from its number."""
+    generator = torch.Generator().manual_seed(number)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def room() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
+
+
+def new_pools(blocks: int) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros((blocks, *s), dtype=dtype) for n, (s, dtype) in SHAPES.items()}
+
+
+def rows(number: int, count: int = 7) -> torch.Tensor:
+    """Its content follows from its number."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn((count, WIDTH), generator=generator).to(torch.bfloat16)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in b)
+
+
+class SlowThreads(ThreadPoolExecutor):
+    """The threads of a loop, which begin nothing while the gate is shut. In `asyncio.to_thread`
+    and in `run_in_executor` the work has begun all the same: nobody can call it back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Semaphore(0)
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        def late() -> Any:
+            self.begun.release()
+            assert self.gate.wait(30)
+            return work(*args, **named)
+
+        return super().submit(late)
+
+
+def slow_threads() -> SlowThreads:
+    """For the loop that is running."""
+    threads = SlowThreads()
+    asyncio.get_running_loop().set_default_executor(threads)
+    return threads
+
+
+async def cancelled_in_its_copy(
+    threads: SlowThreads,
+    call: Coroutine[Any, Any, object],
+    afterwards: Callable[[], object],
+    times: int = 1,
+) -> None:
+    """Cancel a call whose copy has begun. `afterwards` is what its caller does as soon as the call
+    has raised; the copy goes on after that, or, where the call waits for it, before.
+    """
+    threads.gate.clear()
+    task = asyncio.ensure_future(call)
+    while not threads.begun.acquire(blocking=False):  # noqa: ASYNC110 threads tell no loop
+        await asyncio.sleep(0.001)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0.01)
+    is_over = task.done()
+    if is_over:
+        afterwards()
+    threads.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    if not is_over:
+        afterwards()
+    while threads._work_queue.qsize():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await asyncio.get_running_loop().run_in_executor(threads, int)
+    threads.begun = threading.Semaphore(0)

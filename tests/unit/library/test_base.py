@@ -1,0 +1,223 @@
+"""What the library promises of its calls: hashes, `close`, and how it is opened."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import s3kv
+from lab.faults import Fault
+from lab.proxy import Proxy, proxy
+from s3kv.config import Config
+from s3kv.errors import ClosedError, ConfigError, CopyError, UnsupportedError
+from s3kv.library.tiered_store import TieredStore
+from tests.unit.library.stores import (
+    NAMESPACE,
+    ROWS,
+    SHAPES,
+    block,
+    fresh_bucket,
+    hash_of,
+    new_pools,
+    room,
+    rows,
+    same,
+)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    with fresh_bucket(monkeypatch) as config:
+        yield config
+
+
+@pytest.fixture
+def behind(config: Config) -> Iterator[tuple[Proxy, Config]]:
+    """A proxy before the server, and the settings to go through it, without second tries."""
+    with proxy(str(config.endpoint_url)) as between:
+        yield between, dataclasses.replace(config, endpoint_url=between.url, max_attempts=1)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3kv.planning.uploads.UPLOAD_RETRY_S", (0.01, 0.02))
+
+
+def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
+    """Of 1 MiB of host memory, the least there is, it takes a large part."""
+    return {"big": torch.full((nbytes,), number, dtype=torch.uint8)}
+
+
+def opening_big(config: Config, nbytes: int) -> Any:
+    shapes = {"big": ((nbytes,), torch.uint8)}
+    return TieredStore.open(config, shapes=shapes, namespace=NAMESPACE, tensors=ROWS)
+
+
+def opening(config: Config, **more: Any) -> Any:
+    return TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, tensors=ROWS, **more)
+
+
+NO_HASHES = ["a text", 5, None, bytearray(b"x"), memoryview(b"x")]
+
+
+async def test_a_hash_that_is_none_is_refused_at_the_call(config: Config) -> None:
+    pools = new_pools(1)
+    async with await opening(config, pools=pools) as store:
+        number = store.allocate()
+
+        async def prefetch(key: Any) -> int:
+            return store.prefetch([hash_of(1), key])
+
+        async def put_block(key: Any) -> bool:
+            return store.put_block(key, number)
+
+        async def where(key: Any) -> object:
+            return store.where(key), store.where_tensor(key)
+
+        async def where_tensor(key: Any) -> object:
+            return store.where_tensor(key)
+
+        calls = (
+            lambda key: store.put(key, block(1)),
+            lambda key: store.get(key, room()),
+            store.acquire,
+            lambda key: store.put_tensor(key, rows(1)),
+            store.get_tensor,
+            prefetch,
+            put_block,
+            where,
+            where_tensor,
+        )
+        for call in calls:
+            for wrong in NO_HASHES:
+                with pytest.raises(TypeError, match="allowed is bytes"):
+                    await call(wrong)
+            for length in (0, 65):
+                with pytest.raises(ValueError, match=f"has {length} bytes: allowed are 1 to 64"):
+                    await call(bytes(length))
+        assert store.counters["fetches"] == 0, "not even of the good hash beside a bad one"
+        assert await store.put(bytes(64), block(1))
+        assert not await store.flush()
+
+
+async def test_after_close_every_method_says_so(config: Config) -> None:
+    pools = new_pools(2)
+    store = await opening(config, pools=pools)
+    number = store.allocate()
+    await asyncio.gather(store.close(), store.close())
+    calls = [
+        store.put(hash_of(1), block(1)),
+        store.put(hash_of(1), block(1), wait=True),
+        store.get(hash_of(1), room()),
+        store.acquire(hash_of(1)),
+        store.put_tensor(hash_of(1), rows(1)),
+        store.get_tensor(hash_of(1)),
+        store.flush(),
+    ]
+    for call in calls:
+        with pytest.raises(ClosedError, match="the store is closed"):
+            async with asyncio.timeout(5):
+                await call
+    for method in (
+        lambda: store.prefetch([hash_of(1)]),
+        lambda: store.where(hash_of(1)),
+        lambda: store.where_tensor(hash_of(1)),
+        store.allocate,
+        lambda: store.put_block(hash_of(1), number),
+        lambda: store.release(number),
+    ):
+        with pytest.raises(ClosedError, match="the store is closed"):
+            method()
+    assert store.counters["saves"] == 0
+    await store.close()
+
+
+async def test_close_ends_the_calls_under_way(
+    behind: tuple[Proxy, Config], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a bucket that does not answer. Whatever they return, they return it."""
+    between, config = behind
+    config = dataclasses.replace(config, drain_timeout_s=0.1)
+    a_half = 400_000
+    store = await opening_big(config, a_half)
+    between.fault(Fault(kind="black_hole", verbs=("GET", "PUT")))
+    for number in (1, 2):
+        assert await store.put(hash_of(number), big(number, a_half))
+    room_waiter = asyncio.create_task(store.put(hash_of(3), big(3, a_half), wait=True))
+    flushing = asyncio.create_task(store.flush())
+    tensor = asyncio.create_task(store.get_tensor(hash_of(4)))
+    await asyncio.sleep(0.02)
+    closing = asyncio.create_task(store.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    closing.cancel()
+    async with asyncio.timeout(20):
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        await store.close()
+        for task in (room_waiter, flushing):
+            with pytest.raises(ClosedError):
+                await task
+        assert await tensor is None
+    assert "closed with 2 blocks that the bucket does not have" in caplog.text
+
+
+async def test_a_store_is_opened_with_and_without_await(config: Config) -> None:
+    async with opening(config) as store:
+        assert await store.put(hash_of(1), block(1))
+    async with await opening(config) as store:
+        assert await store.get(hash_of(1), room())
+    with pytest.raises(ClosedError):
+        await store.get(hash_of(1), room())
+    store = await asyncio.create_task(opening(config))
+    await store.close()
+
+
+async def test_what_cannot_be_opened_says_why_in_our_words(config: Config) -> None:
+    for namespace in ({"model": object()}, {1: "model"}, 5, {"model": float("nan")}):
+        with pytest.raises(ConfigError, match="namespace is"):
+            await TieredStore.open(config, shapes=SHAPES, namespace=namespace)  # type: ignore[arg-type]
+    for device in ("cuda:99", "xpu", "nonsense"):
+        with pytest.raises(UnsupportedError, match="allowed is 'cpu' or"):
+            await opening(config, device=device, device_blocks=2)
+
+
+async def test_a_device_that_cannot_be_used_or_refuses_is_told_in_our_words(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    async with opening(config) as store:
+        assert await store.put(hash_of(1), block(1))
+        with pytest.raises(UnsupportedError, match="allowed is 'cpu' or"):
+            await store.get_tensor(hash_of(1), device="cuda:99")
+        with monkeypatch.context() as broken:
+            broken.setattr("s3kv.device.tensors.BlockTensors.copy_in", refuse)
+            with pytest.raises(CopyError, match="out of memory"):
+                await store.get(hash_of(1), room())
+        into = room()
+        assert await store.get(hash_of(1), into)
+        assert same(into, block(1))
+
+
+def test_the_names_of_the_library_are_in_the_package_without_torch() -> None:
+    code = (
+        "import sys, s3kv\n"
+        "from s3kv import Config, Location, Unflushed\n"
+        "assert 'torch' not in sys.modules\n"
+        "from s3kv import TensorRows, TensorStore, TieredStore\n"
+        "assert TieredStore.__module__ == 's3kv.library.tiered_store'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert set(s3kv.__all__) <= set(dir(s3kv))
+    assert all(getattr(s3kv, name).__name__ == name for name in s3kv.__all__)
+    with pytest.raises(AttributeError, match="Nonsense"):
+        s3kv.Nonsense  # noqa: B018

@@ -1,0 +1,179 @@
+"""The table of a pool's blocks: what is held or pinned stays, and what is idle longest goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+)
+
+from s3kv.library.block_table import BlockError, BlockTable
+from s3kv.types import ChunkKey
+from tests.machines import play
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(0, number.to_bytes(4, "big"))
+
+
+def named(table: BlockTable, number: int) -> int:
+    block = table.take()
+    assert block is not None
+    assert table.name(block, key(number))
+    return block
+
+
+def test_the_block_idle_longest_is_evicted_first() -> None:
+    table = BlockTable(range(3))
+    blocks = [named(table, n) for n in range(3)]
+    for at in (1, 0, 2):
+        table.release(blocks[at])
+    table.hold(blocks[1])
+    table.release(blocks[1])
+    assert [table.take() for _ in range(4)] == [blocks[0], blocks[2], blocks[1], None]
+    assert table.find(key(0)) is None
+    assert table.statistics().evictions == 3
+
+
+def test_a_free_block_comes_before_one_that_holds_something() -> None:
+    table = BlockTable(range(2))
+    block = named(table, 0)
+    table.release(block)
+    assert table.take() != block
+    assert table.find(key(0)) == block
+
+
+def test_a_pinned_block_stays_after_its_release() -> None:
+    table = BlockTable([7])
+    block = named(table, 0)
+    table.pin(block)
+    table.release(block)
+    assert table.take() is None
+    with pytest.raises(BlockError, match="not held"):
+        table.release(block)
+    table.unpin(block)
+    assert table.take() == block == 7
+
+
+def test_a_hash_has_one_block() -> None:
+    table = BlockTable(range(2))
+    first, second = named(table, 0), table.take()
+    assert second is not None
+    assert not table.name(second, key(0))
+    assert table.find(key(0)) == first
+    table.release(second)
+    assert table.statistics().free == 1
+
+
+def test_blocks_given_twice_or_none_at_all_are_refused() -> None:
+    for numbers in ([], [1, 2, 1]):
+        with pytest.raises(ValueError, match="only once"):
+            BlockTable(numbers)
+
+
+@dataclass
+class Model:
+    key: ChunkKey | None = None
+    holds: int = 0
+    pins: int = 0
+
+
+class BlockMachine(RuleBasedStateMachine):
+    """The model is a dict of what each block holds, and a list of those idle, in order."""
+
+    @initialize(count=st.integers(1, 6), first=st.integers(0, 3))
+    def start(self, count: int, first: int) -> None:
+        self.table = BlockTable(range(first, first + count))
+        self.blocks = {n: Model() for n in range(first, first + count)}
+        self.idle: list[int] = []
+
+    def settle(self, number: int) -> None:
+        block = self.blocks[number]
+        if block.key is not None and not block.holds and not block.pins:
+            self.idle.append(number)
+
+    @rule(pinned=st.booleans())
+    def take(self, pinned: bool) -> None:
+        free = [n for n, b in self.blocks.items() if b == Model()]
+        number = self.table.take_pinned() if pinned else self.table.take()
+        if free:
+            assert number in free
+        elif self.idle:
+            assert number == self.idle.pop(0)
+        else:
+            assert number is None
+        if number is not None:
+            self.blocks[number] = Model(pins=1) if pinned else Model(holds=1)
+
+    @rule(number=st.integers(-1, 9), of=st.integers(0, 5))
+    def name(self, number: int, of: int) -> None:
+        block = self.blocks.get(number)
+        if block is None or not block.holds or block.key not in (None, key(of)):
+            with pytest.raises(BlockError):
+                self.table.name(number, key(of))
+            return
+        others = [b for n, b in self.blocks.items() if b.key == key(of) and n != number]
+        assert self.table.name(number, key(of)) == (not others)
+        if not others:
+            block.key = key(of)
+
+    @rule(number=st.integers(-1, 9), of=st.integers(0, 5))
+    def name_filled(self, number: int, of: int) -> None:
+        block = self.blocks.get(number)
+        if block is None or not block.pins or block.key is not None:
+            with pytest.raises(BlockError):
+                self.table.name_filled(number, key(of))
+            return
+        holder = next((n for n, b in self.blocks.items() if b.key == key(of)), number)
+        assert self.table.name_filled(number, key(of)) == holder
+        self.blocks[holder].key = key(of)
+        self.blocks[holder].holds += 1
+        self.idle = [n for n in self.idle if n != holder]
+
+    @rule(number=st.integers(-1, 9))
+    def hold(self, number: int) -> None:
+        block = self.blocks.get(number)
+        if block is None or block.key is None:
+            with pytest.raises(BlockError):
+                self.table.hold(number)
+            return
+        self.table.hold(number)
+        block.holds += 1
+        self.idle = [n for n in self.idle if n != number]
+
+    @rule(number=st.integers(-1, 9), event=st.sampled_from(["release", "pin", "unpin"]))
+    def count(self, number: int, event: str) -> None:
+        block = self.blocks.get(number)
+        counted = block and (block.pins if event == "unpin" else block.holds)
+        if block is None or not counted:
+            with pytest.raises(BlockError):
+                getattr(self.table, event)(number)
+            return
+        getattr(self.table, event)(number)
+        block.holds -= event == "release"
+        block.pins += {"pin": 1, "unpin": -1, "release": 0}[event]
+        if event != "pin":
+            self.settle(number)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        for number, block in self.blocks.items():
+            assert self.table.key_of(number) == block.key
+        for of in range(6):
+            owners = [n for n, b in self.blocks.items() if b.key == key(of)]
+            assert [self.table.find(key(of))] == (owners or [None])
+        counts = self.table.statistics()
+        assert counts.idle == len(self.idle)
+        assert counts.free == sum(b == Model() for b in self.blocks.values())
+        assert counts.free + counts.idle + counts.used == len(self.blocks)
+        self.table.check()
+
+
+def test_agrees_with_a_model() -> None:
+    play(BlockMachine, games=150, steps=60)

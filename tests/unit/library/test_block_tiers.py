@@ -1,0 +1,293 @@
+"""A `TieredStore` over the caller's own pool of blocks, with a real I/O process and S3 server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from s3kv.config import Config
+from s3kv.device.cpu import CpuCopier
+from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.library.tiered_store import TieredStore
+from tests.servers import BUCKET, REGION, moto_server, set_credentials
+
+SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((2, 3, 4), torch.float32)}
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    set_credentials(monkeypatch)
+    with moto_server() as url:
+        yield Config(bucket=BUCKET, endpoint_url=url, region=REGION, host_bytes=2**20)
+
+
+def new_pools(blocks: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """As an engine may have them: keys of blocks beside each other, values a side at a time."""
+    keys = torch.zeros(blocks, 4, 80, dtype=torch.bfloat16, device=device)[:, :, :64]
+    values = torch.zeros(2, blocks, 3, 4, device=device).movedim(1, 0)
+    return {"k": keys, "v": values}
+
+
+def hash_of(number: int) -> bytes:
+    return b"block %d" % number
+
+
+def content(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype)
+        for name, (shape, dtype) in SHAPES.items()
+    }
+
+
+def holds(pools: dict[str, torch.Tensor], block: int, number: int) -> bool:
+    return all(torch.equal(pools[n][block].cpu(), t) for n, t in content(number).items())
+
+
+def compute(pools: dict[str, torch.Tensor], block: int, number: int) -> None:
+    for name, tensor in content(number).items():
+        pools[name][block] = tensor.to(pools[name].device)
+
+
+async def opened(
+    config: Config, pools: dict[str, torch.Tensor] | None, **more: object
+) -> TieredStore:
+    return await TieredStore.open(  # type: ignore[call-overload, no-any-return, unused-ignore]
+        config, shapes=SHAPES, namespace={"model": "test"}, pools=pools, **more
+    )
+
+
+async def computed(store: TieredStore, pools: dict[str, torch.Tensor], number: int) -> bool:
+    """Whether the block was kept in host memory. It is released at once."""
+    block = store.allocate()
+    assert block is not None
+    compute(pools, block, number)
+    kept = store.put_block(hash_of(number), block)
+    store.release(block)
+    return kept
+
+
+async def test_a_block_goes_from_one_pool_to_another_through_the_bucket(config: Config) -> None:
+    pools = new_pools(4)
+    async with await opened(config, pools) as store:
+        assert await store.acquire(hash_of(1)) is None
+        assert await computed(store, pools, 1)
+        block = await store.acquire(hash_of(1))
+        assert block is not None
+        assert holds(pools, block, 1)
+        store.release(block)
+        await store.flush()
+        where = store.where(hash_of(1))
+        assert (where.device, where.host, where.bucket) == (True, True, True)
+        assert store.counters["device_hits"] == 1
+        assert store.counters["loads"] == 0
+
+    other = new_pools(4)
+    async with await opened(config, other) as store:
+        block = await store.acquire(hash_of(1))
+        assert block is not None
+        assert holds(other, block, 1)
+        assert store.counters["loads"] == 1
+        store.release(block)
+        # What was put by block is the same object as what is put by tensor.
+        into = {name: torch.zeros_like(tensor) for name, tensor in content(1).items()}
+        assert await store.get(hash_of(1), into)
+        assert all(torch.equal(into[name], tensor) for name, tensor in content(1).items())
+
+
+async def test_tensors_put_are_found_by_block_and_the_other_way_round(config: Config) -> None:
+    pools = new_pools(2)
+    async with await opened(config, pools) as store:
+        assert await store.put(hash_of(1), content(1))
+        block = await store.acquire(hash_of(1))
+        assert block is not None
+        assert holds(pools, block, 1)
+        assert await store.put(hash_of(1), content(1)), "it is there already"
+        store.release(block)
+        await store.flush()
+    async with await opened(config, None) as store:
+        into = {name: torch.zeros_like(tensor) for name, tensor in content(1).items()}
+        assert await store.get(hash_of(1), into)
+        assert all(torch.equal(into[name], tensor) for name, tensor in content(1).items())
+
+
+async def test_with_all_blocks_held_tensors_go_past_the_pool(config: Config) -> None:
+    pools = new_pools(1)
+    async with await opened(config, pools) as store:
+        held = store.allocate()
+        assert held == 0
+        compute(pools, 0, 9)
+        assert store.allocate() is None
+        assert await store.put(hash_of(1), content(1))
+        assert not store.where(hash_of(1)).device
+        assert await store.acquire(hash_of(1)) is None
+        assert store.counters["loads_without_block"] == 1
+        into = {name: torch.zeros_like(tensor) for name, tensor in content(1).items()}
+        assert await store.get(hash_of(1), into)
+        assert all(torch.equal(into[name], tensor) for name, tensor in content(1).items())
+        assert holds(pools, 0, 9), "a held block was written to"
+        store.release(0)
+        assert await store.acquire(hash_of(1)) == 0
+
+
+async def test_many_who_acquire_one_block_cause_one_load(config: Config) -> None:
+    pools = new_pools(3)
+    async with await opened(config, pools) as store:
+        assert await computed(store, pools, 1)
+        await store.flush()
+    async with await opened(config, pools) as store:
+        blocks = await asyncio.gather(*(store.acquire(hash_of(1)) for _ in range(20)))
+        assert len(set(blocks)) == 1
+        assert (store.counters["fetches"], store.counters["loads"]) == (1, 1)
+        block = blocks[0]
+        assert block is not None
+        for _ in blocks:
+            store.release(block)
+        with pytest.raises(ValueError, match="not held"):
+            store.release(block)
+
+
+async def test_a_cancelled_acquire_holds_nothing(config: Config) -> None:
+    pools = new_pools(1)
+    async with await opened(config, pools) as store:
+        assert await computed(store, pools, 1)
+        await store.flush()
+    for waits in range(1, 5):
+        async with await opened(config, pools) as store:
+            call = asyncio.create_task(store.acquire(hash_of(1)))
+            for _ in range(waits):
+                await asyncio.sleep(0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            async with asyncio.timeout(20):
+                while (block := store.allocate()) is None:  # noqa: ASYNC110 no event is public
+                    await asyncio.sleep(0.001)
+            assert block == 0
+
+
+async def test_of_two_blocks_with_one_hash_one_is_found(config: Config) -> None:
+    pools = new_pools(2)
+    async with await opened(config, pools) as store:
+        first, second = store.allocate(), store.allocate()
+        assert first is not None
+        assert second is not None
+        for block in (first, second):
+            compute(pools, block, 1)
+            assert store.put_block(hash_of(1), block)
+        assert store.put_block(hash_of(1), first), "once more is no harm"
+        with pytest.raises(ValueError, match="another hash"):
+            store.put_block(hash_of(2), first)
+        assert await store.acquire(hash_of(1)) == first
+        store.release(second)
+        assert store.allocate() == second
+        with pytest.raises(ValueError, match="not given to this store"):
+            store.put_block(hash_of(3), 7)
+
+
+async def test_only_blocks_of_the_store_are_used(config: Config) -> None:
+    pools = new_pools(6)
+    async with await opened(config, pools, pool_blocks=[2, 5]) as store:
+        for number in range(5):
+            assert await computed(store, pools, number)
+            await store.flush()  # until then the block that is copied is nobody else's
+        for number in range(5):
+            block = await store.acquire(hash_of(number))
+            assert block in (2, 5)
+            assert holds(pools, block, number)
+            store.release(block)
+        assert not pools["k"][[0, 1, 3, 4]].any()
+
+
+async def test_a_small_pool_serves_many_tasks(config: Config) -> None:
+    """Each holds a block or two over its pauses, and finds in them what belongs there."""
+    pools = new_pools(6)
+    async with await opened(config, pools) as store:
+
+        async def work(seed: int) -> int:
+            draw, found = random.Random(seed), 0
+            for _ in range(25):
+                number = draw.randrange(30)
+                block = await store.acquire(hash_of(number))
+                if block is None:
+                    block = store.allocate()
+                    if block is not None:
+                        compute(pools, block, number)
+                        store.put_block(hash_of(number), block)
+                else:
+                    found += 1
+                await asyncio.sleep(draw.choice([0, 0, 0.002]))
+                if block is not None:
+                    assert holds(pools, block, number), f"seed {seed}"
+                    store.release(block)
+            return found
+
+        found = await asyncio.gather(*(work(seed) for seed in range(8)))
+        assert sum(found) > 20
+        assert store.counters["loads"] > 0
+        await store.flush()
+
+
+def refused(*_: object, **__: object) -> None:
+    raise RuntimeError("the copy was refused")
+
+
+async def test_a_load_that_fails_leaves_the_block_free_and_host_memory_right(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = new_pools(1)
+    async with await opened(config, pools) as store:
+        assert await computed(store, pools, 1)
+        await store.flush()
+    async with await opened(config, pools) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr(CpuCopier, "copy_in", refused)
+            assert await store.acquire(hash_of(1)) is None
+            assert store.counters["loads_failed"] == 1
+            into = {name: torch.zeros_like(tensor) for name, tensor in content(1).items()}
+            assert await store.get(hash_of(1), into), "it can go past the pool"
+            assert all(torch.equal(into[name], tensor) for name, tensor in content(1).items())
+        block = await store.acquire(hash_of(1))
+        assert block == 0
+        assert holds(pools, block, 1)
+
+
+async def test_a_save_that_fails_leaves_the_block_in_the_pool_alone(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = new_pools(2)
+    async with await opened(config, pools) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr(CpuCopier, "copy_out", refused)
+            assert not await store.put(hash_of(1), content(1))
+            await computed(store, pools, 2)
+            await store.flush()
+        assert store.counters["saves_failed"] == 2
+        for number in (1, 2):
+            where = store.where(hash_of(number))
+            assert (where.device, where.host, where.bucket) == (True, False, None)
+        assert await store.put(hash_of(1), content(1)), "the next one brings it to the bucket"
+        await store.flush()
+        assert store.where(hash_of(1)).bucket
+
+
+async def test_what_cannot_be_is_refused(config: Config) -> None:
+    pools = new_pools(2)
+    with pytest.raises(ConfigError, match="allowed is one of them"):
+        await opened(config, pools, device_blocks=2)
+    with pytest.raises(ValueError, match="0 to 1"):
+        await opened(config, pools, pool_blocks=[1, 2])
+    with pytest.raises(ValueError, match="expected are"):
+        await opened(config, {"k": pools["k"]})
+    with pytest.raises(UnsupportedError, match="layer k"):
+        await opened(config, pools | {"k": pools["k"][:1].expand(2, 4, 64)})
+    async with await opened(config, None) as store:
+        for call in (store.allocate, lambda: store.release(0), lambda: store.put_block(b"x", 0)):
+            with pytest.raises(ConfigError, match="pools="):
+                call()
+        with pytest.raises(ConfigError, match="pools="):
+            await store.acquire(b"x")

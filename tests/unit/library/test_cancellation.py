@@ -1,0 +1,224 @@
+"""What a cancelled call of the library leaves behind, and what it does to the caller's tensors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import torch
+
+from s3kv.config import Config
+from s3kv.library.tiered_store import TieredStore
+from tests.unit.library.stores import (
+    NAMESPACE,
+    ROWS,
+    SHAPES,
+    SlowThreads,
+    block,
+    cancelled_in_its_copy,
+    fresh_bucket,
+    hash_of,
+    new_pools,
+    room,
+    rows,
+    same,
+    slow_threads,
+)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    with fresh_bucket(monkeypatch) as config:
+        yield config
+
+
+async def opened(config: Config, **more: object) -> TieredStore:
+    return await TieredStore.open(  # type: ignore[no-any-return, unused-ignore]
+        config,
+        shapes=SHAPES,
+        namespace=NAMESPACE,
+        tensors=ROWS,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+async def store(config: Config) -> AsyncIterator[TieredStore]:
+    async with await opened(config) as store:
+        yield store
+
+
+@pytest.fixture
+def threads(store: TieredStore) -> SlowThreads:
+    return slow_threads()
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_cancelled_put_keeps_what_the_tensors_held_or_nothing(
+    config: Config, store: TieredStore, times: int
+) -> None:
+    threads = slow_threads()
+    for number in range(3):
+        tensors = block(number)
+
+        def overwrite(tensors: dict[str, torch.Tensor] = tensors) -> None:
+            for tensor in tensors.values():
+                tensor.fill_(7)
+
+        await cancelled_in_its_copy(threads, store.put(hash_of(number), tensors), overwrite, times)
+    for number in range(3):
+        into = room()
+        if await store.get(hash_of(number), into):
+            assert same(into, block(number))
+    await store.flush()
+    async with await opened(config) as other:
+        for number in range(3):
+            into = room()
+            if await other.get(hash_of(number), into):
+                assert same(into, block(number)), "what is sealed in the bucket"
+
+
+async def test_a_cancelled_put_tensor_keeps_what_the_tensor_held_or_nothing(
+    store: TieredStore,
+) -> None:
+    threads = slow_threads()
+    for number in range(3):
+        tensor = rows(number)
+        put = store.put_tensor(hash_of(number), tensor)
+        await cancelled_in_its_copy(threads, put, lambda tensor=tensor: tensor.fill_(7))
+        got = await store.get_tensor(hash_of(number))
+        assert got is None or torch.equal(got, rows(number))
+
+
+async def test_nothing_writes_to_the_tensors_of_a_get_that_was_cancelled(
+    store: TieredStore,
+) -> None:
+    threads = slow_threads()
+    assert await store.put(hash_of(1), block(1))
+    into = room()
+
+    def overwrite() -> None:
+        for tensor in into.values():
+            tensor.fill_(7)
+
+    while threads.begun.acquire(blocking=False):
+        pass
+    await cancelled_in_its_copy(threads, store.get(hash_of(1), into), overwrite)
+    assert all((tensor == 7).all() for tensor in into.values())
+    assert await store.get(hash_of(1), into)
+    assert same(into, block(1))
+
+
+async def test_a_time_limit_is_told_as_one(store: TieredStore) -> None:
+    """`CancelledError` arrives at the timeout that has asked for it, one or two of them."""
+    threads = slow_threads()
+    threads.gate.clear()
+    opening = asyncio.get_running_loop().call_later(0.2, threads.gate.set)
+    with pytest.raises(TimeoutError):  # noqa: PT012 the timeouts are what is tried
+        async with asyncio.timeout(0.1):
+            async with asyncio.timeout(0.05):
+                await store.put(hash_of(1), block(1))
+    assert opening.when() <= asyncio.get_running_loop().time(), "the copy was waited for"
+    threads.gate.clear()
+    asyncio.get_running_loop().call_later(0.2, threads.gate.set)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(store.put(hash_of(2), block(2)), 0.05)
+    await asyncio.sleep(0)  # and is not cancelled once more
+
+
+async def test_one_failing_call_of_a_group_ends_the_others_whole(store: TieredStore) -> None:
+    threads = slow_threads()
+    threads.gate.clear()
+
+    async def fail() -> None:
+        while not threads.begun.acquire(blocking=False):  # noqa: ASYNC110 threads tell no loop
+            await asyncio.sleep(0.001)
+        asyncio.get_running_loop().call_later(0.05, threads.gate.set)
+        raise LookupError
+
+    tensors = [block(number) for number in range(4)]
+    with pytest.raises(Exception, match="unhandled errors") as told:  # noqa: PT012
+        async with asyncio.TaskGroup() as group:
+            for number, content in enumerate(tensors):
+                group.create_task(store.put(hash_of(number), content))
+            group.create_task(fail())
+    assert told.group_contains(LookupError)
+    for content in tensors:
+        for tensor in content.values():
+            tensor.fill_(7)
+    for number in range(4):
+        into = room()
+        assert not await store.get(hash_of(number), into) or same(into, block(number))
+
+
+async def test_a_copy_that_fails_in_a_cancelled_call_is_told_in_the_log(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the copy was refused")
+
+    threads = slow_threads()
+    with monkeypatch.context() as broken:
+        broken.setattr("s3kv.device.tensors.BlockTensors.copy_out", refuse)
+        await cancelled_in_its_copy(threads, store.put(hash_of(1), block(1)), int)
+        assert not await store.put(hash_of(2), block(2))
+    assert caplog.text.count("the copy was refused") == 2
+    assert await store.put(hash_of(1), block(1))
+    assert not await store.flush()
+
+
+async def test_a_cancelled_reader_leaves_the_fetch_to_the_others(config: Config) -> None:
+    async with await opened(config) as store:
+        assert await store.put(hash_of(1), block(1))
+        assert await store.put_tensor(hash_of(1), rows(1))
+    async with await opened(config) as store:
+        gets = [asyncio.create_task(store.get(hash_of(1), room())) for _ in range(4)]
+        tensors = [asyncio.create_task(store.get_tensor(hash_of(1))) for _ in range(4)]
+        await asyncio.sleep(0)
+        gets[0].cancel()
+        tensors[0].cancel()
+        assert all(await asyncio.gather(*gets[1:]))
+        for tensor in await asyncio.gather(*tensors[1:]):
+            assert tensor is not None
+            assert torch.equal(tensor, rows(1))
+        assert gets[0].cancelled()
+        assert tensors[0].cancelled()
+        assert store.counters["fetches"] == store.tensor_counters["fetches"] == 1
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+async def test_a_store_outlives_the_end_of_every_task(config: Config, turns: int) -> None:
+    """As `asyncio.run` ends them, those of the store as well."""
+    pools = new_pools(4)
+    async with await opened(config, pools=pools) as store:
+        assert await store.put(hash_of(0), block(0))
+        assert await store.put_tensor(hash_of(0), rows(0))
+        await store.flush()
+    async with await opened(config, pools=pools) as store:
+        calls = [
+            asyncio.create_task(call)
+            for call in (
+                store.put(hash_of(1), block(1)),
+                store.get(hash_of(0), room()),
+                store.acquire(hash_of(0)),
+                store.put_tensor(hash_of(1), rows(1)),
+                store.get_tensor(hash_of(0)),
+            )
+        ]
+        for _ in range(turns):
+            await asyncio.sleep(0.001)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        for number in (0, 1):
+            assert await store.put(hash_of(number), block(number))
+            assert await store.put_tensor(hash_of(number), rows(number))
+        assert not await store.flush()
+        for number in (0, 1):
+            into = room()
+            assert await store.get(hash_of(number), into)
+            assert same(into, block(number))
+            got = await store.get_tensor(hash_of(number))
+            assert got is not None
+            assert torch.equal(got, rows(number))

@@ -1,0 +1,270 @@
+"""Thousands of calls of the library at once, a third of them cancelled at random moments.
+
+`S3KV_SEED=…` draws the same calls and moments again; what a call is doing then depends on the
+machine. A caller whose put was cancelled writes to its tensors at once, and one whose get was
+cancelled looks later whether anybody else has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from s3kv.config import Config
+from s3kv.library.tensor_store import TensorRows
+from s3kv.library.tiered_store import TieredStore
+from tests.unit.library.stores import (
+    MAX_ITEM_BYTES,
+    NAMESPACE,
+    WIDTH,
+    fresh_bucket,
+    hash_of,
+    rows,
+    same,
+)
+
+SHAPES = {"k": ((16, 512), torch.bfloat16), "v": ((8, 512), torch.float32)}
+"""So large that the least host memory there is holds 28 blocks."""
+BLOCKS = 60
+TENSORS = 40
+POOL = 6
+TASKS = 12
+LONGEST_S = 40.0
+OVERWRITTEN = 7
+
+
+def content(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return {n: torch.randn(s, generator=generator).to(d) for n, (s, d) in SHAPES.items()}
+
+
+CONTENT = [content(number) for number in range(BLOCKS)]
+ITEMS = [rows(number, 1 + 13 * number % 600) for number in range(TENSORS)]
+
+
+class LateThreads(ThreadPoolExecutor):
+    """Half of what they are given begins a little later, so that cancellations strike copies."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__(max_workers=8)
+        self._draw = draw
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        pause_s = self._draw.choice([0.0, self._draw.random() * 0.004])
+
+        def late() -> Any:
+            time.sleep(pause_s)
+            return work(*args, **named)
+
+        return super().submit(late)
+
+
+class Caller:
+    """Makes calls, and compares every byte it gets."""
+
+    def __init__(self, store: TieredStore, pools: dict[str, torch.Tensor], seed: int) -> None:
+        self.ends: Counter[str] = Counter()
+        self.mine: list[dict[str, torch.Tensor]] = []
+        """Tensors of gets that were cancelled, which nobody may write to any more."""
+        self._store = store
+        self._pools = pools
+        self._draw = random.Random(seed)
+
+    async def calls(self, count: int) -> None:
+        kinds = (self.put, self.get, self.put_tensor, self.get_tensor, self.block)
+        for _ in range(count):
+            kind = self._draw.choices(kinds, (4, 5, 3, 4, 4))[0]
+            async with asyncio.timeout(LONGEST_S):
+                if self._draw.random() < 0.05:
+                    wanted = self._draw.sample(range(BLOCKS), 20)
+                    self._store.prefetch(map(hash_of, wanted))
+                elif self._draw.random() < 0.02:
+                    with suppress(asyncio.CancelledError):
+                        await self.cut(self._store.flush())
+                else:
+                    await kind()
+            self.ends["calls"] += 1
+
+    async def cut(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The call's result; in three of ten cases it is cancelled, in one way or another."""
+        if self._draw.random() >= 0.3:
+            return await call
+        pause_s = self._draw.choice([0.0, self._draw.random() * 0.02])
+        way = self._draw.randrange(3)
+        try:
+            if way == 0:
+                return await asyncio.wait_for(call, pause_s or None)
+            if way == 1:
+                async with asyncio.timeout(pause_s):
+                    return await call
+            task = asyncio.ensure_future(call)
+            for _ in range(self._draw.randrange(1, 4)):
+                await asyncio.sleep(pause_s)
+                task.cancel()
+            return await task
+        except (TimeoutError, asyncio.CancelledError):
+            self.ends["cancelled"] += 1
+            raise asyncio.CancelledError from None
+
+    async def put(self) -> None:
+        number = self._draw.randrange(BLOCKS)
+        tensors = {name: tensor.clone() for name, tensor in CONTENT[number].items()}
+        wait = self._draw.random() < 0.5
+        try:
+            await self.cut(self._store.put(hash_of(number), tensors, wait=wait))
+        except asyncio.CancelledError:
+            self.ends["put cancelled"] += 1
+        for tensor in tensors.values():
+            tensor.fill_(OVERWRITTEN)
+
+    async def get(self) -> None:
+        number = self._draw.randrange(BLOCKS)
+        into = {name: torch.zeros_like(tensor) for name, tensor in CONTENT[number].items()}
+        try:
+            hit = await self.cut(self._store.get(hash_of(number), into))
+        except asyncio.CancelledError:
+            self.ends["get cancelled"] += 1
+            for tensor in into.values():
+                tensor.fill_(OVERWRITTEN)
+            self.mine.append(into)
+            return
+        if hit:
+            assert same(into, CONTENT[number])
+            self.ends["hits"] += 1
+
+    async def put_tensor(self) -> None:
+        number = self._draw.randrange(TENSORS)
+        tensor = ITEMS[number].clone()
+        wait = self._draw.random() < 0.5
+        try:
+            await self.cut(self._store.put_tensor(hash_of(number), tensor, wait=wait))
+        except asyncio.CancelledError:
+            self.ends["put cancelled"] += 1
+        tensor.fill_(OVERWRITTEN)
+
+    async def get_tensor(self) -> None:
+        number = self._draw.randrange(TENSORS)
+        try:
+            got = await self.cut(self._store.get_tensor(hash_of(number)))
+        except asyncio.CancelledError:
+            self.ends["get cancelled"] += 1
+            return
+        if got is not None:
+            assert torch.equal(got, ITEMS[number])
+            self.ends["tensor hits"] += 1
+
+    async def block(self) -> None:
+        number = self._draw.randrange(BLOCKS)
+        try:
+            block = await self.cut(self._store.acquire(hash_of(number)))
+        except asyncio.CancelledError:
+            self.ends["acquire cancelled"] += 1
+            return
+        if block is None:
+            block = self._store.allocate()
+            if block is None:
+                return
+            for name, tensor in CONTENT[number].items():
+                self._pools[name][block] = tensor
+            self._store.put_block(hash_of(number), block)
+        else:
+            self.ends["acquired"] += 1
+        await asyncio.sleep(self._draw.choice([0.0, 0.002]))
+        held = {name: pool[block] for name, pool in self._pools.items()}
+        assert same(held, CONTENT[number])
+        self._store.release(block)
+
+
+async def opened(config: Config, pools: dict[str, torch.Tensor]) -> TieredStore:
+    return await TieredStore.open(
+        config,
+        shapes=SHAPES,
+        namespace=NAMESPACE,
+        pools=pools,
+        tensors=TensorRows((WIDTH,), torch.bfloat16, host_bytes=2**19),
+    )
+
+
+async def soak(config: Config, seed: int, calls: int) -> Counter[str]:
+    asyncio.get_running_loop().set_default_executor(LateThreads(random.Random(seed)))
+    pools = {n: torch.zeros((POOL, *shape), dtype=dtype) for n, (shape, dtype) in SHAPES.items()}
+    ends: Counter[str] = Counter()
+    async with await opened(config, pools) as store:
+        callers = [Caller(store, pools, seed * TASKS + n) for n in range(TASKS)]
+        async with asyncio.TaskGroup() as group:
+            for caller in callers:
+                group.create_task(caller.calls(calls // TASKS))
+        async with asyncio.timeout(LONGEST_S):
+            assert not await store.flush()
+        for caller in callers:
+            ends += caller.ends
+            for tensors in caller.mine:
+                assert all((tensor == OVERWRITTEN).all() for tensor in tensors.values())
+        await nothing_is_held(store)
+        ends["evictions"] = store.counters["evictions"]
+        ends["tensor evictions"] = store.tensor_counters["evictions"]
+    async with await opened(config, pools) as store:
+        await compare_the_bucket(store)
+    return ends
+
+
+async def nothing_is_held(store: TieredStore) -> None:
+    assert store._rows is not None
+    async with asyncio.timeout(LONGEST_S):
+        while store._tiers._loading:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for ledger in (store._host.ledger, store._rows.tier.ledger):
+            while ledger.fetches_inflight or ledger.table.statistics().reserved:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            ledger.check()
+            held = ledger.table.statistics()
+            assert (held.reserved, held.dirty, held.pinned) == (0, 0, 0)
+    assert None not in [store.allocate() for _ in range(POOL)]
+
+
+async def compare_the_bucket(store: TieredStore) -> None:
+    async def compare(number: int) -> bool:
+        into = {name: torch.zeros_like(tensor) for name, tensor in CONTENT[number].items()}
+        hit = await store.get(hash_of(number), into)
+        assert not hit or same(into, CONTENT[number]), "sealed in the bucket"
+        return hit
+
+    async def compare_tensor(number: int) -> bool:
+        got = await store.get_tensor(hash_of(number))
+        assert got is None or torch.equal(got, ITEMS[number]), "sealed in the bucket"
+        return got is not None
+
+    hits = [await compare(number) for number in range(BLOCKS)]
+    tensor_hits = [await compare_tensor(number) for number in range(TENSORS)]
+    # The seed decides how many were put: with 300 calls 41 to 50 of 60, and 20 to 30 of 40.
+    assert sum(hits) > BLOCKS // 4
+    assert sum(tensor_hits) > TENSORS // 4
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "calls", [200, pytest.param(5_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
+def test_calls_cancelled_at_any_moment_leave_the_store_right(
+    monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    seed = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**31)))
+    print(f"S3KV_SEED={seed}")
+    assert max(map(len, ITEMS)) * WIDTH * 2 < MAX_ITEM_BYTES
+    with fresh_bucket(monkeypatch) as config:
+        ends = asyncio.run(soak(config, seed, calls))
+    print(dict(ends))
+    assert ends["calls"] == calls // TASKS * TASKS, "nobody was cancelled by mistake"
+    wanted = ("put cancelled", "get cancelled", "acquire cancelled", "hits", "tensor hits")
+    for end in (*wanted, "acquired", "evictions", "tensor evictions"):
+        assert ends[end] > calls // 200, end

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from s3kv.objects.codec import ALIGN_BYTES, SEGMENT_BYTES, ChunkFormat
+from s3kv.objects.headers import MAX_HEADER_BYTES, read_header
+from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.types import TensorSpec
+from tests.unit.objects.suite import pattern
+
+DIGEST = "0123456789abcdef0123456789abcdef"
+HASH = bytes(range(32))
+KV = TensorSpec(
+    "g0",
+    "BF16",
+    (2, 2, 3),
+    (TensorSpec("layers.0.kv", "BF16", (3,)), TensorSpec("layers.1.kv", "BF16", (3,))),
+)
+UNLIKE = TensorSpec(
+    "g1",
+    "U8",
+    (2, 6),
+    (TensorSpec("layers.10.kv", "F32", (1,)), TensorSpec("layers.2.scale", "U8", (2,))),
+)
+FORMAT = ChunkFormat(
+    DIGEST, (KV, UNLIKE, TensorSpec("rest", "U8", ())), 1, "h0-3of8-l0-31of32", first_block=3
+)
+SEALED_HEADER_JSON = (
+    '{"__metadata__":{"s3kv.format":"2","s3kv.namespace":"0123456789abcdef0123456789abcdef",'
+    '"s3kv.coverage":"1","s3kv.shard":"h0-3of8-l0-31of32","s3kv.block_hash":'
+    '"000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",'
+    '"s3kv.first_block":"3","s3kv.blocks":"2","s3kv.layers":'
+    r'"{\"g0\":[[\"layers.0.kv\",\"BF16\",[3]],[\"layers.1.kv\",\"BF16\",[3]]],'
+    r'\"g1\":[[\"layers.10.kv\",\"F32\",[1]],[\"layers.2.scale\",\"U8\",[2]]]}",'
+    '"s3kv.algorithm":"xxh3-128","s3kv.digests":"%s"},'
+    '"g0":{"dtype":"BF16","shape":[2,2,3],"data_offsets":[0,24]},'
+    '"g1":{"dtype":"U8","shape":[2,6],"data_offsets":[24,36]},'
+    '"rest":{"dtype":"U8","shape":[],"data_offsets":[36,37]}}'
+)
+
+
+def sealed(chunk_format: ChunkFormat = FORMAT, block_hash: bytes = HASH) -> memoryview:
+    buffer = memoryview(bytearray(chunk_format.object_bytes))
+    buffer[chunk_format.header_bytes :] = pattern(chunk_format.payload_bytes, 1)
+    chunk_format.seal(buffer, block_hash)
+    return buffer
+
+
+def check(buffer: memoryview | bytes, chunk_format: ChunkFormat = FORMAT) -> str | None:
+    view = memoryview(buffer)
+    return chunk_format.check(view, len(view), HASH)
+
+
+def test_golden_object() -> None:
+    """These bytes are on buckets. A change needs a new format version."""
+    payload = bytes(pattern(37, 1))
+    parts = (payload[:24], payload[24:36], payload[36:])
+    digests = ",".join(map(xxhash.xxh3_128_hexdigest, parts))
+    assert digests.startswith("2ea232fbd95615a22cbdc9fe898d19f3,")
+    expected = (4088).to_bytes(8, "little") + (SEALED_HEADER_JSON % digests).encode().ljust(4088)
+    assert bytes(sealed()) == expected + payload
+
+
+def test_safetensors_reads_it(tmp_path: Any) -> None:
+    data = bytes(sealed())
+    payload = data[FORMAT.header_bytes :]
+    tensors = safetensors.torch.load(data)
+    assert sorted(tensors) == sorted(t.name for t in FORMAT.tensors)
+    assert tensors["g1"].flatten().tolist() == list(payload[24:36])
+    assert (tensors["g0"].shape, tensors["g0"].dtype) == ((2, 2, 3), torch.bfloat16)
+    (tmp_path / "chunk").write_bytes(data)
+    with safetensors.safe_open(tmp_path / "chunk", framework="pt") as file:
+        assert file.metadata()["s3kv.block_hash"] == HASH.hex()
+        assert file.get_tensor("rest").item() == payload[36]
+
+
+@pytest.mark.parametrize("hash_bytes", [1, 16, 32, 64])
+def test_header_has_one_length_for_all_hashes(hash_bytes: int) -> None:
+    block_hash = bytes(hash_bytes)
+    buffer = sealed(block_hash=block_hash)
+    assert FORMAT.header_bytes % ALIGN_BYTES == 0
+    assert FORMAT.check(buffer, len(buffer), block_hash) is None
+    assert read_header(buffer).header_bytes == FORMAT.header_bytes
+
+
+@given(layers=st.integers(1, 200))
+def test_header_is_aligned_for_any_number_of_layers(layers: int) -> None:
+    tensors = tuple(TensorSpec(f"model.layers.{i}.kv", "U8", (1,)) for i in range(layers))
+    chunk_format = ChunkFormat(DIGEST, tensors, 0, "t0")
+    assert chunk_format.header_bytes % ALIGN_BYTES == 0
+    buffer = sealed(chunk_format)
+    assert check(buffer, chunk_format) is None
+    assert len(safetensors.torch.load(bytes(buffer))) == layers
+
+
+def test_round_trip_by_parser() -> None:
+    header = read_header(sealed())
+    assert header.tensors == FORMAT.tensors
+    assert (header.namespace_digest, header.coverage, header.shard) == (DIGEST, 1, FORMAT.shard)
+    assert (header.block_hash, header.algorithm) == (HASH, "xxh3-128")
+    assert (header.first_block, header.blocks, len(header.digests)) == (3, 2, 3)
+    assert header.payload_bytes == FORMAT.payload_bytes
+
+
+def test_header_alone_can_be_read() -> None:
+    buffer = sealed()
+    header = read_header(buffer[: FORMAT.header_bytes], object_bytes=len(buffer))
+    assert header == read_header(buffer)
+
+
+def test_every_single_damaged_byte_is_refused() -> None:
+    buffer = sealed()
+    for at in range(len(buffer)):
+        buffer[at] ^= 0x01
+        assert check(buffer) is not None, at
+        buffer[at] ^= 0x01
+    assert check(buffer) is None
+
+
+@given(at=st.integers(0, FORMAT.object_bytes - 1), value=st.integers(0, 255))
+def test_any_other_value_of_any_byte_is_refused(at: int, value: int) -> None:
+    buffer = sealed()
+    same = buffer[at] == value
+    buffer[at] = value
+    assert (check(buffer) is None) == same
+
+
+@given(nbytes=st.integers(0, 2 * FORMAT.object_bytes))
+def test_any_other_length_is_refused(nbytes: int) -> None:
+    data = (bytes(sealed()) * 2)[:nbytes]
+    assert check(data) == (None if nbytes == FORMAT.object_bytes else "length")
+
+
+def test_length_beyond_the_buffer_is_refused() -> None:
+    buffer = sealed()
+    assert FORMAT.check(buffer, len(buffer) + 1, HASH) == "length"
+    assert FORMAT.check(buffer[:-1], len(buffer), HASH) == "length"
+
+
+@given(block_hash=st.binary(min_size=1, max_size=64))
+def test_foreign_hash_is_refused(block_hash: bytes) -> None:
+    buffer = sealed(block_hash=block_hash)
+    assert check(buffer) == (None if block_hash == HASH else "block_hash")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"namespace_digest": "f" * 32}, "namespace"),
+        ({"coverage": 2}, "coverage"),
+        ({"shard": "h4-7of8-l0-31of32"}, "shard"),
+        ({"first_block": 4}, "blocks"),
+        ({"tensors": (*FORMAT.tensors[:2], TensorSpec("other", "U8", ()))}, "tensors"),
+        ({"tensors": (KV, TensorSpec("g1", "U8", (2, 6)), FORMAT.tensors[2])}, "tensors"),
+        ({"tensors": (TensorSpec("g0", "U8", (37,)),)}, "blocks"),
+        ({"tensors": (TensorSpec("a", "U8", (36,)),)}, "length"),
+    ],
+)
+def test_foreign_format_is_refused(change: dict[str, Any], reason: str) -> None:
+    assert check(sealed(dataclasses.replace(FORMAT, **change))) == reason
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b'"s3kv.format":"2"', b'"s3kv.format":"1"', "version"),
+        (b'xxh3-128"', b'xxh3-64" ', "algorithm"),
+        (b"layers.0.kv", b"layers.7.kv", "tensors"),
+        (b"[1]", b"[2]", "tensors"),
+        (b"[2,2,3]", b"[2,3,2]", "tensors"),
+        (b"}} ", b"} }", "header"),
+        (b"__metadata__", b"__mitadata__", "header"),
+    ],
+)
+def test_altered_header_is_refused(old: bytes, new: bytes, reason: str) -> None:
+    data = bytes(sealed())
+    assert data.count(old) == 1
+    assert check(data.replace(old, new)) == reason
+
+
+LARGE = ChunkFormat(
+    DIGEST,
+    (
+        TensorSpec("small", "U8", (5,)),
+        TensorSpec("large", "U8", (2 * SEGMENT_BYTES + 1,)),
+        TensorSpec("none", "U8", (0,)),
+        TensorSpec("exact", "U8", (SEGMENT_BYTES,)),
+    ),
+    0,
+    "whole",
+)
+
+
+def test_a_segment_is_8_mib_of_one_part() -> None:
+    assert LARGE.parts == (range(1), range(1, 4), range(4, 4), range(4, 5))
+    assert [len(span) for span in LARGE.segments] == [5, 2**23, 2**23, 1, 2**23]
+    assert LARGE.segments[-1].stop == LARGE.payload_bytes
+
+
+@pytest.mark.parametrize("integrity", [XXH3, Integrity("blake3-keyed", bytes(32))])
+def test_every_run_of_segments_is_verified_alone(integrity: Integrity) -> None:
+    form = dataclasses.replace(FORMAT, integrity=integrity)
+    data = sealed(form)
+    header, payload = data[: form.header_bytes], bytes(data[form.header_bytes :])
+    for first, last in itertools.combinations(range(4), 2):
+        begin, end = form.segments[first].start, form.segments[last - 1].stop
+        numbers, piece = range(first, last), bytearray(payload[begin:end])
+        assert form.check_segments(header, numbers, memoryview(piece), HASH) is None
+        for at in range(len(piece)):
+            piece[at] ^= 1
+            assert form.check_segments(header, numbers, memoryview(piece), HASH) == "digest"
+            piece[at] ^= 1
+        for wrong in (piece[:-1], piece + b"x"):
+            assert form.check_segments(header, numbers, memoryview(wrong), HASH) == "length"
+        other = memoryview(piece)
+        assert form.check_segments(header, numbers, other, HASH[::-1]) == "block_hash"
+
+
+def test_a_segment_does_not_depend_on_the_digests_of_others() -> None:
+    data = sealed()
+    header, payload = data[: FORMAT.header_bytes], data[FORMAT.header_bytes :]
+    at = bytes(header).index(read_header(data).digests[1].encode())
+    header[at] = ord('"')
+    assert FORMAT.check_segments(header, range(1), payload[:24], HASH) is None
+    assert FORMAT.check_segments(header, range(1, 2), payload[24:36], HASH) == "header"
+
+
+def test_with_a_key_a_segment_has_a_place() -> None:
+    """Equal segments have different digests, so that none can stand for another."""
+    specs = tuple(TensorSpec(name, "U8", (8,)) for name in "ab")
+    form = ChunkFormat(DIGEST, specs, 0, "whole", Integrity("blake3-keyed", bytes(32)))
+    buffer = memoryview(bytearray(form.object_bytes))
+    form.seal(buffer, HASH)
+    one, other = read_header(buffer).digests
+    assert one != other
+    swapped = bytes(buffer).replace(f"{one},{other}".encode(), f"{other},{one}".encode())
+    assert check(swapped, form) == "digest"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda d: d[:-1], lambda d: [*d, d[0]], lambda d: d[::-1], lambda d: [d[0]] * 3, lambda d: []],
+    ids=["short", "long", "reversed", "repeated", "empty"],
+)
+def test_a_list_of_other_digests_is_refused(change: Callable[[list[str]], list[str]]) -> None:
+    digests = list(read_header(sealed()).digests)
+    data = bytes(sealed())
+    header = data[: FORMAT.header_bytes].rstrip()
+    header = header.replace(",".join(digests).encode(), ",".join(change(digests)).encode())
+    assert check(header.ljust(FORMAT.header_bytes) + data[FORMAT.header_bytes :]) == "digest"
+
+
+def test_damaged_payload_is_told_from_a_foreign_object() -> None:
+    buffer = sealed()
+    buffer[-1] ^= 0x80
+    assert check(buffer) == "digest"
+
+
+def test_format_is_plain_data() -> None:
+    copy = pickle.loads(pickle.dumps(FORMAT))
+    assert copy == FORMAT
+    assert check(sealed(), copy) is None
+    fields = [getattr(FORMAT, f.name) for f in dataclasses.fields(FORMAT) if f.init]
+    assert ChunkFormat(*fields) == FORMAT
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (),
+        (TensorSpec("a", "U8", (1,)), TensorSpec("a", "U8", (1,))),
+        (TensorSpec("__metadata__", "U8", (1,)),),
+        (TensorSpec("a?", "U8", (1,)),),
+        (KV, dataclasses.replace(UNLIKE, shape=(3, 4))),
+        tuple(TensorSpec(f"t{i:0100}", "U8", (1,)) for i in range(MAX_HEADER_BYTES // 140)),
+    ],
+    ids=["none", "twice", "reserved", "question mark", "blocks", "too many"],
+)
+def test_format_refuses(tensors: tuple[TensorSpec, ...]) -> None:
+    with pytest.raises(ValueError, match=r"tensors|question mark|header of"):
+        ChunkFormat(DIGEST, tensors, 0, "t0")
+
+
+def test_seal_refuses() -> None:
+    with pytest.raises(ValueError, match="buffer of"):
+        FORMAT.seal(memoryview(bytearray(FORMAT.object_bytes - 1)), HASH)
+    with pytest.raises(ValueError, match="block hash"):
+        FORMAT.seal(memoryview(bytearray(FORMAT.object_bytes)), b"")

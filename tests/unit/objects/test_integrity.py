@@ -1,0 +1,272 @@
+"""What each mode of `integrity` lets pass, and what it must not."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+from blake3 import blake3
+
+from s3kv.config import SECRET_VARIABLE, Config
+from s3kv.errors import ConfigError
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.headers import read_header
+from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.types import TensorSpec
+from tests.unit.objects.suite import pattern
+
+SECRET = "correct horse battery staple"
+KEYED = Integrity("blake3-keyed", bytes(range(32)))
+NONE = Integrity("none")
+HASH = bytes(range(32))
+PLAIN = ChunkFormat(
+    "0123456789abcdef" * 2, (TensorSpec("kv", "U8", (5000,)),), 0, "h0-7of8-l0-31of32"
+)
+
+
+def of(integrity: Integrity, **changes: Any) -> ChunkFormat:
+    return dataclasses.replace(PLAIN, integrity=integrity, **changes)
+
+
+def sealed(chunk: ChunkFormat, block_hash: bytes = HASH, seed: int = 1) -> memoryview:
+    buffer = memoryview(bytearray(chunk.object_bytes))
+    buffer[chunk.header_bytes :] = pattern(chunk.payload_bytes, seed)
+    chunk.seal(buffer, block_hash)
+    return buffer
+
+
+def refusal(chunk: ChunkFormat, data: bytes | memoryview, block_hash: bytes = HASH) -> str | None:
+    view = memoryview(data)
+    return chunk.check(view, len(view), block_hash)
+
+
+# ------------------------------------------------------------------------------- the format
+
+
+@pytest.mark.parametrize("integrity", [XXH3, KEYED, NONE], ids=lambda i: i.mode)
+def test_what_was_sealed_is_taken(integrity: Integrity) -> None:
+    chunk = of(integrity)
+    assert refusal(chunk, sealed(chunk)) is None
+    header = read_header(sealed(chunk))
+    assert header.algorithm == integrity.algorithm
+    assert [len(d) for d in header.digests] == [integrity.digest_chars] * (integrity is not NONE)
+
+
+def test_golden_keyed_digest() -> None:
+    """On buckets. It covers the header without digests, the segment's number, and the segment."""
+    chunk = of(KEYED)
+    data = bytes(sealed(chunk))
+    (said,) = read_header(memoryview(data)).digests
+    assert said == "42eb32351f8eea0cc3bc462a63adc7f9fee15ff33c284aaee54699a7199b1d8a"
+    text = data[8 : chunk.header_bytes].rstrip().replace(said.encode(), b"")
+    header = data[:8] + text.ljust(chunk.header_bytes - 8)
+    covered = header + bytes(8) + data[chunk.header_bytes :]
+    assert blake3(covered, key=KEYED.key).hexdigest() == said
+
+
+def test_no_mode_takes_an_object_of_another() -> None:
+    for one in (XXH3, KEYED, NONE):
+        for other in (XXH3, KEYED, NONE):
+            if one is not other:
+                assert refusal(of(one), sealed(of(other))) == "algorithm"
+
+
+@pytest.mark.parametrize("integrity", [XXH3, KEYED], ids=lambda i: i.mode)
+def test_every_flipped_bit_is_refused(integrity: Integrity) -> None:
+    chunk = of(integrity)
+    buffer = sealed(chunk)
+    for at in range(len(buffer)):
+        buffer[at] ^= 1 << at % 8
+        assert refusal(chunk, buffer) is not None, at
+        buffer[at] ^= 1 << at % 8
+    assert refusal(chunk, buffer) is None
+
+
+def test_without_a_digest_the_payload_is_believed_and_nothing_else() -> None:
+    chunk = of(NONE)
+    buffer = sealed(chunk)
+    buffer[-1] ^= 1
+    assert refusal(chunk, buffer) is None
+    assert refusal(chunk, buffer[:-1]) == "length"
+    assert refusal(chunk, buffer, b"other") == "block_hash"
+    buffer[100] ^= 1
+    assert refusal(chunk, buffer) is not None
+
+
+# ---------------------------------------------------------------------------------- forgery
+
+
+def forged_payload(good: bytes) -> bytes:
+    """Other bytes, and the digest anybody can compute."""
+    chunk = of(XXH3)
+    payload = bytes(pattern(chunk.payload_bytes, 2))
+    (old,) = read_header(memoryview(good)).digests
+    new = xxhash.xxh3_128_hexdigest(payload).ljust(len(old), "0")[: len(old)]
+    return good[: of(KEYED).header_bytes].replace(old.encode(), new.encode()) + payload
+
+
+def sealed_with_another_key(good: bytes) -> bytes:
+    return bytes(sealed(of(Integrity("blake3-keyed", bytes(32))), seed=2))
+
+
+def keyless(good: bytes) -> bytes:
+    """As an engine in mode xxh3 or none would write it, all else equal."""
+    return bytes(sealed(of(XXH3), seed=2))
+
+
+def undigested(good: bytes) -> bytes:
+    return bytes(sealed(of(NONE), seed=2))
+
+
+def other_chunk(good: bytes) -> bytes:
+    """A good object of another chunk, as it is."""
+    return bytes(sealed(of(KEYED), block_hash=b"\x01" * 32, seed=2))
+
+
+def other_chunk_renamed(good: bytes) -> bytes:
+    """The same, with the header changed to say what is wanted."""
+    return other_chunk(good).replace((b"\x01" * 32).hex().encode(), HASH.hex().encode())
+
+
+def other_namespace_renamed(good: bytes) -> bytes:
+    data = bytes(sealed(of(KEYED, namespace_digest="f" * 32), seed=2))
+    return data.replace(b"f" * 32, PLAIN.namespace_digest.encode())
+
+
+def other_shard_renamed(good: bytes) -> bytes:
+    data = bytes(sealed(of(KEYED, shard="h0-3of8-l0-31of32"), seed=2))
+    return data.replace(b"h0-3of8-l0-31of32", b"h0-7of8-l0-31of32")
+
+
+def other_coverage_renamed(good: bytes) -> bytes:
+    data = bytes(sealed(of(KEYED, coverage=1), seed=2))
+    return data.replace(b'"s3kv.coverage":"1"', b'"s3kv.coverage":"0"')
+
+
+def other_tensors_renamed(good: bytes) -> bytes:
+    tensors = (TensorSpec("kv", "U8", (2, 2500)),)
+    chunk = of(KEYED, tensors=tensors)
+    data = bytes(sealed(chunk, seed=2))
+    head = data[: chunk.header_bytes].replace(b"[2,2500]", b"[5000]").ljust(chunk.header_bytes)
+    return head + data[chunk.header_bytes :]
+
+
+def spliced(good: bytes) -> bytes:
+    """This object's header before another's payload."""
+    return good[: of(KEYED).header_bytes] + other_chunk(good)[of(KEYED).header_bytes :]
+
+
+FORGERIES = [
+    forged_payload,
+    sealed_with_another_key,
+    keyless,
+    undigested,
+    other_chunk,
+    other_chunk_renamed,
+    other_namespace_renamed,
+    other_shard_renamed,
+    other_coverage_renamed,
+    other_tensors_renamed,
+    spliced,
+]
+
+
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda f: f.__name__)
+def test_whoever_may_write_cannot_forge_without_the_key(forge: Callable[[bytes], bytes]) -> None:
+    """They know the format, every object in the bucket, and which object will be asked for."""
+    chunk = of(KEYED)
+    data = forge(bytes(sealed(chunk)))
+    assert len(data) == chunk.object_bytes
+    assert refusal(chunk, data) is not None
+
+
+def test_without_a_key_a_forgery_passes() -> None:
+    """What xxh3 does not guard against; so that the documentation stays true."""
+    chunk = of(XXH3)
+    assert refusal(chunk, sealed(chunk, seed=2)) is None
+
+
+# -------------------------------------------------------------------------------- the secret
+
+
+def configured(**settings: Any) -> Config:
+    return Config(bucket="kv-cache", integrity="blake3-keyed", **settings)
+
+
+def test_a_secret_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret").write_text(SECRET + "\n")
+    from_file = Integrity.of(configured(integrity_secret_file=str(tmp_path / "secret")))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    from_environment = Integrity.of(configured())
+    assert from_file == from_environment
+    assert len(from_file.key) == 32
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET + "!")
+    assert Integrity.of(configured()) != from_file
+    assert Integrity.of(configured()).identity() != from_file.identity()
+
+
+def test_modes_and_secrets_have_different_identities() -> None:
+    other = Integrity("blake3-keyed", bytes(32))
+    identities = [str(i.identity()) for i in (XXH3, NONE, KEYED, other)]
+    assert len(set(identities)) == 4
+
+
+def test_the_secret_is_told_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    config = configured()
+    integrity = Integrity.of(config)
+    said = [repr(config), repr(integrity), str(integrity.identity()), repr(of(integrity))]
+    said.append(bytes(sealed(of(integrity))[: of(integrity).header_bytes]).decode("latin-1"))
+    for text in said:
+        assert SECRET not in text
+        assert integrity.key.hex() not in text
+        assert repr(integrity.key) not in text
+    assert SECRET.encode() not in pickle.dumps(integrity)
+    assert SECRET.encode() not in msgspec.msgpack.encode(config)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        (None, None, [SECRET_VARIABLE, "0 bytes", "16 random bytes"]),
+        ("secret", "too short", ["integrity_secret_file", "9 bytes", "16 random bytes"]),
+        ("missing", None, ["integrity_secret_file", "missing", "No such file"]),
+    ],
+)
+def test_no_secret_no_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str | None,
+    content: str | None,
+    words: list[str],
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    if file is not None and content is not None:
+        (tmp_path / file).write_text(content)
+    path = None if file is None else str(tmp_path / file)
+    with pytest.raises(ConfigError) as caught:
+        Integrity.of(configured(integrity_secret_file=path))
+    for word in words:
+        assert word in str(caught.value)
+    assert content is None or content not in str(caught.value)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ConfigError, match=r"blake3: pip install 's3kv\[integrity\]'"):
+        Integrity.of(configured())
+    assert Integrity.of(Config(bucket="kv-cache")) == XXH3

@@ -1,0 +1,92 @@
+"""Objects whose length is known only when they are there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from s3kv.objects.headers import read_header
+from s3kv.objects.integrity import Integrity
+from s3kv.objects.item_format import HEADER_BYTES, TENSOR, ItemFormat, object_bytes, width_of
+from s3kv.types import ItemShape
+
+NAMESPACE = "0123456789abcdef" * 2
+HASH = bytes(range(32))
+
+
+def sealed(rows: int, width: int, *, namespace: str = NAMESPACE) -> bytearray:
+    nbytes = object_bytes("BF16", rows, width)
+    data = bytearray(HEADER_BYTES) + random.Random(rows).randbytes(nbytes - HEADER_BYTES)
+    ItemFormat(namespace, "BF16", ItemShape(rows, nbytes)).seal(memoryview(data), HASH)
+    return data
+
+
+def reader(rows: int, room: int, *, namespace: str = NAMESPACE) -> ItemFormat:
+    return ItemFormat(namespace, "BF16", ItemShape(rows, room))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (32, 128), (576, 1024), (7, 3)])
+def test_a_reader_needs_the_rows_and_enough_room(rows: int, width: int, tmp_path: Path) -> None:
+    data = sealed(rows, width)
+    room = bytearray(len(data) + 10_000)
+    room[: len(data)] = data
+    assert reader(rows, len(room)).check(memoryview(room), len(data), HASH) is None
+    assert width_of("BF16", rows, len(data)) == width
+    assert read_header(memoryview(data)).header_bytes == HEADER_BYTES
+    path = tmp_path / "item.safetensors"
+    path.write_bytes(data)
+    with safe_open(path, "pt") as file:
+        tensor = file.get_tensor(TENSOR)
+    assert tuple(tensor.shape) == (rows, width)
+    assert tensor.view(torch.uint8).numpy().tobytes() == data[HEADER_BYTES:]
+
+
+def test_a_flipped_bit_anywhere_is_refused() -> None:
+    """Also in the part of the header that says the shape."""
+    data = sealed(3, 40)
+    draw = random.Random(1)
+    places = [*range(600), *(draw.randrange(len(data)) for _ in range(400))]
+    for place in places:
+        data[place] ^= 1 << draw.randrange(8)
+        assert reader(3, len(data)).check(memoryview(data), len(data), HASH) is not None, place
+        data[:] = sealed(3, 40)
+
+
+def test_with_a_key_an_item_without_it_is_refused() -> None:
+    keyed = Integrity("blake3-keyed", bytes(32))
+    shape = ItemShape(3, object_bytes("BF16", 3, 40))
+    data = sealed(3, 40)
+    item = ItemFormat(NAMESPACE, "BF16", shape, keyed)
+    assert item.check(memoryview(data), len(data), HASH) == "algorithm"
+    item.seal(memoryview(data), HASH)
+    assert item.check(memoryview(data), len(data), HASH) is None
+    data[-1] ^= 1
+    assert item.check(memoryview(data), len(data), HASH) == "digest"
+
+
+def test_another_length_is_refused() -> None:
+    data = sealed(6, 4)
+    for nbytes in (0, 1, HEADER_BYTES, len(data) - 1, len(data) - 12, len(data) - 2 * 6):
+        refusal = reader(6, len(data)).check(memoryview(data), nbytes, HASH)
+        assert refusal is not None, nbytes
+    assert reader(6, len(data)).check(memoryview(data), len(data) + 12, HASH) == "length"
+    assert reader(6, len(data) - 12).check(memoryview(data), len(data), HASH) == "length"
+
+
+def test_another_item_is_refused() -> None:
+    data = memoryview(sealed(6, 4))
+    assert reader(6, len(data)).check(data, len(data), HASH[::-1]) == "block_hash"
+    assert reader(6, len(data), namespace="f" * 32).check(data, len(data), HASH) == "namespace"
+    # As many bytes in other rows: a reader that expects another number of tokens.
+    assert reader(4, len(data)).check(data, len(data), HASH) == "tensors"
+    assert reader(5, len(data)).check(data, len(data), HASH) == "length"
+
+
+def test_a_shape_of_no_whole_rows_is_not_written() -> None:
+    with pytest.raises(ValueError, match="not the length"):
+        reader(3, HEADER_BYTES + 7).seal(memoryview(bytearray(HEADER_BYTES + 7)), HASH)
+    assert width_of("BF16", 0, HEADER_BYTES + 8) is None

@@ -1,0 +1,127 @@
+"""A planner on a desk: the test plays engine and ranks by hand, one event at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from s3kv.messages import (
+    FetchOrder,
+    JobEnd,
+    JobKind,
+    LoadOrder,
+    SaveOrder,
+    StepPlan,
+    StepReport,
+    UploadOrder,
+)
+from s3kv.planning.kv import Answer
+from s3kv.planning.requests import ScheduledRequest
+from s3kv.types import ChunkKey, Outcome
+from tests.unit.planning.setup import Prefixes, Setup, hash_of
+
+OK, MISSING, FAILED = Outcome.OK, Outcome.MISSING, Outcome.FAILED
+CHUNK = 4
+"""Tokens of a chunk, unless a test says otherwise; two blocks of two."""
+
+Order = FetchOrder | SaveOrder | UploadOrder
+
+
+class Desk:
+    """Prompts are texts, and every letter is a token: "aaaabbbb" has two chunks."""
+
+    def __init__(self, **setup: object) -> None:
+        self.setup = Setup(**{"slots": 16, "max_saves_inflight": 16, **setup})  # type: ignore[arg-type]
+        self.planner = self.setup.planner()
+        self.now_s = 0.0
+        self.hashes: dict[str, list[bytes]] = {}
+        self._prefixes = Prefixes()
+
+    # --- the engine ------------------------------------------------------------------------
+
+    def add(self, request_id: str, prompt: str) -> None:
+        self.hashes[request_id] = self._hashes(prompt)
+        self.planner.add_request(request_id, self.hashes[request_id])
+
+    def grow(self, request_id: str, text: str) -> None:
+        """The request's tokens are these by now."""
+        known = self.hashes[request_id]
+        known.extend(self._hashes(text)[len(known) :])
+
+    def lookup(self, request_id: str, local_tokens: int = 0) -> Answer:
+        answer = self.planner.lookup(request_id, local_tokens, self.now_s)
+        self.planner.check()
+        return answer
+
+    def admit(self, request_id: str, blocks: Iterable[int] = (), tokens: int = 0) -> None:
+        self.planner.admitted(request_id, (list(blocks),), tokens)
+
+    def plan(self, *scheduled: ScheduledRequest) -> StepPlan:
+        plan = self.planner.plan(scheduled, self.now_s)
+        self.planner.check()
+        return plan
+
+    def run(
+        self, request_id: str, blocks: Iterable[int], computed: int, tokens: int, *, new: bool
+    ) -> StepPlan:
+        """A step with this one request. new: `blocks` are all it has, not those it gets."""
+        step = ScheduledRequest(request_id, (list(blocks),), new, computed, tokens)
+        return self.plan(step)
+
+    # --- the ranks -------------------------------------------------------------------------
+
+    def end(
+        self,
+        orders: Iterable[Order] | Order,
+        outcome: Outcome = OK,
+        *,
+        kind: JobKind | None = None,
+        ranks: int | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        """Orders end, on all ranks: a fetch or an upload, or (by `kind`) one half of a save."""
+        report = StepReport()
+        for order in (
+            [orders] if isinstance(orders, FetchOrder | SaveOrder | UploadOrder) else orders
+        ):
+            what = kind or (JobKind.FETCH if isinstance(order, FetchOrder) else JobKind.UPLOAD)
+            count = self.setup.world_size if ranks is None else ranks
+            report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count))
+        self.planner.on_report(report, self.now_s)
+        self.planner.check()
+
+    def copied(self, orders: Iterable[SaveOrder] | SaveOrder) -> None:
+        self.end(orders, kind=JobKind.SAVE)
+
+    def uploaded(self, orders: Iterable[Order] | Order, outcome: Outcome = OK) -> None:
+        self.end(orders, outcome, kind=JobKind.UPLOAD)
+
+    # --- what there is ---------------------------------------------------------------------
+
+    def key(self, prompt: str) -> ChunkKey:
+        """Of the last chunk of this prompt."""
+        return ChunkKey(0, self._hashes(prompt)[-1])
+
+    def keys(self, orders: Iterable[Order]) -> list[ChunkKey]:
+        return [order.key for order in orders]
+
+    def pinned(self) -> int:
+        return self.planner.ledger.table.statistics().pinned
+
+    def make_resident(self, prompt: str) -> None:
+        """All chunks of the prompt are fetched, for a request that is gone again."""
+        request_id = f"for {prompt}"
+        self.add(request_id, prompt)
+        while self.lookup(request_id).wait:
+            self.end(self.plan().fetches)
+        self.planner.finished(request_id)
+
+    def _hashes(self, text: str) -> list[bytes]:
+        chain: list[int] = []
+        for letter in text:
+            self._prefixes.extend(chain, ord(letter))
+        size = self.setup.hash_tokens
+        return [hash_of(chain[end - 1]) for end in range(size, len(chain) + 1, size)]
+
+
+def load_slots(load: LoadOrder) -> list[int]:
+    return [part.slot for part in load.parts]

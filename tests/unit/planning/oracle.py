@@ -1,0 +1,114 @@
+"""What the planner promises, checked by the meaning of the bytes that its plans move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from s3kv.messages import (
+    FetchOrder,
+    JobKind,
+    LoadOrder,
+    SaveOrder,
+    StepPlan,
+    StepReport,
+    UploadOrder,
+)
+from s3kv.planning.kv import NOTHING, Answer
+from s3kv.types import ChunkKey, Outcome
+from tests.unit.planning.blocks import BlockPool
+from tests.unit.planning.ranks import Content, Rank
+from tests.unit.planning.setup import Request, Setup
+
+
+class Oracle:
+    """Sees every plan before the ranks do, and every report before the planner does."""
+
+    def __init__(self, setup: Setup, ranks: Sequence[Rank], pool: BlockPool) -> None:
+        self.weights = 0
+        self.in_bucket: set[ChunkKey] = set()
+        """What the planner has been told, and not been told otherwise since."""
+        self.invalid: set[ChunkKey] = set()
+        """What it has been told that no bucket takes."""
+        self._setup = setup
+        self._ranks = ranks
+        self._pool = pool
+        self._key_of: dict[int, ChunkKey] = {}
+        self._told: dict[tuple[int, JobKind], list[Outcome]] = {}
+
+    def hear(self, report: StepReport) -> None:
+        """Keep, apart from the planner, which chunks it has been told to be in the bucket."""
+        for (job_id, kind), end in report.ends.items():
+            outcomes = self._told.setdefault((job_id, kind), [])
+            outcomes.append(end.outcome)
+            if len(outcomes) < len(self._ranks) or kind is JobKind.SAVE:
+                continue
+            worst = max(self._told.pop((job_id, kind)))
+            if worst.is_success:
+                self.in_bucket.add(self._key_of[job_id])
+            elif worst is Outcome.INVALID:
+                self.invalid.add(self._key_of[job_id])
+            elif kind is JobKind.FETCH and worst in (Outcome.MISSING, Outcome.CORRUPT):
+                self.in_bucket.discard(self._key_of[job_id])
+
+    def check_answer(
+        self, request: Request, local_tokens: int, answer: Answer, now_s: float
+    ) -> None:
+        if request.load_failed:
+            assert answer == NOTHING, f"{request.request_id} is offered again what failed"
+        if not answer.wait:
+            assert answer.tokens >= 0
+            assert local_tokens + answer.tokens <= request.known
+            request.waits_since_s = None
+        elif request.waits_since_s is None:
+            request.waits_since_s = now_s
+        else:
+            waited_s = now_s - request.waits_since_s
+            assert waited_s < self._setup.max_wait_s, f"{request.request_id} waits {waited_s} s"
+
+    def check_plan(self, plan: StepPlan, loading: dict[str, Request]) -> None:
+        for fetch in plan.fetches:
+            orders = [order for rank in self._ranks for order in rank.orders.values()]
+            under_way = [order.key for order in orders if isinstance(order, FetchOrder)]
+            assert fetch.key not in under_way, f"{fetch} is on its way already"
+        for load in plan.loads:
+            self._check_load(loading[load.request_id], load)
+        for save in plan.saves:
+            assert save.key not in self.in_bucket, f"{save}: the bucket is known to have it"
+        for upload in plan.uploads:
+            assert upload.key not in self.in_bucket, f"{upload}: the bucket is known to have it"
+        jobs: list[FetchOrder | SaveOrder | UploadOrder] = [*plan.fetches, *plan.saves]
+        jobs += plan.uploads
+        assert len({job.key for job in jobs}) == len(jobs), "two jobs for one chunk"
+        self._key_of.update((job.job_id, job.key) for job in jobs)
+
+    def _check_load(self, request: Request, load: LoadOrder) -> None:
+        """Every part is the right chunk, complete on every rank, and goes where it should."""
+        assert not request.before_reset, "a request from before the reset loads"
+        per_chunk = self._setup.chunk_tokens // self._setup.block_tokens
+        targets: list[int] = []
+        for part in load.parts:
+            at = request.blocks.index(part.block_ids[0])
+            chunk, first_block = divmod(at, per_chunk)
+            assert part.first_block == first_block
+            assert part.first_block + len(part.block_ids) <= per_chunk
+            for rank in self._ranks:
+                wanted = self._content(request, chunk, rank)
+                held = rank.slots[part.slot]
+                assert held == wanted, f"{part} on rank {rank.number}: {held}, not {wanted}"
+            targets += part.block_ids
+        first = request.blocks.index(targets[0])
+        last = request.computed // self._setup.block_tokens
+        assert targets == request.blocks[first:last]
+        assert all(self._pool.users(block) == 1 for block in targets), "a load into a shared block"
+
+    def _content(self, request: Request, chunk: int, rank: Rank) -> Content:
+        size = self._setup.chunk_tokens
+        tokens = request.chain[chunk * size : (chunk + 1) * size]
+        return rank.number, tuple((self.weights, token) for token in tokens)
+
+    def check_loaded(self, request: Request) -> None:
+        """The request's blocks hold its prefix, on every rank, wherever they came from."""
+        for rank in self._ranks:
+            held = [token for block in request.blocks for token in rank.blocks[block]]
+            wanted = [(self.weights, token) for token in request.chain[: request.computed]]
+            assert held[: request.computed] == wanted, request.request_id

@@ -1,0 +1,412 @@
+"""What the planner of encoder outputs decides, one situation at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from s3kv.messages import ItemLoad, ItemReport, ItemSave
+from s3kv.objects.item_format import object_bytes
+from s3kv.planning.items import EncodingPace, Wanted
+from s3kv.planning.pace import PATIENCE_S
+from s3kv.types import Outcome
+from tests.unit.planning.ec_desk import MIB, WIDTH, Desk, nbytes, wanted
+
+A, B = wanted("a"), wanted("b")
+
+
+def test_an_item_in_the_bucket_is_waited_for_and_loaded() -> None:
+    desk = Desk()
+    desk.bucket.add(A.key)
+    assert not desk.ensure("r", A)
+    assert not desk.planner.promise("a"), "it has not arrived"
+    desk.planner.plan(())
+    desk.answer()
+    assert desk.ensure("r", A)
+    plan = desk.schedule("r", A)
+    assert plan.loads == (ItemLoad("a", 0, nbytes(A), A.rows, WIDTH),)
+    assert plan.saves == ()
+    assert desk.planner.counters["hits"] == 1
+    assert desk.planner.counters["hit_rows"] == A.rows
+
+
+def test_an_item_nobody_has_is_encoded_and_saved() -> None:
+    desk = Desk()
+    assert not desk.ensure("r", A)
+    desk.answer()
+    assert desk.ensure("r", A)
+    plan = desk.schedule("r", A)
+    assert (plan.loads, plan.saves) == ((), (ItemSave("a", A.key, A.rows),))
+    # It is not asked for again as long as the bucket's answer counts.
+    desk.planner.plan(("a",))
+    assert desk.ensure("s", A)
+    assert desk.orders == []
+
+
+def test_what_the_engine_holds_is_not_asked_for() -> None:
+    desk = Desk()
+    desk.ensure("r", A)
+    desk.answer()
+    desk.schedule("r", A)
+    desk.now_s = 100.0
+    assert desk.ensure("s", A)
+    assert desk.orders == []
+    desk.planner.plan(("a",))
+    assert not desk.ensure("t", A), "the engine has dropped it"
+
+
+def test_the_same_item_twice_in_one_request_is_one_fetch_and_one_load() -> None:
+    desk = Desk()
+    desk.bucket.add(A.key)
+    assert not desk.ensure("r", A, A)
+    assert len(desk.orders) == 1
+    desk.answer()
+    assert desk.ensure("r", A, A)
+    assert len(desk.schedule("r", A, A).loads) == 1
+    desk.planner.finished("r")
+    desk.planner.check()
+
+
+def two_names() -> tuple[Wanted, Wanted]:
+    """One image that a client sends under two names."""
+    first = wanted("a")
+    return first, first._replace(identifier="b")
+
+
+def test_one_item_under_two_names_is_one_fetch_and_two_loads() -> None:
+    desk = Desk()
+    first, second = two_names()
+    desk.bucket.add(first.key)
+    assert not desk.ensure("r", first, second)
+    desk.answer()
+    assert not desk.orders, "one fetch"
+    assert desk.ensure("r", first, second)
+    for item in (first, second):
+        assert desk.planner.promise(item.identifier) is not None
+    desk.planner.check()
+
+
+def test_an_abort_cancels_the_one_fetch_for_two_names() -> None:
+    desk = Desk()
+    first, second = two_names()
+    assert not desk.ensure("r", first, second)
+    desk.planner.finished("r")
+    assert len(desk.planner.take_cancels()) == 1
+    desk.answer()
+    desk.planner.check()
+
+
+def test_who_joins_a_fetch_leases_the_item_under_its_own_names() -> None:
+    desk = Desk()
+    shared, other = wanted("a"), wanted("other")
+    desk.bucket |= {shared.key, other.key}
+    desk.ensure("before", other)
+    desk.answer()
+    desk.planner.finished("before")
+    desk.ensure("q", shared._replace(identifier="b"))
+    desk.ensure("r", shared, other._replace(identifier="b"))
+    desk.answer()
+    desk.planner.finished("q")
+    desk.planner.finished("r")
+    desk.planner.plan(())
+    assert desk.planner.ledger.table.statistics().pinned == 0
+
+
+def test_two_requests_waiting_for_one_item_share_its_fetch() -> None:
+    desk = Desk()
+    desk.bucket.add(A.key)
+    assert not desk.ensure("r", A)
+    assert not desk.ensure("s", A)
+    assert len(desk.orders) == 1
+    desk.planner.finished("r")
+    assert desk.planner.take_cancels() == [], "the other one still waits"
+    desk.answer()
+    assert desk.ensure("s", A)
+    assert len(desk.schedule("s", A).loads) == 1
+
+
+def test_many_items_of_one_request_arrive_in_any_order() -> None:
+    desk = Desk()
+    items = [wanted(f"frame-{n}", rows=50 + n) for n in range(24)]
+    desk.bucket.update(item.key for item in items[::2])
+    assert not desk.ensure("video", *items)
+    desk.orders.reverse()
+    while desk.orders:
+        assert not desk.ensure("video", *items)
+        desk.answer()
+    assert desk.ensure("video", *items)
+    plan = desk.schedule("video", *items)
+    assert {load.identifier for load in plan.loads} == {i.identifier for i in items[::2]}
+    assert {save.identifier for save in plan.saves} == {i.identifier for i in items[1::2]}
+
+
+def test_an_aborted_request_cancels_what_nobody_else_wants() -> None:
+    desk = Desk()
+    desk.ensure("r", A)
+    desk.planner.finished("r")
+    assert desk.planner.take_cancels() == [1]
+    held = desk.planner.ledger.table.lookup(A.key)
+    assert held is not None
+    assert not held.is_resident, "its place is not free before the fetch has ended"
+    assert not desk.ensure("s", A), "whoever joins a cancelled fetch waits for its end"
+    desk.answer(Outcome.CANCELLED)
+    assert desk.ensure("s", A)
+    assert desk.planner.ledger.table.lookup(A.key) is None
+
+
+def test_a_request_that_ends_gives_its_leases_back() -> None:
+    desk = Desk()
+    desk.resident(A)
+    assert desk.ensure("r", A)
+    held = desk.planner.ledger.table.lookup(A.key)
+    assert held is not None
+    assert held.pins == 1
+    desk.planner.finished("r")
+    assert held.pins == 0
+    desk.planner.finished("r")
+    desk.planner.check()
+
+
+def test_a_leased_item_is_not_evicted_before_it_is_loaded() -> None:
+    big = wanted("big", rows=8_000)
+    desk = Desk(slab_bytes=MIB)
+    desk.resident(big)
+    assert desk.ensure("r", big)
+    desk.ensure("s", wanted("other", rows=8_000))
+    assert desk.planner.counters["fetches_without_room"] == 1
+    assert len(desk.schedule("r", big).loads) == 1
+
+
+def test_a_promised_item_stays_until_no_step_can_be_loading_it() -> None:
+    big, other = wanted("big", rows=8_000), wanted("other", rows=8_000)
+    desk = Desk(slab_bytes=MIB, steps_inflight=2)
+    desk.resident(big)
+    desk.ensure("r", big)
+    assert desk.schedule("r", big).loads
+    desk.planner.finished("r")  # aborted while the step that loads it runs
+    desk.ensure("s", other)
+    assert desk.orders == [], "no room: the step may be reading it"
+    desk.planner.plan(())
+    desk.ensure("t", other)
+    assert desk.orders == []
+    desk.planner.plan(())
+    desk.ensure("u", other)
+    assert len(desk.orders) == 1
+
+
+def test_a_promise_the_engine_does_not_take_up_is_withdrawn() -> None:
+    desk = Desk()
+    desk.resident(A)
+    desk.ensure("r", A)
+    assert desk.planner.promise("a")
+    assert desk.planner.plan(()).loads == ()
+    desk.planner.check()
+    assert len(desk.schedule("r", A).loads) == 1
+
+
+def test_an_item_evicted_before_it_is_promised_is_encoded() -> None:
+    big = wanted("big", rows=8_000)
+    desk = Desk(slab_bytes=MIB)
+    desk.resident(big)
+    desk.resident(wanted("other", rows=8_000))
+    assert not desk.holds(big)
+    desk.bucket.clear()
+    assert not desk.ensure("r", big)
+    desk.answer()
+    assert desk.ensure("r", big)
+    assert [save.identifier for save in desk.schedule("r", big).saves] == ["big"]
+
+
+def test_what_is_too_large_is_never_asked_for() -> None:
+    desk = Desk(max_item_bytes=MIB)
+    huge = wanted("huge", rows=MIB)
+    assert desk.ensure("r", huge)
+    assert desk.orders == []
+    assert desk.planner.counters["items_too_large"] == 1
+
+
+def test_room_is_for_the_widest_until_the_first_item_has_told() -> None:
+    desk = Desk()
+    desk.bucket |= {A.key, B.key}
+    desk.ensure("r", A)
+    assert desk.orders[0][0].shape.nbytes == object_bytes("BF16", A.rows, 8 * WIDTH)
+    desk.answer()
+    held = desk.planner.ledger.table.lookup(A.key)
+    assert held is not None
+    assert held.nbytes == nbytes(A), "what it did not need is free again"
+    desk.ensure("r", A, B)
+    assert desk.orders[0][0].shape.nbytes == nbytes(B)
+    known = Desk(widths={"image": 3 * WIDTH})
+    known.ensure("r", A)
+    assert known.orders[0][0].shape.nbytes == object_bytes("BF16", A.rows, 3 * WIDTH)
+
+
+def test_one_identifier_for_two_sizes_is_promised_to_nobody() -> None:
+    desk = Desk()
+    other = wanted("a", rows=A.rows + 1)
+    desk.resident(A)
+    desk.ensure("r", A)
+    assert desk.planner.promise("a")
+    desk.planner.plan(())
+    desk.ensure("s", other)
+    assert not desk.planner.promise("a")
+    desk.planner.finished("s")
+    assert desk.planner.promise("a")
+
+
+def test_what_the_bucket_has_is_not_saved_again() -> None:
+    desk = Desk()
+    desk.planner.on_report(ItemReport(uploaded=[A.key]))
+    assert desk.schedule("r", A).saves == ()
+    assert len(desk.schedule("r", B).saves) == 1
+
+
+def test_a_consumer_saves_nothing_and_a_producer_loads_nothing() -> None:
+    consumer = Desk(may_save=False)
+    consumer.ensure("r", A)
+    consumer.answer()
+    assert consumer.schedule("r", A).saves == ()
+    producer = Desk(may_load=False)
+    assert producer.ensure("r", A)
+    assert producer.orders == []
+    assert not producer.planner.promise("a")
+    assert len(producer.schedule("r", A).saves) == 1
+
+
+# --- how long a request waits ----------------------------------------------------------------
+
+
+def test_nobody_waits_longer_than_encoding_takes() -> None:
+    desk = Desk()  # 100 rows/s: one second for an item of 100 rows
+    fifty = wanted("fifty", rows=50)
+    assert not desk.ensure("r", fifty)
+    desk.now_s = 0.49
+    assert not desk.ensure("r", fifty)
+    desk.now_s = 0.5
+    assert desk.ensure("r", fifty)
+    assert desk.planner.counters["deadline_cuts"] == 1
+    desk.now_s = 0.6
+    assert desk.ensure("r", fifty), "it never waits for the same item again"
+    # What arrives late serves the next one.
+    desk.bucket.add(fifty.key)
+    desk.planner.finished("r")
+    assert desk.planner.take_cancels() == []
+    desk.answer()
+    assert desk.ensure("s", fifty)
+    assert desk.planner.promise("fifty")
+
+
+def test_nobody_waits_for_a_bucket_that_gives_no_sign_of_life() -> None:
+    desk = Desk(max_wait_s=100.0)
+    large = wanted("large", rows=5_000)
+    assert not desk.ensure("r", large)
+    desk.now_s = PATIENCE_S - 0.01
+    assert not desk.ensure("r", large)
+    desk.now_s = PATIENCE_S
+    assert desk.ensure("r", large)
+
+
+def test_a_bucket_known_to_be_slower_than_the_encoder_is_not_waited_for() -> None:
+    desk = Desk()
+    desk.planner.pace.fetched(nbytes(A), 2.0)
+    assert desk.ensure("r", A)
+    assert len(desk.orders) == 1, "but asked, for the next one"
+
+
+def test_more_is_expected_of_a_bucket_that_is_slow_but_worth_it() -> None:
+    desk = Desk(max_wait_s=100.0, slab_bytes=64 * 2**20)
+    large, next_one = wanted("large", rows=5_000), wanted("next", rows=5_000)  # 50 s to encode
+    desk.planner.pace.fetched(nbytes(large), 10.0)
+    assert not desk.ensure("r", large)
+    desk.now_s = 19.9
+    assert not desk.ensure("r", large), "twice what is expected"
+    desk.now_s = 20.0
+    assert desk.ensure("r", large)
+    # Giving up counts as twice what was waited; forty seconds still pay, eighty do not.
+    assert not desk.ensure("s", next_one)
+    desk.now_s = 60.0
+    assert desk.ensure("s", next_one)
+    assert desk.ensure("t", wanted("third", rows=5_000))
+    desk.planner.pace.fetched(nbytes(large), 10.0)
+    assert not desk.ensure("u", wanted("fourth", rows=5_000)), "it answers again"
+
+
+def test_what_was_waited_already_is_not_expected_again() -> None:
+    desk = Desk()
+    desk.planner.pace.fetched(nbytes(A), 0.8)  # 0.9 s is where waiting for it stops to pay
+    assert not desk.ensure("r", A, wanted("b"))
+    desk.bucket.add(A.key)
+    desk.now_s = 0.75
+    desk.answer()
+    assert not desk.ensure("r", A, wanted("b")), "the second is due in a moment"
+
+
+def test_without_the_gate_only_max_wait_counts() -> None:
+    desk = Desk(recompute_gate=False, max_wait_s=30.0)
+    desk.planner.pace.fetched(nbytes(A), 20.0)
+    assert not desk.ensure("r", A)
+    desk.now_s = 29.9
+    assert not desk.ensure("r", A)
+    desk.now_s = 30.0
+    assert desk.ensure("r", A)
+
+
+def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk()
+    desk.bucket |= {A.key, B.key}
+    thoughts = 0
+
+    def counted(pace: EncodingPace, nbytes: int) -> None:
+        nonlocal thoughts
+        thoughts += 1
+
+    monkeypatch.setattr(EncodingPace, "fetch_s", counted)
+    assert not desk.ensure("r", A, B)
+    for _ in range(5):
+        desk.now_s += 0.01
+        assert not desk.ensure("r", A, B)
+        assert desk.planner.waits("r", desk.now_s)
+    assert thoughts == 1
+    desk.answer()
+    assert not desk.ensure("r", A, B)
+    assert thoughts == 2
+    desk.planner.on_report(ItemReport(encoded_rows=10_000, encode_seconds=0.01))
+    assert not desk.planner.waits("r", desk.now_s), "the encoder has shown to be faster"
+    assert thoughts == 3
+    assert desk.ensure("r", A, B)
+
+
+def test_an_encoder_that_turns_out_fast_is_measured() -> None:
+    desk = Desk()
+    desk.planner.on_report(ItemReport(encoded_rows=1000, encode_seconds=0.1))
+    desk.planner.pace.fetched(nbytes(A), 0.05)
+    assert desk.ensure("r", A), "100 rows take 10 ms now"
+
+
+# --- a store in trouble ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED, Outcome.DENIED])
+def test_what_does_not_verify_is_encoded(outcome: Outcome) -> None:
+    desk = Desk()
+    desk.bucket.add(A.key)
+    desk.ensure("r", A)
+    desk.answer(outcome)
+    assert desk.ensure("r", A)
+    assert not desk.planner.promise("a")
+    assert len(desk.schedule("r", A).saves) == 1
+    assert desk.planner.ledger.table.lookup(A.key) is None
+    assert desk.planner.counters[f"fetch_{outcome.name.lower()}"] == 1
+
+
+def test_a_store_that_keeps_failing_is_left_alone() -> None:
+    desk = Desk()
+    for n in range(3):
+        desk.ensure(f"r{n}", wanted(f"i{n}"))
+        desk.answer(Outcome.FAILED)
+    assert desk.ensure("s", A)
+    assert desk.orders == []
+    assert desk.planner.counters["fetches_refused_by_breaker"] == 1
+    desk.now_s += 1.0
+    assert not desk.ensure("t", A), "it tries again by itself"

@@ -1,0 +1,567 @@
+"""What the planner offers, loads and saves: an offered chunk stays where it is until nobody can
+want it any more, and a chunk is saved once, from blocks that hold it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from s3kv.messages import FetchOrder, JobKind, LoadOrder, LoadPart, SaveOrder
+from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.kv import NOTHING, WAIT, Answer
+from s3kv.planning.requests import ScheduledRequest
+from s3kv.types import ChunkKey, Outcome
+from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, load_slots
+
+
+def offered(**setup: object) -> Desk:
+    """Two chunks are offered to "r"; host memory has no other slot."""
+    desk = Desk(**{"slots": 2, **setup})
+    desk.make_resident("aaaabbbb")
+    desk.add("r", "aaaabbbbzz")
+    assert desk.lookup("r") == Answer(False, 8)
+    return desk
+
+
+def loading(**setup: object) -> tuple[Desk, LoadOrder]:
+    desk = offered(**setup)
+    desk.admit("r", [10, 11, 12, 13, 14], 8)
+    (load,) = desk.plan().loads
+    return desk, load
+
+
+def assert_full_for_others(desk: Desk) -> None:
+    desk.add("intruder", "xxxx")
+    assert desk.lookup("intruder") == NOTHING
+    assert desk.plan().fetches == ()
+    desk.planner.finished("intruder")
+
+
+def assert_free_for_others(desk: Desk) -> None:
+    assert desk.pinned() == 0
+    desk.add("successor", "yyyyzzzz")
+    assert desk.lookup("successor") == WAIT
+    assert len(desk.plan().fetches) == 2
+
+
+def test_an_offer_stands_until_the_engine_decides() -> None:
+    desk = offered()
+    assert_full_for_others(desk)
+    assert desk.lookup("r") == Answer(False, 8), "could not be placed and is asked about again"
+    assert_full_for_others(desk)
+
+
+def test_a_load_is_of_the_offered_chunks_into_the_blocks_given() -> None:
+    desk, load = loading()
+    slots = [desk.planner.ledger.table.lookup(desk.key(p)) for p in ("aaaa", "aaaabbbb")]
+    assert all(slots)
+    assert load == LoadOrder(
+        "r",
+        (
+            LoadPart(0, slots[0].number, 0, (10, 11)),  # type: ignore[union-attr]
+            LoadPart(0, slots[1].number, 0, (12, 13)),  # type: ignore[union-attr]
+        ),
+    )
+    assert desk.plan().loads == (), "it is ordered once"
+
+
+def test_a_local_hit_in_the_middle_of_a_chunk_loads_the_rest_of_it() -> None:
+    desk = Desk()
+    desk.make_resident("aaaabbbb")
+    desk.add("r", "aaaabbbbzz")
+    assert desk.lookup("r", local_tokens=2) == Answer(False, 6)
+    desk.admit("r", [10, 11, 12, 13, 14], 6)
+    (load,) = desk.plan().loads
+    assert [(part.first_block, part.block_ids) for part in load.parts] == [
+        (1, (11,)),
+        (0, (12, 13)),
+    ]
+
+
+def test_the_engine_may_take_less_than_it_was_offered() -> None:
+    desk = offered()
+    desk.admit("r", [10, 11, 12], 6)
+    (load,) = desk.plan().loads
+    assert [part.block_ids for part in load.parts] == [(10, 11), (12,)]
+    desk.planner.loaded(["r"])
+    assert_free_for_others(desk)
+
+
+def test_a_load_keeps_its_chunks_until_its_end() -> None:
+    desk, _ = loading()
+    assert_full_for_others(desk)
+    desk.admit("r", [10, 11, 12, 13, 14])  # the engine admits again, without tokens
+    assert_full_for_others(desk)
+    desk.planner.loaded(["r"])
+    assert_free_for_others(desk)
+
+
+def test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends() -> None:
+    desk, load = loading()
+    desk.planner.finished("r")
+    assert_full_for_others(desk)
+    assert len(set(load_slots(load))) == desk.pinned() == 2
+    desk.planner.loaded(["r"], failed=["r"])
+    assert_free_for_others(desk)
+
+
+def test_an_admission_without_tokens_gives_the_offer_back() -> None:
+    desk = offered()
+    desk.admit("r", [10, 11, 12, 13, 14])
+    assert_free_for_others(desk)
+
+
+def test_a_request_aborted_with_an_offer_gives_it_back() -> None:
+    desk = offered()
+    desk.planner.finished("r")
+    assert_free_for_others(desk)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_request_aborted_while_chunks_arrive_gives_them_back(asked: bool) -> None:
+    desk = Desk(slots=2)
+    desk.add("r", "aaaabbbb")
+    desk.planner.prefetch("r", 0, 0.0)
+    if asked:
+        assert desk.lookup("r") == WAIT
+    fetches = desk.plan().fetches
+    desk.end(fetches[0])
+    assert desk.pinned() == 1, "leased on arrival"
+    desk.planner.finished("r")
+    desk.end(fetches[1])
+    assert_free_for_others(desk)
+
+
+def test_a_request_that_was_never_asked_about_leaves_nothing() -> None:
+    desk = Desk(slots=2)
+    desk.make_resident("aaaabbbb")
+    desk.add("r", "aaaabbbb")
+    desk.planner.prefetch("r", 0, 0.0)
+    assert desk.pinned() == 2
+    desk.planner.finished("r")
+    assert_free_for_others(desk)
+
+
+def test_after_a_failed_load_the_next_answer_is_a_miss() -> None:
+    desk, _ = loading()
+    desk.planner.loaded(["r"], failed=["r"])
+    assert desk.lookup("r") == NOTHING
+    desk.admit("r", [10, 11, 12, 13, 14])
+    assert desk.planner.counters["loads_failed"] == 1
+    plan = desk.run("r", [10, 11, 12, 13, 14], 0, 10, new=True)
+    assert plan.saves == (), "nor is anything of it saved"
+
+
+@pytest.mark.parametrize("again", ["aborted", "placed", "loaded"])
+def test_a_preempted_request_is_offered_its_prefix_anew(again: str) -> None:
+    desk, first = loading()
+    desk.planner.loaded(["r"])
+    desk.admit("r", [10, 11, 12, 13, 14])
+    desk.run("r", [10, 11, 12, 13, 14], 8, 2, new=True)
+    assert desk.lookup("r") == Answer(False, 8), "preempted: the engine has none of it any more"
+    assert_full_for_others(desk)
+    if again == "aborted":
+        desk.planner.finished("r")
+    elif again == "placed":
+        desk.admit("r", [20, 21, 22, 23, 24])
+    else:
+        desk.admit("r", [20, 21, 22, 23, 24], 8)
+        (second,) = desk.plan().loads
+        assert load_slots(second) == load_slots(first)
+        desk.planner.loaded(["r"])
+    assert_free_for_others(desk)
+
+
+def test_a_preempted_request_whose_chunks_have_left_waits_for_them_again() -> None:
+    desk = Desk(slots=1)
+    desk.make_resident("aaaa")
+    desk.add("r", "aaaazz")
+    assert desk.lookup("r") == Answer(False, 4)
+    desk.admit("r", [1, 2, 3], 4)
+    desk.plan()
+    desk.planner.loaded(["r"])
+    desk.make_resident("xxxx")
+    assert desk.lookup("r") == WAIT
+    desk.end(desk.plan().fetches, MISSING)
+    assert desk.lookup("r") == NOTHING
+
+
+def test_hits_are_counted_by_where_they_came_from() -> None:
+    desk = Desk(probe_chunks=1)
+    desk.make_resident("aaaa")
+    desk.add("r", "aaaabbbbzz")
+    assert desk.lookup("r") == WAIT
+    desk.end(desk.plan().fetches)
+    assert desk.lookup("r", local_tokens=2) == Answer(False, 6)
+    desk.admit("r", [0, 1, 2, 3, 4], 6)
+    assert desk.planner.bucket_tokens("r", 6) == 4
+    assert desk.planner.counters["hit_tokens_bucket"] == 4
+    assert desk.planner.counters["hit_tokens_host"] == 2
+
+
+@pytest.mark.parametrize("moment", ["queued", "waiting", "offered", "loading"])
+def test_a_barred_request_neither_loads_nor_saves_any_more(moment: str) -> None:
+    """Its tokens no longer say what it is computed with. A load under way is of before."""
+    blocks = [10, 11, 12, 13, 14]
+    if moment == "loading":
+        desk, _ = loading(slots=2)
+    elif moment == "offered":
+        desk = offered(slots=2)
+    else:
+        desk = Desk(slots=2)
+        desk.add("r", "aaaabbbbzz")
+        if moment == "waiting":
+            assert desk.lookup("r") == WAIT
+            desk.end(desk.plan().fetches[0])
+            assert desk.pinned() == 1
+    desk.planner.bar(["r"])
+    assert desk.pinned() == (2 if moment == "loading" else 0)
+    if moment == "loading":
+        desk.planner.loaded(["r"])
+    assert desk.lookup("r") == NOTHING
+    desk.admit("r", blocks)
+    assert desk.run("r", blocks, 0, 10, new=True).saves == ()
+    assert desk.pinned() == 0
+    desk.planner.finished("r")
+    desk.planner.check()
+
+
+# --- saves ------------------------------------------------------------
+
+
+def computing(prompt: str, **setup: object) -> Desk:
+    """A request "r" with this prompt, of which nothing is cached and nothing computed."""
+    desk = Desk(**{"may_load": False, **setup})
+    desk.add("r", prompt)
+    desk.admit("r")
+    return desk
+
+
+def test_full_chunks_are_saved_from_their_blocks() -> None:
+    desk = computing("aaaabbbbcc")
+    saves = desk.run("r", [5, 6, 7, 8, 9], 0, 10, new=True).saves
+    assert [(save.key, save.block_ids) for save in saves] == [
+        (desk.key("aaaa"), (5, 6)),
+        (desk.key("aaaabbbb"), (7, 8)),
+    ]
+
+
+def test_chunked_prefill_saves_what_each_step_completes() -> None:
+    desk = computing("aaaabbbbcccc")
+    assert desk.keys(desk.run("r", [0, 1, 2], 0, 5, new=True).saves) == [desk.key("aaaa")]
+    assert desk.run("r", [3], 5, 2, new=False).saves == ()
+    (save,) = desk.run("r", [4], 7, 2, new=False).saves
+    assert (save.key, save.block_ids) == (desk.key("aaaabbbb"), (2, 3))
+
+
+def test_a_decode_that_crosses_the_end_of_a_chunk_saves_it() -> None:
+    desk = computing("aaabbb")
+    desk.run("r", [0, 1, 2], 0, 6, new=True)
+    desk.grow("r", "aaabbbc")
+    assert desk.run("r", [3], 6, 1, new=False).saves == ()
+    desk.grow("r", "aaabbbcd")
+    (save,) = desk.run("r", [], 7, 1, new=False).saves
+    assert (save.key, save.block_ids) == (desk.key("aaabbbcd"), (2, 3))
+
+
+def test_drafts_that_may_be_rejected_are_not_saved() -> None:
+    desk = computing("aaaabb")
+    desk.run("r", [0, 1, 2], 0, 6, new=True)
+    desk.grow("r", "aaaabbb")
+    assert desk.run("r", [3, 4], 6, 4, new=False).saves == (), "one token and three drafts"
+    desk.grow("r", "aaaabbbc")  # two drafts were rejected
+    (save,) = desk.run("r", [], 7, 4, new=False).saves
+    assert save.block_ids == (2, 3)
+
+
+def test_a_token_that_is_known_a_step_later_is_saved_then() -> None:
+    desk = computing("aaaabbb")
+    desk.run("r", [0, 1, 2, 3], 0, 7, new=True)
+    assert desk.run("r", [], 7, 1, new=False).saves == (), "its token has not come back yet"
+    desk.grow("r", "aaaabbbc")
+    assert len(desk.run("r", [4], 8, 1, new=False).saves) == 1
+
+
+@pytest.mark.parametrize("sizes", [(8, 2, 2), (8, 4, 2), (8, 4, 4), (8, 8, 2), (8, 8, 8)])
+def test_a_chunk_may_be_several_blocks_and_hash_blocks(sizes: tuple[int, int, int]) -> None:
+    chunk, block, hashed = sizes
+    desk = computing("aaaaaaaabbbbbbbb", chunk_tokens=chunk, block_tokens=block, hash_tokens=hashed)
+    blocks = list(range(16 // block))
+    saves = desk.run("r", blocks, 0, 16, new=True).saves
+    half = len(blocks) // 2
+    assert desk.keys(saves) == [desk.key("a" * 8), desk.key("a" * 8 + "b" * 8)]
+    assert [save.block_ids for save in saves] == [tuple(blocks[:half]), tuple(blocks[half:])]
+
+
+def test_nothing_is_saved_twice() -> None:
+    desk = computing("aaaabb")
+    (save,) = desk.run("r", [0, 1, 2], 0, 6, new=True).saves
+    desk.add("same", "aaaabb")
+    desk.admit("same")
+    assert desk.run("same", [3, 4, 5], 0, 6, new=True).saves == (), "it is being copied"
+    desk.copied(save)
+    desk.add("again", "aaaabb")
+    desk.admit("again")
+    assert desk.run("again", [6, 7, 8], 0, 6, new=True).saves == (), "it is in host memory"
+    desk.uploaded(save)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.EXISTS])
+def test_what_the_bucket_is_known_to_have_is_not_saved(outcome: Outcome) -> None:
+    desk = computing("aaaa", slots=1)
+    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
+    desk.copied(save)
+    desk.uploaded(save, outcome)
+    desk.add("other", "bbbb")
+    desk.admit("other")
+    assert len(desk.run("other", [2, 3], 0, 4, new=True).saves) == 1, "in the only slot"
+    desk.add("again", "aaaa")
+    desk.admit("again")
+    assert desk.run("again", [4, 5], 0, 4, new=True).saves == ()
+    assert desk.planner.counters["saves_dropped"] == 0
+
+
+def test_a_preempted_request_goes_on_where_it_was_in_its_new_blocks() -> None:
+    desk = computing("aaaabbbbcccc")
+    desk.run("r", [0, 1, 2], 0, 6, new=True)
+    desk.admit("r")
+    assert desk.run("r", [10, 11, 12], 0, 6, new=True).saves == ()
+    (save,) = desk.run("r", [13], 6, 2, new=False).saves
+    assert save.block_ids == (12, 13)
+
+
+def test_without_a_slot_saves_are_dropped_and_counted() -> None:
+    desk = computing("aaaabbbbcccc", slots=2)
+    assert len(desk.run("r", list(range(6)), 0, 12, new=True).saves) == 2
+    assert desk.planner.counters["saves_dropped"] == 1
+
+
+def test_beyond_max_saves_inflight_they_are_dropped_and_counted() -> None:
+    desk = computing("aaaabbbbcccc", max_saves_inflight=1)
+    (save,) = desk.run("r", list(range(6)), 0, 12, new=True).saves
+    assert desk.planner.counters["saves_dropped"] == 2
+    desk.copied(save)
+    desk.add("next", "dddd")
+    desk.admit("next")
+    assert desk.run("next", [6, 7], 0, 4, new=True).saves == (), "it is not in the bucket yet"
+    desk.uploaded(save)
+    desk.add("last", "eeee")
+    desk.admit("last")
+    assert len(desk.run("last", [8, 9], 0, 4, new=True).saves) == 1
+
+
+def test_without_leave_to_save_nothing_is_saved() -> None:
+    desk = computing("aaaa", may_save=False)
+    assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
+
+
+def undecided() -> tuple[Desk, FetchOrder]:
+    """The request has computed two chunks; the fetch of the second is still under way."""
+    desk = Desk(probe_chunks=2)
+    desk.add("r", "aaaabbbbzzzz")
+    desk.lookup("r")
+    first, second = desk.plan().fetches
+    desk.end(first, MISSING)
+    assert not desk.lookup("r").wait
+    desk.admit("r")
+    plan = desk.run("r", [0, 1, 2, 3], 0, 8, new=True)
+    assert desk.keys(plan.saves) == [desk.key("aaaa")]
+    return desk, second
+
+
+def test_a_chunk_computed_during_its_fetch_is_saved_when_that_finds_nothing() -> None:
+    desk, fetch = undecided()
+    desk.end(fetch, MISSING)
+    (save,) = desk.run("r", [4], 8, 1, new=False).saves
+    assert (save.key, save.block_ids) == (desk.key("aaaabbbb"), (2, 3))
+    assert desk.run("r", [], 9, 1, new=False).saves == ()
+
+
+def test_a_chunk_computed_during_its_fetch_is_not_saved_when_it_arrives() -> None:
+    desk, fetch = undecided()
+    desk.end(fetch)
+    assert desk.run("r", [4], 8, 1, new=False).saves == ()
+
+
+def test_after_a_preemption_an_undecided_chunk_has_to_be_computed_again_first() -> None:
+    desk, fetch = undecided()
+    desk.end(fetch, MISSING)
+    desk.lookup("r")
+    desk.admit("r")
+    assert desk.run("r", [10, 11, 12], 0, 6, new=True).saves == ()
+    (save,) = desk.run("r", [13], 6, 2, new=False).saves
+    assert save.block_ids == (12, 13)
+
+
+# ---- fences
+
+
+def saving(**setup: object) -> tuple[Desk, SaveOrder]:
+    """Blocks 0 and 1 are being copied for a request that is gone."""
+    desk = computing("aaaa", **setup)
+    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
+    desk.planner.finished("r")
+    desk.add("next", "xxxxyyyy")
+    return desk, save
+
+
+def test_a_new_request_in_blocks_that_are_being_copied_is_fenced() -> None:
+    desk, save = saving()
+    desk.admit("next")
+    assert desk.run("next", [1, 2], 0, 3, new=True).fences == (save.job_id,)
+
+
+def test_appended_blocks_are_fenced_in_the_step_that_appends_them() -> None:
+    desk, save = saving()
+    desk.admit("next")
+    assert desk.run("next", [3], 0, 2, new=True).fences == ()
+    assert desk.run("next", [0], 2, 2, new=False).fences == (save.job_id,)
+    assert desk.run("next", [4], 4, 2, new=False).fences == ()
+
+
+def test_the_blocks_a_load_goes_to_are_fenced() -> None:
+    desk, save = saving(may_load=True)
+    desk.make_resident("xxxxyyyy")
+    assert desk.lookup("next").tokens == 8
+    desk.admit("next", [6, 7, 8, 1], 8)
+    assert desk.plan().fences == (save.job_id,)
+
+
+def test_blocks_that_are_only_read_are_not_fenced() -> None:
+    desk, _ = saving()
+    desk.add("same", "aaaazz")
+    desk.admit("same")
+    plan = desk.run("same", [0, 1, 2], 4, 2, new=True)
+    assert plan.fences == (), "the first two blocks are a local hit"
+
+
+def test_one_save_is_fenced_once_however_many_of_its_blocks_are_reused() -> None:
+    desk, save = saving()
+    desk.admit("next")
+    assert desk.run("next", [0, 1], 0, 4, new=True).fences == (save.job_id,)
+
+
+def test_a_block_that_two_saves_read_is_fenced_until_both_have_read_it() -> None:
+    desk, first = saving()
+    desk.planner.reset(b"salt")  # and the engine keeps its own cache
+    desk.add("same", "aaaazz")
+    desk.admit("same")
+    (second,) = desk.run("same", [0, 1, 2], 4, 2, new=True).saves
+    assert second.block_ids == first.block_ids
+    desk.copied(second)
+    desk.add("other", "xxxx")
+    desk.admit("other")
+    assert desk.run("other", [1, 3], 0, 3, new=True).fences == (first.job_id,)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.OK, FAILED])
+def test_blocks_that_have_been_copied_are_not_fenced(outcome: Outcome) -> None:
+    desk, save = saving(world_size=2)
+    assert desk.planner.ledger.has_copies_inflight
+    desk.end(save, outcome, kind=JobKind.SAVE, ranks=1)
+    desk.admit("next")
+    step = ScheduledRequest("next", ([0, 1],), True, 0, 3)
+    assert desk.plan(step).fences, "one rank still reads them"
+    desk.end(save, kind=JobKind.SAVE, ranks=1)
+    assert desk.plan(step).fences == ()
+    assert not desk.planner.ledger.has_copies_inflight
+
+
+# --- several groups ------------------------------------------------------------
+
+
+GROUPS = (GroupSpec(2, 4), GroupSpec(2, 4, GroupKind.WINDOW, 7, number=1))
+"""Full attention, and a window that needs the last two chunks: 6 tokens before the next one."""
+PROMPT = "aaaabbbbccccddddeeeeffff"
+
+
+def stored(draw: random.Random, desk: Desk) -> dict[int, set[int]]:
+    """Put chunks of the prompt at random into host memory, into the bucket, or nowhere. Returns
+    per group the positions of those that are somewhere."""
+    there: dict[int, set[int]] = {}
+    ledger, hashes = desk.planner.ledger, desk.hashes["r"][1::2]
+    for group in GROUPS:
+        there[group.number] = set()
+        for position in range(len(hashes)):
+            key = ChunkKey(group.number, hashes[position])
+            place = draw.choice(["host", "host", "bucket", "known bucket", "nowhere"])
+            if place == "host":
+                reservation = ledger.table.reserve(key)
+                assert reservation is not None
+                ledger.table.commit(reservation.entry, dirty=False)
+            if place == "known bucket":
+                ledger.index.note_present(key)
+            if place != "nowhere":
+                there[group.number].add(position)
+    return there
+
+
+def longest(there: dict[int, set[int]], local_tokens: int, tokens: int) -> int:
+    """Tokens of the longest resume behind the local ones for which every group has what it needs,
+    by trying all."""
+    found = 0
+    for end in range(4, tokens, 4):
+        chunks = {0: range(end // 4), 1: range(max(0, end - 6) // 4, end // 4)}
+        own = local_tokens // 4
+        if all(set(needed) - set(range(own)) <= there[group] for group, needed in chunks.items()):
+            found = max(found, end - local_tokens)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(seed: int) -> None:
+    draw = random.Random(seed)
+    desk = Desk(groups=GROUPS, slots=40, probe_chunks=draw.randint(1, 4), max_wait_s=1e9)
+    tokens = draw.randint(8, len(PROMPT))
+    desk.add("r", PROMPT[:tokens])
+    there = stored(draw, desk)
+    keys = {
+        (group, hash_): position
+        for group in there
+        for position, hash_ in enumerate(desk.hashes["r"][1::2])
+    }
+    local_tokens = draw.choice([0, 0, 2, 4, 8])
+    while (answer := desk.lookup("r", local_tokens)).wait:
+        fetches = desk.plan().fetches
+        for fetch in draw.sample(fetches, len(fetches)):
+            is_there = keys[fetch.key.group, fetch.key.block_hash] in there[fetch.key.group]
+            desk.end(fetch, OK if is_there else MISSING)
+    known = tokens - tokens % 2
+    assert answer.tokens == longest(there, local_tokens, known), f"seed {seed}"
+    if answer.tokens:
+        check_load(desk, local_tokens, local_tokens + answer.tokens)
+    desk.planner.finished("r")
+    assert desk.pinned() == 0
+
+
+def check_load(desk: Desk, begin: int, end: int) -> None:
+    """Every group loads the blocks that it needs of its own table, and no others."""
+    tables = ([10 + b for b in range(end // 2)], [50 + b for b in range(end // 2)])
+    desk.planner.admitted("r", tables, end - begin)
+    (load,) = desk.plan().loads
+    for group, table, needed in zip(GROUPS, tables, (begin, max(begin, end - 6)), strict=True):
+        parts = [part for part in load.parts if part.group == group.number]
+        assert [block for part in parts for block in part.block_ids] == table[needed // 2 :]
+        for part in parts:
+            position, first_block = divmod(table.index(part.block_ids[0]), 2)
+            key = ChunkKey(group.number, desk.hashes["r"][1::2][position])
+            entry = desk.planner.ledger.table.lookup(key)
+            assert entry is not None
+            assert (part.slot, part.first_block) == (entry.number, first_block)
+    desk.planner.loaded(["r"])
+
+
+def test_a_window_is_saved_in_the_step_that_reaches_the_end_of_a_chunk_or_never() -> None:
+    groups = (GroupSpec(2, 4), GroupSpec(2, 4, GroupKind.WINDOW, 3, number=1))
+    desk = Desk(groups=groups, may_load=False)
+    desk.add("r", "aaaabbb")
+    desk.planner.admitted("r", ([], []), 0)
+    step = ScheduledRequest("r", ([0, 1, 2, 3], [10, 11, 12, 13]), True, 0, 7)
+    saves = desk.plan(step).saves
+    assert [(save.key.group, save.block_ids) for save in saves] == [(0, (0, 1)), (1, (11,))]
+    for computed in (7, 8):  # the tokens are not known before the next step
+        assert desk.plan(ScheduledRequest("r", (), False, computed, 1)).saves == ()
+    desk.grow("r", "aaaabbbb")
+    (save,) = desk.plan(ScheduledRequest("r", (), False, 9, 1)).saves
+    assert (save.key.group, save.block_ids) == (0, (2, 3)), "the window has moved on"

@@ -1,0 +1,416 @@
+"""Ends of jobs on several ranks, in any order; what is tried again; what a reset leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from s3kv.host.table import EntryState
+from s3kv.messages import JobEnd, JobKind, SaveOrder, StepReport, UploadOrder
+from s3kv.planning.breaker import BreakerState
+from s3kv.planning.kv import NOTHING, WAIT, Answer
+from s3kv.planning.ledger import ChunkState
+from s3kv.types import Outcome
+from tests.unit.planning.desk import FAILED, MISSING, OK, Desk
+
+SAVE, UPLOAD = JobKind.SAVE, JobKind.UPLOAD
+
+
+def saving(**setup: object) -> tuple[Desk, SaveOrder]:
+    desk = Desk(**{"may_load": False, **setup})
+    desk.add("r", "aaaa")
+    desk.admit("r")
+    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
+    return desk, save
+
+
+def interleavings(first: Sequence[object], second: Sequence[object]) -> list[list[object]]:
+    """All ways to merge two ranks' ends, each in its own order."""
+    length = len(first) + len(second)
+    merged = []
+    for places in itertools.combinations(range(length), len(first)):
+        ones, twos = iter(first), iter(second)
+        merged.append([next(ones) if i in places else next(twos) for i in range(length)])
+    return merged
+
+
+GOOD = [(SAVE, OK), (UPLOAD, OK)]
+NOT_COPIED = [(SAVE, FAILED), (UPLOAD, Outcome.CANCELLED)]
+NOT_SENT = [(SAVE, OK), (UPLOAD, FAILED)]
+
+
+@pytest.mark.parametrize("ends", interleavings(GOOD, GOOD), ids=str)
+def test_a_chunk_is_resident_when_all_ranks_have_copied_it(
+    ends: list[tuple[JobKind, Outcome]],
+) -> None:
+    desk, save = saving(world_size=2)
+    ledger, key = desk.planner.ledger, desk.key("aaaa")
+    copies = uploads = 0
+    for kind, outcome in ends:
+        desk.end(save, outcome, kind=kind, ranks=1)
+        copies += kind is SAVE
+        uploads += kind is UPLOAD
+        resident = ledger.state(key) is ChunkState.RESIDENT
+        assert resident == (copies == 2)
+        assert ledger.index.is_present(key) == (uploads == 2)
+    slot = ledger.table.lookup(key)
+    assert slot is not None
+    assert slot.state is EntryState.CLEAN
+
+
+@pytest.mark.parametrize("ends", interleavings(GOOD, NOT_COPIED), ids=str)
+def test_a_slot_is_free_when_nothing_of_a_failed_save_uses_it_any_more(
+    ends: list[tuple[JobKind, Outcome]],
+) -> None:
+    desk, save = saving(world_size=2)
+    for kind, outcome in ends:
+        assert desk.planner.ledger.table.statistics().reserved == 1
+        desk.end(save, outcome, kind=kind, ranks=1)
+    assert desk.planner.ledger.state(desk.key("aaaa")) is ChunkState.ABSENT
+    assert desk.planner.ledger.table.statistics().free == 16
+    assert not desk.planner.ledger.index.is_present(desk.key("aaaa")), "not on all ranks"
+
+
+@pytest.mark.parametrize("ends", interleavings(GOOD, NOT_SENT), ids=str)
+def test_an_upload_that_failed_on_one_rank_is_repeated_on_all(
+    ends: list[tuple[JobKind, Outcome]],
+) -> None:
+    desk, save = saving(world_size=2)
+    for kind, outcome in ends:
+        desk.end(save, outcome, kind=kind, ranks=1)
+    assert not desk.planner.ledger.index.is_present(desk.key("aaaa"))
+    desk.now_s = 1.0
+    (upload,) = desk.plan().uploads
+    desk.end(upload, Outcome.EXISTS, ranks=1)
+    assert not desk.planner.ledger.index.is_present(desk.key("aaaa"))
+    desk.end(upload, OK, ranks=1)
+    assert desk.planner.ledger.index.is_present(desk.key("aaaa"))
+
+
+def test_reports_of_ranks_that_were_merged_on_the_way_count_for_all() -> None:
+    desk, save = saving(world_size=2)
+    report = StepReport()
+    for _ in range(2):
+        other = StepReport()
+        other.add(JobEnd(save.job_id, SAVE, OK, 10, 0.1))
+        report.merge(other)
+    desk.planner.on_report(report, 0.0)
+    assert desk.planner.ledger.state(desk.key("aaaa")) is ChunkState.RESIDENT
+
+
+@pytest.mark.parametrize("order", [(OK, MISSING), (MISSING, OK), (OK, FAILED), (FAILED, OK)])
+def test_a_fetch_counts_when_it_arrived_on_all_ranks(order: tuple[Outcome, Outcome]) -> None:
+    desk = Desk(world_size=2)
+    desk.add("r", "aaaa")
+    desk.lookup("r")
+    (fetch,) = desk.plan().fetches
+    desk.end(fetch, order[0], ranks=1)
+    assert desk.lookup("r") == WAIT
+    assert desk.planner.ledger.table.statistics().reserved == 1
+    desk.end(fetch, order[1], ranks=1)
+    assert desk.lookup("r") == NOTHING
+    assert desk.planner.ledger.table.statistics().reserved == 0
+
+
+def test_one_end_too_many_is_an_error() -> None:
+    desk, save = saving(world_size=2)
+    desk.end(save, kind=SAVE, ranks=2)
+    with pytest.raises(AssertionError, match="more often"):
+        desk.end(save, kind=SAVE, ranks=1)
+
+
+# ---- uploads are tried again
+
+
+def test_uploads_are_tried_again_less_and_less_often_and_then_given_up() -> None:
+    desk, save = saving(slots=1)
+    desk.copied(save)
+    desk.uploaded(save, FAILED)
+    for pause_s in (1.0, 4.0, 15.0, 60.0):
+        desk.now_s += pause_s - 0.1
+        assert desk.plan().uploads == ()
+        assert desk.planner.ledger.saves_inflight == 1
+        desk.now_s += 0.1
+        (upload,) = desk.plan().uploads
+        assert (upload.key, upload.slot) == (save.key, save.slot)
+        desk.end(upload, Outcome.DENIED)
+    assert desk.planner.counters["uploads_given_up"] == 1
+    assert desk.planner.ledger.saves_inflight == 0
+    desk.now_s += 1_000
+    assert desk.plan().uploads == ()
+    desk.add("next", "bbbb")
+    desk.admit("next")
+    assert len(desk.run("next", [2, 3], 0, 4, new=True).saves) == 1, "its slot can be had now"
+
+
+def given_up(**setup: object) -> tuple[Desk, SaveOrder]:
+    """A resident chunk, "aaaa", that an outage of more than 80 s has kept from the bucket."""
+    desk, save = saving(**setup)
+    desk.copied(save)
+    desk.uploaded(save, FAILED)
+    for pause_s in (1.0, 4.0, 15.0, 60.0):
+        desk.now_s += pause_s
+        desk.end(desk.plan().uploads, FAILED)
+    assert desk.planner.counters["uploads_given_up"] == 1
+    return desk, save
+
+
+def hit(desk: Desk, name: str, prompt: str = "aaaa") -> tuple[UploadOrder, ...]:
+    """Another request has this prompt, and its blocks already; the uploads of its step."""
+    desk.add(name, prompt)
+    desk.admit(name)
+    blocks = list(range(len(prompt) // 2))
+    return desk.run(name, blocks, 0, len(prompt), new=True).uploads
+
+
+def test_after_a_long_outage_a_hit_uploads_what_was_given_up() -> None:
+    desk, save = given_up()
+    assert desk.planner.ledger.table.statistics().dirty == 0, "it may be evicted meanwhile"
+    (upload,) = hit(desk, "r2")
+    assert (upload.key, upload.slot) == (save.key, save.slot)
+    assert desk.planner.ledger.saves_inflight == 1
+    assert desk.planner.ledger.table.statistics().dirty == 1, "and not now"
+    assert hit(desk, "r3") == (), "it is on its way"
+    desk.end(upload)
+    assert desk.planner.ledger.index.is_present(save.key)
+    assert desk.planner.ledger.saves_inflight == 0
+    assert hit(desk, "r4") == ()
+    assert desk.planner.counters["uploads_again"] == 1
+
+
+def test_what_is_loaded_from_host_memory_is_hit_too() -> None:
+    desk, save = given_up(may_load=True)
+    desk.add("r2", "aaaabb")
+    assert desk.lookup("r2").tokens == 4
+    desk.admit("r2", [2, 3, 4], 4)
+    desk.plan()
+    desk.planner.loaded(["r2"])
+    desk.admit("r2")
+    (upload,) = desk.run("r2", [2, 3, 4], 4, 2, new=True).uploads
+    assert upload.key == save.key
+
+
+def test_while_the_outage_goes_on_hits_upload_less_and_less_often() -> None:
+    """A thousand hits in an hour and a half, of which one in five minutes is tried."""
+    desk, save = given_up()
+    tries = []
+    for number in range(1_000):
+        desk.now_s += 5.0
+        for upload in hit(desk, f"hit {number}"):
+            tries.append(desk.now_s)
+            desk.end(upload, Outcome.DENIED)
+    pauses = [after - before for before, after in itertools.pairwise(tries)]
+    assert pauses[:5] == [60.0, 120.0, 240.0, 300.0, 300.0]
+    assert set(pauses[5:]) == {300.0}
+    assert desk.planner.ledger.saves_inflight == 0
+    desk.now_s += 300.0
+    (upload,) = hit(desk, "the last")
+    desk.end(upload)
+    assert desk.planner.ledger.index.is_present(save.key)
+
+
+def test_nothing_is_uploaded_again_while_the_breaker_is_open() -> None:
+    desk, save = given_up()
+    breaker = desk.planner.ledger.breaker
+    desk.now_s += 100.0
+    while breaker.state is not BreakerState.OPEN or not breaker.is_open(desk.now_s):
+        breaker.allows(desk.now_s)
+        breaker.failed(desk.now_s)
+    assert hit(desk, "r2") == ()
+    desk.now_s += 30.0
+    (upload,) = hit(desk, "r3")
+    assert upload.key == save.key, "nothing else may ever ask a store of which all is resident"
+    desk.end(upload)
+    assert breaker.state is BreakerState.CLOSED
+
+
+def test_a_store_that_is_back_is_not_stormed() -> None:
+    """One upload finds out; then as many at once as saves may be on their way."""
+    prompts = [letter * 4 for letter in "abcdefgh"]
+    desk = Desk(may_load=False, max_saves_inflight=8)
+    for number, prompt in enumerate(prompts):
+        desk.add(prompt, prompt)
+        desk.admit(prompt)
+        saves = desk.run(prompt, [2 * number, 2 * number + 1], 0, 4, new=True).saves
+        desk.copied(saves)
+        desk.uploaded(saves, FAILED)
+    while desk.planner.ledger.saves_inflight:
+        desk.now_s += 60.0
+        desk.end(desk.plan().uploads, FAILED)
+    assert len(desk.planner.ledger.unsaved) == 8
+    desk.planner._settings = dataclasses.replace(desk.planner._settings, max_saves_inflight=3)
+    desk.now_s += 100.0
+    uploads = [u for n, prompt in enumerate(prompts) for u in hit(desk, f"again {n}", prompt)]
+    assert len(uploads) == 1
+    desk.end(uploads)
+    counts = []
+    while desk.planner.ledger.unsaved:
+        orders = desk.plan().uploads
+        counts.append(len(orders))
+        desk.end(orders)
+    assert counts == [3, 3, 1], "each of them was hit before"
+
+
+def test_what_was_evicted_is_not_uploaded() -> None:
+    desk, save = given_up(slots=1)
+    desk.planner.ledger.unsaved.hit(save.key)
+    desk.add("other", "bbbb")
+    desk.admit("other")
+    plan = desk.run("other", [2, 3], 0, 4, new=True)
+    assert desk.keys(plan.saves) == [desk.key("bbbb")]
+    assert plan.uploads == ()
+    assert len(desk.planner.ledger.unsaved) == 0
+
+
+def test_what_can_never_be_uploaded_is_given_up_at_once_and_for_good() -> None:
+    desk, save = saving()
+    desk.copied(save)
+    desk.uploaded(save, Outcome.INVALID)
+    ledger = desk.planner.ledger
+    assert (ledger.saves_inflight, desk.planner.counters["uploads_given_up"]) == (0, 1)
+    desk.now_s += 1_000.0
+    assert hit(desk, "r2") == ()
+    assert not ledger.index.is_present(save.key)
+    assert ledger.breaker.state is BreakerState.CLOSED, "it says nothing about the bucket"
+
+
+def test_a_chunk_stays_in_host_memory_and_usable_while_its_upload_is_tried_again() -> None:
+    desk, save = saving(slots=1, may_load=True)
+    desk.copied(save)
+    desk.uploaded(save, FAILED)
+    desk.add("other", "xxxx")
+    assert desk.lookup("other") == NOTHING
+    desk.add("same", "aaaa")
+    assert desk.lookup("same") == Answer(False, 4)
+
+
+# ---- the breaker
+
+
+def broken() -> Desk:
+    """Three fetches have failed in a row."""
+    desk = Desk(probe_chunks=3)
+    desk.add("unlucky", "aaaabbbbcccc")
+    desk.lookup("unlucky")
+    desk.end(desk.plan().fetches, FAILED)
+    assert desk.planner.ledger.breaker.state is BreakerState.OPEN
+    return desk
+
+
+def fetches_for(desk: Desk, prompt: str) -> int:
+    desk.add(prompt, prompt)
+    desk.lookup(prompt)
+    return len(desk.plan().fetches)
+
+
+def test_an_open_breaker_asks_for_nothing_and_nobody_waits() -> None:
+    desk = broken()
+    desk.add("r", "xxxx")
+    assert desk.lookup("r") == NOTHING
+    assert desk.plan().fetches == ()
+
+
+def test_after_a_pause_one_fetch_finds_out() -> None:
+    desk = broken()
+    desk.now_s = 0.5
+    desk.add("r", "xxxxyyyy")
+    assert desk.lookup("r") == WAIT
+    fetches = desk.plan().fetches
+    assert len(fetches) == 1
+    desk.end(fetches, MISSING)
+    assert desk.planner.ledger.breaker.state is BreakerState.CLOSED, "an answer is an answer"
+    assert fetches_for(desk, "ddddeeeeffff") == 3
+
+
+def test_a_failed_attempt_doubles_the_pause() -> None:
+    desk = broken()
+    desk.now_s = 0.5
+    desk.add("r", "xxxx")
+    desk.lookup("r")
+    desk.end(desk.plan().fetches, FAILED)
+    desk.now_s = 1.4
+    assert fetches_for(desk, "yyyy") == 0
+    desk.now_s = 1.5
+    assert fetches_for(desk, "zzzz") == 1
+
+
+def test_uploads_tell_the_breaker_too() -> None:
+    desk, save = saving(may_load=True)
+    desk.copied(save)
+    desk.uploaded(save, FAILED)
+    for _ in range(2):
+        desk.now_s += 100
+        desk.end(desk.plan().uploads, FAILED)
+    assert desk.planner.ledger.breaker.state is BreakerState.OPEN
+
+
+# ---- reset
+
+
+def test_after_a_reset_nothing_of_before_is_reachable() -> None:
+    desk = Desk()
+    desk.make_resident("aaaa")
+    desk.planner.reset(b"salt")
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == WAIT, "it has to ask the bucket"
+    (fetch,) = desk.plan().fetches
+    assert fetch.key != desk.key("aaaa")
+    assert len(fetch.key.block_hash) == 32
+
+
+def test_jobs_in_flight_during_a_reset_bring_nothing_back() -> None:
+    desk = Desk(probe_chunks=1)
+    desk.add("old", "aaaa")
+    desk.lookup("old")
+    (fetch,) = desk.plan().fetches
+    desk.add("computing", "bbbb")
+    desk.admit("computing")
+    (save,) = desk.run("computing", [0, 1], 0, 4, new=True).saves
+    desk.planner.reset(b"salt")
+    desk.end(fetch)
+    desk.copied(save)
+    desk.uploaded(save)
+    assert desk.lookup("old") == NOTHING
+    for prompt in ("aaaa", "bbbb"):
+        desk.add(f"new {prompt}", prompt)
+        assert desk.lookup(f"new {prompt}") == WAIT
+    assert not {fetch.key, save.key} & set(desk.keys(desk.plan().fetches))
+    assert desk.pinned() == 0
+
+
+@pytest.mark.parametrize("state", ["waiting", "offered", "loading", "computing"])
+def test_requests_of_before_a_reset_neither_load_nor_save(state: str) -> None:
+    desk = Desk()
+    desk.add("r", "aaaabbbb")
+    if state != "computing":
+        assert desk.lookup("r") == WAIT
+        if state != "waiting":
+            desk.end(desk.plan().fetches)
+            assert desk.lookup("r") == Answer(False, 8)
+        if state == "loading":
+            desk.admit("r", [0, 1, 2, 3], 8)
+            desk.plan()
+    desk.planner.reset(b"salt")
+    desk.planner.check()
+    if state == "loading":
+        assert desk.pinned() == 2, "the copy is under way"
+        desk.planner.loaded(["r"])
+    assert desk.pinned() == 0
+    assert desk.lookup("r") == NOTHING
+    desk.admit("r", [0, 1, 2, 3])
+    assert desk.run("r", [0, 1, 2, 3], 0, 8, new=True).saves == ()
+
+
+def test_two_resets_have_nothing_in_common() -> None:
+    keys = set()
+    for salt in (b"", b"one", b"two"):
+        desk = Desk()
+        if salt:
+            desk.planner.reset(salt)
+        desk.add("r", "aaaa")
+        desk.lookup("r")
+        keys.update(desk.keys(desk.plan().fetches))
+    assert len(keys) == 3

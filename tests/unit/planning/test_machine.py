@@ -1,0 +1,46 @@
+"""The planner never promises what is not there, whatever engine, ranks and network do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.unit.planning.machine import PlannerMachine, run
+
+TestPlanner = PlannerMachine.TestCase
+TestPlanner.settings = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+@pytest.mark.long
+def test_the_machine_gets_everywhere() -> None:
+    seen = run(examples=300)
+    assert all(
+        seen[what] >= 5
+        for what in (
+            "aborted while running",
+            "aborted while waiting",
+            "deadline_cuts",
+            "evictions",
+            "fences that mattered",
+            "fetch CANCELLED",
+            "fetch OK",
+            "fetches_spared",
+            "hit_tokens_bucket",
+            "hit_tokens_host",
+            "loads",
+            "preempted",
+            "resets",
+            "save FAILED",
+            "saves_dropped",
+            "unplaced offers",
+            "upload FAILED",
+            "fetch INVALID",
+            "uploads_again",
+            "uploads_given_up",
+        )
+    ), seen
+    assert seen["aborted while loading"], seen
+    assert seen["loads failed"], seen
+    assert seen["resets refused"], seen

@@ -1,0 +1,283 @@
+"""Planners with one rule taken out. The state machine has to notice every one of them; what it
+finds only in long runs, an example does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from s3kv.host.table import Table, TableError
+from s3kv.messages import JobEnd, LoadPart
+from s3kv.planning import kv
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.kv import Answer, KVPlanner
+from s3kv.planning.ledger import Job, Ledger
+from s3kv.planning.lookup import Lookup
+from s3kv.planning.requests import PlannedRequest
+from s3kv.planning.uploads import Unsaved
+from s3kv.types import ChunkKey
+from tests.unit.planning.machine import run
+from tests.unit.planning.test_kv import (
+    test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends as finishing,
+)
+from tests.unit.planning.test_kv import (
+    test_after_a_preemption_an_undecided_chunk_has_to_be_computed_again_first as preempted,
+)
+from tests.unit.planning.test_ledger import (
+    test_a_store_that_is_back_is_not_stormed as not_stormed,
+)
+from tests.unit.planning.test_ledger import (
+    test_requests_of_before_a_reset_neither_load_nor_save as before_reset,
+)
+from tests.unit.planning.test_ledger import (
+    test_while_the_outage_goes_on_hits_upload_less_and_less_often as less_and_less,
+)
+
+Patch = pytest.MonkeyPatch
+MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], object]]] = []
+
+offer = KVPlanner._offer
+save = KVPlanner._save
+finished = KVPlanner.finished
+admitted = KVPlanner.admitted
+loaded = KVPlanner.loaded
+reset = KVPlanner.reset
+load_parts = Lookup.load_parts
+collect = Lookup.collect
+give_back = Lookup._give_back
+on_end = Ledger.on_end
+plan_save = Ledger.plan_save
+take = Unsaved.take
+
+
+def by_machine() -> None:
+    # Most are noticed within a hundred; what Hypothesis generates differs between its versions.
+    run(examples=1_500)
+
+
+def mutant(of: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTANTS.append((of, by_machine))
+    return of
+
+
+def mutant_for(
+    test: Callable[[], object],
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    def keep(of: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append((of, test))
+        return of
+
+    return keep
+
+
+@mutant
+def forgets_to_unpin(patch: Patch) -> None:
+    patch.setattr(Lookup, "_give_back_early", lambda self: self.early.clear())
+
+
+@mutant
+def does_not_keep_what_it_offers(patch: Patch) -> None:
+    def stingy(self: KVPlanner, request: PlannedRequest) -> Answer:
+        answer = offer(self, request)
+        for slot in request.lookups[0].leases:
+            self.ledger.table.unpin(slot)
+        return answer
+
+    patch.setattr(KVPlanner, "_offer", stingy)
+    patch.setattr(KVPlanner, "check", lambda self: None)
+
+
+@mutant
+def takes_the_first_rank_for_all(patch: Patch) -> None:
+    def hasty(self: Ledger, end: JobEnd, now_s: float) -> Job | None:
+        job = self._jobs.get(end.job_id)
+        if job is None or not job.reports_left[end.kind]:
+            return None
+        job.reports_left[end.kind] = end.ranks
+        return on_end(self, end, now_s)
+
+    patch.setattr(Ledger, "on_end", hasty)
+
+
+@mutant
+def fences_nothing(patch: Patch) -> None:
+    patch.setattr(Ledger, "fences", lambda self, block_ids: set())
+
+
+@mutant
+def does_not_fence_loads(patch: Patch) -> None:
+    def careless(
+        self: KVPlanner, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
+    ) -> None:
+        fences = set(self._fences)
+        admitted(self, request_id, block_ids, tokens)
+        self._fences = fences
+
+    patch.setattr(KVPlanner, "admitted", careless)
+
+
+@mutant
+def forgets_what_the_bucket_has(patch: Patch) -> None:
+    patch.setattr(BucketIndex, "is_present", lambda self, key: False)
+
+
+@mutant
+def offers_what_is_on_its_way(patch: Patch) -> None:
+    def eager(self: Lookup, *args: Any) -> None:
+        collect(self, *args)
+        self.ready = self.asked
+
+    patch.setattr(Lookup, "collect", eager)
+
+
+@mutant
+def saves_chunks_that_are_not_complete(patch: Patch) -> None:
+    def early(self: KVPlanner, request: PlannedRequest, computed: int, scheduled: int) -> None:
+        save(self, request, computed, scheduled + 1)
+
+    patch.setattr(KVPlanner, "_save", early)
+
+
+@mutant_for(preempted)
+def saves_undecided_chunks_before_they_are_computed_again(patch: Patch) -> None:
+    def early(self: KVPlanner, request: PlannedRequest, computed: int, scheduled: int) -> None:
+        undecided = [position for _, position in request.saving.undecided]
+        if undecided:
+            end = self._chunk_tokens * (max(undecided) + 1)
+            scheduled = max(scheduled, end - computed)
+        save(self, request, computed, scheduled)
+
+    patch.setattr(KVPlanner, "_save", early)
+
+
+@mutant
+def saves_blocks_in_the_wrong_order(patch: Patch) -> None:
+    def turned(self: Ledger, key: ChunkKey, block_ids: tuple[int, ...]) -> bool:
+        return plan_save(self, key, block_ids[::-1])
+
+    patch.setattr(Ledger, "plan_save", turned)
+
+
+@mutant
+def loads_from_the_start_of_a_chunk(patch: Patch) -> None:
+    def coarse(self: Lookup, *args: Any) -> Iterator[LoadPart]:
+        for part in load_parts(self, *args):
+            yield LoadPart(part.group, part.slot, 0, part.block_ids)
+
+    patch.setattr(Lookup, "load_parts", coarse)
+
+
+@mutant_for(finishing)
+def drops_the_chunks_of_a_load_with_its_request(patch: Patch) -> None:
+    def hard(self: KVPlanner, request_id: str) -> None:
+        finished(self, request_id)
+        orphan = self._orphans.pop(request_id, None)
+        if orphan is not None:
+            orphan.close()
+
+    patch.setattr(KVPlanner, "finished", hard)
+
+
+@mutant
+def leaks_the_chunks_of_a_load_whose_request_is_gone(patch: Patch) -> None:
+    def blind(self: KVPlanner, request_ids: Iterable[str], failed: Iterable[str] = ()) -> None:
+        loaded(self, [r for r in request_ids if r in self._requests], failed)
+
+    patch.setattr(KVPlanner, "loaded", blind)
+
+
+@mutant
+def offers_again_what_failed_to_load(patch: Patch) -> None:
+    def trusting(self: KVPlanner, request_ids: Iterable[str], failed: Iterable[str] = ()) -> None:
+        loaded(self, request_ids)
+
+    patch.setattr(KVPlanner, "loaded", trusting)
+
+
+@mutant
+def remembers_what_was_ready_before_it_gave_it_back(patch: Patch) -> None:
+    def stale(self: Lookup) -> None:
+        ready = self.ready
+        give_back(self)
+        self.ready = ready
+
+    patch.setattr(Lookup, "_give_back", stale)
+
+
+@mutant
+def waits_for_ever(patch: Patch) -> None:
+    patch.setattr(kv, "wait_until_s", lambda *args, **kwargs: float("inf"))
+
+
+@mutant
+def resets_without_a_new_salt(patch: Patch) -> None:
+    def lazy(self: KVPlanner, salt: bytes) -> None:
+        reset(self, self._salt)
+
+    patch.setattr(KVPlanner, "reset", lazy)
+
+
+@mutant_for(lambda: before_reset("offered"))
+def lets_requests_from_before_a_reset_go_on(patch: Patch) -> None:
+    def lax(self: KVPlanner, salt: bytes) -> None:
+        self._salt = salt
+        self.ledger.index.forget()
+        for request in self._requests.values():
+            request.hashes.salt = salt
+            request.hashes.known.clear()
+
+    patch.setattr(KVPlanner, "reset", lax)
+
+
+@mutant
+def frees_the_slot_of_a_cancelled_fetch_at_once(patch: Patch) -> None:
+    def hasty(self: KVPlanner, request_id: str) -> None:
+        finished(self, request_id)
+        for job_id, job in self._unwanted.items():
+            if not job.waiters and job_id in self.ledger._jobs:
+                del self.ledger._jobs[job_id]
+                del self.ledger._job_of[job.key]
+                self.ledger.fetches_inflight -= 1
+                self.ledger.table.abandon(job.entry)
+
+    patch.setattr(KVPlanner, "finished", hasty)
+
+
+@mutant
+def never_uploads_again_what_was_given_up(patch: Patch) -> None:
+    patch.setattr(Unsaved, "hit", lambda self, key: None)
+
+
+@mutant
+def uploads_again_from_a_slot_that_may_be_evicted(patch: Patch) -> None:
+    patch.setattr(Table, "mark_dirty", lambda self, slot: None)
+    patch.setattr(Ledger, "check", lambda self: None)
+
+
+@mutant_for(less_and_less)
+def uploads_again_as_often_as_it_is_hit(patch: Patch) -> None:
+    patch.setattr(Unsaved, "saw", lambda self, outcome, now_s: None)
+
+
+@mutant_for(not_stormed)
+def uploads_again_however_many_are_on_their_way(patch: Patch) -> None:
+    def greedy(self: Unsaved, most: int, store: Breaker, now_s: float) -> list[ChunkKey]:
+        return take(self, 1_000, store, now_s)
+
+    patch.setattr(Unsaved, "take", greedy)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("mutate", "check"), [pytest.param(*both, id=both[0].__name__) for both in MUTANTS]
+)
+def test_it_is_noticed_that_a_planner(
+    mutate: Callable[[Patch], None], check: Callable[[], object], monkeypatch: Patch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, TableError, LookupError)):
+        check()

@@ -1,0 +1,77 @@
+"""Beside another connector, which may load what this one does not, and may be wrong."""
+
+from __future__ import annotations
+
+from s3kv.messages import SaveOrder
+from s3kv.planning.kv import NOTHING
+from tests.unit.planning.desk import Desk
+
+
+def saving() -> tuple[Desk, SaveOrder]:
+    """Blocks 0 and 1 are being copied for a request that is gone."""
+    desk = Desk(may_load=False)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == NOTHING
+    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
+    desk.planner.finished("r")
+    desk.add("next", "xxxxyyyy")
+    return desk, save
+
+
+def test_blocks_another_connector_may_load_to_are_fenced_before_it_does() -> None:
+    desk, save = saving()
+    assert desk.lookup("next") == NOTHING
+    desk.admit("next", [5, 6, 7, 1])
+    assert desk.plan().fences == (save.job_id,)
+
+
+def test_blocks_the_engine_has_itself_are_not_fenced() -> None:
+    desk, _ = saving()
+    desk.add("same", "aaaazz")
+    assert desk.lookup("same", local_tokens=4) == NOTHING
+    desk.admit("same", [0, 1, 2])
+    assert desk.plan().fences == ()
+
+
+def test_nothing_is_saved_of_what_is_loaded_while_the_step_runs() -> None:
+    desk = Desk()
+    desk.add("r", "aaaabbbbcccc")
+    desk.lookup("r")
+    desk.admit("r", range(6))
+    assert desk.run("r", range(6), 4, 4, new=True).saves == ()
+    assert desk.run("r", [], 8, 4, new=False).saves == ()
+    assert desk.lookup("r") == NOTHING
+
+
+def test_what_was_loaded_before_the_step_is_saved() -> None:
+    """As NIXL does: a request is scheduled when its load has gone well."""
+    desk = Desk(may_load=False)
+    desk.add("r", "aaaabbbbcccc")
+    desk.lookup("r")
+    desk.admit("r", range(4))
+    assert desk.plan().saves == ()
+    desk.planner.loaded(["r"])
+    desk.admit("r", range(6))
+    assert len(desk.run("r", range(6), 8, 4, new=True).saves) == 3
+
+
+def test_a_planner_that_takes_over_serves_whoever_comes_from_then_on() -> None:
+    early = Desk(may_load=False, may_save=False)
+    early.add("first", "aaaabbbb")
+    early.lookup("first")
+    early.admit("first", range(4))
+    assert early.run("first", range(4), 0, 4, new=True).saves == ()
+    desk = Desk(may_load=False)
+    desk.hashes = early.hashes
+    desk.planner.adopt(early.planner)
+    desk.add("second", "bbbb")
+    desk.lookup("second")
+    desk.admit("second", [4, 5])
+    (save,) = desk.run("second", [4, 5], 0, 4, new=True).saves
+    desk.planner.finished("second")
+    # The first one goes on, is fenced, and neither saved nor looked up.
+    plan = desk.run("first", [5], 4, 4, new=False)
+    assert plan.saves == ()
+    assert plan.fences == (save.job_id,)
+    assert desk.lookup("first") == NOTHING
+    desk.planner.finished("first")

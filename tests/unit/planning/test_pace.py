@@ -1,0 +1,311 @@
+"""How long a request waits for the bucket."""
+
+from __future__ import annotations
+
+import pytest
+
+from s3kv.planning.kv import NOTHING, WAIT, Answer
+from s3kv.planning.pace import PATIENCE_S, FetchTime, Pace, wait_until_s
+from s3kv.types import Outcome
+from tests.unit.planning.desk import MISSING, Desk
+
+
+def test_nobody_waits_longer_than_max_wait() -> None:
+    desk = Desk(max_wait_s=3.0, gate=False)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == WAIT
+    desk.now_s = 2.9
+    assert desk.lookup("r") == WAIT
+    desk.now_s = 3.0
+    assert desk.lookup("r") == NOTHING
+    assert desk.planner.counters["deadline_cuts"] == 1
+    assert desk.lookup("r") == NOTHING, "asked again because it could not be placed"
+    assert desk.planner.counters["deadline_cuts"] == 1
+
+
+def test_the_clock_starts_when_the_engine_asks() -> None:
+    desk = Desk(max_wait_s=3.0)
+    desk.add("r", "aaaa")
+    desk.planner.prefetch("r", 0, 0.0)
+    desk.now_s = 10.0
+    assert desk.lookup("r") == WAIT
+
+
+def test_arrivals_do_not_move_the_deadline() -> None:
+    desk = Desk(max_wait_s=3.0, probe_chunks=4)
+    desk.add("r", "aaaabbbbccccdddd")
+    assert desk.lookup("r") == WAIT
+    for fetch in desk.plan().fetches[:3]:
+        assert desk.lookup("r") == WAIT
+        desk.now_s += 1.0
+        desk.end(fetch)
+    assert desk.lookup("r") == Answer(False, 12)
+
+
+def test_unmeasured_the_gate_allows_as_long_as_computing_takes() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=2)  # 8 tokens/s assumed
+    desk.add("r", "aaaabbbb")
+    assert desk.lookup("r") == WAIT
+    desk.now_s = 0.99
+    assert desk.lookup("r") == WAIT
+    desk.now_s = 1.0
+    assert desk.lookup("r") == NOTHING
+
+
+def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
+    """Computing a chunk takes 0.5 s; up to four fetches are sent at once."""
+    desk = Desk(max_wait_s=50.0, gate=True, **{"probe_chunks": 1, **setup})
+    desk.add("first", "zzzz")
+    desk.lookup("first")
+    desk.now_s = seconds_per_chunk
+    desk.end(desk.plan().fetches, seconds=seconds_per_chunk)
+    desk.planner.finished("first")
+    return desk
+
+
+def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
+    desk = measured(seconds_per_chunk=0.6)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == NOTHING
+    late = desk.plan().fetches
+    assert desk.keys(late) == [desk.key("aaaa")], "it is asked for all the same"
+    desk.admit("r", [0, 1])
+    desk.end(late)
+    assert desk.pinned() == 0, "who has been answered holds nothing"
+    desk.add("next", "aaaazz")
+    assert desk.lookup("next") == Answer(False, 4)
+
+
+def test_a_bucket_faster_than_computing_is_waited_for() -> None:
+    desk = measured(seconds_per_chunk=0.3)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == WAIT
+
+
+def test_a_gain_too_small_to_be_sure_of_is_left() -> None:
+    desk = measured(seconds_per_chunk=0.45)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == NOTHING
+
+
+def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
+    desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
+    desk.add("r", "aaaabbbb")
+    assert desk.lookup("r") == WAIT
+    first, _ = desk.plan().fetches
+    desk.now_s += 0.5
+    desk.end(first, seconds=0.5)
+    assert desk.lookup("r") == WAIT, "for a chunk that takes longer than computing it, but not now"
+
+
+def test_what_comes_at_once_is_weighed_against_all_it_saves() -> None:
+    """Chunks that take longer to come than to compute pay when several come together."""
+    desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
+    desk.add("r", "aaaabbbbccccdddd")
+    assert desk.lookup("r") == WAIT
+
+
+def test_rounds_that_have_to_be_awaited_count() -> None:
+    desk = measured(seconds_per_chunk=0.6, probe_chunks=1)
+    desk.add("r", "aaaabbbb")
+    assert desk.lookup("r") == NOTHING, "the second can be asked for after the first: 1.2 s"
+
+
+def test_chunks_of_others_are_ahead_in_the_queue() -> None:
+    desk = measured(seconds_per_chunk=0.4, probe_chunks=4)
+    desk.add("other", "bbbbccccddddeeee")
+    assert desk.lookup("other") == WAIT
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == NOTHING, "the fifth, where four are sent at once, comes after 0.5 s"
+
+
+def test_who_does_not_wait_has_measured_nothing() -> None:
+    desk = measured(seconds_per_chunk=0.6)
+    before = desk.planner.pace.statistics()
+    desk.now_s = 10.0
+    for letter in "abcdefgh":
+        desk.add(letter, letter * 4)
+        assert desk.lookup(letter) == NOTHING
+        desk.now_s += 0.001
+    assert desk.planner.pace.statistics() == before
+
+
+def test_who_gives_up_has_measured_a_slow_bucket() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True)
+    desk.add("r", "aaaabbbbcccc")
+    assert desk.lookup("r") == WAIT
+    desk.now_s = 1.0
+    assert desk.lookup("r") == NOTHING, "nothing has come for a second"
+    desk.add("next", "eeeeffff")
+    assert desk.lookup("next") == NOTHING
+
+
+def test_giving_up_counts_until_something_arrives() -> None:
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    assert pace.fetch_s(1, 0) is None
+    pace.gave_up(0.2, 1)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.4), "twice what was waited in vain"
+    pace.gave_up(1.2, 16)  # four times four
+    assert pace.fetch_s(1, 0) == pytest.approx(0.8), "and more with every attempt"
+    pace.fetched(0.5, began_with=1, ended_with=1)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.5), "until one arrives"
+    pace.gave_up(0.1, 1)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.5), "less than is known to be needed"
+
+
+def test_a_bucket_that_answered_is_given_less_patience() -> None:
+    desk = measured(seconds_per_chunk=0.2)
+    desk.add("r", "aaaa" * 4)
+    assert desk.lookup("r") == WAIT
+    desk.now_s += 0.39
+    assert desk.lookup("r") == WAIT
+    desk.now_s += 0.02
+    assert desk.lookup("r") == NOTHING, "twice 0.2 s"
+
+
+def test_what_comes_too_late_is_withdrawn() -> None:
+    desk = measured(seconds_per_chunk=0.6)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == NOTHING
+    plan = desk.plan()
+    assert plan.withdrawals == tuple(fetch.job_id for fetch in plan.fetches)
+    assert plan.cancels == ()
+    desk.admit("r", [0, 1])
+    desk.end(plan.fetches, Outcome.CANCELLED)
+    assert desk.planner.ledger.table.statistics().reserved == 0
+
+
+def test_what_somebody_else_waits_for_is_not_withdrawn() -> None:
+    desk = measured(seconds_per_chunk=0.1)
+    desk.add("r", "aaaa" * 4)
+    assert desk.lookup("r") == WAIT
+    desk.now_s += 0.2
+    desk.add("other", "aaaa" * 4)
+    assert desk.lookup("other") == WAIT
+    desk.now_s += 0.21
+    assert desk.lookup("r") == NOTHING
+    assert desk.plan().withdrawals == ()
+
+
+def test_a_withdrawn_chunk_is_saved_where_it_was_computed() -> None:
+    desk = measured(seconds_per_chunk=0.6)
+    desk.add("r", "aaaab")
+    assert desk.lookup("r") == NOTHING
+    desk.admit("r", [0, 1, 2])
+    first = desk.run("r", [0, 1, 2], 0, 5, new=True)
+    assert first.saves == ()
+    desk.end(first.fetches, Outcome.CANCELLED)
+    assert desk.keys(desk.run("r", [], 5, 1, new=False).saves) == [desk.key("aaaa")]
+
+
+def test_without_the_gate_a_slow_bucket_is_waited_for() -> None:
+    desk = Desk(max_wait_s=50.0, gate=False)
+    desk.add("first", "zzzz")
+    desk.lookup("first")
+    fetches = desk.plan().fetches
+    desk.now_s = 40.0
+    desk.end(fetches)
+    desk.add("r", "aaaa")
+    assert desk.lookup("r") == WAIT
+
+
+def test_prefill_is_measured_and_decode_is_not() -> None:
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    pace.step_started(0.0, 4)
+    pace.step_ended(1.0)
+    assert pace.statistics().prefill_tokens_per_s == 8.0
+    for step in range(20):
+        pace.step_started(step, 1_000)
+        pace.step_ended(step + 0.5)
+    assert pace.statistics().prefill_tokens_per_s == pytest.approx(2_000, rel=0.01)
+
+
+def test_a_step_planned_ahead_starts_when_the_one_before_has_ended() -> None:
+    pace = Pace(prefill_tokens_per_s=1_000.0, fetches_at_once=4)
+    pace.step_started(0.0, 1_000)
+    for step in range(1, 20):
+        pace.step_started(step - 0.9, 1_000)
+        pace.step_ended(float(step))
+    assert pace.statistics().prefill_tokens_per_s == pytest.approx(1_000)
+
+
+def test_an_end_without_a_step_says_nothing() -> None:
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    pace.step_ended(1.0)
+    assert pace.statistics().prefill_tokens_per_s == 8.0
+
+
+def test_only_what_arrives_counts_as_speed() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True)
+    desk.add("r", "aaaa")
+    desk.lookup("r")
+    desk.end(desk.plan().fetches, MISSING, seconds=30.0)
+    assert desk.planner.pace.statistics().fetch_s is None
+
+
+def test_latency_and_bandwidth_are_told_apart() -> None:
+    """Fetches that take 0.1 s each and 0.02 s for each that shares the network with them."""
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=32)
+    for n in (1, 4, 16, 2, 8, 1, 30, 3):
+        pace.fetched(0.1 + 0.02 * n, began_with=n, ended_with=n)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.12)
+    assert pace.fetch_s(1, 3) == pytest.approx(0.48), "three rounds before it"
+    # Of 32 sent together, 16.5 are under way on average.
+    assert pace.fetch_s(32, 0) == pytest.approx(0.1 + 0.02 * 16.5)
+    assert pace.fetch_s(64, 0) == pytest.approx(2 * (0.1 + 0.02 * 16.5))
+
+
+def test_fetches_that_get_faster_under_load_are_noise() -> None:
+    fetch = FetchTime()
+    fetch.add(1, 0.3)
+    fetch.add(9, 0.1)
+    assert fetch.at(1) == fetch.at(9) == pytest.approx(0.2)
+
+
+def test_no_latency_is_below_nothing() -> None:
+    fetch = FetchTime()
+    fetch.add(9, 0.1)
+    fetch.add(11, 0.9)
+    assert fetch.at(0) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("gate", "until_s"), [(True, 101.0), (False, 110.0)])
+def test_the_deadline_is_the_earlier_of_two(gate: bool, until_s: float) -> None:
+    until = wait_until_s(
+        now_s=100.5,
+        started_s=100.0,
+        asked_s=100.0,
+        arrival_s=100.4,
+        expected_s=None,
+        patience_s=1.0,
+        missing_compute_s=0.5,
+        wanted_compute_s=1.0,
+        max_wait_s=10.0,
+        gate=gate,
+    )
+    assert until == until_s
+
+
+def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=4)
+    desk.add("r", "aaaabbbbccccddddeeee")  # 2.5 s to compute
+    assert desk.lookup("r") == WAIT
+    desk.now_s = 0.99
+    assert desk.lookup("r") == WAIT
+    desk.now_s = PATIENCE_S
+    assert desk.lookup("r") == NOTHING
+    desk.add("next", "zzzzyyyyxxxx")
+    assert desk.lookup("next") == NOTHING, "what the first has seen counts for the next"
+    desk.end(desk.plan().fetches)
+    desk.add("later", "qqqqwwwweeee")
+    assert desk.lookup("later") == WAIT, "it answers again"
+
+
+def test_the_first_measurement_replaces_the_assumption() -> None:
+    pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=4)
+    pace.step_started(0.0, 1_000)
+    pace.step_ended(1.0)
+    assert pace.statistics().prefill_tokens_per_s == 1_000
+    pace.step_started(1.0, 100)
+    pace.step_ended(1.2)
+    assert 980 < pace.statistics().prefill_tokens_per_s < 1_000, "a small step weighs little"

@@ -1,0 +1,167 @@
+"""The tables of a request, its lookups, its wait and its saves, walked in full: every event in
+every state leads where it should or raises."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from s3kv.planning.cover import GroupSpec
+from s3kv.planning.lookup import (
+    LOOKUP_TRANSITIONS,
+    ChunkHashes,
+    Lookup,
+    LookupEvent,
+    LookupState,
+)
+from s3kv.planning.pace import WAIT_TRANSITIONS, Wait, WaitEvent, WaitState
+from s3kv.planning.requests import (
+    REQUEST_TRANSITIONS,
+    SAVING_TRANSITIONS,
+    PlannedRequest,
+    RequestEvent,
+    RequestState,
+    Saving,
+    SavingEvent,
+    SavingState,
+    ScheduledRequest,
+)
+from tests.unit.planning.setup import Setup
+
+Legal = dict[Any, str]
+
+REQUEST: Legal = {
+    RequestState.NEW: "LOOKUP WAIT OFFER NOTHING ADMIT",
+    RequestState.WAITING: "LOOKUP WAIT OFFER NOTHING ADMIT",
+    RequestState.OFFERED: "LOOKUP ADMIT LOAD",
+    RequestState.LOADING: "LOADED",
+    RequestState.COMPUTING: "LOOKUP ADMIT",
+}
+LOOKUP: Legal = {
+    LookupState.OPEN: "COLLECT RELEASE HOLD CLOSE",
+    LookupState.HELD: "COLLECT CLOSE",
+    LookupState.CLOSED: "CLOSE REOPEN",
+}
+WAIT: Legal = {
+    WaitState.IDLE: "BEGIN WAKE START_OVER",
+    WaitState.AWAKE: "BEGIN SLEEP WAKE START_OVER",
+    WaitState.ASLEEP: "WAKE",
+}
+SAVING: Legal = {SavingState.OPEN: "SAVE BAR", SavingState.BARRED: "BAR"}
+"""Written down a second time on purpose: what is legal is a decision, not what the code says."""
+
+
+def request() -> PlannedRequest:
+    return PlannedRequest("r", ChunkHashes([], 1, b""), (), Wait(), Saving([[]]))
+
+
+def lookup() -> Lookup:
+    ledger = Setup().planner().ledger
+    return Lookup("r", ledger, GroupSpec(2, 4), ChunkHashes([], 1, b""), Wait(), 1)
+
+
+ON_REQUEST = {event: (lambda of, e=event: of.step(e)) for event in RequestEvent}
+ON_LOOKUP: dict[enum.Enum, Callable[[Any], object]] = {
+    LookupEvent.COLLECT: lambda of: of.collect(0, None, 0.0),
+    LookupEvent.RELEASE: lambda of: of.release(),
+    LookupEvent.HOLD: lambda of: of.hold(0),
+    LookupEvent.CLOSE: lambda of: of.close(),
+    LookupEvent.REOPEN: lambda of: of.reopen(),
+}
+ON_WAIT: dict[enum.Enum, Callable[[Any], object]] = {
+    WaitEvent.BEGIN: lambda of: of.begin(0.0, 1),
+    WaitEvent.SLEEP: lambda of: of.sleep(1.0),
+    WaitEvent.WAKE: lambda of: of.wake(),
+    WaitEvent.START_OVER: lambda of: of.start_over(),
+}
+ON_SAVING: dict[enum.Enum, Callable[[Any], object]] = {
+    SavingEvent.SAVE: lambda of: of.take(1),
+    SavingEvent.BAR: lambda of: of.bar(),
+}
+
+TABLES: list[tuple[Callable[[], Any], Any, Legal, Any]] = [
+    (request, REQUEST_TRANSITIONS, REQUEST, ON_REQUEST),
+    (lookup, LOOKUP_TRANSITIONS, LOOKUP, ON_LOOKUP),
+    (Wait, WAIT_TRANSITIONS, WAIT, ON_WAIT),
+    (lambda: Saving([[]]), SAVING_TRANSITIONS, SAVING, ON_SAVING),
+]
+CASES = [
+    (make, table, legal, calls, state, event)
+    for make, table, legal, calls in TABLES
+    for state, event in itertools.product(legal, calls)
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "table", "legal", "calls", "state", "event"),
+    [pytest.param(*case, id=f"{case[4]}-{case[5]}") for case in CASES],
+)
+def test_an_event_leads_where_the_table_says_or_nowhere(
+    make: Callable[[], Any], table: Any, legal: Legal, calls: Any, state: Any, event: Any
+) -> None:
+    subject = make()
+    subject.state = state
+    if event.name in legal[state].split():
+        calls[event](subject)
+        assert subject.state is table[state, event]
+    else:
+        with pytest.raises(AssertionError, match="not possible"):
+            calls[event](subject)
+        assert subject.state is state
+
+
+@pytest.mark.parametrize(
+    ("table", "first", "final"),
+    [
+        (REQUEST_TRANSITIONS, RequestState.NEW, set()),
+        (LOOKUP_TRANSITIONS, LookupState.OPEN, set()),
+        (WAIT_TRANSITIONS, WaitState.IDLE, set()),
+        (SAVING_TRANSITIONS, SavingState.OPEN, {SavingState.BARRED}),
+    ],
+    ids=["request", "lookup", "wait", "saving"],
+)
+def test_every_state_can_be_reached_and_left(table: Any, first: Any, final: set[Any]) -> None:
+    states: Any = type(first)
+    reached = {first}
+    for _ in states:
+        reached |= {to for (of, _), to in table.items() if of in reached}
+    assert reached == set(states)
+    left = {of for (of, _), to in table.items() if to is not of}
+    assert left == set(states) - final
+
+
+def test_the_clock_of_a_wait_goes_on_until_it_starts_over() -> None:
+    wait = Wait()
+    wait.begin(1.0, 7)
+    wait.sleep(5.0)
+    assert wait.until_s == 5.0
+    wait.arrived(2.0)
+    assert wait.until_s == -math.inf, "there is something to look at"
+    wait.begin(3.0, 6)
+    assert (wait.started_s, wait.arrival_s, wait.wanted_chunks) == (1.0, 2.0, 7)
+    wait.start_over()
+    wait.begin(9.0, 5)
+    assert (wait.started_s, wait.arrival_s, wait.wanted_chunks) == (9.0, 9.0, 5)
+
+
+def test_a_chunk_is_taken_once_unless_it_was_undecided() -> None:
+    saving = Saving([[]])
+    assert saving.take(2) == [(0, 0), (0, 1)]
+    saving.undecide(0, 1)
+    assert saving.take(1) == [], "preempted, and not computed that far again"
+    assert saving.take(3) == [(0, 1), (0, 2)]
+    assert saving.take(3) == []
+    assert saving.saved == 3
+
+
+def test_the_groups_of_a_request_are_saved_side_by_side() -> None:
+    saving = Saving([[], []])
+    saving.place(ScheduledRequest("r", ([1, 2], [3]), True, 0, 8))
+    saving.place(ScheduledRequest("r", ([4], []), False, 8, 4))
+    assert saving.block_ids == [[1, 2, 4], [3]]
+    assert saving.take(2) == [(0, 0), (1, 0), (0, 1), (1, 1)]

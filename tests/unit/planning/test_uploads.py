@@ -1,0 +1,57 @@
+"""Uploads that failed: their pauses, and what a hit does for those that were given up."""
+
+from __future__ import annotations
+
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.uploads import UPLOAD_RETRY_S, Unsaved, UploadRetries
+from s3kv.types import ChunkKey, Outcome
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(0, number.to_bytes(4, "big"))
+
+
+def test_an_upload_is_due_after_each_pause_and_given_up_after_the_last() -> None:
+    retries, now_s = UploadRetries(), 0.0
+    for attempt, pause_s in enumerate(UPLOAD_RETRY_S):
+        assert retries.failed(key(1), attempt, now_s)
+        assert not retries.take_due(now_s + pause_s - 0.001)
+        now_s += pause_s
+        (due,) = retries.take_due(now_s)
+        assert (due.key, due.attempt) == (key(1), attempt + 1)
+    assert not retries.failed(key(1), retries.last, now_s)
+    assert len(retries) == 0
+
+
+def test_uploads_are_taken_in_the_order_in_which_they_are_due() -> None:
+    retries = UploadRetries()
+    retries.failed(key(1), 1, 0.0)
+    retries.failed(key(2), 0, 0.0)
+    retries.failed(key(3), 0, 0.0)
+    assert [retry.key for retry in retries.take_due(60.0)] == [key(2), key(3), key(1)]
+
+
+def test_only_what_is_hit_is_taken_and_only_once() -> None:
+    unsaved = Unsaved()
+    for number in range(3):
+        unsaved.add(key(number))
+    unsaved.hit(key(2))
+    unsaved.hit(key(0))
+    unsaved.hit(key(9))
+    store = Breaker(threshold=3)
+    assert unsaved.take(1, store, 0.0) == [key(2)]
+    unsaved.discard(key(0))
+    assert unsaved.take(9, store, 0.0) == []
+    assert list(unsaved) == [key(1)]
+
+
+def test_while_writes_fail_one_upload_is_let_through_per_pause() -> None:
+    unsaved, store = Unsaved(), Breaker(threshold=3)
+    for number in range(3):
+        unsaved.add(key(number))
+        unsaved.hit(key(number))
+    unsaved.saw(Outcome.DENIED, 0.0)
+    assert unsaved.take(9, store, 29.0) == []
+    assert len(unsaved.take(9, store, 30.0)) == 1
+    unsaved.saw(Outcome.OK, 31.0)
+    assert len(unsaved.take(9, store, 31.0)) == 2

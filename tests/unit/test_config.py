@@ -1,0 +1,142 @@
+"""A wrong setting is told by name, with what it was and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import pytest
+
+from s3kv.config import Config, allowed, parse_bytes
+from s3kv.errors import ConfigError
+from s3kv.prices import TABLE, PriceRow
+
+
+def parse(**settings: Any) -> Config:
+    return Config.parse({"bucket": "kv-cache", **settings})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("pool_size", 0),
+        ("pool_size", "64"),
+        ("pool_size", True),
+        ("pool_size", 1.5),
+        ("chunk_tokens", -1),
+        ("host_bytes", "4 elephants"),
+        ("host_bytes", "1KiB"),
+        ("host_bytes", None),
+        ("eviction", "random"),
+        ("eviction", None),
+        ("recompute_gate", "yes"),
+        ("recompute_gate", 1),
+        ("prefill_tokens_per_s", 0.5),
+        ("prefill_tokens_per_s", float("nan")),
+        ("miss_ttl_s", "20"),
+        ("on_unavailable", "retry"),
+        ("addressing_style", "subdomain"),
+        ("region", 1),
+        ("bucket", 1),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_allowed(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(**{setting: value})
+    assert str(caught.value) == f"{setting} is {value!r}: allowed is {allowed(setting)}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("buket", "bucket"), ("hostbytes", "host_bytes"), ("max_wait", "max_wait_ms")],
+)
+def test_an_unknown_setting_is_told_with_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{wrong}'.*did you mean '{right}'"):
+        parse(**{wrong: 1})
+
+
+def test_a_missing_bucket_is_told() -> None:
+    with pytest.raises(ConfigError, match="bucket is missing"):
+        Config.parse({"prefix": "team-a"})
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        "kv-cache",
+        "Kv_Cache.1",
+        "chunks-1a2b3c4d-s3alias",
+        "cache--use1-az4--x-s3",
+        "arn:aws:s3:eu-west-1:123456789012:accesspoint/chunks",
+        "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint:chunks",
+        "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap",
+        "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-0123/accesspoint/chunks",
+    ],
+)
+def test_a_bucket_is_a_name_or_an_access_point(bucket: str) -> None:
+    assert parse(bucket=bucket).bucket == bucket
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        *("s3://kv-cache", "kv-cache/team-a", "", "-", "a b", "kv-cache\n"),
+        *("arn:aws:s3:::kv-cache", "arn:aws:s3:eu-west-1:1:accesspoint/chunks"),
+    ],
+)
+def test_a_bucket_is_a_bare_name(bucket: str) -> None:
+    with pytest.raises(ConfigError, match=r"bucket is .* allowed is the bare name"):
+        parse(bucket=bucket)
+
+
+@pytest.mark.parametrize("prefix", ["", "/", "/team-a", "team-a/"])
+def test_a_prefix_has_no_slash_at_an_end(prefix: str) -> None:
+    with pytest.raises(ConfigError, match=r"prefix is .* allowed is"):
+        parse(prefix=prefix)
+
+
+@pytest.mark.parametrize("url", ["localhost:9000", "s3://kv-cache", "http://", "https:// a"])
+def test_an_endpoint_is_a_url(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"endpoint_url is .* allowed is a URL"):
+        parse(endpoint_url=url)
+
+
+def test_a_ca_bundle_is_a_file() -> None:
+    with pytest.raises(ConfigError, match="ca_bundle is '/no/such/file'"):
+        parse(ca_bundle="/no/such/file")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4GiB", 2**32), ("500 MB", 500_000_000), ("1.5gib", 3 * 2**29), ("2097152", 2**21)],
+)
+def test_bytes_may_have_a_unit(text: str, nbytes: int) -> None:
+    assert parse(host_bytes=text).host_bytes == nbytes
+
+
+@pytest.mark.parametrize("text", ["4ib", "GiB", "-1GiB", "1e9", "4 GiB each", ""])
+def test_other_text_is_no_number_of_bytes(text: str) -> None:
+    assert parse_bytes(text) is None
+    with pytest.raises(ConfigError, match=f"host_bytes is '{text}': allowed is a number of bytes"):
+        parse(host_bytes=text)
+
+
+def test_the_constructor_checks_as_parse_does() -> None:
+    with pytest.raises(ConfigError, match="pool_size is 0: allowed is a whole number, 1 or more"):
+        Config(bucket="kv-cache", pool_size=0)
+    with pytest.raises(ConfigError, match="eviction is 'random': allowed is 'lru' or 'sieve'"):
+        dataclasses.replace(parse(), eviction="random")  # type: ignore[arg-type]
+
+
+def test_there_is_a_price_list_for_each_that_the_setting_allows() -> None:
+    assert get_args(PriceRow) == tuple(TABLE)
+
+
+def test_every_default_is_allowed() -> None:
+    config = parse()
+    assert config == Config(bucket="kv-cache")
+    assert dataclasses.replace(config) == config
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert parse(miss_ttl_s=20) == parse(miss_ttl_s=20.0)
