@@ -167,10 +167,16 @@ def changed(connector: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 
 def patient_for(s3: S3Server, bucket: str) -> dict[str, Any]:
-    """One block per chunk, and waiting for every chunk however slow the machine is, so that what
-    is hit does not depend on time.
+    """Settings with which neither hits nor saves depend on time: one block per chunk, a wait for
+    every chunk however slow the machine is, and one probe at a time. A chunk whose probe is still
+    on its way when the request ends is not saved.
     """
-    settings = {"chunk_tokens": 128, "recompute_gate": False, "max_wait_ms": 100_000}
+    settings = {
+        "chunk_tokens": 128,
+        "recompute_gate": False,
+        "max_wait_ms": 100_000,
+        "probe_chunks": 1,
+    }
     return changed(connector_for(s3, bucket), **settings)
 
 

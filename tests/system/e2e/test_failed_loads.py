@@ -14,8 +14,7 @@ import pytest
 from lab import models
 from lab.engine import Engine
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import References, changed, tokens
-from tests.system.e2e.test_failures import SAVED_AT_ONCE
+from tests.system.e2e.conftest import References, tokens
 
 PROMPTS = models.prompts(2, 4 * 128 + 40)
 
@@ -36,7 +35,7 @@ def test_a_failed_load_never_becomes_a_wrong_token(
     policy: str,
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    connector = changed(patient, **SAVED_AT_ONCE) | {"kv_load_failure_policy": policy}
+    connector = patient | {"kv_load_failure_policy": policy}
     with Engine(
         tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, dtype="float32"
     ) as engine:

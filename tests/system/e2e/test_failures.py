@@ -28,11 +28,6 @@ CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
 FEW_SLOTS = {"host_bytes": 10 * (CHUNK_BYTES + 2 * 4096)}
 
 
-# A chunk whose probe is still on its way when the request ends is not saved. With one probe at a
-# time, and that one waited for, every chunk is.
-SAVED_AT_ONCE = {"probe_chunks": 1}
-
-
 class Asker:
     """Asks one engine for prompts in turn, and holds every answer against the reference."""
 

@@ -15,7 +15,7 @@ from lab.engine import Answer
 from lab.proxy import proxy
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import References, Serve, changed, patient_for
-from tests.system.e2e.test_failures import CHUNKS, FEW_SLOTS, PROMPTS, SAVED_AT_ONCE, Asker
+from tests.system.e2e.test_failures import CHUNKS, FEW_SLOTS, PROMPTS, Asker
 from tests.system.faults.cases import CASES
 
 # With half a megabyte an object, giving up after 0.3 s of silence is a second in all, not a minute.
@@ -50,7 +50,7 @@ def test_one_of_each_kind(
 ) -> None:
     with proxy(str(s3.url)) as store:
         connector = patient_for(S3Server(store.url, s3.env), bucket)
-        connector = changed(connector, **FEW_SLOTS, **SAVED_AT_ONCE, **SOON)
+        connector = changed(connector, **FEW_SLOTS, **SOON)
         with serve(tiny, connector, dtype="float32") as engine:
             asker = Asker(engine, expected)
             asker.ask_until(

@@ -20,7 +20,6 @@ from tests.system.e2e.conftest import (
     changed,
     tokens,
 )
-from tests.system.e2e.test_failures import SAVED_AT_ONCE
 
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6
@@ -51,7 +50,7 @@ def test_what_is_sealed_without_the_secret_is_a_miss(
     """Zeros under the right keys would change the tokens (test_prefix.py shows it)."""
     (tmp_path / "secret").write_text(SECRET)
     settings = {"integrity": "blake3-keyed", "integrity_secret_file": str(tmp_path / "secret")}
-    connector = changed(patient, **settings, **SAVED_AT_ONCE)
+    connector = changed(patient, **settings)
     expected = reference(tiny, PROMPTS)
     with serve(tiny, connector) as engine:
         engine.generate(PROMPTS)

@@ -25,7 +25,7 @@ from tests.system.kills.aftermath import check_objects, shared_files, slabs, wai
 CHUNKS = 4
 PROMPTS = models.prompts(12, CHUNKS * 128 + 40, seed=11)
 CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
-FEW_SLOTS = {"host_bytes": 10 * (CHUNK_BYTES + 2 * 4096), "probe_chunks": 1}
+FEW_SLOTS = {"host_bytes": 10 * (CHUNK_BYTES + 2 * 4096)}
 FLOAT32 = {"dtype": "float32"}
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from lab.engine import Answer, Ask
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import changed, new_bucket, patient_for, tokens
+from tests.system.e2e.conftest import new_bucket, patient_for, tokens
 from tests.system.e2e.pictures import Pictures, counters, ec_connector
-from tests.system.e2e.test_failures import SAVED_AT_ONCE
 
 NAME = "5e" * 32
 TEXT = [20 + n % 400 for n in range(400)]
@@ -41,7 +40,7 @@ def right(pictures: Pictures) -> dict[int, Answer]:
 def planted(pictures: Pictures, s3: S3Server) -> Iterator[str]:
     """A bucket with the KV and the encoder's output of image 1, by its client called `NAME`."""
     with new_bucket(s3) as bucket:
-        kv = changed(patient_for(s3, bucket), **SAVED_AT_ONCE)
+        kv = patient_for(s3, bucket)
         with pictures(ec_connector(s3, bucket), connector=kv, **PREFIX_CACHE) as engine:
             engine.generate([seen(1)])
             assert counters(engine)["saves"] == 1
@@ -83,7 +82,7 @@ def test_one_name_for_two_images_in_one_engine_poisons_no_bucket(
     """There vLLM itself answers about the first image, whichever is sent, because its own caches go
     by names; what it has computed then must not be found as the second one's.
     """
-    kv = changed(patient_for(s3, bucket), **SAVED_AT_ONCE)
+    kv = patient_for(s3, bucket)
     args = PREFIX_CACHE | {"connector": kv, "mm_processor_cache_gb": 0}
     with pictures(ec_connector(s3, bucket), **args) as engine:
         first, misled = engine.generate([seen(1), seen(2)])

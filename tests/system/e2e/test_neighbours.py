@@ -11,7 +11,6 @@ from lab import models
 from lab.engine import Engine, EngineFailed
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
-from tests.system.e2e.test_failures import SAVED_AT_ONCE
 
 PROMPTS = models.prompts(3, 700, seed=40)
 HIT = 5 * 128
@@ -31,11 +30,6 @@ def offloading(folder: Path) -> dict[str, Any]:
             "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
         },
     }
-
-
-@pytest.fixture
-def ours(patient: dict[str, Any]) -> dict[str, Any]:
-    return changed(patient, **SAVED_AT_ONCE)
 
 
 def several(*connectors: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +53,7 @@ def neighbour(**settings: Any) -> dict[str, Any]:
 def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
     first: bool,
     tiny: Path,
-    ours: dict[str, Any],
+    patient: dict[str, Any],
     serve: Serve,
     reference: References,
     tmp_path: Path,
@@ -68,7 +62,7 @@ def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
 
     def both(life: str) -> dict[str, Any]:
         other = offloading(tmp_path / life)
-        return several(ours, other) if first else several(other, ours)
+        return several(patient, other) if first else several(other, patient)
 
     with serve(tiny, both("first"), **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
@@ -87,11 +81,11 @@ def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
 
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on(
-    in_process: bool, tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+    in_process: bool, tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
     """vLLM hands on one connector's handshake, the first one's that has any."""
     expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    both = several(neighbour(greets=True), ours)
+    both = several(neighbour(greets=True), patient)
     warm_up = PROMPTS[0][:20]
     for hit in (0, HIT):
         with serve(tiny, both, in_process=in_process, **FLOAT32) as engine:
@@ -102,10 +96,10 @@ def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on
 
 
 def test_the_request_of_the_first_step_is_computed_and_harms_nobody(
-    tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    both = several(neighbour(greets=True), ours)
+    both = several(neighbour(greets=True), patient)
     with serve(tiny, both, **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS, concurrency=3)) == expected
         before = at_rest(engine)["saves"]
@@ -117,19 +111,19 @@ def test_the_request_of_the_first_step_is_computed_and_harms_nobody(
 
 
 def test_with_the_handshakes_the_other_way_round_vllm_does_not_start(
-    tiny: Path, s3: S3Server, ours: dict[str, Any], tmp_path: Path
+    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
 ) -> None:
-    both = several(ours, neighbour(greets=True))
+    both = several(patient, neighbour(greets=True))
     engine = Engine(tiny, connector=both, log_path=tmp_path / "log", env=s3.env)
     with pytest.raises(EngineFailed, match="WorkerHello"):
         engine.start()
 
 
 def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(
-    tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    both = several(neighbour(greets=True), changed(ours, bucket="nobodys-bucket"))
+    both = several(neighbour(greets=True), changed(patient, bucket="nobodys-bucket"))
     with serve(tiny, both, at_rest=False, **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
         log = engine.log_path.read_text("utf-8")
@@ -138,14 +132,14 @@ def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(
 
 
 def test_nothing_is_saved_of_what_another_connector_loads_while_the_step_runs(
-    tiny: Path, ours: dict[str, Any], serve: Serve, reference: References
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
     """Here it loads nothing, and the engine computes with what is in the blocks."""
     expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    with serve(tiny, several(neighbour(offers=256), ours), **FLOAT32) as engine:
+    with serve(tiny, several(neighbour(offers=256), patient), **FLOAT32) as engine:
         engine.generate(PROMPTS)
         assert at_rest(engine)["saves"] == 0
-    with serve(tiny, ours, **FLOAT32) as engine:
+    with serve(tiny, patient, **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
         done = at_rest(engine)
         assert done["hit_tokens_bucket"] == 0

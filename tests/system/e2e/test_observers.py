@@ -127,7 +127,7 @@ def test_routers_and_traces_are_told_what_becomes_of_chunks(
 ) -> None:
     first, second = PROMPTS
     # Host memory for one prompt, so that every prompt puts the one before it out.
-    little = changed(patient, chunk_tokens=256, host_bytes=3 * CHUNK_BYTES, probe_chunks=1)
+    little = changed(patient, chunk_tokens=256, host_bytes=3 * CHUNK_BYTES)
     publish = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",

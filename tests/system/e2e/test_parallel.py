@@ -23,10 +23,9 @@ from tests.system.e2e.conftest import (
     Serve,
     at_rest,
     cached,
-    changed,
     tokens,
 )
-from tests.system.e2e.test_failures import SAVED_AT_ONCE, wait_until
+from tests.system.e2e.test_failures import wait_until
 
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6
@@ -75,7 +74,6 @@ def test_two_ranks(
 ) -> None:
     """A new process hits what both ranks have, and nothing of what one of them has lost."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    patient = changed(patient, **SAVED_AT_ONCE)
 
     def engine(name: str) -> Engine:
         args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
@@ -144,7 +142,6 @@ def test_new_weights_find_nothing_of_the_old_on_any_rank(
     expected = tokens(reference(new, PROMPTS, dtype="float32"))
     both = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
     args: dict[str, Any] = {"in_process": False, "dtype": "float32", "tensor_parallel_size": 2}
-    patient = changed(patient, **SAVED_AT_ONCE)
 
     def saved(chunks: int) -> bool:
         found = shards(s3, bucket)
@@ -180,7 +177,6 @@ def test_two_engines_at_once(
 ) -> None:
     """Both compute the same prompts at the same time, and both upload every chunk."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    patient = changed(patient, **SAVED_AT_ONCE)
     everything = len(PROMPTS) * CHUNKS
     with (
         serve(tiny, patient, dtype="float32") as one,

@@ -35,11 +35,6 @@ CHUNKS = 6
 """Full chunks of 128 tokens in each prompt."""
 HIT = CHUNKS * 128
 FLOAT32 = {"dtype": "float32"}
-ONE_PROBE = {"probe_chunks": 1}
-"""For engines whose saves are counted. A chunk that is computed while the bucket is still being
-asked for it is saved once the bucket has said no, if the request lives that long. With one chunk
-asked for at a time nothing is computed before the answer.
-"""
 LOADED = {"load_ok": 4, "load_bytes": 4 * HIT * models.TINY.kv_bytes_per_token}
 
 
@@ -81,7 +76,7 @@ def test_every_tier_serves_a_prefix(
     all_chunks = 4 * CHUNKS
     with (
         new_bucket(s3, like=library.bucket) as bucket,
-        serve(tiny, changed(patient_for(s3, bucket), **ONE_PROBE)) as engine,
+        serve(tiny, patient_for(s3, bucket)) as engine,
     ):
         # A process that has seen nothing: the bucket.
         answers = engine.generate(PROMPTS)
@@ -192,7 +187,7 @@ def test_prompts_of_all_lengths(
     forked = whole + tail
     short_steps = {"max_num_batched_tokens": 512, **FLOAT32}
 
-    with serve(tiny, changed(patient, **ONE_PROBE), **short_steps) as engine:
+    with serve(tiny, patient, **short_steps) as engine:
         asked = [short, whole, long]
         answers = engine.generate(asked)
         assert cached(answers) == [0, 0, 0]
@@ -221,7 +216,7 @@ def test_own_hit_ends_within_a_chunk(
     (prompt,) = models.prompts(1, 800, seed=5)
     (tail,) = models.prompts(1, 300, seed=6)
     sibling = prompt[: 3 * 128] + tail
-    with serve(tiny, changed(patient, chunk_tokens=256, **ONE_PROBE), **FLOAT32) as engine:
+    with serve(tiny, changed(patient, chunk_tokens=256), **FLOAT32) as engine:
         engine.generate([prompt])
         assert engine.call("lab.audit:reset", connector=False)
         before = at_rest(engine)

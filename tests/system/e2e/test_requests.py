@@ -17,6 +17,7 @@ import pytest
 from lab import models
 from lab.engine import Ask, Engine
 from lab.s3 import S3Server
+from s3kv.config import Config
 from tests.system.e2e.conftest import (
     References,
     Serve,
@@ -52,10 +53,7 @@ class Library:
 @pytest.fixture(scope="module")
 def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
     with new_bucket(s3) as bucket:
-        # One chunk asked for at a time: nothing is computed while it is still being looked for,
-        # so everything is saved.
-        connector = changed(patient_for(s3, bucket), probe_chunks=1)
-        with serve(tiny, connector, **FLOAT32) as engine:
+        with serve(tiny, patient_for(s3, bucket), **FLOAT32) as engine:
             engine.generate(LONG, max_tokens=1)
             (answer,) = engine.generate([FIRST_TURN], max_tokens=500)
             saved = at_rest(engine)["upload_ok"]
@@ -65,9 +63,9 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
 
 @pytest.fixture
 def connector(s3: S3Server, library: Library) -> Iterator[dict[str, Any]]:
-    """For a bucket that holds what the library holds."""
+    """For a bucket that holds what the library holds, probed as by default."""
     with new_bucket(s3, like=library.bucket) as bucket:
-        yield patient_for(s3, bucket)
+        yield changed(patient_for(s3, bucket), probe_chunks=Config(bucket="any").probe_chunks)
 
 
 class Truth:

@@ -26,7 +26,7 @@ from lab.s3 import S3Server
 from tests.rgw import free_ports
 from tests.system.e2e.conftest import START_AND_STOP_S, References, changed, tokens
 from tests.system.e2e.servers import valve
-from tests.system.e2e.test_failures import CHUNK_BYTES, SAVED_AT_ONCE, port_of, wait_until
+from tests.system.e2e.test_failures import CHUNK_BYTES, port_of, wait_until
 
 PROMPTS = models.prompts(2, 800)
 HIT_TOKENS = 768
@@ -172,7 +172,7 @@ def test_serve_restart_serve(
     started. The next server hits what has been uploaded, and computes and uploads the rest.
     """
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    by_name = changed(patient, **SAVED_AT_ONCE)
+    by_name = dict(patient)
     del by_name["kv_connector_module_path"]
     with valve(port_of(s3)) as slow:
         # The valve shuts before the second prompt asks: that one need not wait for long.
@@ -207,7 +207,7 @@ def test_a_server_that_is_given_time_finishes_its_uploads(
 ) -> None:
     """With `--shutdown-timeout`, an end in the middle of uploads loses nothing."""
     with valve(port_of(s3)) as slow:
-        connector = changed(patient, **SAVED_AT_ONCE, endpoint_url=slow.url, max_wait_ms=2_000)
+        connector = changed(patient, endpoint_url=slow.url, max_wait_ms=2_000)
         time_to_drain = ("--shutdown-timeout", "60")
         log = tmp_path / "server.log"
         with vllm_serve(tiny, connector, s3.env, log, *time_to_drain) as server:

@@ -15,7 +15,7 @@ from lab import models
 from lab.engine import Ask, Engine, EngineFailed
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
-from tests.system.e2e.test_failures import CHUNK_BYTES, SAVED_AT_ONCE
+from tests.system.e2e.test_failures import CHUNK_BYTES
 
 PROMPTS = models.prompts(2, 800)
 
@@ -61,7 +61,6 @@ def test_a_slab_smaller_than_a_prompt_serves_the_part_that_fits(
 ) -> None:
     """Six chunks a prompt, three slots. In float32, where the length of a hit does not matter."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    patient = changed(patient, **SAVED_AT_ONCE)
     small = changed(patient, host_bytes=3 * (CHUNK_BYTES + 2 * 4096))
     with serve(tiny, patient, dtype="float32") as engine:
         engine.generate(PROMPTS[:1])
@@ -87,7 +86,6 @@ def test_two_models_in_one_bucket_do_not_meet(
     second = models.build(models_dir, models.TINY, seed=1)
     moved = tmp_path / "moved"
     shutil.copytree(first, moved)
-    patient = changed(patient, **SAVED_AT_ONCE)
     with serve(first, changed(patient, model_id="first")) as engine:
         engine.generate(PROMPTS)
     with serve(second, changed(patient, model_id="second")) as engine:

@@ -87,7 +87,7 @@ def test_ten_lives_on_one_bucket(
     prompts = models.prompts(3, 700, seed=20)
     expected = reference(tiny, prompts)
     for life in range(10):
-        with serve(tiny, changed(patient, probe_chunks=1)) as engine:
+        with serve(tiny, patient) as engine:
             answers = engine.generate(prompts)
             done = at_rest(engine)
         if life == 0:

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lab import models
 from lab.engine import Ask, Engine
-from tests.system.e2e.conftest import Serve, at_rest, cached, changed, tokens
-from tests.system.e2e.test_failures import SAVED_AT_ONCE
+from tests.system.e2e.conftest import Serve, at_rest, cached, tokens
 
 PROMPTS = models.prompts(3, 400, seed=11)
 HIT = 3 * 128
@@ -74,11 +73,6 @@ def truth(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     truth = Truth(tiny, tmp_path_factory.mktemp("truth"))
     yield truth
     truth.close()
-
-
-@pytest.fixture
-def patient(patient: dict[str, Any]) -> dict[str, Any]:
-    return changed(patient, **SAVED_AT_ONCE)
 
 
 @pytest.fixture
