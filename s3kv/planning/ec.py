@@ -3,7 +3,7 @@
 A request passes from its first `ensure` to `finished`:
 
     It requests each item that it needs once, unless the engine or host memory holds it. It waits
-    as long as `pace.wait_until_s` allows, and never twice for the same item. Resident items are
+    as long as `pace.Wait.limit_s` allows, and never twice for the same item. Resident items are
     leased to it (pinned) until the engine has made room for them or the request ends.
 
 These rules make it safe:
@@ -25,7 +25,7 @@ from s3kv.host.table import Entry
 from s3kv.messages import FetchOrder, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.ledger import ChunkState, Job, Ledger
-from s3kv.planning.pace import wait_until_s
+from s3kv.planning.pace import Wait
 from s3kv.types import ChunkKey, ItemShape
 
 
@@ -57,16 +57,12 @@ class ItemFetch:
 @dataclass(slots=True)
 class _ItemRequest:
     """A request's items. leases: its pinned items, by identifier. pending: the fetches that it
-    waits for. until_s: end of its wait, computed at the planner's news count `as_of`."""
+    waits for. wait: its wait for them; its limit takes in the planner's news up to `as_of`."""
 
     asked: dict[str, Wanted] = field(default_factory=dict)
     pending: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, Entry] = field(default_factory=dict)
-    hoped_rows: int = 0
-    started_s: float = 0.0
-    asked_s: float = 0.0
-    arrival_s: float = 0.0
-    until_s: float = 0.0
+    wait: Wait = field(default_factory=Wait)
     as_of: int = -1
 
 
@@ -129,9 +125,14 @@ class ECPlanner:
         if request is None or not request.pending:
             return False
         if request.as_of != self._news:
-            request.until_s = self._until_s(request, now_s)
+            request.wait.wake()
             request.as_of = self._news
-        if now_s < request.until_s:
+        if now_s < request.wait.until_s:
+            return True
+        request.wait.wake()
+        limit_s = self._limit_s(request, now_s)
+        if now_s < limit_s:
+            request.wait.sleep(limit_s)
             return True
         self._stop_waiting(request, request_id, now_s)
         return False
@@ -149,13 +150,13 @@ class ECPlanner:
         job = self._fetch(wanted, now_s)
         if job is None:
             return
+        request.wait.wake()
         if not request.pending:
-            request.started_s = request.arrival_s = now_s
-            request.hoped_rows = 0
-        request.asked_s = now_s
-        request.hoped_rows += wanted.rows
+            request.wait.start_over()
+        request.wait.begin(now_s, 0)
+        request.wait.asked(now_s)
+        request.wait.wanted += wanted.rows
         request.pending[wanted.identifier] = job
-        request.as_of = -1
         job.waiters.append((request_id, wanted.identifier))
 
     def _lease(self, request: _ItemRequest, identifier: str, item: Entry) -> None:
@@ -180,28 +181,25 @@ class ECPlanner:
             job.about = wanted
         return job
 
-    def _until_s(self, request: _ItemRequest, now_s: float) -> float:
+    def _limit_s(self, request: _ItemRequest, now_s: float) -> float:
         last = max(job.job_id for job in request.pending.values())
         missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
         ahead = (job.about for job in self.ledger.jobs if job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
-        return wait_until_s(
-            now_s=now_s,
-            started_s=request.started_s,
-            asked_s=request.asked_s,
-            arrival_s=request.arrival_s,
+        return request.wait.limit_s(
+            now_s,
             expected_s=self.pace.fetch_s(bytes_ahead),
             patience_s=self.pace.patience_s(bytes_ahead),
             missing_compute_s=self.pace.encode_s(missing_rows),
-            wanted_compute_s=self.pace.encode_s(request.hoped_rows),
+            wanted_compute_s=self.pace.encode_s(request.wait.wanted),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
 
     def _stop_waiting(self, request: _ItemRequest, request_id: str, now_s: float) -> None:
         self.counters["deadline_cuts"] += 1
-        if request.arrival_s < now_s:
-            self.pace.gave_up(now_s - request.arrival_s)
+        if request.wait.arrival_s < now_s:
+            self.pace.gave_up(now_s - request.wait.arrival_s)
             self._news += 1
         for identifier, job in request.pending.items():
             job.waiters.remove((request_id, identifier))
@@ -326,7 +324,7 @@ class ECPlanner:
         for request_id, identifier in job.waiters:
             request = self._requests[request_id]
             del request.pending[identifier]
-            request.arrival_s = now_s
+            request.wait.arrived(now_s)
             if end.outcome.is_success:
                 self._lease(request, identifier, job.entry)
 

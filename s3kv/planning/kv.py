@@ -19,7 +19,7 @@ from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
 from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, check_groups
 from s3kv.planning.ledger import ChunkState, Job, Ledger
 from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
-from s3kv.planning.pace import Pace, wait_until_s
+from s3kv.planning.pace import Pace
 from s3kv.planning.requests import (
     PlannedRequest,
     RequestEvent,
@@ -185,21 +185,18 @@ class KVPlanner:
         # Chunks of other requests also arrive before the last of these.
         ahead = self.ledger.fetches_ahead_of(lookup.pending.values())
         missing = ahead + lookup.unasked
-        until_s = wait_until_s(
-            now_s=now_s,
-            started_s=wait.started_s,
-            asked_s=wait.asked_s,
-            arrival_s=wait.arrival_s,
+        limit_s = wait.limit_s(
+            now_s,
             expected_s=pace.fetch_s(missing, rounds=lookup.rounds),
             patience_s=pace.patience_s(missing),
             missing_compute_s=pace.compute_s(lookup.missing * size),
-            wanted_compute_s=pace.compute_s(wait.wanted_chunks * size),
+            wanted_compute_s=pace.compute_s(wait.wanted * size),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
-        if now_s < until_s:
+        if now_s < limit_s:
             request.step(RequestEvent.WAIT)
-            wait.sleep(until_s)
+            wait.sleep(limit_s)
             if lookup.has_more:
                 wait.wake()
             return True

@@ -219,7 +219,7 @@ WAIT_TRANSITIONS: Transitions[WaitState, WaitEvent] = Transitions(
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A request's wait for its chunks. Times are seconds of the planner's monotonic clock."""
+    """A request's wait for chunks or items. Times are seconds of the planner's monotonic clock."""
 
     state: WaitState = _IDLE
     started_s: float = 0.0
@@ -230,13 +230,14 @@ class Wait:
     """Time of the last arrival for it, or of the start of the wait."""
     until_s: float = -math.inf
     """The end of its sleep; in the past unless it is ASLEEP."""
-    wanted_chunks: int = 0
-    """Number of chunks that it might get from the bucket, as of `started_s`."""
+    wanted: int = 0
+    """What it might get from the bucket, as of `started_s`: chunks, or rows of encoder outputs."""
 
-    def begin(self, now_s: float, wanted_chunks: int) -> None:
+    def begin(self, now_s: float, wanted: int) -> None:
+        """Tell the engine to wait. Only the first call since `start_over` sets the clock."""
         if self.state is _IDLE:
             self.started_s = self.arrival_s = now_s
-            self.wanted_chunks = wanted_chunks
+            self.wanted = wanted
         self._step(WaitEvent.BEGIN)
 
     def asked(self, now_s: float) -> None:
@@ -257,38 +258,36 @@ class Wait:
             self.until_s = -math.inf
 
     def start_over(self) -> None:
-        """Forget the wait. The engine has preempted the request and asks for its prefix again."""
+        """Forget the wait. The next `begin` starts another one."""
         self._step(WaitEvent.START_OVER)
+
+    def limit_s(
+        self,
+        now_s: float,
+        *,
+        expected_s: float | None,
+        patience_s: float,
+        missing_compute_s: float,
+        wanted_compute_s: float,
+        max_wait_s: float,
+        gate: bool,
+    ) -> float:
+        """Time until which it may last if nothing new happens. A time not after now means: stop.
+
+        expected_s: time from `asked_s` until everything missing has arrived; None if unknown.
+        patience_s: longest time without an arrival.
+        missing_compute_s: time to compute what is missing.
+        wanted_compute_s: time to compute all that was `wanted`.
+        gate: whether the first three conditions of the rule apply.
+        """
+        hard_s = self.started_s + max_wait_s
+        if not gate:
+            return hard_s
+        if expected_s is not None:
+            remaining_s = expected_s - (now_s - self.asked_s)
+            if remaining_s >= GAIN * missing_compute_s:
+                return -math.inf
+        return min(hard_s, self.started_s + wanted_compute_s, self.arrival_s + patience_s)
 
     def _step(self, event: WaitEvent) -> None:
         self.state = WAIT_TRANSITIONS.after(self.state, event)
-
-
-def wait_until_s(
-    *,
-    now_s: float,
-    started_s: float,
-    asked_s: float,
-    arrival_s: float,
-    expected_s: float | None,
-    patience_s: float,
-    missing_compute_s: float,
-    wanted_compute_s: float,
-    max_wait_s: float,
-    gate: bool,
-) -> float:
-    """Time until which a request may wait if nothing new happens. A time not after now means: stop.
-
-    started_s, asked_s, arrival_s: start of the wait, last order, and last arrival.
-    expected_s: time from `asked_s` until all missing chunks have arrived; None if unknown.
-    patience_s: longest time without an arrival.
-    missing_compute_s: time to compute the missing chunks.
-    wanted_compute_s: time to compute the chunks that were missing at `started_s`.
-    gate: whether the first three conditions of the rule apply.
-    """
-    hard_s = started_s + max_wait_s
-    if not gate:
-        return hard_s
-    if expected_s is not None and expected_s - (now_s - asked_s) >= GAIN * missing_compute_s:
-        return -math.inf
-    return min(hard_s, started_s + wanted_compute_s, arrival_s + patience_s)

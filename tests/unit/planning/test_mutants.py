@@ -11,12 +11,12 @@ import pytest
 
 from s3kv.host.table import Table, TableError
 from s3kv.messages import JobEnd, LoadPart
-from s3kv.planning import kv
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import Answer, KVPlanner
 from s3kv.planning.ledger import Job, Ledger
 from s3kv.planning.lookup import Lookup
+from s3kv.planning.pace import Wait
 from s3kv.planning.requests import PlannedRequest
 from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey
@@ -210,7 +210,7 @@ def remembers_what_was_ready_before_it_gave_it_back(patch: Patch) -> None:
 
 @mutant
 def waits_for_ever(patch: Patch) -> None:
-    patch.setattr(kv, "wait_until_s", lambda *args, **kwargs: float("inf"))
+    patch.setattr(Wait, "limit_s", lambda *args, **kwargs: float("inf"))
 
 
 @mutant

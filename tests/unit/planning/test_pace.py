@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from s3kv.planning.kv import NOTHING, WAIT, Answer
-from s3kv.planning.pace import PATIENCE_S, FetchTime, Pace, wait_until_s
+from s3kv.planning.pace import PATIENCE_S, FetchTime, Pace, Wait
 from s3kv.types import Outcome
 from tests.unit.planning.desk import MISSING, Desk
 
@@ -271,11 +271,9 @@ def test_no_latency_is_below_nothing() -> None:
 
 @pytest.mark.parametrize(("gate", "until_s"), [(True, 101.0), (False, 110.0)])
 def test_the_deadline_is_the_earlier_of_two(gate: bool, until_s: float) -> None:
-    until = wait_until_s(
-        now_s=100.5,
-        started_s=100.0,
-        asked_s=100.0,
-        arrival_s=100.4,
+    wait = Wait(started_s=100.0, asked_s=100.0, arrival_s=100.4)
+    until = wait.limit_s(
+        100.5,
         expected_s=None,
         patience_s=1.0,
         missing_compute_s=0.5,

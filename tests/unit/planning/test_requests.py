@@ -143,10 +143,10 @@ def test_the_clock_of_a_wait_goes_on_until_it_starts_over() -> None:
     wait.arrived(2.0)
     assert wait.until_s == -math.inf, "there is something to look at"
     wait.begin(3.0, 6)
-    assert (wait.started_s, wait.arrival_s, wait.wanted_chunks) == (1.0, 2.0, 7)
+    assert (wait.started_s, wait.arrival_s, wait.wanted) == (1.0, 2.0, 7)
     wait.start_over()
     wait.begin(9.0, 5)
-    assert (wait.started_s, wait.arrival_s, wait.wanted_chunks) == (9.0, 9.0, 5)
+    assert (wait.started_s, wait.arrival_s, wait.wanted) == (9.0, 9.0, 5)
 
 
 def test_a_chunk_is_taken_once_unless_it_was_undecided() -> None:
