@@ -81,7 +81,6 @@ MISSES: Mapping[str, str] = {
     "fetch_denied": "denied",
     "fetch_failed": "failed",
     "fetch_invalid": "failed",
-    "fetches_without_slot": "memory_full",
     "fetches_without_room": "memory_full",
     "fetches_refused_by_breaker": "breaker_open",
 }
@@ -144,6 +143,7 @@ def _fetches(what: str, per: str) -> dict[str, Metric]:
         "fetches_refused_by_breaker": Metric(
             f"{what} not asked for because the store keeps failing."
         ),
+        "fetches_without_room": Metric(f"{what} not asked for because host memory was full."),
         "misses": Metric(
             f"{what} wanted from the bucket and not served, by reason, counted once for all "
             "ranks. breaker_open and memory_full: once for each time the scheduler asks.",
@@ -180,7 +180,6 @@ KV_METRICS: Mapping[str, Metric] = {
         "gauge",
     ),
     **_fetches("Chunks", ", per rank"),
-    "fetches_without_slot": Metric("Chunks not asked for because host memory was full."),
     "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of computing."),
     "load_ok": Metric("Requests whose chunks were copied to the device, per rank."),
     "load_bytes": Metric("Bytes copied from host memory to the device."),
@@ -227,7 +226,6 @@ EC_METRICS: Mapping[str, Metric] = {
     "encoded": Metric("Encoder outputs that were encoded here."),
     "encoded_rows": Metric("Embeddings in the encoder outputs encoded here."),
     **_fetches("Items", ""),
-    "fetches_without_room": Metric("Items not asked for because host memory was full."),
     "deadline_cuts": Metric("Waits for the bucket that were cut short in favour of encoding."),
     "load_ok": Metric("Items copied to the device."),
     "load_bytes": Metric("Bytes copied from host memory to the device."),

@@ -160,7 +160,6 @@ class ECSchedulerSide(Guarded):
             BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=1,
-            place="room",
         )
         return ECPlanner(
             ledger,

@@ -166,7 +166,7 @@ KV_SHARES = with_misses(
         # The ranks count and report these.
         **{name: () for name in KV_METRICS if name.startswith(("fetch_", "upload_"))},
         "saves_dropped": (("saves_dropped|inflight", 1),),
-        "saves_without_slot": (("saves_dropped|inflight", -1), ("saves_dropped|memory_full", 1)),
+        "saves_without_room": (("saves_dropped|inflight", -1), ("saves_dropped|memory_full", 1)),
     }
 )
 """The KV planner's counters, mapped to the keys of the metrics."""

@@ -44,13 +44,12 @@ class HostTier:
     what = "blocks"
     """The tier's content, as the log names it."""
 
-    def __init__(self, table: Table, tier: Tier, index_size: int, place: str = "slot") -> None:
+    def __init__(self, table: Table, tier: Tier, index_size: int) -> None:
         self.ledger = Ledger(
             table,
             BucketIndex(capacity=index_size, miss_ttl_s=tier.hello.config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=1,
-            place=place,
         )
         self.pump = Pump(tier, self._on_done, self._is_busy)
         self.slab = tier.slab

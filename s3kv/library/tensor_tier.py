@@ -38,7 +38,7 @@ class TensorTier(HostTier):
     what = "tensors"
 
     def __init__(self, rows: TensorRows, table: Table, berths: list[Span], tier: Tier) -> None:
-        super().__init__(table, tier, index_size=500_000, place="room")
+        super().__init__(table, tier, index_size=500_000)
         self._rows = rows
         self._max_bytes = tier.hello.config.max_item_bytes
         self._berths = list(berths)

@@ -94,7 +94,7 @@ class Job:
 
 class Ledger:
     """Ledger of one table and one bucket. world_size: number of ranks that report every end of a
-    job; 1 without ranks. place: name of a place in counters.
+    job; 1 without ranks.
     """
 
     def __init__(
@@ -105,7 +105,6 @@ class Ledger:
         *,
         world_size: int,
         residency: ResidencyLog | None = None,
-        place: str = "slot",
     ) -> None:
         self.table = table
         self.residency = residency
@@ -115,7 +114,6 @@ class Ledger:
         """Resident entries whose upload was given up. Call `unsaved.hit` when one is used."""
         self.counters: Counter[str] = Counter()
         self._world_size = world_size
-        self._place = place
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[ChunkKey, Job] = {}
         self._landings: set[ChunkKey] = set()
@@ -181,7 +179,7 @@ class Ledger:
         """
         entry = self.reserve(key, nbytes)
         if entry is None:
-            self.counters[f"fetches_without_{self._place}"] += 1
+            self.counters["fetches_without_room"] += 1
             return None
         job = self._fetch(key, entry)
         job.nbytes = None if nbytes is None else 0
@@ -217,7 +215,7 @@ class Ledger:
         """
         entry = self.reserve(key, nbytes)
         if entry is None:
-            self.counters[f"saves_without_{self._place}"] += 1
+            self.counters["saves_without_room"] += 1
             return False
         ends = {JobKind.SAVE: self._world_size, JobKind.UPLOAD: self._world_size}
         job = self._register(key, entry, ends)

@@ -197,7 +197,7 @@ def test_counters_are_handed_over_once() -> None:
 
 def test_a_counter_can_be_part_of_several_metrics() -> None:
     meter = Meter(shares=KV_SHARES)
-    counters = Tally(saves_dropped=5, saves_without_slot=2, fetches_spared=3, fetch_missing=4)
+    counters = Tally(saves_dropped=5, saves_without_room=2, fetches_spared=3, fetch_missing=4)
     assert meter.grown(counters) == {
         "saves_dropped|inflight": 3,
         "saves_dropped|memory_full": 2,
@@ -205,7 +205,7 @@ def test_a_counter_can_be_part_of_several_metrics() -> None:
         "misses|known_absent": 3,
         "misses|absent": 4,
     }
-    counters.update(saves_dropped=1, saves_without_slot=1)
+    counters.update(saves_dropped=1, saves_without_room=1)
     assert meter.grown(counters) == {"saves_dropped|memory_full": 1}
 
 

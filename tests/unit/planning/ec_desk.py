@@ -47,7 +47,6 @@ class Desk:
             BucketIndex(capacity=1000, miss_ttl_s=20.0),
             Breaker(threshold=3),
             world_size=1,
-            place="room",
         )
         self.planner = ECPlanner(
             ledger,
