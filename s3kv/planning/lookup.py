@@ -17,7 +17,7 @@ from s3kv.messages import JobKind, LoadPart
 from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, cover
 from s3kv.planning.ledger import ChunkState, FetchRefusal, Job, Ledger
 from s3kv.planning.pace import Wait
-from s3kv.planning.states import Name, Transitions
+from s3kv.planning.states import IdentityEnum, Transitions
 from s3kv.types import ChunkKey, Outcome
 
 KNOWN_WINDOW_CHUNKS = 256
@@ -28,7 +28,7 @@ of the engine's scheduling thread. On arrival a request's whole window is ordere
 network would idle for engine steps, which may take hundreds of ms."""
 
 
-class LookupState(Name):
+class LookupState(IdentityEnum):
     OPEN = "open"
     """It leases chunks that arrive."""
     HELD = "held"
@@ -37,7 +37,7 @@ class LookupState(Name):
     """It has no leases and takes none until it is reopened."""
 
 
-class LookupEvent(Name):
+class LookupEvent(IdentityEnum):
     COLLECT = "collect"
     RELEASE = "release"
     HOLD = "hold"

@@ -20,7 +20,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from s3kv.planning.states import Name, Transitions
+from s3kv.planning.states import IdentityEnum, Transitions
 
 GAIN = 0.9
 """Largest expected fetch time that is worth a wait, as a share of the computing time. The rest is a
@@ -184,7 +184,7 @@ class Pace:
         )
 
 
-class WaitState(Name):
+class WaitState(IdentityEnum):
     IDLE = "idle"
     """It has waited for nothing since it arrived or was preempted."""
     AWAKE = "awake"
@@ -193,7 +193,7 @@ class WaitState(Name):
     """It need not be evaluated before `until_s`."""
 
 
-class WaitEvent(Name):
+class WaitEvent(IdentityEnum):
     BEGIN = "begin"
     SLEEP = "sleep"
     WAKE = "wake"

@@ -14,7 +14,7 @@ from s3kv.planning.cover import GroupSpec
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.pace import Wait
-from s3kv.planning.states import Name, Transitions
+from s3kv.planning.states import IdentityEnum, Transitions
 
 
 class ScheduledRequest(NamedTuple):
@@ -32,7 +32,7 @@ class ScheduledRequest(NamedTuple):
     scheduled_tokens: int
 
 
-class RequestState(Name):
+class RequestState(IdentityEnum):
     NEW = "new"
     """The engine has not asked about it yet. Its chunks may already be on their way."""
     WAITING = "waiting"
@@ -45,7 +45,7 @@ class RequestState(Name):
     """The engine computes it; nothing is leased."""
 
 
-class RequestEvent(Name):
+class RequestEvent(IdentityEnum):
     LOOKUP = "lookup"
     WAIT = "wait"
     OFFER = "offer"
@@ -81,14 +81,14 @@ REQUEST_TRANSITIONS: Transitions[RequestState, RequestEvent] = Transitions(
 )
 
 
-class SavingState(Name):
+class SavingState(IdentityEnum):
     OPEN = "open"
     BARRED = "barred"
     """It neither saves nor loads any more: a load of it failed, the cache was reset, or its KV may
     be wrong or in an unknown place for another reason."""
 
 
-class SavingEvent(Name):
+class SavingEvent(IdentityEnum):
     SAVE = "save"
     BAR = "bar"
 

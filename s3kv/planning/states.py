@@ -6,14 +6,14 @@ import enum
 from typing import TypeVar
 
 
-class Name(enum.Enum):
-    """Name of a state or an event. It hashes by identity: `Enum` would call Python code."""
+class IdentityEnum(enum.Enum):
+    """Enum of states or events, hashed by identity. `Enum` would call Python code for it."""
 
     __hash__ = object.__hash__
 
 
-S = TypeVar("S", bound=Name)
-E = TypeVar("E", bound=Name)
+S = TypeVar("S", bound=IdentityEnum)
+E = TypeVar("E", bound=IdentityEnum)
 
 
 class Transitions(dict[tuple[S, E], S]):
