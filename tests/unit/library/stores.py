@@ -16,6 +16,7 @@ import torch
 
 from s3kv.config import Config
 from s3kv.library.tensor_store import TensorRows
+from s3kv.library.tiered_store import TieredStore
 from tests.servers import BUCKET, REGION, moto_server, set_credentials
 
 SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((4, 64), torch.float32)}
@@ -54,6 +55,20 @@ def block(number: int) -> dict[str, torch.Tensor]:
 
 def room() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
+
+
+def opening(config: Config, **more: Any) -> Any:
+    return TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, tensors=ROWS, **more)
+
+
+def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
+    """Of 1 MiB of host memory, the least there is, it takes a large part."""
+    return {"big": torch.full((nbytes,), number, dtype=torch.uint8)}
+
+
+def opening_big(config: Config, nbytes: int) -> Any:
+    shapes = {"big": ((nbytes,), torch.uint8)}
+    return TieredStore.open(config, shapes=shapes, namespace=NAMESPACE, tensors=ROWS)
 
 
 def new_pools(blocks: int) -> dict[str, torch.Tensor]:

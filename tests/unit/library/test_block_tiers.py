@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,16 +12,8 @@ from s3kv.config import Config
 from s3kv.device.cpu import CpuCopier
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.library.tiered_store import TieredStore
-from tests.servers import BUCKET, REGION, moto_server, set_credentials
 
 SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((2, 3, 4), torch.float32)}
-
-
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    set_credentials(monkeypatch)
-    with moto_server() as url:
-        yield Config(bucket=BUCKET, endpoint_url=url, region=REGION, host_bytes=2**20)
 
 
 def new_pools(blocks: int, device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -11,15 +11,12 @@ import torch
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
 from tests.unit.library.stores import (
-    NAMESPACE,
-    ROWS,
-    SHAPES,
     SlowThreads,
     block,
     cancelled_in_its_copy,
-    fresh_bucket,
     hash_of,
     new_pools,
+    opening,
     room,
     rows,
     same,
@@ -28,24 +25,8 @@ from tests.unit.library.stores import (
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    with fresh_bucket(monkeypatch) as config:
-        yield config
-
-
-async def opened(config: Config, **more: object) -> TieredStore:
-    return await TieredStore.open(  # type: ignore[no-any-return, unused-ignore]
-        config,
-        shapes=SHAPES,
-        namespace=NAMESPACE,
-        tensors=ROWS,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-@pytest.fixture
 async def store(config: Config) -> AsyncIterator[TieredStore]:
-    async with await opened(config) as store:
+    async with await opening(config) as store:
         yield store
 
 
@@ -72,7 +53,7 @@ async def test_a_cancelled_put_keeps_what_the_tensors_held_or_nothing(
         if await store.get(hash_of(number), into):
             assert same(into, block(number))
     await store.flush()
-    async with await opened(config) as other:
+    async with await opening(config) as other:
         for number in range(3):
             into = room()
             if await other.get(hash_of(number), into):
@@ -169,10 +150,10 @@ async def test_a_copy_that_fails_in_a_cancelled_call_is_told_in_the_log(
 
 
 async def test_a_cancelled_reader_leaves_the_fetch_to_the_others(config: Config) -> None:
-    async with await opened(config) as store:
+    async with await opening(config) as store:
         assert await store.put(hash_of(1), block(1))
         assert await store.put_tensor(hash_of(1), rows(1))
-    async with await opened(config) as store:
+    async with await opening(config) as store:
         gets = [asyncio.create_task(store.get(hash_of(1), room())) for _ in range(4)]
         tensors = [asyncio.create_task(store.get_tensor(hash_of(1))) for _ in range(4)]
         await asyncio.sleep(0)
@@ -191,11 +172,11 @@ async def test_a_cancelled_reader_leaves_the_fetch_to_the_others(config: Config)
 async def test_a_store_outlives_the_end_of_every_task(config: Config, turns: int) -> None:
     """As `asyncio.run` ends them, those of the store as well."""
     pools = new_pools(4)
-    async with await opened(config, pools=pools) as store:
+    async with await opening(config, pools=pools) as store:
         assert await store.put(hash_of(0), block(0))
         assert await store.put_tensor(hash_of(0), rows(0))
         await store.flush()
-    async with await opened(config, pools=pools) as store:
+    async with await opening(config, pools=pools) as store:
         calls = [
             asyncio.create_task(call)
             for call in (

@@ -3,61 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
 
 from lab.faults import Fault
-from lab.proxy import Proxy, proxy
+from lab.proxy import Proxy
 from s3kv.config import Config
-from s3kv.library.tiered_store import TieredStore
 from tests.unit.library.stores import (
-    NAMESPACE,
-    ROWS,
-    SHAPES,
+    big,
     block,
-    fresh_bucket,
     hash_of,
     new_pools,
+    opening,
+    opening_big,
     room,
     rows,
     same,
 )
-
-
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    with fresh_bucket(monkeypatch) as config:
-        yield config
-
-
-@pytest.fixture
-def behind(config: Config) -> Iterator[tuple[Proxy, Config]]:
-    """A proxy before the server, and the settings to go through it, without second tries."""
-    with proxy(str(config.endpoint_url)) as between:
-        yield between, dataclasses.replace(config, endpoint_url=between.url, max_attempts=1)
-
-
-@pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("s3kv.planning.uploads.UPLOAD_RETRY_S", (0.01, 0.02))
-
-
-def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
-    """Of 1 MiB of host memory, the least there is, it takes a large part."""
-    return {"big": torch.full((nbytes,), number, dtype=torch.uint8)}
-
-
-def opening_big(config: Config, nbytes: int) -> Any:
-    shapes = {"big": ((nbytes,), torch.uint8)}
-    return TieredStore.open(config, shapes=shapes, namespace=NAMESPACE, tensors=ROWS)
-
-
-def opening(config: Config, **more: Any) -> Any:
-    return TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, tensors=ROWS, **more)
 
 
 async def test_a_block_put_while_it_is_fetched_is_kept(config: Config) -> None:

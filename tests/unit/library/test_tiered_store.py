@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,17 +12,8 @@ import torch
 from s3kv.config import SECRET_VARIABLE, Config
 from s3kv.errors import ConfigError, StoreMissing
 from s3kv.library.tiered_store import TieredStore
-from tests.servers import BUCKET, KEYS, REGION, boto_client, moto_server, set_credentials
-
-SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((4, 64), torch.float32)}
-NAMESPACE = {"model": "test"}
-
-
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
-    set_credentials(monkeypatch)
-    with moto_server() as url:
-        yield Config(bucket=BUCKET, endpoint_url=url, region=REGION, host_bytes=2**20)
+from tests.servers import BUCKET, KEYS, REGION, boto_client
+from tests.unit.library.stores import NAMESPACE, SHAPES, room, same
 
 
 def block(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
@@ -34,14 +24,6 @@ def block(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
         for name, (shape, dtype) in SHAPES.items()
     }
     return hashlib.sha256(str(number).encode()).digest(), tensors
-
-
-def room() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
 
 
 async def opened(config: Config, **more: object) -> TieredStore:
