@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from urllib.parse import urlsplit
 
-from benchmarks.objects import raw_get
+from benchmarks.objects import RawConnection, raw_get
 from lab.s3 import S3Server
 
 AT_ONCE = 8
@@ -27,7 +26,7 @@ class Server:
         objects = sorted(self._s3.objects(self._bucket, prefix).items())
         heads = [self._head(key) for key, _ in objects]
         buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _, nbytes in objects]
-        connections = [socket.create_connection(self._address) for _ in range(AT_ONCE)]
+        connections = [RawConnection(self._address) for _ in range(AT_ONCE)]
         try:
             starts = range(0, len(objects) - per_batch + 1, per_batch)
             batches = [slice(start, start + per_batch) for start in starts]
@@ -43,16 +42,13 @@ class Server:
 
 
 def _batch_s(
-    connections: list[socket.socket], heads: list[bytes], buffers: list[memoryview]
+    connections: list[RawConnection], heads: list[bytes], buffers: list[memoryview]
 ) -> float:
     def work(number: int) -> None:
         for head, buffer in list(zip(heads, buffers, strict=True))[number::AT_ONCE]:
-            raw_get(connections[number], head, buffer)
+            connections[number].do(raw_get, head, buffer)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(AT_ONCE)]
     start_s = perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(work, range(AT_ONCE)))
     return perf_counter() - start_s

@@ -18,8 +18,9 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from queue import Empty, SimpleQueue
 from time import perf_counter, process_time
 from urllib.parse import urlsplit
@@ -113,19 +114,41 @@ def raw(
     for turn in range(requests):
         turns.put(turn)
     exchange = raw_get if method == "GET" else raw_put
-    threads = [
-        threading.Thread(target=raw_loop, args=(address, turns, exchange, head, buffer))
-        for head, buffer in zip(heads, buffers, strict=True)
-    ]
     started_s, cpu_s = perf_counter(), process_time()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(heads)) as pool:
+        loops = [
+            pool.submit(raw_loop, address, turns, exchange, head, buffer)
+            for head, buffer in zip(heads, buffers, strict=True)
+        ]
+        for loop in loops:
+            loop.result()
     return perf_counter() - started_s, process_time() - cpu_s
 
 
-Exchange = Callable[[socket.socket, bytes, memoryview], None]
+DEADLINE_S = 60.0
+"""Longest silence of a server. After it a benchmark ends with `TimeoutError`."""
+
+Exchange = Callable[[socket.socket, bytes, memoryview], bool]
+"""Sends a head and moves a body. Returns whether the server keeps the connection."""
+
+
+class RawConnection:
+    """A blocking connection to a server. It is opened anew after an answer that closes it."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._address = address
+        self._socket = self._open()
+
+    def do(self, exchange: Exchange, head: bytes, buffer: memoryview) -> None:
+        if not exchange(self._socket, head, buffer):
+            self._socket.close()
+            self._socket = self._open()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _open(self) -> socket.socket:
+        return socket.create_connection(self._address, timeout=DEADLINE_S)
 
 
 def raw_loop(
@@ -135,39 +158,51 @@ def raw_loop(
     head: bytes,
     buffer: memoryview,
 ) -> None:
-    with socket.create_connection(address) as connection:
+    with closing(RawConnection(address)) as connection:
         while True:
             try:
                 turns.get_nowait()
             except Empty:
                 return
-            exchange(connection, head, buffer)
+            connection.do(exchange, head, buffer)
 
 
-def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> None:
+def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
     connection.sendall(head)
-    rest = read_head(connection)
+    answer, rest = read_head(connection)
     # As our own client does, or a server with Nagle's algorithm on keeps the body back for 40 ms.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
     buffer[: len(rest)] = rest
     filled = len(rest)
     while filled < len(buffer):
-        filled += connection.recv_into(buffer[filled:])
+        received = connection.recv_into(buffer[filled:])
+        if not received:
+            raise ConnectionError(f"the server sent {filled} of {len(buffer)} bytes")
+        filled += received
+    return keeps_alive(answer)
 
 
-def raw_put(connection: socket.socket, head: bytes, buffer: memoryview) -> None:
+def raw_put(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
     connection.sendall(head)
     connection.sendall(buffer)
-    read_head(connection)
+    return keeps_alive(read_head(connection)[0])
 
 
-def read_head(connection: socket.socket) -> bytes:
-    """Reads an answer's head; returns what of the body came with it."""
+def read_head(connection: socket.socket) -> tuple[bytes, bytes]:
+    """Reads an answer's head; returns it, and what of the body came with it."""
     data = b""
     while b"\r\n\r\n" not in data:
-        data += connection.recv(2**16)
+        received = connection.recv(2**16)
+        if not received:
+            raise ConnectionError("the server closed the connection before it answered")
+        data += received
     assert data.startswith(b"HTTP/1.1 200"), data
-    return data.partition(b"\r\n\r\n")[2]
+    head, _, rest = data.partition(b"\r\n\r\n")
+    return head, rest
+
+
+def keeps_alive(head: bytes) -> bool:
+    return b"connection: close" not in head.lower()
 
 
 def main() -> None:
