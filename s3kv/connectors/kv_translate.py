@@ -146,8 +146,20 @@ def writes_before_fences(
     It zeroes new blocks, if layers have different precisions. It copies the block in which a
     partial hit ends, if hashes are finer than blocks.
     """
-    if not vllm_config.use_v2_model_runner:
-        return False
+    return vllm_config.use_v2_model_runner and _writes_before_forward(kv_cache_config, sizes)
+
+
+def writes_after_fences(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sizes: KVGeometry
+) -> bool:
+    """Whether a step may write to the blocks of its loads after `handle_preemptions`.
+
+    The first-generation model runner does so, in the cases of `writes_before_fences`.
+    """
+    return not vllm_config.use_v2_model_runner and _writes_before_forward(kv_cache_config, sizes)
+
+
+def _writes_before_forward(kv_cache_config: KVCacheConfig, sizes: KVGeometry) -> bool:
     return kv_cache_config.needs_kv_cache_zeroing or sizes.hash_tokens < sizes.block_tokens
 
 

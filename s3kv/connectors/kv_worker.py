@@ -20,6 +20,7 @@ from s3kv.connectors.kv_translate import (
     WorkerHello,
     WorkerReport,
     shard_names,
+    writes_after_fences,
     writes_before_fences,
 )
 from s3kv.connectors.metrics import Meter, S3KVStats, add
@@ -88,6 +89,7 @@ class WorkerSide(Guarded):
         self._prefault: threading.Thread | None = None
         self._closing = threading.Event()
         self._fences_at_once = writes_before_fences(vllm_config, kv_cache_config, sizes)
+        self._loads_after_writes = writes_after_fences(vllm_config, kv_cache_config, sizes)
         # Before a sleep, vLLM waits for the device and then unmaps the memory. It does not wait
         # for a copy that has not been launched yet.
         self._launches_at_once = (
@@ -231,7 +233,7 @@ class WorkerSide(Guarded):
     @guarded(default=lambda: False)
     def _start_loads(self, plan: StepPlan) -> bool:
         assert self._rank is not None
-        self._rank.load(plan.loads)
+        self._rank.load(plan.loads, from_now=self._loads_after_writes)
         self._let_launch(self._rank)
         return True
 

@@ -41,7 +41,10 @@ class PathChoice(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A started copy. Used on the engine's thread."""
+    """A started copy. Any thread may use it, but only one at a time. nbytes: its length."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def done(self) -> bool:
         """Whether all bytes are in place. Does not block. Raises `RuntimeError` when the device
@@ -64,8 +67,9 @@ class Copier(Protocol):
     """The path of each group and direction; empty if there is only one path."""
 
     def mark(self) -> Any:
-        """The present point in the engine's work, for one copy. Called on the engine's thread; does
-        not block. Includes work on other streams only if the current stream already waits for it.
+        """The present point in the engine's work, for any number of copies. Called on the engine's
+        thread; does not block. Includes work on other streams only if the current stream already
+        waits for it.
         """
 
     def enter_thread(self) -> None:
@@ -74,11 +78,8 @@ class Copier(Protocol):
     def copy_out(self, part: LoadPart, mark: Any) -> Ticket:
         """Copy blocks to a slot, after `mark`. Raises one of `COPY_ERRORS`."""
 
-    def copy_in(self, part: LoadPart, mark: Any, *, is_last: bool) -> Ticket | None:
-        """Copy from a slot to blocks, after `mark`. Raises one of `COPY_ERRORS`.
-
-        Parts of several loads are never mixed. The last part returns the ticket for its whole load.
-        """
+    def copy_in(self, part: LoadPart, mark: Any) -> Ticket:
+        """Copy from a slot to blocks, after `mark`. Raises one of `COPY_ERRORS`."""
 
     def settle(self) -> None:
         """Block until no copy started so far touches memory. Called after an error, when there is

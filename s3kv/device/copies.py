@@ -3,11 +3,13 @@
 The engine's thread calls `BlockCopies`. The copy thread starts the copies (on a CPU it performs
 them), part by part. It picks the next part in this order:
 
-    1. saves the engine waits for in `fence`
-    2. loads, because a request waits for them
+    1. what the engine waits for: saves in `fence`, everything in `wait_started`
+    2. loads, because a request waits for them; but every ninth part is a save
     3. saves
 
-So a load waits for at most one chunk of a save, and a fence for at most the load part under way.
+Of each direction only as much is launched as keeps the bus busy (`LaunchWindow`), unless the engine
+waits for it: what is launched can be overtaken no more. So a fence waits for at most a window of
+other saves, a load for a window of other loads, and neither for those that are queued.
 
     save ──▶ queued ──copy thread──▶ started ──ticket done──▶ reported by `poll`, once
     load ──▶ queued ──part by part─▶ started ──ticket done──▶ reported by `poll`, once
@@ -24,13 +26,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from s3kv.device.copier import COPY_ERRORS, Copier, Path, PathChoice, Ticket
+from s3kv.device.copier import COPY_ERRORS, Copier, Path, PathChoice
+from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
@@ -42,6 +45,11 @@ _JOIN_TIMEOUT_S = 5.0
 """Far longer than one part takes; a thread that has not ended by then hangs in the driver."""
 _WAIT_STEP_S = 0.0002
 """Polling interval of a wait; CUDA events cannot be waited for with a timeout."""
+_ROOM_STEP_S = 0.0005
+"""Polling interval of the copy thread while the window is full. A call to the driver could wait for
+room, but not for an order as well; and each look takes the GIL from the engine for some µs."""
+_LOADS_IN_A_ROW = 8
+"""Parts of loads that may be started while a save waits its turn."""
 
 
 class SavedEnd(NamedTuple):
@@ -91,60 +99,6 @@ def open_copier(
         return GpuCopier(places, CudaGpu(places.device), path, idle)
 
 
-_Id = TypeVar("_Id", bound=int | str)
-_Copy = Callable[[LoadPart, Any, bool], Ticket | None]
-"""Called with a part, the mark, and whether it is the job's last part, whose ticket stands for the
-whole job."""
-
-
-class _CopyJob(Generic[_Id]):
-    """One save or load on its way. The copy thread writes it, under the lock of `BlockCopies`."""
-
-    __slots__ = ("copy", "ident", "line", "mark", "ok", "parts", "since_s", "started", "ticket")
-
-    def __init__(
-        self,
-        ident: _Id,
-        copy: _Copy,
-        parts: Iterable[LoadPart],
-        line: deque[_CopyJob[_Id]],
-        now: float,
-    ) -> None:
-        self.ident: _Id = ident
-        self.copy = copy
-        self.parts = deque(parts)
-        """Parts that have not begun."""
-        self.line = line
-        """The queue in which it waits to be reported, once started; in the order of the starts."""
-        self.since_s = now
-        self.mark: Any = None
-        self.ticket: Ticket = FINISHED
-        self.ok = True
-        self.started = False
-        """Whether all parts have been started, or the job has failed."""
-
-    def start(self, ticket: Ticket, ok: bool) -> None:
-        """Record that no part is left to start. A second call does nothing: if the job is submitted
-        while the copy thread ends, both threads call this.
-        """
-        if self.started:
-            return
-        self.ticket, self.ok = ticket, ok
-        # Set before `started`: `wait_all` takes no lock, and `poll` must then find the job.
-        self.line.append(self)
-        self.started = True
-
-    def is_done(self) -> bool:
-        if not self.started:
-            return False
-        try:
-            return self.ticket.done()
-        except RuntimeError:
-            logger.exception("s3kv: the device failed during copy %s", self.ident)
-            self.ok, self.ticket = False, FINISHED
-            return True
-
-
 class BlockCopies:
     """The copies of one worker. Call all methods on the engine's thread. No method raises for a
     failed copy.
@@ -160,15 +114,15 @@ class BlockCopies:
         self._copier = copier
         self._clock = clock
         self._changed = threading.Condition()
-        self._urgent: deque[_CopyJob[int]] = deque()
-        self._saves: deque[_CopyJob[int]] = deque()
-        self._loads: deque[_CopyJob[str]] = deque()
-        self._saving: dict[int, _CopyJob[int]] = {}
-        self._loading: dict[str, _CopyJob[str]] = {}
-        self._saved: deque[_CopyJob[int]] = deque()
-        self._loaded: deque[_CopyJob[str]] = deque()
+        """Its lock guards everything below, jobs and tickets included."""
+        self._out: CopyQueue[int] = CopyQueue(copier.copy_out)
+        self._in: CopyQueue[str] = CopyQueue(copier.copy_in)
+        self._urgent: deque[CopyJob[Any]] = deque()
+        self._loads_in_a_row = 0
         self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
         self._closing = False
+        self._entered = False
+        self._start_error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="s3kv-copies", daemon=True)
         self._thread.start()
 
@@ -186,40 +140,54 @@ class BlockCopies:
 
         On a GPU this pins the slab, which takes about a second for a few GiB, and measures which
         path is fastest, with empty slots and unused blocks. path, idle: see `GpuCopier`.
-        The other parameters are those of `ChunkPlaces`. Raises what these two raise.
+        The other parameters are those of `ChunkPlaces`. Raises what these two raise, and
+        `RuntimeError` if the copy thread cannot use the device.
         """
         places = ChunkPlaces(layouts, slab, slot_bytes, header_bytes)
-        return cls(open_copier(places, path, idle))
+        copies = cls(open_copier(places, path, idle))
+        copies._await_thread()
+        return copies
 
-    def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
-        """Copy all blocks of a chunk to its slot's payload, after everything the engine has
-        launched so far on its current stream. Returns at once.
+    def mark(self) -> CopyMark:
+        """The present point in the engine's work: everything it has launched so far on its current
+        stream, and what that stream already waits for on others. Does not block, or raise.
+        """
+        try:
+            return CopyMark(self._copier.mark(), True)
+        except COPY_ERRORS:
+            logger.exception("s3kv: the device failed; the copies ordered now fail")
+            return CopyMark(None, False)
 
-        Work on other streams counts only if the current stream already waits for it. The slot
-        belongs to the copy until `poll` reports its end, the blocks until `fence`.
+    def save(
+        self,
+        job_id: int,
+        group: int,
+        slot: int,
+        block_ids: Sequence[int],
+        mark: CopyMark | None = None,
+    ) -> None:
+        """Copy all blocks of a chunk to its slot's payload, after `mark`. Returns at once.
+
+        mark: None stands for the present point. The slot belongs to the copy until `poll` reports
+            its end, the blocks until `fence`.
         Raises `ValueError` for a `job_id` that is still on its way.
         """
-        if job_id in self._saving:
+        if job_id in self._out.jobs:
             raise ValueError(f"save {job_id} is already on its way")
-        part = LoadPart(group, slot, 0, tuple(block_ids))
-        job = _CopyJob(job_id, self._copy_out, (part,), self._saved, self._clock())
         self._counts["saves"] += 1
-        self._saving[job_id] = job
-        self._submit(self._saves, job)
+        self._submit(self._out, job_id, (LoadPart(group, slot, 0, tuple(block_ids)),), mark)
 
-    def load(self, load_id: str, parts: Sequence[LoadPart]) -> None:
-        """Copy chunks, or parts of them, from slots to blocks, after everything the engine has
-        launched so far on its current stream (other streams: as for `save`). Returns at once.
+    def load(self, load_id: str, parts: Sequence[LoadPart], mark: CopyMark | None = None) -> None:
+        """Copy chunks, or parts of them, from slots to blocks, after `mark`, as `save` does.
+        Returns at once.
 
         Slots and blocks belong to the copy until `poll` reports its end; after that the engine may
         use the blocks on any stream. Raises `ValueError` for a `load_id` still on its way.
         """
-        if load_id in self._loading:
+        if load_id in self._in.jobs:
             raise ValueError(f"load {load_id} is already on its way")
-        job = _CopyJob(load_id, self._copy_in, parts, self._loaded, self._clock())
         self._counts["loads"] += 1
-        self._loading[load_id] = job
-        self._submit(self._loads, job)
+        self._submit(self._in, load_id, parts, mark)
 
     def fence(self, job_ids: Iterable[int]) -> None:
         """Keep what the engine launches after this call, on the current stream, from overwriting
@@ -228,7 +196,8 @@ class BlockCopies:
         On a GPU this blocks until the copies are launched, and the stream waits for the rest. On a
         CPU it blocks until they are done. Raises `RuntimeError` when the device has failed.
         """
-        jobs = [job for i in job_ids if (job := self._saving.get(i)) is not None]
+        saves = self._out.jobs
+        jobs = [job for i in job_ids if (job := saves.get(i)) is not None]
         if not jobs:
             return
         with self._changed:
@@ -236,47 +205,51 @@ class BlockCopies:
                 self._counts["fences_waited"] += 1
                 self._hurry(jobs)
                 self._changed.wait_for(lambda: all(job.started for job in jobs))
-        for job in jobs:
-            job.ticket.fence()
+            for job in jobs:
+                job.ticket.fence()
 
     def poll(self) -> CopyEnds:
         """The copies that have ended since the last call, each exactly once. Does not block."""
         ends = CopyEnds([], [])
-        if not self._saving and not self._loading:
+        if not self._out.jobs and not self._in.jobs:
             return ends
         now = self._clock()
-        for saved in self._ended(self._saved, self._saving):
-            ends.saved.append(SavedEnd(saved.ident, saved.ok, now - saved.since_s))
-        for loaded in self._ended(self._loaded, self._loading):
-            ends.loaded.append(LoadedEnd(loaded.ident, loaded.ok))
+        with self._changed:
+            for saved in self._out.ended():
+                self._counts["failures"] += not saved.ok
+                ends.saved.append(SavedEnd(saved.ident, saved.ok, now - saved.since_s))
+            for loaded in self._in.ended():
+                self._counts["failures"] += not loaded.ok
+                ends.loaded.append(LoadedEnd(loaded.ident, loaded.ok))
         return ends
 
     def wait_started(self, timeout_s: float) -> bool:
         """Block until every copy has been launched, so that a caller who then waits for the device
         waits for the copies, too. Returns False when time ran out first.
         """
-        jobs: list[_CopyJob[Any]] = [*self._saving.values(), *self._loading.values()]
         with self._changed:
+            jobs = self._jobs()
+            self._hurry(jobs)
             return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
 
     def wait_all(self, timeout_s: float) -> bool:
         """Block until every copy has ended, for `poll` to report; False when time ran out first."""
-        jobs: list[_CopyJob[Any]] = [*self._saving.values(), *self._loading.values()]
+        jobs = self._jobs()
         return self._wait_until(lambda: all(job.is_done() for job in jobs), timeout_s)
 
     def wait_load(self, timeout_s: float) -> bool:
         """Block until `poll` has a load's end to report, or no load is left. Returns False when
         time ran out first.
         """
-        loaded = self._loaded
+        loads = self._in
         return self._wait_until(
-            lambda: not self._loading or bool(loaded and loaded[0].is_done()), timeout_s
+            lambda: not loads.jobs or bool(loads.started and loads.started[0].is_done()), timeout_s
         )
 
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(
             **self._counts,
-            pending=len(self._saving) + len(self._loading),
+            pending=len(self._jobs()),
             pinned=self._copier.pinned,
             choices=self._copier.choices,
         )
@@ -296,101 +269,118 @@ class BlockCopies:
             return
         self._copier.close()
 
+    def _await_thread(self) -> None:
+        """Block until the copy thread is ready. Closes and raises `RuntimeError` if it has ended
+        instead.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._entered or self._closing)
+        if not self._entered:
+            self.close()
+            raise RuntimeError(f"the copy thread cannot use the device: {self._start_error}")
+
     def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = self._clock() + timeout_s
-        while not holds():
+        while True:
+            with self._changed:
+                if holds():
+                    return True
             if self._clock() >= deadline:
                 return False
             time.sleep(_WAIT_STEP_S)
-        return True
 
-    def _submit(self, queue: deque[_CopyJob[_Id]], job: _CopyJob[_Id]) -> None:
-        try:
-            job.mark = self._copier.mark()
-        except COPY_ERRORS:
-            logger.exception("s3kv: copy %s failed before it began", job.ident)
-            with self._changed:
-                job.start(FINISHED, ok=False)
-            return
+    def _jobs(self) -> list[CopyJob[Any]]:
+        return [*self._out.jobs.values(), *self._in.jobs.values()]
+
+    def _submit(
+        self, queue: CopyQueue[Any], ident: Any, parts: Iterable[LoadPart], mark: CopyMark | None
+    ) -> None:
+        at, ok = mark or self.mark()
+        job = CopyJob(ident, queue, parts, at, self._clock())
         with self._changed:
-            if self._closing:
+            queue.jobs[ident] = job
+            if self._closing or not ok:
                 job.start(FINISHED, ok=False)
             elif job.parts:
-                queue.append(job)
+                queue.waiting.append(job)
                 self._changed.notify_all()
             else:
                 job.start(FINISHED, ok=True)
 
-    def _copy_out(self, part: LoadPart, mark: Any, is_last: bool) -> Ticket | None:
-        assert is_last, "a save is one part"
-        return self._copier.copy_out(part, mark)
-
-    def _copy_in(self, part: LoadPart, mark: Any, is_last: bool) -> Ticket | None:
-        return self._copier.copy_in(part, mark, is_last=is_last)
-
-    def _hurry(self, jobs: Iterable[_CopyJob[int]]) -> None:
+    def _hurry(self, jobs: Iterable[CopyJob[Any]]) -> None:
         for job in jobs:
-            if job in self._saves:
-                self._saves.remove(job)
+            if job in job.queue.waiting:
+                job.queue.waiting.remove(job)
                 self._urgent.append(job)
-
-    def _ended(
-        self, line: deque[_CopyJob[_Id]], jobs: dict[_Id, _CopyJob[_Id]]
-    ) -> Iterator[_CopyJob[_Id]]:
-        while line and line[0].is_done():
-            job = line.popleft()
-            del jobs[job.ident]
-            self._counts["failures"] += not job.ok
-            yield job
+        self._changed.notify_all()
 
     def _run(self) -> None:
         """Body of the copy thread. However it ends, all its jobs end, too."""
         try:
-            self._copier.enter_thread()
-            while self._start_next():
-                pass
+            if self._enter():
+                while self._await_turn():
+                    self._start_next()
         finally:
             self._settle()
             with self._changed:
                 self._closing = True
-                jobs: list[_CopyJob[Any]] = [*self._saving.values(), *self._loading.values()]
-                for job in jobs:
-                    if not job.started:
-                        job.start(FINISHED, ok=False)
+                for job in self._jobs():
+                    job.start(FINISHED, ok=False)
                 self._changed.notify_all()
 
-    def _start_next(self) -> bool:
-        """Start the next part, once there is one. Returns False when it is time to end."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or self._urgent or self._loads or self._saves
-            )
-            if self._closing:
-                return False
-            queue: deque[Any] = self._urgent or self._loads or self._saves
-            job: _CopyJob[Any] = queue[0]
-            part = job.parts.popleft()
-            if not job.parts:
-                queue.popleft()
-        ticket: Ticket | None
+    def _enter(self) -> bool:
         try:
-            ticket, ok = job.copy(part, job.mark, not job.parts), True
+            self._copier.enter_thread()
+        except COPY_ERRORS as error:
+            logger.exception("s3kv: the copy thread cannot use the device")
+            self._start_error = error
+            return False
+        with self._changed:
+            self._entered = True
+            self._changed.notify_all()
+        return True
+
+    def _await_turn(self) -> bool:
+        """Block until a part may be started. Returns False when it is time to end."""
+        with self._changed:
+            while not self._closing and self._turn() is None:
+                # Only a new order ends the wait of an idle thread; a full window has to be watched.
+                waits = self._out.waiting or self._in.waiting
+                self._changed.wait(_ROOM_STEP_S if waits else None)
+            return not self._closing
+
+    def _turn(self) -> CopyJob[Any] | None:
+        """The job whose next part may be started now."""
+        if self._urgent:
+            return self._urgent[0]
+        loads, saves = self._in.may_start(), self._out.may_start()
+        if loads and (not saves or self._loads_in_a_row < _LOADS_IN_A_ROW):
+            return self._in.waiting[0]
+        return self._out.waiting[0] if saves else None
+
+    def _start_next(self) -> bool:
+        """Start the next part. Returns False if none may be started now."""
+        with self._changed:
+            job = self._turn()
+            if job is None:
+                return False
+            part, queue = job.parts[0], job.queue
+            self._loads_in_a_row = self._loads_in_a_row + 1 if queue is self._in else 0
+        try:
+            ticket, ok = queue.copy(part, job.at), True
         except COPY_ERRORS:
             logger.exception("s3kv: copy %s failed at %s", job.ident, part)
             self._settle()
             ticket, ok = FINISHED, False
         with self._changed:
-            self._record(job, ticket, ok)
+            queue.window.add(ticket)
+            job.parts.popleft()
+            if not ok or not job.parts:
+                # It may have been hurried meanwhile.
+                (queue.waiting if job in queue.waiting else self._urgent).remove(job)
+                job.start(ticket, ok)
+                self._changed.notify_all()
         return True
-
-    def _record(self, job: _CopyJob[Any], ticket: Ticket | None, ok: bool) -> None:
-        if not ok and job.parts:
-            job.parts.clear()
-            self._loads.remove(job)
-        if not job.parts:
-            assert ticket is not None, "the last part has one"
-            job.start(ticket, ok)
-            self._changed.notify_all()
 
     def _settle(self) -> None:
         try:

@@ -35,6 +35,8 @@ _SHARED_BYTES = 2**20
 class FinishedTicket:
     """Ticket of a synchronous copy, which has already ended."""
 
+    nbytes = 0
+
     def done(self) -> bool:
         return True
 
@@ -73,7 +75,7 @@ class CpuCopier:
             ctypes.memmove(payload + offset, address, nbytes)
         return FINISHED
 
-    def copy_in(self, part: LoadPart, mark: None, *, is_last: bool) -> FinishedTicket:
+    def copy_in(self, part: LoadPart, mark: None) -> FinishedTicket:
         layout, payload = self._places.locate(part)
         payload += self._slab_address
         moves = _moves(layout, part)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from s3kv.device.copies import BlockCopies
+from s3kv.device.copy_jobs import CopyMark
 from s3kv.io.client import IoClient
 from s3kv.messages import (
     FetchOrder,
@@ -58,6 +59,10 @@ class RankWorker:
         self._slot_bytes = slot_bytes
         self._block_bytes = block_bytes
         self._saves: dict[int, SaveOrder] = {}
+        self._owed: dict[int, SaveOrder] = {}
+        """Saves of the plan begun last that `save` has not been told of."""
+        self._begun: CopyMark | None = None
+        """Where the step began, if its plan has loads."""
         self._jobs: set[int] = set()
         self._report = StepReport()
         self._loading: dict[str, _RequestLoad] = {}
@@ -70,9 +75,15 @@ class RankWorker:
     def begin(self, plan: StepPlan) -> None:
         """Fence blocks, and start what the network does. Called before the step writes to
         blocks.
+
+        The saves of the last plan that the engine has passed over end as failed. A rank that is not
+        the last pipeline stage gets none to execute if the engine speculates.
         """
+        self.refuse([*self._owed.values()])
+        self._owed = {order.job_id: order for order in plan.saves}
         if plan.fences:
             self._copies.fence(plan.fences)
+        self._begun = self._copies.mark() if plan.loads else None
         for fetch in plan.fetches:
             self._fetch(fetch)
         for job_id in plan.cancels:
@@ -83,17 +94,25 @@ class RankWorker:
             self._upload(upload.job_id, upload.key, upload.slot)
         self._client.flush()
 
-    def load(self, orders: Iterable[LoadOrder]) -> None:
+    def load(self, orders: Iterable[LoadOrder], *, from_now: bool = False) -> None:
+        """Copy slots to blocks, after what was launched before `begin`. The step that orders a load
+        does not use its blocks, so the load runs beside the forward.
+
+        from_now: copy after what has been launched by now, because the step may have written to the
+            blocks since `begin`.
+        """
+        mark = self._copies.mark() if from_now else self._begun
         for order in orders:
             nbytes = sum(self._nbytes(part.group, part.block_ids) for part in order.parts)
             self._loading[order.request_id] = _RequestLoad(nbytes, self._clock())
             if self._suspended:
                 self._loaded_or_failed(order.request_id, False)
             else:
-                self._copies.load(order.request_id, order.parts)
+                self._copies.load(order.request_id, order.parts, mark)
 
     def save(self, orders: Sequence[SaveOrder], *, read_first: bool = False) -> None:
         """Copy blocks to slots. Called after the forward that fills the blocks has been launched.
+        Saves that `begin` has not announced, or has already given up, are left out.
 
         read_first: fence the blocks now, so that what the engine launches next begins after they
             have been read.
@@ -101,16 +120,19 @@ class RankWorker:
         if self._suspended:
             self.refuse(orders)
             return
+        orders = [order for order in orders if self._owed.pop(order.job_id, None) is not None]
+        mark = self._copies.mark() if orders else None
         for order in orders:
             self._saves[order.job_id] = order
-            self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
+            self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids, mark)
         if read_first:
             self._copies.fence(order.job_id for order in orders)
 
     def refuse(self, orders: Iterable[SaveOrder]) -> None:
         """Let saves end as failed: what the blocks hold is not what their keys say."""
         for order in orders:
-            self._saved(order, False, 0.0)
+            if self._owed.pop(order.job_id, None) is not None:
+                self._saved(order, False, 0.0)
 
     def wait_launched(self, timeout_s: float) -> bool:
         """Block until the device has been given every copy ordered so far. Returns False when time

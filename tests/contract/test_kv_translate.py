@@ -24,6 +24,7 @@ from s3kv.connectors.kv_translate import (
     geometry,
     grouping_module,
     shard_names,
+    writes_after_fences,
     writes_before_fences,
 )
 from s3kv.errors import ConfigError, UnsupportedError
@@ -179,20 +180,18 @@ MIXED = UniformTypeKVCacheSpecs(
 
 
 @pytest.mark.parametrize(
-    ("second_runner", "spec", "hash_tokens", "before"),
-    [
-        (False, MIXED, 64, False),
-        (True, FULL, BLOCK_TOKENS, False),
-        (True, MIXED, BLOCK_TOKENS, True),
-        (True, FULL, 64, True),
-    ],
+    ("spec", "hash_tokens", "writes"),
+    [(FULL, BLOCK_TOKENS, False), (MIXED, BLOCK_TOKENS, True), (FULL, 64, True)],
 )
-def test_which_steps_write_before_their_fences(
-    second_runner: bool, spec: Any, hash_tokens: int, before: bool
+@pytest.mark.parametrize("second_runner", [False, True])
+def test_which_steps_write_before_their_forward(
+    second_runner: bool, spec: Any, hash_tokens: int, writes: bool
 ) -> None:
     vllm_config: Any = SimpleNamespace(use_v2_model_runner=second_runner)
     sizes = KVGeometry(BLOCK_TOKENS, hash_tokens, 2 * BLOCK_TOKENS)
-    assert writes_before_fences(vllm_config, groups(spec), sizes) is before
+    step = vllm_config, groups(spec), sizes
+    assert writes_before_fences(*step) is (writes and second_runner)
+    assert writes_after_fences(*step) is (writes and not second_runner)
 
 
 def test_layers_of_several_precisions_are_served(tiny_config: Any) -> None:

@@ -32,8 +32,8 @@ class Rank:
         self.launches = launches
         self.log: list[str] = []
 
-    def load(self, orders: Any) -> None:
-        self.log.append("load")
+    def load(self, orders: Any, *, from_now: bool) -> None:
+        self.log.append("load from now" if from_now else "load")
 
     def save(self, orders: Any, *, read_first: bool) -> None:
         self.log.append("save, and wait until it has been read" if read_first else "save")
@@ -167,6 +167,16 @@ def test_saves_are_fenced_at_once_where_a_step_writes_before_its_fences(
     rank = Rank()
     step(side(tiny_config, rank))
     assert rank.log[1].endswith("has been read") == at_once
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_loads_come_after_what_a_step_writes_behind_its_fences(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr(kv_worker, "writes_after_fences", lambda *args: writes)
+    rank = Rank()
+    step(side(tiny_config, rank))
+    assert rank.log[0] == ("load from now" if writes else "load")
 
 
 def connector(worker: WorkerSide) -> S3KVConnector:

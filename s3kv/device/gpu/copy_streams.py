@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from s3kv.device.gpu.gather import row_numbers, stacks
-from s3kv.device.gpu.interface import Copies, Event, Gpu
+from s3kv.device.gpu.interface import Copies, Event, Gpu, Stream
 from s3kv.device.layout import PageLayout
 from s3kv.messages import LoadPart
 
@@ -57,20 +57,23 @@ class EventPool:
 
 
 class EventTicket:
-    """The ticket of a copy on a GPU. Used on the engine's thread.
+    """The ticket of a copy on a GPU.
 
     source_read: passes once the copy's source may be overwritten; often the same as `finished`.
     finished: passes at the copy's end. The ticket owns both, and gives them back to the pool.
     """
 
-    __slots__ = ("_done", "_events", "_finished", "_gpu", "_source_read")
+    __slots__ = ("_done", "_events", "_finished", "_gpu", "_source_read", "nbytes")
 
-    def __init__(self, gpu: Gpu, events: EventPool, source_read: Event, finished: Event) -> None:
+    def __init__(
+        self, gpu: Gpu, events: EventPool, source_read: Event, finished: Event, nbytes: int
+    ) -> None:
         self._gpu = gpu
         self._events = events
         self._source_read = source_read
         self._finished = finished
         self._done = False
+        self.nbytes = nbytes
 
     def done(self) -> bool:
         if not self._done and self._finished.query():
@@ -127,11 +130,10 @@ class Lane:
         self._pages = gpu.new_stream(urgent=self.urgent)
         self._bus = gpu.new_stream(urgent=self.urgent)
         # The current stream may have used the memory of the staging buffers before.
-        mark = events.take()
+        mark = gpu.new_event()
         gpu.current_stream().record(mark)
         self._pages.wait(mark)
         self._bus.wait(mark)
-        events.give(mark)
 
     def settle(self) -> None:
         self._pages.synchronize()
@@ -144,6 +146,18 @@ class Lane:
         numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
         return buffer, numbers, buffer.rows[: len(numbers)]
 
+    def _ended(self, stream: Stream) -> Event:
+        """An event of the pool behind everything launched on the stream so far."""
+        event = self._events.take()
+        stream.record(event)
+        return event
+
+    def _ticket(
+        self, layout: PageLayout, part: LoadPart, source_read: Event, finished: Event
+    ) -> EventTicket:
+        nbytes = layout.block_bytes * len(part.block_ids)
+        return EventTicket(self._gpu, self._events, source_read, finished, nbytes)
+
 
 class SaveLane(Lane):
     urgent = False
@@ -151,16 +165,14 @@ class SaveLane(Lane):
     def batch(
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
     ) -> EventTicket:
-        """Copy blocks to `payload`, host bytes, after `mark`, which goes back to the pool."""
+        """Copy blocks to `payload`, host bytes, after `mark`."""
         addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
         self._bus.wait(mark)
-        self._events.give(mark)
         # The source may not be read ahead of the stream: the pages are written until `mark`.
         copies = Copies(payload.data_ptr() + offsets, addresses, sizes)
         self._bus.copy_batch(copies, source_is_stable=False)
-        finished = self._events.take()
-        self._bus.record(finished)
-        return EventTicket(self._gpu, self._events, finished, finished)
+        finished = self._ended(self._bus)
+        return self._ticket(layout, part, finished, finished)
 
     def gather(
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
@@ -170,22 +182,20 @@ class SaveLane(Lane):
         self._pages.wait(buffer.free)
         self._pages.upload(rows, numbers)
         self._pages.wait(mark)
-        self._events.give(mark)
         self._pages.gather(buffer.stacks[part.group], rows)
-        source_read = self._events.take()
-        self._pages.record(source_read)
+        source_read = self._ended(self._pages)
         self._bus.wait(source_read)
         self._bus.copy(payload, buffer.memory[: layout.payload_bytes])
         self._bus.record(buffer.free)
-        finished = self._events.take()
-        self._bus.record(finished)
-        return EventTicket(self._gpu, self._events, source_read, finished)
+        return self._ticket(layout, part, source_read, self._ended(self._bus))
 
 
 class LoadLane(Lane):
     urgent = True
 
-    def batch(self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event) -> None:
+    def batch(
+        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
+    ) -> EventTicket:
         """Copy `payload`, or the requested part of it, to blocks, after `mark`."""
         addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
         self._pages.wait(mark)
@@ -193,10 +203,12 @@ class LoadLane(Lane):
         # may be read ahead, which helps where host memory is coherent with the GPU's.
         copies = Copies(addresses, payload.data_ptr() + offsets, sizes)
         self._pages.copy_batch(copies, source_is_stable=True)
+        finished = self._ended(self._pages)
+        return self._ticket(layout, part, finished, finished)
 
     def gather(
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
-    ) -> None:
+    ) -> EventTicket:
         """Copy as `batch` does. The whole payload crosses the bus even for a part of it: that is
         one copy instead of one per layer, and parts are rare.
         """
@@ -210,12 +222,5 @@ class LoadLane(Lane):
         self._pages.wait(mark)
         self._pages.scatter(buffer.stacks[part.group], rows, part.first_block)
         self._pages.record(buffer.free)
-
-    def end(self, mark: Event) -> EventTicket:
-        """The ticket of all parts started since the last call, which had this mark. The mark goes
-        back to the pool.
-        """
-        self._events.give(mark)
-        finished = self._events.take()
-        self._pages.record(finished)
-        return EventTicket(self._gpu, self._events, finished, finished)
+        finished = self._ended(self._pages)
+        return self._ticket(layout, part, finished, finished)

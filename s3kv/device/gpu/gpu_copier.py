@@ -77,7 +77,8 @@ class GpuCopier:
         self._drop_staging()
 
     def mark(self) -> Event:
-        event = self._events.take()
+        # Not of the pool: it has passed its last use when the last copy that has it is launched.
+        event = self._gpu.new_event()
         self._gpu.current_stream().record(event)
         return event
 
@@ -91,15 +92,12 @@ class GpuCopier:
         copy = self._out.batch if path is Path.BATCH else self._out.gather
         return copy(layout, part, self._payload(layout, begin), mark)
 
-    def copy_in(
-        self, part: LoadPart, mark: Event, *, is_last: bool, path: Path | None = None
-    ) -> EventTicket | None:
+    def copy_in(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
         layout, begin = self._places.locate(part)
         path = path or self._paths[part.group, CopyDirection.IN]
         copy = self._in.batch if path is Path.BATCH else self._in.gather
-        copy(layout, part, self._payload(layout, begin), mark)
-        return self._in.end(mark) if is_last else None
+        return copy(layout, part, self._payload(layout, begin), mark)
 
     def settle(self) -> None:
         try:
@@ -181,7 +179,7 @@ class GpuCopier:
                 if direction is CopyDirection.OUT:
                     self.copy_out(part(chunk), self.mark(), path)
                 else:
-                    self.copy_in(part(chunk), self.mark(), is_last=True, path=path)
+                    self.copy_in(part(chunk), self.mark(), path)
 
             return seconds_per_chunk(start, self.settle, clock)
 

@@ -83,10 +83,15 @@ class Copies:
     def _due_s(self) -> float:
         return self._rank.clock() + self._rng.choice([0.0, 0.01, 0.2, 0.8])
 
-    def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
+    def mark(self) -> None:
+        return
+
+    def save(
+        self, job_id: int, group: int, slot: int, block_ids: Sequence[int], mark: None
+    ) -> None:
         self._saves[job_id] = (self._due_s(), slot, block_ids)
 
-    def load(self, load_id: str, parts: Sequence[LoadPart]) -> None:
+    def load(self, load_id: str, parts: Sequence[LoadPart], mark: None) -> None:
         self._loads[load_id] = (self._due_s(), parts)
 
     def fence(self, job_ids: Iterable[int]) -> None:

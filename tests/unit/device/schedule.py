@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from s3kv.device import copies as copies_module
-from s3kv.device.copier import Path
+from s3kv.device.copier import Copier, Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.layout import PageLayout
@@ -72,7 +72,7 @@ class SteppedCondition:
         return True
 
 
-def stepped(copier: GpuCopier) -> BlockCopies:
+def stepped(copier: Copier) -> BlockCopies:
     """`BlockCopies` whose copy thread starts a part when `_start_next` is called."""
     doubles = SimpleNamespace(Thread=SteppedThread, Condition=SteppedCondition)
     with pytest.MonkeyPatch.context() as patch:
@@ -145,6 +145,8 @@ class Schedule:
             self.stall()
         self.copier = GpuCopier(places, self.gpu, path, clock=self.random.random)
         self.copies = stepped(self.copier)
+        for queue in (self.copies._out, self.copies._in):
+            queue.window.nbytes = self.random.choice([1, 2**20])
         self.slots = [Slot() for _ in range(SLOTS)]
         self.saves: dict[int, tuple[Slot, bytes]] = {}
         self.loads: dict[str, tuple[int, list[LoadPart]]] = {}
@@ -180,6 +182,7 @@ class Schedule:
         self.go_on()
         while self._queued():
             self.step()
+            self.gpu.step()
         while self.saves or self.loads:
             self.gpu.step()
             self.poll()
@@ -303,9 +306,8 @@ class Schedule:
     # --- what happens to it -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """The copy thread starts a part."""
-        if self._queued():
-            self.copies._start_next()
+        """The copy thread starts a part, if it may."""
+        self.copies._start_next()
 
     def wait(self) -> None:
         self.gpu.pass_time()
@@ -371,7 +373,7 @@ class Schedule:
         self.copies.fence(jobs)
 
     def _queued(self) -> bool:
-        return bool(self.copies._urgent or self.copies._saves or self.copies._loads)
+        return bool(self.copies._urgent or self.copies._out.waiting or self.copies._in.waiting)
 
     def _payload_begin(self, slot: Slot) -> int:
         return self.slots.index(slot) * self.slot_bytes + HEADER_BYTES

@@ -13,6 +13,7 @@ import torch
 
 from s3kv.device.copier import Copier, PathChoice, Ticket
 from s3kv.device.copies import BlockCopies, open_copier
+from s3kv.device.cpu import CpuCopier
 from s3kv.messages import LoadPart
 from tests.unit.device.caches import Caches, Shape, build, places
 from tests.unit.device.devices import Device
@@ -48,9 +49,9 @@ class GatedCopier:
         self._pass("save", part)
         return self.copier.copy_out(part, mark)
 
-    def copy_in(self, part: LoadPart, mark: Any, *, is_last: bool) -> Ticket | None:
+    def copy_in(self, part: LoadPart, mark: Any) -> Ticket:
         self._pass("load", part)
-        return self.copier.copy_in(part, mark, is_last=is_last)
+        return self.copier.copy_in(part, mark)
 
     def settle(self) -> None:
         self.copier.settle()
@@ -317,6 +318,8 @@ def test_a_bug_in_the_copy_thread_leaves_nobody_waiting() -> None:
 
 
 class LostTicket:
+    nbytes = 1
+
     def done(self) -> bool:
         raise RuntimeError("CUDA error: unspecified launch failure")
 
@@ -327,7 +330,7 @@ class LostTicket:
 def test_a_device_that_fails_after_the_start_is_a_failed_copy() -> None:
     with rig(Device("cpu")) as r:
         r.copier.gate.set()
-        r.copier.copy_out = lambda part, mark: LostTicket()  # type: ignore[method-assign]
+        r.copier.copier.copy_out = lambda part, mark: LostTicket()  # type: ignore[method-assign]
         r.copies.save(1, 0, 0, [0, 1])
         assert r.copies.wait_all(LONG_S)
         assert [end[:2] for end in r.copies.poll().saved] == [(1, False)]
@@ -356,3 +359,17 @@ def test_seconds_are_of_the_clock_given() -> None:
     now[0] = 102.5
     assert copies.poll().saved == [(1, True, 2.5)]
     copies.close()
+
+
+def test_a_copy_thread_that_cannot_use_the_device_is_told_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: CpuCopier) -> None:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(CpuCopier, "enter_thread", broken)
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
+    where, form = places(caches, caches.layout())
+    slab = memoryview(where.slab)
+    with pytest.raises(RuntimeError, match=r"copy thread cannot use .* invalid device ordinal"):
+        BlockCopies.open(where.layouts, slab, where.slot_bytes, {0: form.header_bytes})

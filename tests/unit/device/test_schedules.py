@@ -94,7 +94,7 @@ def says_done_when_it_was_launched(patch: Patch) -> None:
 @mutant
 def lets_fences_pass_what_was_not_launched(patch: Patch) -> None:
     def fence(self: BlockCopies, job_ids: set[int]) -> None:
-        for job in [self._saving[i] for i in job_ids if i in self._saving]:
+        for job in [self._out.jobs[i] for i in job_ids if i in self._out.jobs]:
             job.ticket.fence()
 
     patch.setattr(BlockCopies, "fence", fence)
@@ -113,7 +113,7 @@ def reads_pages_before_the_stream_has_come_to_it(patch: Patch) -> None:
 @mutant
 def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
     def mark(self: GpuCopier) -> Event:
-        event = self._events.take()
+        event = self._gpu.new_event()
         self._gpu.streams[0].record(event)  # type: ignore[attr-defined]
         return event
 
@@ -124,23 +124,13 @@ def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
 def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
     init = EventTicket.__init__
 
-    def hasty(self: EventTicket, gpu: Any, events: EventPool, read: Event, end: Event) -> None:
-        init(self, gpu, events, read, end)
+    def hasty(
+        self: EventTicket, gpu: Any, events: EventPool, read: Event, end: Event, nbytes: int
+    ) -> None:
+        init(self, gpu, events, read, end, nbytes)
         events.give(end)
 
     patch.setattr(EventTicket, "__init__", hasty)
-
-
-@mutant
-def gives_a_mark_back_before_it_waits_for_it(patch: Patch) -> None:
-    mark = GpuCopier.mark
-
-    def hasty(self: GpuCopier) -> Event:
-        event = mark(self)
-        self._events.give(event)
-        return event
-
-    patch.setattr(GpuCopier, "mark", hasty)
 
 
 @mutant
@@ -162,16 +152,9 @@ def ends_a_load_with_its_first_part(patch: Patch) -> None:
     firsts: dict[int, EventTicket] = {}
 
     def first(
-        self: GpuCopier, part: LoadPart, mark: Event, *, is_last: bool, path: Path | None = None
-    ) -> EventTicket | None:
-        if is_last and id(mark) in firsts:
-            copy_in(self, part, mark, is_last=False, path=path)
-            return firsts.pop(id(mark))
-        ticket = copy_in(self, part, mark, is_last=True, path=path)
-        if is_last:
-            return ticket
-        firsts.setdefault(id(mark), ticket)  # type: ignore[arg-type]
-        return None
+        self: GpuCopier, part: LoadPart, mark: Event, path: Path | None = None
+    ) -> EventTicket:
+        return firsts.setdefault(id(mark), copy_in(self, part, mark, path))
 
     patch.setattr(GpuCopier, "copy_in", first)
 
@@ -202,8 +185,8 @@ def tells_a_failure_while_what_was_launched_still_runs(patch: Patch) -> None:
 def forgets_the_first_block_of_a_part(patch: Patch) -> None:
     batch = LoadLane.batch
 
-    def from_zero(self: LoadLane, layout: PageLayout, part: LoadPart, *rest: Any) -> None:
-        batch(self, layout, LoadPart(part.group, part.slot, 0, part.block_ids), *rest)
+    def from_zero(self: LoadLane, layout: PageLayout, part: LoadPart, *rest: Any) -> EventTicket:
+        return batch(self, layout, LoadPart(part.group, part.slot, 0, part.block_ids), *rest)
 
     patch.setattr(LoadLane, "batch", from_zero)
 

@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
-from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadOrder, LoadPart, SaveOrder, StepPlan
+from s3kv.device.copy_jobs import CopyMark
+from s3kv.messages import (
+    FetchOrder,
+    JobEnd,
+    JobKind,
+    LoadOrder,
+    LoadPart,
+    SaveOrder,
+    StepPlan,
+    StepReport,
+)
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker.rank import RankWorker
 
@@ -19,6 +29,12 @@ class Copies:
         self.orders: list[tuple[Any, ...]] = []
         self.waits: list[float] = []
         self.fences: list[int] = []
+
+        self.marks = 0
+
+    def mark(self) -> CopyMark:
+        self.marks += 1
+        return CopyMark(self.marks, True)
 
     def wait_load(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
@@ -73,12 +89,22 @@ class Rig:
             clock=lambda: self.now_s,
         )
 
+    def save(self, *orders: SaveOrder, read_first: bool = False) -> None:
+        """Of a step of its own."""
+        self.rank.begin(StepPlan(saves=orders))
+        self.rank.save(orders, read_first=read_first)
+
+    def ends(self) -> set[tuple[int, JobKind, Outcome]]:
+        self.rank.poll()
+        report = self.rank.take_report() or StepReport()
+        return {(end.job_id, end.kind, end.outcome) for end in report.ends.values()}
+
 
 def test_loads_and_saves_are_timed_and_weighed() -> None:
     rig = Rig()
     parts = (LoadPart(0, 0, 0, (1, 2)), LoadPart(0, 1, 0, (3,)))
     rig.rank.load([LoadOrder("good", parts), LoadOrder("bad", parts)])
-    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7))])
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7)))
     rig.now_s += 0.5
     rig.copies.ends = CopyEnds(
         [SavedEnd(1, True, 0.25), SavedEnd(2, False, 9.0)],
@@ -110,27 +136,24 @@ def test_only_transfers_that_succeed_are_timed() -> None:
 
 def test_saves_are_fenced_at_once_only_when_told() -> None:
     rig = Rig()
-    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5))])
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
     assert rig.copies.fences == []
-    rig.rank.save([SaveOrder(2, KEY, 3, (6, 7)), SaveOrder(3, KEY, 4, (8, 9))], read_first=True)
+    rig.save(SaveOrder(2, KEY, 3, (6, 7)), SaveOrder(3, KEY, 4, (8, 9)), read_first=True)
     assert rig.copies.fences == [2, 3]
 
 
 def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() -> None:
     rig, parts = Rig(), (LoadPart(0, 0, 0, (1, 2)),)
-    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5))])
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
     assert rig.rank.suspend(7.0)
     assert rig.copies.waits == [7.0]
     before = list(rig.copies.orders)
     rig.rank.load([LoadOrder("r", parts)])
-    rig.rank.save([SaveOrder(2, KEY, 3, (6, 7))])
+    rig.save(SaveOrder(2, KEY, 3, (6, 7)))
     assert rig.copies.orders == before
     rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.1)], [])
-    rig.rank.poll()
+    ends = rig.ends()
     assert rig.rank.take_loaded() == ({"r"}, {"r"})
-    report = rig.rank.take_report()
-    assert report is not None
-    ends = {(end.job_id, end.kind, end.outcome) for end in report.ends.values()}
     assert ends == {
         (1, JobKind.SAVE, Outcome.OK),
         (2, JobKind.SAVE, Outcome.FAILED),
@@ -151,6 +174,79 @@ def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
     assert (rig.copies.waits, rig.client.waits) == ([0.25], [0.5, 0.0, 0.0])
     rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
     rig.rank.poll()
-    rig.rank.save([SaveOrder(1, KEY, 2, (4, 5))])
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
     rig.rank.poll(0.125)
     assert (rig.copies.waits, rig.client.waits[-1]) == ([0.25], 0.0)
+
+
+PARTS = (LoadPart(0, 0, 0, (1, 2)),)
+
+
+def marks_of(rig: Rig) -> list[int]:
+    return [order[-1].at for order in rig.copies.orders]
+
+
+def test_a_step_has_one_mark_for_its_loads_and_one_for_its_saves() -> None:
+    rig = Rig()
+    saves = tuple(SaveOrder(job, KEY, job, (4, 5)) for job in range(3))
+    loads = tuple(LoadOrder(name, PARTS) for name in "ab")
+    plan = StepPlan(loads=loads, saves=saves)
+    rig.rank.begin(plan)
+    assert rig.copies.marks == 1, "the loads' mark is where the step begins"
+    rig.rank.load(plan.loads)
+    rig.rank.save(plan.saves)
+    assert marks_of(rig) == [1, 1, 2, 2, 2]
+    rig.rank.begin(StepPlan())
+    rig.rank.save(())
+    assert rig.copies.marks == 2, "an empty step has none"
+
+
+def test_the_loads_mark_is_behind_the_fences() -> None:
+    """A load may write to what a fenced save still reads."""
+    rig = Rig()
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    fenced_at: list[int] = []
+    rig.copies.fence = lambda jobs: fenced_at.append(rig.copies.marks)  # type: ignore[method-assign]
+    before = rig.copies.marks
+    rig.rank.begin(StepPlan(fences=(1,), loads=(LoadOrder("r", PARTS),)))
+    assert fenced_at == [before]
+    assert rig.copies.marks == before + 1
+
+
+def test_loads_wait_for_what_their_step_writes_before_the_forward_where_told() -> None:
+    rig = Rig()
+    plan = StepPlan(loads=(LoadOrder("r", PARTS),))
+    rig.rank.begin(plan)
+    rig.rank.load(plan.loads, from_now=True)
+    assert marks_of(rig) == [2]
+
+
+def test_saves_that_the_engine_passes_over_end_as_failed_at_the_next_step() -> None:
+    rig = Rig()
+    passed_over = SaveOrder(1, KEY, 2, (4, 5))
+    rig.rank.begin(StepPlan(saves=(passed_over,)))
+    assert rig.ends() == set()
+    executed = SaveOrder(2, KEY, 3, (6, 7))
+    rig.rank.begin(StepPlan(saves=(executed,)))
+    assert rig.ends() == {
+        (1, JobKind.SAVE, Outcome.FAILED),
+        (1, JobKind.UPLOAD, Outcome.CANCELLED),
+    }
+    rig.rank.save((passed_over,))
+    assert rig.copies.orders == [], "it came too late"
+    rig.rank.save((executed,))
+    rig.rank.begin(StepPlan())
+    assert rig.ends() == set()
+    rig.copies.ends = CopyEnds([SavedEnd(2, True, 0.1)], [])
+    assert rig.ends() == {(2, JobKind.SAVE, Outcome.OK)}
+    assert rig.copies.orders[0][:1] == (2,)
+
+
+def test_a_save_that_is_refused_ends_once() -> None:
+    rig = Rig()
+    order = SaveOrder(1, KEY, 2, (4, 5))
+    rig.rank.begin(StepPlan(saves=(order,)))
+    rig.rank.refuse((order,))
+    assert len(rig.ends()) == 2
+    rig.rank.begin(StepPlan())
+    assert rig.ends() == set()

@@ -1,0 +1,217 @@
+"""The window of launched copies: what is urgent overtakes what is queued, and nothing starves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from s3kv.device.copier import Path, PathChoice
+from s3kv.device.copies import BlockCopies
+from s3kv.device.copy_jobs import LaunchWindow
+from s3kv.device.gpu.gpu_copier import GpuCopier
+from s3kv.messages import LoadPart
+from tests.unit.device.caches import Shape, build, places
+from tests.unit.device.schedule import stepped
+from tests.unit.device.simulated import NAMES, SimulatedGpu
+
+CHUNK_BYTES = 32 * 2**20
+"""256 tokens of an 8B model."""
+IN_WINDOW = 2
+
+
+@dataclass
+class HeldTicket:
+    name: str
+    nbytes: int = CHUNK_BYTES
+    over: bool = False
+    lost: bool = False
+
+    def done(self) -> bool:
+        if self.lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return self.over
+
+    def fence(self) -> None:
+        """There is no stream to hold."""
+
+
+@dataclass
+class HeldCopier:
+    """A device whose copies end when a test says so. `launched` has all of them, in order."""
+
+    launched: list[HeldTicket] = field(default_factory=list)
+    pinned = True
+    choices: tuple[PathChoice, ...] = ()
+
+    def mark(self) -> None:
+        return
+
+    def enter_thread(self) -> None:
+        """The test's thread is the copy thread."""
+
+    def copy_out(self, part: LoadPart, mark: None) -> HeldTicket:
+        self.launched.append(HeldTicket(f"save {part.slot}"))
+        return self.launched[-1]
+
+    def copy_in(self, part: LoadPart, mark: None) -> HeldTicket:
+        self.launched.append(HeldTicket(f"load {part.slot}"))
+        return self.launched[-1]
+
+    def settle(self) -> None:
+        """Nothing moves."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def names(self) -> list[str]:
+        return [ticket.name for ticket in self.launched]
+
+
+def launch_all(copies: BlockCopies) -> None:
+    while copies._start_next():
+        pass
+
+
+def load(copies: BlockCopies, name: str, count: int = 1) -> None:
+    copies.load(name, [LoadPart(0, slot, 0, (1,)) for slot in range(count)])
+
+
+@pytest.fixture
+def held() -> HeldCopier:
+    return HeldCopier()
+
+
+@pytest.fixture
+def copies(held: HeldCopier) -> BlockCopies:
+    return stepped(held)
+
+
+def test_a_backlog_of_saves_is_not_launched_at_once(held: HeldCopier, copies: BlockCopies) -> None:
+    for job in range(256):
+        copies.save(job, 0, job, [0])
+    launch_all(copies)
+    assert held.names() == ["save 0", "save 1"]
+    held.launched[0].over = True
+    launch_all(copies)
+    assert held.names() == ["save 0", "save 1", "save 2"]
+
+
+def test_the_newest_of_many_saves_is_read_within_the_window(
+    held: HeldCopier, copies: BlockCopies
+) -> None:
+    """The host waits for no copy: none of them ends."""
+    for job in range(256):
+        copies.save(job, 0, job, [0])
+    launch_all(copies)
+    copies.fence([255])
+    assert held.names() == ["save 0", "save 1", "save 255"]
+    launch_all(copies)
+    assert len(held.launched) == 3, "the fenced save made room for others"
+
+
+def test_a_load_overtakes_a_backlog_of_saves(held: HeldCopier, copies: BlockCopies) -> None:
+    for job in range(256):
+        copies.save(job, 0, job, [0])
+    launch_all(copies)
+    load(copies, "r")
+    launch_all(copies)
+    assert held.names() == ["save 0", "save 1", "load 0"]
+
+
+def test_a_backlog_of_loads_is_not_launched_at_once_and_lets_saves_by(
+    held: HeldCopier, copies: BlockCopies
+) -> None:
+    load(copies, "r", 100)
+    copies.save(7, 0, 7, [0])
+    launch_all(copies)
+    assert held.names() == ["load 0", "load 1", "save 7"]
+
+
+def test_saves_take_turns_with_loads_that_never_fill_the_window(
+    held: HeldCopier, copies: BlockCopies
+) -> None:
+    copies.save(7, 0, 7, [0])
+    load(copies, "r", 30)
+    while copies._start_next():
+        held.launched[-1].over = True
+    assert held.names().index("save 7") == 8
+    assert len(held.launched) == 31
+
+
+def test_who_waits_for_all_to_be_launched_waits_for_no_room(
+    held: HeldCopier, copies: BlockCopies
+) -> None:
+    for job in range(5):
+        copies.save(job, 0, job, [0])
+    load(copies, "r", 5)
+    assert copies.wait_started(0.0)
+    assert len(held.launched) == 10
+    assert copies.poll() == ([], [])
+
+
+def test_a_load_of_many_parts_ends_with_the_last(held: HeldCopier, copies: BlockCopies) -> None:
+    load(copies, "r", 3)
+    launch_all(copies)
+    for number in range(3):
+        assert copies.poll().loaded == []
+        held.launched[number].over = True
+        launch_all(copies)
+    assert copies.poll().loaded == [("r", True)]
+
+
+def test_a_window_is_as_many_bytes_as_keep_the_bus_busy_and_two_copies_at_least() -> None:
+    def launched(nbytes: int) -> int:
+        window, count = LaunchWindow(), 0
+        while window.has_room():
+            window.add(HeldTicket("", nbytes))
+            count += 1
+        return count
+
+    assert [launched(mib << 20) for mib in (1, 10, 32, 100)] == [64, 7, 2, 2]
+
+
+def test_a_device_that_fails_leaves_room() -> None:
+    window = LaunchWindow()
+    tickets = [HeldTicket("") for _ in range(2)]
+    for ticket in tickets:
+        window.add(ticket)
+    assert not window.has_room()
+    tickets[0].lost = True
+    assert window.has_room()
+
+
+def test_what_has_ended_at_once_takes_no_room() -> None:
+    window = LaunchWindow()
+    for _ in range(100):
+        window.add(HeldTicket("", nbytes=0))
+    assert window.has_room()
+    assert not window._launched
+
+
+@pytest.mark.parametrize("path", Path)
+def test_a_busy_engine_is_given_a_window_of_copies_and_what_it_fences(path: Path) -> None:
+    """On streams: of what is launched behind a stalled engine, the newest save is the third."""
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
+    gpu = SimulatedGpu(5)
+    copies = stepped(GpuCopier(places(caches, caches.layout())[0], gpu, path))
+    copies._out.window.nbytes = 1
+    launched: list[Any] = []
+    copy = copies._out.copy
+    copies._out.copy = lambda part, at: (launched.append(part.block_ids), copy(part, at))[1]
+    gpu.current.stall()
+    for job in range(40):
+        copies.save(job, 0, job % 3, [0, 1])
+    copies.save(40, 0, 0, [4, 5])
+    launch_all(copies)
+    copies.fence([40])
+    assert launched == [(0, 1)] * IN_WINDOW + [(4, 5)]
+    assert gpu.streams[1 + NAMES.index("save bus")].queue
+    gpu.current.go_on()
+    while copies._out.jobs:
+        copies._start_next()
+        gpu.step()
+        assert all(end.ok for end in copies.poll().saved)
+    copies.close()
