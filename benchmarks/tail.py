@@ -33,6 +33,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.rig import publish
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreThrottled
 from s3kv.host.slab import Slab
@@ -40,7 +41,6 @@ from s3kv.io import wire
 from s3kv.io.server import pacing
 from s3kv.io.server.pacing import Window
 from s3kv.io.server.service import Service
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import TensorSpec
 from tests.system.sim.loop import VirtualLoop

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from lab import models
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.connectors.kv_translate import geometry, shard_names
 from s3kv.connectors.kv_worker import WorkerSide
@@ -30,7 +31,6 @@ from s3kv.io import wire
 from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
-from s3kv.objects.memory import MemoryStore
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
 from tests.unit.device.caches import Shape, build

@@ -17,8 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
+from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.objects.traffic import Traffic
 from tests.system.sim.weather import CALM, Weather

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.cli.bench import Measurement, Speed, Speeds, expect, percentile
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.objects.memory import MemoryStore
 from tests import servers
 from tests.rgw import Gateway
 from tests.unit.cli.conftest import Run

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lab.faults import s3_error
+from lab.memory_store import MemoryStore
 from lab.proxy import proxy
 from s3kv.cli import walk
 from s3kv.cli.gc import Sweep
@@ -18,7 +19,6 @@ from s3kv.config import Config
 from s3kv.errors import StoreUnavailable
 from s3kv.library.tiered_store import TieredStore
 from s3kv.objects.keys import Namespace
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.s3.s3_store import open_store
 from s3kv.objects.store import ObjectInfo
 from s3kv.types import ChunkKey

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.cli.verify import Verifier, sample
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim
 from s3kv.types import ChunkKey, TensorSpec
 from tests import servers

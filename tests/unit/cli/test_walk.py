@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.cli import walk
 from s3kv.cli.show import DAY_S, HOUR_S
 from s3kv.cli.walk import NamespaceContent
 from s3kv.errors import ConfigError, StoreError, StoreUnavailable
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import ObjectInfo
 from s3kv.types import ChunkKey
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
@@ -17,7 +18,6 @@ from s3kv.io.client import IoClient
 from s3kv.io.formats import Formats
 from s3kv.io.server.process import serve
 from s3kv.objects.item_format import HEADER_BYTES, SHARD, object_bytes
-from s3kv.objects.memory import MemoryStore
 from s3kv.types import ChunkKey, ItemShape, Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import NAMESPACE, Worker

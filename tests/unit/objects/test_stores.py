@@ -1,4 +1,4 @@
-"""The suite on every real store: moto, Ceph, and the server the environment names."""
+"""The suite on every store: moto, Ceph, the server the environment names, and the reference."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.objects.s3.address import find_address
 from s3kv.objects.s3.fast_client import FastClient
@@ -93,3 +94,24 @@ if REAL is not None:
         @pytest.fixture
         def place(self) -> Any:
             return REAL
+
+
+class TestMemoryStore(ObjectStoreSuite):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+
+async def test_an_age_is_the_time_since_the_write() -> None:
+    now = [1_000.0]
+    store = MemoryStore(clock=lambda: now[0])
+    await store.put("k", memoryview(b"x"), if_absent=True)
+    now[0] += 60
+    info = await store.head("k")
+    assert info is not None
+    assert (info.modified_s, info.age_s) == (1_000.0, 60.0)
+    assert await store.refresh("k", 999.0) is False
+    assert await store.refresh("k", 1_000.0) is True
+    info = await store.get_into("k", memoryview(bytearray(1)))
+    assert info is not None
+    assert (info.modified_s, info.age_s) == (1_060.0, 0.0)

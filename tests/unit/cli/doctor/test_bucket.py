@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.cli.doctor.bucket import BucketExamination
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import ObjectInfo, ObjectStore
 from tests import servers
 from tests.unit.cli.conftest import Run

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, introduce
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig

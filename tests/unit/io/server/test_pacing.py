@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.errors import StoreThrottled, StoreUnavailable
 from s3kv.io.server.pacing import Lateness, Pacing, Window, hedged
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim, ObjectInfo
 
 Play = Callable[[Claim], Awaitable[int]]

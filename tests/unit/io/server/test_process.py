@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import (
     ConfigError,
@@ -18,7 +19,6 @@ from s3kv.errors import (
 )
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig

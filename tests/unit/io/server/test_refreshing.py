@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server import refreshing
 from s3kv.io.server.refreshing import CERTAIN_AT, MAX_WAITING, Refresher, RefreshRule
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied
 from s3kv.host.slab import Slab
 from s3kv.io import wire
@@ -16,7 +17,6 @@ from s3kv.io.server import transfers
 from s3kv.io.server.transfers import SUSPECT_S, Quarantine
 from s3kv.messages import JobEnd
 from s3kv.objects.headers import Refusal
-from s3kv.objects.memory import MemoryStore
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig

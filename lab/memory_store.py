@@ -1,4 +1,4 @@
-"""The reference implementation of `ObjectStore`: a dictionary."""
+"""Reference store: an `ObjectStore` that is a dictionary, for tests and benchmarks."""
 
 from __future__ import annotations
 
