@@ -49,7 +49,7 @@ def imported_by(statement: str) -> set[str]:
     [
         ("import s3kv", {"torch", "vllm", "aiobotocore", "asyncio"}),
         # The I/O process starts in a fraction of a second, because of this.
-        ("import s3kv.io.__main__", {"torch", "vllm", "numpy"}),
+        ("import s3kv.io.__main__", {"torch", "vllm", "numpy", "aiobotocore", "aiohttp"}),
         # vLLM imports every plugin in every process, also where the connector is not configured.
         ("import s3kv.connectors.plugin", {"torch", "aiobotocore"}),
     ],

@@ -14,18 +14,25 @@ requests it: a client for one call takes the loop some 30 ms, once in four minut
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import botocore.exceptions
 import botocore.parsers
-from aiobotocore.session import AioSession
-from botocore.credentials import ReadOnlyCredentials
+import botocore.session
+from botocore.credentials import ReadOnlyCredentials, RefreshableCredentials
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 
+T = TypeVar("T")
+
+_RENEW_NOW_S = 600
+"""Time before the end of credentials at which requests wait for new ones. botocore looks for them
+five minutes earlier; requests use the old ones meanwhile."""
 _LOOK_AGAIN_S = 1.0
 """Least time between two searches for credentials, or two sessions. A bucket policy that refuses
 everything must not make us search for every request."""
@@ -33,28 +40,50 @@ _RENEW_S = 60.0
 """Time before its end at which a session is replaced: a request signed in time may arrive late."""
 
 
+class _InThread(Generic[T]):
+    """A blocking call of botocore's, made in a thread, once at a time. Belongs to one asyncio loop.
+
+    A waiter that is cancelled leaves the call to the others.
+    """
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._running: asyncio.Future[T] | None = None
+
+    def begin(self) -> asyncio.Future[T]:
+        """The call that is under way, or begins now. Do not cancel it."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(asyncio.to_thread(self._call))
+            # An error that nobody waits for is not asyncio's to report.
+            self._running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return self._running
+
+    async def result(self) -> T:
+        return await asyncio.shield(self.begin())
+
+
 class Credentials:
     """Credentials from botocore's chain. Belongs to one asyncio loop. Methods raise `StoreDenied`
     if there are no valid ones, and `StoreUnavailable` if their source cannot be reached."""
 
-    def __init__(self, session: AioSession) -> None:
-        self._session = session
-        self._source: Any = None
+    def __init__(self) -> None:
+        self._known: tuple[Any, ReadOnlyCredentials] | None = None
+        """The source, and what it gave last. Written by the thread that looks."""
+        self._look = _InThread(self._look_now)
         self._lock = asyncio.Lock()
         self._look_again_s = 0.0
 
-    async def frozen(self) -> Any:
+    async def frozen(self) -> ReadOnlyCredentials:
         """Key, secret and token as they are now; two results are equal if all three are."""
+        if self._known is not None:
+            source, keys = self._known
+            if not _ends_within(source, None):
+                return keys
+            self._look.begin()
+            if not _ends_within(source, _RENEW_NOW_S):
+                return keys
         try:
-            if self._source is None:
-                self._source = await self._session.get_credentials()
-            if self._source is None:
-                raise StoreDenied(
-                    "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                    "AWS_PROFILE, or give this machine a role",
-                    code="no-credentials",
-                )
-            return await self._source.get_frozen_credentials()
+            return await self._look.result()
         except (
             botocore.exceptions.HTTPClientError,
             botocore.parsers.ResponseParserError,  # STS, or what answers in its place
@@ -69,13 +98,27 @@ class Credentials:
                 f"no valid credentials could be had: {error}", code="bad-credentials"
             ) from error
 
+    def _look_now(self) -> ReadOnlyCredentials:
+        source: Any = (
+            self._known[0] if self._known else botocore.session.Session().get_credentials()
+        )
+        if source is None:
+            raise StoreDenied(
+                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+                "AWS_PROFILE, or give this machine a role",
+                code="no-credentials",
+            )
+        keys: ReadOnlyCredentials = source.get_frozen_credentials()
+        self._known = source, keys
+        return keys
+
     async def differ_from(self, refused: Any) -> bool:
         """Whether there are other credentials than the refused ones. Looks for new ones if need be,
         at most once a second."""
         async with self._lock:
             if await self.frozen() == refused and _now_s() >= self._look_again_s:
                 self._look_again_s = _now_s() + _LOOK_AGAIN_S
-                self._session, self._source = AioSession(), None
+                self._known = None
             return bool(await self.frozen() != refused)
 
 
@@ -93,9 +136,9 @@ class SessionCredentials:
     `StoreUnavailable` if the store does not answer.
     """
 
-    def __init__(self, session: AioSession, config: Config) -> None:
-        self._botocore = session
+    def __init__(self, config: Config) -> None:
         self._config = config
+        self._create = _InThread(self._create_now)
         self._lock = asyncio.Lock()
         self._session: _Session | None = None
         self._opened_s = -_LOOK_AGAIN_S
@@ -122,10 +165,7 @@ class SessionCredentials:
         self._opened_s = _now_s()
         what = f"s3express:CreateSession on {self._config.bucket}"
         try:
-            async with self._botocore.create_client(
-                "s3", region_name=self._config.region, endpoint_url=self._config.endpoint_url
-            ) as client:
-                told = (await client.create_session(Bucket=self._config.bucket))["Credentials"]
+            told = await self._create.result()
         except (
             botocore.exceptions.HTTPClientError,
             botocore.exceptions.ConnectionError,
@@ -145,6 +185,18 @@ class SessionCredentials:
         )
         lasts_s = (told["Expiration"] - datetime.now(timezone.utc)).total_seconds()
         return _Session(keys, _now_s() + lasts_s - _RENEW_S)
+
+    def _create_now(self) -> Any:
+        client: Any = botocore.session.Session().create_client(
+            "s3", region_name=self._config.region, endpoint_url=self._config.endpoint_url
+        )
+        with contextlib.closing(client):
+            return client.create_session(Bucket=self._config.bucket)["Credentials"]
+
+
+def _ends_within(source: Any, seconds: int | None) -> bool:
+    """Whether its credentials end so soon. None: so soon that botocore would renew them."""
+    return isinstance(source, RefreshableCredentials) and source.refresh_needed(seconds)
 
 
 def _now_s() -> float:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from aiobotocore.session import AioSession
 from botocore.auth import UNSIGNED_PAYLOAD, S3ExpressAuth, S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.httpsession import get_cert_path
@@ -126,7 +125,6 @@ def make_endpoint(config: Config, address: Address) -> tuple[Endpoint, ssl.SSLCo
     nothing."""
     parts = urlsplit(address.url)
     tls = parts.scheme == "https"
-    session = AioSession()
     sessions = address.scheme == SESSION_SCHEME
     endpoint = Endpoint(
         tls=tls,
@@ -136,7 +134,7 @@ def make_endpoint(config: Config, address: Address) -> tuple[Endpoint, ssl.SSLCo
         path=parts.path,
         region=address.region,
         service=address.service,
-        credentials=SessionCredentials(session, config) if sessions else Credentials(session),
+        credentials=SessionCredentials(config) if sessions else Credentials(),
     )
     return endpoint, _tls_context(config.verify_tls, address.ca_bundle) if tls else None
 

@@ -26,7 +26,6 @@ from s3kv.errors import ConfigError, StoreError
 from s3kv.objects.s3.address import Address, find_address
 from s3kv.objects.s3.answers import ListingPage, Refusal
 from s3kv.objects.s3.fast_client import SCHEMES, FastClient
-from s3kv.objects.s3.sdk_client import SdkClient
 from s3kv.objects.store import BulkStore, Claim, ObjectInfo
 from s3kv.objects.traffic import Traffic
 
@@ -229,6 +228,8 @@ def open_store(config: Config) -> BulkStore:
     choice = choose(config, address)
     if choice.client == "fast":
         return S3Store(config, FastClient(config, address))
+    from s3kv.objects.s3.sdk_client import SdkClient  # slow to import, and rarely needed
+
     _log.warning("aiobotocore's client is used, because %s: %s", choice.why, COST)
     return S3Store(config, SdkClient(config, address))
 

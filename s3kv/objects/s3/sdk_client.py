@@ -87,7 +87,7 @@ class SdkClient:
         self._patience = patience_of(config)
         self._permits = asyncio.Semaphore(config.pool_size)
         self._session = AioSession()
-        self._credentials = Credentials(AioSession())
+        self._credentials = Credentials()
         self._opening = asyncio.Lock()
         self._exit = contextlib.AsyncExitStack()
         self._client: Any = None

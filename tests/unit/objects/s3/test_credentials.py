@@ -137,10 +137,14 @@ class ContainerEndpoint:
         self.number = 0
         self.lifetime = timedelta(hours=6)
         self.tokens: list[str] = []
+        self.asked, self.open = asyncio.Event(), asyncio.Event()
+        self.open.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         self.tokens += re.findall(r"(?i)authorization: (\S+)", head)
+        self.asked.set()
+        await self.open.wait()
         end = datetime.now(timezone.utc) + self.lifetime
         body = json.dumps(
             {
@@ -158,6 +162,7 @@ class ContainerEndpoint:
 async def container(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ContainerEndpoint]:
     endpoint = ContainerEndpoint()
     servers.forget_credentials(monkeypatch)
+    monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.TIMEOUT_SECONDS", 20)
     async with servers.scripted_server(endpoint.serve) as port:
         monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{port}/creds")
         monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "let-me-in")
@@ -186,6 +191,39 @@ async def test_a_container_endpoint_is_asked_when_they_are_revoked(
         endpoint.number, server.key = 1, "container1"
         assert await read(store) == len(OBJECT)
         assert server.asked_by[-2:] == ["container0", "container1"]
+
+
+async def test_requests_do_not_wait_for_a_renewal_that_is_not_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twelve minutes before their end botocore looks for others, and the endpoint is silent."""
+    async with container(monkeypatch) as endpoint, guarded("container0") as (server, store):
+        endpoint.lifetime = timedelta(minutes=12)
+        await read(store)
+        endpoint.open.clear()
+        asked = len(endpoint.tokens)
+        for _ in range(3):
+            assert await read(store) == len(OBJECT)
+        assert len(endpoint.tokens) <= asked + 1, "botocore has not given up yet"
+        endpoint.number, endpoint.lifetime = 1, timedelta(hours=6)
+        endpoint.open.set()
+        server.key = "container1"
+        assert await read(store) == len(OBJECT)
+        assert server.asked_by[-1] == "container1"
+
+
+async def test_a_request_that_is_cancelled_leaves_the_search_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with container(monkeypatch) as endpoint, guarded("container0") as (_, store):
+        endpoint.open.clear()
+        requests = [asyncio.ensure_future(read(store)) for _ in range(5)]
+        await endpoint.asked.wait()
+        requests[0].cancel()
+        await asyncio.wait(requests[:1])
+        endpoint.open.set()
+        assert await asyncio.gather(*requests[1:]) == [len(OBJECT)] * 4
+        assert len(endpoint.tokens) == 1
 
 
 async def test_an_answer_of_sts_that_cannot_be_read_is_an_outage(
