@@ -118,12 +118,14 @@ class TensorSpec:
     """One tensor of an object: a safetensors dtype name and a row-major shape.
 
     layers: what each of its blocks is made of, in order; empty for a tensor that has no blocks.
+    order: of a layer, a letter for each dimension of its page, such as "NHC"; see `device.layout`.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     layers: tuple[TensorSpec, ...] = ()
+    order: str = ""
 
     def __post_init__(self) -> None:
         item_bytes(self.dtype)

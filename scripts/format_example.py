@@ -15,13 +15,16 @@ TENSORS = (
         "g1",
         "BF16",
         (2, 2, *PAGE),
-        (TensorSpec("layers.0.kv", "BF16", PAGE), TensorSpec("layers.1.kv", "BF16", PAGE)),
+        tuple(TensorSpec(f"layers.{n}.kv", "BF16", PAGE, (), "HC") for n in range(2)),
     ),
     TensorSpec(
         "g2",
         "U8",
         (2, 9),
-        (TensorSpec("layers.2.kv", "F32", (2,)), TensorSpec("layers.2.scale", "U8", ())),
+        (
+            TensorSpec("layers.2.kv", "F32", (2,), (), "C"),
+            TensorSpec("layers.2.scale", "U8", ()),
+        ),
     ),
 )
 CHUNK = ChunkFormat(

@@ -182,7 +182,9 @@ def _print(found: Inspection) -> None:
         ]
         for part in header.tensors:
             rows.append(("tensor", f"{part.name}  {part.dtype} {list(part.shape)}"))
-            rows += [("layer", f"{t.name}  {t.dtype} {list(t.shape)}") for t in part.layers]
+            rows += [
+                ("layer", f"{t.name}  {t.dtype} {list(t.shape)} {t.order}") for t in part.layers
+            ]
     rows += [("numbers", str(one)) for one in found.statistics or ()]
     if found.refusal is None:
         verdict = Text("the object matches its key", "green")

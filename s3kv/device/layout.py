@@ -75,6 +75,15 @@ class LayerPages:
     block_bytes: int
     block_offset: int
 
+    @property
+    def spec(self) -> TensorSpec:
+        """Its share of a block as a tensor: the page, with the kernel blocks ("B") as its first
+        dimension if a block has several.
+        """
+        if self.ratio == 1:
+            return TensorSpec(self.name, self.dtype, self.page, (), self.order)
+        return TensorSpec(self.name, self.dtype, (self.ratio, *self.page), (), f"B{self.order}")
+
 
 class Runs(NamedTuple):
     """Contiguous pieces of a chunk, in payload order. Piece `i` is `sizes[i]` bytes at device
@@ -176,14 +185,10 @@ class PageLayout:
 
     def part(self, name: str) -> TensorSpec:
         """The payload as one tensor: `[blocks, layers, …page]` if the layers are alike, otherwise
-        `[blocks, bytes]` of U8. Its `layers` are those of one block; a layer whose blocks are
-        several kernel blocks has their number as the first dimension of its page.
+        `[blocks, bytes]` of U8. Its `layers` are those of one block.
         """
-        layers = tuple(
-            TensorSpec(p.name, p.dtype, (p.ratio, *p.page) if p.ratio > 1 else p.page)
-            for p in self.layers
-        )
-        if len({(layer.dtype, layer.shape) for layer in layers}) > 1:
+        layers = tuple(layer.spec for layer in self.layers)
+        if len({(layer.dtype, layer.shape, layer.order) for layer in layers}) > 1:
             return TensorSpec(name, "U8", (self.blocks_per_chunk, self.block_bytes), layers)
         shape = (self.blocks_per_chunk, len(layers), *layers[0].shape)
         return TensorSpec(name, layers[0].dtype, shape, layers)
@@ -198,13 +203,12 @@ class PageLayout:
             "blocks_per_chunk": self.blocks_per_chunk,
             "layers": [
                 {
-                    "name": p.name,
-                    "dtype": p.dtype,
-                    "order": p.order,
-                    "page": list(p.page),
-                    "kernel_blocks_per_block": p.ratio,
+                    "name": spec.name,
+                    "dtype": spec.dtype,
+                    "order": spec.order,
+                    "page": list(spec.shape),
                 }
-                for p in self.layers
+                for spec in (layer.spec for layer in self.layers)
             ],
         }
 

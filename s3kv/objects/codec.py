@@ -211,7 +211,7 @@ def _segments(tensors: Sequence[TensorSpec]) -> tuple[tuple[range, ...], tuple[r
 def _header_text(chunk: ChunkFormat) -> str:
     hole = _HOLE.decode()
     layers = {
-        tensor.name: [[layer.name, layer.dtype, list(layer.shape)] for layer in tensor.layers]
+        tensor.name: [[it.name, it.dtype, list(it.shape), it.order] for it in tensor.layers]
         for tensor in chunk.tensors
         if tensor.layers
     }

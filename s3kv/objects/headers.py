@@ -141,7 +141,9 @@ def _read_layers(metadata: dict[str, str]) -> dict[str, tuple[TensorSpec, ...]]:
     parts = _load_json(_text(metadata, "layers", r".*").encode("utf-8", "surrogatepass"))
     try:
         return {
-            name: tuple(_spec(layer, dtype, shape) for layer, dtype, shape in layers)
+            name: tuple(
+                _spec(layer, dtype, page, order=order) for layer, dtype, page, order in layers
+            )
             for name, layers in parts.items()
         }
     except (TypeError, ValueError) as error:
@@ -149,17 +151,22 @@ def _read_layers(metadata: dict[str, str]) -> dict[str, tuple[TensorSpec, ...]]:
 
 
 def _spec(
-    name: Any, dtype: Any, shape: Any, layers: tuple[TensorSpec, ...] = (), most: int = 2**53
+    name: Any,
+    dtype: Any,
+    shape: Any,
+    layers: tuple[TensorSpec, ...] = (),
+    most: int = 2**53,
+    order: Any = "",
 ) -> TensorSpec:
     """A tensor of untrusted values. most: bounds each dimension, and so the arithmetic on them.
     Raises `TypeError` or `ValueError`.
     """
     sizes = tuple(shape)
-    if not isinstance(name, str) or not isinstance(dtype, str) or len(sizes) > MAX_DIMENSIONS:
+    if not all(isinstance(v, str) for v in (name, dtype, order)) or len(sizes) > MAX_DIMENSIONS:
         raise ValueError(f"{name!r} is no tensor")
     if not all(type(n) is int and 0 <= n <= most for n in sizes):
         raise ValueError(f"{name!r} does not fit into the payload")
-    return TensorSpec(name, dtype, sizes, layers)
+    return TensorSpec(name, dtype, sizes, layers, order)
 
 
 def _read_tensors(

@@ -23,7 +23,7 @@ from s3kv.types import ItemShape, Outcome, TensorSpec
 NAMESPACE = "0123456789abcdef" * 2
 HASH = bytes(range(32))
 TENSORS = (
-    TensorSpec("g0", "BF16", (2, 1, 3, 4), (TensorSpec("layer.0", "BF16", (3, 4)),)),
+    TensorSpec("g0", "BF16", (2, 1, 3, 4), (TensorSpec("layer.0", "BF16", (3, 4), (), "NC"),)),
     TensorSpec("g1", "U8", (2, 24), (TensorSpec("a", "F32", (5,)), TensorSpec("b", "U8", (4,)))),
     TensorSpec("g2", "U8", (48,)),
 )

@@ -35,7 +35,9 @@ def test_the_cpu_engine_s_caches() -> None:
     layout = PageLayout.of(caches, 64, list(caches), 2)
     part = layout.part("g0")
     assert part.shape == (2, 4, 4, 128, 64)
-    assert part.layers[0] == TensorSpec("model.layers.0.self_attn.attn", "BF16", (4, 128, 64))
+    assert part.layers[0] == TensorSpec(
+        "model.layers.0.self_attn.attn", "BF16", (4, 128, 64), (), "HNC"
+    )
     assert [layer.name for layer in part.layers] == list(caches)
     assert layout.payload_bytes == 4 * 2 * 65536
     base = small.data_ptr()
@@ -71,6 +73,7 @@ def test_kernel_blocks_are_a_dimension_of_the_page(order: str, ratio: int) -> No
     part, page = layout.part("g0"), tuple(sizes[d] for d in layout.layers[0].order)
     assert part.shape == (2, 2, *((ratio, *page) if ratio > 1 else page))
     assert part.layers[1].shape == part.shape[2:]
+    assert part.layers[1].order == "B" * (ratio > 1) + layout.layers[1].order
     assert layout.payload_bytes == part.nbytes
 
 
@@ -95,6 +98,17 @@ def test_the_same_memory_seen_otherwise_is_another_layer() -> None:
     }
     layout = PageLayout.of(views, 6, ["a", "b"], 2)
     assert [layer.order for layer in layout.layers] == ["HNC", "NHC"]
+
+
+def test_layers_that_swap_their_orders_are_other_parts() -> None:
+    """The sizes are equal, and an engine's set of orders is, too."""
+    heads_first = torch.zeros(6 * 32).as_strided((6, 2, 2, 8), (32, 16, 8, 1))
+    tokens_first = torch.zeros(6 * 32).as_strided((6, 2, 2, 8), (32, 8, 16, 1))
+    one = PageLayout.of({"a": heads_first, "b": tokens_first}, 6, ["a", "b"], 2).part("g0")
+    other = PageLayout.of({"a": tokens_first, "b": heads_first}, 6, ["a", "b"], 2).part("g0")
+    assert [(t.shape, t.order) for t in one.layers] == [((2, 2, 8), "HNC"), ((2, 2, 8), "NHC")]
+    assert [(t.shape, t.order) for t in other.layers] == [((2, 2, 8), "NHC"), ((2, 2, 8), "HNC")]
+    assert (one.dtype, one.shape) == (other.dtype, other.shape) == ("U8", (2, 256))
 
 
 def test_shared_layers_are_stored_once() -> None:

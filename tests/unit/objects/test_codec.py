@@ -26,13 +26,13 @@ KV = TensorSpec(
     "g0",
     "BF16",
     (2, 2, 3),
-    (TensorSpec("layers.0.kv", "BF16", (3,)), TensorSpec("layers.1.kv", "BF16", (3,))),
+    tuple(TensorSpec(f"layers.{n}.kv", "BF16", (3,), (), "C") for n in range(2)),
 )
 UNLIKE = TensorSpec(
     "g1",
     "U8",
     (2, 6),
-    (TensorSpec("layers.10.kv", "F32", (1,)), TensorSpec("layers.2.scale", "U8", (2,))),
+    (TensorSpec("layers.10.kv", "F32", (1,), (), "C"), TensorSpec("layers.2.scale", "U8", (2,))),
 )
 FORMAT = ChunkFormat(
     DIGEST, (KV, UNLIKE, TensorSpec("rest", "U8", ())), 1, "h0-3of8-l0-31of32", first_block=3
@@ -42,13 +42,19 @@ SEALED_HEADER_JSON = (
     '"s3kv.coverage":"1","s3kv.shard":"h0-3of8-l0-31of32","s3kv.block_hash":'
     '"000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",'
     '"s3kv.first_block":"3","s3kv.blocks":"2","s3kv.layers":'
-    r'"{\"g0\":[[\"layers.0.kv\",\"BF16\",[3]],[\"layers.1.kv\",\"BF16\",[3]]],'
-    r'\"g1\":[[\"layers.10.kv\",\"F32\",[1]],[\"layers.2.scale\",\"U8\",[2]]]}",'
+    r'"{\"g0\":[[\"layers.0.kv\",\"BF16\",[3],\"C\"],[\"layers.1.kv\",\"BF16\",[3],\"C\"]],'
+    r'\"g1\":[[\"layers.10.kv\",\"F32\",[1],\"C\"],[\"layers.2.scale\",\"U8\",[2],\"\"]]}",'
     '"s3kv.algorithm":"xxh3-128","s3kv.digests":"%s"},'
     '"g0":{"dtype":"BF16","shape":[2,2,3],"data_offsets":[0,24]},'
     '"g1":{"dtype":"U8","shape":[2,6],"data_offsets":[24,36]},'
     '"rest":{"dtype":"U8","shape":[],"data_offsets":[36,37]}}'
 )
+
+
+def swapped(tensor: TensorSpec) -> TensorSpec:
+    """With another order of the first layer's page."""
+    first, *others = tensor.layers
+    return dataclasses.replace(tensor, layers=(dataclasses.replace(first, order="N"), *others))
 
 
 def sealed(chunk_format: ChunkFormat = FORMAT, block_hash: bytes = HASH) -> memoryview:
@@ -164,6 +170,7 @@ def test_foreign_hash_is_refused(block_hash: bytes) -> None:
         ({"first_block": 4}, "blocks"),
         ({"tensors": (*FORMAT.tensors[:2], TensorSpec("other", "U8", ()))}, "tensors"),
         ({"tensors": (KV, TensorSpec("g1", "U8", (2, 6)), FORMAT.tensors[2])}, "tensors"),
+        ({"tensors": (swapped(KV), UNLIKE, FORMAT.tensors[2])}, "tensors"),
         ({"tensors": (TensorSpec("g0", "U8", (37,)),)}, "blocks"),
         ({"tensors": (TensorSpec("a", "U8", (36,)),)}, "length"),
     ],

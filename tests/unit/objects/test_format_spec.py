@@ -24,6 +24,7 @@ class Layer(NamedTuple):
     name: str
     dtype: str
     page: tuple[int, ...]
+    order: str
 
 
 class Tensor(NamedTuple):
@@ -81,7 +82,9 @@ def segments_of(what: Expected) -> list[list[tuple[int, int]]]:
 
 
 def text_of(what: Expected, block_hash: str, digests: list[str]) -> str:
-    layers = {t.name: [[n, d, list(p)] for n, d, p in t.layers] for t in what.tensors if t.layers}
+    layers = {
+        t.name: [[n, d, list(p), o] for n, d, p, o in t.layers] for t in what.tensors if t.layers
+    }
     metadata = {
         "s3kv.format": "2",
         "s3kv.namespace": what.namespace,
@@ -182,16 +185,25 @@ TENSORS = (
         "g0",
         "BF16",
         (4, 2, *PAGE),
-        tuple(Layer(f"model.layers.{n}.self_attn.attn", "BF16", PAGE) for n in range(2)),
+        tuple(Layer(f"model.layers.{n}.self_attn.attn", "BF16", PAGE, "HNC") for n in range(2)),
     ),
-    Tensor("g1", "U8", (4, 140), (Layer("naïve", "F32", (3,)), Layer("other", "F8_E4M3", (8, 16)))),
+    Tensor(
+        "g1",
+        "U8",
+        (4, 140),
+        (Layer("naïve", "F32", (3,), "C"), Layer("other", "F8_E4M3", (8, 16), "NC")),
+    ),
     Tensor("large", "U8", (2 * SEGMENT_BYTES + 3,)),
 )
 
 
+def spec_of(layer: Layer) -> TensorSpec:
+    return TensorSpec(layer.name, layer.dtype, layer.page, (), layer.order)
+
+
 def specs_of(tensors: tuple[Tensor, ...]) -> tuple[TensorSpec, ...]:
     return tuple(
-        TensorSpec(t.name, t.dtype, t.shape, tuple(TensorSpec(*layer) for layer in t.layers))
+        TensorSpec(t.name, t.dtype, t.shape, tuple(spec_of(layer) for layer in t.layers))
         for t in tensors
     )
 
@@ -282,7 +294,12 @@ def test_the_example_of_the_page_is_one() -> None:
     page = (ROOT / "docs" / "object-format.md").read_text()
     name, header = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
     tensors = tuple(
-        Tensor(t.name, t.dtype, t.shape, tuple(Layer(x.name, x.dtype, x.shape) for x in t.layers))
+        Tensor(
+            t.name,
+            t.dtype,
+            t.shape,
+            tuple(Layer(x.name, x.dtype, x.shape, x.order) for x in t.layers),
+        )
         for t in format_example.TENSORS
     )
     chunk, block_hash = format_example.CHUNK, bytes(range(32))
