@@ -19,7 +19,7 @@ from s3kv.io.client import IoClient, State
 from s3kv.io.server import pacing
 from s3kv.io.server.jobs import JobQueue, TransferJob
 from s3kv.io.server.service import Service
-from s3kv.io.server.transfers import Transfers
+from s3kv.io.server.transfers import Quarantine, Transfers
 from s3kv.messages import JobEnd, JobKind, SaveOrder, StepPlan, StepReport
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
@@ -148,7 +148,7 @@ def sends_without_sealing(patch: Patch) -> None:
 
 @mutant
 def tries_for_ever(patch: Patch) -> None:
-    async def stubborn(self: Transfers, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def stubborn(self: Transfers, call: Callable[[], Awaitable[Any]], **_: float) -> Any:
         while True:
             try:
                 return await call()
@@ -165,6 +165,11 @@ def deletes_what_looked_bad_once(patch: Patch) -> None:
         return job.end(Outcome.CORRUPT, said, reason=reason)
 
     patch.setattr(Transfers, "_look_again", rash)
+
+
+@mutant
+def reads_again_what_was_bad(patch: Patch) -> None:
+    patch.setattr(Quarantine, "bars", lambda self, key, now_s: False)
 
 
 @mutant
