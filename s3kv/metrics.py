@@ -195,6 +195,9 @@ KV_METRICS: Mapping[str, Metric] = {
         "memory_full: every slot of host memory was in use.",
         labels={"reason": ("inflight", "memory_full")},
     ),
+    "batches_refused": Metric(
+        "Batches of copies that a GPU's driver refused; after three in a row none is asked for."
+    ),
     "save_ok": Metric("Chunks copied to host memory, per rank."),
     "save_failed": Metric("Chunks whose copy to host memory failed, per rank."),
     "save_bytes": Metric("Bytes copied from the device to host memory."),

@@ -63,6 +63,8 @@ class Copier(Protocol):
     """
 
     pinned: bool
+    refused: int
+    """Batches that the driver has refused so far."""
     choices: tuple[PathChoice, ...]
     """The path of each group and direction; empty if there is only one path."""
 

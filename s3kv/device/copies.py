@@ -246,6 +246,11 @@ class BlockCopies:
             lambda: not loads.jobs or bool(loads.started and loads.started[0].is_done()), timeout_s
         )
 
+    @property
+    def refused(self) -> int:
+        """Batches of copies that a GPU's driver has refused so far."""
+        return self._copier.refused
+
     def statistics(self) -> CopyStatistics:
         return CopyStatistics(
             **self._counts,

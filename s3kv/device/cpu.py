@@ -53,6 +53,7 @@ class CpuCopier:
     """
 
     pinned = False
+    refused = 0
     choices: tuple[PathChoice, ...] = ()
 
     def __init__(self, places: ChunkPlaces) -> None:

@@ -120,13 +120,24 @@ class PageLayout:
     blocks_per_chunk: int
     pieces: tuple[Piece, ...] = field(init=False, repr=False, compare=False)
     """A block in payload order. Neighbours in both memory and payload form one piece."""
-    _pieces: NDArray[np.int64] = field(init=False, repr=False, compare=False)
-    """The same as an array: a row for each field, for all runs of a chunk at once."""
+    _addresses: tuple[NDArray[np.int64], NDArray[np.int64]] = field(
+        init=False, repr=False, compare=False
+    )
+    """Of the pieces of block 0, and their distances to those of the next block."""
+    _places: tuple[NDArray[np.int64], NDArray[np.int64]] = field(
+        init=False, repr=False, compare=False
+    )
+    """Offsets and sizes of all pieces of a chunk in the payload: what the same for all chunks is
+    not computed for each, because that holds the engine's GIL."""
 
     def __post_init__(self) -> None:
         pieces = _pieces_of(self.layers)
+        addresses, offsets, sizes, strides = np.array(pieces, dtype=np.int64).T.copy()
+        begins = np.arange(self.blocks_per_chunk, dtype=np.int64)[:, None] * self.block_bytes
+        places = (offsets + begins).ravel(), np.tile(sizes, self.blocks_per_chunk)
         object.__setattr__(self, "pieces", pieces)
-        object.__setattr__(self, "_pieces", np.array(pieces, dtype=np.int64).T.copy())
+        object.__setattr__(self, "_addresses", (addresses, strides))
+        object.__setattr__(self, "_places", places)
 
     @classmethod
     def of(
@@ -215,18 +226,18 @@ class PageLayout:
     def runs(self, block_ids: Sequence[int], first_block: int) -> Runs:
         """The copies that make up blocks `first_block …` of a chunk, in payload order.
 
-        Pieces that are neighbours both in memory and in the payload are joined.
+        Blocks that are neighbours both in memory and in the payload are joined. The caller may not
+        write to the arrays.
         """
-        ids = np.array(block_ids, dtype=np.int64)[:, None]
-        begins = (first_block + np.arange(len(ids), dtype=np.int64))[:, None] * self.block_bytes
-        addresses, offsets, sizes, strides = self._pieces
-        return _joined(
-            Runs(
-                (addresses + ids * strides).ravel(),
-                (offsets + begins).ravel(),
-                np.tile(sizes, len(ids)),
-            )
-        )
+        first, strides = self._addresses
+        addresses = np.multiply.outer(np.array(block_ids, dtype=np.int64), strides)
+        addresses += first
+        begin = first_block * len(first)
+        end = begin + addresses.size
+        offsets, sizes = self._places
+        runs = Runs(addresses.ravel(), offsets[begin:end], sizes[begin:end])
+        ends = addresses[:-1, -1] + sizes[len(first) - 1]
+        return _joined(runs) if np.equal(ends, addresses[1:, 0]).any() else runs
 
 
 def _pieces_of(layers: Sequence[LayerPages]) -> tuple[Piece, ...]:
@@ -249,8 +260,6 @@ def _joined(runs: Runs) -> Runs:
     addresses, offsets, sizes = runs
     # The payload has no gaps, so neighbours in memory are neighbours in the payload.
     apart = addresses[1:] != addresses[:-1] + sizes[:-1]
-    if apart.all():
-        return runs
     starts = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return Runs(addresses[starts], offsets[starts], np.add.reduceat(sizes, starts))
 

@@ -164,6 +164,8 @@ class RankWorker:
             self._saved(self._saves.pop(job_id), ok, seconds)
         for request_id, ok in ends.loaded:
             self._loaded_or_failed(request_id, ok)
+        if self._copies.refused:
+            self.counters["batches_refused"] = self._copies.refused
         copying = self._loading or self._saves
         for end in self._client.poll(0.0 if copying else linger_s):
             self._jobs.remove(end.job_id)

@@ -122,16 +122,20 @@ class Lane:
 
     urgent: bool
 
-    def __init__(self, gpu: Gpu, events: EventPool, staging: Staging | None) -> None:
+    def __init__(self, gpu: Gpu, events: EventPool) -> None:
         self._gpu = gpu
         self._events = events
-        self.staging = staging
+        self.staging: Staging | None = None
         """The buffers of `gather`. May be set to None when no gather is under way."""
         self._pages = gpu.new_stream(urgent=self.urgent)
         self._bus = gpu.new_stream(urgent=self.urgent)
-        # The current stream may have used the memory of the staging buffers before.
-        mark = gpu.new_event()
-        gpu.current_stream().record(mark)
+
+    def allocate_staging(self, layouts: Mapping[int, PageLayout]) -> None:
+        """Make `gather` possible. Raises `torch.OutOfMemoryError` if there is no room."""
+        self.staging = Staging(self._gpu, layouts)
+        # The current stream may have used the memory before.
+        mark = self._gpu.new_event()
+        self._gpu.current_stream().record(mark)
         self._pages.wait(mark)
         self._bus.wait(mark)
 
@@ -162,14 +166,12 @@ class Lane:
 class SaveLane(Lane):
     urgent = False
 
-    def batch(
-        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
-    ) -> EventTicket:
-        """Copy blocks to `payload`, host bytes, after `mark`."""
+    def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
+        """Copy blocks to the payload at this address, after `mark`."""
         addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
         self._bus.wait(mark)
         # The source may not be read ahead of the stream: the pages are written until `mark`.
-        copies = Copies(payload.data_ptr() + offsets, addresses, sizes)
+        copies = Copies(payload + offsets, addresses, sizes)
         self._bus.copy_batch(copies, source_is_stable=False)
         finished = self._ended(self._bus)
         return self._ticket(layout, part, finished, finished)
@@ -193,15 +195,13 @@ class SaveLane(Lane):
 class LoadLane(Lane):
     urgent = True
 
-    def batch(
-        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
-    ) -> EventTicket:
-        """Copy `payload`, or the requested part of it, to blocks, after `mark`."""
+    def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
+        """Copy the payload at this address, or part of it, to blocks, after `mark`."""
         addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
         self._pages.wait(mark)
         # Nothing writes to a slot from before a load is ordered until its end is reported, so it
         # may be read ahead, which helps where host memory is coherent with the GPU's.
-        copies = Copies(addresses, payload.data_ptr() + offsets, sizes)
+        copies = Copies(addresses, payload + offsets, sizes)
         self._pages.copy_batch(copies, source_is_stable=True)
         finished = self._ended(self._pages)
         return self._ticket(layout, part, finished, finished)

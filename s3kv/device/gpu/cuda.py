@@ -20,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 
 from s3kv.device.gpu.gather import Stack, with_rows
-from s3kv.device.gpu.interface import Copies
+from s3kv.device.gpu.interface import BatchRefused, Copies
 from s3kv.device.gpu.pinning import pin, unpin
 
 _NAME = b"cuMemcpyBatchAsync"
 _CUDA_VERSION = 12080
 _NO_COPY = ctypes.c_size_t(-1).value
+_ITEM_BYTES = np.dtype(np.int64).itemsize
 
 _MAX_COPIES = 4096
 """Most copies in one call. Calls with some 50,000 were reported to crash or hang drivers; a chunk
@@ -77,13 +78,23 @@ class NoBatchCall(Exception):
 
 
 class BatchCall:
-    """The call itself. entry: the driver's function, or anything of type `PROTOTYPE`."""
+    """The call itself, for one thread at a time. entry: the driver's function, or anything of type
+    `PROTOTYPE`.
+    """
 
     def __init__(self, entry: Callable[..., int]) -> None:
         self._entry = entry
-        self._in_order = Attributes(srcAccessOrder=STREAM_ORDER, flags=PREFER_OVERLAP)
-        self._any_order = Attributes(srcAccessOrder=ANY_ORDER, flags=PREFER_OVERLAP)
+        self._attributes = [
+            Attributes(srcAccessOrder=order, flags=PREFER_OVERLAP)
+            for order in (STREAM_ORDER, ANY_ORDER)
+        ]
         self._first = ctypes.c_size_t(0)
+        self._failed = ctypes.c_size_t(_NO_COPY)
+        # The last arguments but the stream, which are the same for every call.
+        first, failed = ctypes.addressof(self._first), ctypes.addressof(self._failed)
+        self._in_order, self._any_order = (
+            (ctypes.addressof(one), first, 1, failed) for one in self._attributes
+        )
 
     @classmethod
     def find(cls) -> BatchCall:
@@ -106,26 +117,17 @@ class BatchCall:
         """Launch `copies` on a stream, given by its handle. The handle must not be 0: the driver
         refuses the legacy default stream. The calling thread must have a current context.
 
-        The arrays may be freed on return. Raises `RuntimeError` when the driver refuses; some of
-        the copies may then be under way.
+        The arrays are contiguous, and may be freed on return. Raises `BatchRefused`.
         """
-        attributes = self._any_order if source_is_stable else self._in_order
-        failed = ctypes.c_size_t(_NO_COPY)
-        for begin in range(0, len(copies.sizes), _MAX_COPIES):
-            some = Copies(*(array[begin : begin + _MAX_COPIES] for array in copies))
-            result = self._entry(
-                some.destinations.ctypes.data,
-                some.sources.ctypes.data,
-                some.sizes.ctypes.data,
-                len(some.sizes),
-                ctypes.addressof(attributes),
-                ctypes.addressof(self._first),
-                1,
-                ctypes.addressof(failed),
-                stream,
-            )
+        order = self._any_order if source_is_stable else self._in_order
+        addresses = [array.__array_interface__["data"][0] for array in copies]
+        count = len(copies.sizes)
+        for begin in range(0, count, _MAX_COPIES):
+            self._failed.value = _NO_COPY
+            arrays = [address + begin * _ITEM_BYTES for address in addresses]
+            result = self._entry(*arrays, min(_MAX_COPIES, count - begin), *order, stream)
             if result:
-                raise RuntimeError(_refusal(result, failed.value, begin, copies))
+                raise BatchRefused(_refusal(result, self._failed.value, begin, copies))
 
 
 def _refusal(result: int, failed: int, begin: int, copies: Copies) -> str:

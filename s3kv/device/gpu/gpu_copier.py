@@ -14,8 +14,8 @@ from contextlib import ExitStack
 import torch
 
 from s3kv.device.copier import CopyDirection, Path, PathChoice
-from s3kv.device.gpu.copy_streams import EventPool, EventTicket, LoadLane, SaveLane, Staging
-from s3kv.device.gpu.interface import Event, Gpu
+from s3kv.device.gpu.copy_streams import EventPool, EventTicket, LoadLane, SaveLane
+from s3kv.device.gpu.interface import BatchRefused, Event, Gpu
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import LoadPart
@@ -26,9 +26,11 @@ _WORTH_ITS_PRICE = 1.1
 """Gather must be this much faster to be chosen, because it costs the engine a kernel per chunk."""
 
 _ROUNDS = 3
-_CHUNKS = 4
-"""Chunks in a round, back to back: enough to keep the bus busy while the next one is launched.
-With chunks of 32 MiB all rounds of a direction take 50 ms on a bus of 50 GB/s."""
+_CHUNKS = 16
+"""Chunks in a round, back to back: so many that its begin and end, and a hiccup, do not decide.
+With chunks of 32 MiB all rounds of a path and direction take 45 ms on a bus of 50 GB/s."""
+_MOST_REFUSALS = 3
+"""Batches that the driver refuses in a row before all copies are gathered."""
 
 
 class GpuCopier:
@@ -38,9 +40,9 @@ class GpuCopier:
     the speed or less, and blocks the copy thread, not the engine's, until it has ended.
 
     path: the path of all copies; None measures both, for each group and direction, before the first
-    copy. Measuring blocks the host for some tens of ms, overwrites slots, and rewrites pages with
-    their content; so the slab must be empty, and those pages unused. idle: blocks of every group to
-    measure with; None stands for all. If it is empty, all copies are batches.
+    copy. Measuring blocks the host for some tenths of a second, overwrites slots, and rewrites
+    pages with their content; so the slab must be empty, and those pages unused. idle: blocks of
+    every group to measure with; None stands for all. If it is empty, all copies are batches.
 
     Raises `ValueError` for a path that this driver does not have, and `RuntimeError` when there is
     no memory on the GPU for gathering and no other path.
@@ -58,6 +60,9 @@ class GpuCopier:
         self._gpu = gpu
         self._events = EventPool(gpu)
         self._layouts = dict(places.layouts)
+        self._slab_address = places.memory.data_ptr()
+        self.refused = 0
+        self._refused_in_a_row = 0
         with ExitStack() as undo:
             undo.callback(places.close)
             if path is Path.BATCH and gpu.no_batch:
@@ -65,11 +70,9 @@ class GpuCopier:
             self.pinned = gpu.pin(places.memory, places.slot_bytes)
             undo.callback(gpu.unpin)
             forced = self._only_path(path)
-            staging = [self._staging(forced) for _ in CopyDirection]
-            self._out = SaveLane(gpu, self._events, staging[0])
-            self._in = LoadLane(gpu, self._events, staging[1])
+            self._out, self._in = SaveLane(gpu, self._events), LoadLane(gpu, self._events)
             undo.callback(self.settle)
-            if None in staging or (idle is not None and not idle):
+            if not self._may_gather(forced) or (idle is not None and not idle):
                 forced = forced or Path.BATCH
             self.choices = self._choose(forced, idle, clock)
             undo.pop_all()
@@ -88,16 +91,16 @@ class GpuCopier:
     def copy_out(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
         layout, begin = self._places.locate_whole(part)
-        path = path or self._paths[part.group, CopyDirection.OUT]
-        copy = self._out.batch if path is Path.BATCH else self._out.gather
-        return copy(layout, part, self._payload(layout, begin), mark)
+        if (path or self._paths[part.group, CopyDirection.OUT]) is Path.BATCH:
+            return self._batch(self._out, layout, part, begin, mark)
+        return self._out.gather(layout, part, self._payload(layout, begin), mark)
 
     def copy_in(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
         layout, begin = self._places.locate(part)
-        path = path or self._paths[part.group, CopyDirection.IN]
-        copy = self._in.batch if path is Path.BATCH else self._in.gather
-        return copy(layout, part, self._payload(layout, begin), mark)
+        if (path or self._paths[part.group, CopyDirection.IN]) is Path.BATCH:
+            return self._batch(self._in, layout, part, begin, mark)
+        return self._in.gather(layout, part, self._payload(layout, begin), mark)
 
     def settle(self) -> None:
         try:
@@ -120,6 +123,33 @@ class GpuCopier:
     def _payload(self, layout: PageLayout, begin: int) -> torch.Tensor:
         return self._places.memory[begin : begin + layout.payload_bytes]
 
+    def _batch(
+        self, lane: SaveLane | LoadLane, layout: PageLayout, part: LoadPart, begin: int, mark: Event
+    ) -> EventTicket:
+        try:
+            ticket = lane.batch(layout, part, self._slab_address + begin, mark)
+        except BatchRefused as error:
+            self.refused += 1
+            self._refused_in_a_row += 1
+            if self._refused_in_a_row >= _MOST_REFUSALS:
+                self._stop_batches(error)
+            raise
+        self._refused_in_a_row = 0
+        return ticket
+
+    def _stop_batches(self, error: BatchRefused) -> None:
+        """Gather from now on, because a driver that refuses one batch after another will go on."""
+        self._refused_in_a_row = 0
+        if not self._may_gather(None):
+            return
+        self.choices = tuple(choice._replace(path=Path.GATHER) for choice in self.choices)
+        self._paths = dict.fromkeys(self._paths, Path.GATHER)
+        logger.warning(
+            "s3kv: gathers KV blocks from now on; the driver refused %d batches in a row: %s",
+            _MOST_REFUSALS,
+            error,
+        )
+
     def _drop_staging(self) -> None:
         """Free the GPU memory that no chosen path uses."""
         for lane, direction in ((self._out, CopyDirection.OUT), (self._in, CopyDirection.IN)):
@@ -135,19 +165,22 @@ class GpuCopier:
             return Path.GATHER
         return path
 
-    def _staging(self, path: Path | None) -> Staging | None:
-        """Staging buffers; None when `path` needs none, or when there is no room for them and
-        `path` allows batches.
+    def _may_gather(self, path: Path | None) -> bool:
+        """Allocate what staging is missing. False when `path` needs none, or when there is no room
+        and `path` allows batches.
         """
         if path is Path.BATCH:
-            return None
+            return False
         try:
-            return Staging(self._gpu, self._layouts)
+            for lane in (self._out, self._in):
+                if lane.staging is None:
+                    lane.allocate_staging(self._layouts)
         except torch.OutOfMemoryError as error:
             if path is Path.GATHER:
                 raise
-            logger.info("s3kv: copies KV blocks in batches; no GPU memory to gather: %s", error)
-            return None
+            logger.warning("s3kv: copies KV blocks in batches; no GPU memory to gather: %s", error)
+            return False
+        return True
 
     def _choose(
         self, forced: Path | None, idle: Sequence[int] | None, clock: Callable[[], float]
@@ -174,23 +207,20 @@ class GpuCopier:
             slot = chunk % self._places.num_slots
             return LoadPart(group, slot, 0, spread_blocks(slot, layout.blocks_per_chunk, blocks))
 
-        def seconds(path: Path) -> float:
-            def start(chunk: int) -> None:
-                if direction is CopyDirection.OUT:
-                    self.copy_out(part(chunk), self.mark(), path)
-                else:
-                    self.copy_in(part(chunk), self.mark(), path)
+        def start(path: Path, chunk: int) -> None:
+            copy = self.copy_out if direction is CopyDirection.OUT else self.copy_in
+            copy(part(chunk), self.mark(), path)
 
-            return seconds_per_chunk(start, self.settle, clock)
-
-        # Gather first: then all slots are filled even if the driver refuses a batch halfway.
-        gather_s = seconds(Path.GATHER)
         try:
-            batch_s = seconds(Path.BATCH)
-        except RuntimeError as error:
+            seconds = seconds_per_chunk((Path.GATHER, Path.BATCH), start, self.settle, clock)
+        except BatchRefused as error:
             self.settle()
+            self._refused_in_a_row = 0
             logger.warning("s3kv: gathers KV blocks; the driver refused a batch: %s", error)
-            return PathChoice(group, direction, Path.GATHER, None, gather_s)
+            # This fills the slots, too.
+            seconds = seconds_per_chunk((Path.GATHER,), start, self.settle, clock)
+            return PathChoice(group, direction, Path.GATHER, None, seconds[Path.GATHER])
+        batch_s, gather_s = seconds[Path.BATCH], seconds[Path.GATHER]
         path = faster(batch_s, gather_s)
         logger.info(
             "s3kv: KV blocks of group %d go %s by %s: a chunk takes %.2f ms by batch, %.2f ms by "
@@ -210,24 +240,28 @@ def faster(batch_s: float, gather_s: float) -> Path:
 
 
 def seconds_per_chunk(
-    start: Callable[[int], None], settle: Callable[[], None], clock: Callable[[], float]
-) -> float:
-    """Seconds per chunk in the best of `_ROUNDS` rounds, from the first launch to the last byte.
-    Blocks the host.
+    paths: Sequence[Path],
+    start: Callable[[Path, int], None],
+    settle: Callable[[], None],
+    clock: Callable[[], float],
+) -> dict[Path, float]:
+    """Seconds per chunk on each path in the best of `_ROUNDS` rounds, from the first launch to the
+    last byte. Blocks the host.
 
     start: launches the copy of chunk `i` of a round. settle: blocks until all have ended. The first
-    copy is not counted: it loads kernels and fills pools.
+    round is not counted: it loads kernels, fills pools and wakes up the bus. The paths take turns,
+    so that what disturbs one for a while disturbs the other, too.
     """
-    start(0)
-    settle()
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        begin = clock()
-        for i in range(_CHUNKS):
-            start(i)
-        settle()
-        best = min(best, clock() - begin)
-    return best / _CHUNKS
+    best = dict.fromkeys(paths, float("inf"))
+    for number in range(1 + _ROUNDS):
+        for path in paths:
+            begin = clock()
+            for i in range(_CHUNKS):
+                start(path, i)
+            settle()
+            if number:
+                best[path] = min(best[path], (clock() - begin) / _CHUNKS)
+    return best
 
 
 def spread_blocks(chunk: int, blocks_per_chunk: int, idle: Sequence[int]) -> tuple[int, ...]:

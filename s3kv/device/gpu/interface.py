@@ -38,6 +38,10 @@ class Copies(NamedTuple):
     sizes: NDArray[np.int64]
 
 
+class BatchRefused(RuntimeError):
+    """The driver refused a batch of copies; some of them may be under way."""
+
+
 class Stream(Protocol):
     """A queue of GPU work that runs in order; only `wait` orders it against other streams.
 
@@ -58,7 +62,8 @@ class Stream(Protocol):
         """Copy numbers to as many int64 on the device. The array may be freed on return."""
 
     def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
-        """Copy between device and host by address; only where `Gpu.no_batch` is empty.
+        """Copy between device and host by address; only where `Gpu.no_batch` is empty. Raises
+        `BatchRefused`.
 
         source_is_stable: nothing writes to the sources from this call until the copies have ended,
         so they may be read ahead of what the stream waits for.

@@ -72,6 +72,8 @@ class Blocks(Sequence["tuple[TokenKV | None, ...]"]):
 class Copies:
     """As `s3kv.device.copies.BlockCopies`: a copy reads and writes as late as it may."""
 
+    refused = 0
+
     def __init__(self, rank: ByteRank, rng: random.Random, failing: float) -> None:
         self._rank = rank
         self._rng = rng

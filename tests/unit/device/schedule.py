@@ -24,6 +24,7 @@ import torch
 from s3kv.device import copies as copies_module
 from s3kv.device.copier import Copier, Path
 from s3kv.device.copies import BlockCopies
+from s3kv.device.gpu import gpu_copier
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
@@ -143,7 +144,9 @@ class Schedule:
         path = self.random.choice([None, None, *Path])
         if path:  # measuring waits for the engine
             self.stall()
-        self.copier = GpuCopier(places, self.gpu, path, clock=self.random.random)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu_copier, "_CHUNKS", 3)  # no time for more
+            self.copier = GpuCopier(places, self.gpu, path, clock=self.random.random)
         self.copies = stepped(self.copier)
         for queue in (self.copies._out, self.copies._in):
             queue.window.nbytes = self.random.choice([1, 2**20])

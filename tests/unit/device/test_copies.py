@@ -37,6 +37,7 @@ class GatedCopier:
     log: list[tuple[str, int]] = field(default_factory=list)
 
     pinned = False
+    refused = 0
     choices: tuple[PathChoice, ...] = ()
 
     def mark(self) -> Any:

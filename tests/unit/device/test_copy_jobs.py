@@ -44,6 +44,7 @@ class HeldCopier:
 
     launched: list[HeldTicket] = field(default_factory=list)
     pinned = True
+    refused = 0
     choices: tuple[PathChoice, ...] = ()
 
     def mark(self) -> None:

@@ -31,6 +31,7 @@ class Copies:
         self.fences: list[int] = []
 
         self.marks = 0
+        self.refused = 0
 
     def mark(self) -> CopyMark:
         self.marks += 1
@@ -117,6 +118,16 @@ def test_loads_and_saves_are_timed_and_weighed() -> None:
     assert rig.rank.take_loaded() == ({"good", "bad"}, {"bad"})
     assert rig.rank.take_seconds() == {"load_seconds": [0.5], "save_seconds": [0.25]}
     assert rig.rank.take_seconds() == {}
+
+
+def test_refused_batches_are_counted() -> None:
+    rig = Rig()
+    rig.rank.poll()
+    assert "batches_refused" not in rig.rank.counters
+    rig.copies.refused = 3
+    rig.rank.poll()
+    rig.rank.poll()
+    assert rig.rank.counters["batches_refused"] == 3
 
 
 def test_only_transfers_that_succeed_are_timed() -> None:

@@ -21,7 +21,7 @@ from s3kv.device.copies import BlockCopies, open_copier
 from s3kv.device.gpu import cuda
 from s3kv.device.gpu.cuda import Attributes, BatchCall, CudaGpu, MemoryLocation, NoBatchCall
 from s3kv.device.gpu.gpu_copier import GpuCopier
-from s3kv.device.gpu.interface import Copies
+from s3kv.device.gpu.interface import BatchRefused, Copies
 from s3kv.messages import LoadPart
 from tests.unit.device.caches import Shape, build, places
 
@@ -109,14 +109,14 @@ def test_a_refusal_names_the_copy(count: int, at: int) -> None:
     _, _, copies = scattered(count)
     source, target = int(copies.sources[at]), int(copies.destinations[at])
     with pytest.raises(
-        RuntimeError, match=f"CUresult 1 at 8 bytes from {source:#x} to {target:#x}"
+        BatchRefused, match=f"CUresult 1 at 8 bytes from {source:#x} to {target:#x}"
     ):
         BatchCall(Driver(refuse=at).entry)(copies, False, STREAM)
 
 
 def test_a_refusal_of_the_whole_call() -> None:
     _, _, copies = scattered(3)
-    with pytest.raises(RuntimeError, match=r"CUresult 201$"):
+    with pytest.raises(BatchRefused, match=r"CUresult 201$"):
         BatchCall(lambda *_: 201)(copies, False, STREAM)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
-from itertools import count
+from itertools import chain, count
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from s3kv.device.copier import CopyDirection, Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gather import Stack
 from s3kv.device.gpu.gpu_copier import GpuCopier, faster, seconds_per_chunk, spread_blocks
-from s3kv.device.gpu.interface import Copies
-from tests.unit.device.caches import ORDERS, Shape, build, places
+from s3kv.device.gpu.interface import BatchRefused, Copies
+from s3kv.messages import LoadPart
+from tests.unit.device.caches import ORDERS, Shape, build, moves, places
 from tests.unit.device.devices import Device
 from tests.unit.device.simulated import SimulatedGpu, SimulatedStream
 
@@ -28,16 +30,25 @@ def test_batch_is_preferred_unless_gather_is_worth_its_kernels() -> None:
     assert faster(0.5, 1.0) is Path.BATCH
 
 
-def test_the_best_round_counts_and_the_first_copy_does_not() -> None:
-    started: list[int] = []
+def test_the_best_round_counts_and_the_first_does_not() -> None:
+    """And the paths take turns."""
+    started: list[tuple[Path, int]] = []
     settled: list[int] = []
-    now = iter([0.0, 8.0, 10.0, 14.0, 20.0, 26.0])
+    lengths = [1.0, 1.0, 64.0, 32.0, 16.0, 48.0, 80.0, 96.0]
+    begins = [100.0 * number for number in range(len(lengths))]
+    # What is not counted asks for its begin alone.
+    ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+    now = iter([*begins[:2], *chain.from_iterable(zip(begins[2:], ends[2:], strict=True))])
+    both = (Path.GATHER, Path.BATCH)
     seconds = seconds_per_chunk(
-        started.append, lambda: settled.append(len(started)), lambda: next(now)
+        both,
+        lambda path, chunk: started.append((path, chunk)),
+        lambda: settled.append(len(started)),
+        now.__next__,
     )
-    assert seconds == 1.0
-    assert started == [0, *(0, 1, 2, 3) * 3]
-    assert settled == [1, 5, 9, 13]
+    assert seconds == {Path.GATHER: 1.0, Path.BATCH: 2.0}
+    assert started == [(path, chunk) for path in both for chunk in range(16)] * 4
+    assert settled == [16 * number for number in range(1, 9)]
 
 
 def test_blocks_to_measure_with_are_no_neighbours() -> None:
@@ -119,12 +130,13 @@ def test_only_idle_blocks_are_measured_with(monkeypatch: pytest.MonkeyPatch) -> 
     copier.close()
 
 
+def refuse(stream: SimulatedStream, copies: Copies, source_is_stable: bool) -> None:
+    raise BatchRefused("cuMemcpyBatchAsync failed with CUresult 801")
+
+
 def test_a_driver_that_refuses_batches_is_not_asked_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(stream: SimulatedStream, copies: Copies, source_is_stable: bool) -> None:
-        raise RuntimeError("cuMemcpyBatchAsync failed with CUresult 801")
-
     monkeypatch.setattr(SimulatedStream, "copy_batch", refuse)
     caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
     before = caches.memory()
@@ -137,12 +149,83 @@ def test_a_driver_that_refuses_batches_is_not_asked_again(
     copier.close()
 
 
+class Refusing:
+    """Copies by batches alone, of a driver that refuses some."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        self.caches = build(Shape("LBNHC", blocks=9), "cpu", torch.Generator().manual_seed(5))
+        self.places, form = places(self.caches, self.caches.layout())
+        self.payload = self.places.memory[form.header_bytes :][: self.caches.layout().payload_bytes]
+        self.gpu = SimulatedGpu(11)
+        self.copies = BlockCopies(GpuCopier(self.places, self.gpu, Path.BATCH))
+        self.jobs = 0
+
+    def save(self, *, refused: bool) -> bool:
+        """Whether a save ends well."""
+        self.jobs += 1
+        with self.patch.context() as patch:
+            if refused:
+                patch.setattr(SimulatedStream, "copy_batch", refuse)
+            self.copies.save(self.jobs, 0, 0, [3, 1])
+            assert self.copies.wait_all(10.0)
+        (end,) = self.copies.poll().saved
+        return end.ok
+
+    def paths(self) -> set[Path]:
+        return {choice.path for choice in self.copies.statistics().choices}
+
+
+def test_a_driver_that_begins_to_refuse_batches_is_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Refusing(monkeypatch)
+    assert rig.save(refused=False)
+    assert [rig.save(refused=True) for _ in range(3)] == [False] * 3
+    assert rig.paths() == {Path.GATHER}
+    rig.payload.zero_()
+    assert rig.save(refused=True), "the driver was asked again"
+    expected = moves(rig.caches.layout(), [3, 1], 0)
+    content = b"".join(ctypes.string_at(move.address, move.nbytes) for move in expected)
+    assert rig.payload.numpy().tobytes() == content
+    rig.copies.load("r", [LoadPart(0, 0, 0, (5, 6))])
+    assert rig.copies.wait_all(10.0)
+    assert rig.copies.poll().loaded == [("r", True)]
+    moved = rig.caches.content([5, 6])
+    assert all(torch.equal(moved[name], rows) for name, rows in rig.caches.content([3, 1]).items())
+    assert rig.copies.refused == 3
+    assert caplog.text.count("gathers KV blocks from now on") == 1
+    rig.copies.close()
+
+
+def test_refusals_now_and_then_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Refusing(monkeypatch)
+    refusals = [True, True, False] * 3
+    assert [rig.save(refused=refused) for refused in refusals] == [not one for one in refusals]
+    assert rig.paths() == {Path.BATCH}
+    assert rig.copies.refused == 6
+    rig.copies.close()
+
+
+def test_a_driver_that_refuses_is_asked_again_where_there_is_no_room_to_gather(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Refusing(monkeypatch)
+    monkeypatch.setattr(SimulatedGpu, "empty", full)
+    assert not any(rig.save(refused=True) for _ in range(4))
+    assert rig.save(refused=False)
+    assert rig.paths() == {Path.BATCH}
+    assert "no GPU memory to gather" in caplog.text
+    rig.copies.close()
+
+
+def full(gpu: SimulatedGpu, nbytes: int) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_without_room_to_gather_all_goes_in_batches(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(gpu: SimulatedGpu, nbytes: int) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     monkeypatch.setattr(SimulatedGpu, "empty", full)
     caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
     with caplog.at_level(logging.INFO):
