@@ -120,24 +120,17 @@ class PageLayout:
     blocks_per_chunk: int
     pieces: tuple[Piece, ...] = field(init=False, repr=False, compare=False)
     """A block in payload order. Neighbours in both memory and payload form one piece."""
-    _addresses: tuple[NDArray[np.int64], NDArray[np.int64]] = field(
-        init=False, repr=False, compare=False
-    )
-    """Of the pieces of block 0, and their distances to those of the next block."""
-    _places: tuple[NDArray[np.int64], NDArray[np.int64]] = field(
-        init=False, repr=False, compare=False
-    )
-    """Offsets and sizes of all pieces of a chunk in the payload: what the same for all chunks is
-    not computed for each, because that holds the engine's GIL."""
+    _prepared: tuple[NDArray[np.int64], ...] = field(init=False, repr=False, compare=False)
+    """What is the same for all chunks, because computing it holds the engine's GIL. Of a block's
+    pieces: addresses in block 0, and strides; of a chunk's: offsets in the payload, and sizes."""
 
     def __post_init__(self) -> None:
         pieces = _pieces_of(self.layers)
         addresses, offsets, sizes, strides = np.array(pieces, dtype=np.int64).T.copy()
         begins = np.arange(self.blocks_per_chunk, dtype=np.int64)[:, None] * self.block_bytes
-        places = (offsets + begins).ravel(), np.tile(sizes, self.blocks_per_chunk)
+        of_chunk = (offsets + begins).ravel(), np.tile(sizes, self.blocks_per_chunk)
         object.__setattr__(self, "pieces", pieces)
-        object.__setattr__(self, "_addresses", (addresses, strides))
-        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_prepared", (addresses, strides, *of_chunk))
 
     @classmethod
     def of(
@@ -229,12 +222,11 @@ class PageLayout:
         Blocks that are neighbours both in memory and in the payload are joined. The caller may not
         write to the arrays.
         """
-        first, strides = self._addresses
+        first, strides, offsets, sizes = self._prepared
         addresses = np.multiply.outer(np.array(block_ids, dtype=np.int64), strides)
         addresses += first
         begin = first_block * len(first)
         end = begin + addresses.size
-        offsets, sizes = self._places
         runs = Runs(addresses.ravel(), offsets[begin:end], sizes[begin:end])
         ends = addresses[:-1, -1] + sizes[len(first) - 1]
         return _joined(runs) if np.equal(ends, addresses[1:, 0]).any() else runs

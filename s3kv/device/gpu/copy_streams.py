@@ -36,37 +36,18 @@ _BUFFERS = 2
 """Staging buffers per direction: a kernel uses one while the bus uses the other."""
 
 
-class EventPool:
-    """Pool of reusable events: making and destroying one costs more than recording it. Any thread
-    may use it.
-    """
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self._free: list[Event] = []
-
-    def take(self) -> Event:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return self._gpu.new_event()
-
-    def give(self, event: Event) -> None:
-        """Take `event` back. It must not be queried any more; streams that wait for it still do."""
-        self._free.append(event)
-
-
 class EventTicket:
     """The ticket of a copy on a GPU.
 
     source_read: passes once the copy's source may be overwritten; often the same as `finished`.
-    finished: passes at the copy's end. The ticket owns both, and gives them back to the pool.
+    finished: passes at the copy's end. events: the pool to which both go back, because making and
+        destroying one costs more than recording it; streams that wait for one still do.
     """
 
     __slots__ = ("_done", "_events", "_finished", "_gpu", "_source_read", "nbytes")
 
     def __init__(
-        self, gpu: Gpu, events: EventPool, source_read: Event, finished: Event, nbytes: int
+        self, gpu: Gpu, events: list[Event], source_read: Event, finished: Event, nbytes: int
     ) -> None:
         self._gpu = gpu
         self._events = events
@@ -78,9 +59,9 @@ class EventTicket:
     def done(self) -> bool:
         if not self._done and self._finished.query():
             self._done = True
-            self._events.give(self._finished)
+            self._events.append(self._finished)
             if self._source_read is not self._finished:
-                self._events.give(self._source_read)
+                self._events.append(self._source_read)
         return self._done
 
     def fence(self) -> None:
@@ -122,9 +103,10 @@ class Lane:
 
     urgent: bool
 
-    def __init__(self, gpu: Gpu, events: EventPool) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._events = events
+        self._events: list[Event] = []
+        """Events for later use."""
         self.staging: Staging | None = None
         """The buffers of `gather`. May be set to None when no gather is under way."""
         self._pages = gpu.new_stream(urgent=self.urgent)
@@ -152,7 +134,7 @@ class Lane:
 
     def _ended(self, stream: Stream) -> Event:
         """An event of the pool behind everything launched on the stream so far."""
-        event = self._events.take()
+        event = self._events.pop() if self._events else self._gpu.new_event()
         stream.record(event)
         return event
 

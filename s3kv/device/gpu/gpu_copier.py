@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import torch
 
 from s3kv.device.copier import CopyDirection, Path, PathChoice
-from s3kv.device.gpu.copy_streams import EventPool, EventTicket, LoadLane, SaveLane
+from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, SaveLane
 from s3kv.device.gpu.interface import BatchRefused, Event, Gpu
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
@@ -58,7 +58,6 @@ class GpuCopier:
     ) -> None:
         self._places = places
         self._gpu = gpu
-        self._events = EventPool(gpu)
         self._layouts = dict(places.layouts)
         self._slab_address = places.memory.data_ptr()
         self.refused = 0
@@ -70,7 +69,7 @@ class GpuCopier:
             self.pinned = gpu.pin(places.memory, places.slot_bytes)
             undo.callback(gpu.unpin)
             forced = self._only_path(path)
-            self._out, self._in = SaveLane(gpu, self._events), LoadLane(gpu, self._events)
+            self._out, self._in = SaveLane(gpu), LoadLane(gpu)
             undo.callback(self.settle)
             if not self._may_gather(forced) or (idle is not None and not idle):
                 forced = forced or Path.BATCH

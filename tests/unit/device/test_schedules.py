@@ -11,7 +11,7 @@ import pytest
 
 from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu.copy_streams import EventPool, EventTicket, LoadLane, Staging
+from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Staging
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.gpu.interface import Copies, Event
 from s3kv.device.layout import PageLayout
@@ -125,10 +125,10 @@ def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
     init = EventTicket.__init__
 
     def hasty(
-        self: EventTicket, gpu: Any, events: EventPool, read: Event, end: Event, nbytes: int
+        self: EventTicket, gpu: Any, events: list[Event], read: Event, end: Event, nbytes: int
     ) -> None:
         init(self, gpu, events, read, end, nbytes)
-        events.give(end)
+        events.append(end)
 
     patch.setattr(EventTicket, "__init__", hasty)
 
