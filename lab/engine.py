@@ -25,6 +25,8 @@ from typing import Any
 
 import psutil
 
+from lab.second_runner import interpreted_triton
+
 ROOT = Path(__file__).resolve().parent.parent
 
 ENVIRONMENT = {
@@ -113,6 +115,8 @@ class Engine:
         server does: about 14 s.
     python: the interpreter, where it is to be another environment's.
     prepare: `module:function` to run in the engine's process before vLLM starts.
+    second_runner: serve with vLLM's second-generation model runner, a step of which takes three to
+        five times as long here.
     engine_args: any of vLLM's EngineArgs, over `ENGINE_ARGS`; `tensor_parallel_size=2` works on a
         CPU, with in_process=False.
     """
@@ -126,6 +130,7 @@ class Engine:
         ec_connector: Mapping[str, Any] | None = None,
         in_process: bool = True,
         prepare: str | None = None,
+        second_runner: bool = False,
         env: Mapping[str, str] | None = None,
         python: str = sys.executable,
         start_timeout_s: float = 120.0,
@@ -143,6 +148,8 @@ class Engine:
             "engine_args": ENGINE_ARGS | engine_args,
         }
         self._env = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | dict(env or {})
+        if second_runner:
+            self._env |= interpreted_triton(self._env["PYTHONPATH"])
         self._env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
         self._commands = 0
         self._answers: dict[int, Any] = {}

