@@ -3,6 +3,7 @@
     {prefix}/v2/{namespace digest}/{hh}/{block hash}/g{coverage}-{shard}.safetensors
     {prefix}/v2/{namespace digest}/shapes/{shard}
     {prefix}/v2/{namespace digest}/manifest.json
+    {prefix}/v2/keeper.json
 
 `v2` is the version of this layout and of the object format. `hh` is the first byte of the block
 hash: hashes are uniform, so the store can split the namespace into partitions right after the
@@ -195,6 +196,11 @@ def parse_sign(key: str) -> Namespace | None:
     if match is None or match["prefix"] != match["prefix"].strip("/"):
         return None
     return Namespace(match["prefix"], match["digest"])
+
+
+def keeper(prefix: str) -> str:
+    """Key of the lease of the process that keeps everything under `prefix` to its budget."""
+    return f"{all_namespaces(prefix)}keeper.json"
 
 
 def all_namespaces(prefix: str) -> str:
