@@ -50,7 +50,7 @@ def test_a_block_is_its_tensors_one_behind_the_other() -> None:
         ),
         (
             {"k": torch.zeros(2, 3, dtype=torch.bfloat16), "v": torch.zeros(4).half()},
-            r"'v' is \(4,\) torch.float16: expected is \(4,\) torch.float32",
+            r"'v' is \(4,\) torch.float16 on cpu: expected is \(4,\) torch.float32",
         ),
     ],
 )
