@@ -35,7 +35,7 @@ class Rank:
         self.counters: dict[str, int] = {"internal_errors": 0}
         self._loading: set[str] = set()
 
-    def load(self, orders: Any) -> None:
+    def load(self, orders: Any, *, from_now: bool) -> None:
         self._loading |= {order.request_id for order in orders}
 
     def poll(self, linger_s: float) -> None:
