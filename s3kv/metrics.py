@@ -223,7 +223,7 @@ KV_METRICS: Mapping[str, Metric] = {
     **_ENGINE,
 }
 """The metrics of the KV connector. Every rank saves and fetches a chunk, so whatever is "per rank"
-is counted once for each."""
+is counted once for each. Of ranks that hold the same KV, the first alone uploads."""
 
 EC_METRICS: Mapping[str, Metric] = {
     "hits": Metric("Encoder outputs loaded instead of encoded."),

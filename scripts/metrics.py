@@ -15,8 +15,9 @@ Tiers and directions are in the names: **fetch** is bucket → host memory, **lo
 device, **save** is device → host memory, **upload** is host memory → bucket.
 
 - Counters and histograms add up over all ranks of an engine. A chunk is fetched, saved and uploaded
-  by every rank, so what is counted "per rank" counts it once for each. Gauges are the scheduler's:
-  there is one of each per engine.
+  by every rank, so what is counted "per rank" counts it once for each. Of ranks that hold the same
+  KV (latent attention), the first alone uploads. Gauges are the scheduler's: there is one of each
+  per engine.
 - Under `MultiConnector` nothing changes.
 - All series are there from the start, with 0.
 - Numbers move with the engine's steps, and what an I/O process says of itself (`io_…`, `cost_usd`)

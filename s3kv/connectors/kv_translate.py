@@ -76,14 +76,18 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     _check_hashes_are_stable(vllm_config)
 
 
-def _check_layers(groups: Sequence[KVCacheSpec]) -> None:
-    layers = [
+def _layers(groups: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
+    return [
         layer
         for spec in groups
         for layer in (
             spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
         )
     ]
+
+
+def _check_layers(groups: Sequence[KVCacheSpec]) -> None:
+    layers = _layers(groups)
     kinds = {type(layer).__name__ for layer in layers}
     if len(groups) != 1:
         remedy = "Run it without s3kv"
@@ -204,9 +208,24 @@ def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
     return KVGeometry(block, hashed, chunk)
 
 
-def shard_names(model: ModelConfig, tp_size: int, pp_size: int) -> list[str]:
-    """The shard of each rank, as it stands in object keys: pipeline stage by pipeline stage. Raises
-    `UnsupportedError` for a stage without a layer.
+def equal_ranks(kv_cache_config: KVCacheConfig, tp_size: int) -> int:
+    """Number of consecutive tensor-parallel ranks whose KV is equal in every layer.
+
+    vLLM says so from 0.31 on. Before that, they are equal if all layers are MLA. A draft model's
+    layers count, too: those with heads of their own differ between the ranks.
+    """
+    said: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if said is not None:
+        return said
+    layers = _layers([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
+    return tp_size if all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers) else 1
+
+
+def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) -> list[str]:
+    """The shard of each rank, as it stands in object keys: pipeline stage by pipeline stage. Ranks
+    with one name hold the same, and the first of them uploads it.
+
+    equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer.
     """
     from vllm.distributed.utils import get_pp_indices
 
@@ -218,7 +237,15 @@ def shard_names(model: ModelConfig, tp_size: int, pp_size: int) -> list[str]:
     if not all(stages):
         raise UnsupportedError(f"the pipeline stages have the layers {stages}: one has none")
     return [
-        shard_name(max(1, heads // tp_size), heads, stage, layers, tp_rank=rank, tp_size=tp_size)
+        shard_name(
+            max(1, heads // tp_size),
+            heads,
+            stage,
+            layers,
+            tp_rank=rank,
+            tp_size=tp_size,
+            replicas=equal,
+        )
         for stage in stages
         for rank in range(tp_size)
     ]

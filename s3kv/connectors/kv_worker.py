@@ -19,6 +19,7 @@ from s3kv.connectors.kv_translate import (
     KVGeometry,
     WorkerHello,
     WorkerReport,
+    equal_ranks,
     shard_names,
     writes_after_fences,
     writes_before_fences,
@@ -115,7 +116,7 @@ class WorkerSide(Guarded):
             shards[rank],
             {GROUP: (layout.part(f"g{GROUP}"),)},
             writes_manifest=rank == 0,  # all ranks have the same manifest
-            shapes=shards,
+            shapes=tuple(dict.fromkeys(shards)),
         )
         slots = Slots.of(hello, " for this model (a smaller chunk_tokens makes it smaller)")
         computes_here = layout.device.type == "cpu"
@@ -135,6 +136,7 @@ class WorkerSide(Guarded):
             client=tier.client,
             slot_bytes=slots.slot_bytes,
             block_bytes={GROUP: layout.block_bytes},
+            uploads=shards.index(shards[rank]) == rank,
             clock=time.monotonic,
         )
         if not copies.statistics().pinned:
@@ -199,7 +201,8 @@ class WorkerSide(Guarded):
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         tp, pp = get_tp_group(), get_pp_group()
-        shards = shard_names(self._vllm_config.model_config, tp.world_size, pp.world_size)
+        equal = equal_ranks(self._kv_cache_config, tp.world_size)
+        shards = shard_names(self._vllm_config.model_config, tp.world_size, pp.world_size, equal)
         return shards, pp.rank_in_group * tp.world_size + tp.rank_in_group
 
     def on_broken(self) -> None:

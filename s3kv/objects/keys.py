@@ -66,16 +66,27 @@ _OLDER = re.compile(rf"(.+/)?(?:{'|'.join(OLDER_LAYOUTS)})/{_DIGEST.pattern}/.+"
 
 
 def shard_name(
-    heads: int, total_heads: int, layers: range, total_layers: int, *, tp_rank: int, tp_size: int
+    heads: int,
+    total_heads: int,
+    layers: range,
+    total_layers: int,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    replicas: int = 1,
 ) -> str:
     """The shard of one rank: which KV heads and layers it holds, as in "h0-3of8-l0-15of32".
 
     heads: on one rank. total_heads: of the model, 1 for MLA. layers: the rank's, of `total_layers`.
-    If several ranks hold the same heads, their names differ, and end in "-r{n}of{m}".
+    replicas: number of consecutive ranks whose KV is known to be equal. They have one name. Others
+    that hold the same heads have names that differ, and end in "-r{n}of{m}".
     """
-    copies = max(1, heads * tp_size // total_heads)
-    place, copy = divmod(tp_rank, copies)
-    first, of = place * heads, -(-tp_size // copies) * heads
+    same_heads = max(1, heads * tp_size // total_heads)
+    copies, odd = divmod(same_heads, replicas)
+    if odd:
+        copies, replicas = same_heads, 1
+    place, copy = tp_rank // same_heads, tp_rank % same_heads // replicas
+    first, of = place * heads, -(-tp_size // same_heads) * heads
     name = f"h{first}-{first + heads - 1}of{of}-l{layers[0]}-{layers[-1]}of{total_layers}"
     return name if copies == 1 else f"{name}-r{copy}of{copies}"
 

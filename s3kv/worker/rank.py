@@ -39,7 +39,8 @@ class RankWorker:
     """The worker of one rank. `copies` and `client` work on the same slab; `shutdown` closes both.
 
     slot_bytes: distance between slots, which start at offset 0 of the slab. block_bytes: size of
-    one block of each group on this rank. clock: seconds, monotonic.
+    one block of each group on this rank. uploads: False if a rank that holds the same uploads it.
+    This rank's upload then ends at once. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RankWorker:
         client: IoClient,
         slot_bytes: int,
         block_bytes: Mapping[int, int],
+        uploads: bool = True,
         clock: Callable[[], float],
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -58,6 +60,7 @@ class RankWorker:
         self._client = client
         self._slot_bytes = slot_bytes
         self._block_bytes = block_bytes
+        self._uploads = uploads
         self._saves: dict[int, SaveOrder] = {}
         self._owed: dict[int, SaveOrder] = {}
         """Saves of the plan begun last that `save` has not been told of."""
@@ -225,6 +228,9 @@ class RankWorker:
         self._client.fetch(order.job_id, order.key, order.slot * self._slot_bytes)
 
     def _upload(self, job_id: int, key: ChunkKey, slot: int) -> None:
+        if not self._uploads:
+            self._report.add(JobEnd(job_id, JobKind.UPLOAD, Outcome.OK))
+            return
         self._jobs.add(job_id)
         self._client.upload(job_id, key, slot * self._slot_bytes)
 

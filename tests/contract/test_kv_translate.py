@@ -21,6 +21,7 @@ from s3kv.config import Config
 from s3kv.connectors.kv_translate import (
     KVGeometry,
     check_supported,
+    equal_ranks,
     geometry,
     grouping_module,
     shard_names,
@@ -30,6 +31,10 @@ from s3kv.connectors.kv_translate import (
 from s3kv.errors import ConfigError, UnsupportedError
 from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, configured, groups
 
+LATENT = MLAAttentionSpec(
+    **SHAPE | {"num_kv_heads": 1},
+    **({"max_tp_shards": 1} if hasattr(FULL, "max_tp_shards") else {}),
+)
 OTHER_WINDOW = dataclasses.replace(WINDOW, sliding_window=256)
 MAMBA = MambaSpec(block_size=BLOCK_TOKENS, shapes=((16, 16),), dtypes=(torch.float32,))
 
@@ -215,9 +220,36 @@ def test_a_rank_s_shard_says_its_heads_and_layers(tiny_config: Any) -> None:
     )
 
 
-def test_with_mla_every_rank_holds_one_head_in_an_object_of_its_own() -> None:
+def test_with_mla_every_rank_holds_one_head_in_an_object_of_its_own_or_in_one_for_all() -> None:
     model: Any = SimpleNamespace(use_mla=True, get_total_num_hidden_layers=lambda: 61)
     assert shard_names(model, 2, 1) == ["h0-0of1-l0-60of61-r0of2", "h0-0of1-l0-60of61-r1of2"]
+    assert shard_names(model, 2, 1, 2) == ["h0-0of1-l0-60of61"] * 2
+    with_stages = shard_names(model, 2, 2, 2)
+    assert [with_stages.index(name) for name in with_stages] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["said by vLLM", "told by the layers"])
+@pytest.mark.parametrize(
+    ("layers", "equal"),
+    [
+        ({"a": LATENT, "b": LATENT}, 4),
+        # A draft model without MLA, in the group of a model with it.
+        ({"a": LATENT, "draft": FULL}, 1),
+        ({"a": FULL}, 1),
+    ],
+    ids=["latent", "latent and a draft", "full"],
+)
+def test_ranks_are_equal_if_all_layers_are(layers: dict[str, Any], equal: int, says: bool) -> None:
+    spec = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers)
+    config = groups(spec)
+    if says:
+        count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
+        if count is None:
+            pytest.skip("this version says nothing")
+        config.kv_tp_replicas = count(config.kv_cache_groups, 4)
+    else:
+        config = SimpleNamespace(kv_cache_groups=config.kv_cache_groups)
+    assert equal_ranks(config, 4) == equal
 
 
 @pytest.mark.parametrize("missing", [0, None])

@@ -14,6 +14,7 @@ from typing import Any
 
 from s3kv.config import Config
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
+from s3kv.device.copy_jobs import CopyMark
 from s3kv.host.room import EqualSlots
 from s3kv.host.slab import Slab
 from s3kv.host.table import Table
@@ -42,15 +43,21 @@ class SlabCopies:
         self._slab = slab
         self._saved: list[SavedEnd] = []
         self._loaded: list[LoadedEnd] = []
+        self.refused = 0
+
+    def mark(self) -> CopyMark:
+        return CopyMark(None, True)
 
     def fence(self, job_ids: Iterable[int]) -> None:
         """Copies are done as soon as they are ordered."""
 
-    def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
+    def save(
+        self, job_id: int, group: int, slot: int, block_ids: Sequence[int], mark: CopyMark
+    ) -> None:
         rig.fill(self._slab, slot, block_ids[0])
         self._saved.append(SavedEnd(job_id, True, 0.0))
 
-    def load(self, load_id: str, parts: Sequence[LoadPart]) -> None:
+    def load(self, load_id: str, parts: Sequence[LoadPart], mark: CopyMark) -> None:
         for part in parts:
             found = bytes(rig.slot(self._slab, part.slot)[rig.FORMAT.header_bytes :])
             assert found == rig.payload(part.block_ids[0]), f"{load_id} was given wrong bytes"
@@ -73,11 +80,18 @@ class SlabCopies:
 class Life:
     """Planner, workers and I/O processes from `start` to `stop`: one rank per URL.
 
-    settings: over the fast ones. All ranks share the bucket and its keys.
+    settings: over the fast ones. All ranks share the bucket and its keys. first_uploads: as ranks
+    do that hold the same; otherwise every rank uploads.
     """
 
     def __init__(
-        self, url: str, bucket: str, module: str = "s3kv.io", *more_urls: str, **settings: Any
+        self,
+        url: str,
+        bucket: str,
+        module: str = "s3kv.io",
+        *more_urls: str,
+        first_uploads: bool = False,
+        **settings: Any,
     ) -> None:
         fast = {
             "connect_timeout_ms": 500,
@@ -94,6 +108,7 @@ class Life:
         self.config = Config(**{"bucket": bucket, "endpoint_url": url, **fast, **settings})
         self._urls = (url, *more_urls)
         self._module = module
+        self._first_uploads = first_uploads
         self.is_started = False
         self._ahead_s = 0.0
         self._requests = 0
@@ -115,6 +130,7 @@ class Life:
                 client=client,
                 slot_bytes=rig.SLOT_BYTES,
                 block_bytes={0: 1},
+                uploads=client is self.client or not self._first_uploads,
                 clock=time.monotonic,
             )
             for client, slab in zip(self.clients, self.slabs, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 def begin() -> Iterator[Callable[..., Life]]:
     lives: list[Life] = []
 
-    def begin(*urls: str, module: str = "s3kv.io", **settings: object) -> Life:
+    def begin(*urls: str, module: str = "s3kv.io", **settings: Any) -> Life:
         lives.append(Life(urls[0], BUCKET, module, *urls[1:], **settings))
         assert lives[-1].start() is None
         return lives[-1]
@@ -296,6 +297,25 @@ def test_a_cancelled_fetch_keeps_its_slot_until_its_socket_is_done(
     slot[:] = b"\xdd" * len(slot)
     until("the connection ends", lambda: store.statistics().open_connections == 0)
     assert bytes(slot) == b"\xdd" * len(slot)
+
+
+def test_of_ranks_that_hold_the_same_the_first_uploads_and_all_read(
+    server: S3Server, store: Proxy, begin: Begin
+) -> None:
+    life = begin(store.url, server.url, first_uploads=True)
+    store.fault(s3_error(500, "InternalError", verbs=("PUT",)))
+    life.compute(1, 2, 3)
+    life.settle_jobs()
+    assert life.planner.ledger.table.statistics().dirty == 3, "the other has nothing to upload"
+    assert life.serve(1, 2, 3) == 3, "from host memory, meanwhile"
+    store.lift()
+    life.settle()
+    assert [rank.counters["upload_ok"] for rank in life.ranks] == [3, 0]
+    assert set(server.objects(BUCKET)) == {rig.object_key(number) for number in (1, 2, 3)}
+
+    other = begin(store.url, server.url, first_uploads=True)
+    assert other.serve(1, 2, 3) == 3
+    assert [rank.counters["fetch_ok"] for rank in other.ranks] == [3, 3]
 
 
 def test_saves_are_dropped_when_uploads_are_slower(

@@ -127,8 +127,13 @@ def test_a_manifest_and_a_shape_are_known_by_their_keys() -> None:
     assert parse(namespace.manifest) is None
 
 
-def names(heads: int, total: int, size: int, layers: range = range(32)) -> list[str]:
-    return [shard_name(heads, total, layers, 32, tp_rank=r, tp_size=size) for r in range(size)]
+def names(
+    heads: int, total: int, size: int, layers: range = range(32), replicas: int = 1
+) -> list[str]:
+    return [
+        shard_name(heads, total, layers, 32, tp_rank=rank, tp_size=size, replicas=replicas)
+        for rank in range(size)
+    ]
 
 
 def test_a_shard_is_named_by_its_heads_and_layers() -> None:
@@ -145,6 +150,20 @@ def test_ranks_that_hold_the_same_heads_have_names_of_their_own() -> None:
         ("h1-1of2", "-r0of2"),
         ("h1-1of2", "-r1of2"),
     ]
+
+
+def test_ranks_that_are_known_to_be_equal_have_one_name() -> None:
+    assert names(1, 1, 2, replicas=2) == ["h0-0of1-l0-31of32"] * 2
+    first, second = "h0-0of2-l0-31of32", "h1-1of2-l0-31of32"
+    assert names(1, 2, 4, replicas=2) == [first, first, second, second]
+    one, other = "h0-0of1-l0-31of32-r0of2", "h0-0of1-l0-31of32-r1of2"
+    assert names(1, 1, 4, replicas=2) == [one, one, other, other]
+
+
+def test_ranks_with_different_heads_never_have_one_name() -> None:
+    """Whatever is said of them."""
+    assert len(set(names(4, 8, 2, replicas=2))) == 2
+    assert len(set(names(1, 3, 6, replicas=3))) == 6
 
 
 @given(heads=st.integers(1, 64), total=st.integers(1, 64), size=st.integers(1, 64))

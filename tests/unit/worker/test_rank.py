@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
 from s3kv.messages import (
@@ -16,6 +18,7 @@ from s3kv.messages import (
     SaveOrder,
     StepPlan,
     StepReport,
+    UploadOrder,
 )
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker.rank import RankWorker
@@ -64,10 +67,13 @@ class Client:
         self.ends: list[JobEnd] = []
         self.waits: list[float] = []
 
+        self.uploads: list[tuple[Any, ...]] = []
+
     def fetch(self, *order: Any) -> None:
         """Ends when a test says so."""
 
-    upload = fetch
+    def upload(self, *order: Any) -> None:
+        self.uploads.append(order)
 
     def flush(self) -> None:
         """Nothing is sent."""
@@ -79,7 +85,7 @@ class Client:
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, *, uploads: bool = True) -> None:
         self.now_s = 100.0
         self.copies, self.client = Copies(), Client()
         self.rank = RankWorker(
@@ -87,6 +93,7 @@ class Rig:
             client=self.client,  # type: ignore[arg-type]
             slot_bytes=4096,
             block_bytes={0: 1_000},
+            uploads=uploads,
             clock=lambda: self.now_s,
         )
 
@@ -128,6 +135,23 @@ def test_refused_batches_are_counted() -> None:
     rig.rank.poll()
     rig.rank.poll()
     assert rig.rank.counters["batches_refused"] == 3
+
+
+@pytest.mark.parametrize("uploads", [True, False])
+def test_what_another_rank_uploads_ends_at_once(uploads: bool) -> None:
+    """Saved and ordered again: the scheduler waits for the end on every rank."""
+    rig = Rig(uploads=uploads)
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7)))
+    rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.1), SavedEnd(2, False, 0.1)], [])
+    rig.rank.poll()
+    rig.rank.begin(StepPlan(uploads=(UploadOrder(3, KEY, 2),)))
+    report = rig.rank.take_report()
+    assert report is not None
+    ended = {job: end.outcome for (job, kind), end in report.ends.items() if kind is JobKind.UPLOAD}
+    refused = {2: Outcome.CANCELLED}
+    assert ended == (refused if uploads else refused | {1: Outcome.OK, 3: Outcome.OK})
+    assert len(rig.client.uploads) == rig.rank.busy == (2 if uploads else 0)
+    assert rig.rank.counters["upload_ok"] == 0, "only what was sent is counted"
 
 
 def test_only_transfers_that_succeed_are_timed() -> None:
