@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all e2e infra nightly lint format docs demo bench clean gpu gpu-tests gpu-copies gpu-path gpu-pages
+.PHONY: help venv test test-all e2e infra nightly lint format docs demo bench clean gpu
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,21 +61,10 @@ bench: $(STAMP) ## what there is to measure; ARGS="engine --rounds 3" runs one
 # With PYTHON as it is: where a GPU is, there may be no package index, and no vLLM.
 GPU_OUT ?= build/gpu
 
-gpu: gpu-tests gpu-copies gpu-path gpu-pages ## what needs a GPU, tests and benchmarks, with PYTHON's own packages; -k goes on after a failure
-
-gpu-tests:
-	mkdir -p $(GPU_OUT)
-	$(PYTHON) -m pytest -c tests/gpu/bare.ini --rootdir . -m gpu --junitxml $(GPU_OUT)/tests.xml tests/gpu tests/unit/device $(ARGS)
-
-gpu-copies:
-	$(PYTHON) -m benchmarks.gpu_copies --out $(GPU_OUT)/gpu-copies.json
-
-gpu-path:
-	$(PYTHON) -m benchmarks.gpu_path --out $(GPU_OUT)/gpu-path.json
-
-gpu-pages:
-	mkdir -p $(GPU_OUT)
-	$(PYTHON) -m benchmarks.pages 8 3 gpu > $(GPU_OUT)/gpu-pages.json
+gpu: ## what needs a GPU, with PYTHON's own packages and the folder GPU_PACK: see scripts/gpu/README.md
+	@well=0; for command in first second third; do \
+	  $(PYTHON) -m scripts.gpu $$command $(if $(GPU_PACK),--pack $(GPU_PACK)) --out $(GPU_OUT)/$$command $(ARGS) || well=1; \
+	done; exit $$well
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

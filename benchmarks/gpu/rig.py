@@ -125,13 +125,17 @@ class CopyRig:
         self.machine.synchronize()
         begin_s = perf_counter()
         order()
-        left = self.count
-        while left:
-            left -= ended(copies)
+        self.drain(copies, self.count)
+        return perf_counter() - begin_s
+
+    @staticmethod
+    def drain(copies: BlockCopies, left: int) -> None:
+        """Until so many more copies have ended."""
+        begin_s = perf_counter()
+        while left := left - ended(copies):
             if perf_counter() - begin_s > LONG_S:
                 raise AssertionError(f"{left} copies have not ended in {LONG_S} s")
             sleep(_POLL_S)
-        return perf_counter() - begin_s
 
 
 def ended(copies: BlockCopies) -> int:

@@ -1,8 +1,10 @@
 """A few copies of every kind, small enough to run under compute-sanitizer:
-`python -m tests.gpu.sanitized [--kind cuda-batch …] [--mib 4]`. Ends with 1 if a byte is wrong.
+`python -m tests.gpu.sanitized [--kind cuda-batch …] [--mib 4] [--seconds 60]`. Ends with 1 where a
+byte is wrong.
 
 --kind: of device, as in `tests.unit.device.devices`; both paths of a GPU if none is given.
 --mib: of the caches. Large ones do not fit into one piece of an allocator's.
+--seconds: begin again, with other pages and bytes, until so many have passed.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import count, product
+from time import monotonic
 
 import torch
 
@@ -67,15 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--mib", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0)
     options = parser.parse_args(arguments)
-    for kind in options.kind or ("cuda-batch", "cuda-gather"):
-        for seed, shape in enumerate(SHAPES):
-            shape = sized(shape, options.mib)
+    kinds = options.kind or ("cuda-batch", "cuda-gather")
+    shapes = [sized(shape, options.mib) for shape in SHAPES]
+    end_s = monotonic() + options.seconds
+    for seed in count():
+        for kind, shape in product(kinds, shapes):
             if not saved_and_loaded(kind, shape, seed):
                 print(f"{kind}: wrong bytes, seed {seed}, {shape}", file=sys.stderr)
                 return 1
-            print(f"{kind}: {shape.order}, {shape.blocks} blocks, right")
-    return 0
+        if monotonic() >= end_s:
+            print(f"{', '.join(kinds)}: {len(shapes)} shapes, {seed + 1} times, all bytes right")
+            return 0
+    raise AssertionError("numbers have no end")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Parts of a command, each a process of its own that ends in time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_STACKS_S = 5.0
+"""How long a process that has run out of time may take to print where it is."""
+_REHEARSAL_S = 1200.0
+"""How long a part may take where time is not short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process.
+
+    program: arguments of the Python interpreter; `{out}` in them stands for the folder of results.
+    rehearsal: the same for a machine without a GPU, from start to end where CUDA is not needed.
+    stdout: the name of the result that the standard output is; without one it goes to the log.
+    files: names of the results that the program writes itself.
+    """
+
+    name: str
+    program: Sequence[str]
+    rehearsal: Sequence[str]
+    timeout_s: float
+    stdout: str | None = None
+    files: Sequence[str] = ()
+
+    def results(self) -> list[str]:
+        return [*self.files, *([self.stdout] if self.stdout else [])]
+
+
+def run(
+    name: str, parts: Sequence[Part], out: Path, env: Mapping[str, str], *, rehearse: bool
+) -> bool:
+    """Whether all parts have ended well; one that has not keeps no other from its turn.
+
+    Writes `out`/`name`.json after every part, and what the programs say to `out`/`name`.log.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"command": name, "rehearsal": rehearse, "parts": {}}
+    with (out / f"{name}.log").open("wb") as log:
+        for part in parts:
+            begin_s = monotonic()
+            end = _run(part, out, env, log, rehearse=rehearse)
+            seconds = round(monotonic() - begin_s, 1)
+            report["parts"][part.name] = {"end": end, "seconds": seconds}
+            print(f"{part.name}: {end}, {seconds} s", flush=True)
+            (out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+    return all(part["end"] == "ok" for part in report["parts"].values())
+
+
+def _run(part: Part, out: Path, env: Mapping[str, str], log: IO[bytes], *, rehearse: bool) -> str:
+    program = part.rehearsal if rehearse else part.program
+    command = [sys.executable, *(argument.replace("{out}", str(out)) for argument in program)]
+    log.write(f"\n== {part.name}: {' '.join(command)}\n".encode())
+    log.flush()
+    target = (out / part.stdout).open("wb") if part.stdout else log
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**env, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=target,
+        stderr=log,
+        start_new_session=True,
+    )
+    try:
+        return _ended(process, _REHEARSAL_S if rehearse else part.timeout_s)
+    finally:
+        _kill(process)
+        if target is not log:
+            target.close()
+
+
+def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    try:
+        code = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # which makes Python print the stack of every thread
+        try:
+            process.wait(_STACKS_S)
+        except subprocess.TimeoutExpired:
+            return f"stuck for {timeout_s:g} s"
+        return f"not over in {timeout_s:g} s"
+    return "ok" if code == 0 else f"failed with {code}"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """It, and what it has left behind."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

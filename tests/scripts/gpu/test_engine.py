@@ -1,0 +1,26 @@
+"""What the engine has to show on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.engine import Answer
+from scripts.gpu import engine
+
+pytest.importorskip("vllm")
+
+
+def answer(cached_tokens: int) -> Answer:
+    return Answer([1, 2], cached_tokens, 0.1, 0.2, "length")
+
+
+def test_other_tokens_and_shorter_hits_are_noticed() -> None:
+    whole = answer(engine.HIT_TOKENS)
+    assert engine.same([whole], [whole])
+    assert not engine.same([whole], [Answer([1, 3], engine.HIT_TOKENS, 0.1, 0.2, "length")])
+    assert engine.hit([whole])
+    assert not engine.hit([whole, answer(engine.HIT_TOKENS - 1)])
+    good = {"equal": True, "left": [{}, {}], "broken": []}
+    assert engine.well(good)
+    for worse in ({"equal": False}, {"left": [{}, {"jobs": 1}]}, {"broken": ["a hook"]}):
+        assert not engine.well(good | worse)
