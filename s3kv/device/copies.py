@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -121,8 +122,7 @@ class BlockCopies:
         self._loads_in_a_row = 0
         self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
         self._closing = False
-        self._entered = False
-        self._start_error: Exception | None = None
+        self._entered: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="s3kv-copies", daemon=True)
         self._thread.start()
 
@@ -145,7 +145,11 @@ class BlockCopies:
         """
         places = ChunkPlaces(layouts, slab, slot_bytes, header_bytes)
         copies = cls(open_copier(places, path, idle))
-        copies._await_thread()
+        try:
+            copies._entered.result()
+        except COPY_ERRORS:
+            copies.close()
+            raise
         return copies
 
     def mark(self) -> CopyMark:
@@ -274,16 +278,6 @@ class BlockCopies:
             return
         self._copier.close()
 
-    def _await_thread(self) -> None:
-        """Block until the copy thread is ready. Closes and raises `RuntimeError` if it has ended
-        instead.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._entered or self._closing)
-        if not self._entered:
-            self.close()
-            raise RuntimeError(f"the copy thread cannot use the device: {self._start_error}")
-
     def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = self._clock() + timeout_s
         while True:
@@ -326,6 +320,7 @@ class BlockCopies:
                 while self._await_turn():
                     self._start_next()
         finally:
+            self._entered.cancel()
             self._settle()
             with self._changed:
                 self._closing = True
@@ -337,12 +332,9 @@ class BlockCopies:
         try:
             self._copier.enter_thread()
         except COPY_ERRORS as error:
-            logger.exception("s3kv: the copy thread cannot use the device")
-            self._start_error = error
+            self._entered.set_exception(error)
             return False
-        with self._changed:
-            self._entered = True
-            self._changed.notify_all()
+        self._entered.set_result(None)
         return True
 
     def _await_turn(self) -> bool:

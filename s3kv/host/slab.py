@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
 """madvise(2), Linux 5.14: fault the pages in, writable. Not among the constants of `mmap`."""
-_PIECE_BYTES = 16 * 2**20
+PREFAULT_BYTES = 16 * 2**20
 """Bytes prefaulted between two calls of `stop`: 10 to 40 ms of work."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -152,22 +152,18 @@ class Slab:
         Registering the slab with CUDA fills them, too. Call `close` only after this has ended.
         Raises `ConfigError` if the memory is not there.
         """
-        libc = ctypes.CDLL(None, use_errno=True)
-        # mmap.madvise would do the same while holding the GIL.
-        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         # The anchor keeps the mapping alive meanwhile.
         anchor = ctypes.c_char.from_buffer(self._map)
         start = ctypes.addressof(anchor)
-        for offset in range(0, self.nbytes, _PIECE_BYTES):
+        for offset in range(0, self.nbytes, PREFAULT_BYTES):
             if stop():
                 return
-            piece = min(_PIECE_BYTES, self.nbytes - offset)
-            if libc.madvise(start + offset, piece, _MADV_POPULATE_WRITE) == 0:
-                continue
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:
+            piece = min(PREFAULT_BYTES, self.nbytes - offset)
+            code = populate(start + offset, piece)
+            if code == errno.EINVAL:
+                self._touch(offset, piece)
+            elif code:
                 raise _too_large(self.nbytes, os.strerror(code))
-            self._touch(offset, piece)
 
     def _touch(self, offset: int, nbytes: int) -> None:
         """Prefault on older kernels: read a byte of every page."""
@@ -186,6 +182,15 @@ class Slab:
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
+
+
+def populate(address: int, nbytes: int) -> int:
+    """Allocate pages, and map them into this process, without holding the GIL, as `mmap.madvise`
+    would. Returns 0, or the error: EINVAL where Linux is older than 5.14.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return ctypes.get_errno() if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) else 0
 
 
 def _too_large(nbytes: int, reason: str) -> ConfigError:

@@ -6,21 +6,31 @@ reported, with its likely reason and a remedy.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import mmap
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from s3kv.host.limits import MemoryLimits, memory_limits
+from s3kv.host.slab import PREFAULT_BYTES, populate
 
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**30
 """Approximate size of one registration. A call takes a fraction of a second per GiB; and a limit is
 hit only once most of the slab is pinned."""
+_THREADS = 8
+"""Most threads that have pages allocated."""
+_TOLD_PIECES = 16
+"""Pieces registered between two lines in the log."""
 COST = (
     "unpinned memory is copied through a buffer of the driver, several times slower, and each such "
     "copy blocks a thread of the worker"
@@ -94,22 +104,41 @@ def pin(memory: torch.Tensor, unit_bytes: int, device: torch.device) -> dict[int
 
 
 def register(
-    memory: torch.Tensor, unit_bytes: int, device: torch.device
+    memory: torch.Tensor,
+    unit_bytes: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[dict[int, int], PinningRefusal | None]:
     """Register memory with CUDA, piece by piece, on the current device. Returns {address: bytes},
     and the refusal if not all of it was registered.
 
     A DMA must not cross from one registered piece to the next, so pieces are whole units: slots,
-    or what an extent cannot cross. The first refusal ends it; the rest stays unpinned.
+    or what an extent cannot cross. The first refusal ends it; the rest stays unpinned. The log has
+    the time, every 16 pieces and at the end.
     """
     registered: dict[int, int] = {}
-    for address, nbytes in _pieces(memory, unit_bytes):
+    began_s = clock()
+    for number, (address, nbytes) in enumerate(_pieces(memory, unit_bytes), start=1):
+        _populate(address, nbytes)
         code = int(_cudart().cudaHostRegister(address, nbytes, 0))
         if code:
             _forget_error(device)
             return registered, PinningRefusal.of(code, memory.numel(), memory_limits())
         registered[address] = nbytes
+        done = sum(registered.values())
+        if number % _TOLD_PIECES == 0 or done == memory.numel():
+            took_s = clock() - began_s
+            logger.info("s3kv: pinned %d of %d bytes in %.1f s", done, memory.numel(), took_s)
     return registered, None
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Have pages allocated by several threads. CUDA would do it on one thread, while it holds a
+    lock of the driver that other processes wait for. A failure shows when CUDA registers them.
+    """
+    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
+        for begin in range(0, nbytes, PREFAULT_BYTES):
+            pool.submit(populate, address + begin, min(PREFAULT_BYTES, nbytes - begin))
 
 
 def unpin(registered: dict[int, int]) -> None:
@@ -117,6 +146,7 @@ def unpin(registered: dict[int, int]) -> None:
     for address, nbytes in registered.items():
         code = int(_cudart().cudaHostUnregister(address))
         if code:
+            _forget_error(torch.device("cuda"))
             logger.warning(
                 "s3kv: CUDA did not unpin %d bytes (error %d); they stay pinned until this process "
                 "ends",
@@ -139,10 +169,13 @@ def _cudart() -> Any:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clear the error of a failed call. CUDA would report it at the engine's next kernel launch, so
-    launch a kernel here that receives it.
+    """Clear the error that a failed call has left in CUDA's runtime, which would report it at the
+    engine's next kernel launch.
     """
+    major = str(torch.version.cuda).partition(".")[0]
     try:
-        torch.zeros(1, device=device)
-    except RuntimeError:
-        logger.debug("s3kv: cleared the error that a CUDA call had left")
+        # The library that torch has loaded: each copy of the runtime has errors of its own.
+        ctypes.CDLL(f"libcudart.so.{major}", mode=os.RTLD_NOLOAD).cudaGetLastError()
+    except OSError:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)  # a launch of our own receives it

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
+import os
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from s3kv.device.gpu import pinning
 from s3kv.device.slot_payloads import ChunkPlaces
+from s3kv.host import slab
 from s3kv.host.limits import MemoryLimits
 from tests.unit.device.caches import Shape, build
 
@@ -114,6 +119,8 @@ def test_what_cuda_does_not_give_back_is_told(
 ) -> None:
     runtime, where = Refusing(99), places_of(10, 8192)
     monkeypatch.setattr(pinning, "_cudart", lambda: runtime)
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(pinning, "_forget_error", forgotten.append)
     registered = pinning.pin(where.memory, where.slot_bytes, where.device)
     runtime.kept = {min(registered)}
     with caplog.at_level(logging.WARNING):
@@ -121,6 +128,79 @@ def test_what_cuda_does_not_give_back_is_told(
     assert registered == {}
     assert [address for address, _ in runtime.registered] == [min(runtime.kept)]
     assert "error 713" in caplog.text
+    assert len(forgotten) == 1
+
+
+def resident(where: ChunkPlaces) -> bool:
+    """Whether all pages of the slab are in memory."""
+    nbytes = where.memory.numel()
+    pages = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    assert libc.mincore(where.memory.data_ptr(), nbytes, pages) == 0
+    return all(page & 1 for page in pages)
+
+
+def test_pages_are_there_before_cuda_is_asked_and_other_threads_bring_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, where = Refusing(99), places_of(64, 65536)
+    found: list[bool] = []
+    register = runtime.cudaHostRegister
+
+    def looking(address: int, nbytes: int, flags: int) -> int:
+        found.append(resident(where))
+        return register(address, nbytes, flags)
+
+    threads: set[int] = set()
+
+    def populate(address: int, nbytes: int) -> int:
+        threads.add(threading.get_ident())
+        return slab.populate(address, nbytes)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", looking)
+    monkeypatch.setattr(pinning, "_cudart", lambda: runtime)
+    monkeypatch.setattr(pinning, "populate", populate)
+    monkeypatch.setattr(pinning, "PREFAULT_BYTES", 65536)
+    assert not resident(where)
+    pinning.pin(where.memory, where.slot_bytes, where.device)
+    assert found == [True]
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+def test_how_long_it_takes_is_told_on_the_way_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pinning, "_cudart", lambda: Refusing(99))
+    monkeypatch.setattr(pinning, "_PIECE_BYTES", 8192)
+    now = iter([100.0, 108.0, 112.5])
+    where = places_of(20, 8192)
+    with caplog.at_level(logging.INFO):
+        pinning.register(where.memory, 8192, where.device, now.__next__)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"s3kv: pinned {16 * 8192} of {20 * 8192} bytes in 8.0 s",
+        f"s3kv: pinned {20 * 8192} of {20 * 8192} bytes in 12.5 s",
+    ]
+
+
+def test_an_error_is_taken_from_the_runtime_that_torch_has_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And no kernel is launched for it."""
+    loaded: list[tuple[str, int]] = []
+    asked: list[str] = []
+
+    def load(name: str, mode: int) -> SimpleNamespace:
+        loaded.append((name, mode))
+        return SimpleNamespace(cudaGetLastError=lambda: asked.append(name))
+
+    monkeypatch.setattr(pinning, "ctypes", SimpleNamespace(CDLL=load))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch, "zeros", None)
+    pinning._forget_error(torch.device("cuda"))
+    assert loaded == [("libcudart.so.12", os.RTLD_NOLOAD)]
+    assert asked == ["libcudart.so.12"]
 
 
 @pytest.mark.gpu
