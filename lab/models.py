@@ -40,6 +40,7 @@ class Preset:
     embedding_std: float
     window_tokens: int | None = None
     """Where given, every layer but the last looks at so many tokens only."""
+    max_tokens: int = MAX_TOKENS
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -75,6 +76,20 @@ FAT = Preset(
     embedding_std=2.0,
 )
 """64 KiB of KV per token, half of Llama-3-8B's, at little compute: for tests of data transfer."""
+
+LONG = Preset(
+    "long",
+    hidden=64,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=32,
+    intermediate=64,
+    weight_std=0.2,
+    embedding_std=1.0,
+    max_tokens=33_000,
+)
+"""256 bytes of KV per token: for prompts of 32,000 tokens that are computed in seconds."""
 
 
 def prompts(count: int, tokens: int, *, seed: int = 0) -> list[list[int]]:
@@ -148,7 +163,7 @@ def _config(preset: Preset) -> dict[str, object]:
         "num_key_value_heads": preset.kv_heads,
         "head_dim": preset.head_dim,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": MAX_TOKENS,
+        "max_position_embeddings": preset.max_tokens,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10_000.0,
         "hidden_act": "silu",
