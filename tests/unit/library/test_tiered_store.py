@@ -96,7 +96,7 @@ async def test_many_readers_of_one_block_cause_one_fetch(config: Config) -> None
 
 
 async def test_memory_smaller_than_the_blocks_still_serves_them_all(config: Config) -> None:
-    blocks = [block(n) for n in range(400)]
+    blocks = [block(n) for n in range(200)]
     async with await opened(config) as store:
         for key, tensors in blocks:
             while not await store.put(key, tensors):
