@@ -1,9 +1,9 @@
 """The I/O process's loop, from the first message to the last.
 
-The process runs one asyncio loop on one thread; a second thread prefaults the slab and ends. The
-process ends when the stream does, or when its parent process changes (another child of the worker
-may hold a copy of the stream's other end). Jobs are cancelled then, except after a `Drain`, which
-may use its time.
+The process runs one asyncio loop on one thread. Other threads prefault the slab, and look for
+credentials. The process ends when the stream does, or when its parent process changes (another
+child of the worker may hold a copy of the stream's other end). Jobs are cancelled then, except
+after a `Drain`, which may use its time.
 """
 
 from __future__ import annotations
