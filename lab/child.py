@@ -1,8 +1,8 @@
-"""The process an engine runs in: `python -m lab.child`, started and driven by `lab.engine`.
+"""The process an engine runs in, started by `lab.entry` and driven by `lab.engine`.
 
-Commands come as JSON lines on stdin, answers go as JSON lines to what was stdout at the start
-(vLLM prints what it likes to the log instead). Commands run concurrently; each answer carries the
-command's number. The end of stdin means the driver is gone: the whole process group is killed.
+Commands come as JSON lines on stdin, answers go as JSON lines to what was stdout at the start.
+Commands run concurrently; each answer carries the command's number. The end of stdin means the
+driver is gone: the whole process group is killed.
 """
 
 from __future__ import annotations
@@ -271,9 +271,3 @@ def die_with(stepping: asyncio.Task[None]) -> None:
     traceback.print_exception(stepping.exception())
     sys.stderr.flush()
     os._exit(1)
-
-
-if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    asyncio.run(main(channel))

@@ -162,7 +162,7 @@ class Engine:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [self._python, "-m", "lab.child"],
+                [self._python, "-m", "lab.entry"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

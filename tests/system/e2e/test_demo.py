@@ -55,7 +55,7 @@ def test_ctrl_c_ends_everything_with_one_line() -> None:
     demo = start_demo()
     assert demo.stdout is not None
     demo.stdout.readline()
-    while not any("lab.child" in command_line(child) for child in children_of(demo)):
+    while not any("lab.entry" in command_line(child) for child in children_of(demo)):
         assert demo.poll() is None
     children = children_of(demo)
     demo.send_signal(signal.SIGINT)

@@ -1,0 +1,17 @@
+"""The first lines of an engine's process: `python -m lab.entry`.
+
+They take stdout away before vLLM is imported, because 0.29 logs to it meanwhile. What anything
+prints goes to stderr, the log; answers alone go to what was stdout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    from lab.child import main
+
+    asyncio.run(main(answers))
