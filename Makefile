@@ -5,29 +5,47 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Which minor version of vLLM; `make test-matrix VERSION=0.30` runs one, and makes .venvs/0.30 for it.
+VERSION ?= 0.29 0.30 0.31 0.32 0.33
+
+# Makes the environment of the stamp $@ with these extras of ours, and stamps it.
+define environment
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(if $*,VLLM=$*) scripts/install_engine.sh $(@D)/bin/python
+	$(@D)/bin/python -m pip install --quiet --editable '.[$(1)]'
+	touch $@
+endef
+, := ,
+
 # Tests at a time. Every engine wants a core and 2 GiB.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all e2e infra nightly lint format docs demo bench clean gpu
+.PHONY: help venv test test-all test-matrix e2e infra nightly lint format docs demo bench clean gpu
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## the virtual environment, with vLLM and everything the tests need
 
 $(STAMP): pyproject.toml scripts/install_engine.sh
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	scripts/install_engine.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[test,dev,docs]'
-	touch $@
+	$(call environment,test$(,)dev$(,)docs)
+
+.venvs/%/.installed: pyproject.toml scripts/install_engine.sh scripts/overlay_vllm.py
+	$(call environment,test)
 
 test: $(STAMP) ## the unit and contract tests, and the engine tests that matter most: minutes; ARGS="tests/unit" for some of them
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
 test-all: $(STAMP) ## every test but the nightly ones: what CI runs
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m '(long or not long) and not nightly' $(ARGS)
+
+test-matrix: $(VERSION:%=test-matrix-%) ## what holds s3kv to its host on every version of vLLM, or VERSION=0.30: 8 minutes and 4 GB each; writes what docs/compatibility.md shows
+
+.PRECIOUS: .venvs/%/.installed
+test-matrix-%: .venvs/%/.installed
+	.venvs/$*/bin/python -m scripts.matrix $(ARGS)
 
 e2e: $(STAMP) ## only the tests on the real engine
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup tests/system/e2e $(ARGS)
@@ -67,5 +85,5 @@ gpu: ## what needs a GPU, with PYTHON's own packages and the folder GPU_PACK: se
 	done; exit $$well
 
 clean: ## remove the virtual environment and every cache
-	rm -rf $(VENV) build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venvs build dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,16 @@ import click
 
 from s3kv import config
 from s3kv.cli.app import cli
-from scripts import costs, dashboard, format_example, metrics, pictures, reference, results
+from scripts import (
+    compatibility,
+    costs,
+    dashboard,
+    format_example,
+    metrics,
+    pictures,
+    reference,
+    results,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -124,9 +133,11 @@ def documents() -> dict[str, Callable[[], str]]:
     """Everything that is rendered: its path from the root, and what writes it."""
     drawn = {f"docs/pictures/{name}.svg": draw for name, draw in pictures.ALL.items()}
     return {
+        "README.md": compatibility.readme,
         "deploy/grafana/s3kv.json": dashboard.page,
         "docs/api.md": reference.page,
         "docs/cli.md": command_line,
+        "docs/compatibility.md": compatibility.page,
         "docs/configuration.md": configuration,
         "docs/cost.md": costs.page,
         "docs/metrics.md": metrics.page,

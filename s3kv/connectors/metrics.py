@@ -26,13 +26,13 @@ from s3kv.metrics import (
     name_of,
 )
 
-try:  # vLLM 0.32 and later
+try:
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
         ECConnectorPromMetrics,
         ECConnectorStats,
     )
-except ImportError:  # pragma: no cover
-    ECConnectorPromMetrics = ECConnectorStats = object
+except ImportError:  # pragma: no cover - vLLM 0.29 and 0.30 ask for no such statistics
+    ECConnectorPromMetrics, ECConnectorStats = KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
     from s3kv.host.table import TableStatistics

@@ -211,6 +211,9 @@ def test_another_adapter_under_a_number_ends_the_one_before(
     rank.manager.load("a", 1, other, load_inplace=True)
     assert not rank.loads.may_save
     told = rank.step().by_id
+    if hashed_name(LoRARequest("a", 1, str(other))) == hashed_name(LoRARequest("a", 1, "/")):
+        assert told == {}, "vLLM hashes adapters by name alone, and has one for two of them"
+        return
     assert told[1].name == hashed_name(LoRARequest("a", 1, str(other)))
     rank.manager.load("a", 2, adapter)
     assert set(rank.step().by_id) == {1}

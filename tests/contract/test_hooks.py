@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import vllm
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
@@ -19,11 +18,11 @@ from tests.contract.test_vllm_api import (
     CONNECTOR,
     METRICS,
     SCHEDULER,
-    VERSION,
     WORKER,
     moved,
     parameters,
 )
+from tests.versions import VERSION, newer
 
 EC_CONNECTOR = "s3kv/connectors/ec.py"
 EC_SCHEDULER = "s3kv/connectors/ec_scheduler.py"
@@ -143,9 +142,9 @@ EC_HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
     "role": ((), EC_CONNECTOR),
 }
 EC_SINCE = {
-    "get_ec_connector_stats": (0, 32),
-    "build_ec_connector_stats": (0, 32),
-    "build_prom_metrics": (0, 32),
+    "get_ec_connector_stats": (0, 31),
+    "build_ec_connector_stats": (0, 31),
+    "build_prom_metrics": (0, 31),
 }
 EC_LEFT_ALONE = {
     "clear_connector_metadata",
@@ -186,7 +185,7 @@ def test_hook_has_the_parameters_we_wrote_it_for(
 ) -> None:
     theirs = next((vars(base)[hook] for base in bases if hook in vars(base)), None)
     if theirs is None and since > VERSION:
-        pytest.skip(f"newer than vLLM {vllm.__version__}")
+        pytest.skip(newer(f"`{hook}`"))
     assert theirs is not None, moved(f"{bases[0].__name__}.{hook} is gone", read_again)
     if isinstance(theirs, classmethod):
         theirs = theirs.__get__(None, ours)
@@ -204,8 +203,8 @@ def test_every_hook_of_ours_is_pinned_and_none_of_theirs_unknown(
     assert not unknown, moved(
         f"new hooks {sorted(unknown)}: is their default right for a cache?", CONNECTOR
     )
-    newer = {name for name, version in since.items() if version > VERSION}
-    uncalled = public(ours) - public(*bases) - newer
+    later = {name for name, version in since.items() if version > VERSION}
+    uncalled = public(ours) - public(*bases) - later
     assert not uncalled, moved(f"{sorted(uncalled)} are hooks no more", CONNECTOR)
 
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from s3kv.connectors import S3KVConnector, kv
+from s3kv.connectors import S3KVConnector
 from s3kv.connectors.adapter_loads import AdapterStep
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello
 from s3kv.messages import EMPTY_PLAN, StepPlan
+from tests.versions import since
 
 
 class Side:
@@ -75,7 +75,7 @@ def test_hellos_of_other_connectors_are_left_out() -> None:
     assert side.told == [("set_workers", ([hello], 2))]
 
 
-@pytest.mark.skipif(kv.CacheHitSource is None, reason=f"newer than vLLM {vllm.__version__}")
+@since(0, 32, "`CacheHitSource`")
 @pytest.mark.parametrize(("bucket", "host"), [(0, 48), (16, 32), (48, 0)])
 def test_hits_are_told_by_where_they_came_from(bucket: int, host: int) -> None:
     scheduler = connector(KVConnectorRole.SCHEDULER, Side(bucket_tokens=bucket))

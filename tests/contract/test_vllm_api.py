@@ -18,7 +18,7 @@ import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-VERSION = tuple(int(part) for part in vllm.__version__.split(".")[:2])
+from tests.versions import VERSION, newer, since
 
 CONNECTOR = "s3kv/connectors/kv.py"
 SCHEDULER = "s3kv/connectors/kv_scheduler.py"
@@ -224,7 +224,7 @@ def test_the_block_pool_reaches_us() -> None:
             self.pool = gpu_block_pool
 
     if not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
-        pytest.skip(f"vLLM {vllm.__version__} calls bind_gpu_block_pool itself")
+        pytest.skip(newer("`bind_kv_cache_manager`"))
     connector = Connector()
     KVConnectorBase_V1.bind_kv_cache_manager(connector, Manager())  # type: ignore[arg-type]
     assert connector.pool is Manager.block_pool, moved("the block pool is not bound", SCHEDULER)
@@ -238,12 +238,12 @@ def test_fields_we_read(module: str, name: str, wanted: set[str], read_again: st
     assert not missing, moved(f"{name} has no {sorted(missing)}", read_again)
 
 
-@pytest.mark.parametrize(("since", "module", "name", "wanted", "read_again"), NEWER_FIELDS)
+@pytest.mark.parametrize(("first", "module", "name", "wanted", "read_again"), NEWER_FIELDS)
 def test_newer_fields_we_read(
-    since: tuple[int, int], module: str, name: str, wanted: set[str], read_again: str
+    first: tuple[int, int], module: str, name: str, wanted: set[str], read_again: str
 ) -> None:
-    if since > VERSION:
-        pytest.skip(f"newer than vLLM {vllm.__version__}")
+    if first > VERSION:
+        pytest.skip(newer(", ".join(f"`{name}.{field}`" for field in sorted(wanted))))
     test_fields_we_read(module, name, wanted, read_again)
 
 
@@ -298,7 +298,7 @@ def test_what_tells_adapters_apart_in_vllms_own_cache() -> None:
     assert len(names) == (3 if VERSION >= (0, 31) else 2), moved("adapters' hashes", ADAPTERS)
 
 
-@pytest.mark.skipif(VERSION < (0, 32), reason="newer than this vLLM")
+@since(0, 32, "`CacheHitSource`")
 def test_the_tiers_we_name_exist() -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 

@@ -1,0 +1,84 @@
+"""The tables of versions: what they show of a result, and that every supported version has one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from scripts import compatibility
+from scripts.matrix import AREAS
+from tests.project import ROOT, extras
+
+
+def cell(area: str, **told: Any) -> dict[str, Any]:
+    empty = {"passed": 0, "failed": [], "newer": {}, "skipped": {}}
+    runner = {area.name: area.runner for area in AREAS}[area]
+    return {"area": area, "runner": runner, "commit": "c0ffee"} | empty | told
+
+
+def result(version: str, *cells: dict[str, Any]) -> compatibility.Result:
+    return {"vllm": version, "build": "CPU build", "torch": "2.13.0", "cells": list(cells)}
+
+
+FIRST, SECOND, THIRD = (area.name for area in AREAS[:3])
+OLD = result(
+    "0.29.0",
+    cell(FIRST, passed=7, newer={"t::a": "newer than vLLM 0.29: a hook"}),
+    cell(SECOND, passed=1, failed=["t::b"]),
+    cell(THIRD, newer={"t::c": "newer than vLLM 0.29: images"}),
+)
+NEW = result("0.33.0", cell(FIRST, passed=8))
+
+
+def cells_of(table: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ")[-2:] for line in table.splitlines()]
+
+
+def test_a_cell_says_how_many_tests_have_passed() -> None:
+    heads, _, *rows = cells_of(compatibility.table([OLD, NEW]))
+    assert heads == ["0.29.0", "0.33.0"]
+    assert rows[0] == ["7 passed", "8 passed"]
+    assert rows[1] == ["**1 of 2 failed**", "not run"]
+    assert rows[2] == ["lacks images", "not run"]
+    assert all(row == ["not run", "not run"] for row in rows[3:])
+    assert len(rows) == len(AREAS)
+
+
+def test_the_short_table_has_a_word_for_each() -> None:
+    _, _, *rows = cells_of(compatibility.summary([OLD, NEW]))
+    assert rows[:3] == [["tested", "tested"], ["**fails**", "not run"], ["–", "not run"]]
+
+
+def test_the_version_that_every_change_runs_on_needs_no_record() -> None:
+    always = result(compatibility.CONTINUOUS)
+    assert "| with every change |" in compatibility.table([always, NEW])
+    assert "| tested | not run |" in compatibility.summary([always, NEW])
+    (default,) = re.findall(r"VLLM:-(.*?)}", (ROOT / "scripts/install_engine.sh").read_text())
+    assert f"{default}.0" == compatibility.CONTINUOUS
+
+
+def test_what_a_version_lacks_and_what_failed_is_named() -> None:
+    told = compatibility.beneath([OLD, NEW])
+    assert "**0.29.0**: CPU build, torch 2.13.0, s3kv at c0ffee." in told
+    assert "because it lacks it: a hook, images." in told
+    assert "Failed: `t::b`." in told
+
+
+def test_every_supported_version_has_a_result_and_none_has_failed() -> None:
+    (supported,) = (Requirement(text).specifier for text in extras()["vllm"])
+    recorded = compatibility.recorded()
+    have = {result["vllm"].rpartition(".")[0] for result in recorded}
+    assert have == {f"0.{n}" for n in range(200) if f"0.{n}.0" in supported}
+    failed = [test for result in recorded for cell in result["cells"] for test in cell["failed"]]
+    assert failed == []
+
+
+def test_the_range_that_is_told_is_the_one_that_has_run() -> None:
+    versions = [result["vllm"].rpartition(".")[0] for result in compatibility.recorded()]
+    told = f"{versions[0]} to {versions[-1]}"
+    for document in ("README.md", "docs/quickstart.md", "docs/compatibility.md"):
+        assert re.search(rf"vLLM\W+{re.escape(told)}\b", (ROOT / document).read_text()), document
+    (made,) = re.findall(r"^VERSION \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert made.split() == versions
