@@ -224,13 +224,14 @@ def test_other_formats_have_a_block_in_every_64_kib(tmp_path: Path, start: bytes
     assert digest(file) != before
 
 
-def test_small_files_are_read_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [600, 1_000_000])
+def test_small_files_are_read_whole(tmp_path: Path, length: int) -> None:
     """Whatever else is beside them: here 20 MiB."""
     (tmp_path / "adapter_model.bin").write_bytes(bytes(20 * 2**20))
     config = tmp_path / "adapter_config.json"
     seen = set()
     for alpha in (16, 32, 64):
-        config.write_text(json.dumps({"filler": "x" * 600, "lora_alpha": alpha}))
+        config.write_text(json.dumps({"filler": "x" * length, "lora_alpha": alpha}))
         found = adapter_digest(str(tmp_path))
         assert found is not None
         seen.add(found.hexadecimal)

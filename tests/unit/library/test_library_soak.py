@@ -70,15 +70,18 @@ class LateThreads(ThreadPoolExecutor):
 
 
 class Caller:
-    """Makes calls, and compares every byte it gets."""
+    """Makes calls, and compares every byte it gets. cut: share of the calls to be cancelled."""
 
-    def __init__(self, store: TieredStore, pools: dict[str, torch.Tensor], seed: int) -> None:
+    def __init__(
+        self, store: TieredStore, pools: dict[str, torch.Tensor], seed: int, cut: float
+    ) -> None:
         self.ends: Counter[str] = Counter()
         self.mine: list[dict[str, torch.Tensor]] = []
         """Tensors of gets that were cancelled, which nobody may write to any more."""
         self._store = store
         self._pools = pools
         self._draw = random.Random(seed)
+        self._cut = cut
 
     async def calls(self, count: int) -> None:
         kinds = (self.put, self.get, self.put_tensor, self.get_tensor, self.block)
@@ -96,8 +99,10 @@ class Caller:
             self.ends["calls"] += 1
 
     async def cut(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The call's result; in three of ten cases it is cancelled, in one way or another."""
-        if self._draw.random() >= 0.3:
+        """The call's result. Some are to be cancelled, in one way or another, and about half of
+        those have ended by then.
+        """
+        if self._draw.random() >= self._cut:
             return await call
         pause_s = self._draw.choice([0.0, self._draw.random() * 0.02])
         way = self._draw.randrange(3)
@@ -195,12 +200,12 @@ async def opened(config: Config, pools: dict[str, torch.Tensor]) -> TieredStore:
     )
 
 
-async def soak(config: Config, seed: int, calls: int) -> Counter[str]:
+async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str]:
     asyncio.get_running_loop().set_default_executor(LateThreads(random.Random(seed)))
     pools = {n: torch.zeros((POOL, *shape), dtype=dtype) for n, (shape, dtype) in SHAPES.items()}
     ends: Counter[str] = Counter()
     async with await opened(config, pools) as store:
-        callers = [Caller(store, pools, seed * TASKS + n) for n in range(TASKS)]
+        callers = [Caller(store, pools, seed * TASKS + n, cut) for n in range(TASKS)]
         async with asyncio.TaskGroup() as group:
             for caller in callers:
                 group.create_task(caller.calls(calls // TASKS))
@@ -253,16 +258,18 @@ async def compare_the_bucket(store: TieredStore) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "calls", [200, pytest.param(5_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+    ("calls", "cut"),
+    [(200, 0.3), pytest.param(5_000, 0.6, marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    ids=["200", "5000"],
 )
 def test_calls_cancelled_at_any_moment_leave_the_store_right(
-    monkeypatch: pytest.MonkeyPatch, calls: int
+    monkeypatch: pytest.MonkeyPatch, calls: int, cut: float
 ) -> None:
     seed = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**31)))
     print(f"S3KV_SEED={seed}")
     assert max(map(len, ITEMS)) * WIDTH * 2 < MAX_ITEM_BYTES
     with fresh_bucket(monkeypatch) as config:
-        ends = asyncio.run(soak(config, seed, calls))
+        ends = asyncio.run(soak(config, seed, calls, cut))
     print(dict(ends))
     assert ends["calls"] == calls // TASKS * TASKS, "nobody was cancelled by mistake"
     wanted = ("put cancelled", "get cancelled", "acquire cancelled", "hits", "tensor hits")
