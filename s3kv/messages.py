@@ -26,7 +26,8 @@ class FetchOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """Copy `block_ids` (all blocks of the chunk, in order) to `slot` once this step's forward has
+    """Copy `block_ids` (all blocks of the chunk's object, in order: those of its first KV-cache
+    group, then as many of the next) to `slot` once this step's forward has
     written them, then upload the slot. Ends twice per rank: as `JobKind.SAVE` when the blocks may
     be reused, and as `JobKind.UPLOAD` when nothing reads the slot any more. A failed save uploads
     nothing; its second end is then CANCELLED.
@@ -49,7 +50,8 @@ class UploadOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """Copy blocks `first_block …` of the chunk in `slot` to the device blocks `block_ids`."""
+    """Copy blocks `first_block …` of the object in `slot`, of its part for a KV-cache group of the
+    engine, to the device blocks `block_ids`."""
 
     group: int
     slot: int

@@ -135,7 +135,8 @@ def fingerprint(
     """The fingerprint as plain JSON values, equal on every rank. `io.tier.introduce` adds how
     objects are sealed.
 
-    page: byte layout of a page on this rank, without the parts that differ between ranks.
+    page: byte layout of a page on this rank, without the parts that differ between ranks; with
+        several KV-cache groups, of each group, and how the groups are joined.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     on_cpu = vllm_config.device_config.device_type == "cpu"

@@ -11,28 +11,30 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.adapters import KnownAdapters
 from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.kv_groups import NULL_BLOCK
 from s3kv.connectors.kv_translate import (
-    GROUP,
     KVGeometry,
     WorkerHello,
     WorkerReport,
     scheduled_requests,
+    written_blocks,
 )
 from s3kv.connectors.metrics import KV_SHARES, Gauges, Meter, S3KVStats, Values, memory_gauges
 from s3kv.connectors.observers import Observers
 from s3kv.connectors.request_hashes import RequestHashes
 from s3kv.errors import ConfigError, UnsupportedError
-from s3kv.host.room import EqualSlots
+from s3kv.host.room import room_for
 from s3kv.host.table import Table
 from s3kv.messages import LostLoad, StepPlan
 from s3kv.metrics import KV_METRICS
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.cover import GroupKind
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
@@ -135,7 +137,7 @@ class SchedulerSide(Guarded):
             "s3kv: the workers tell of their host memory in the first step; the requests in it are "
             "computed (MultiConnector hands on the reports of one connector only)"
         )
-        self._planner = self._make_planner(1, slot_bytes=1, serves=False)
+        self._planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
 
     def _start(self, hellos: list[WorkerHello]) -> KVPlanner:
         if len(hellos) != self._world_size:
@@ -154,15 +156,18 @@ class SchedulerSide(Guarded):
                 f"{need} bytes here (or make chunk_tokens smaller)"
             )
         self._hellos = hellos
+        # An object has the same place on every rank, so the longest counts.
+        object_bytes = tuple(map(max, zip(*(h.object_bytes for h in hellos), strict=True)))
         logger.info(
-            "s3kv: bucket %s, namespace %s, %d ranks, %d slots of %d tokens",
+            "s3kv: bucket %s, namespace %s, %d ranks, %d slots of %s, chunks of %d tokens",
             self._config.bucket,
             digests.pop(),
             self._world_size,
             slots,
+            "a page" if object_bytes else "a chunk",
             self._sizes.chunk_tokens,
         )
-        return self._make_planner(slots, hellos[0].slot_bytes)
+        return self._make_planner(slots, hellos[0].slot_bytes, object_bytes)
 
     def _report_late(self, hellos: Sequence[WorkerHello]) -> None:
         """Replace the stand-in for the planner once all ranks have reported."""
@@ -175,17 +180,20 @@ class SchedulerSide(Guarded):
                 self._planner.reset(self._salt)
             self._planner.adopt(stand_in)
 
-    def _make_planner(self, slots: int, slot_bytes: int, *, serves: bool = True) -> KVPlanner:
+    def _make_planner(
+        self, slots: int, slot_bytes: int, object_bytes: Sequence[int], *, serves: bool = True
+    ) -> KVPlanner:
         config = self._config
+        room = room_for(slots, slot_bytes, object_bytes)
         ledger = Ledger(
-            Table(EqualSlots(slots, slot_bytes), config.eviction),
+            Table(room, config.eviction, dict(enumerate(object_bytes))),
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=self._world_size,
             residency=None if self._observers is None else self._observers.log,
         )
         settings = KVPlannerSettings(
-            groups=(GroupSpec(self._sizes.block_tokens, self._sizes.chunk_tokens, number=GROUP),),
+            groups=self._sizes.groups,
             hash_tokens=self._sizes.hash_tokens,
             probe_chunks=config.probe_chunks,
             max_wait_s=config.max_wait_ms / 1000,
@@ -193,10 +201,11 @@ class SchedulerSide(Guarded):
             max_saves_inflight=config.max_saves_inflight,
             may_load=self._may_load and serves,
             may_save=self._may_save and serves,
+            null_block=None if self._sizes.is_plain else NULL_BLOCK,
         )
         pace = Pace(
             prefill_tokens_per_s=config.prefill_tokens_per_s,
-            fetches_at_once=config.fetches_at_once(slot_bytes),
+            fetches_at_once=config.fetches_at_once(max((slot_bytes, *object_bytes))),
         )
         return KVPlanner(ledger, pace, settings)
 
@@ -220,8 +229,8 @@ class SchedulerSide(Guarded):
         self.planner.add_request(request.request_id, self._hashes.of(request, adapter))
         self.planner.bar(self._hashes.take_barred())
         if not request.skip_reading_prefix_cache:
-            local = self._local_tokens(request)
-            self.planner.prefetch(request.request_id, local, time.monotonic())
+            local, now_s = self._local_tokens(request), time.monotonic()
+            self.planner.prefetch(request.request_id, local, now_s, tokens=request.num_tokens)
 
     def _settle_adapter(self, request: Request) -> None:
         """Fix the adapter of a request that is about to be computed. If it is not the assumed one,
@@ -233,15 +242,15 @@ class SchedulerSide(Guarded):
             self._enter(request, adapter)
 
     def _local_tokens(self, request: Request) -> int:
-        """Tokens of the request's prefix in the engine's own cache now."""
-        if self._pool is None:
+        """Tokens of the request's prefix in the engine's own cache now, as far as the first group
+        knows. It is asked only if it has full attention, and its blocks are hashed one by one."""
+        first = self._sizes.groups[0]
+        is_known = first.kind is GroupKind.FULL and first.block_tokens == self._sizes.hash_tokens
+        if self._pool is None or not is_known:
             return 0
-        blocks = 0
-        for block_hash in request.block_hashes:
-            if self._pool.get_cached_block(block_hash, [GROUP]) is None:
-                break
-            blocks += 1
-        return blocks * self._sizes.hash_tokens
+        find, group = self._pool.get_cached_block, [first.members[0]]
+        own = takewhile(lambda block_hash: find(block_hash, group), request.block_hashes)
+        return sum(1 for _ in own) * self._sizes.hash_tokens
 
     @guarded(default=lambda: (0, False))
     def lookup(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
@@ -251,7 +260,11 @@ class SchedulerSide(Guarded):
             return None, False
         self._settle_adapter(request)
         answer = self.planner.lookup(
-            request.request_id, computed_tokens, time.monotonic(), reads=reads
+            request.request_id,
+            computed_tokens,
+            time.monotonic(),
+            tokens=request.num_tokens,
+            reads=reads,
         )
         if reads and self._observers is not None:
             request_id = request.request_id
@@ -262,10 +275,9 @@ class SchedulerSide(Guarded):
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         if external_tokens:
-            size = self._sizes.block_tokens
-            first, count = self._own_tokens // size, external_tokens // size
-            block_ids = tuple(blocks.get_block_ids()[GROUP][first : first + count])
-            load = LostLoad(request.request_id, block_ids)
+            begin, end = self._own_tokens, self._own_tokens + external_tokens
+            filled = self._sizes.blocks_between(blocks.get_block_ids(), begin, end)
+            load = LostLoad(request.request_id, filled)
             self._loads[request.request_id] = load
             self._unplanned.append(load)
         self._admitted(request, blocks, external_tokens)
@@ -274,8 +286,7 @@ class SchedulerSide(Guarded):
     def _admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         if not external_tokens:
             self._settle_adapter(request)  # vLLM may admit a request without a lookup.
-        ids = blocks.get_block_ids()[GROUP]
-        self.planner.admitted(request.request_id, (ids,), external_tokens)
+        self.planner.admitted(request.request_id, blocks.get_block_ids(), external_tokens)
 
     def bucket_tokens(self, request: Request, external_tokens: int) -> int:
         if self.broken is not None:
@@ -295,7 +306,8 @@ class SchedulerSide(Guarded):
         for new in output.scheduled_new_reqs:
             self._hashes.scheduled(new.req_id, new.mm_features)
         self.planner.bar(self._hashes.take_barred())
-        plan = self.planner.plan(scheduled_requests(output), time.monotonic())
+        scheduled = scheduled_requests(output, self._sizes)
+        plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
         # Two idle steps, because the previous one may still run while this one is planned.
         idle = output.total_num_scheduled_tokens == 0
         if idle and self._was_idle and self.planner.has_arrivals_inflight:

@@ -4,66 +4,79 @@ the messages that vLLM carries between scheduler and workers.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from s3kv.config import Config
 from s3kv.connectors.adapter_loads import NO_STEP, AdapterReport, AdapterStep
+from s3kv.connectors.kv_groups import (
+    block_tokens,
+    check_groups_are_served,
+    chunk_tokens_for,
+    coverages,
+    layers_of,
+)
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.messages import StepPlan, StepReport
 from s3kv.objects.keys import shard_name
+from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.requests import ScheduledRequest
-from s3kv.types import default_chunk_tokens
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-
-GROUP = 0
-"""The KV-cache group that is served. So far s3kv serves only models with one group."""
-
-_FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
-_PROMOTED = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
-"""Layers that vLLM can keep as full attention, beside layers with full attention, if its hybrid
-manager is off. MLA with a window is not among them: in DeepSeek-V4 such layers have other pages.
-"""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Sizes of blocks, block hashes and chunks, in tokens. They are equal on every rank."""
+    """Sizes of blocks, block hashes and chunks, in tokens, and the KV-cache groups. They are equal
+    on every rank.
+
+    block_tokens: the least number of tokens that is a whole number of blocks in every group.
+    groups: those that need the same positions are joined. Without any, one of full attention.
+    """
 
     block_tokens: int
     hash_tokens: int
     chunk_tokens: int
+    groups: tuple[GroupSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            group = GroupSpec(self.block_tokens, self.chunk_tokens)
+            object.__setattr__(self, "groups", (group,))
 
     @property
-    def chunk_blocks(self) -> int:
-        return self.chunk_tokens // self.block_tokens
+    def is_plain(self) -> bool:
+        """Whether there is one group, with full attention: then tables only grow."""
+        (first, *others) = self.groups
+        return not others and len(first.members) == 1 and first.kind is GroupKind.FULL
+
+    def blocks_between(
+        self, tables: Sequence[Sequence[int]], begin: int, end: int
+    ) -> tuple[int, ...]:
+        """The blocks from token `begin` to `end` in all of the engine's groups."""
+        return tuple(
+            block
+            for group in self.groups
+            for member in group.members
+            for block in tables[member][begin // group.block_tokens : end // group.block_tokens]
+        )
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise `UnsupportedError` for a model or engine that s3kv cannot serve correctly.
-
-    Layers with a window of tokens are served if vLLM keeps the KV of all their tokens, as for full
-    attention: in one group, in pages that it frees only with the request.
-    """
-    _check_layers([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
+    """Raise `UnsupportedError` for a model or engine that s3kv cannot serve correctly."""
+    check_groups_are_served(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) > 1:
@@ -74,71 +87,6 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             "first prompts it saw. Use a checkpoint with scales, or run it without s3kv"
         )
     _check_hashes_are_stable(vllm_config)
-
-
-def _layers(groups: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
-    return [
-        layer
-        for spec in groups
-        for layer in (
-            spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-        )
-    ]
-
-
-def _check_layers(groups: Sequence[KVCacheSpec]) -> None:
-    layers = _layers(groups)
-    kinds = {type(layer).__name__ for layer in layers}
-    if len(groups) != 1:
-        remedy = "Run it without s3kv"
-        if _fits_one_group(layers):
-            remedy = (
-                "Start it with --disable-hybrid-kv-cache-manager: vLLM then keeps the KV of every "
-                "token in every layer, which takes more memory per token and gives the same "
-                "answers. Or run it without s3kv"
-            )
-        raise UnsupportedError(
-            f"this model has {len(groups)} KV-cache groups ({', '.join(sorted(kinds))}); s3kv "
-            f"serves models whose layers are all in one. {remedy}"
-        )
-    for layer in layers:
-        # A subclass is refused, because it may keep state that is not in the pages.
-        name = type(layer).__name__
-        if name not in _FULL or not isinstance(layer, FullAttentionSpec):
-            raise UnsupportedError(
-                f"this model has layers of kind {name}; s3kv serves full attention (with MLA) and, "
-                "beside it, layers with a window. Run it without s3kv"
-            )
-
-
-def _fits_one_group(layers: Sequence[KVCacheSpec]) -> bool:
-    """Whether vLLM can keep all these layers as full attention, in one group that s3kv serves.
-
-    vLLM's own function decides. It raises for models that vLLM cannot start in this way, such as
-    those with windows of two sizes.
-    """
-    planner = grouping_module()
-    specs = {str(number): layer for number, layer in enumerate(layers)}
-    kinds = {type(layer).__name__ for layer in layers}
-    if not (kinds <= _FULL | _PROMOTED and kinds & _FULL and kinds & _PROMOTED):
-        return False
-    quiet = planner.logger.disabled
-    planner.logger.disabled = True  # it would warn that the manager is on
-    try:
-        planner.unify_hybrid_kv_cache_specs(specs)
-        return UniformTypeKVCacheSpecs.from_specs(specs) is not None
-    except (AssertionError, TypeError, ValueError):  # vLLM would not start
-        return False
-    finally:
-        planner.logger.disabled = quiet
-
-
-def grouping_module() -> Any:
-    """The module of vLLM that divides layers into groups. It has another name from 0.33 on."""
-    try:
-        return importlib.import_module("vllm.v1.core.kv_cache_planning")
-    except ModuleNotFoundError:
-        return importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 
 def writes_before_fences(
@@ -191,13 +139,13 @@ def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
 
 def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVGeometry:
     """The KV geometry. Raises `ConfigError` if chunk_tokens does not fit the block size."""
-    block = kv_cache_config.kv_cache_groups[GROUP].kv_cache_spec.block_size
+    block = block_tokens(kv_cache_config)
     hashed = getattr(kv_cache_config, "hash_block_size", None)
     if hashed is None:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
         hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1]
-    chunk = config.chunk_tokens or default_chunk_tokens(block)
+    chunk = config.chunk_tokens or chunk_tokens_for(kv_cache_config)
     if chunk % block or chunk % hashed:
         below = chunk // block * block
         near = f"{below} or {below + block}" if below else f"{block}"
@@ -205,7 +153,7 @@ def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
             f"chunk_tokens is {chunk}: allowed is a multiple of the KV block size, which is "
             f"{block} tokens here (for example {near})"
         )
-    return KVGeometry(block, hashed, chunk)
+    return KVGeometry(block, hashed, chunk, coverages(kv_cache_config, chunk))
 
 
 def equal_ranks(kv_cache_config: KVCacheConfig, tp_size: int) -> int:
@@ -217,7 +165,7 @@ def equal_ranks(kv_cache_config: KVCacheConfig, tp_size: int) -> int:
     said: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
     if said is not None:
         return said
-    layers = _layers([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
+    layers = layers_of(kv_cache_config)
     return tp_size if all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers) else 1
 
 
@@ -251,15 +199,21 @@ def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) 
     ]
 
 
-def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
+def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[ScheduledRequest]:
     """The requests of one engine step. A request that was preempted comes back as a new request on
     the second-generation model runner, and as a resumed one on the first. Its blocks are replaced
     in both cases.
     """
     tokens = output.num_scheduled_tokens
+    tables = None if sizes.is_plain else output.kv_connector_block_state.get_block_ids
     for new in output.scheduled_new_reqs:
         yield ScheduledRequest(
-            new.req_id, (new.block_ids[GROUP],), True, new.num_computed_tokens, tokens[new.req_id]
+            new.req_id,
+            new.block_ids,
+            True,
+            new.num_computed_tokens,
+            tokens[new.req_id],
+            None if tables is None else partial(tables, new.req_id),
         )
     cached = output.scheduled_cached_reqs
     for request_id, blocks, computed in zip(
@@ -267,11 +221,20 @@ def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
     ):
         yield ScheduledRequest(
             request_id,
-            (blocks[GROUP],) if blocks else (),
+            blocks or (),
             request_id in cached.resumed_req_ids,
             computed,
             tokens[request_id],
+            None if tables is None else partial(tables, request_id),
         )
+
+
+def written_blocks(output: SchedulerOutput) -> list[int]:
+    """Blocks that the engine writes to before the forward: it zeroes some, and copies to others.
+    They are blocks of scheduled requests or of loads, and named once more to be sure."""
+    copies = getattr(output, "kv_cache_block_copies", None) or ()
+    zeroed = getattr(output, "new_block_ids_to_zero", None) or ()
+    return [*zeroed, *(copy.dst_block_id for copy in copies)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +247,16 @@ class PlanMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """A worker's message to the scheduler when it is ready to serve. A worker sends one."""
+    """A worker's message to the scheduler when it is ready to serve. A worker sends one.
+
+    object_bytes: the length of a chunk's object in each set of groups; empty, if there is one set:
+    then an object takes one slot.
+    """
 
     namespace: str
     slot_count: int
     slot_bytes: int
+    object_bytes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_translate import (
-    GROUP,
     KVGeometry,
     WorkerHello,
     WorkerReport,
@@ -35,6 +34,7 @@ from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier
 from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
+from s3kv.planning.cover import held_blocks
 from s3kv.worker.rank import RankWorker
 
 if TYPE_CHECKING:
@@ -105,43 +105,74 @@ class WorkerSide(Guarded):
         """Make the slab for these caches and start the I/O process, which tries the bucket while
         the engine warms up. Raises `ConfigError` or `UnsupportedError`.
         """
-        group = self._kv_cache_config.kv_cache_groups[GROUP]
-        layout = PageLayout.of(
-            kv_caches, self._kv_cache_config.num_blocks, group.layer_names, self._sizes.chunk_blocks
-        )
+        layouts = self._layouts(kv_caches)
+        groups = self._sizes.groups
         shards, rank = self._shards()
         hello = introduce(
             self._config,
-            self._identity(layout),
+            self._identity(layouts),
             shards[rank],
-            {GROUP: (layout.part(f"g{GROUP}"),)},
+            {g.number: tuple(layouts[m].part(f"g{m}") for m in g.members) for g in groups},
             writes_manifest=rank == 0,  # all ranks have the same manifest
             shapes=tuple(dict.fromkeys(shards)),
+            first_blocks={g.number: held_blocks(g).start for g in groups},
         )
         slots = Slots.of(hello, " for this model (a smaller chunk_tokens makes it smaller)")
-        computes_here = layout.device.type == "cpu"
+        device = next(iter(layouts.values())).device
+        computes_here = device.type == "cpu"
         tier = open_tier(
             self._config,
             slots.nbytes,
             hello,
-            node=memory_near(layout.device),
+            node=memory_near(device),
             processors=beside_the_model() if computes_here else None,
             wait=None,
         )
         self._slab, self._client = tier.slab, tier.client
-        header_bytes = {group: chunk.header_bytes for group, chunk in slots.formats.items()}
-        copies = BlockCopies.open({GROUP: layout}, tier.slab.view, slots.slot_bytes, header_bytes)
+        copies = BlockCopies.open(
+            layouts, tier.slab.view, slots.slot_bytes, self._parts(slots, layouts)
+        )
         self._rank = RankWorker(
             copies=copies,
             client=tier.client,
             slot_bytes=slots.slot_bytes,
-            block_bytes={GROUP: layout.block_bytes},
+            block_bytes={group: layout.block_bytes for group, layout in layouts.items()},
             uploads=shards.index(shards[rank]) == rank,
             clock=time.monotonic,
+            members={g.number: g.members for g in groups},
         )
         if not copies.statistics().pinned:
             self._start_prefault(tier.slab)
-        self._hello = WorkerHello(hello.namespace_digest, slots.count, slots.slot_bytes)
+        object_bytes: list[int] = []
+        if len(groups) > 1:
+            object_bytes = [slots.formats[g.number].object_bytes for g in groups]
+        self._hello = WorkerHello(
+            hello.namespace_digest, slots.count, slots.slot_bytes, tuple(object_bytes)
+        )
+
+    def _layouts(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, PageLayout]:
+        """The layout of the objects' parts, by vLLM's number of the KV-cache group."""
+        config = self._kv_cache_config
+        return {
+            member: PageLayout.of(
+                kv_caches,
+                config.num_blocks,
+                config.kv_cache_groups[member].layer_names,
+                len(held_blocks(group)),
+            )
+            for group in self._sizes.groups
+            for member in group.members
+        }
+
+    def _parts(self, slots: Slots, layouts: dict[int, PageLayout]) -> dict[int, int]:
+        """Where the part of each of vLLM's groups begins in its objects."""
+        begins: dict[int, int] = {}
+        for group in self._sizes.groups:
+            at = slots.formats[group.number].header_bytes
+            for member in group.members:
+                begins[member] = at
+                at += layouts[member].payload_bytes
+        return begins
 
     def _start_prefault(self, slab: Slab) -> None:
         """Start to touch every page of the slab, as pinning would have done. `hello` waits for
@@ -187,11 +218,27 @@ class WorkerSide(Guarded):
         if self._slab is not None:
             self._slab.close()
 
-    def _identity(self, layout: PageLayout) -> dict[str, Any]:
-        page = {
-            "chunk_blocks": self._sizes.chunk_blocks,
-            "layers": _distinct(layout.describe()["layers"]),
-        }
+    def _identity(self, layouts: dict[int, PageLayout]) -> dict[str, Any]:
+        groups = self._sizes.groups
+        layers = {n: _distinct(layout.describe()["layers"]) for n, layout in layouts.items()}
+        page: dict[str, Any]
+        if self._sizes.is_plain:
+            page = {
+                "chunk_blocks": self._sizes.chunk_tokens // self._sizes.block_tokens,
+                "layers": layers[groups[0].members[0]],
+            }
+        else:
+            page = {
+                "groups": [
+                    {
+                        "kind": group.kind.value,
+                        "reach_tokens": group.reach_tokens,
+                        "block_tokens": group.block_tokens,
+                        "members": {str(member): layers[member] for member in group.members},
+                    }
+                    for group in groups
+                ]
+            }
         return fingerprint(
             self._config, self._vllm_config, self._kv_cache_config, self._sizes, page
         )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from s3kv.connectors.kv_translate import GROUP, KVGeometry
+from s3kv.connectors.kv_translate import KVGeometry
 from s3kv.messages import JobKind
 from s3kv.planning.residency import Change, Origin, Residency, ResidencyLog
 from s3kv.types import ChunkKey
@@ -95,8 +95,8 @@ class Observers:
             self._events.reset()
 
 
-_CPU = {"medium": "CPU", "locality": "LOCAL", "group_idx": GROUP}
-_STORAGE = {"medium": "STORAGE", "locality": "REMOTE", "group_idx": GROUP}
+_CPU = {"medium": "CPU", "locality": "LOCAL"}
+_STORAGE = {"medium": "STORAGE", "locality": "REMOTE"}
 _EVENTS = {
     Residency.HOST_STORED: (kv_events.BlockStored, _CPU),
     Residency.HOST_REMOVED: (kv_events.BlockRemoved, _CPU),
@@ -122,7 +122,11 @@ class _Chunk:
 
 
 class KVEvents:
-    """The events of one engine, made from a `ResidencyLog`. Used from the engine's thread."""
+    """The events of one engine, made from a `ResidencyLog`. Used from the engine's thread.
+
+    They are of the first set of KV-cache groups only, in the name of its first group. It is the one
+    with full attention, if there is one, and what a router should know is how far a prefix goes.
+    """
 
     def __init__(self, sizes: KVGeometry) -> None:
         self._sizes = sizes
@@ -155,7 +159,7 @@ class KVEvents:
 
     def _remember(self, origin: Origin) -> None:
         request = self._requests.get(origin.request_id)
-        if request is None:
+        if request is None or origin.key.group != self._sizes.groups[0].number:
             return
         tokens, per_hash = self._sizes.chunk_tokens, self._sizes.hash_tokens
         start = origin.position * tokens
@@ -187,6 +191,7 @@ class KVEvents:
             "parent_block_hash": chunk.parent,
             "token_ids": list(chunk.token_ids),
             "block_size": self._sizes.hash_tokens,
+            "group_idx": self._sizes.groups[0].members[0],
             "lora_id": chunk.lora_id,
             "lora_name": chunk.lora_name,
         }

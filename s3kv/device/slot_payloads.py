@@ -19,9 +19,11 @@ class ChunkPlaces:
     slab: the worker's mapping, writable bytes, a whole number of slots; slot `i` begins at
         `i * slot_bytes`. This object keeps a view until `close`, so the slab cannot be unmapped
         under a copy.
-    header_bytes: by group; the offset of the payload in a slot.
+    slot_bytes: the distance between slots. An object that is longer takes several.
+    header_bytes: by group; the offset of the group's part in the object: of the first one, the
+        length of the header.
 
-    Raises `ValueError` when a slot is too small for a group's chunk.
+    Raises `ValueError` when the slab is too small for a group's chunk.
     """
 
     layouts: Mapping[int, PageLayout]
@@ -39,9 +41,9 @@ class ChunkPlaces:
         if self.slab.nbytes < self.slot_bytes or self.slab.nbytes % self.slot_bytes:
             raise ValueError(f"slab of {self.slab.nbytes} bytes, slots of {self.slot_bytes}")
         for group, layout in self.layouts.items():
-            if self.header_bytes[group] + layout.payload_bytes > self.slot_bytes:
+            if self.header_bytes[group] + layout.payload_bytes > self.slab.nbytes:
                 raise ValueError(
-                    f"slots of {self.slot_bytes} bytes do not hold a chunk of group {group}: "
+                    f"a slab of {self.slab.nbytes} bytes does not hold a chunk of group {group}: "
                     f"{self.header_bytes[group]} + {layout.payload_bytes}"
                 )
         self.slab = memoryview(self.slab).cast("B")
@@ -50,6 +52,13 @@ class ChunkPlaces:
     @property
     def device(self) -> torch.device:
         return next(iter(self.layouts.values())).device
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Length of the pieces in which the slab may be pinned: no object crosses their ends. An
+        object of several slots begins at a multiple of the next power of two."""
+        longest = max(self.header_bytes[g] + p.payload_bytes for g, p in self.layouts.items())
+        return self.slot_bytes << (-(-longest // self.slot_bytes) - 1).bit_length()
 
     @property
     def num_slots(self) -> int:
@@ -71,7 +80,10 @@ class ChunkPlaces:
             raise ValueError(f"blocks [{part.first_block}, {end_block}) are not in the chunk")
         if min(part.block_ids) < 0 or max(part.block_ids) >= layout.num_blocks:
             raise ValueError(f"block ids {part.block_ids} exceed {layout.num_blocks} blocks")
-        return layout, part.slot * self.slot_bytes + self.header_bytes[part.group]
+        begin = part.slot * self.slot_bytes + self.header_bytes[part.group]
+        if begin + layout.payload_bytes > self.slab.nbytes:
+            raise ValueError(f"slot {part.slot} is too near the end of the slab for {part.group}")
+        return layout, begin
 
     def locate_whole(self, part: LoadPart) -> tuple[PageLayout, int]:
         """Locate a part that is to be saved. Raises `ValueError` as `locate` does, and for an

@@ -18,7 +18,7 @@ Pure bookkeeping: places are numbers.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 PAGE_BYTES = 4096
@@ -56,6 +56,16 @@ class Room(Protocol):
 
     def check(self) -> None:
         """Recompute all state. Raises `AssertionError` where it differs. For tests."""
+
+
+def room_for(count: int, unit_bytes: int, entry_bytes: Collection[int]) -> EqualSlots | Extents:
+    """The room for entries of these lengths in a slab of `count` units: equal slots if a unit holds
+    any of them, otherwise extents. Raises `ValueError` if the units are not pages then."""
+    if all(nbytes <= unit_bytes for nbytes in entry_bytes):
+        return EqualSlots(count, unit_bytes)
+    if unit_bytes != PAGE_BYTES:
+        raise ValueError(f"units of {unit_bytes} bytes: entries of several units need pages")
+    return Extents(count)
 
 
 class EqualSlots:

@@ -141,14 +141,15 @@ class Table:
 
     A key has at most one entry. Breaking a rule raises `TableError` and changes nothing.
 
-    The table is used from one thread only. `room` must be empty; the table owns it from then on.
-    eviction: the policy, as the setting of that name has it.
+    Used from one thread only. `room` must be empty; the table owns it. eviction: the policy, as the
+    setting has it. nbytes: by group, what `reserve` takes if not told; otherwise it takes one unit.
     """
 
-    __slots__ = ("_at", "_evictions", "_groups", "_pinned", "_policy", "_room", "_units")
+    __slots__ = ("_at", "_evictions", "_groups", "_nbytes", "_pinned", "_policy", "_room", "_units")
 
-    def __init__(self, room: Room, eviction: str) -> None:
+    def __init__(self, room: Room, eviction: str, nbytes: Mapping[int, int] | None = None) -> None:
         self._room = room
+        self._nbytes = dict(nbytes or {})
         self._policy = make_policy(eviction, room.count)
         # One dict of block hashes per group, not one of ChunkKeys: bytes cache their hash and
         # tuples do not, and the planner looks up bare hashes without wrapping them.
@@ -183,16 +184,17 @@ class Table:
     # ---- events
 
     def reserve(self, key: ChunkKey, nbytes: int | None = None) -> Reservation | None:
-        """Reserve a place of `nbytes` (default: one unit of the room) to fill with `key`. Returns
-        None, and changes nothing, if all that could make room is reserved, dirty or pinned, or if
-        the room is too small.
+        """Reserve a place of `nbytes` (default: the length for the key's group) to fill with `key`.
+        Returns None, and changes nothing, if all that could make room is reserved, dirty or pinned,
+        or if the room is too small.
         """
         held = self._groups.setdefault(key.group, {})
         if key.block_hash in held:
             raise TableError(f"reserve of {key}: it already has {held[key.block_hash]}")
         room, unit_bytes = self._room, self._room.unit_bytes
         evicted: Sequence[ChunkKey] = ()
-        nbytes = unit_bytes if nbytes is None else nbytes
+        if nbytes is None:
+            nbytes = self._nbytes.get(key.group, unit_bytes)
         units = -(-nbytes // unit_bytes) or 1
         number = room.allocate(units)
         if number is None:

@@ -17,7 +17,14 @@ Format = ChunkFormat | ItemFormat
 def chunk_formats(hello: wire.Hello) -> dict[int, ChunkFormat]:
     """The format of the chunks of each group that `hello` names."""
     return {
-        group: ChunkFormat(hello.namespace_digest, tensors, group, hello.shard, hello.integrity)
+        group: ChunkFormat(
+            hello.namespace_digest,
+            tensors,
+            group,
+            hello.shard,
+            hello.integrity,
+            hello.first_blocks.get(group, 0),
+        )
         for group, tensors in hello.groups.items()
     }
 

@@ -15,6 +15,7 @@ from typing import Any
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.host.placement import FIRST_TOUCH, NodeChoice
+from s3kv.host.room import PAGE_BYTES, order_of
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.formats import chunk_formats
@@ -26,8 +27,6 @@ from s3kv.types import TensorSpec
 
 logger = logging.getLogger("s3kv")
 
-_PAGE_BYTES = 4096
-
 
 def introduce(
     config: Config,
@@ -38,11 +37,12 @@ def introduce(
     item_dtype: str | None = None,
     writes_manifest: bool = True,
     shapes: Collection[str] = (),
+    first_blocks: Mapping[int, int] | None = None,
 ) -> Hello:
     """The hello of a process whose objects have this identity.
 
     identity: everything that changes the bytes of an object or their meaning. The mode and key that
-        seal it are added here. shard, groups, item_dtype: as in `Hello`.
+        seal it are added here. shard, groups, item_dtype, first_blocks: as in `Hello`.
     writes_manifest: whether this process writes the namespace's manifest and compares it, and lists
         `shapes` there, the shards of all ranks.
     Raises `ConfigError` if the mode needs a secret or a package that is missing, and `TypeError`
@@ -61,12 +61,14 @@ def introduce(
         integrity=integrity,
         manifest=canonical_json(fingerprint) if writes_manifest else b"",
         shapes=tuple(shapes) if writes_manifest else (),
+        first_blocks=dict(first_blocks or {}),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Division of a slab into equal slots, each with room for a chunk of any group.
+    """Division of a slab into equal slots. A slot has room for a chunk, if all are of one group;
+    otherwise it is a page, and a chunk takes several. So all ranks divide theirs alike.
 
     formats: by group, the format of its objects.
     """
@@ -81,15 +83,20 @@ class Slots:
         end, if that is none.
         """
         formats = chunk_formats(hello)
-        largest_bytes = max(chunk.object_bytes for chunk in formats.values())
-        slot_bytes = -(-largest_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        pages = [-(-chunk.object_bytes // PAGE_BYTES) for chunk in formats.values()]
+        least_bytes = max(pages) * PAGE_BYTES
         host_bytes = hello.config.host_bytes
-        if host_bytes < slot_bytes:
+        if len(formats) == 1:
+            slots = cls(formats, least_bytes, host_bytes // least_bytes)
+        else:
+            slots = cls(formats, PAGE_BYTES, host_bytes // PAGE_BYTES)
+            least_bytes = PAGE_BYTES << order_of(max(pages))
+        if host_bytes < least_bytes:
             raise ConfigError(
-                f"host_bytes is {host_bytes}: allowed is {slot_bytes} or more, the size of one "
+                f"host_bytes is {host_bytes}: allowed is {least_bytes} or more, the size of one "
                 f"object{advice}"
             )
-        return cls(formats, slot_bytes, host_bytes // slot_bytes)
+        return slots
 
     @property
     def nbytes(self) -> int:

@@ -42,13 +42,14 @@ class WireError(S3KVError):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Configuration of the I/O process.
 
-    groups: KV-cache group to the tensors of its chunks, as in `ChunkFormat`.
+    groups: number of a set of KV-cache groups to the tensors of its chunks, as in `ChunkFormat`.
     shard: KV heads and layers in this rank's objects, as in their keys.
     item_dtype: dtype of items (`objects.item_format`), for a process that moves items instead of
         chunks; None: it moves chunks.
     integrity: how objects are sealed and verified.
     manifest: the namespace's manifest, to be written and compared; empty if another rank does it.
     shapes: shards of all ranks, to be listed in the namespace beside the manifest.
+    first_blocks: by number, the first of a chunk's blocks that its objects hold; 0, if not given.
     """
 
     config: Config
@@ -60,6 +61,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     integrity: Integrity = XXH3
     manifest: bytes = b""
     shapes: tuple[str, ...] = ()
+    first_blocks: dict[int, int] = {}
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -1,4 +1,4 @@
-"""Cover of a KV-cache group: the blocks that a resume at a length needs. Pure.
+"""Cover of KV-cache groups: the blocks that a resume at a length needs. Pure.
 
 A full-attention group needs every block before the length, a sliding window those that the next
 token can see, chunked-local attention those since the last multiple of its size, and a state group
@@ -25,9 +25,11 @@ class GroupKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A KV-cache group. A chunk is a whole number of blocks.
+    """The KV-cache groups of the engine that need the same positions to resume. Their pages of a
+    chunk are one object. A chunk is a whole number of blocks.
 
-    number: the group's number in the keys of its chunks.
+    number: the number in the keys of its chunks.
+    members: the engine's numbers of the groups, in the order of their parts; none: `number`.
     reach_tokens: of a window or local group, how far its attention reaches; otherwise 0.
     """
 
@@ -36,8 +38,11 @@ class GroupSpec:
     kind: GroupKind = GroupKind.FULL
     reach_tokens: int = 0
     number: int = 0
+    members: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.members:
+            object.__setattr__(self, "members", (self.number,))
         if self.chunk_tokens % self.block_tokens:
             raise ValueError(
                 f"chunk_tokens is {self.chunk_tokens}: allowed are multiples of a block, "
@@ -51,17 +56,26 @@ class GroupSpec:
 
 
 def check_groups(groups: Sequence[GroupSpec]) -> None:
-    """Raise `ValueError` for groups that the planner does not serve together: other than one or
-    more full ones followed by windows, or with chunks of different lengths."""
+    """Raise `ValueError` for groups that the planner does not serve together: none at all, other
+    than full ones followed by windows and local ones, or with chunks of different lengths. A chunk
+    divides the reach of local attention, so that all of its blocks have the same covers."""
     kinds = [group.kind for group in groups]
     full = kinds.count(GroupKind.FULL)
-    if not full or kinds != [GroupKind.FULL] * full + [GroupKind.WINDOW] * (len(kinds) - full):
+    limited = {GroupKind.WINDOW, GroupKind.LOCAL}
+    if not kinds or GroupKind.FULL in kinds[full:] or not limited.issuperset(kinds[full:]):
         raise ValueError(
-            f"groups are {[kind.value for kind in kinds]}: allowed are full ones, then windows"
+            f"groups are {[kind.value for kind in kinds]}: allowed are full ones, then windows and "
+            "local ones"
         )
     sizes = {group.chunk_tokens for group in groups}
     if len(sizes) > 1:
         raise ValueError(f"chunk_tokens are {sorted(sizes)}: allowed is one length for all groups")
+    for group in groups:
+        if group.kind is GroupKind.LOCAL and group.reach_tokens % group.chunk_tokens:
+            raise ValueError(
+                f"chunk_tokens is {group.chunk_tokens}: allowed is a divisor of the reach of local "
+                f"attention, {group.reach_tokens} tokens"
+            )
 
 
 class Cover(NamedTuple):
@@ -84,13 +98,22 @@ def cover(group: GroupSpec, tokens: int) -> Cover:
 
 def blocks_of_chunk(group: GroupSpec, position: int) -> range:
     """Positions of the blocks that the object of the chunk at `position` holds: those that a resume
-    at the chunk's end needs."""
+    at the chunk's end or later needs."""
+    first = position * (group.chunk_tokens // group.block_tokens)
+    held = held_blocks(group)
+    return range(first + held.start, first + held.stop)
+
+
+def held_blocks(group: GroupSpec) -> range:
+    """The blocks that the object of a chunk holds, counted from the chunk's first. They are the
+    same in every chunk."""
     per_chunk = group.chunk_tokens // group.block_tokens
-    first = position * per_chunk
-    if group.kind is GroupKind.FULL:
-        return range(first, first + per_chunk)
-    needed = cover(group, (position + 1) * group.chunk_tokens).blocks
-    return range(max(first, needed.start), needed.stop)
+    if group.kind in (GroupKind.FULL, GroupKind.LOCAL):
+        return range(per_chunk)
+    # A chunk so far from the prompt's start that no window ends there.
+    far = 1 + group.reach_tokens // group.chunk_tokens
+    needed = cover(group, (far + 1) * group.chunk_tokens).blocks
+    return range(max(0, needed.start - far * per_chunk), per_chunk)
 
 
 def _first_token(group: GroupSpec, tokens: int) -> int:

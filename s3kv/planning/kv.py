@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
-from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, check_groups
-from s3kv.planning.ledger import ChunkState, Job, Ledger
+from s3kv.planning.cover import GroupSpec, check_groups
+from s3kv.planning.ledger import Job, Ledger
 from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
 from s3kv.planning.pace import Pace
 from s3kv.planning.requests import (
@@ -26,7 +26,7 @@ from s3kv.planning.requests import (
     RequestState,
     ScheduledRequest,
 )
-from s3kv.types import ChunkKey
+from s3kv.planning.saves import ChunkSaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class KVPlannerSettings:
     """Planner settings. `hash_tokens` divides the chunk length, which all groups share."""
 
     groups: tuple[GroupSpec, ...]
-    """KV-cache groups in the engine's order: the first is full, the others are windows."""
+    """KV-cache groups: full ones, then those with a window. Together they have every group of the
+    engine as a member, because a block of one may become a block of another."""
     hash_tokens: int
     probe_chunks: int
     max_wait_s: float
@@ -42,6 +43,8 @@ class KVPlannerSettings:
     max_saves_inflight: int
     may_load: bool = True
     may_save: bool = True
+    null_block: int | None = None
+    """The engine's number for "no block" in its tables; None if they have no gaps."""
 
 
 class Answer(NamedTuple):
@@ -65,6 +68,12 @@ class KVPlanner:
         self.counters: Counter[str] = ledger.counters
         self._settings = settings
         self._chunk_tokens = settings.groups[0].chunk_tokens
+        self._saves = ChunkSaves(
+            ledger,
+            settings.groups,
+            max_saves_inflight=settings.max_saves_inflight,
+            null_block=settings.null_block,
+        )
         self._salt = b""
         self._requests: dict[str, PlannedRequest] = {}
         self._orphans: dict[str, PlannedRequest] = {}
@@ -104,14 +113,18 @@ class KVPlanner:
             if request.state is not RequestState.LOADING:
                 request.close()
 
-    def prefetch(self, request_id: str, local_tokens: int, now_s: float) -> None:
-        """Order a queued request's first chunks, unless half the slots are reserved or pinned."""
+    def prefetch(
+        self, request_id: str, local_tokens: int, now_s: float, *, tokens: int | None = None
+    ) -> None:
+        """Order a queued request's first chunks, unless half the slots are reserved or pinned.
+        tokens: as for `lookup`."""
         figures = self.ledger.table.statistics()
         if 2 * (figures.reserved + figures.pinned) >= self.ledger.table.count:
             return
         request = self._requests[request_id]
         if self._settings.may_load and not request.saving.is_barred:
             request.local_tokens = local_tokens
+            request.hashes.resumable = self._chunks_before(tokens)
             self._collect(request, now_s, KNOWN_WINDOW_CHUNKS)
 
     def finished(self, request_id: str) -> None:
@@ -133,10 +146,18 @@ class KVPlanner:
     # --- lookups ---------------------------------------------------------------------------
 
     def lookup(
-        self, request_id: str, local_tokens: int, now_s: float, *, reads: bool = True
+        self,
+        request_id: str,
+        local_tokens: int,
+        now_s: float,
+        *,
+        tokens: int | None = None,
+        reads: bool = True,
     ) -> Answer:
         """Look up the tokens to load after the `local_tokens` in the engine's own cache. Without
-        `reads` the answer is none: the request has to be computed.
+        `reads` the answer is none: the request has to be computed. tokens: all that the request
+        has; with a window, the answer stays below them, because the engine computes the last one
+        again.
 
         May be called any number of times. Missing chunks are requested from the bucket; the request
         waits for them only while the wait is expected to pay (see `pace`).
@@ -152,11 +173,16 @@ class KVPlanner:
         request.step(RequestEvent.LOOKUP)
         request.wait.wake()
         request.local_tokens = local_tokens
+        request.hashes.resumable = self._chunks_before(tokens)
         while (lookup := self._collect(request, now_s)) is not None:
             if self._waits(request, lookup, now_s):
                 return WAIT
             lookup.stop()
         return self._offer(request)
+
+    def _chunks_before(self, tokens: int | None) -> int | None:
+        """Number of chunks that end before the last of `tokens`."""
+        return None if tokens is None else max(0, tokens - 1) // self._chunk_tokens
 
     def _collect(
         self, request: PlannedRequest, now_s: float, orders: int = ORDERS_PER_LOOKUP
@@ -217,8 +243,8 @@ class KVPlanner:
     def admitted(
         self, request_id: str, block_ids: Sequence[Sequence[int]], external_tokens: int
     ) -> None:
-        """Place the request in `block_ids` (per group). The engine accepts `external_tokens` of the
-        offer."""
+        """Place the request in `block_ids` (per KV-cache group of the engine). The engine accepts
+        `external_tokens` of the offer."""
         request = self._requests[request_id]
         if external_tokens == 0:
             if request.state is not RequestState.LOADING:
@@ -231,10 +257,13 @@ class KVPlanner:
         request.step(RequestEvent.LOAD)
         end = request.local_tokens + external_tokens
         parts: list[LoadPart] = []
-        for lookup, ids in zip(request.lookups, block_ids, strict=True):
-            parts += lookup.load_parts(ids, request.local_tokens, end)
+        for lookup in request.lookups:
+            parts += lookup.load_parts(block_ids, request.local_tokens, end)
             self.ledger.table.touch_chain(lookup.leases)
-        self._fences |= self.ledger.fences([block for part in parts for block in part.block_ids])
+        filled = [block for part in parts for block in part.block_ids]
+        null = self._settings.null_block
+        assert null is None or null not in filled, "the engine gave no block for what it loads"
+        self._fences |= self.ledger.fences(filled)
         self._loads.append(LoadOrder(request_id, tuple(parts)))
         bucket_tokens = request.bucket_tokens(external_tokens)
         self.counters["hit_tokens_bucket"] += bucket_tokens
@@ -243,8 +272,9 @@ class KVPlanner:
     def _fences_behind(self, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
         """Saves that still read any of these blocks after the first `tokens`."""
         fences: set[int] = set()
-        for group, ids in zip(self._settings.groups, block_ids, strict=True):
-            fences |= self.ledger.fences(ids[tokens // group.block_tokens :])
+        for group in self._settings.groups:
+            for member in group.members:
+                fences |= self.ledger.fences(block_ids[member][tokens // group.block_tokens :])
         return fences
 
     def bucket_tokens(self, request_id: str, external_tokens: int) -> int:
@@ -267,9 +297,12 @@ class KVPlanner:
 
     # --- the step --------------------------------------------------------------------------
 
-    def plan(self, scheduled: Iterable[ScheduledRequest], now_s: float) -> StepPlan:
-        """The instructions for this step. Called once per engine step, after all lookups."""
-        fences, self._fences = self._fences, set()
+    def plan(
+        self, scheduled: Iterable[ScheduledRequest], now_s: float, written: Sequence[int] = ()
+    ) -> StepPlan:
+        """The instructions for this step. Called once per engine step, after all lookups. written:
+        blocks that the engine writes to, beside those of `scheduled`."""
+        fences, self._fences = self._fences | self.ledger.fences(written), set()
         looked_up, self._looked_up = self._looked_up, {}
         tokens = 0
         for step in scheduled:
@@ -287,7 +320,7 @@ class KVPlanner:
                 # step's saves have been sent to the bucket.
                 request.saving.bar()
             if self._settings.may_save and not request.saving.is_barred:
-                self._save(request, step.computed_tokens, step.scheduled_tokens)
+                self._saves.plan(request, step)
         self.pace.step_started(now_s, tokens)
         self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
@@ -311,40 +344,6 @@ class KVPlanner:
             cancels=cancels,
             withdrawals=withdrawals,
         )
-
-    def _save(self, request: PlannedRequest, computed_tokens: int, scheduled_tokens: int) -> None:
-        """Save the chunks that are complete after this step and have a hash.
-
-        Only known tokens have hashes, so drafts that may be rejected are never saved.
-        """
-        saving = request.saving
-        complete = (computed_tokens + scheduled_tokens) // self._chunk_tokens
-        if complete <= saving.saved and not saving.undecided:
-            return
-        complete = min(complete, len(request.hashes.read()))
-        for number, position in saving.take(complete):
-            is_full = self._settings.groups[number].kind is GroupKind.FULL
-            # The engine frees blocks behind a window when it schedules the next step.
-            if is_full or (position + 1) * self._chunk_tokens >= computed_tokens:
-                self._save_chunk(request, number, position)
-
-    def _save_chunk(self, request: PlannedRequest, number: int, position: int) -> None:
-        group = self._settings.groups[number]
-        key = ChunkKey(group.number, request.hashes.known[position])
-        state = self.ledger.state(key)
-        if state is ChunkState.FETCHING:
-            request.saving.undecide(number, position)
-        elif state is ChunkState.RESIDENT:
-            self.ledger.unsaved.hit(key)
-        if state is not ChunkState.ABSENT or self.ledger.index.is_present(key):
-            return
-        held = blocks_of_chunk(group, position)
-        blocks = tuple(request.saving.block_ids[number][held.start : held.stop])
-        full = self.ledger.saves_inflight >= self._settings.max_saves_inflight
-        if full or not self.ledger.plan_save(key, blocks):
-            self.counters["saves_dropped"] += 1
-        elif self.ledger.residency is not None:
-            self.ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)
 
     # --- reports ---------------------------------------------------------------------------
 

@@ -76,6 +76,9 @@ class ChunkHashes:
     salt: bytes
     known: list[bytes] = field(default_factory=list)
     """Hashes as of the last `read`."""
+    resumable: int | None = None
+    """Number of chunks that end before the request's last token; None if the caller does not tell
+    how many tokens it has."""
 
     def read(self) -> list[bytes]:
         """Update and return `known`: the hashes of all chunks whose tokens are known by now."""
@@ -87,8 +90,10 @@ class ChunkHashes:
 
     @property
     def before_the_last(self) -> int:
-        """Number of chunks that end before the last known token."""
-        return (len(self.block_hashes) - 1) // self.stride
+        """Number of chunks with hashes that end before the last known token."""
+        if self.resumable is None:
+            return (len(self.block_hashes) - 1) // self.stride
+        return min(self.resumable, len(self.block_hashes) // self.stride)
 
     def _salted(self, block_hash: bytes) -> bytes:
         return blake2b(block_hash, key=self.salt, digest_size=32).digest()
@@ -276,9 +281,10 @@ class Lookup:
             self.ready -= 1
 
     def load_parts(
-        self, block_ids: Sequence[int], begin_tokens: int, end_tokens: int
+        self, tables: Sequence[Sequence[int]], begin_tokens: int, end_tokens: int
     ) -> Iterator[LoadPart]:
-        """The parts of a load that fill the group's blocks from `begin_tokens` to `end_tokens`."""
+        """The parts of a load that fill the blocks from `begin_tokens` to `end_tokens`. tables: the
+        request's blocks in every KV-cache group of the engine."""
         group = self.group
         is_full = group.kind is _FULL
         whole = end_tokens == self.ready * group.chunk_tokens
@@ -288,10 +294,11 @@ class Lookup:
         start, end = max(needed.start, begin_tokens // group.block_tokens), needed.stop
         for position in range(start // per_chunk, -(-end // per_chunk)):
             low, high = position * per_chunk, (position + 1) * per_chunk
-            blocks = tuple(block_ids[max(low, start) : min(high, end)])
             entry = self.leases[position - self.first]
             held = low if is_full else blocks_of_chunk(group, position).start
-            yield LoadPart(group.number, entry.number, max(low, start) - held, blocks)
+            for member in group.members:
+                blocks = tuple(tables[member][max(low, start) : min(high, end)])
+                yield LoadPart(member, entry.number, max(low, start) - held, blocks)
 
     def release(self) -> None:
         """Give back all leases. Only `collect` takes new ones."""

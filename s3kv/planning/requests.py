@@ -6,11 +6,11 @@ NEW ──WAIT──▶ WAITING ──OFFER──▶ OFFERED ──LOAD──▶
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.pace import Wait
@@ -20,9 +20,11 @@ from s3kv.planning.states import IdentityEnum, Transitions
 class ScheduledRequest(NamedTuple):
     """One request of an engine step.
 
-    block_ids: device blocks per group: those new in this step, or all of them if `replaces`; empty
-    if no group has new ones.
+    block_ids: device blocks per KV-cache group: those new in this step, or all of them if
+    `replaces`; empty if no group has new ones.
     computed_tokens: tokens before this step. scheduled_tokens: tokens in this step, with drafts.
+    tables: returns all device blocks per KV-cache group in this step; None: they are what
+    `block_ids` add up to, because the engine gives none of them away before the request ends.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class ScheduledRequest(NamedTuple):
     replaces: bool
     computed_tokens: int
     scheduled_tokens: int
+    tables: Callable[[], Sequence[Sequence[int]]] | None = None
 
 
 class RequestState(IdentityEnum):
@@ -106,9 +109,11 @@ SAVING_TRANSITIONS: Transitions[SavingState, SavingEvent] = Transitions(
 
 @dataclass(slots=True, eq=False)
 class Saving:
-    """Device blocks of a request, per group, and the progress of its saves."""
+    """Device blocks of a request, per KV-cache group, and the progress of its saves."""
 
-    block_ids: list[list[int]]
+    groups: int
+    """Number of chunks at each position, one of each group."""
+    block_ids: list[list[int]] = field(default_factory=list)
     state: SavingState = _OPEN
     saved: int = 0
     """Position up to which all chunks have been decided on (saved or not), except `undecided`."""
@@ -124,8 +129,10 @@ class Saving:
         self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.BAR)
 
     def place(self, step: ScheduledRequest) -> None:
-        """Note the blocks that the request has in this step."""
-        if step.replaces:
+        """Note the blocks that the request has in this step, if only its steps tell."""
+        if step.tables is not None:
+            return
+        if step.replaces or not self.block_ids:
             self.block_ids = [list(ids) for ids in step.block_ids]
         elif step.block_ids:
             for known, new in zip(self.block_ids, step.block_ids, strict=True):
@@ -137,7 +144,7 @@ class Saving:
         self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.SAVE)
         due = [chunk for chunk in self.undecided if chunk[1] < complete]
         self.undecided = [chunk for chunk in self.undecided if chunk[1] >= complete]
-        groups = range(len(self.block_ids))
+        groups = range(self.groups)
         due += [(group, p) for p in range(self.saved, complete) for group in groups]
         self.saved = max(self.saved, complete)
         return due
@@ -176,7 +183,7 @@ class PlannedRequest:
         lookups = tuple(
             Lookup(request_id, ledger, group, hashes, wait, probe_chunks) for group in groups
         )
-        return cls(request_id, hashes, lookups, wait, Saving([[] for _ in groups]))
+        return cls(request_id, hashes, lookups, wait, Saving(len(groups)))
 
     def step(self, event: RequestEvent) -> None:
         self.state = REQUEST_TRANSITIONS.after(self.state, event)
@@ -196,7 +203,8 @@ class PlannedRequest:
     def collect(self, now_s: float, orders: int) -> Lookup | None:
         """Collect in every group, for the longest prefix that all groups may yet have resident.
         Returns the first lookup that still waits for a chunk; None if no lookup waits."""
-        chunks: int | None = None
+        is_full = self.lookups[0].group.kind is GroupKind.FULL
+        chunks = None if is_full else self.hashes.before_the_last
         settled = False
         while not settled:
             settled = True
@@ -224,7 +232,10 @@ class PlannedRequest:
         return max(0, tokens)
 
     def bucket_tokens(self, external_tokens: int) -> int:
-        """Number of `external_tokens` that were fetched for this request, by the first group."""
+        """Number of `external_tokens` that were fetched for this request, by the first group. One
+        without full attention has few chunks: if any was fetched, so were all tokens."""
+        if self.lookups[0].group.kind is not GroupKind.FULL:
+            return external_tokens if self.lookups[0].fetched else 0
         size = self.lookups[0].group.chunk_tokens
         begin, end = self.local_tokens, self.local_tokens + external_tokens
         return sum(

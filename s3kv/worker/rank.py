@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from s3kv.device.copies import BlockCopies
+from s3kv.device.copies import BlockCopies, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
 from s3kv.io.client import IoClient
 from s3kv.messages import (
@@ -39,8 +39,10 @@ class RankWorker:
     """The worker of one rank. `copies` and `client` work on the same slab; `shutdown` closes both.
 
     slot_bytes: distance between slots, which start at offset 0 of the slab. block_bytes: size of
-    one block of each group on this rank. uploads: False if a rank that holds the same uploads it.
-    This rank's upload then ends at once. clock: seconds, monotonic.
+    one block of each KV-cache group on this rank. members: by the group in keys, the KV-cache
+    groups whose blocks are in its objects; itself, if not given. uploads: False if
+    a rank that holds the same uploads it. This rank's upload then ends at once. clock: seconds,
+    monotonic.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RankWorker:
         block_bytes: Mapping[int, int],
         uploads: bool = True,
         clock: Callable[[], float],
+        members: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._seconds: dict[str, list[float]] = {}
@@ -61,11 +64,17 @@ class RankWorker:
         self._slot_bytes = slot_bytes
         self._block_bytes = block_bytes
         self._uploads = uploads
+        self._members = members or {group: (group,) for group in block_bytes}
+        self._copies_per_save = max(map(len, self._members.values()))
+        """A save is as many copies as its object has members. Copy `i` of job `n` has the number
+        `n * copies_per_save + i`."""
         self._saves: dict[int, SaveOrder] = {}
         self._owed: dict[int, SaveOrder] = {}
         """Saves of the plan begun last that `save` has not been told of."""
         self._begun: CopyMark | None = None
         """Where the step began, if its plan has loads."""
+        self._copied: dict[int, list[SavedEnd]] = {}
+        """By save: the ends of those of its copies that have ended, while others have not."""
         self._jobs: set[int] = set()
         self._report = StepReport()
         self._loading: dict[str, _RequestLoad] = {}
@@ -85,7 +94,7 @@ class RankWorker:
         self.refuse([*self._owed.values()])
         self._owed = {order.job_id: order for order in plan.saves}
         if plan.fences:
-            self._copies.fence(plan.fences)
+            self._fence(plan.fences)
         self._begun = self._copies.mark() if plan.loads else None
         for fetch in plan.fetches:
             self._fetch(fetch)
@@ -127,9 +136,13 @@ class RankWorker:
         mark = self._copies.mark() if orders else None
         for order in orders:
             self._saves[order.job_id] = order
-            self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids, mark)
+            first, members = order.job_id * self._copies_per_save, self._members[order.key.group]
+            blocks = len(order.block_ids) // len(members)
+            for number, member in enumerate(members):
+                ids = order.block_ids[number * blocks : (number + 1) * blocks]
+                self._copies.save(first + number, member, order.slot, ids, mark)
         if read_first:
-            self._copies.fence(order.job_id for order in orders)
+            self._fence(order.job_id for order in orders)
 
     def refuse(self, orders: Iterable[SaveOrder]) -> None:
         """Let saves end as failed: what the blocks hold is not what their keys say."""
@@ -163,18 +176,18 @@ class RankWorker:
         if linger_s and self._loading:
             self._copies.wait_load(linger_s)
         ends = self._copies.poll()
-        for job_id, ok, seconds in ends.saved:
-            self._saved(self._saves.pop(job_id), ok, seconds)
+        for end in ends.saved:
+            self._copy_ended(end)
         for request_id, ok in ends.loaded:
             self._loaded_or_failed(request_id, ok)
         if self._copies.refused:
             self.counters["batches_refused"] = self._copies.refused
         copying = self._loading or self._saves
-        for end in self._client.poll(0.0 if copying else linger_s):
-            self._jobs.remove(end.job_id)
-            self._end(end)
-            if end.reason:
-                self.counters[f"{end.kind.value}_corrupt_{end.reason}"] += 1
+        for done in self._client.poll(0.0 if copying else linger_s):
+            self._jobs.remove(done.job_id)
+            self._end(done)
+            if done.reason:
+                self.counters[f"{done.kind.value}_corrupt_{done.reason}"] += 1
         self._client.flush()
 
     def take_report(self) -> StepReport | None:
@@ -237,6 +250,21 @@ class RankWorker:
     def _nbytes(self, group: int, block_ids: tuple[int, ...]) -> int:
         return self._block_bytes[group] * len(block_ids)
 
+    def _fence(self, job_ids: Iterable[int]) -> None:
+        per_save = self._copies_per_save
+        self._copies.fence(
+            copy for job in job_ids for copy in range(job * per_save, (job + 1) * per_save)
+        )
+
+    def _copy_ended(self, end: SavedEnd) -> None:
+        """Take in the end of a copy. The save ends with the last of its copies."""
+        job_id = end.job_id // self._copies_per_save
+        order, ends = self._saves[job_id], self._copied.setdefault(job_id, [])
+        ends.append(end)
+        if len(ends) == len(self._members[order.key.group]):
+            del self._saves[job_id], self._copied[job_id]
+            self._saved(order, all(e.ok for e in ends), max(e.seconds for e in ends))
+
     def _loaded_or_failed(self, request_id: str, ok: bool) -> None:
         load = self._loading.pop(request_id)
         self._loaded.add(request_id)
@@ -249,7 +277,9 @@ class RankWorker:
 
     def _saved(self, order: SaveOrder, ok: bool, seconds: float) -> None:
         outcome = Outcome.OK if ok else Outcome.FAILED
-        nbytes = self._nbytes(order.key.group, order.block_ids)
+        members = self._members[order.key.group]
+        block_bytes = sum(self._block_bytes[member] for member in members)
+        nbytes = block_bytes * len(order.block_ids) // len(members)
         self._end(JobEnd(order.job_id, JobKind.SAVE, outcome, nbytes, seconds))
         if ok:
             self._upload(order.job_id, order.key, order.slot)

@@ -84,7 +84,7 @@ def ranks(directory: Path) -> list[Rank]:
             cache = groups(replace(FULL, dtype=DTYPES[dtype]))
             sizes = geometry(config, vllm_config, cache)
             layout = layout_of(order, dtype, chunk_tokens // BLOCK_TOKENS)
-            identity = WorkerSide(config, vllm_config, cache, sizes)._identity(layout)
+            identity = WorkerSide(config, vllm_config, cache, sizes)._identity({0: layout})
             for rank in range(tp):
                 hello = wire.Hello(
                     config,

@@ -16,6 +16,7 @@ from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import KVGeometry, WorkerHello, WorkerReport
 from s3kv.errors import UnsupportedError
 from s3kv.messages import JobEnd, JobKind, LostLoad, StepPlan, StepReport
+from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.pictures import picture, without_tensors
 
@@ -32,6 +33,7 @@ def request(name: str, chunks: int = 2) -> Any:
     return SimpleNamespace(
         request_id=name,
         block_hashes=hashes,
+        num_tokens=16 * len(hashes),
         skip_reading_prefix_cache=False,
         lora_request=None,
         mm_features=[],
@@ -425,3 +427,21 @@ def test_a_request_that_runs_across_a_load_saves_nothing_any_more() -> None:
         assert planned(scheduler, output).saves == ()
     scheduler.planner.check()
     assert scheduler.broken is None
+
+
+def test_an_object_has_the_room_that_its_longest_shard_needs() -> None:
+    """Pages instead of slots where there are objects of several lengths."""
+    window = GroupSpec(16, 32, GroupKind.WINDOW, 20, 1, (0,))
+    sizes = KVGeometry(16, 16, 32, (GroupSpec(16, 32, members=(1,)), window))
+    scheduler = SchedulerSide(Config(bucket="bkt"), sizes, may_load=True, may_save=True)
+    hellos = [
+        WorkerHello("n" * 32, 64, 4096, (9_000, 5_000)),
+        WorkerHello("n" * 32, 80, 4096, (8_000, 13_000)),
+    ]
+    scheduler.set_workers(hellos, 2)
+    table = scheduler.planner.ledger.table
+    assert table.count == 64
+    for group, pages in ((0, 3), (1, 4)):
+        reservation = table.reserve(ChunkKey(group, b"k" * 32))
+        assert reservation is not None
+        assert reservation.entry.units == pages

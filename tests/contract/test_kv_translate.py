@@ -9,130 +9,30 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import (
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from lab import models
 from s3kv.config import Config
+from s3kv.connectors.kv_groups import grouping_module
 from s3kv.connectors.kv_translate import (
     KVGeometry,
     check_supported,
     equal_ranks,
     geometry,
-    grouping_module,
+    scheduled_requests,
     shard_names,
     writes_after_fences,
     writes_before_fences,
+    written_blocks,
 )
 from s3kv.errors import ConfigError, UnsupportedError
-from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, configured, groups
+from s3kv.planning.cover import GroupKind, GroupSpec
+from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, configured, groups
 
 LATENT = MLAAttentionSpec(
     **SHAPE | {"num_kv_heads": 1},
     **({"max_tp_shards": 1} if hasattr(FULL, "max_tp_shards") else {}),
 )
-OTHER_WINDOW = dataclasses.replace(WINDOW, sliding_window=256)
-MAMBA = MambaSpec(block_size=BLOCK_TOKENS, shapes=((16, 16),), dtypes=(torch.float32,))
-
-# ---------------------------------------------------------------------------- what is served
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        FULL,
-        MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}),
-        UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FULL, "b": FULL}),
-        dataclasses.replace(FULL, sliding_window=64),
-    ],
-    ids=lambda spec: type(spec).__name__,
-)
-def test_full_attention_is_served(tiny_config: Any, spec: Any) -> None:
-    check_supported(tiny_config, groups(spec))
-
-
-@pytest.mark.parametrize(
-    ("specs", "reason"),
-    [
-        (
-            (FULL, WINDOW),
-            "2 KV-cache groups.*FullAttentionSpec, SlidingWindowSpec.*--disable-hybrid-kv-cache",
-        ),
-        ((FULL, MAMBA), r"2 KV-cache groups.*FullAttentionSpec, MambaSpec[^-]*$"),
-        ((WINDOW, OTHER_WINDOW), r"2 KV-cache groups.*\(SlidingWindowSpec\)[^-]*$"),
-        ((WINDOW,), "layers of kind SlidingWindowSpec"),
-        (
-            (
-                UniformTypeKVCacheSpecs(
-                    block_size=BLOCK_TOKENS, kv_cache_specs={"a": FULL, "b": WINDOW}
-                ),
-            ),
-            "layers of kind SlidingWindowSpec",
-        ),
-    ],
-    ids=["windows", "mamba", "two-windows", "window", "uniform"],
-)
-def test_other_attention_is_refused_with_the_reason(
-    tiny_config: Any, specs: tuple[Any, ...], reason: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=reason):
-        check_supported(tiny_config, groups(*specs))
-
-
-def deepseek_v4() -> list[Any]:
-    """The KV-cache groups that vLLM 0.32 makes of a small DeepSeek-V4."""
-
-    def spec(kind: type, head: int, block: int, dtype: torch.dtype, page: int, **more: Any) -> Any:
-        shape = {"block_size": block, "num_kv_heads": 1, "head_size": head, "dtype": dtype}
-        return kind(**shape, page_size_padded=page, **more)
-
-    byte, number = torch.uint8, torch.float32
-    window = spec(SlidingWindowMLASpec, 512, 64, byte, 37_440, sliding_window=128)
-    sparse = {
-        "indexer": spec(MLAAttentionSpec, 132, 256, byte, 8_640, tokens_per_state=4),
-        "layer.2": spec(MLAAttentionSpec, 512, 256, byte, 37_440, tokens_per_state=4),
-        "layer.3": spec(MLAAttentionSpec, 512, 256, byte, 1_728, tokens_per_state=128),
-    }
-    return [
-        *[window] * 4,
-        UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs=sparse),
-        spec(SlidingWindowMLASpec, 512, 4, number, 8_640, sliding_window=8),
-        spec(SlidingWindowMLASpec, 1_024, 8, number, 32_832, sliding_window=128),
-    ]
-
-
-NO_ADVICE: dict[str, tuple[list[Any], str]] = {
-    "deepseek-v4": (deepseek_v4(), r"7 KV-cache groups \(MLAAttentionSpec, SlidingWindowMLASpec"),
-    "two-windows": ([FULL, WINDOW, OTHER_WINDOW], "3 KV-cache groups"),
-}
-"""Windows beside full attention that vLLM cannot keep whole: with the option it does not start."""
-
-
-@pytest.mark.parametrize(("specs", "says"), NO_ADVICE.values(), ids=NO_ADVICE)
-def test_no_advice_that_vllm_would_die_of(tiny_config: Any, specs: list[Any], says: str) -> None:
-    with pytest.raises(UnsupportedError, match=says) as refused:
-        check_supported(tiny_config, groups(*specs))
-    assert str(refused.value).endswith("Run it without s3kv")
-    assert "--disable-hybrid" not in str(refused.value)
-
-
-def test_vllm_does_not_start_with_windows_of_two_sizes_in_one_group() -> None:
-    layers = {"a": FULL, "b": WINDOW, "c": OTHER_WINDOW}
-    with pytest.raises(ValueError, match="same window size"):
-        grouping_module().unify_hybrid_kv_cache_specs(layers)
-
-
-def test_the_advice_is_one_that_vllm_can_take(tiny_config: Any) -> None:
-    """What is advised is served once vLLM has done it."""
-    layers = {"a": FULL, "b": WINDOW}
-    with pytest.raises(UnsupportedError, match="--disable-hybrid-kv-cache-manager"):
-        check_supported(tiny_config, groups(*layers.values()))
-    grouping_module().unify_hybrid_kv_cache_specs(layers)
-    check_supported(tiny_config, groups(UniformTypeKVCacheSpecs.from_specs(layers)))
 
 
 def test_random_hashes_are_refused(
@@ -197,6 +97,47 @@ def test_which_steps_write_before_their_forward(
     step = vllm_config, groups(spec), sizes
     assert writes_before_fences(*step) is (writes and second_runner)
     assert writes_after_fences(*step) is (writes and not second_runner)
+
+
+WINDOWS = KVGeometry(
+    16, 16, 32, (GroupSpec(16, 32, members=(1,)), GroupSpec(16, 32, GroupKind.WINDOW, 20, 1, (0,)))
+)
+
+
+def test_the_tables_of_a_step_are_asked_for_only_with_several_groups() -> None:
+    """A new request, and one that goes on without a new block in any group."""
+    asked: list[str] = []
+
+    def tables(request_id: str) -> tuple[list[int], ...]:
+        asked.append(request_id)
+        return [0, 7], [5, 6]
+
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id="new", block_ids=([8], [9]), num_computed_tokens=0)
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["old"], new_block_ids=[None], num_computed_tokens=[31], resumed_req_ids=set()
+        ),
+        num_scheduled_tokens={"new": 16, "old": 1},
+        kv_connector_block_state=SimpleNamespace(get_block_ids=tables),
+    )
+    new, old = scheduled_requests(output, WINDOWS)
+    assert (new.block_ids, new.replaces, new.scheduled_tokens) == (([8], [9]), True, 16)
+    assert (old.block_ids, old.replaces, old.computed_tokens) == ((), False, 31)
+    assert asked == []
+    assert old.tables is not None
+    assert old.tables() == ([0, 7], [5, 6])
+    assert asked == ["old"]
+    assert [r.tables for r in scheduled_requests(output, KVGeometry(16, 16, 32))] == [None, None]
+
+
+def test_the_blocks_that_a_step_zeroes_or_copies_to_are_known() -> None:
+    copies = [SimpleNamespace(src_block_id=1, dst_block_id=2)]
+    step: Any = SimpleNamespace(kv_cache_block_copies=copies, new_block_ids_to_zero=[3, 4])
+    assert sorted(written_blocks(step)) == [2, 3, 4]
+    step = SimpleNamespace(kv_cache_block_copies=None, new_block_ids_to_zero=None)
+    assert written_blocks(step) == []
 
 
 def test_layers_of_several_precisions_are_served(tiny_config: Any) -> None:

@@ -23,6 +23,7 @@ UNTESTED = {
 BEHAVIOURS = {
     "cli/doctor/test_faults.py",
     "device/test_bytes.py",
+    "device/test_group_layouts.py",
     "device/test_schedules.py",
     "library/test_cancellation.py",
     "library/test_library_soak.py",

@@ -66,7 +66,7 @@ class GpuCopier:
             undo.callback(places.close)
             if path is Path.BATCH and gpu.no_batch:
                 raise ValueError(f"copies in batches are not possible here: {gpu.no_batch}")
-            self.pinned = gpu.pin(places.memory, places.slot_bytes)
+            self.pinned = gpu.pin(places.memory, places.pinned_bytes)
             undo.callback(gpu.unpin)
             forced = self._only_path(path)
             self._out, self._in = SaveLane(gpu), LoadLane(gpu)

@@ -29,22 +29,15 @@ def test_an_unknown_setting_stops_the_engine_at_start(
         engine.start()
 
 
-def test_layers_with_a_window_stop_the_engine_at_start_or_are_served(
-    models_dir: Path,
-    s3: S3Server,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-    tmp_path: Path,
+@pytest.mark.long
+def test_layers_with_a_window_are_served_in_one_group_if_vllm_keeps_them_whole(
+    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
-    """The error says which option serves them. The reference goes without it, and frees what is
-    outside the windows. In float32, where the length of a hit does not matter.
+    """With vLLM's hybrid manager off. The reference has it on, and frees what is outside the
+    windows; test_groups.py has s3kv with it on. In float32, where the length of a hit does not
+    matter.
     """
     hybrid = models.build(models_dir, models.WINDOWED)
-    engine = Engine(hybrid, connector=patient, log_path=tmp_path / "log", env=s3.env)
-    with pytest.raises(EngineFailed, match=r"SlidingWindowSpec.*--disable-hybrid-kv-cache-manager"):
-        engine.start()
-
     asks = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
     expected = tokens(reference.engine(hybrid, dtype="float32").generate(asks))
     one_group = {"disable_hybrid_kv_cache_manager": True, "dtype": "float32"}

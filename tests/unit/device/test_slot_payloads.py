@@ -55,9 +55,24 @@ def test_a_save_is_of_a_whole_chunk() -> None:
         places.locate_whole(LoadPart(0, 0, 0, whole[:-1]))
 
 
-def test_slots_too_small_or_no_whole_number_of_them_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not hold a chunk of group 0"):
-        chunk_places(slot_bytes=HEADER_BYTES)
+def test_an_object_may_take_several_slots_and_must_end_in_the_slab() -> None:
+    """Slots are pages where objects differ in length. Pinned pieces end where no object goes on."""
+    places = chunk_places(slots=1, slot_bytes=HEADER_BYTES)
+    last = (SLOT_BYTES - HEADER_BYTES - places.layouts[0].payload_bytes) // HEADER_BYTES
+    _, begin = places.locate(LoadPart(0, last, 0, (0,)))
+    assert begin == (last + 1) * HEADER_BYTES
+    with pytest.raises(ValueError, match="too near the end of the slab"):
+        places.locate(LoadPart(0, last + 1, 0, (0,)))
+    pages = -(-(HEADER_BYTES + places.layouts[0].payload_bytes) // HEADER_BYTES)
+    assert pages * HEADER_BYTES <= places.pinned_bytes < 2 * pages * HEADER_BYTES
+    assert places.pinned_bytes & (places.pinned_bytes - 1) == 0
+    assert chunk_places().pinned_bytes == SLOT_BYTES
+
+
+def test_slabs_too_small_or_no_whole_number_of_slots_are_refused() -> None:
+    slab = memoryview(bytearray(HEADER_BYTES))
+    with pytest.raises(ValueError, match="does not hold a chunk of group 0"):
+        ChunkPlaces({0: layout()}, slab, HEADER_BYTES, {0: HEADER_BYTES})
     with pytest.raises(ValueError, match="slots of 50000"):
         chunk_places(slot_bytes=50_000)
     with pytest.raises(ValueError, match="no KV-cache group"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s3kv.host.room import Extents, order_of, region_of
+from s3kv.host.room import PAGE_BYTES, EqualSlots, Extents, order_of, region_of, room_for
 
 
 @settings(max_examples=300, deadline=None)
@@ -72,6 +72,14 @@ def test_what_reaches_into_a_region_is_within_it() -> None:
     assert extents.within(long, long + 16) == sorted(
         s for s in (long, short) if long <= s < long + 16
     )
+
+
+def test_entries_that_fit_a_unit_have_equal_slots_and_others_have_extents() -> None:
+    assert isinstance(room_for(8, 9_000, (9_000, 100)), EqualSlots)
+    assert isinstance(room_for(8, PAGE_BYTES, ()), EqualSlots)
+    assert isinstance(room_for(8, PAGE_BYTES, (100, PAGE_BYTES + 1)), Extents)
+    with pytest.raises(ValueError, match="need pages"):
+        room_for(8, 9_000, (9_001,))
 
 
 def test_nonsense_is_refused() -> None:

@@ -89,6 +89,27 @@ def test_slots_have_room_for_an_object_and_begin_on_a_page() -> None:
     assert slots.formats[0].object_bytes <= slots.slot_bytes
 
 
+def test_slots_are_pages_if_there_are_objects_of_several_groups() -> None:
+    """The longest begins at a multiple of the next power of two, so there has to be so much."""
+    sizes = {0: 2**20, 1: 2**19}
+    groups = {n: (TensorSpec("layer.0", "U8", (nbytes,)),) for n, nbytes in sizes.items()}
+    config = Config(bucket=BUCKET, host_bytes=2**21)
+    slots = Slots.of(introduce(config, IDENTITY, rig.SHARD, groups))
+    assert (slots.slot_bytes, slots.count) == (4096, 512)
+    assert max(chunk.object_bytes for chunk in slots.formats.values()) > slots.slot_bytes
+    small = introduce(Config(bucket=BUCKET, host_bytes=2**21 - 1), IDENTITY, rig.SHARD, groups)
+    with pytest.raises(ConfigError, match="allowed is 2097152 or more"):
+        Slots.of(small)
+
+
+def test_the_objects_of_each_group_begin_at_its_first_block() -> None:
+    hello = introduce(
+        Config(bucket=BUCKET), IDENTITY, rig.SHARD, {0: rig.TENSORS}, first_blocks={0: 3}
+    )
+    assert Slots.of(hello).formats[0].first_block == 3
+    assert Slots.of(introduced()).formats[0].first_block == 0
+
+
 def test_memory_that_holds_no_object_is_refused_with_advice() -> None:
     large = {0: (TensorSpec("layer.0", "U8", (2**20,)),)}
     hello = introduce(Config(bucket=BUCKET, host_bytes=2**20), IDENTITY, rig.SHARD, large)

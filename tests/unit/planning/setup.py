@@ -36,6 +36,7 @@ class Setup:
     """None: one of full attention."""
     may_load: bool = True
     may_save: bool = True
+    null_block: int | None = None
     steps_ahead: int = 0
     """Steps planned before the output of one has come back: 0, or 1 for async scheduling."""
 
@@ -56,6 +57,7 @@ class Setup:
             max_saves_inflight=self.max_saves_inflight,
             may_load=self.may_load,
             may_save=self.may_save,
+            null_block=self.null_block,
         )
         return KVPlanner(ledger, Pace(prefill_tokens_per_s=8.0, fetches_at_once=4), settings)
 

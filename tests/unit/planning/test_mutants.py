@@ -17,7 +17,8 @@ from s3kv.planning.kv import Answer, KVPlanner
 from s3kv.planning.ledger import Job, Ledger
 from s3kv.planning.lookup import Lookup
 from s3kv.planning.pace import Wait
-from s3kv.planning.requests import PlannedRequest
+from s3kv.planning.requests import PlannedRequest, Saving, ScheduledRequest
+from s3kv.planning.saves import ChunkSaves
 from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey
 from tests.unit.planning.machine import run
@@ -36,12 +37,18 @@ from tests.unit.planning.test_ledger import (
 from tests.unit.planning.test_ledger import (
     test_while_the_outage_goes_on_hits_upload_less_and_less_often as less_and_less,
 )
+from tests.unit.planning.test_saves import (
+    test_a_block_of_one_group_that_goes_to_another_is_fenced as handed_on,
+)
+from tests.unit.planning.test_saves import (
+    test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to as tables_count,
+)
 
 Patch = pytest.MonkeyPatch
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], object]]] = []
 
 offer = KVPlanner._offer
-save = KVPlanner._save
+save = ChunkSaves.plan
 finished = KVPlanner.finished
 admitted = KVPlanner.admitted
 loaded = KVPlanner.loaded
@@ -51,6 +58,7 @@ collect = Lookup.collect
 give_back = Lookup._give_back
 on_end = Ledger.on_end
 plan_save = Ledger.plan_save
+place = Saving.place
 take = Unsaved.take
 
 
@@ -136,22 +144,43 @@ def offers_what_is_on_its_way(patch: Patch) -> None:
 
 @mutant
 def saves_chunks_that_are_not_complete(patch: Patch) -> None:
-    def early(self: KVPlanner, request: PlannedRequest, computed: int, scheduled: int) -> None:
-        save(self, request, computed, scheduled + 1)
+    def early(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
+        save(self, request, step._replace(scheduled_tokens=step.scheduled_tokens + 1))
 
-    patch.setattr(KVPlanner, "_save", early)
+    patch.setattr(ChunkSaves, "plan", early)
 
 
 @mutant_for(preempted)
 def saves_undecided_chunks_before_they_are_computed_again(patch: Patch) -> None:
-    def early(self: KVPlanner, request: PlannedRequest, computed: int, scheduled: int) -> None:
+    def early(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
         undecided = [position for _, position in request.saving.undecided]
         if undecided:
             end = self._chunk_tokens * (max(undecided) + 1)
-            scheduled = max(scheduled, end - computed)
-        save(self, request, computed, scheduled)
+            scheduled = max(step.scheduled_tokens, end - step.computed_tokens)
+            step = step._replace(scheduled_tokens=scheduled)
+        save(self, request, step)
 
-    patch.setattr(KVPlanner, "_save", early)
+    patch.setattr(ChunkSaves, "plan", early)
+
+
+@mutant_for(handed_on)
+def fences_the_first_group_alone(patch: Patch) -> None:
+    def first(self: KVPlanner, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
+        return self.ledger.fences(block_ids[0])
+
+    patch.setattr(KVPlanner, "_fences_behind", first)
+
+
+@mutant_for(tables_count)
+def believes_that_tables_only_grow(patch: Patch) -> None:
+    def grown(self: Saving, step: ScheduledRequest) -> None:
+        place(self, step._replace(tables=None))
+
+    def known(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
+        save(self, request, step._replace(tables=None))
+
+    patch.setattr(Saving, "place", grown)
+    patch.setattr(ChunkSaves, "plan", known)
 
 
 @mutant

@@ -57,7 +57,7 @@ SAVING: Legal = {SavingState.OPEN: "SAVE BAR", SavingState.BARRED: "BAR"}
 
 
 def request() -> PlannedRequest:
-    return PlannedRequest("r", ChunkHashes([], 1, b""), (), Wait(), Saving([[]]))
+    return PlannedRequest("r", ChunkHashes([], 1, b""), (), Wait(), Saving(1))
 
 
 def lookup() -> Lookup:
@@ -88,7 +88,7 @@ TABLES: list[tuple[Callable[[], Any], Any, Legal, Any]] = [
     (request, REQUEST_TRANSITIONS, REQUEST, ON_REQUEST),
     (lookup, LOOKUP_TRANSITIONS, LOOKUP, ON_LOOKUP),
     (Wait, WAIT_TRANSITIONS, WAIT, ON_WAIT),
-    (lambda: Saving([[]]), SAVING_TRANSITIONS, SAVING, ON_SAVING),
+    (lambda: Saving(1), SAVING_TRANSITIONS, SAVING, ON_SAVING),
 ]
 CASES = [
     (make, table, legal, calls, state, event)
@@ -150,7 +150,7 @@ def test_the_clock_of_a_wait_goes_on_until_it_starts_over() -> None:
 
 
 def test_a_chunk_is_taken_once_unless_it_was_undecided() -> None:
-    saving = Saving([[]])
+    saving = Saving(1)
     assert saving.take(2) == [(0, 0), (0, 1)]
     saving.undecide(0, 1)
     assert saving.take(1) == [], "preempted, and not computed that far again"
@@ -160,7 +160,7 @@ def test_a_chunk_is_taken_once_unless_it_was_undecided() -> None:
 
 
 def test_the_groups_of_a_request_are_saved_side_by_side() -> None:
-    saving = Saving([[], []])
+    saving = Saving(2)
     saving.place(ScheduledRequest("r", ([1, 2], [3]), True, 0, 8))
     saving.place(ScheduledRequest("r", ([4], []), False, 8, 4))
     assert saving.block_ids == [[1, 2, 4], [3]]

@@ -85,16 +85,23 @@ class Client:
 
 
 class Rig:
-    def __init__(self, *, uploads: bool = True) -> None:
+    def __init__(
+        self,
+        block_bytes: dict[int, int] | None = None,
+        members: dict[int, tuple[int, ...]] | None = None,
+        *,
+        uploads: bool = True,
+    ) -> None:
         self.now_s = 100.0
         self.copies, self.client = Copies(), Client()
         self.rank = RankWorker(
             copies=self.copies,  # type: ignore[arg-type]
             client=self.client,  # type: ignore[arg-type]
             slot_bytes=4096,
-            block_bytes={0: 1_000},
+            block_bytes=block_bytes or {0: 1_000},
             uploads=uploads,
             clock=lambda: self.now_s,
+            members=members,
         )
 
     def save(self, *orders: SaveOrder, read_first: bool = False) -> None:
@@ -285,3 +292,33 @@ def test_a_save_that_is_refused_ends_once() -> None:
     assert len(rig.ends()) == 2
     rig.rank.begin(StepPlan())
     assert rig.ends() == set()
+
+
+def test_a_save_of_several_groups_ends_with_the_last_of_its_copies() -> None:
+    """Objects of key group 1 have the blocks of the groups 0 and 2, half of them each."""
+    rig = Rig(block_bytes={0: 1_000, 1: 10, 2: 500}, members={0: (1,), 1: (0, 2)})
+    window = ChunkKey(1, b"k" * 32)
+    rig.save(SaveOrder(3, window, 5, (4, 5, 6, 7)), SaveOrder(4, KEY, 9, (8,)))
+    copies = [order[:4] for order in rig.copies.orders]
+    assert copies == [(6, 0, 5, (4, 5)), (7, 2, 5, (6, 7)), (8, 1, 9, (8,))]
+    rig.rank.begin(StepPlan(fences=(3,)))
+    assert rig.copies.fences == [6, 7]
+    rig.copies.ends = CopyEnds([SavedEnd(7, True, 0.25)], [])
+    rig.rank.poll()
+    assert rig.rank.take_report() is None, "the other half may still be read"
+    rig.copies.ends = CopyEnds([SavedEnd(6, True, 0.5), SavedEnd(8, True, 0.1)], [])
+    rig.rank.poll()
+    report = rig.rank.take_report()
+    assert report is not None
+    ends = [end for end in report.ends.values() if end.kind is JobKind.SAVE]
+    saved = {end.job_id: (end.nbytes, end.seconds) for end in ends}
+    assert saved == {3: (3_000, 0.5), 4: (10, 0.1)}
+
+
+def test_a_save_of_several_groups_fails_with_any_of_its_copies() -> None:
+    rig = Rig(block_bytes={0: 1_000, 2: 500}, members={1: (0, 2)})
+    rig.save(SaveOrder(3, ChunkKey(1, b"k" * 32), 5, (4, 6)))
+    rig.copies.ends = CopyEnds([SavedEnd(6, False, 0.1), SavedEnd(7, True, 0.1)], [])
+    rig.rank.poll()
+    assert rig.rank.counters["save_failed"] == 1
+    assert rig.rank.busy == 0

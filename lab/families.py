@@ -1,0 +1,146 @@
+"""Tiny models of other families than Llama, with random weights, from their `config.json` alone.
+
+The weights are normal like those of `lab.models`, and for the same reason: a wrong page of KV has
+to change the tokens. Transformers makes the modules, so the names are those of a real checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.models import MAX_TOKENS, VOCABULARY
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": MAX_TOKENS,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+WINDOW_TOKENS = 64
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model of a family. config: its `config.json`, over what all have in common.
+
+    norm: the value of the weights of norms; Gemma adds 1 to them.
+    """
+
+    name: str
+    config: dict[str, Any]
+    weight_std: float = 0.08
+    embedding_std: float = 1.0
+    norm: float = 1.0
+
+
+GEMMA3 = Family(
+    "gemma3",
+    {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": WINDOW_TOKENS,
+        "query_pre_attn_scalar": 32,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "num_hidden_layers": 6,
+        "layer_types": [_WINDOW] * 5 + [_FULL],
+    },
+    norm=0.0,
+)
+"""Five groups with a window and one with full attention, of one layer each."""
+
+GPT_OSS = Family(
+    "gpt_oss",
+    {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_act": "silu",
+        "sliding_window": WINDOW_TOKENS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": [_WINDOW, _FULL] * 2,
+        "rope_theta": 150_000.0,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    },
+)
+"""A group with a window and one with full attention, of two layers each, with sinks."""
+
+LLAMA4 = Family(
+    "llama4",
+    {
+        "architectures": ["Llama4ForCausalLM"],
+        "model_type": "llama4_text",
+        "hidden_act": "silu",
+        "rope_theta": 500_000.0,
+        "intermediate_size_mlp": 512,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+        "use_qk_norm": True,
+        "attention_chunk_size": 512,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attn_temperature_tuning": False,
+        "layer_types": ["chunked_attention"] * 3 + [_FULL],
+        "attention_bias": False,
+        "router_jitter_noise": 0.0,
+    },
+)
+"""Three groups with local attention, which begins anew after 512 tokens, and one without."""
+
+MISTRAL = Family(
+    "mistral",
+    {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "hidden_act": "silu",
+        "sliding_window": WINDOW_TOKENS,
+        "rope_theta": 10_000.0,
+    },
+)
+"""A window in every layer: one group, and none with full attention."""
+
+
+def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
+    """Write the model into `directory`/<family>-<seed> unless it is there; return that path."""
+    path = directory / f"{family.name}-{seed}"
+    if (path / "done").exists():
+        return path
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_COMMON | family.config, indent=2)
+    (path / "config.json").write_text(text)
+    with torch.device("cpu"):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.from_pretrained(path)
+        )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.dim() < 2 and "norm" in name:
+                weights.fill_(family.norm)
+            else:
+                std = family.embedding_std if "embed_tokens" in name else family.weight_std
+                weights.copy_(torch.randn(weights.shape, generator=generator) * std)
+    model.to(torch.bfloat16).save_pretrained(path)
+    (path / "config.json").write_text(text)
+    (path / "done").touch()
+    return path

@@ -1,0 +1,207 @@
+"""KV-cache groups of an engine: which of them s3kv serves, and which need the same positions.
+
+vLLM divides a model's layers into groups. Every request has a table of blocks per group, and all
+groups take their blocks from one pool. Groups that need the same positions to resume share their
+objects (`GroupSpec.members`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from math import gcd, lcm
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.planning.cover import GroupKind, GroupSpec, held_blocks
+from s3kv.types import default_chunk_tokens
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NULL_BLOCK = 0
+"""vLLM's number for "no block". No layer's KV is ever in it."""
+
+_FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
+_REACH = {
+    "SlidingWindowSpec": (GroupKind.WINDOW, "sliding_window"),
+    "ChunkedLocalAttentionSpec": (GroupKind.LOCAL, "attention_chunk_size"),
+}
+"""Layers with a window, and the attribute that says how far it reaches. A subclass is refused,
+because it may keep state that is not in the pages. MLA with a window is not among them: in
+DeepSeek-V4 such layers have other pages."""
+_TELLS_TABLES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+_TELLS_REQUESTS = hasattr(base, "KVConnectorTransferResults")
+"""vLLM 0.30 and later tell a connector the tables of a step, and take failed loads by request. What
+0.29 takes are blocks, and with several groups it ends on them."""
+
+
+def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise `UnsupportedError` for groups that s3kv cannot serve correctly."""
+    groups = kv_cache_config.kv_cache_groups
+    layers = layers_of(kv_cache_config)
+    refused = sorted({type(layer).__name__ for layer in layers if not _is_served(layer)})
+    if refused:
+        raise UnsupportedError(
+            f"this model has layers of kind {', '.join(refused)}; s3kv serves full attention (with "
+            "MLA), sliding windows and chunked local attention. Run it without s3kv"
+        )
+    mixed = [group for group in groups if len(set(map(_need, _layers(group.kv_cache_spec)))) > 1]
+    if mixed:
+        raise UnsupportedError(
+            f"layers that need different positions are in one KV-cache group ({mixed[0]}); s3kv "
+            "needs each kind in groups of its own. Run it without s3kv"
+        )
+    if len(groups) > 1 or _need(layers[0])[0] is not GroupKind.FULL:
+        _check_tables_with_gaps(vllm_config, kv_cache_config)
+
+
+def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise `UnsupportedError` if s3kv cannot follow tables whose blocks are given up before the
+    request ends."""
+    if not (_TELLS_TABLES and _TELLS_REQUESTS):
+        raise UnsupportedError(
+            f"this model has {len(kv_cache_config.kv_cache_groups)} KV-cache groups, with windows. "
+            "vLLM 0.29 does not tell a connector which blocks they still have, and ends if a load "
+            f"of theirs fails. Use vLLM 0.30 or later{_one_group_advice(kv_cache_config)}"
+        )
+    groups = kv_cache_config.kv_cache_groups
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            f"the KV-cache groups of this model have blocks of {sizes} tokens. s3kv has not been "
+            f"run on an engine with blocks of several sizes yet{_one_group_advice(kv_cache_config)}"
+        )
+    speculative = vllm_config.speculative_config
+    if any(getattr(group, "is_eagle_group", False) for group in groups) or (
+        speculative is not None and speculative.use_eagle()
+    ):
+        raise UnsupportedError(
+            "speculative decoding with EAGLE or MTP reads blocks behind a window once more; s3kv "
+            f"serves it only with full attention{_one_group_advice(kv_cache_config)}"
+        )
+    for layer in layers_of(kv_cache_config):
+        if (
+            not getattr(layer, "prefix_cacheable", True)
+            or getattr(layer, "prefix_replay_tokens", 0) > 0
+            or getattr(layer, "extra_retained_tokens", 0) > 0
+        ):
+            raise UnsupportedError(
+                f"vLLM does not cache the prefix of these layers block by block ({layer}). Run "
+                "this model without s3kv"
+            )
+
+
+def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupSpec, ...]:
+    """The engine's groups, joined where they need the same positions: those with full attention,
+    then by how far they reach. Every rank and every engine with this model numbers them alike.
+
+    Raises `ConfigError` if no chunk of this length fits them.
+    """
+    members: dict[tuple[GroupKind, int, int], list[int]] = {}
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        kind, reach = _need(next(_layers(group.kv_cache_spec)))
+        members.setdefault((kind, reach, group.kv_cache_spec.block_size), []).append(number)
+    order = [GroupKind.FULL, GroupKind.WINDOW, GroupKind.LOCAL]
+    needs = sorted(members, key=lambda need: (order.index(need[0]), *need[1:]))
+    found = tuple(
+        GroupSpec(block, chunk_tokens, kind, reach, number, tuple(members[kind, reach, block]))
+        for number, (kind, reach, block) in enumerate(needs)
+    )
+    for group in found:
+        if group.kind is GroupKind.LOCAL and group.reach_tokens % chunk_tokens:
+            raise ConfigError(
+                f"chunk_tokens is {chunk_tokens}: allowed is a divisor of {group.reach_tokens}, "
+                "because this model's local attention begins anew after so many tokens"
+            )
+        if not held_blocks(group):
+            raise ConfigError(f"a window of {group.reach_tokens} tokens needs no cache")
+    return found
+
+
+def block_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """The least number of tokens that is a whole number of blocks in every group."""
+    return lcm(*(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups))
+
+
+def chunk_tokens_for(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens per chunk if no setting says so."""
+    chunk = default_chunk_tokens(block_tokens(kv_cache_config))
+    for group in kv_cache_config.kv_cache_groups:
+        kind, reach = _need(next(_layers(group.kv_cache_spec)))
+        if kind is GroupKind.LOCAL:
+            chunk = gcd(chunk, reach)
+    return chunk
+
+
+def grouping_module() -> Any:
+    """The module of vLLM that divides layers into groups. It has another name from 0.33 on."""
+    try:
+        return importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:
+        return importlib.import_module("vllm.v1.core.kv_cache_utils")
+
+
+def layers_of(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    """The specs of all layers; of layers that are alike, there may be one for a whole group."""
+    groups = kv_cache_config.kv_cache_groups
+    return [layer for group in groups for layer in _layers(group.kv_cache_spec)]
+
+
+def _layers(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        yield from spec.kv_cache_specs.values()
+    else:
+        yield spec
+
+
+def _is_served(layer: KVCacheSpec) -> bool:
+    name = type(layer).__name__
+    return name in _REACH or (name in _FULL and isinstance(layer, FullAttentionSpec))
+
+
+def _need(layer: KVCacheSpec) -> tuple[GroupKind, int]:
+    """The kind of a layer's need, and how far it reaches."""
+    kind, attribute = _REACH.get(type(layer).__name__, (GroupKind.FULL, ""))
+    return kind, getattr(layer, attribute) if attribute else 0
+
+
+def _one_group_advice(kv_cache_config: KVCacheConfig) -> str:
+    if not _fits_one_group(layers_of(kv_cache_config)):
+        return ". Or run it without s3kv"
+    return (
+        ". Or start it with --disable-hybrid-kv-cache-manager: vLLM then keeps the KV of every "
+        "token in every layer, which takes more memory per token and gives the same answers. Or "
+        "run it without s3kv"
+    )
+
+
+def _fits_one_group(layers: Sequence[KVCacheSpec]) -> bool:
+    """Whether vLLM can keep all these layers as full attention, in one group that s3kv serves.
+
+    vLLM's own function decides. It raises for models that vLLM cannot start in this way, such as
+    those with windows of two sizes.
+    """
+    planner = grouping_module()
+    specs = {str(number): layer for number, layer in enumerate(layers)}
+    kinds = {type(layer).__name__ for layer in layers}
+    if not (kinds & _FULL and kinds & set(_REACH)):
+        return False
+    quiet = planner.logger.disabled
+    planner.logger.disabled = True  # it would warn that the manager is on
+    try:
+        planner.unify_hybrid_kv_cache_specs(specs)
+        return UniformTypeKVCacheSpecs.from_specs(specs) is not None
+    except (AssertionError, TypeError, ValueError):  # vLLM would not start
+        return False
+    finally:
+        planner.logger.disabled = quiet

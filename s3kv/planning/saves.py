@@ -1,0 +1,87 @@
+"""Saves of a step: the chunks of a request that are complete after it, and worth a place. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from s3kv.messages import JobKind
+from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, cover
+from s3kv.planning.ledger import ChunkState, Ledger
+from s3kv.planning.requests import PlannedRequest, ScheduledRequest
+from s3kv.types import ChunkKey
+
+
+class ChunkSaves:
+    """Saves of one engine's requests. max_saves_inflight: most saves under way at a time.
+
+    null_block: the engine's number for "no block" in its tables; None if they have no gaps.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        groups: Sequence[GroupSpec],
+        *,
+        max_saves_inflight: int,
+        null_block: int | None,
+    ) -> None:
+        self._ledger = ledger
+        self._groups = groups
+        self._chunk_tokens = groups[0].chunk_tokens
+        self._max_saves_inflight = max_saves_inflight
+        self._null_block = null_block
+
+    def plan(self, request: PlannedRequest, step: ScheduledRequest) -> None:
+        """Save the chunks that are complete after this step and have a hash.
+
+        Only known tokens have hashes, so drafts that may be rejected are never saved.
+        """
+        saving = request.saving
+        complete = (step.computed_tokens + step.scheduled_tokens) // self._chunk_tokens
+        if complete <= saving.saved and not saving.undecided:
+            return
+        complete = min(complete, len(request.hashes.read()))
+        chunks = saving.take(complete)
+        if not chunks:
+            return
+        tables = saving.block_ids if step.tables is None else step.tables()
+        for number, position in chunks:
+            if self._is_held(self._groups[number], position, step.computed_tokens):
+                self._save(request, number, position, tables)
+
+    def _is_held(self, group: GroupSpec, position: int, computed_tokens: int) -> bool:
+        """Whether the engine still has what a resume at the chunk's end needs, if it needs any."""
+        if group.kind is GroupKind.FULL:
+            return True
+        end = (position + 1) * group.chunk_tokens
+        # The engine frees blocks behind a window when it schedules the next step.
+        return end >= computed_tokens and bool(cover(group, end).blocks)
+
+    def _save(
+        self,
+        request: PlannedRequest,
+        number: int,
+        position: int,
+        tables: Sequence[Sequence[int]],
+    ) -> None:
+        group, ledger = self._groups[number], self._ledger
+        key = ChunkKey(group.number, request.hashes.known[position])
+        state = ledger.state(key)
+        if state is ChunkState.FETCHING:
+            request.saving.undecide(number, position)
+        elif state is ChunkState.RESIDENT:
+            ledger.unsaved.hit(key)
+        if state is not ChunkState.ABSENT or ledger.index.is_present(key):
+            return
+        held = blocks_of_chunk(group, position)
+        blocks = tuple(
+            chain.from_iterable(tables[member][held.start : held.stop] for member in group.members)
+        )
+        if self._null_block in blocks or len(blocks) != len(held) * len(group.members):
+            return  # the engine has given up a block that the object needs
+        full = ledger.saves_inflight >= self._max_saves_inflight
+        if full or not ledger.plan_save(key, blocks):
+            ledger.counters["saves_dropped"] += 1
+        elif ledger.residency is not None:
+            ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)

@@ -1,0 +1,201 @@
+"""Which KV-cache groups are served, and how they are joined, told by vLLM's own objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from s3kv.config import Config
+from s3kv.connectors import kv_groups
+from s3kv.connectors.kv_groups import check_groups_are_served, coverages, grouping_module
+from s3kv.connectors.kv_translate import geometry
+from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.planning.cover import GroupKind
+from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, groups
+
+OTHER_WINDOW = dataclasses.replace(WINDOW, sliding_window=256)
+LOCAL = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=512)
+MAMBA = MambaSpec(block_size=BLOCK_TOKENS, shapes=((16, 16),), dtypes=(torch.float32,))
+BOTH = dict.fromkeys("ab", FULL)
+NEW_ENOUGH = pytest.mark.skipif(
+    not (kv_groups._TELLS_TABLES and kv_groups._TELLS_REQUESTS), reason="vLLM 0.29"
+)
+
+# ---------------------------------------------------------------------------- what is served
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        FULL,
+        MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}),
+        UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=BOTH),
+        dataclasses.replace(FULL, sliding_window=64),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_full_attention_is_served_by_every_version(tiny_config: Any, spec: Any) -> None:
+    check_groups_are_served(tiny_config, groups(spec))
+
+
+@NEW_ENOUGH
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (FULL, WINDOW),
+        (WINDOW, WINDOW, FULL, OTHER_WINDOW),
+        (LOCAL, LOCAL, FULL),
+        (WINDOW,),
+        (FULL, FULL),
+    ],
+    ids=["window", "two-windows", "local", "window-alone", "full"],
+)
+def test_windows_and_local_attention_are_served(tiny_config: Any, specs: tuple[Any, ...]) -> None:
+    check_groups_are_served(tiny_config, groups(*specs))
+
+
+def deepseek_v4() -> list[Any]:
+    """The KV-cache groups that vLLM 0.32 makes of a small DeepSeek-V4."""
+
+    def spec(kind: type, head: int, block: int, dtype: torch.dtype, page: int, **more: Any) -> Any:
+        shape = {"block_size": block, "num_kv_heads": 1, "head_size": head, "dtype": dtype}
+        return kind(**shape, page_size_padded=page, **more)
+
+    byte, number = torch.uint8, torch.float32
+    window = spec(SlidingWindowMLASpec, 512, 64, byte, 37_440, sliding_window=128)
+    sparse = {
+        "indexer": spec(MLAAttentionSpec, 132, 256, byte, 8_640, tokens_per_state=4),
+        "layer.2": spec(MLAAttentionSpec, 512, 256, byte, 37_440, tokens_per_state=4),
+        "layer.3": spec(MLAAttentionSpec, 512, 256, byte, 1_728, tokens_per_state=128),
+    }
+    return [
+        *[window] * 4,
+        UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs=sparse),
+        spec(SlidingWindowMLASpec, 512, 4, number, 8_640, sliding_window=8),
+        spec(SlidingWindowMLASpec, 1_024, 8, number, 32_832, sliding_window=128),
+    ]
+
+
+MIXED = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FULL, "b": WINDOW})
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([FULL, MAMBA], "layers of kind MambaSpec; s3kv serves full attention"),
+        (deepseek_v4(), "layers of kind SlidingWindowMLASpec"),
+        ([MIXED], "different positions are in one KV-cache group"),
+    ],
+    ids=["mamba", "deepseek-v4", "mixed"],
+)
+def test_other_groups_are_refused_with_the_reason(
+    tiny_config: Any, specs: list[Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"{reason}.*Run it without s3kv$"):
+        check_groups_are_served(tiny_config, groups(*specs))
+
+
+@NEW_ENOUGH
+def test_layers_whose_windows_vllm_keeps_longer_are_refused(tiny_config: Any) -> None:
+    kept = dataclasses.replace(WINDOW, extra_retained_tokens=3)
+    with pytest.raises(UnsupportedError, match="does not cache the prefix of these layers"):
+        check_groups_are_served(tiny_config, groups(FULL, kept))
+
+
+@NEW_ENOUGH
+def test_blocks_of_several_sizes_are_refused(tiny_config: Any) -> None:
+    """As in Gemma 4."""
+    cache = groups(dataclasses.replace(WINDOW, block_size=256), FULL)
+    with pytest.raises(UnsupportedError, match=r"blocks of \[128, 256\] tokens"):
+        check_groups_are_served(tiny_config, cache)
+
+
+@NEW_ENOUGH
+def test_windows_with_eagle_are_refused(tiny_config: Any) -> None:
+    cache = groups(FULL, WINDOW)
+    cache.kv_cache_groups[0].is_eagle_group = True
+    with pytest.raises(UnsupportedError, match=r"EAGLE or MTP.*--disable-hybrid-kv-cache-manager"):
+        check_groups_are_served(tiny_config, cache)
+
+
+# ---------------------------------------------------------------------------- what is advised
+
+
+@pytest.mark.parametrize(
+    ("specs", "advice"),
+    [((FULL, WINDOW), True), ((FULL, WINDOW, OTHER_WINDOW), False), ((WINDOW,), False)],
+    ids=["window", "two-windows", "window-alone"],
+)
+def test_a_version_that_does_not_tell_the_tables_serves_no_windows(
+    tiny_config: Any, specs: tuple[Any, ...], advice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option is advised only where vLLM starts with it."""
+    monkeypatch.setattr(kv_groups, "_TELLS_TABLES", False)
+    with pytest.raises(UnsupportedError, match=r"Use vLLM 0\.30 or later") as refused:
+        check_groups_are_served(tiny_config, groups(*specs))
+    assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) is advice
+    check_groups_are_served(tiny_config, groups(FULL))
+
+
+def test_vllm_does_not_start_with_windows_of_two_sizes_in_one_group() -> None:
+    layers = {"a": FULL, "b": WINDOW, "c": OTHER_WINDOW}
+    with pytest.raises(ValueError, match="same window size"):
+        grouping_module().unify_hybrid_kv_cache_specs(layers)
+
+
+def test_what_is_advised_is_served_once_vllm_has_done_it(tiny_config: Any) -> None:
+    layers = {"a": FULL, "b": WINDOW}
+    grouping_module().unify_hybrid_kv_cache_specs(layers)
+    check_groups_are_served(tiny_config, groups(UniformTypeKVCacheSpecs.from_specs(layers)))
+
+
+# ---------------------------------------------------------------------------- how they are joined
+
+
+def test_groups_that_need_the_same_positions_share_their_objects() -> None:
+    specs = (WINDOW, OTHER_WINDOW, WINDOW, FULL, LOCAL, FULL)
+    joined = coverages(groups(*specs), 256)
+    assert [(g.number, g.kind, g.reach_tokens, g.members) for g in joined] == [
+        (0, GroupKind.FULL, 0, (3, 5)),
+        (1, GroupKind.WINDOW, 64, (0, 2)),
+        (2, GroupKind.WINDOW, 256, (1,)),
+        (3, GroupKind.LOCAL, 512, (4,)),
+    ]
+
+
+def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any) -> None:
+    """As in Gemma 4: blocks of 256 tokens with a window, of 128 without."""
+    cache = groups(dataclasses.replace(WINDOW, block_size=256), FULL)
+    config = Config(bucket="kv-cache")
+    sizes = geometry(config, tiny_config, cache)
+    assert (sizes.block_tokens, sizes.hash_tokens, sizes.chunk_tokens) == (256, 128, 256)
+    assert not sizes.is_plain
+    tables = [7], [1, 2]
+    assert sizes.blocks_between(tables, 0, 256) == (1, 2, 7)
+    with pytest.raises(ConfigError, match=r"is 384: allowed is a multiple of .* 256"):
+        geometry(Config(bucket="kv-cache", chunk_tokens=384), tiny_config, cache)
+
+
+def test_a_chunk_divides_the_reach_of_local_attention(tiny_config: Any) -> None:
+    near = dataclasses.replace(LOCAL, attention_chunk_size=384)
+    assert geometry(Config(bucket="kv-cache"), tiny_config, groups(FULL, LOCAL)).chunk_tokens == 256
+    assert geometry(Config(bucket="kv-cache"), tiny_config, groups(FULL, near)).chunk_tokens == 128
+    with pytest.raises(ConfigError, match="chunk_tokens is 256: allowed is a divisor of 384"):
+        geometry(Config(bucket="kv-cache", chunk_tokens=256), tiny_config, groups(FULL, near))
+
+
+def test_one_group_with_full_attention_has_a_table_that_only_grows(tiny_config: Any) -> None:
+    config = Config(bucket="kv-cache")
+    assert geometry(config, tiny_config, groups(FULL)).is_plain
+    for specs in ((WINDOW,), (FULL, FULL), (FULL, WINDOW)):
+        assert not geometry(config, tiny_config, groups(*specs)).is_plain

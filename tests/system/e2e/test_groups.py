@@ -1,0 +1,128 @@
+"""Models with several KV-cache groups, with vLLM's hybrid KV cache manager on, on the real engine.
+
+In float32, where the length of a hit does not change the tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import families, models
+from lab.engine import Ask
+from lab.s3 import S3Server
+from s3kv.objects.headers import read_header
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    References,
+    Serve,
+    at_rest,
+    cached,
+    changed,
+    tokens,
+)
+
+PROMPTS = models.prompts(2, 800)
+ASKS = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
+EXACT = {"dtype": "float32"}
+HIT = 768
+
+
+def zeroed(s3: S3Server, bucket: str, coverage: int) -> int:
+    """Replace the payload of every object of this coverage by zeros. Returns their number."""
+    client, count = s3.client(), 0
+    for key in s3.objects(bucket):
+        if f"/g{coverage}-" in key:
+            data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+            header = read_header(memoryview(data))
+            blank = data[: header.header_bytes] + bytes(header.payload_bytes)
+            client.put_object(Bucket=bucket, Key=key, Body=blank)
+            count += 1
+    return count
+
+
+def model_of(directory: Path, name: str) -> Path:
+    if name == "llama":
+        return models.build(directory, models.WINDOWED)
+    return families.build(directory, getattr(families, name.upper()))
+
+
+@pytest.mark.timeout(4 * START_AND_STOP_S)
+@pytest.mark.parametrize(
+    ("name", "coverages"),
+    [
+        ("gemma3", 2),
+        pytest.param("llama", 2, marks=pytest.mark.long),
+        pytest.param("gpt_oss", 2, marks=pytest.mark.long),
+        pytest.param("llama4", 2, marks=pytest.mark.long),
+        pytest.param("mistral", 1, marks=pytest.mark.long),
+    ],
+)
+def test_every_tier_gives_the_tokens_of_a_local_hit(
+    name: str,
+    coverages: int,
+    models_dir: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    serve: Serve,
+    reference: References,
+) -> None:
+    """Cold, from host memory, and in a new process from the bucket. Then with the objects of each
+    coverage zeroed, whose tokens differ: what is stored matters.
+    """
+    model = model_of(models_dir, name)
+    expected = tokens(reference(model, PROMPTS, max_tokens=40, **EXACT))
+    assert len({tuple(answer) for answer in expected}) == 2
+    connector = changed(patient, integrity="none")
+    with serve(model, connector, **EXACT) as engine:
+        cold = engine.generate(ASKS)
+        engine.reset_prefix_cache()
+        host = engine.generate(ASKS)
+        at_rest(engine)
+    with serve(model, connector, **EXACT) as engine:
+        warm = engine.generate(ASKS)
+        at_rest(engine)
+    for answers, hit in ((cold, 0), (host, HIT), (warm, HIT)):
+        assert tokens(answers) == expected
+        assert cached(answers) == [hit] * 2
+    for coverage in range(coverages):
+        assert zeroed(s3, bucket, coverage) >= 2
+        with serve(model, connector, **EXACT) as engine:
+            wrong = engine.generate(ASKS)
+        assert cached(wrong) == [HIT] * 2
+        assert all(a != b for a, b in zip(tokens(wrong), expected, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
+    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """Steps of 256 tokens and few blocks: what a group gives up is another group's in the same
+    step, and saves read blocks that the next step wants.
+    """
+    model = families.build(models_dir, families.GEMMA3)
+    shared, *tails = models.prompts(1, 512, seed=3) + models.prompts(6, 288, seed=4)
+    asks = [Ask(shared + tail, max_tokens=40) for tail in tails]
+    expected = tokens(reference.engine(model, **EXACT).generate(asks))
+    tight = EXACT | {
+        "max_model_len": 1_024,
+        "max_num_batched_tokens": 256,
+        "num_gpu_blocks_override": 40,
+    }
+    with serve(model, patient, **tight) as engine:
+        assert tokens(engine.generate(asks[:1])) == expected[:1]
+        at_rest(engine)
+        engine.reset_prefix_cache()
+        second = engine.generate(asks[1:2])
+        assert (cached(second), tokens(second)) == ([512], expected[1:2])
+        assert tokens(engine.generate(asks)) == expected
+        at_rest(engine)
+        engine.reset_prefix_cache()
+        warm = engine.generate(asks)
+        at_rest(engine)
+    assert tokens(warm) == expected
+    assert max(hit or 0 for hit in cached(warm)) == HIT

@@ -1,0 +1,94 @@
+"""Which chunks of which groups a step saves, from tables that have gaps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.requests import ScheduledRequest
+from tests.unit.planning.desk import Desk
+
+WINDOW, LOCAL = GroupKind.WINDOW, GroupKind.LOCAL
+GROUPS = (
+    GroupSpec(2, 4, members=(1,)),
+    GroupSpec(2, 4, WINDOW, 3, number=1, members=(0, 2)),
+)
+"""A window between blocks of two groups of the engine, and full attention in the second one."""
+
+
+def scheduled(
+    tables: tuple[list[int], ...], computed: int, tokens: int, new: tuple[list[int], ...] = ()
+) -> ScheduledRequest:
+    return ScheduledRequest("r", new, computed == 0, computed, tokens, partial(lambda: tables))
+
+
+def test_the_blocks_of_all_members_are_saved_as_one_object() -> None:
+    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk.add("r", "aaaabbbb")
+    desk.planner.admitted("r", ([], [], []), 0)
+    tables = [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]
+    saves = desk.plan(scheduled(tables, 0, 8, tables)).saves
+    assert [(save.key.group, save.block_ids) for save in saves] == [
+        (0, (11, 12)),
+        (1, (2, 22)),
+        (0, (13, 14)),
+        (1, (4, 24)),
+    ]
+
+
+def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None:
+    """A block that a group has given up is block 0 in its table; another group has it now."""
+    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk.add("r", "aaaabbbb")
+    desk.planner.admitted("r", ([], [], []), 0)
+    first = [1, 2], [11, 12], [21, 22]
+    assert len(desk.plan(scheduled(first, 0, 3, first)).saves) == 0
+    moved = [0, 31, 3], [11, 12, 1], [0, 22, 23]
+    new = [31, 3], [1], [23]
+    saves = desk.plan(scheduled(moved, 3, 3, new)).saves
+    assert [(s.key.group, s.block_ids) for s in saves] == [(0, (11, 12)), (1, (31, 22))]
+
+
+def test_what_the_engine_has_given_up_is_not_saved() -> None:
+    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk.add("r", "aaaa")
+    desk.planner.admitted("r", ([], [], []), 0)
+    tables = [1, 2], [11, 12], [21, 0]
+    (save,) = desk.plan(scheduled(tables, 0, 4, tables)).saves
+    assert save.key.group == 0
+
+
+def test_a_block_of_one_group_that_goes_to_another_is_fenced() -> None:
+    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk.add("r", "aaaabbbb")
+    desk.planner.admitted("r", ([], [], []), 0)
+    tables = [1, 2], [11, 12], [21, 22]
+    saves = desk.plan(scheduled(tables, 0, 4, tables)).saves
+    window = next(save.job_id for save in saves if save.key.group == 1)
+    later = [1, 2, 3], [11, 12, 2], [21, 22, 23]
+    assert desk.plan(scheduled(later, 4, 1, ([3], [2], [23]))).fences == (window,)
+
+
+@pytest.mark.parametrize("written", [(2,), (12,), (5, 22)])
+def test_a_block_that_the_engine_zeroes_or_copies_to_is_fenced(written: tuple[int, ...]) -> None:
+    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk.add("r", "aaaa")
+    desk.planner.admitted("r", ([], [], []), 0)
+    tables = [1, 2], [11, 12], [21, 22]
+    saves = desk.plan(scheduled(tables, 0, 4, tables)).saves
+    readers = {save.job_id for save in saves if set(save.block_ids) & set(written)}
+    plan = desk.planner.plan((), 1.0, written)
+    assert set(plan.fences) == readers != set()
+
+
+def test_local_attention_saves_nothing_where_it_begins_anew() -> None:
+    groups = (GroupSpec(2, 4), GroupSpec(2, 4, LOCAL, 8, number=1))
+    desk = Desk(groups=groups, null_block=0, may_load=False)
+    desk.add("r", "aaaabbbbcccc")
+    desk.planner.admitted("r", ([], []), 0)
+    tables = [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]
+    saves = desk.plan(scheduled(tables, 0, 12, tables)).saves
+    local = [save.block_ids for save in saves if save.key.group == 1]
+    assert local == [(11, 12), (15, 16)], "a resume at 8 tokens needs none of it"
