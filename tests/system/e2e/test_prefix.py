@@ -25,6 +25,7 @@ from tests.system.e2e.conftest import (
     at_rest,
     cached,
     changed,
+    needs_second_runner,
     new_bucket,
     patient_for,
     tokens,
@@ -68,15 +69,28 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
 
 
 @pytest.mark.core
+@pytest.mark.parametrize(
+    "second_runner",
+    [
+        pytest.param(False, id="first-runner"),
+        pytest.param(True, id="second-runner", marks=needs_second_runner),
+    ],
+)
 def test_every_tier_serves_a_prefix(
-    tiny: Path, s3: S3Server, library: Library, serve: Serve, reference: References
+    tiny: Path,
+    s3: S3Server,
+    library: Library,
+    serve: Serve,
+    reference: References,
+    second_runner: bool,
 ) -> None:
-    expected = reference(tiny, PROMPTS)
+    """On either model runner, from a bucket that the first one has filled."""
+    expected = reference(tiny, PROMPTS, second_runner=second_runner)
     assert cached(expected) == [HIT] * 4
     all_chunks = 4 * CHUNKS
     with (
         new_bucket(s3, like=library.bucket) as bucket,
-        serve(tiny, patient_for(s3, bucket)) as engine,
+        serve(tiny, patient_for(s3, bucket), second_runner=second_runner) as engine,
     ):
         # A process that has seen nothing: the bucket.
         answers = engine.generate(PROMPTS)
