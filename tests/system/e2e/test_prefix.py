@@ -20,6 +20,7 @@ from lab.s3 import S3Server
 from s3kv.objects.headers import read_header
 from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
     References,
     Serve,
     at_rest,
@@ -73,7 +74,12 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
     "second_runner",
     [
         pytest.param(False, id="first-runner"),
-        pytest.param(True, id="second-runner", marks=needs_second_runner),
+        pytest.param(
+            True,
+            id="second-runner",
+            # A step takes it three to five times as long.
+            marks=[needs_second_runner, pytest.mark.timeout(2 * START_AND_STOP_S)],
+        ),
     ],
 )
 def test_every_tier_serves_a_prefix(
