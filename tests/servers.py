@@ -14,6 +14,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.config import Config as BotoConfig
+from moto import backends
 from moto.server import ThreadedMotoServer
 
 BUCKET = "s3kv-test"
@@ -23,7 +24,13 @@ KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret
 
 @contextmanager
 def moto_server() -> Iterator[str]:
-    """The URL of a fresh S3 with one empty bucket, `BUCKET`, for as long as the block lasts."""
+    """The URL of a fresh S3 with one empty bucket, `BUCKET`, for as long as the block lasts.
+
+    moto's buckets belong to the process and outlive its servers, so a new server empties them.
+    """
+    for account in backends.get_backend("s3").values():
+        for backend in account.values():
+            backend.reset()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
