@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from lab import models
 from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
     References,
     Serve,
     at_rest,
@@ -33,6 +35,8 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
+from tests.system.e2e.test_failures import wait_until
+from tests.system.e2e.test_parallel import shards
 
 pytestmark = needs_second_runner
 
@@ -48,6 +52,8 @@ BLOCKS = 14
 """Of the engines' KV caches: with five requests of the crowd they are full, with six too small."""
 SMALL = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1_600, "max_num_batched_tokens": 256}
 CROWD_TOKENS = 24
+BOTH = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
+"""The shards of two tensor ranks."""
 
 
 def preemptions(engine: Engine) -> float:
@@ -230,6 +236,45 @@ def test_blocks_are_read_before_the_next_step_zeroes_them(
     assert tokens(right) == truth(prompts[:3])
     assert wrong[0].tokens != truth(prompts[3:4])[0]
     assert wrong[1].tokens != truth(prompts[4:5])[0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * START_AND_STOP_S)
+def test_two_ranks(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    truth: Truth,
+    tmp_path: Path,
+) -> None:
+    """Each rank in a process of its own, interpreting its own kernels."""
+    asked = PROMPTS[:2]
+    args: dict[str, Any] = {"in_process": False, "tensor_parallel_size": 2, **SECOND}
+    log = tmp_path / "engine.log"
+
+    def saved() -> bool:
+        found = shards(s3, bucket)
+        return len(found) == 2 * CHUNKS and all(set(keys) == BOTH for keys in found.values())
+
+    with Engine(
+        tiny,
+        connector=patient,
+        log_path=log,
+        env=s3.env,
+        start_timeout_s=START_AND_STOP_S,
+        **args,
+    ) as engine:
+        cold = engine.generate(asked, max_tokens=4)
+        wait_until("all is in the bucket", saved, START_AND_STOP_S)
+        engine.reset_prefix_cache()
+        warm = engine.generate(asked, max_tokens=4)
+        metrics = engine.metrics()
+    assert cached(cold) == [0, 0]
+    assert cached(warm) == [HIT, HIT]
+    assert tokens(cold) == tokens(warm) == truth(asked, 4)
+    assert metrics["vllm:s3kv_hit_tokens_host_total"] == 2 * HIT
+    assert metrics["vllm:s3kv_internal_errors_total"] == 0
 
 
 IMAGES = [1, 2, 3, 4]
