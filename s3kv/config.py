@@ -138,6 +138,15 @@ class Config:
     age then delete only unused objects. A quarter of the bucket's expiry is about right. 0: never.
     Every copy is billed as a PUT and needs s3:PutObject."""
 
+    bucket_bytes: Annotated[Bytes, Meta(ge=0)] = 0
+    """Budget of everything under the prefix. Beyond it the objects used longest ago are deleted, by
+    one engine of all that have the setting, which refreshes objects in use, too, as for
+    refresh_after_s. Give all engines the same value. 0: no budget. Needs s3:DeleteObject."""
+    bucket_idle_s: Seconds = 0.0
+    """Time after which an object that is not used is deleted, in the same way. 0: never."""
+    bucket_min_age_s: Seconds = 600.0
+    """Age below which bucket_bytes and bucket_idle_s delete no object."""
+
     model_id: str | None = None
     """Name of the weights, for instances that load the same weights from different paths. Without
     it: the model's name or path, and its revision."""

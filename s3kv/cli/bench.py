@@ -20,9 +20,9 @@ from s3kv.cli import show
 from s3kv.cli.configure import chunk_tokens
 from s3kv.cli.floor import floor_s
 from s3kv.cli.invocation import EPILOG, on_bucket, print_json, size_above_0, with_settings
-from s3kv.cli.walk import in_lanes, in_turn
 from s3kv.config import Config
 from s3kv.errors import StoreError
+from s3kv.objects.listing import in_lanes, in_turn
 from s3kv.objects.store import BulkStore, ObjectStore
 
 Floor = Callable[[Sequence[str], int, int], Awaitable[float | None]]

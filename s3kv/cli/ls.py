@@ -14,6 +14,7 @@ from s3kv.cli.invocation import EPILOG, now_s, on_bucket, print_json, with_setti
 from s3kv.cli.walk import NamespaceContent
 from s3kv.config import Config
 from s3kv.objects.keys import ChunkAddress, Namespace
+from s3kv.objects.listing import chunks
 from s3kv.objects.store import BulkStore, ObjectInfo
 
 _BAR_CHARS = 40
@@ -67,7 +68,7 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
 
 async def _list_objects(store: BulkStore, place: Namespace, limit: int, as_json: bool) -> None:
     printed = 0
-    async for address, info in walk.chunks(store, place.prefix, place.root):
+    async for address, info in chunks(store, place.prefix, place.root):
         if printed == limit:
             click.echo(f"s3kv: showing the first {limit}; raise --limit to see more", err=True)
             return

@@ -23,6 +23,7 @@ from s3kv.cli.inspect import MAX_OBJECT_BYTES, examine
 from s3kv.cli.invocation import EPILOG, FOUND, on_bucket, print_json, with_settings
 from s3kv.config import Config
 from s3kv.io.server.manifest import leaves
+from s3kv.objects import listing
 from s3kv.objects.headers import Refusal
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
@@ -85,10 +86,10 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
 
     async def run(store: BulkStore) -> Verification:
         if count is None:
-            picks, total = walk.chunks(store, config.prefix), None
+            picks, total = listing.chunks(store, config.prefix), None
         else:
             picked = await sample(store, config.prefix, count, random.Random(seed))
-            picks, total = walk.in_turn(picked), len(picked)
+            picks, total = listing.in_turn(picked), len(picked)
         with show.bars() as on_progress:
             verifier = Verifier(
                 store,
@@ -112,7 +113,7 @@ async def sample(store: ObjectStore, prefix: str, count: int, rng: random.Random
     all chunks if there are fewer. Raises `StoreError`."""
     picked: list[Pick] = []
     seen = 0
-    async for pick in walk.chunks(store, prefix):
+    async for pick in listing.chunks(store, prefix):
         seen += 1
         if len(picked) < count:
             picked.append(pick)
@@ -140,7 +141,7 @@ class Verifier:
         """Verify the objects. Raises `StoreError`; raises `ConfigError` if the settings need a
         secret that is not there.
         """
-        await walk.in_lanes(READERS, picks, self._verify)
+        await listing.in_lanes(READERS, picks, self._verify)
         self.found.damaged.sort(key=lambda damage: damage.key)
 
     async def _verify(self, _: int, pick: Pick) -> None:
@@ -161,7 +162,7 @@ class Verifier:
         self.found.checked += 1
         self.found.nbytes += info.nbytes
         if refusal is not None:
-            deleted = self.delete and await walk.tried(
+            deleted = self.delete and await listing.tried(
                 lambda: self.store.delete(info.key, if_etag=info.etag)
             )
             self.found.damaged.append(Damage(info.key, refusal, deleted))
@@ -173,7 +174,7 @@ class Verifier:
         if info.nbytes > MAX_OBJECT_BYTES:
             return "length"
         buffer = memoryview(bytearray(info.nbytes))
-        came = await walk.tried(lambda: self.store.get_into(info.key, buffer))
+        came = await listing.tried(lambda: self.store.get_into(info.key, buffer))
         if came is None or came.nbytes != info.nbytes:
             return "gone"
         return examine(self.config, address, info.key, buffer).refusal

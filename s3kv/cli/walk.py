@@ -1,28 +1,21 @@
-"""Walk over a bucket: its namespaces, their manifests, and their objects.
-
-Requests are tried again while the store is unavailable: a listing of millions of objects takes
-thousands of requests, of which one is always unlucky.
-"""
+"""Content of a bucket: its namespaces, their manifests, and what each of them holds."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from s3kv.cli.show import DAY_S, HOUR_S
-from s3kv.errors import ConfigError, StoreError, StoreUnavailable
+from s3kv.errors import ConfigError
 from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.objects import keys
+from s3kv.objects.listing import chunks, tried
 from s3kv.objects.store import ObjectInfo, ObjectStore
 
 MAX_NAMESPACES = 1000
 """Most that one request tells. A prefix has one for every model, layout and version of its engines.
 """
-PAUSES_S = (0.2, 1.0, 5.0)
-"""Pauses before each further try. One tool asks at a time, so they need no jitter."""
 AGES: Mapping[str, float] = {
     "under 1 h": HOUR_S,
     "1 h to 1 d": DAY_S,
@@ -31,7 +24,6 @@ AGES: Mapping[str, float] = {
     "over 30 d": float("inf"),
 }
 """Classes of ages: the age in seconds below which an object belongs to it, by its name."""
-_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -67,95 +59,6 @@ class NamespaceContent:
         self.bytes_by_age[next(name for name, below_s in AGES.items() if age_s < below_s)] += (
             info.nbytes
         )
-
-
-async def tried(call: Callable[[], Awaitable[_T]]) -> _T:
-    """The result of `call()`, retried while the store is unavailable. Raises `StoreError`."""
-    for pause_s in PAUSES_S:
-        try:
-            return await call()
-        except StoreUnavailable:
-            await asyncio.sleep(pause_s)
-    return await call()
-
-
-async def in_turn(items: Iterable[_T]) -> AsyncIterator[_T]:
-    """An asynchronous iterator over what is there already."""
-    for item in items:
-        yield item
-
-
-async def in_lanes(
-    lanes: int, items: AsyncIterator[_T], work: Callable[[int, _T], Awaitable[None]]
-) -> None:
-    """Do `work(lane, item)` for each item, as many at once as there are lanes. If one fails, or
-    this is cancelled, none goes on."""
-    taking = asyncio.Lock()
-
-    async def run(lane: int) -> None:
-        while True:
-            async with taking:  # an iterator allows one `anext` at a time
-                try:
-                    item = await anext(items)
-                except StopAsyncIteration:
-                    return
-            await work(lane, item)
-
-    tasks = [asyncio.ensure_future(run(lane)) for lane in range(lanes)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def listed(store: ObjectStore, prefix: str) -> AsyncIterator[ObjectInfo]:
-    """The objects of `store.list(prefix)`, resumed where it broke off while the store was
-    unavailable.
-
-    Each object comes once. Raises `StoreError`, also if a listing that broke off cannot be resumed
-    because the store does not list keys in order.
-    """
-    last, failures = "", 0
-    while True:
-        resumed = last
-        try:
-            async for info in store.list(prefix, resumed):
-                if resumed and info.key.encode() <= resumed.encode():
-                    raise StoreError(f"the listing of {prefix} broke off and cannot be resumed")
-                last, failures = info.key, 0
-                yield info
-            return
-        except StoreUnavailable:
-            if failures == len(PAUSES_S):
-                raise
-        await asyncio.sleep(PAUSES_S[failures])
-        failures += 1
-
-
-async def owned(
-    store: ObjectStore, prefix: str, under: str | None = None
-) -> AsyncIterator[tuple[keys.Namespace, keys.ChunkAddress | None, ObjectInfo]]:
-    """Every object of the namespaces under `prefix`, and no object of anybody else. The address is
-    that of a chunk or item; None for a manifest and a shape.
-
-    under: list only keys that start with this.
-    """
-    async for info in listed(store, under or keys.all_namespaces(prefix)):
-        address = keys.parse(info.key)
-        namespace = address.namespace if address else keys.parse_sign(info.key)
-        if namespace is not None and namespace.prefix == prefix:
-            yield namespace, address, info
-
-
-async def chunks(
-    store: ObjectStore, prefix: str, under: str | None = None
-) -> AsyncIterator[tuple[keys.ChunkAddress, ObjectInfo]]:
-    """Every chunk and item of the namespaces under `prefix`. under: as for `owned`."""
-    async for _, address, info in owned(store, prefix, under):
-        if address is not None:
-            yield address, info
 
 
 async def namespaces(store: ObjectStore, prefix: str) -> list[NamespaceContent]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import index
 
 import torch
 
@@ -36,14 +37,18 @@ class BlockTensors:
     """Shapes and dtypes of the tensors of every block of a store.
 
     shapes: name to shape and dtype, in the order of the payload. Raises `ValueError` for a dtype
-    that the object format does not have.
+    that the object format does not have and a shape that holds nothing, `TypeError` for other
+    names than texts and other sizes than whole numbers.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        for name, (_, dtype) in shapes.items():
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, (shape, dtype) in shapes.items():
+            if not isinstance(name, str):
+                raise TypeError(f"the name {name!r} of a tensor is no text")
             if dtype not in _NAMES:
                 raise ValueError(f"tensor {name!r} is {dtype}: allowed is one of {list(_NAMES)}")
-        self._shapes = {n: (tuple(shape), dtype) for n, (shape, dtype) in shapes.items()}
+            self._shapes[name] = _sizes(f"tensor {name!r}", shape), dtype
         self.specs = tuple(
             TensorSpec(name, _NAMES[dtype], shape) for name, (shape, dtype) in self._shapes.items()
         )
@@ -55,10 +60,11 @@ class BlockTensors:
             raise ValueError(f"tensors {sorted(tensors)}: expected are {sorted(self._shapes)}")
         for name, tensor in tensors.items():
             shape, dtype = self._shapes[name]
-            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            # torch copies to one on "meta" without an error.
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.is_meta:
                 raise ValueError(
-                    f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype}: expected is "
-                    f"{shape} {dtype}"
+                    f"tensor {name!r} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: "
+                    f"expected is {shape} {dtype} in memory"
                 )
 
     def empty(self, count: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -105,8 +111,7 @@ class TensorRows:
 
     def __post_init__(self) -> None:
         dtype_name(self.dtype)
-        if min(self.shape, default=1) < 1:
-            raise ValueError(f"a row of shape {self.shape} holds nothing")
+        object.__setattr__(self, "shape", _sizes("a row", self.shape))
 
     @property
     def row_bytes(self) -> int:
@@ -115,9 +120,17 @@ class TensorRows:
     def check(self, tensor: torch.Tensor) -> None:
         """Raise `ValueError` unless this is such a tensor."""
         fits = tensor.ndim == 1 + len(self.shape) and tuple(tensor.shape[1:]) == self.shape
-        if not fits or not len(tensor) or tensor.dtype != self.dtype:
+        if not fits or not len(tensor) or tensor.dtype != self.dtype or tensor.is_meta:
             sizes = ", ".join(str(n) for n in ("rows", *self.shape))
             raise ValueError(
                 f"the tensor is {tuple(tensor.shape)} {tensor.dtype}: allowed is [{sizes}] "
                 f"{self.dtype} with 1 row or more, as the store was opened for"
             )
+
+
+def _sizes(what: str, shape: Iterable[int]) -> tuple[int, ...]:
+    """The shape as plain numbers. Raises `TypeError` for other sizes, `ValueError` below 1."""
+    sizes = tuple(map(index, shape))
+    if min(sizes, default=1) < 1:
+        raise ValueError(f"{what} of shape {sizes} holds nothing")
+    return sizes

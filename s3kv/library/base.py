@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import reprlib
 from collections.abc import Coroutine, Generator, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 from s3kv.errors import ConfigError
@@ -29,12 +29,7 @@ class Store:
     async def __aenter__(self: S) -> S:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @property
@@ -85,12 +80,7 @@ class Opening(Coroutine[Any, Any, S]):
         self._store = await self._opening
         return self._store
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._store.close()
 
     def send(self, value: Any) -> Any:
@@ -110,9 +100,9 @@ def plain_namespace(namespace: Mapping[str, Any]) -> dict[str, Any]:
     try:
         plain = dict(namespace)
         fingerprint_digest(plain)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"namespace is {namespace!r}: allowed is a mapping of texts to numbers, texts, "
-            f"booleans, None, and lists and mappings of these ({error})"
+            f"namespace is {reprlib.repr(namespace)}: allowed is a mapping of texts to numbers, "
+            f"texts, booleans, None, and lists and mappings of these ({error})"
         ) from error
     return plain

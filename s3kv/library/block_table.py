@@ -33,20 +33,6 @@ class _Block:
         return bool(self.holds or self.pins)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStatistics:
-    """Counts of blocks; free + idle + used is their total.
-
-    idle: named and not in use; `take` may evict them. used: held or pinned. evictions: names
-    removed to make room for another hash, since the start.
-    """
-
-    free: int
-    idle: int
-    used: int
-    evictions: int
-
-
 class BlockTable:
     """The table. Used from one thread. numbers: the blocks of the pool that it may hand out.
 
@@ -62,7 +48,6 @@ class BlockTable:
         self._named: dict[ChunkKey, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Idle blocks, the longest idle first."""
-        self._evictions = 0
 
     # --- questions
 
@@ -75,11 +60,6 @@ class BlockTable:
         the table.
         """
         return self._block(number).key
-
-    def statistics(self) -> BlockStatistics:
-        """The counts, in O(1)."""
-        free, idle = len(self._free), len(self._idle)
-        return BlockStatistics(free, idle, len(self._blocks) - free - idle, self._evictions)
 
     # --- events
 
@@ -171,7 +151,6 @@ class BlockTable:
         assert key is not None
         del self._named[key]
         self._blocks[number].key = None
-        self._evictions += 1
         return number
 
     def _settle(self, number: int) -> None:

@@ -25,7 +25,8 @@ import torch
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import Dim, PageLayout, merge
 from s3kv.device.tensors import BlockTensors
-from s3kv.library.block_table import BlockStatistics, BlockTable
+from s3kv.errors import ConfigError
+from s3kv.library.block_table import BlockTable
 from s3kv.library.caller_streams import CallerStream, Mark
 from s3kv.messages import LoadPart
 from s3kv.types import ChunkKey
@@ -61,8 +62,11 @@ class BlockPools:
 
     @classmethod
     def new(cls, tensors: BlockTensors, count: int, device: torch.device) -> BlockPools:
-        """Allocate pools of `count` blocks."""
-        return cls(tensors, tensors.empty(count, device))
+        """Allocate pools of `count` blocks. Raises `ConfigError` if there is not so much memory."""
+        try:
+            return cls(tensors, tensors.empty(count, device))
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device_blocks is {count!r}, for {device}: {error}") from error
 
     @property
     def device(self) -> torch.device:
@@ -126,9 +130,6 @@ class DeviceBlocks:
 
     def holds(self, key: ChunkKey) -> bool:
         return self._table.find(key) is not None
-
-    def statistics(self) -> BlockStatistics:
-        return self._table.statistics()
 
     # --- blocks ----------------------------------------------------------------------------
 

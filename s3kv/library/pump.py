@@ -115,6 +115,7 @@ class Pump:
         self._next_look: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -123,7 +124,11 @@ class Pump:
         return self._closing is not None
 
     def check_open(self) -> None:
-        """Raise `ClosedError` once `close` has been called."""
+        """Raise `ClosedError` once `close` has been called, and `RuntimeError` in another loop: no
+        timer would wake a call there.
+        """
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("the store is for the loop that opened it: open one for each loop")
         if self.is_closing:
             raise ClosedError("the store is closed: open another one")
 

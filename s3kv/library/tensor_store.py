@@ -29,7 +29,7 @@ from s3kv.io.tier import introduce
 from s3kv.library.base import Opening, Store, plain_namespace
 from s3kv.library.pump import opened
 from s3kv.library.tensor_tier import TensorTier
-from s3kv.objects.item_format import GROUP, SHARD
+from s3kv.objects.item_format import GROUP, HEADER_BYTES, SHARD
 from s3kv.types import Location, Span
 
 __all__ = ["TensorRows", "TensorStore"]
@@ -123,8 +123,13 @@ class TensorStore(Store):
 
 def _divided(config: Config, rows: TensorRows) -> tuple[Table, list[Span]]:
     """Divide the memory into a table that can hold the largest item, and berths behind it. Raises
-    `ConfigError` if the memory is too small.
+    `ConfigError` if the memory is too small, or the largest item for one row.
     """
+    shortest = HEADER_BYTES + rows.row_bytes
+    if shortest > config.max_item_bytes:
+        raise ConfigError(
+            f"max_item_bytes is {config.max_item_bytes}: allowed is {shortest} or more, for one row"
+        )
     berth_pages = -(-config.max_item_bytes // PAGE_BYTES)
     berth_bytes = berth_pages * PAGE_BYTES
     least = berth_bytes + (1 << order_of(berth_pages)) * PAGE_BYTES

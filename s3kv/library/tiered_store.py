@@ -20,7 +20,7 @@ An engine with a paged cache gives the store that cache, and computes on its blo
 
 Beside such blocks the store can keep tensors of any number of rows by the hash of their content
 (`tensors`). It uses the slab, I/O process, object format and ledger that the connectors use under
-vLLM, driven by the caller's asyncio loop. All methods are for that loop's thread.
+vLLM, driven by the caller's asyncio loop. All methods are for code that runs in that loop.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from operator import index
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class TieredStore(Store):
     alone. A cancelled `put` may or may not have kept its block.
 
     After `close` has been called, every method but `close` raises `ClosedError`; `counters` can
-    still be read.
+    still be read. In a store opened without blocks on a device, the methods for them raise
+    `ConfigError`, and so do those for tensors in a store opened without `tensors`.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class TieredStore(Store):
 
         shapes: the tensors of every block: name to shape and dtype.
         namespace: plain values that say what the blocks mean (model, revision, …). Two stores
-            see each other's blocks if these, the shapes and the prefix are equal.
+            see each other's blocks if these, the shapes in their order, and the prefix are equal.
         device_blocks: number of blocks kept on `device` as a separate tier, in memory that the
             store allocates; 0 for none.
         pools: the caller's memory for such a tier instead: name to `[blocks, *shape]`, all on one
@@ -102,16 +104,19 @@ class TieredStore(Store):
             from the call on.
         tensors: the rows that `put_tensor` and `get_tensor` take, and their memory, which is not
             part of `host_bytes`; None for none. They have an I/O process of their own.
-        Raises `ConfigError`, also for a namespace of other values; `ValueError` for shapes that the
-        object format cannot hold, and for pools that do not hold such blocks; `UnsupportedError`
-        for a device that torch cannot use here, and for memory that cannot be copied; a
-        `StoreError` if the bucket cannot be used.
+        Raises `ConfigError`, also for a namespace of other values, and for blocks that the device
+        has no memory for; `TypeError` for arguments of another type; `ValueError` for shapes that
+        the object format cannot hold, and for pools that do not hold such blocks;
+        `UnsupportedError` for a device that torch cannot use here, and for memory that cannot be
+        copied; a `StoreError` if the bucket cannot be used.
         """
 
         async def opened() -> TieredStore:
             blocks = BlockTensors(shapes)
             if pools is not None and device_blocks:
                 raise ConfigError("device_blocks and pools are given: allowed is one of them")
+            if pool_blocks is not None and pools is None and not device_blocks:
+                raise ConfigError("pool_blocks is given, and neither pools nor device_blocks is")
             memory = BlockPools(blocks, pools) if pools is not None else None
             if device_blocks:
                 memory = BlockPools.new(blocks, device_blocks, chosen_device(device))
@@ -161,8 +166,8 @@ class TieredStore(Store):
 
         On a GPU, work that the caller launches afterwards on the stream that was current at the
         call sees `into` filled. After a miss or a cancelled call the content of `into` is
-        undefined, and nothing writes to it any more. Raises `ValueError` for tensors of another
-        shape or dtype, `CopyError` if the device refuses the copy.
+        undefined, and nothing writes to it any more. Raises `ValueError` as `put` does, and
+        `CopyError` if the device refuses the copy.
         """
         key = self._key(block_hash)
         self._tensors.check(into)
@@ -190,8 +195,7 @@ class TieredStore(Store):
         tier if necessary. It is held for the caller, and not written to, until `release`.
 
         Any number of callers may hold a block; each releases it once. Work that the caller
-        launches next may read the block. None on a miss, and if all blocks are in use. Raises
-        `ConfigError` in a store opened without blocks on a device.
+        launches next may read the block. None on a miss, and if all blocks are in use.
         """
         key = self._key(block_hash)
         return await self._tiers.acquire(self._pool(), key)
@@ -199,7 +203,7 @@ class TieredStore(Store):
     def allocate(self) -> int | None:
         """The number of a block to fill: a free one, or else the one that has been unused longest.
         It is held until `release`, and work that the caller launches next may write to it. None if
-        all blocks are in use. Raises `ConfigError` in a store opened without blocks on a device.
+        all blocks are in use.
         """
         return self._pool().take(self._tiers.stream())
 
@@ -213,7 +217,7 @@ class TieredStore(Store):
         fetch brings nothing.
         Returns False if host memory is full of blocks that the bucket does not have yet; then the
         block is in the pool alone. Raises `ValueError` for a block that the caller does not hold,
-        or one with another hash; `ConfigError` in a store opened without blocks on a device.
+        or one with another hash.
         """
         key = self._key(block_hash)
         return self._tiers.put_block(self._pool(), key, block)
@@ -221,8 +225,7 @@ class TieredStore(Store):
     def release(self, block: int) -> None:
         """Release a block from `acquire` or `allocate`, after the work that the caller has launched
         on the current stream. Blocks released first are evicted first, so release the end of a
-        prefix before its beginning. Raises `ValueError` for a block that is not held, and
-        `ConfigError` in a store opened without blocks on a device.
+        prefix before its beginning. Raises `ValueError` for a block that is not held.
         """
         self._pool().release(block, self._tiers.stream())
 
@@ -231,30 +234,22 @@ class TieredStore(Store):
     async def put_tensor(
         self, content_hash: bytes, tensor: torch.Tensor, *, wait: bool = False
     ) -> bool:
-        """Keep a tensor as `TensorStore.put` does. Raises `ConfigError` in a store opened without
-        `tensors`.
-        """
+        """Keep a tensor as `TensorStore.put` does."""
         return await self._opened_rows().put(content_hash, tensor, wait=wait)
 
     async def get_tensor(
         self, content_hash: bytes, device: str | torch.device | None = None
     ) -> torch.Tensor | None:
-        """Get a tensor as `TensorStore.get` does. Raises `ConfigError` in a store opened without
-        `tensors`.
-        """
+        """Get a tensor as `TensorStore.get` does."""
         return await self._opened_rows().get(content_hash, device)
 
     def where_tensor(self, content_hash: bytes) -> Location:
-        """The tiers that hold a tensor, as `TensorStore.where` gives them. Raises `ConfigError` in
-        a store opened without `tensors`.
-        """
+        """The tiers that hold a tensor, as `TensorStore.where` gives them."""
         return self._opened_rows().where(content_hash)
 
     @property
     def tensor_counters(self) -> Mapping[str, int]:
-        """The same counts for `put_tensor` and `get_tensor`. Raises `ConfigError` in a store opened
-        without `tensors`.
-        """
+        """The same counts for `put_tensor` and `get_tensor`."""
         return self._opened_rows().counters
 
     async def flush(self) -> Unflushed:
@@ -292,7 +287,7 @@ class TieredStore(Store):
 async def _on_device(
     pools: BlockPools, numbers: Iterable[int] | None, host: BlockTier
 ) -> DeviceBlocks:
-    ours = range(pools.count) if numbers is None else list(numbers)
+    ours = range(pools.count) if numbers is None else [index(number) for number in numbers]
     if min(ours, default=0) < 0 or max(ours, default=0) >= pools.count:
         raise ValueError(f"pool_blocks: allowed are 0 to {pools.count - 1}")
     stream = CallerStream.current(pools.device)

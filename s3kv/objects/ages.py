@@ -63,3 +63,10 @@ class Ages:
             excess -= self._bytes[at]
             second = at + 1
         return Cut(second)
+
+    def oldest_s(self, cut: Cut) -> float | None:
+        """Second of the oldest object that the cut leaves; None if it leaves none."""
+        left = [at for at in self._bytes if at > cut.second]
+        if self._bytes.get(cut.second, 0) > cut.nbytes:
+            left.append(cut.second)
+        return min(left, default=None)

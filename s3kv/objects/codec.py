@@ -65,6 +65,9 @@ class ChunkFormat:
             raise ValueError("a chunk needs tensors, with names that differ from each other")
         if len({t.shape[0] for t in self.tensors if t.layers}) > 1:
             raise ValueError("the tensors of a chunk differ in their number of blocks")
+        payload_bytes = sum(tensor.nbytes for tensor in self.tensors)
+        if payload_bytes > MAX_HEADER_BYTES * SEGMENT_BYTES:  # not even one byte for each digest
+            raise ValueError(f"tensors of {payload_bytes} bytes do not fit into one object")
         parts, segments = _segments(self.tensors)
         before, between, after = _header_text(self).encode("ascii").split(_HOLE)
         digests = len(_joined([b"0" * self.integrity.digest_chars] * len(segments)))
@@ -76,7 +79,7 @@ class ChunkFormat:
         put(self, "parts", parts)
         put(self, "segments", segments)
         put(self, "header_bytes", header_bytes)
-        put(self, "payload_bytes", sum(t.nbytes for t in self.tensors))
+        put(self, "payload_bytes", payload_bytes)
         put(self, "_texts", ((header_bytes - 8).to_bytes(8, "little") + before, between, after))
 
     @property

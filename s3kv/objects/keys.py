@@ -3,6 +3,7 @@
     {prefix}/v2/{namespace digest}/{hh}/{block hash}/g{coverage}-{shard}.safetensors
     {prefix}/v2/{namespace digest}/shapes/{shard}
     {prefix}/v2/{namespace digest}/manifest.json
+    {prefix}/v2/keeper.json
 
 `v2` is the version of this layout and of the object format. `hh` is the first byte of the block
 hash: hashes are uniform, so the store can split the namespace into partitions right after the
@@ -35,17 +36,17 @@ MAX_HASH_BYTES = 64
 
 
 def checked_key(group: int, content_hash: object) -> ChunkKey:
-    """The key for a hash given by a caller. Raises `TypeError` if it is not `bytes` (a bytearray or
-    memoryview may change later), and `ValueError` for a wrong length.
+    """The key for a hash given by a caller. A subclass of `bytes`, as numpy's, becomes `bytes`,
+    because no message carries it. Raises `TypeError` for another type (a bytearray or memoryview
+    may change later), and `ValueError` for a wrong length.
     """
     if not isinstance(content_hash, bytes):
         kind = type(content_hash).__name__
         raise TypeError(f"the hash is of type {kind}: allowed is bytes, such as a digest()")
-    if not 1 <= len(content_hash) <= MAX_HASH_BYTES:
-        raise ValueError(
-            f"the hash has {len(content_hash)} bytes: allowed are 1 to {MAX_HASH_BYTES}"
-        )
-    return ChunkKey(group, content_hash)
+    plain = bytes(content_hash)
+    if not 1 <= len(plain) <= MAX_HASH_BYTES:
+        raise ValueError(f"the hash has {len(plain)} bytes: allowed are 1 to {MAX_HASH_BYTES}")
+    return ChunkKey(group, plain)
 
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
@@ -206,6 +207,11 @@ def parse_sign(key: str) -> Namespace | None:
     if match is None or match["prefix"] != match["prefix"].strip("/"):
         return None
     return Namespace(match["prefix"], match["digest"])
+
+
+def keeper(prefix: str) -> str:
+    """Key of the lease of the process that keeps everything under `prefix` to its budget."""
+    return f"{all_namespaces(prefix)}keeper.json"
 
 
 def all_namespaces(prefix: str) -> str:

@@ -37,17 +37,20 @@ restart of the engine."""
 
 
 class RefreshRule:
-    """Rule that decides whether a hit refreshes an object, by its age. Pure but for `rng`."""
+    """Rule that decides whether a hit refreshes an object, by its age. Pure but for `rng`.
+
+    refresh_after_s may be set at any time; `math.inf`: no hit refreshes.
+    """
 
     def __init__(self, refresh_after_s: float, rng: random.Random) -> None:
-        self._refresh_after_s = refresh_after_s
+        self.refresh_after_s = refresh_after_s
         self._rng = rng
 
     def wants(self, age_s: float) -> bool:
         """Decide by chance whether to refresh: the probability rises from 0 at `refresh_after_s` to
         1 at `CERTAIN_AT` times that.
         """
-        beyond = age_s / self._refresh_after_s - 1
+        beyond = age_s / self.refresh_after_s - 1
         return beyond > 0 and self._rng.random() < beyond / (CERTAIN_AT - 1)
 
 

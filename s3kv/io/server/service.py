@@ -25,6 +25,7 @@ from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.formats import Formats
 from s3kv.io.server.jobs import JobQueue, TransferJob
+from s3kv.io.server.keeping import Keeper
 from s3kv.io.server.manifest import introduce
 from s3kv.io.server.pacing import Pacing
 from s3kv.io.server.refreshing import Refresher, RefreshRule
@@ -33,7 +34,7 @@ from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.costs import nanodollars, prices_of
 from s3kv.objects.keys import Namespace
 from s3kv.objects.s3.address import zone_of
-from s3kv.objects.store import ObjectStore
+from s3kv.objects.store import BulkStore
 from s3kv.types import ChunkKey, Outcome
 
 _log = logging.getLogger("s3kv.io")
@@ -42,6 +43,8 @@ _CLOSE_TIMEOUT_S = 1.0
 _UNWIND_TIMEOUT_S = 2.0
 """Time for cancelled jobs to end. The process then exits, which stops the rest."""
 _INTRODUCTION_PAUSE_S = 60.0
+_INTRODUCED_AGAIN_S = 3600.0
+"""Time between two looks at the manifest while the keeper says when objects are refreshed."""
 _TROUBLE: dict[type[StoreError], wire.Trouble] = {
     StoreDenied: "denied",
     StoreMissing: "missing",
@@ -59,7 +62,7 @@ class Service:
         self,
         hello: wire.Hello,
         slab: Slab,
-        store: ObjectStore,
+        store: BulkStore,
         send: Callable[[wire.Up], None],
         hang_up: Callable[[], None],
         rng: random.Random,
@@ -75,7 +78,9 @@ class Service:
         self._formats = Formats(hello, slab.nbytes)
         self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
         self._pacing = Pacing(config.max_inflight_requests, config.hedge_percent)
-        self._refresher = self._make_refresher(rng)
+        keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
+        self._refresher = self._make_refresher(rng, keeps)
+        self._keeper = self._make_keeper(rng) if keeps else None
         self._transfers = Transfers(
             store,
             self._pacing,
@@ -94,17 +99,35 @@ class Service:
         self._drain_left: int | None = None
         self._drained = asyncio.Event()
 
-    def _make_refresher(self, rng: random.Random) -> Refresher | None:
+    def _make_refresher(self, rng: random.Random, keeps: bool) -> Refresher | None:
         refresh_after_s = self._config.refresh_after_s
-        if refresh_after_s == 0:
+        if refresh_after_s == 0 and not keeps:
             return None
         if zone_of(self._config.bucket) is not None:
             _log.warning(
                 "refresh_after_s has no effect: objects in a directory bucket are not refreshed"
             )
             return None
-        rule = RefreshRule(refresh_after_s, rng)
-        return Refresher(self._store, rule, lambda: self._queue.has_spare)
+        self._refresh_rule = RefreshRule(refresh_after_s or math.inf, rng)
+        return Refresher(self._store, self._refresh_rule, lambda: self._queue.has_spare)
+
+    def _make_keeper(self, rng: random.Random) -> Keeper:
+        config = self._config
+
+        def refresh_after(seconds: float) -> None:
+            if self._refresher is not None and config.refresh_after_s == 0:
+                self._refresh_rule.refresh_after_s = seconds
+
+        return Keeper(
+            self._store,
+            config.prefix,
+            max_bytes=config.bucket_bytes,
+            idle_s=config.bucket_idle_s,
+            min_age_s=config.bucket_min_age_s,
+            holder=f"{rng.getrandbits(128):032x}",
+            on_refresh_after=refresh_after,
+            rng=rng,
+        )
 
     def start(self) -> None:
         """Try the bucket, then send `Ready` and start the jobs received meanwhile."""
@@ -129,6 +152,8 @@ class Service:
         self._start_jobs()
         if self._refresher is not None:
             self._run_beside("refreshing", self._refresher.run())
+        if self._keeper is not None:
+            self._run_beside("keeping the bucket", self._keeper.run())
         if self._manifest:
             self._run_beside("the manifest of the namespace", self._introduce())
 
@@ -159,7 +184,7 @@ class Service:
                 self._refresher.exists(self._namespace.manifest)
                 for shard in self._shapes:
                     self._refresher.exists(self._namespace.shape(shard))
-                await asyncio.sleep(self._config.refresh_after_s)
+                await asyncio.sleep(self._config.refresh_after_s or _INTRODUCED_AGAIN_S)
 
     def _background_ended(self, what: str, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -278,8 +303,9 @@ class Service:
     def _drain(self, timeout_s: float) -> None:
         self._drain_left = 0
         self._queue.in_hurry = True
-        if "refreshing" in self._background:
-            self._background["refreshing"].cancel()
+        for beside in ("refreshing", "keeping the bucket"):
+            if beside in self._background:
+                self._background[beside].cancel()
         for job_id in self._queue.ids(JobKind.FETCH):
             self._cancel(job_id)
         loop = asyncio.get_running_loop()
@@ -303,6 +329,7 @@ class Service:
 
     def _statistics(self) -> wire.Stats:
         queue, pacing, refresher = self._queue, self._pacing, self._refresher
+        keeper = self._keeper
         traffic = self._store.traffic
         counters = {
             "io_retries": self._transfers.retries,
@@ -313,6 +340,10 @@ class Service:
             "io_refresh_done": refresher.done if refresher else 0,
             "io_refresh_failed": refresher.failed if refresher else 0,
             "io_refresh_skipped": refresher.skipped if refresher else 0,
+            "io_keeper_sweeps": keeper.sweeps if keeper else 0,
+            "io_keeper_failed": keeper.failed if keeper else 0,
+            "io_keeper_deleted": keeper.deleted_objects if keeper else 0,
+            "io_keeper_deleted_bytes": keeper.deleted_bytes if keeper else 0,
             "io_defects": self._defects,
             "cost_usd": nanodollars(prices_of(self._config, traffic), traffic),
         }

@@ -1,9 +1,6 @@
-"""The walk over a bucket: what it sees, what it counts, and how it goes on after a failure."""
+"""The content of a bucket: what is seen and counted of it."""
 
 from __future__ import annotations
-
-import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,7 +8,7 @@ from lab.memory_store import MemoryStore
 from s3kv.cli import walk
 from s3kv.cli.show import DAY_S, HOUR_S
 from s3kv.cli.walk import NamespaceContent
-from s3kv.errors import ConfigError, StoreError, StoreUnavailable
+from s3kv.errors import ConfigError
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.objects.store import ObjectInfo
 from s3kv.types import ChunkKey
@@ -41,14 +38,6 @@ async def filled() -> MemoryStore:
     for name, data in objects.items():
         await store.put(name, memoryview(data), if_absent=True)
     return store
-
-
-async def test_objects_of_others_are_not_seen() -> None:
-    store = await filled()
-    seen = {info.key async for _, _, info in walk.owned(store, "s3kv")}
-    assert seen == {HALVES.manifest, FULLS.manifest, key(HALVES, 1), key(HALVES, 2), key(FULLS, 1)}
-    chunks = {info.key async for _, info in walk.chunks(store, "s3kv", HALVES.root)}
-    assert chunks == {key(HALVES, 1), key(HALVES, 2)}
 
 
 async def test_namespaces_are_counted_the_largest_first() -> None:
@@ -96,84 +85,3 @@ def test_ages(age_s: float, name: str) -> None:
     content = NamespaceContent(HALVES)
     content.add(ObjectInfo("key", 7, 1e9 - age_s), 1e9)
     assert {n: b for n, b in content.bytes_by_age.items() if b} == {name: 7}
-
-
-class Breaking(MemoryStore):
-    """Breaks off each listing after `given` keys; `obeys`: begins after the key it is told."""
-
-    def __init__(self, given: int, *, obeys: bool = True) -> None:
-        super().__init__()
-        self.given, self.obeys = given, obeys
-
-    async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        count = 0
-        async for info in super().list(prefix, after if self.obeys else ""):
-            if count == self.given:
-                raise StoreUnavailable("planned")
-            count += 1
-            yield info
-
-
-async def broken(store: Breaking) -> list[str]:
-    for number in range(7):
-        await store.put(f"k{number}", memoryview(b"x"), if_absent=True)
-    return [info.key async for info in walk.listed(store, "k")]
-
-
-async def test_a_listing_that_breaks_off_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "PAUSES_S", (0.0, 0.0))
-    assert await broken(Breaking(2)) == [f"k{number}" for number in range(7)]
-    with pytest.raises(StoreUnavailable):
-        await broken(Breaking(0))
-    with pytest.raises(StoreError, match="cannot be resumed"):
-        await broken(Breaking(2, obeys=False))
-
-
-async def test_a_call_is_tried_again_only_while_the_store_is_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(walk, "PAUSES_S", (0.0, 0.0))
-    errors: list[StoreError] = [StoreUnavailable("planned"), StoreUnavailable("planned")]
-
-    async def call() -> str:
-        if errors:
-            raise errors.pop()
-        return "answer"
-
-    assert await walk.tried(call) == "answer"
-    errors = [StoreUnavailable("planned"), StoreError("refused")]
-    with pytest.raises(StoreError, match="refused"):
-        await walk.tried(call)
-    assert len(errors) == 1
-
-
-async def test_lanes_work_side_by_side_and_each_item_is_done_once() -> None:
-    done: list[tuple[int, int]] = []
-    begun = 0
-    all_at_work = asyncio.Event()
-
-    async def work(lane: int, item: int) -> None:
-        nonlocal begun
-        begun += 1
-        if begun == 3:
-            all_at_work.set()
-        await all_at_work.wait()
-        done.append((lane, item))
-
-    await walk.in_lanes(3, walk.in_turn(range(9)), work)
-    assert sorted(item for _, item in done) == list(range(9))
-    assert {lane for lane, _ in done} == {0, 1, 2}
-
-
-async def test_if_one_lane_fails_none_goes_on() -> None:
-    begun: list[int] = []
-
-    async def work(_: int, item: int) -> None:
-        begun.append(item)
-        if item == 1:
-            raise StoreError("planned")
-        await asyncio.Event().wait()
-
-    with pytest.raises(StoreError, match="planned"):
-        await walk.in_lanes(2, walk.in_turn(range(9)), work)
-    assert begun == [0, 1]

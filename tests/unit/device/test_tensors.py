@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy
 import pytest
 import torch
 
@@ -47,7 +50,7 @@ def test_a_block_is_its_tensors_one_behind_the_other() -> None:
         ),
         (
             {"k": torch.zeros(2, 3, dtype=torch.bfloat16), "v": torch.zeros(4).half()},
-            r"'v' is \(4,\) torch.float16: expected is \(4,\) torch.float32",
+            r"'v' is \(4,\) torch.float16 on cpu: expected is \(4,\) torch.float32",
         ),
     ],
 )
@@ -75,6 +78,40 @@ def test_rows_of_another_kind_are_refused(tensor: torch.Tensor) -> None:
         rows.check(tensor)
 
 
-def test_a_row_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds nothing"):
-        TensorRows((3, 0), torch.float32)
+@pytest.mark.parametrize("shape", [(3, 0), (3, -1)])
+def test_what_holds_nothing_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"a row of shape \(3, .*holds nothing"):
+        TensorRows(shape, torch.float32)
+    with pytest.raises(ValueError, match=r"'k' of shape \(3, .*holds nothing"):
+        BlockTensors({"k": (shape, torch.float32)})
+
+
+def test_sizes_of_any_kind_become_plain_numbers() -> None:
+    """Messages to the I/O process carry nothing else, and tuples are compared with them."""
+    given: Any = [True, numpy.int64(4)]
+    assert repr(TensorRows(given, torch.float32).shape) == "(1, 4)"
+    (spec,) = BlockTensors({"k": (given, torch.float32)}).specs
+    assert repr(spec.shape) == "(1, 4)"
+
+
+@pytest.mark.parametrize("shape", [(4.0,), 4, "4", (None,)])
+def test_sizes_that_are_no_numbers_are_refused(shape: Any) -> None:
+    with pytest.raises(TypeError, match=r"integer|iterable"):
+        TensorRows(shape, torch.float32)
+    with pytest.raises(TypeError, match=r"integer|iterable"):
+        BlockTensors({"k": (shape, torch.float32)})
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    numbered: Any = {1: ((4,), torch.float32)}
+    with pytest.raises(TypeError, match="name 1 of a tensor is no text"):
+        BlockTensors(numbered)
+
+
+def test_a_tensor_on_meta_is_refused() -> None:
+    """torch copies to it, and nothing is there afterwards."""
+    tensor = torch.zeros(1, 4, device="meta")
+    with pytest.raises(ValueError, match=r"allowed is \[rows, 4\]"):
+        TensorRows((4,), torch.float32).check(tensor)
+    with pytest.raises(ValueError, match=r"on meta: expected is \(1, 4\) torch.float32 in memory"):
+        BlockTensors({"k": ((1, 4), torch.float32)}).check({"k": tensor})

@@ -8,15 +8,19 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 import s3kv
 from lab.faults import Fault
 from lab.proxy import Proxy
 from s3kv.config import Config
 from s3kv.errors import ClosedError, ConfigError, CopyError, UnsupportedError
+from s3kv.library.tensor_store import TensorRows, TensorStore
 from s3kv.library.tiered_store import TieredStore
 from tests.unit.library.stores import (
+    NAMESPACE,
     SHAPES,
     big,
     block,
@@ -28,6 +32,15 @@ from tests.unit.library.stores import (
     rows,
     same,
 )
+
+
+async def test_a_hash_of_a_subclass_of_bytes_is_one(config: Config) -> None:
+    async with opening(config) as store:
+        assert await store.put(numpy.bytes_(hash_of(1)), block(1))
+        assert await store.get(hash_of(1), room())
+        assert not await store.flush()
+        assert store.where(hash_of(1)).bucket
+
 
 NO_HASHES = ["a text", 5, None, bytearray(b"x"), memoryview(b"x")]
 
@@ -104,6 +117,33 @@ async def test_after_close_every_method_says_so(config: Config) -> None:
     await store.close()
 
 
+def test_in_another_loop_every_method_says_so(config: Config) -> None:
+    """Its timer would never run there, so that a call might wait for ever."""
+
+    async def work(store: TieredStore) -> None:
+        for call in (
+            store.put(hash_of(1), block(1)),
+            store.get(hash_of(1), room()),
+            store.put_tensor(hash_of(1), rows(1)),
+            store.flush(),
+        ):
+            with pytest.raises(RuntimeError, match="for the loop that opened it"):
+                await call
+        with pytest.raises(RuntimeError, match="for the loop that opened it"):
+            store.allocate()
+        await store.close()
+
+    async def start() -> TieredStore:
+        store: TieredStore = await opening(config, pools=new_pools(1))
+        assert await store.put(hash_of(1), block(1))
+        return store
+
+    store = asyncio.run(start())
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        store.where(hash_of(1))
+    asyncio.run(asyncio.wait_for(work(store), 60))
+
+
 async def test_close_ends_the_calls_under_way(
     behind: tuple[Proxy, Config], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,9 +186,14 @@ async def test_a_store_is_opened_with_and_without_await(config: Config) -> None:
 
 
 async def test_what_cannot_be_opened_says_why_in_our_words(config: Config) -> None:
-    for namespace in ({"model": object()}, {1: "model"}, 5, {"model": float("nan")}):
+    deep: dict[str, Any] = {}
+    for _ in range(5_000):
+        deep = {"model": deep}
+    for namespace in ({"model": object()}, {1: "model"}, 5, {"model": float("nan")}, deep):
         with pytest.raises(ConfigError, match="namespace is"):
             await TieredStore.open(config, shapes=SHAPES, namespace=namespace)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"max_item_bytes is 65536: allowed is \d+ or more"):
+        await TensorStore.open(config, TensorRows((2**20,), torch.uint8), namespace=NAMESPACE)
     for device in ("cuda:99", "xpu", "nonsense"):
         with pytest.raises(UnsupportedError, match="allowed is 'cpu' or"):
             await opening(config, device=device, device_blocks=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from s3kv.config import Config
-from s3kv.device.cpu import CpuCopier
+from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.library.tiered_store import TieredStore
 
@@ -236,7 +236,7 @@ async def test_a_load_that_fails_leaves_the_block_free_and_host_memory_right(
         await store.flush()
     async with await opened(config, pools) as store:
         with monkeypatch.context() as broken:
-            broken.setattr(CpuCopier, "copy_in", refused)
+            broken.setattr(ChunkPlaces, "locate", refused)
             assert await store.acquire(hash_of(1)) is None
             assert store.counters["loads_failed"] == 1
             into = {name: torch.zeros_like(tensor) for name, tensor in content(1).items()}
@@ -253,7 +253,7 @@ async def test_a_save_that_fails_leaves_the_block_in_the_pool_alone(
     pools = new_pools(2)
     async with await opened(config, pools) as store:
         with monkeypatch.context() as broken:
-            broken.setattr(CpuCopier, "copy_out", refused)
+            broken.setattr(ChunkPlaces, "locate_whole", refused)
             assert not await store.put(hash_of(1), content(1))
             await computed(store, pools, 2)
             await store.flush()
@@ -270,6 +270,13 @@ async def test_what_cannot_be_is_refused(config: Config) -> None:
     pools = new_pools(2)
     with pytest.raises(ConfigError, match="allowed is one of them"):
         await opened(config, pools, device_blocks=2)
+    with pytest.raises(ConfigError, match="pool_blocks is given, and neither"):
+        await opened(config, None, pool_blocks=[0])
+    for blocks in (-1, 2**60, 1.5):
+        with pytest.raises(ConfigError, match="device_blocks is"):
+            await opened(config, None, device_blocks=blocks)
+    with pytest.raises(TypeError, match="float"):
+        await opened(config, pools, pool_blocks=[1.0])
     with pytest.raises(ValueError, match="0 to 1"):
         await opened(config, pools, pool_blocks=[1, 2])
     with pytest.raises(ValueError, match="expected are"):

@@ -292,8 +292,9 @@ def test_format_is_plain_data() -> None:
         (TensorSpec("a?", "U8", (1,)),),
         (KV, dataclasses.replace(UNLIKE, shape=(3, 4))),
         tuple(TensorSpec(f"t{i:0100}", "U8", (1,)) for i in range(MAX_HEADER_BYTES // 140)),
+        (TensorSpec("k", "U8", (2**70,)),),
     ],
-    ids=["none", "twice", "reserved", "question mark", "blocks", "too many"],
+    ids=["none", "twice", "reserved", "question mark", "blocks", "too many", "too large"],
 )
 def test_format_refuses(tensors: tuple[TensorSpec, ...]) -> None:
     with pytest.raises(ValueError, match=r"tensors|question mark|header of"):
