@@ -84,19 +84,19 @@ def _step_until(engine: LLMEngine, condition: Callable[[], bool]) -> None:
 
 def _hold_loads(engine: LLMEngine) -> Callable[[], None]:
     """Let no copy to the device begin until what is returned is called."""
-    copier = get_kv_transfer_group()._worker._rank._copies._copier
+    loads = get_kv_transfer_group()._worker._rank._copies._in
     gate = threading.Event()
-    copy_in = copier.copy_in
+    copy_in = loads.copy
 
     def held(*args: Any, **kwargs: Any) -> Any:
         gate.wait(_LONGEST_S)
         return copy_in(*args, **kwargs)
 
     def release() -> None:
-        del copier.copy_in
+        loads.copy = copy_in
         gate.set()
 
-    copier.copy_in = held
+    loads.copy = held
     return release
 
 
@@ -111,8 +111,8 @@ def _blocks_in_use(engine: LLMEngine) -> int:
 
 def fail_loads(engine: LLMEngine, times: int) -> None:
     """Let the device refuse the next copies from host memory, `times` of them."""
-    copier = get_kv_transfer_group()._worker._rank._copies._copier
-    copy_in = copier.copy_in
+    loads = get_kv_transfer_group()._worker._rank._copies._in
+    copy_in = loads.copy
     left = times
 
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ def fail_loads(engine: LLMEngine, times: int) -> None:
         left -= 1
         raise RuntimeError("no copy this time")
 
-    copier.copy_in = refused
+    loads.copy = refused
 
 
 def serve_and_save_late(engine: LLMEngine, prompts: list[list[int]], *, guarded: bool) -> None:
