@@ -1,4 +1,4 @@
-"""Settings of a whole engine, crossed with the cache: pooling, and very long prompts.
+"""Settings of a whole engine, crossed with the cache: fp8, pooling, long prompts, parallel engines.
 
 Each is tried by two processes, of which the second has nothing but the bucket. What it answers is
 compared with what an engine answers that has hit its own cache.
@@ -11,20 +11,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lab import models
 from lab.engine import Engine
-from tests.system.e2e.conftest import START_AND_STOP_S, Serve, at_rest, changed
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    References,
+    Serve,
+    at_rest,
+    cached,
+    changed,
+    tokens,
+)
+from tests.system.e2e.test_failures import wait_until
 
+FLOAT32 = {"dtype": "float32"}
 PROMPTS = models.prompts(3, 400, seed=50)
 HIT = 3 * 128
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * START_AND_STOP_S)]
+pytestmark = pytest.mark.timeout(2 * START_AND_STOP_S)
 
 
+@pytest.mark.long
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 KV cache on a CPU needs AVX-512"
+)
+def test_fp8_kv_cache(
+    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """In bf16: the hits are equally long."""
+    args = {"kv_cache_dtype": "fp8"}
+    expected = reference(tiny, PROMPTS, **args)
+    for hit in (0, HIT):
+        with serve(tiny, patient, **args) as engine:
+            assert cached(engine.generate(PROMPTS)) == [hit] * 3
+            done = at_rest(engine)
+            engine.reset_prefix_cache()
+            answers = engine.generate(PROMPTS)
+            assert (cached(answers), tokens(answers)) == (cached(expected), tokens(expected))
+    assert done["fetch_ok"] == 3 * 3
+    # One byte for each number, and not two.
+    assert done["load_bytes"] == 3 * HIT * models.TINY.kv_bytes_per_token // 2
+
+
+@pytest.mark.long
 def test_pooling(tiny: Path, patient: dict[str, Any], serve: Serve) -> None:
     """Embeddings of prompts, of a model that would otherwise generate."""
-    args: dict[str, Any] = {"runner": "pooling", "convert": "embed", "dtype": "float32"}
+    args: dict[str, Any] = {"runner": "pooling", "convert": "embed", **FLOAT32}
     with serve(tiny, patient, **args) as engine:
         assert embedded(engine, [0] * 3)
         at_rest(engine)
@@ -45,6 +80,7 @@ def embedded(engine: Engine, hits: Sequence[int]) -> list[list[float]]:
     return [reply["embedding"] for reply in replies]
 
 
+@pytest.mark.long
 def test_a_prompt_of_32_000_tokens(models_dir: Path, patient: dict[str, Any], serve: Serve) -> None:
     """Computed in steps of 8,192 tokens, and read in one. In bf16: the hits are equally long."""
     model = models.build(models_dir, models.LONG)
@@ -66,3 +102,26 @@ def test_a_prompt_of_32_000_tokens(models_dir: Path, patient: dict[str, Any], se
         assert at_rest(engine)["hit_tokens_bucket"] == hit
     assert answer.cached_tokens == hit
     assert answer.tokens == from_memory.tokens == expected.tokens
+
+
+@pytest.mark.long
+def test_two_data_parallel_engines_share_the_bucket(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """Each has a worker, and what one has computed the next two read, whichever is asked."""
+    prompts = models.prompts(6, 400, seed=53)
+    expected = tokens(reference(tiny, prompts, **FLOAT32))
+    args: dict[str, Any] = {"in_process": False, "data_parallel_size": 2, **FLOAT32}
+    for hit in (0, HIT):
+        log = tmp_path / f"{hit}.log"
+        with Engine(tiny, connector=patient, log_path=log, env=s3.env, **args) as engine:
+            assert len(engine.io_processes()) == 2
+            answers = engine.generate(prompts, concurrency=6)
+            assert (cached(answers), tokens(answers)) == ([hit] * 6, expected)
+            wait_until("all is in the bucket", lambda: len(s3.objects(bucket)) == 6 * 3)
+            assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0

@@ -1,0 +1,82 @@
+"""Latent attention (MLA), of which every rank holds all: one object for all ranks.
+
+In float32, where a token does not depend on how long the hit was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import latent, models
+from lab.engine import Engine
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import START_AND_STOP_S, cached, tokens
+from tests.system.e2e.test_failures import wait_until
+from tests.system.e2e.test_parallel import shards
+from tests.system.e2e.test_prefix import zeroed
+
+PROMPTS = models.prompts(2, 800)
+CHUNKS = 6
+HIT = CHUNKS * 128
+ARGS: dict[str, Any] = {"dtype": "float32", "prepare": "lab.latent:keep_prefix_cache"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_every_tier_serves_all_ranks_from_one_object(
+    models_dir: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    tmp_path: Path,
+    ranks: int,
+) -> None:
+    """Experts are chosen by rounding here and there, so the reference has as many ranks."""
+    model = latent.build(models_dir)
+
+    def engine(name: str, connector: dict[str, Any] | None = patient) -> Engine:
+        args: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **ARGS}
+        log = tmp_path / f"{name}.log"
+        return Engine(model, connector=connector, log_path=log, env=s3.env, **args)
+
+    def in_bucket() -> int:
+        return len(s3.objects(bucket))
+
+    with engine("plain", None) as plain:
+        plain.generate(PROMPTS)
+        expected = plain.generate(PROMPTS)
+        assert all(hit >= HIT for hit in cached(expected))  # blocks are of 16 tokens without AMX
+
+    with engine("cold") as cold:
+        answers = cold.generate(PROMPTS[:1])
+        wait_until("the first prompt is in the bucket", lambda: in_bucket() == CHUNKS)
+        of_the_first = set(s3.objects(bucket))
+        answers += cold.generate(PROMPTS[1:])
+        assert cached(answers) == [0, 0]
+        wait_until("all is in the bucket", lambda: in_bucket() == 2 * CHUNKS)
+        cold.reset_prefix_cache()
+        from_memory = cold.generate(PROMPTS)
+        assert cached(from_memory) == [HIT] * 2
+        uploads = cold.metrics()["vllm:s3kv_upload_ok_total"]
+    assert tokens(answers) == tokens(from_memory) == tokens(expected)
+    assert uploads == 2 * CHUNKS, "the first rank uploads"
+    found = shards(s3, bucket)
+    assert len(found) == 2 * CHUNKS
+    assert {name for shard in found.values() for name in shard} == {"h0-0of1-l0-3of4"}
+
+    client = s3.client()
+    for key in of_the_first:
+        data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+        client.put_object(Bucket=bucket, Key=key, Body=bytes(zeroed(data)))
+    with engine("warm") as warm:
+        zeros, read = warm.generate(PROMPTS)
+        count = warm.metrics()
+    assert zeros.cached_tokens == read.cached_tokens == HIT
+    assert read.tokens == expected[1].tokens
+    assert zeros.tokens != expected[0].tokens, "what is read does not matter"
+    assert count["vllm:s3kv_fetch_bytes_total"] == ranks * sum(s3.objects(bucket).values())
+    assert count["vllm:s3kv_internal_errors_total"] == 0
