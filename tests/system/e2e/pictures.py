@@ -38,6 +38,9 @@ def ec_connector(
         "staging_bytes": "16MiB",
         "recompute_gate": False,
         "max_wait_ms": 100_000,
+        # Ranks that wait for each other leave a busy machine's server without a processor.
+        "first_byte_timeout_ms": 90_000,
+        "request_timeout_ms": 90_000,
     }
     return {
         "ec_connector": "S3ECConnector",

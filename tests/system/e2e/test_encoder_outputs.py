@@ -153,7 +153,13 @@ def test_a_store_in_trouble_costs_an_encoder_run_and_nothing_else(
 ) -> None:
     """Slow beyond the deadline, then failing, then gone; and back again."""
     assert s3.url is not None
-    settings = {"max_wait_ms": 4_000, "max_attempts": 1, "hedge_percent": 0.0}
+    settings = {
+        "max_wait_ms": 4_000,
+        "first_byte_timeout_ms": 5_000,
+        "request_timeout_ms": 5_000,
+        "max_attempts": 1,
+        "hedge_percent": 0.0,
+    }
     with (
         proxy(s3.url) as store,
         pictures(ec_connector(s3, filled, endpoint_url=store.url, **settings)) as engine,
@@ -188,7 +194,8 @@ def test_ranks_in_processes_of_their_own_share_one_fetch(
         answers = engine.generate([ask(image) for image in IMAGES], concurrency=4)
         count = counters(engine)
     assert all(answer.finish_reason == "length" for answer in answers)
-    assert (count["hits"], count["encoded"], count["fetches"]) == (len(IMAGES), 0, len(IMAGES))
+    found = count["hits"], count["encoded"], count["fetches"]
+    assert found == (len(IMAGES), 0, len(IMAGES)), count
     assert count["fetch_bytes"] == len(IMAGES) * ITEM_BYTES
 
 
