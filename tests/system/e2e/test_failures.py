@@ -84,7 +84,7 @@ def refusal(engine: Engine) -> str:
 def test_no_server_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
     """With processes of its own, as in a server: there the error has the longest way to go."""
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    connector = patient_for(S3Server(url, s3.env), "kv-cache")
+    connector = patient_for(S3Server(url, s3.env), "kv-cache", fails=True)
     engine = Engine(
         tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, in_process=False
     )
@@ -94,7 +94,7 @@ def test_no_server_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
 
 
 def test_no_bucket_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
-    connector = patient_for(s3, "no-such-bucket")
+    connector = patient_for(s3, "no-such-bucket", fails=True)
     said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env))
     for word in ("no-such-bucket", str(s3.url), "create the bucket"):
         assert word in said
@@ -105,7 +105,7 @@ def test_wrong_credentials_no_start(tiny: Path, rgw: Gateway, tmp_path: Path) ->
     env = {**rgw.keys, "AWS_DEFAULT_REGION": "us-east-1"}
     S3Server(rgw.url, env).client().create_bucket(Bucket="kv-cache")
     wrong = {**env, "AWS_SECRET_ACCESS_KEY": "wrong"}
-    connector = patient_for(S3Server(rgw.url, wrong), "kv-cache")
+    connector = patient_for(S3Server(rgw.url, wrong), "kv-cache", fails=True)
     said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong))
     for word in ("kv-cache", rgw.url, "403", "secret key"):
         assert word in said
@@ -120,7 +120,7 @@ def test_permissions_that_allow_nothing(
     """The log names each permission that is missing, once, however often it is missed."""
     log = tmp_path / "log"
     with denying_server() as url:
-        connector = patient_for(S3Server(url, s3.env), "kv-cache")
+        connector = patient_for(S3Server(url, s3.env), "kv-cache", fails=True)
         connector = changed(connector, on_unavailable="serve")
         with Engine(tiny, connector=connector, log_path=log, env=s3.env, dtype="float32") as engine:
             asker = Asker(engine, expected)
@@ -182,7 +182,7 @@ def test_a_store_that_comes_and_goes(
     tiny: Path, s3: S3Server, serve: Serve, store: Store, expected: list[Answer]
 ) -> None:
     """Not there at the start, then there, killed in the middle of fetches, and there again."""
-    connector = patient_for(S3Server(store.url, s3.env), Store.BUCKET)
+    connector = patient_for(S3Server(store.url, s3.env), Store.BUCKET, fails=True)
     connector = changed(connector, on_unavailable="serve", **FEW_SLOTS)
     with serve(tiny, connector, dtype="float32") as engine:
         asker = Asker(engine, expected)
@@ -224,7 +224,9 @@ def test_the_io_process_killed_in_the_middle(
     tiny: Path, s3: S3Server, bucket: str, serve: Serve, expected: list[Answer]
 ) -> None:
     with valve(port_of(s3)) as slow:
-        connector = changed(patient_for(S3Server(slow.url, s3.env), bucket), **FEW_SLOTS)
+        connector = changed(
+            patient_for(S3Server(slow.url, s3.env), bucket, fails=True), **FEW_SLOTS
+        )
         with serve(tiny, connector, dtype="float32") as engine:
             asker = Asker(engine, expected)
             slow.shut_after(CHUNK_BYTES * 3 // 2)

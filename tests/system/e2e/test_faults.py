@@ -49,7 +49,7 @@ def test_one_of_each_kind(
     tiny: Path, s3: S3Server, bucket: str, serve: Serve, expected: list[Answer]
 ) -> None:
     with proxy(str(s3.url)) as store:
-        connector = patient_for(S3Server(store.url, s3.env), bucket)
+        connector = patient_for(S3Server(store.url, s3.env), bucket, fails=True)
         connector = changed(connector, **FEW_SLOTS, **SOON)
         with serve(tiny, connector, dtype="float32") as engine:
             asker = Asker(engine, expected)

@@ -24,7 +24,6 @@ from tests.system.e2e.conftest import (
     START_AND_STOP_S,
     Serve,
     at_rest,
-    changed,
     new_bucket,
     patient_for,
 )
@@ -103,11 +102,7 @@ def lives(
         for number in ADAPTERS
     }
     with contextlib.ExitStack() as stack:
-        patient = changed(
-            patient_for(s3, stack.enter_context(new_bucket(s3))),
-            first_byte_timeout_ms=90_000,
-            request_timeout_ms=90_000,
-        )
+        patient = patient_for(s3, stack.enter_context(new_bucket(s3)))
         plain = Engine(model, log_path=directory / "plain.log", **ARGS)
         engines = [plain, serve(model, patient, **ARGS), serve(model, patient, **ARGS)]
         lives = Lives(*(stack.enter_context(engine) for engine in engines), adapters)
