@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from s3kv.config import Config
+from s3kv.device.copies import SavedEnd
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
 from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadPart, StepPlan, StepReport
@@ -80,7 +81,7 @@ class Copies:
         self._failing = failing
         self._saves: dict[int, tuple[float, int, Sequence[int]]] = {}
         self._loads: dict[str, tuple[float, Sequence[LoadPart]]] = {}
-        self._saved: list[tuple[int, bool, float]] = []
+        self._saved: list[SavedEnd] = []
 
     def _due_s(self) -> float:
         return self._rank.clock() + self._rng.choice([0.0, 0.01, 0.2, 0.8])
@@ -116,7 +117,7 @@ class Copies:
         ok = self._rng.random() >= self._failing
         if ok:
             self._rank.blocks.copy_out(block_ids, self._rank.payload(slot))
-        self._saved.append((job_id, ok, 0.0))
+        self._saved.append(SavedEnd(job_id, ok, 0.0))
 
     def _load(self, load_id: str) -> bool:
         _, parts = self._loads.pop(load_id)
