@@ -273,5 +273,7 @@ def test_calls_cancelled_at_any_moment_leave_the_store_right(
     print(dict(ends))
     assert ends["calls"] == calls // TASKS * TASKS, "nobody was cancelled by mistake"
     wanted = ("put cancelled", "get cancelled", "acquire cancelled", "hits", "tensor hits")
-    for end in (*wanted, "acquired", "evictions", "tensor evictions"):
-        assert ends[end] > calls // 200, end
+    if calls >= 5_000:  # what 200 come upon is left to chance
+        for end in (*wanted, "acquired", "evictions", "tensor evictions"):
+            assert ends[end] > calls // 200, end
+    assert ends["hits"] + ends["acquired"] > 0
