@@ -145,7 +145,8 @@ class Config:
     bucket_idle_s: Seconds = 0.0
     """Time after which an object that is not used is deleted, in the same way. 0: never."""
     bucket_min_age_s: Seconds = 600.0
-    """Age below which bucket_bytes and bucket_idle_s delete no object."""
+    """Age below which bucket_bytes and bucket_idle_s delete no object. An object that is refreshed
+    in the seconds between its listing and its deletion counts as listed."""
 
     model_id: str | None = None
     """Name of the weights, for instances that load the same weights from different paths. Without

@@ -113,13 +113,9 @@ class TieredStore(Store):
 
         async def opened() -> TieredStore:
             blocks = BlockTensors(shapes)
-            if pools is not None and device_blocks:
-                raise ConfigError("device_blocks and pools are given: allowed is one of them")
-            if pool_blocks is not None and pools is None and not device_blocks:
+            memory = _device_memory(blocks, device, device_blocks, pools)
+            if pool_blocks is not None and memory is None:
                 raise ConfigError("pool_blocks is given, and neither pools nor device_blocks is")
-            memory = BlockPools(blocks, pools) if pools is not None else None
-            if device_blocks:
-                memory = BlockPools.new(blocks, device_blocks, chosen_device(device))
             identity = {
                 "namespace": plain_namespace(namespace),
                 "tensors": [asdict(spec) for spec in blocks.specs],
@@ -282,6 +278,21 @@ class TieredStore(Store):
                 "pools={name: tensor [blocks, *shape]})"
             )
         return self._tiers.hot
+
+
+def _device_memory(
+    blocks: BlockTensors,
+    device: str | torch.device,
+    device_blocks: int,
+    pools: Mapping[str, torch.Tensor] | None,
+) -> BlockPools | None:
+    """The memory of the device tier, the caller's or new; None for no such tier. Raises
+    `ConfigError` if it is to be both."""
+    if pools is not None and device_blocks:
+        raise ConfigError("device_blocks and pools are given: allowed is one of them")
+    if pools is not None:
+        return BlockPools(blocks, pools)
+    return BlockPools.new(blocks, device_blocks, chosen_device(device)) if device_blocks else None
 
 
 async def _on_device(

@@ -105,7 +105,8 @@ class Service:
             return None
         if zone_of(self._config.bucket) is not None:
             _log.warning(
-                "refresh_after_s has no effect: objects in a directory bucket are not refreshed"
+                "objects in a directory bucket are not refreshed: refresh_after_s has no effect, "
+                "and bucket_bytes and bucket_idle_s delete by the age of the first write"
             )
             return None
         self._refresh_rule = RefreshRule(refresh_after_s or math.inf, rng)

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from lab import models, vision
-from lab.engine import Answer, Engine
+from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server, moto_process
 from tests.system.e2e.pictures import Pictures
 
@@ -148,6 +148,22 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
     references = References(tmp_path_factory.mktemp("reference"))
     yield references
     references.close()
+
+
+class Truth:
+    """What an engine without a connector answers."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, asks: Sequence[Ask | list[int]], max_tokens: int = 8) -> list[list[int]]:
+        return tokens(self._engine.generate(asks, max_tokens=max_tokens, concurrency=16))
+
+
+@pytest.fixture(scope="module")
+def truth(tiny: Path, reference: References) -> Truth:
+    """In float32, where a token does not depend on how long the hit was."""
+    return Truth(reference.engine(tiny, dtype="float32"))
 
 
 def connector_for(s3: S3Server, bucket: str) -> dict[str, Any]:

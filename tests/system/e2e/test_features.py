@@ -179,9 +179,13 @@ def test_salts(lives: Lives) -> None:
 
 
 def test_requests_of_low_priority_are_preempted(lives: Lives) -> None:
+    prompts = [next(PROMPTS)[:250] for _ in range(5)]
+    # From host memory all begin at once, and overlap however slow the bucket is.
+    lives.check([{"prompt": prompt} for prompt in prompts], [128] * 5)
+    lives.cold.reset_prefix_cache()
     sampling = {"max_tokens": 100}
-    low = [{"prompt": next(PROMPTS)[:250], "priority": 1, "sampling": sampling} for _ in range(4)]
-    high = {"prompt": next(PROMPTS)[:250], "priority": 0, "after": 4, "sampling": sampling}
+    low = [{"prompt": prompt, "priority": 1, "sampling": sampling} for prompt in prompts[:4]]
+    high = {"prompt": prompts[4], "priority": 0, "after": 4, "sampling": sampling}
     before = [preemptions(engine) for engine in (lives.cold, lives.warm)]
     lives.check([*low, high], [128] * 5)
     after = [preemptions(engine) for engine in (lives.cold, lives.warm)]

@@ -126,8 +126,13 @@ def seed() -> int:
     return drawn
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(1, marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+        pytest.param(8, marks=[pytest.mark.nightly, pytest.mark.timeout(3_600)]),
+    ],
+)
 def test_an_engine_is_killed_and_the_next_one_is_right(
     tiny: Path,
     s3: S3Server,
@@ -136,23 +141,8 @@ def test_an_engine_is_killed_and_the_next_one_is_right(
     serve: Serve,
     reference: References,
     tmp_path: Path,
+    rounds: int,
 ) -> None:
     expected = reference(tiny, PROMPTS, **FLOAT32)
     murder = Murder(s3, bucket, tmp_path, seed())
-    run(murder, serve, tiny, changed(patient, **FEW_SLOTS), expected, rounds=1)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(3_600)
-def test_engines_are_killed_again_and_again(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-    tmp_path: Path,
-) -> None:
-    expected = reference(tiny, PROMPTS, **FLOAT32)
-    murder = Murder(s3, bucket, tmp_path, seed())
-    run(murder, serve, tiny, changed(patient, **FEW_SLOTS), expected, rounds=8)
+    run(murder, serve, tiny, changed(patient, **FEW_SLOTS), expected, rounds=rounds)

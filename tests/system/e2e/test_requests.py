@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from lab import models
-from lab.engine import Ask, Engine
+from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.config import Config
 from tests.system.e2e.conftest import (
-    References,
     Serve,
+    Truth,
     at_rest,
     cached,
     changed,
@@ -66,21 +66,6 @@ def connector(s3: S3Server, library: Library) -> Iterator[dict[str, Any]]:
     """For a bucket that holds what the library holds, probed as by default."""
     with new_bucket(s3, like=library.bucket) as bucket:
         yield changed(patient_for(s3, bucket), probe_chunks=Config(bucket="any").probe_chunks)
-
-
-class Truth:
-    """What an engine without a connector answers."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __call__(self, asks: Sequence[Ask | list[int]], max_tokens: int = 8) -> list[list[int]]:
-        return tokens(self._engine.generate(asks, max_tokens=max_tokens, concurrency=16))
-
-
-@pytest.fixture(scope="module")
-def truth(tiny: Path, reference: References) -> Truth:
-    return Truth(reference.engine(tiny, **FLOAT32))
 
 
 def test_a_crowd_fetches_each_chunk_once_and_a_second_turn_hits_the_first(

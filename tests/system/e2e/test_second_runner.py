@@ -25,8 +25,8 @@ from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
-    References,
     Serve,
+    Truth,
     at_rest,
     cached,
     needs_second_runner,
@@ -104,19 +104,6 @@ def second_life(s3: S3Server, tiny: Path, serve: Serve, first_life: FirstLife) -
     ) as engine:
         assert engine.call("tests.system.e2e.inside:schedules_ahead")
         yield engine
-
-
-class Truth:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __call__(self, asks: Sequence[Ask | list[int]], max_tokens: int = 8) -> list[list[int]]:
-        return tokens(self._engine.generate(asks, max_tokens=max_tokens, concurrency=16))
-
-
-@pytest.fixture(scope="module")
-def truth(tiny: Path, reference: References) -> Truth:
-    return Truth(reference.engine(tiny, **FLOAT32))
 
 
 @pytest.mark.long

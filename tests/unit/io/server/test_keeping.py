@@ -282,7 +282,7 @@ def test_one_engine_sweeps_and_another_goes_on_when_it_dies(fleet: Fleet) -> Non
     fleet.run(6, per_hour=60)
     (first,) = fleet.sweepers
     first.die()
-    fleet.run(UNANSWERED_S / HOUR_S, per_hour=60)
+    fleet.run(13 / 60, per_hour=60)
     (second,) = (engine for engine in fleet.sweepers if engine is not first)
     swept = second.keeper.sweeps
     fleet.run(6, per_hour=60)
