@@ -2,13 +2,17 @@
 
 moto in the process that uses it would share its GIL, and with an engine's that is a lie about
 both. `python -m lab.s3 [port]` prints its port and serves until its stdin ends, so it cannot
-outlive who started it.
+outlive who started it. With LAB_S3_DELAY_MS in its environment it waits up to so many milliseconds
+before each answer, at random: a test of hits or saves must pass with a slow store, too.
 """
 
 from __future__ import annotations
 
+import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,10 +91,26 @@ def moto_process(port: int = 0) -> Iterator[S3Server]:
 def serve(port: int) -> None:
     from moto.server import ThreadedMotoServer
 
+    if delay_ms := float(os.environ.get("LAB_S3_DELAY_MS", "0")):
+        _delay(delay_ms)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
     server.start()
     print(server.get_host_and_port()[1], flush=True)
     sys.stdin.read()
+
+
+def _delay(most_ms: float) -> None:
+    from werkzeug.serving import WSGIRequestHandler
+
+    rng = random.Random(0)
+    answer = WSGIRequestHandler.run_wsgi
+
+    def answer_late(handler: WSGIRequestHandler) -> None:
+        # Squared, so that many answers are quick and few take long, as behind a network.
+        time.sleep(rng.random() ** 2 * most_ms / 1_000)
+        answer(handler)
+
+    WSGIRequestHandler.run_wsgi = answer_late  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":
