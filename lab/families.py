@@ -66,6 +66,24 @@ GEMMA3 = Family(
 )
 """Five groups with a window and one with full attention, of one layer each."""
 
+GEMMA4 = Family(
+    "gemma4",
+    {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": WINDOW_TOKENS,
+        "global_head_dim": 64,
+        "num_hidden_layers": 6,
+        "layer_types": [_WINDOW] * 5 + [_FULL],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "num_kv_shared_layers": 0,
+    },
+)
+"""Five groups with a window, in blocks of 256 tokens, and one with full attention, in blocks of
+128."""
+
 GPT_OSS = Family(
     "gpt_oss",
     {

@@ -75,12 +75,6 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             f"of theirs fails. Use vLLM 0.30 or later{_one_group_advice(kv_cache_config)}"
         )
     groups = kv_cache_config.kv_cache_groups
-    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
-    if len(sizes) > 1:
-        raise UnsupportedError(
-            f"the KV-cache groups of this model have blocks of {sizes} tokens. s3kv has not been "
-            f"run on an engine with blocks of several sizes yet{_one_group_advice(kv_cache_config)}"
-        )
     speculative = vllm_config.speculative_config
     if any(getattr(group, "is_eagle_group", False) for group in groups) or (
         speculative is not None and speculative.use_eagle()

@@ -149,9 +149,11 @@ def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
     if chunk % block or chunk % hashed:
         below = chunk // block * block
         near = f"{below} or {below + block}" if below else f"{block}"
+        sizes = sorted({g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups})
+        of = f", the least common multiple of {sizes}" if len(sizes) > 1 else ""
         raise ConfigError(
             f"chunk_tokens is {chunk}: allowed is a multiple of the KV block size, which is "
-            f"{block} tokens here (for example {near})"
+            f"{block} tokens here{of} (for example {near})"
         )
     return KVGeometry(block, hashed, chunk, coverages(kv_cache_config, chunk))
 

@@ -57,8 +57,9 @@ def test_full_attention_is_served_by_every_version(tiny_config: Any, spec: Any) 
         (LOCAL, LOCAL, FULL),
         (WINDOW,),
         (FULL, FULL),
+        (dataclasses.replace(WINDOW, block_size=256), FULL),
     ],
-    ids=["window", "two-windows", "local", "window-alone", "full"],
+    ids=["window", "two-windows", "local", "window-alone", "full", "blocks-of-two-sizes"],
 )
 def test_windows_and_local_attention_are_served(tiny_config: Any, specs: tuple[Any, ...]) -> None:
     check_groups_are_served(tiny_config, groups(*specs))
@@ -110,14 +111,6 @@ def test_layers_whose_windows_vllm_keeps_longer_are_refused(tiny_config: Any) ->
     kept = dataclasses.replace(WINDOW, extra_retained_tokens=3)
     with pytest.raises(UnsupportedError, match="does not cache the prefix of these layers"):
         check_groups_are_served(tiny_config, groups(FULL, kept))
-
-
-@NEW_ENOUGH
-def test_blocks_of_several_sizes_are_refused(tiny_config: Any) -> None:
-    """As in Gemma 4."""
-    cache = groups(dataclasses.replace(WINDOW, block_size=256), FULL)
-    with pytest.raises(UnsupportedError, match=r"blocks of \[128, 256\] tokens"):
-        check_groups_are_served(tiny_config, cache)
 
 
 @NEW_ENOUGH
@@ -182,8 +175,13 @@ def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any
     assert not sizes.is_plain
     tables = [7], [1, 2]
     assert sizes.blocks_between(tables, 0, 256) == (1, 2, 7)
-    with pytest.raises(ConfigError, match=r"is 384: allowed is a multiple of .* 256"):
-        geometry(Config(bucket="kv-cache", chunk_tokens=384), tiny_config, cache)
+    for chunk_tokens, near in ((384, "256 or 512"), (128, "256")):
+        with pytest.raises(ConfigError) as refused:
+            geometry(Config(bucket="kv-cache", chunk_tokens=chunk_tokens), tiny_config, cache)
+        assert str(refused.value) == (
+            f"chunk_tokens is {chunk_tokens}: allowed is a multiple of the KV block size, which is "
+            f"256 tokens here, the least common multiple of [128, 256] (for example {near})"
+        )
 
 
 def test_a_chunk_divides_the_reach_of_local_attention(tiny_config: Any) -> None:

@@ -51,18 +51,20 @@ def model_of(directory: Path, name: str) -> Path:
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize(
-    ("name", "coverages"),
+    ("name", "coverages", "chunk_tokens"),
     [
-        ("gemma3", 2),
-        pytest.param("llama", 2, marks=pytest.mark.long),
-        pytest.param("gpt_oss", 2, marks=pytest.mark.long),
-        pytest.param("llama4", 2, marks=pytest.mark.long),
-        pytest.param("mistral", 1, marks=pytest.mark.long),
+        ("gemma3", 2, 128),
+        pytest.param("gemma4", 2, 256, marks=pytest.mark.long),
+        pytest.param("llama", 2, 128, marks=pytest.mark.long),
+        pytest.param("gpt_oss", 2, 128, marks=pytest.mark.long),
+        pytest.param("llama4", 2, 128, marks=pytest.mark.long),
+        pytest.param("mistral", 1, 128, marks=pytest.mark.long),
     ],
 )
 def test_every_tier_gives_the_tokens_of_a_local_hit(
     name: str,
     coverages: int,
+    chunk_tokens: int,
     models_dir: Path,
     s3: S3Server,
     bucket: str,
@@ -76,7 +78,7 @@ def test_every_tier_gives_the_tokens_of_a_local_hit(
     model = model_of(models_dir, name)
     expected = tokens(reference(model, PROMPTS, max_tokens=40, **EXACT))
     assert len({tuple(answer) for answer in expected}) == 2
-    connector = changed(patient, integrity="none")
+    connector = changed(patient, integrity="none", chunk_tokens=chunk_tokens)
     with serve(model, connector, **EXACT) as engine:
         cold = engine.generate(ASKS)
         engine.reset_prefix_cache()
