@@ -28,11 +28,21 @@ _MODULES = {
     "Unflushed": "s3kv.types",
 }
 
+_BROUGHT_BY_VLLM = ("numpy", "torch")
+
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _BROUGHT_BY_VLLM:
+            raise
+        raise ImportError(
+            f"s3kv.{name} needs the package {error.name}, which vLLM brings along; without vLLM: "
+            "pip install 'vllm-s3kv[torch]'"
+        ) from error
 
 
 def __dir__() -> list[str]:

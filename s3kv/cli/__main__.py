@@ -1,4 +1,4 @@
-"""The entry point of `s3kv` and of `python -m s3kv.cli`."""
+"""Start of the command line, and of `python -m s3kv.cli`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main() -> None:
         if error.name not in _NEEDED:
             raise
         sys.stderr.write(f"the command line needs the package {error.name}: ")
-        sys.stderr.write("pip install 's3kv[cli]'\n")
+        sys.stderr.write("pip install 'vllm-s3kv[cli]'\n")
         sys.exit(2)
     from s3kv.cli.app import cli
 

@@ -13,15 +13,21 @@ costs nothing.
 What a key stands for: `identity` (the namespace) with `model_identity` and `weights`;
 `request_hashes` with `media`, and with `adapters` (scheduler) and `adapter_loads` (workers).
 For all sides: `metrics`, `observers` (KV events and spans), `guard` (errors), `plugin`.
+
+Importing it raises `ImportError` if another package `s3kv` is in the way.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import vllm_s3kv
+
 if TYPE_CHECKING:
     from s3kv.connectors.ec import S3ECConnector as S3ECConnector
     from s3kv.connectors.kv import S3KVConnector as S3KVConnector
+
+vllm_s3kv.check()
 
 
 def __getattr__(name: str) -> Any:

@@ -93,5 +93,5 @@ def _blake3() -> Any:
     except ImportError as error:
         raise ConfigError(
             "integrity is 'blake3-keyed', which needs the package blake3: pip install "
-            "'s3kv[integrity]', or set integrity to 'xxh3'"
+            "'vllm-s3kv[integrity]', or set integrity to 'xxh3'"
         ) from error

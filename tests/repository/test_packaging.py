@@ -12,11 +12,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import s3kv
-from tests.project import ROOT, extras
+from tests.project import ROOT, declared, extras
 
-STEM = f"s3kv-{s3kv.__version__}"
+STEM = f"vllm_s3kv-{s3kv.__version__}"
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.xdist_group("packaging")]
 
@@ -95,7 +96,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     package = {name for name in tracked() if name.startswith("s3kv/")}
     about = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
     assert "s3kv/py.typed" in package
-    assert set(members(wheel)) == package | {f"{info}/{name}" for name in about}
+    assert set(members(wheel)) == package | {"vllm_s3kv.py"} | {f"{info}/{name}" for name in about}
 
 
 def test_the_sdist_holds_what_a_checkout_needs_and_nothing_else(sdist: Path) -> None:
@@ -116,6 +117,22 @@ def test_the_metadata_say_what_pyproject_says(wheel: Path) -> None:
     assert f"Version: {s3kv.__version__}" in metadata
     assert "Requires-Python: >=3.10" in metadata
     assert set(re.findall(r"^Provides-Extra: (.*)$", metadata, re.M)) == set(extras())
+    always = [r for r in re.findall(r"^Requires-Dist: (.*)$", metadata, re.M) if "extra" not in r]
+    assert {Requirement(r).name for r in always} == {
+        Requirement(r).name for r in declared()["dependencies"]
+    }
+    assert not {"torch", "numpy", "vllm"} & {Requirement(r).name for r in always}
+
+
+def test_the_index_page_is_the_readme_without_links_into_the_repository(wheel: Path) -> None:
+    metadata = members(wheel)[f"{STEM}.dist-info/METADATA"].decode()
+    page = metadata.partition("\n\n")[2]
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert targets
+    assert [t for t in targets if not t.startswith("https://")] == []
+    headings = re.findall(r"^#+ .*$", page, re.M)
+    assert headings == re.findall(r"^#+ .*$", (ROOT / "README.md").read_text(), re.M)
+    assert "Project-URL" not in metadata
 
 
 def test_every_module_is_there_and_importable(installed: Path, tmp_path: Path) -> None:

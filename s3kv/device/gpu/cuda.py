@@ -103,7 +103,7 @@ class BatchCall:
             from cuda.bindings import driver
         except ImportError as error:
             raise NoBatchCall(
-                f"cuda-bindings is not installed, try pip install 's3kv[gpu]' ({error})"
+                f"cuda-bindings is not installed, try pip install 'vllm-s3kv[gpu]' ({error})"
             ) from None
         try:
             result, address, _ = driver.cuGetProcAddress(_NAME, _CUDA_VERSION, 0)

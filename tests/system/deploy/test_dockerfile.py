@@ -50,10 +50,17 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
 
 
 def test_the_package_can_be_built_from_what_is_copied() -> None:
-    """What pyproject.toml names has to be there: the readme, the licence, the package."""
+    """What the build reads has to be there: the readme and its hook, the licence, the package."""
     project = declared()
     copied = {source for copy in arguments("COPY") for source in shlex.split(copy)[:-1]}
-    assert {"pyproject.toml", "s3kv", project["readme"], *project["license-files"]} <= copied
+    assert {
+        "pyproject.toml",
+        "s3kv",
+        "README.md",
+        "vllm_s3kv.py",
+        "scripts/index_page.py",
+        *project["license-files"],
+    } <= copied
 
 
 def test_pip_may_not_replace_what_computes() -> None:

@@ -154,8 +154,9 @@ def vllm_serve(
 
 
 def test_the_plugin_is_installed() -> None:
-    found = {entry.name: entry.value for entry in entry_points(group="vllm.general_plugins")}
-    assert found.get("s3kv") == "s3kv.connectors.plugin:register", "run: pip install -e ."
+    found = {entry.name: entry for entry in entry_points(group="vllm.general_plugins")}
+    assert "s3kv" in found, "run: pip install -e ."
+    assert callable(found["s3kv"].load())
 
 
 @pytest.mark.long

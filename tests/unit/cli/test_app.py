@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -10,6 +15,8 @@ from click.testing import CliRunner
 
 from s3kv import __version__
 from s3kv.cli.app import cli
+from tests.project import ROOT
+from tests.unit.cli.commands import prepare
 from tests.unit.cli.conftest import Run
 
 COMMANDS = {"bench", "config", "cost", "doctor", "gc", "inspect", "ls", "verify"}
@@ -57,3 +64,23 @@ def test_with_json_nothing_else_is_printed(run: Run, arguments: tuple[str, ...])
     assert result.exit_code == 0, result.output
     for line in result.stdout.splitlines() if arguments == ("ls",) else [result.stdout or "{}"]:
         json.loads(line)
+
+
+WITHOUT = """
+import sys
+for name in ("numpy", "torch", "vllm"):
+    sys.modules[name] = None  # importing it fails
+import vllm_s3kv
+vllm_s3kv.main()
+"""
+
+
+def test_no_command_needs_torch(url: str, boto: Any, tmp_path: Path) -> None:
+    commands = prepare(boto, url, tmp_path)
+    assert {arguments[0] for arguments in commands.values()} == COMMANDS
+    for arguments in commands.values():
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT, *arguments],
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)

@@ -67,7 +67,7 @@ def test_a_missing_package_is_named(package: str) -> None:
     done = start(code)
     assert done.returncode == 2
     assert done.stderr == (
-        f"the command line needs the package {package}: pip install 's3kv[cli]'\n"
+        f"the command line needs the package {package}: pip install 'vllm-s3kv[cli]'\n"
     )
 
 

@@ -267,6 +267,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r"blake3: pip install 's3kv\[integrity\]'"):
+    with pytest.raises(ConfigError, match=r"blake3: pip install 'vllm-s3kv\[integrity\]'"):
         Integrity.of(configured())
     assert Integrity.of(Config(bucket="kv-cache")) == XXH3

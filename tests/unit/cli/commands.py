@@ -1,0 +1,30 @@
+"""Every command of the command line once, on a bucket that holds one sound chunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.servers import BUCKET
+from tests.unit.cli.test_cost import METRICS
+from tests.unit.cli.test_inspect import KEY, put, sealed
+
+
+def prepare(boto: Any, url: str, folder: Path) -> dict[str, list[str]]:
+    """Fill the bucket, and return the arguments of each command by a name of its own."""
+    put(boto, sealed())
+    metrics = folder / "metrics.txt"
+    metrics.write_text(METRICS)
+    bucket = ["--bucket", BUCKET, "--endpoint-url", url]
+    small = ["--bytes-per-token", "16", "--prompt-tokens", "512"]
+    return {
+        "bench": ["bench", *small, *bucket],
+        "config": ["config", *bucket],
+        "cost": ["cost", "--metrics", str(metrics), "--over", "24h"],
+        "doctor": ["doctor", "--set", "host_bytes=1MiB", *bucket],
+        "inspect": ["inspect", KEY, *bucket],
+        "ls": ["ls", *bucket],
+        "ls --summary": ["ls", "--summary", *bucket],
+        "verify": ["verify", *bucket],
+        "gc": ["gc", "--older-than", "1h", *bucket],  # nothing is that old
+    }

@@ -1,0 +1,70 @@
+"""Start of s3kv: the entry points of the distribution vllm-s3kv.
+
+Another distribution has the same import name. It would break ours in places that do not name it, so
+every start looks for it first. This module lies beside the package, because a package that hides
+ours hides everything in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from importlib import metadata
+from pathlib import Path
+
+_OURS = Path(__file__).resolve().parent / "s3kv"
+_REMEDY = "run: pip uninstall s3kv vllm-s3kv, and install vllm-s3kv again"
+
+
+def check() -> None:
+    """Raise `ImportError` if another package `s3kv` hides ours or is mixed with it."""
+    if told := _conflict():
+        raise ImportError(told)
+
+
+def main() -> None:
+    """Run the command line; with a conflict, describe it and exit with 2."""
+    if told := _conflict():
+        sys.stderr.write(f"s3kv: {told}\n")
+        sys.exit(2)
+    from s3kv.cli.__main__ import main as run
+
+    run()
+
+
+def register() -> None:
+    """Register the connectors with vLLM, which calls this in every process.
+
+    With a conflict it logs an error and registers nothing: an engine without s3kv starts, and one
+    with s3kv does not.
+    """
+    if told := _conflict():
+        logging.getLogger("s3kv").error("s3kv: %s", told)
+        return
+    from s3kv.connectors.plugin import register as run
+
+    run()
+
+
+def _conflict() -> str:
+    """The conflict and its remedy; empty if there is none."""
+    spec = importlib.util.find_spec("s3kv")
+    found = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
+    if found != _OURS:
+        hiding = found or "a folder without an __init__.py"
+        return (
+            f"Python finds another package s3kv ({hiding}) before that of vllm-s3kv ({_OURS}): "
+            f"remove it from the path, or if it is installed, {_REMEDY}"
+        )
+    try:
+        other = metadata.distribution("s3kv")
+    except metadata.PackageNotFoundError:
+        return ""
+    files = (Path(str(other.locate_file(file))).resolve() for file in other.files or ())
+    if any(file.is_relative_to(_OURS) for file in files):
+        return (
+            f"another distribution, s3kv {other.version}, has files among those of vllm-s3kv "
+            f"({_OURS}): {_REMEDY}"
+        )
+    return ""
