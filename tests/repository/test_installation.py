@@ -93,13 +93,13 @@ def test_an_extra_can_be_added_as_the_messages_say(alone: Path) -> None:
     shell("pip install 'vllm-s3kv[integrity]' && python -c 'import blake3'", alone)
 
 
-@pytest.mark.parametrize("command", sorted(BESIDE_VLLM))
-def test_an_installation_beside_vllm(command: str, tmp_path: Path) -> None:
+def test_the_installations_beside_vllm(tmp_path: Path) -> None:
     venv.create(tmp_path / "env", with_pip=True)
     site = folder_of(tmp_path / "env")
     # A path file adds one folder and reads no path files in it, so an editable s3kv stays behind.
     (site / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    shell(command, tmp_path / "env")
+    for command in sorted(BESIDE_VLLM):
+        shell(command, tmp_path / "env")
     code = "import s3kv.library.tiered_store, vllm_s3kv; print(s3kv.__file__)"
     where = shell(f"cd {tmp_path} && python -c '{code}'", tmp_path / "env")
     assert Path(where.strip()).is_relative_to(site)
