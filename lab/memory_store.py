@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from s3kv.errors import StoreUnranged
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.objects.traffic import Traffic
 
@@ -39,6 +40,20 @@ class MemoryStore:
         allowed = claim is None or claim()
         if allowed and len(data) <= len(buffer):
             buffer[: len(data)] = data
+        return info
+
+    async def get_range(
+        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        await asyncio.sleep(0)
+        found = self._objects.get(key)
+        if found is None:
+            return None
+        data, info = found[0][first : first + len(buffer)], self._told(key)
+        if len(data) < len(buffer):
+            raise StoreUnranged(f"{key} has {info.nbytes} bytes")
+        if claim is None or claim():
+            buffer[:] = data
         return info
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:

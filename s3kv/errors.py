@@ -7,6 +7,7 @@
     │   ├── StoreDenied      credentials or permissions: tell a person, retrying does not help
     │   ├── StoreMissing     the bucket itself does not exist: tell a person
     │   ├── StoreRefused     too large an object, too long a key: do not send it again
+    │   ├── StoreUnranged    a range was not served as requested: read the whole object
     │   └── StoreUnavailable network, throttling, server error: may work later
     │       └── StoreThrottled   the store asks for fewer requests: send fewer, then again
     ├── IoProcessError       the I/O process could not be started, or has died
@@ -55,6 +56,11 @@ class StoreMissing(StoreError):
 
 class StoreRefused(StoreError):
     """The store refuses the object: it is too large, or its key is too long."""
+
+
+class StoreUnranged(StoreError):
+    """The answer to a ranged read is not that range: the object is shorter, or the store serves no
+    ranges."""
 
 
 class StoreUnavailable(StoreError):

@@ -62,6 +62,18 @@ class ObjectStore(Protocol):
         """
         ...
 
+    async def get_range(
+        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        """Read the bytes of the object from number `first` on that fill `buffer`, as `get_into`
+        does.
+
+        Returns the metadata of the whole object. Ranges belong together if their ETags are equal.
+        Raises `StoreUnranged`, with the content of `buffer` undefined, if the object ends before
+        the range does, or the store serves no ranges.
+        """
+        ...
+
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
         """Write the object. Returns False if `if_absent` and the object was already there.
 

@@ -116,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         if not self.is_open:
             raise Stale("the peer closed the connection")
-        exchange = self._exchange = Exchange(request.method, into, claim)
+        exchange = self._exchange = Exchange(request.method, into, claim, request.wanted)
         answer: asyncio.Future[Response] = self._loop.create_future()
         self._answer = answer
         self._watch.wait(self._patience.progress_ms)

@@ -15,9 +15,9 @@ import h11
 TEXT_LIMIT_BYTES = 8 * 2**20
 """Longest body kept without a caller's buffer, as of errors and listings. A page of 1,000 keys of
 1,024 escaped bytes has about 3.5 MB; no error comes near that."""
-
-
 EMPTY = memoryview(b"")
+OBJECT = (200, 206)
+"""Statuses of answers whose body is an object or a range of one."""
 
 
 class BadAnswer(Exception):
@@ -33,6 +33,11 @@ class Request:
     target: str
     headers: Mapping[str, str]
     body: memoryview = EMPTY
+
+    @property
+    def wanted(self) -> int:
+        """Status of an answer with the requested bytes."""
+        return 206 if "Range" in self.headers else 200
 
     def head(self) -> bytes:
         """Request line and headers. Raises `h11.LocalProtocolError` for what HTTP forbids."""
@@ -63,12 +68,17 @@ class Exchange:
     The owner asks `place()` where to receive. It calls `arrived(n)` or `arrived_elsewhere(data)`
     after each receive, and `ended()` when the peer has closed. Those three raise `BadAnswer`.
 
-    into: for the body of a 200 answer. A longer body is left unread, and so is every body if
+    into: for the body of an answer with the status `wanted`: 200, or 206 if the request asks for a
+    range. A longer body is left unread, and so are the other one of the two, and every body if
     `claim`, called before the first byte is written, returns False.
     """
 
     def __init__(
-        self, method: str, into: memoryview | None, claim: Callable[[], bool] | None = None
+        self,
+        method: str,
+        into: memoryview | None,
+        claim: Callable[[], bool] | None = None,
+        wanted: int = 200,
     ) -> None:
         self.response: Response | None = None
         """Set once, when the answer is complete."""
@@ -78,6 +88,7 @@ class Exchange:
         """Whether any byte of an answer has arrived."""
         self._into = into
         self._claim = claim
+        self._wanted_status = wanted
         self._filled = self._wanted = 0
         self._text = bytearray()
         self._head: h11.Response | None = None
@@ -121,7 +132,9 @@ class Exchange:
                 raise BadAnswer(str(error)) from error
             if isinstance(event, h11.Response):
                 self._head = event
-                if event.status_code == 200 and self._into is not None:
+                if event.status_code in OBJECT and self._into is not None:
+                    if event.status_code != self._wanted_status:
+                        return self._finish(reusable=False)
                     return self._receive_in_place(self._into, event)
             elif isinstance(event, h11.Data):
                 self._text += event.data

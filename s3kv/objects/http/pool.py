@@ -63,7 +63,8 @@ class Pool:
     ) -> Response:
         """Send `request` and return its answer, whatever its status.
 
-        into: receives the body of a 200 answer, which must have a Content-Length. If that exceeds
+        into: receives the body of a 200 answer (206 if a range is requested), which must have a
+        Content-Length. If that exceeds
         `into`, or `claim` returns False, the body is left unread and `into` unchanged. However the
         call ends, nothing writes to `into` or reads `request.body` afterwards. Cancelling the call
         closes its connection.

@@ -7,6 +7,7 @@ The errors are one table of codes
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,6 +24,7 @@ from s3kv.errors import (
     StoreRefused,
     StoreThrottled,
     StoreUnavailable,
+    StoreUnranged,
 )
 from s3kv.objects.store import ObjectInfo
 
@@ -105,6 +107,24 @@ def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
         return ObjectInfo(key, nbytes, 0.0, etag)
     now_s = _seconds(headers.get("date"))
     return ObjectInfo(key, nbytes, modified_s, etag, now_s and now_s - modified_s)
+
+
+def range_of(first: int, nbytes: int) -> str:
+    """The header `Range` of a request for `nbytes` from number `first` on."""
+    return f"bytes={first}-{first + nbytes - 1}"
+
+
+def whole_of(call: Call, first: int, nbytes: int, received: int, headers: Mapping[str, str]) -> int:
+    """Length of the whole object of which `nbytes` from number `first` on were requested.
+    received: length of the answer's body. Raises `StoreUnranged` if it is not that range."""
+    told = headers.get("content-range", "")
+    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", told)
+    told_range = match and range(int(match[1]), int(match[2]) + 1)
+    if match and told_range == range(first, first + nbytes) and received == nbytes:
+        return int(match[3])
+    raise StoreUnranged(
+        f"{call}: {received} bytes with Content-Range {told!r} for {range_of(first, nbytes)}"
+    )
 
 
 def _seconds(date: str | None) -> float | None:

@@ -24,7 +24,7 @@ from botocore.httpsession import get_cert_path
 
 import s3kv
 from s3kv.config import Config
-from s3kv.objects.http.exchange import EMPTY, Request, Response
+from s3kv.objects.http.exchange import EMPTY, OBJECT, Request, Response
 from s3kv.objects.http.pool import Pool
 from s3kv.objects.http.watch import Patience
 from s3kv.objects.s3.address import Address, find_address
@@ -34,10 +34,12 @@ from s3kv.objects.s3.answers import (
     Refusal,
     deletion,
     info_of,
+    range_of,
     read_deletion,
     read_error,
     read_page,
     refuses_credentials,
+    whole_of,
 )
 from s3kv.objects.s3.credentials import Credentials, SessionCredentials
 from s3kv.objects.store import Claim, ObjectInfo
@@ -174,9 +176,17 @@ class FastClient:
         self._opening = asyncio.Lock()
         self._opened: tuple[Endpoint, Pool] | None = None
 
-    async def get(self, key: str, buffer: memoryview, claim: Claim | None) -> ObjectInfo:
-        response, _ = await self._send("s3:GetObject", "GET", key, into=buffer, claim=claim)
-        return info_of(key, response.nbytes, response.headers)
+    async def get(
+        self, key: str, buffer: memoryview, claim: Claim | None, first: int | None = None
+    ) -> ObjectInfo:
+        wanted = {} if first is None else {"Range": range_of(first, len(buffer))}
+        response, call = await self._send(
+            "s3:GetObject", "GET", key, headers=wanted, into=buffer, claim=claim
+        )
+        nbytes, told = response.nbytes, response.headers
+        if first is not None:
+            nbytes = whole_of(call, first, len(buffer), nbytes, told)
+        return info_of(key, nbytes, told)
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> None:
         headers = {"Content-Type": CONTENT_TYPE}
@@ -264,7 +274,9 @@ class FastClient:
             said = read_error(response.body)
         # A server that begins to answer a write before it has finished can only put its error into
         # the body.
-        allowed = _WRITTEN if method in ("PUT", "DELETE") else (200,)
+        allowed: tuple[int, ...] = _WRITTEN if method in ("PUT", "DELETE") else (200,)
+        if "Range" in (headers or {}):
+            allowed = OBJECT  # the caller looks at which of the two it is
         if response.status not in allowed or said:
             region = response.headers.get("x-amz-bucket-region")
             raise Refusal(said, response.status, call, region)

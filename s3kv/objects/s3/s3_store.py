@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from s3kv.config import Config
-from s3kv.errors import ConfigError, StoreError
+from s3kv.errors import ConfigError, StoreError, StoreUnranged
 from s3kv.objects.s3.address import Address, find_address
 from s3kv.objects.s3.answers import ListingPage, Refusal
 from s3kv.objects.s3.fast_client import SCHEMES, FastClient
@@ -50,8 +50,10 @@ class S3Client(Protocol):
 
     traffic: Traffic
 
-    async def get(self, key: str, buffer: memoryview, claim: Claim | None) -> ObjectInfo:
-        """Read as `ObjectStore.get_into` does."""
+    async def get(
+        self, key: str, buffer: memoryview, claim: Claim | None, first: int | None = None
+    ) -> ObjectInfo:
+        """Read as `ObjectStore.get_into` does; with `first` as `ObjectStore.get_range`."""
         ...
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> None:
@@ -111,6 +113,18 @@ class S3Store:
         self, key: str, buffer: memoryview, claim: Claim | None = None
     ) -> ObjectInfo | None:
         return await _answer(self.client.get(key, buffer, claim), lambda r: r.no_such_key)
+
+    async def get_range(
+        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        try:
+            return await self.client.get(key, buffer, claim, first)
+        except Refusal as refusal:
+            if refusal.no_such_key:
+                return None
+            if refusal.status == 416:  # the object ends before the range begins
+                raise StoreUnranged(str(refusal)) from refusal
+            raise refusal.error from refusal
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
         """Write the object; see `ObjectStore.put`. Raises `ValueError` for more than 5 GiB."""

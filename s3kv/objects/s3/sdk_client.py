@@ -36,7 +36,9 @@ from s3kv.objects.s3.answers import (
     Refusal,
     info_of,
     left_by_deletion,
+    range_of,
     refuses_credentials,
+    whole_of,
 )
 from s3kv.objects.s3.credentials import Credentials
 from s3kv.objects.s3.fast_client import CONTENT_TYPE, crc32_of, patience_of
@@ -46,6 +48,8 @@ from s3kv.objects.traffic import Traffic
 T = TypeVar("T")
 Parsed = Mapping[str, Any]
 """A parsed answer, as the client returns it."""
+_Received = tuple[int, Mapping[str, str]]
+"""Of an answer with an object: the length of its body, which is in the buffer, and its headers."""
 _VERBS = {
     "s3:GetObject": "GET",
     "s3:PutObject": "PUT",
@@ -93,23 +97,31 @@ class SdkClient:
         self._client: Any = None
         self._closed = False
 
-    async def get(self, key: str, buffer: memoryview, claim: Claim | None) -> ObjectInfo:
-        async def receive(client: Any, watch: Watch) -> ObjectInfo:
-            answer = await client.get_object(Bucket=self._config.bucket, Key=key)
+    async def get(
+        self, key: str, buffer: memoryview, claim: Claim | None, first: int | None = None
+    ) -> ObjectInfo:
+        names = {} if first is None else {"Range": range_of(first, len(buffer))}
+
+        async def receive(client: Any, watch: Watch) -> _Received:
+            answer = await client.get_object(Bucket=self._config.bucket, Key=key, **names)
             watch.wait(self._patience.progress_ms)
             body, headers = answer["Body"], answer["ResponseMetadata"]["HTTPHeaders"]
             try:
                 if "content-length" not in headers:
                     raise BadAnswer("an object without Content-Length")
-                info = info_of(key, int(headers["content-length"]), headers)
+                nbytes = int(headers["content-length"])
                 allowed = claim is None or claim()
-                if allowed and info.nbytes <= len(buffer):
-                    await _fill(buffer[: info.nbytes], body, watch)
-                return info
+                if allowed and nbytes <= len(buffer):
+                    await _fill(buffer[:nbytes], body, watch)
+                return nbytes, headers
             finally:
                 body.close()  # ends the connection, unless all of the body has come
 
-        return await self._ask("s3:GetObject", key, receive)
+        nbytes, told = await self._ask("s3:GetObject", key, receive)
+        if first is not None:
+            call = self._call("s3:GetObject", key)
+            nbytes = whole_of(call, first, len(buffer), nbytes, told)
+        return info_of(key, nbytes, told)
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> None:
         more = {"IfNoneMatch": "*"} if if_absent else {}
@@ -225,7 +237,7 @@ class SdkClient:
             async with self._permits:
                 answer = await watched(self._patience, partial(work, client))
             status = 200
-            received_bytes = answer.nbytes if isinstance(answer, ObjectInfo) else 0
+            received_bytes = answer[0] if isinstance(answer, tuple) else 0
             return answer
         except botocore.exceptions.ClientError as error:
             refusal = _refusal_of(error, call)

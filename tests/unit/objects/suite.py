@@ -11,6 +11,7 @@ import uuid
 
 import pytest
 
+from s3kv.errors import StoreUnranged
 from s3kv.objects.store import BulkStore
 
 ODD_NAMES = (
@@ -80,6 +81,48 @@ class ObjectStoreSuite:
         assert (await store.get_into(root + "k", memoryview(memory)[:1000])).nbytes == 300_000
         assert memory[1000:] == b"\xee" * 1000
         assert await fetch(store, root + "k", room=300_000) == bytes(pattern(300_000, 1))
+
+    @pytest.mark.parametrize(("first", "nbytes"), [(0, 1), (0, 3000), (1000, 500), (2999, 1)])
+    async def test_a_range(self, store: BulkStore, root: str, first: int, nbytes: int) -> None:
+        """It fills its buffer, and tells of the object what a HEAD tells."""
+        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        memory = bytearray(b"\xee" * (nbytes + 1))
+        info = await store.get_range(root + "k", first, memoryview(memory)[:nbytes])
+        assert info == await store.head(root + "k")
+        assert memory == bytes(pattern(3000, 1)[first : first + nbytes]) + b"\xee"
+
+    async def test_a_range_of_nothing(self, store: BulkStore, root: str) -> None:
+        buffer = memoryview(bytearray(b"untouched"))
+        assert await store.get_range(root + "no", 0, buffer) is None
+        assert bytes(buffer) == b"untouched"
+
+    @pytest.mark.parametrize("first", [2999, 3000, 9000])
+    async def test_a_range_beyond_the_end(self, store: BulkStore, root: str, first: int) -> None:
+        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        memory = bytearray(b"\xee" * 3)
+        with pytest.raises(StoreUnranged):
+            await store.get_range(root + "k", first, memoryview(memory)[:2])
+        assert memory[2:] == b"\xee"
+        assert await fetch(store, root + "k") == bytes(pattern(3000, 1))
+
+    async def test_a_range_that_nobody_claims(self, store: BulkStore, root: str) -> None:
+        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        buffer = memoryview(bytearray(b"untouched"))
+        await store.get_range(root + "k", 5, buffer, lambda: False)
+        assert bytes(buffer) == b"untouched"
+
+    async def test_ranges_of_one_object_have_one_etag(self, store: BulkStore, root: str) -> None:
+        async def etag(first: int) -> str:
+            info = await store.get_range(root + "k", first, memoryview(bytearray(1000)))
+            assert info is not None
+            return info.etag
+
+        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        before = {await etag(first) for first in (0, 1000, 2000)}
+        await store.put(root + "k", pattern(3000, 2), if_absent=False)
+        after = await etag(0)
+        assert len(before) == 1
+        assert after not in before
 
     async def test_many_at_once(self, store: BulkStore, root: str) -> None:
         async def there_and_back(i: int) -> bytes | None:

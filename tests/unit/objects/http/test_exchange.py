@@ -44,6 +44,31 @@ def test_a_body_longer_than_the_buffer_is_left_unread() -> None:
     assert not exchange.reusable
 
 
+RANGE = b"HTTP/1.1 206 -\r\nContent-Length: 5\r\nContent-Range: bytes 1-5/9\r\n\r\n"
+
+
+def test_a_range_is_received_in_place() -> None:
+    buffer = bytearray(5)
+    exchange = Exchange("GET", memoryview(buffer), wanted=206)
+    feed(exchange, RANGE + b"hello", 3)
+    assert exchange.response is not None
+    assert (exchange.response.status, exchange.response.nbytes) == (206, 5)
+    assert bytes(buffer) == b"hello"
+    assert exchange.reusable
+
+
+@pytest.mark.parametrize(("answer", "wanted"), [(OK, 206), (RANGE, 200)])
+def test_an_object_in_place_of_its_range_is_left_unread(answer: bytes, wanted: int) -> None:
+    """And the other way round. Nobody asks whose buffer it is, either."""
+    buffer = bytearray(b"untouched")
+    exchange = Exchange("GET", memoryview(buffer), pytest.fail, wanted)
+    feed(exchange, answer, 1000)
+    assert exchange.response is not None
+    assert exchange.response.nbytes == 0
+    assert bytes(buffer) == b"untouched"
+    assert not exchange.reusable
+
+
 def test_a_body_nobody_claims_is_left_unread() -> None:
     buffer = bytearray(b"untouched")
     exchange = Exchange("GET", memoryview(buffer), lambda: False)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from s3kv.config import Config
-from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable, StoreUnranged
 from s3kv.objects.s3.address import find_address
 from s3kv.objects.s3.fast_client import make_endpoint
 from s3kv.objects.s3.s3_store import open_store
@@ -94,6 +94,35 @@ async def test_denied_names_the_action(
         with pytest.raises(StoreDenied, match=f"{action} on arn:aws:s3:::bkt") as caught:
             await call(store)
         assert url in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"200 X\r\nContent-Length: 4\r\n\r\n",
+        b"206 X\r\nContent-Length: 4\r\n\r\n",
+        b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 0-3/9\r\n\r\n",
+        b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 2-5/*\r\n\r\n",
+        b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 2-4/5\r\n\r\n",
+    ],
+)
+async def test_an_answer_that_is_not_the_range(s3_store: OpenStore, answer: bytes) -> None:
+    heads: list[str] = []
+    said = b"HTTP/1.1 " + answer + b"data"
+    async with canned(said, heads) as url, s3_store(url) as store:
+        with pytest.raises(StoreUnranged):
+            await store.get_range("k", 2, memoryview(bytearray(4)))
+    assert "range: bytes=2-5" in heads[0].lower()
+
+
+async def test_a_range_counts_as_its_own_bytes(s3_store: OpenStore) -> None:
+    head = b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 2-5/900\r\n\r\n"
+    buffer = memoryview(bytearray(4))
+    async with canned(b"HTTP/1.1 " + head + b"data") as url, s3_store(url) as store:
+        info = await store.get_range("k", 2, buffer)
+    assert info is not None
+    assert (info.nbytes, bytes(buffer)) == (900, b"data")
+    assert store.traffic.received_bytes == 4
 
 
 async def test_a_copy_onto_itself_asks_for_what_it_must(s3_store: OpenStore) -> None:
