@@ -120,6 +120,11 @@ class Config:
     """Most requests to the store at once, per worker; fewer while it throttles."""
     max_inflight_bytes: Mebibytes = 2**30
     """Most bytes of objects on their way at once, per worker."""
+    range_bytes: Annotated[Bytes, Meta(ge=0)] = 4 * 2**20
+    """Shortest range of a large object that is read by a request of its own. An object of twice
+    that or more is read in several ranges at once, as far as fewer than max_inflight_requests are
+    under way: one connection to S3 carries about 90 MB/s. Every range is billed as a GET. 0: one
+    request for each object."""
 
     integrity: Literal["xxh3", "blake3-keyed", "none"] = "xxh3"
     """Verification of objects: xxh3 finds damage, blake3-keyed also finds forgery, none finds

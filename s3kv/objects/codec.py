@@ -102,7 +102,7 @@ class ChunkFormat:
         if len(buffer) < self.object_bytes:
             raise ValueError(f"buffer of {len(buffer)} bytes for an object of {self.object_bytes}")
         payload = buffer[self.header_bytes : self.object_bytes]
-        digests = self._digests(range(len(self.segments)), payload, block_hash)
+        digests = self.digests(range(len(self.segments)), payload, block_hash)
         buffer[: self.header_bytes] = self._header(block_hash, digests)
 
     def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Refusal | None:
@@ -131,14 +131,21 @@ class ChunkFormat:
             return "length"
         listed = self._listed(header, block_hash)
         if listed:
-            listed[numbers.start : numbers.stop] = self._digests(numbers, payload, block_hash)
-        expected = self._header(block_hash, listed)
+            listed[numbers.start : numbers.stop] = self.digests(numbers, payload, block_hash)
+        return self.compare(header, block_hash, listed)
+
+    def compare(
+        self, header: memoryview, block_hash: bytes, digests: Sequence[bytes]
+    ) -> Refusal | None:
+        """Compare a header with that of an object whose segments have these digests. Returns None
+        if they are equal, or else the reason."""
+        expected = self._header(block_hash, digests)
         # In constant time: in a keyed mode, timing would help a forger.
         if hmac.compare_digest(bytes(header), expected):
             return None
         return self._reason(header, block_hash, expected)
 
-    def _digests(self, numbers: range, payload: memoryview, block_hash: bytes) -> list[bytes]:
+    def digests(self, numbers: range, payload: memoryview, block_hash: bytes) -> list[bytes]:
         """The digests of consecutive segments, whose bytes are `payload`. None for mode "none"."""
         if not self.integrity.digest_chars:
             return []
@@ -185,6 +192,41 @@ class ChunkFormat:
             ("digest", [d.encode() for d in said.digests] != meant),
         )
         return next((reason for reason, differs in differences if differs), "header")
+
+
+class Gathering:
+    """Check of an object whose bytes arrive in any order. The digest of a segment is computed when
+    the segment is whole, while others are still arriving.
+
+    buffer: where the object arrives; as long as the object.
+    """
+
+    def __init__(self, chunk: ChunkFormat, buffer: memoryview, block_hash: bytes) -> None:
+        self._chunk, self._buffer, self._block_hash = chunk, buffer, block_hash
+        self._missing = [len(segment) for segment in chunk.segments]
+        self._digests: dict[int, list[bytes]] = {}
+
+    def arrived(self, bounds: range) -> None:
+        """Note that these bytes of the object are in the buffer. None may arrive twice."""
+        header_bytes = self._chunk.header_bytes
+        begin, end = bounds.start - header_bytes, bounds.stop - header_bytes
+        for number, segment in enumerate(self._chunk.segments):
+            came = min(end, segment.stop) - max(begin, segment.start)
+            if came > 0:
+                self._missing[number] -= came
+                if not self._missing[number]:
+                    payload = self._buffer[header_bytes:][segment.start : segment.stop]
+                    self._digests[number] = self._chunk.digests(
+                        range(number, number + 1), payload, self._block_hash
+                    )
+
+    def check(self, nbytes: int) -> Refusal | None:
+        """Verify the object like `ChunkFormat.check`, when all of it has arrived."""
+        if nbytes != self._chunk.object_bytes or any(self._missing):
+            return "length"
+        header = self._buffer[: self._chunk.header_bytes]
+        digests = [digest for _, held in sorted(self._digests.items()) for digest in held]
+        return self._chunk.compare(header, self._block_hash, digests)
 
 
 _HOLE = b"?"

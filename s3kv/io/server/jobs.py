@@ -10,7 +10,9 @@ Requests wait for fetches, but not for uploads. Hence these rules:
 4. A running upload takes cores and memory bandwidth from the engine, and is not urgent. One runs at
    a time, plus one for every `UPLOADS_PER_STREAM` that wait: a burst is spread out, and a backlog
    does not grow. This limit is lifted when the process drains.
-5. A job that is larger than a limit on bytes runs when no other job does.
+5. A running fetch may borrow free places for further requests. Each fetch, waiting or running, has
+   an equal share of the places, so that the first of several takes none from the others.
+6. A job that is larger than a limit on bytes runs when no other job does.
 
 Jobs of one kind run in order of arrival: none overtakes one that waits for bytes.
 """
@@ -183,6 +185,19 @@ class JobQueue:
             if job is not None:
                 return job
         return None
+
+    def borrow(self, wanted: int) -> int:
+        """Take places for up to `wanted` further requests of one running fetch; returns their
+        number."""
+        line, places = self._lines[JobKind.FETCH], self._places
+        share = places.max_requests // (len(line.running) + len(line.waiting)) - 1
+        count = max(0, min(wanted, share, places.max_requests - places.requests))
+        places.requests += count
+        return count
+
+    def return_borrowed(self) -> None:
+        """Free one borrowed place."""
+        self._places.requests -= 1
 
     def end(self, job: TransferJob) -> None:
         """Free the place of a running job that has ended."""

@@ -28,6 +28,7 @@ from s3kv.io.server.jobs import JobQueue, TransferJob
 from s3kv.io.server.keeping import Keeper
 from s3kv.io.server.manifest import introduce
 from s3kv.io.server.pacing import Pacing
+from s3kv.io.server.ranges import RangedReads
 from s3kv.io.server.refreshing import Refresher, RefreshRule
 from s3kv.io.server.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind
@@ -88,6 +89,7 @@ class Service:
             rng,
             delete_corrupt=config.on_corrupt == "delete",
             refresher=self._refresher,
+            ranged=RangedReads(config.range_bytes, self._queue.borrow, self._give_back),
         )
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()
@@ -260,6 +262,10 @@ class Service:
             task = asyncio.get_running_loop().create_task(self._transfers.run(job))
             self._tasks[job.job_id] = task
             task.add_done_callback(partial(self._job_ended, job, time.monotonic()))
+
+    def _give_back(self) -> None:
+        self._queue.return_borrowed()
+        self._start_jobs()
 
     def _job_ended(self, job: TransferJob, started_s: float, task: asyncio.Task[JobEnd]) -> None:
         del self._tasks[job.job_id]

@@ -27,10 +27,10 @@ from typing import TypeVar
 from s3kv.errors import StoreDenied, StoreError, StoreRefused, StoreUnavailable
 from s3kv.io.server.jobs import TransferJob
 from s3kv.io.server.pacing import Pacing
+from s3kv.io.server.ranges import RangedReads, Reading
 from s3kv.io.server.refreshing import Refresher
 from s3kv.messages import JobEnd, JobKind
-from s3kv.objects.headers import Refusal
-from s3kv.objects.store import ObjectInfo, ObjectStore
+from s3kv.objects.store import Claim, ObjectInfo, ObjectStore
 from s3kv.types import Outcome
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Transfers:
     for the one fresh connection that `ObjectStore` allows.
 
     rng: for the jitter of the backoff. delete_corrupt: whether `on_corrupt` is "delete". refresher:
-    is told which objects are in use.
+    is told which objects are in use. ranged: reads large objects in ranges; None: nothing does.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Transfers:
         *,
         delete_corrupt: bool = False,
         refresher: Refresher | None = None,
+        ranged: RangedReads | None = None,
     ) -> None:
         self.retries = 0
         self.drain_until_s = -math.inf
@@ -74,6 +75,7 @@ class Transfers:
         self._rng = rng
         self._delete_corrupt = delete_corrupt
         self._refresher = refresher
+        self._ranged = ranged
         self._quarantine = Quarantine()
 
     async def run(self, job: TransferJob) -> JobEnd:
@@ -89,7 +91,7 @@ class Transfers:
         if self._quarantine.bars(job.key, _now_s()):
             said = f"{job.key} is in quarantine: its object was not what its key says"
             return job.end(Outcome.MISSING, said, reason="quarantined")
-        info, reason = await self._read(job)
+        info, reason = await self._read(job, in_ranges=not self._quarantine.suspects(job.key))
         if info is None:
             self._quarantine.lift(job.key)
             return job.end(Outcome.MISSING, f"{job.key} is not in the bucket")
@@ -104,14 +106,17 @@ class Transfers:
             return job.end(Outcome.CORRUPT, said, reason=reason)
         return await self._look_again(job, said, reason)
 
-    async def _read(self, job: TransferJob) -> tuple[ObjectInfo | None, Refusal | None]:
-        """Read the object into the buffer. Returns its metadata (None: no such object), and the
-        reason why it does not verify (None: it does)."""
-        get = partial(self._store.get_into, job.key, job.buffer)
-        info = await self._retried(partial(self._pacing.read, get), until_s=job.due_s)
-        if info is None:
-            return None, None
-        return info, job.format.check(job.buffer, info.nbytes, job.block_hash)
+    async def _read(self, job: TransferJob, *, in_ranges: bool = False) -> Reading:
+        """Read the object into the buffer and verify it. in_ranges: it may be read in ranges. A
+        second reading is whole, so that two bad ones have not only ranges in common."""
+        reads = _Reads(self, self._store, job)
+        if in_ranges and self._ranged is not None:
+            return await self._ranged.read(job, reads)
+        return await reads.whole()
+
+    async def read(self, get: Callable[[Claim], Awaitable[T]], job: TransferJob) -> T:
+        """Send a read of a job's object, with all its attempts."""
+        return await self._retried(partial(self._pacing.read, get), until_s=job.due_s)
 
     async def _look_again(self, job: TransferJob, said: str, reason: str) -> JobEnd:
         """Delete a bad object, unless a second reading finds it good, gone or replaced.
@@ -180,6 +185,27 @@ class Transfers:
         return await call()
 
 
+class _Reads:
+    """The `Requests` of one job."""
+
+    def __init__(self, transfers: Transfers, store: ObjectStore, job: TransferJob) -> None:
+        self._transfers, self._store, self._job = transfers, store, job
+
+    async def whole(self) -> Reading:
+        job = self._job
+        get = partial(self._store.get_into, job.key, job.buffer)
+        info = await self._transfers.read(get, job)
+        if info is None:
+            return None, None
+        return info, job.format.check(job.buffer, info.nbytes, job.block_hash)
+
+    async def part(self, bounds: range) -> ObjectInfo | None:
+        job = self._job
+        buffer = job.buffer[bounds.start : bounds.stop]
+        get = partial(self._store.get_range, job.key, bounds.start, buffer)
+        return await self._transfers.read(get, job)
+
+
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
 
@@ -220,6 +246,10 @@ class Quarantine:
     def bars(self, key: str, now_s: float) -> bool:
         """Whether the object must not be read now."""
         return now_s < self._until_s.get(key, -math.inf)
+
+    def suspects(self, key: str) -> bool:
+        """Whether an earlier reading of the object was bad."""
+        return key in self._until_s
 
     def bad(self, key: str, now_s: float, *, certain: bool = False) -> None:
         """Note a reading that did not verify. certain: it is the second one in a row."""

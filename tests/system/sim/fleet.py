@@ -53,6 +53,7 @@ class Fleet:
             max_attempts=self.rng.choice([1, 2, 3]),
             max_inflight_requests=self.rng.choice([2, 8, 32]),
             hedge_percent=self.rng.choice([0.0, 5.0, 100.0]),
+            range_bytes=self.rng.choice([0, 1024]),
             on_corrupt=self.rng.choice(["ignore", "delete"]),
             on_unavailable="serve",
             start_timeout_ms=3_000,

@@ -25,6 +25,8 @@ from tests.unit.planning.setup import Setup
 REQUEST_BOUND_S = HANG_S + 2 * 6.0 + 1.0
 """One request with the slowest answers there are, and the pause before the next."""
 
+MOST_RANGES = 8
+
 _REASONS = {
     (JobKind.FETCH, Outcome.OK): "good",
     (JobKind.FETCH, Outcome.MISSING): "missing",
@@ -61,6 +63,10 @@ class FleetOracle:
         # To delete a bad object: a GET, a HEAD, another GET and a DELETE, each with its attempts.
         # And each GET may be sent a second time.
         self._requests = config.max_attempts * (6 if self._deletes else 2)
+        self._answers = self._requests
+        if config.range_bytes:  # the ranges of an object, and then perhaps all of it
+            self._requests += 2 * config.max_attempts
+            self._answers = self._requests * MOST_RANGES
         self.seen: Counter[str] = Counter()
         self._log = log
         self._setup = setup
@@ -96,7 +102,7 @@ class FleetOracle:
             self.accuse(f"{what}, took {done.seconds} s")
         if connection.busy[order.object_key]:
             self.accuse(f"{what}, has ended, and its request goes on")
-        if len(said) > self._requests:
+        if len(said) > self._answers:
             self.accuse(f"{what}, was tried {len(said)} times")
         if not self._is_true(order, done, said, connection):
             self.accuse(f"{what}, ended {done.outcome.name}, but the bucket said {said}")
@@ -110,6 +116,10 @@ class FleetOracle:
         if done.reason == "quarantined":
             return done.outcome is Outcome.MISSING and order.object_key in connection.bad
         if done.outcome is Outcome.CANCELLED:
+            return True
+        if done.outcome is Outcome.OK and order.kind is JobKind.FETCH:
+            return "good" in said or said.count("good range") > 1
+        if done.outcome is Outcome.CORRUPT and "bad range" in said:
             return True
         return _REASONS[order.kind, done.outcome] in said
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from lab.memory_store import MemoryStore
-from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable
+from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable, StoreUnranged
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.objects.traffic import Traffic
 from tests.system.sim.weather import CALM, Weather
@@ -176,6 +176,40 @@ class Connection:
             self.bad.add(key)
         return info
 
+    async def get_range(
+        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        with self._using(key):
+            return await self._get_range(key, first, buffer, claim)
+
+    async def _get_range(
+        self, key: str, first: int, buffer: memoryview, claim: Claim | None
+    ) -> ObjectInfo | None:
+        fate = await self._begin("get", key)
+        self._bucket.seen["ranges"] += 1
+        scratch = bytearray(2**16)
+        info = await self._bucket.objects.get_into(key, memoryview(scratch))
+        if info is None:
+            self.answers[key].append("missing")
+            return None
+        bounds = slice(first, first + len(buffer))
+        data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
+        if len(data) < bounds.stop:
+            raise StoreUnranged("the object ends before")
+        info = dataclasses.replace(info, nbytes=len(data))
+        if claim is not None and not claim():
+            return info
+        await self._receive(data[bounds], buffer)
+        if fate == "cut":
+            self.answers[key].append("error")
+            raise StoreUnavailable("the body ended early")
+        written = self._bucket.written[key]
+        good = data[bounds] == written[bounds] and len(data) == len(written)
+        self.answers[key].append("good range" if good else "bad range")
+        if not good:
+            self.bad.add(key)
+        return info
+
     async def _receive(self, data: bytes, buffer: memoryview) -> None:
         """In two pieces. Whoever cancels between them hears the second one arrive."""
         data = data[: len(buffer)]
@@ -233,7 +267,8 @@ class Connection:
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         with self._using(key):
             await self._begin("put", key)
-            if self.answers[key].count("bad") < 2:
+            said = self.answers[key]
+            if said.count("bad") + ("bad range" in said) < 2:
                 self._bucket.accuse(f"{key} is deleted, and was not bad twice")
             return await self._bucket.objects.delete(key, if_etag=if_etag)
 

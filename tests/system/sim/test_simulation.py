@@ -52,6 +52,7 @@ EVERYWHERE = (
     "objects damaged",
     "objects lost",
     "preempted",
+    "ranges",
     "resets",
     "resets refused",
     "save FAILED",

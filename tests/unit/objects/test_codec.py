@@ -11,10 +11,10 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from s3kv.objects.codec import ALIGN_BYTES, SEGMENT_BYTES, ChunkFormat
+from s3kv.objects.codec import ALIGN_BYTES, SEGMENT_BYTES, ChunkFormat, Gathering
 from s3kv.objects.headers import MAX_HEADER_BYTES, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.types import TensorSpec
@@ -233,6 +233,27 @@ def test_every_run_of_segments_is_verified_alone(integrity: Integrity) -> None:
             assert form.check_segments(header, numbers, memoryview(wrong), HASH) == "length"
         other = memoryview(piece)
         assert form.check_segments(header, numbers, other, HASH[::-1]) == "block_hash"
+
+
+@pytest.mark.parametrize("mode", ["xxh3", "blake3-keyed", "none"])
+@settings(max_examples=20)
+@given(cuts=st.sets(st.integers(1, FORMAT.object_bytes - 1), max_size=8), order=st.randoms())
+def test_an_object_arrives_in_any_order(mode: Any, cuts: set[int], order: Any) -> None:
+    form = dataclasses.replace(FORMAT, integrity=Integrity(mode, bytes(32)))
+    data = sealed(form)
+    arriving = [range(*ends) for ends in itertools.pairwise([0, *sorted(cuts), len(data)])]
+    order.shuffle(arriving)
+    for at in (None, 0, form.header_bytes, len(data) - 1):
+        buffer = memoryview(bytearray(len(data)))
+        gathering = Gathering(form, buffer, HASH)
+        for bounds in arriving:
+            assert gathering.check(len(data)) is not None
+            buffer[bounds.start : bounds.stop] = data[bounds.start : bounds.stop]
+            if at in bounds:
+                buffer[at] ^= 1
+            gathering.arrived(bounds)
+        assert gathering.check(len(data)) == form.check(buffer, len(data), HASH)
+        assert gathering.check(len(data) + 1) == "length"
 
 
 def test_a_segment_does_not_depend_on_the_digests_of_others() -> None:

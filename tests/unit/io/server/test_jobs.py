@@ -36,6 +36,39 @@ def test_fetches_go_before_uploads_that_came_first() -> None:
     assert (queue.waiting, queue.running, queue.running_bytes) == (2, 3, 3 * ONE.object_bytes)
 
 
+def test_a_fetch_borrows_its_share_of_the_free_places() -> None:
+    queue = JobQueue(8, 2**30)
+    queue.add(job(1))
+    (first,) = take_all(queue)
+    assert queue.borrow(100) == 7
+    assert (queue.running, queue.borrow(1)) == (8, 0)
+    queue.add(job(2))
+    assert queue.take() is None
+    queue.return_borrowed()
+    (second,) = take_all(queue)
+    assert (queue.running, queue.borrow(9)) == (8, 0)
+    for _ in range(6):
+        queue.return_borrowed()
+    queue.add(job(3, UPLOAD))
+    (upload,) = take_all(queue)
+    assert [queue.borrow(2), queue.borrow(9), queue.borrow(9)] == [2, 3, 0]
+    for _ in range(5):
+        queue.return_borrowed()
+    for one in (first, second, upload):
+        queue.end(one)
+    assert queue.running == 0
+
+
+def test_a_smaller_window_lends_nothing() -> None:
+    queue = JobQueue(8, 2**30)
+    queue.add(job(1))
+    queue.add(job(2))
+    take_all(queue)
+    queue.limit_requests(1)
+    assert queue.borrow(3) == 0
+    assert queue.running == 2
+
+
 def test_uploads_go_one_at_a_time_until_many_wait() -> None:
     queue = JobQueue(32, 2**30)
     for i in range(UPLOADS_PER_STREAM):
