@@ -188,15 +188,16 @@ def raw_put(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
     return keeps_alive(read_head(connection)[0])
 
 
-def read_head(connection: socket.socket) -> tuple[bytes, bytes]:
-    """Reads an answer's head; returns it, and what of the body came with it."""
+def read_head(connection: socket.socket, status: bytes = b"200") -> tuple[bytes, bytes]:
+    """Reads the head of an answer with this status; returns it, and what of the body came with
+    it."""
     data = b""
     while b"\r\n\r\n" not in data:
         received = connection.recv(2**16)
         if not received:
             raise ConnectionError("the server closed the connection before it answered")
         data += received
-    assert data.startswith(b"HTTP/1.1 200"), data
+    assert data.startswith(b"HTTP/1.1 " + status), data
     head, _, rest = data.partition(b"\r\n\r\n")
     return head, rest
 
