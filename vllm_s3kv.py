@@ -2,15 +2,13 @@
 
 Another distribution has the same import name. It would break ours in places that do not name it, so
 every start looks for it first. This module lies beside the package, because a package that hides
-ours hides everything in it.
+ours hides everything in it. It imports what it needs at its first use, so that Ctrl-C in the first
+moments of a command is met by `main`.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import sys
-from importlib import metadata
 from pathlib import Path
 
 _OURS = Path(__file__).resolve().parent / "s3kv"
@@ -24,13 +22,17 @@ def check() -> None:
 
 
 def main() -> None:
-    """Run the command line; with a conflict, describe it and exit with 2."""
-    if told := _conflict():
-        sys.stderr.write(f"s3kv: {told}\n")
-        sys.exit(2)
-    from s3kv.cli.__main__ import main as run
+    """Run the command line; with a conflict, describe it and exit with 2. Ctrl-C is exit 130."""
+    try:
+        if told := _conflict():
+            sys.stderr.write(f"s3kv: {told}\n")
+            sys.exit(2)
+        from s3kv.cli.__main__ import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("s3kv: interrupted\n")
+        sys.exit(130)
 
 
 def register() -> None:
@@ -40,6 +42,8 @@ def register() -> None:
     with s3kv does not.
     """
     if told := _conflict():
+        import logging
+
         logging.getLogger("s3kv").error("s3kv: %s", told)
         return
     from s3kv.connectors.plugin import register as run
@@ -49,6 +53,9 @@ def register() -> None:
 
 def _conflict() -> str:
     """The conflict and its remedy; empty if there is none."""
+    import importlib.util
+    from importlib import metadata
+
     spec = importlib.util.find_spec("s3kv")
     found = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
     if found != _OURS:

@@ -265,9 +265,10 @@ class Config:
                     "and both connectors have it"
                 )
             if name not in _ANNOTATIONS:
-                (near,) = difflib.get_close_matches(str(name), _ANNOTATIONS, n=1, cutoff=0.0)
+                near = difflib.get_close_matches(str(name), _ANNOTATIONS, n=1)
+                meant = f"; did you mean {near[0]!r}?" if near else "."
                 raise ConfigError(
-                    f"unknown setting {name!r} in {source}; did you mean {near!r}? "
+                    f"unknown setting {name!r} in {source}{meant} "
                     f"Known: {', '.join(sorted(_ANNOTATIONS))}"
                 )
         if "bucket" not in raw:

@@ -113,10 +113,13 @@ names objects of another secret or integrity mode and leaves them alone
 right before the deletion, and makes the deletion conditional on the ETag if the server supports
 that. Objects that an engine refreshes, replaces or writes meanwhile stay. An engine that still
 wanted a deleted object gets one 404 and computes it again (`tests/unit/cli/test_gc.py`). `gc` holds
-only the keys of the objects to delete in memory, about 0.5 GB for a million.
+only the keys of the objects to delete in memory, about 0.5 GB for a million. Before it deletes more
+than half of the bytes it asks; without a terminal, as in a cron job, it then deletes nothing and
+exits with 2, unless `--yes` is given.
 
 `ls`, `gc` and `verify` list the bucket 1,000 objects per request, and resume where a
-listing broke off. They see only chunks and items under the prefix.
+listing broke off. They see only chunks and items under the prefix; if there are none, they say on
+stderr what lies next to it. On a terminal, long work shows its rate and the time left.
 """
 
 

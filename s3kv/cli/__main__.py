@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 
+import vllm_s3kv
+
 _NEEDED = ("click", "rich")
 
 
 def main() -> None:
-    """Run the command line; if a package is missing, say what to install and exit with 2."""
+    """Run the command line; if a package is missing, say what to install and exit with 2.
+
+    Raises `KeyboardInterrupt` on Ctrl-C, which click would turn into its own exit code.
+    """
     try:
         for name in _NEEDED:
             importlib.import_module(name)
@@ -19,10 +24,18 @@ def main() -> None:
         sys.stderr.write(f"the command line needs the package {error.name}: ")
         sys.stderr.write("pip install 'vllm-s3kv[cli]'\n")
         sys.exit(2)
+    import click
+
     from s3kv.cli.app import cli
 
-    cli(prog_name="s3kv")
+    try:
+        sys.exit(cli(prog_name="s3kv", standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        raise KeyboardInterrupt from None
 
 
 if __name__ == "__main__":
-    main()
+    vllm_s3kv.main()

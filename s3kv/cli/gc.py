@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import click
 
-from s3kv.cli import show
+from s3kv.cli import show, walk
 from s3kv.cli.invocation import (
     EPILOG,
     duration,
@@ -18,6 +20,7 @@ from s3kv.cli.invocation import (
     with_settings,
 )
 from s3kv.config import Config
+from s3kv.errors import ConfigError
 from s3kv.objects.store import BulkStore
 from s3kv.objects.sweep import Sweep, Swept
 
@@ -28,12 +31,14 @@ from s3kv.objects.sweep import Sweep, Swept
     "--older-than", type=duration, help="Delete objects older than this, such as 7d or 12h."
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@click.option("--yes", is_flag=True, help="Delete more than half of the bytes without asking.")
 @with_settings
 def gc(
     config: Config,
     max_bytes: int | None,
     older_than: float | None,
     dry_run: bool,
+    yes: bool,
     as_json: bool,
 ) -> None:
     """Delete the objects used longest ago, for stores without lifecycle rules.
@@ -41,6 +46,7 @@ def gc(
     Age is the time since an object was last written or refreshed, by the store's clock, compared
     with the clock of this host. With --max-bytes the oldest objects go, in any namespace, until all
     chunks together take no more than that. With both options an object goes if either selects it.
+    To delete more than half of the bytes it asks, or without a terminal wants --yes.
 
     Safe while engines run: an object written or refreshed after it was listed stays. Deletes only
     chunks and items, and the manifest and shapes of a namespace that holds none any more.
@@ -51,32 +57,66 @@ def gc(
     if max_bytes is None and older_than is None:
         raise click.UsageError("give --max-bytes, --older-than or both")
     before_s = 0.0 if older_than is None else now_s() - older_than
-    done: list[Swept] = []
 
-    async def sweep(store: BulkStore) -> None:
-        with show.bars() as on_progress:
-            run = Sweep(
-                store,
-                config.prefix,
-                max_bytes=max_bytes,
-                before_s=before_s,
-                dry_run=dry_run,
-                on_progress=on_progress,
-            )
-            try:
-                await run.run()
-            finally:
-                done.extend(sorted(run.namespaces.values(), key=lambda n: -n.deleted_bytes))
+    def run(approve: Callable[[int, int], None]) -> None:
+        sweep = partial(
+            Sweep,
+            prefix=config.prefix,
+            max_bytes=max_bytes,
+            before_s=before_s,
+            dry_run=dry_run,
+            approve=approve,
+        )
+        _run(config, sweep, as_json)
 
     try:
-        on_bucket(config, sweep)
+        run(_approve_all if yes or dry_run else _approve_half)
+    except _MoreThanHalf as error:
+        # Asked between two runs: within one, Ctrl-C would be left to its event loop.
+        if not (sys.stdin.isatty() and click.confirm(f"s3kv: {error}. Delete them?", err=True)):
+            raise ConfigError(f"{error}: nothing was deleted; --yes deletes them") from None
+        run(_approve_all)
+
+
+class _MoreThanHalf(Exception):
+    """More than half of the bytes would be deleted. Nothing has been."""
+
+
+def _approve_all(going: int, held: int) -> None:
+    pass
+
+
+def _approve_half(going: int, held: int) -> None:
+    if 2 * going > held:
+        told = f"gc would delete {show.size(going)} of {show.size(held)}, more than half"
+        raise _MoreThanHalf(told)
+
+
+def _run(config: Config, sweep: Callable[..., Sweep], as_json: bool) -> None:
+    """Run a sweep, and print what it did: also when the bucket stopped answering halfway."""
+    done: list[Sweep] = []
+
+    async def work(store: BulkStore) -> None:
+        with show.bars() as on_progress:
+            done.append(sweep(store, on_progress=on_progress))
+            try:
+                await done[0].run()
+            except _MoreThanHalf:
+                done.clear()
+                raise
+        if not done[0].namespaces:
+            await walk.report_empty(store, config.bucket, config.prefix)
+
+    try:
+        on_bucket(config, work)
     finally:
-        # Also printed when the bucket stopped answering halfway.
-        if done:
-            _print(done, dry_run, as_json)
+        if done and done[0].namespaces:
+            _print(done[0], as_json)
 
 
-def _print(done: Sequence[Swept], dry_run: bool, as_json: bool) -> None:
+def _print(sweep: Sweep, as_json: bool) -> None:
+    dry_run = sweep.dry_run
+    done = sorted(sweep.namespaces.values(), key=lambda swept: -swept.deleted_bytes)
     total = Swept(
         "total",
         deleted_objects=sum(one.deleted_objects for one in done),

@@ -23,10 +23,11 @@ from s3kv.objects.store import BulkStore
 FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
 EXIT_CODES = """\b
 EXIT CODES
-  0  all is well
-  1  something was found: a fault, a damaged object, no such object
-  2  the command was used wrongly, or a setting is wrong
-  3  the bucket, or the server named, could not be asked: the message says why"""
+    0  all is well
+    1  something was found: a fault, a damaged object, no such object
+    2  the command was used wrongly, or a setting is wrong
+    3  the bucket, or the server named, could not be asked: the message says why
+  130  interrupted (Ctrl-C)"""
 EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""

@@ -47,6 +47,8 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
     async def run(store: BulkStore) -> None:
         if namespace is None:
             found, under = await walk.namespaces(store, config.prefix), None
+            if not found:
+                await walk.report_empty(store, config.bucket, config.prefix)
         else:
             place = await walk.resolve(store, config.prefix, namespace)
             if not summary:
@@ -56,7 +58,10 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
         if not summary:
             _print_namespaces(found, as_json)
             return
-        found = await walk.count(store, config.prefix, found, now_s(), under)
+        with show.bars() as on_progress:
+            found = await walk.count(
+                store, config.prefix, found, now_s(), under, on_progress=on_progress
+            )
         if as_json:
             for one in found:
                 print_json(_counted(one), indent=None)

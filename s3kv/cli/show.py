@@ -7,7 +7,16 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -41,12 +50,39 @@ def print_grid(rows: Iterable[Sequence[Cell]]) -> None:
     Console().print(grid)
 
 
+class _RateColumn(ProgressColumn):
+    """Things done per second, lately."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.0f}/s")
+
+
+def is_watched() -> bool:
+    """Whether progress bars are seen."""
+    return Console(stderr=True).is_terminal
+
+
 @contextlib.contextmanager
-def bars() -> Iterator[Report]:
-    """Progress bars on stderr, removed at the end; none if stderr is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+def bars(clock_s: Callable[[], float] | None = None) -> Iterator[Report]:
+    """Progress bars on stderr with the rate and, if the total is known, the time left; removed at
+    the end; none if stderr is not a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _RateColumn(),
+        TimeRemainingColumn(),
+    )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    progress = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        get_time=clock_s,
+        disable=not console.is_terminal,  # else an empty line would be printed at the end
+    )
+    with progress:
 
         def on_progress(what: str, done: int, total: int | None) -> None:
             if what not in tasks:

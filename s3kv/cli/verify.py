@@ -20,7 +20,7 @@ from rich.text import Text
 
 from s3kv.cli import show, walk
 from s3kv.cli.inspect import MAX_OBJECT_BYTES, examine
-from s3kv.cli.invocation import EPILOG, FOUND, on_bucket, print_json, with_settings
+from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
 from s3kv.config import Config
 from s3kv.io.server.manifest import leaves
 from s3kv.objects import listing
@@ -85,8 +85,12 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
     """
 
     async def run(store: BulkStore) -> Verification:
+        total = None
         if count is None:
-            picks, total = listing.chunks(store, config.prefix), None
+            if show.is_watched():  # a listing more, so that the bar has an end
+                everything = await walk.count(store, config.prefix, (), now_s())
+                total = sum(one.objects for one in everything)
+            picks = listing.chunks(store, config.prefix)
         else:
             picked = await sample(store, config.prefix, count, random.Random(seed))
             picks, total = listing.in_turn(picked), len(picked)
@@ -98,6 +102,8 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
                 on_object=lambda checked: on_progress("verifying", checked, total),
             )
             await verifier.run(picks)
+        if verifier.found == Verification():
+            await walk.report_empty(store, config.bucket, config.prefix)
         return verifier.found
 
     found = on_bucket(config, run)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 
-from s3kv.cli.show import DAY_S, HOUR_S
-from s3kv.errors import ConfigError
+import click
+
+from s3kv.cli.show import DAY_S, HOUR_S, Report
+from s3kv.errors import ConfigError, StoreDenied
 from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.objects import keys
 from s3kv.objects.listing import chunks, tried
@@ -16,6 +19,8 @@ from s3kv.objects.store import ObjectInfo, ObjectStore
 MAX_NAMESPACES = 1000
 """Most that one request tells. A prefix has one for every model, layout and version of its engines.
 """
+_MAX_NEIGHBOURS = 5
+_REPORT_EVERY = 1000
 AGES: Mapping[str, float] = {
     "under 1 h": HOUR_S,
     "1 h to 1 d": DAY_S,
@@ -103,18 +108,41 @@ async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceCo
     return NamespaceContent(namespace, leaves(text) or {})
 
 
+async def report_empty(store: ObjectStore, bucket: str, prefix: str) -> None:
+    """Say on stderr that nothing of s3kv is under `prefix`, and what lies next to it: caches if
+    there are any, otherwise other folders, the nearest names first. Raises `StoreError`."""
+    parent = "".join(prefix.rpartition("/")[:2])
+    said = f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}"
+    try:
+        names = list(await tried(lambda: store.folders(parent, MAX_NAMESPACES)))
+    except StoreDenied:  # a policy may allow the prefix alone
+        click.echo(said, err=True)
+        return
+    names.sort(key=lambda name: -SequenceMatcher(None, f"{parent}{name}", prefix).ratio())
+    beside = [f"{parent}{name}" for name in names if f"{parent}{name}" != prefix][:_MAX_NEIGHBOURS]
+    caches = [other for other in beside if await _names(store, other)]
+    listed = ", ".join(repr(f"{other}/") for other in caches or beside)
+    what = "caches next to it (--prefix)" if caches else "next to it"
+    click.echo(f"{said}; {what}: {listed or 'nothing'}", err=True)
+
+
 async def count(
     store: ObjectStore,
     prefix: str,
     found: Iterable[NamespaceContent],
     now_s: float,
     under: str | None = None,
+    on_progress: Report = lambda what, done, total: None,
 ) -> list[NamespaceContent]:
     """Count the chunks and items of `found`, and of any other namespace that has some; the largest
     first. Raises `StoreError`. under: as for `owned`."""
     counted = {one.namespace: one for one in found}
+    objects = 0
     async for address, info in chunks(store, prefix, under):
         namespace = address.namespace
+        objects += 1
+        if objects % _REPORT_EVERY == 0:
+            on_progress("counting", objects, None)
         counted.setdefault(namespace, NamespaceContent(namespace)).add(info, now_s)
     return sorted(counted.values(), key=lambda one: (-one.nbytes, one.namespace.digest))
 

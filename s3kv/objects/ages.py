@@ -64,6 +64,11 @@ class Ages:
             second = at + 1
         return Cut(second)
 
+    def taken(self, cut: Cut) -> int:
+        """Bytes that the cut evicts, about: it may take one object more of its own second."""
+        before = sum(nbytes for at, nbytes in self._bytes.items() if at < cut.second)
+        return before + min(max(cut.nbytes, 0), self._bytes.get(cut.second, 0))
+
     def oldest_s(self, cut: Cut) -> float | None:
         """Second of the oldest object that the cut leaves; None if it leaves none."""
         left = [at for at in self._bytes if at > cut.second]

@@ -57,6 +57,8 @@ class Sweep:
     look_again: look at each object with a HEAD right before it is deleted. Without it an object
     that was refreshed after it was listed may go.
     dry_run: count the objects that would go, and delete none.
+    approve: called with the bytes that are to go and with all bytes, before any object is deleted;
+    an error that it raises ends the run.
     checkpoint: awaited after every 1,000 objects that are listed, and before objects are deleted;
     an error that it raises ends the run.
     """
@@ -69,6 +71,7 @@ class Sweep:
     look_again: bool = True
     dry_run: bool = False
     on_progress: Report = lambda what, done, total: None
+    approve: Callable[[int, int], None] = lambda going, held: None
     checkpoint: Callable[[], Awaitable[None]] = _go_on
     namespaces: dict[str, Swept] = field(default_factory=dict, init=False)
     oldest_s: float | None = field(default=None, init=False)
@@ -110,6 +113,7 @@ class Sweep:
         cut = ages.cut(max_bytes=self.max_bytes, before_s=self.before_s)
         if cut.second >= self.spare_s:
             cut = Cut(math.floor(self.spare_s))
+        self.approve(ages.taken(cut), ages.nbytes)
         self.oldest_s = ages.oldest_s(cut)
         return cut
 

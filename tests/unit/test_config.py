@@ -55,6 +55,13 @@ def test_an_unknown_setting_is_told_with_the_nearest(wrong: str, right: str) -> 
         parse(**{wrong: 1})
 
 
+@pytest.mark.parametrize("name", ["zebra", "x", "cache_size_in_megabytes_of_the_gpu"])
+def test_only_a_near_name_is_suggested(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{name}'.*Known: .*bucket") as raised:
+        parse(**{name: 1})
+    assert "did you mean" not in str(raised.value)
+
+
 def test_a_missing_bucket_is_told() -> None:
     with pytest.raises(ConfigError, match="bucket is missing"):
         Config.parse({"prefix": "team-a"})

@@ -24,6 +24,12 @@ from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreError
 
 _KEY = "key"
+_AWS_HOST = re.compile(r"\.amazonaws\.[a-z.]+\Z")
+# An ARN, or https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html. Names
+# that AWS accepted before 2018 are refused as well: they have no virtual host.
+_AWS_BUCKET = re.compile(
+    r"arn:|(?!xn--|sthree-|\d+\.\d+\.\d+\.\d+\Z)[a-z0-9](?:[a-z0-9-]|\.(?!\.)){1,61}[a-z0-9]\Z"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +75,8 @@ def zone_of(bucket: str) -> str | None:
 def find_address(config: Config) -> Address:
     """Ask botocore where the bucket is. Sends nothing and looks for no credentials.
 
-    Raises `ConfigError` if a package that the bucket needs is missing, and `StoreError` if botocore
-    cannot use its settings or has no endpoint for them.
+    Raises `ConfigError` if AWS refuses the bucket's name or a package that the bucket needs is
+    missing, and `StoreError` if botocore cannot use its settings or has no endpoint for them.
     """
     session = botocore.session.Session()
     try:
@@ -91,6 +97,12 @@ def find_address(config: Config) -> Address:
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
         raise StoreError(f"botocore's settings cannot be used: {error}") from error
     signing = context.get("signing", {})
+    if _AWS_HOST.search(urlsplit(url).hostname or "") and not _AWS_BUCKET.match(config.bucket):
+        raise ConfigError(
+            f"bucket is {config.bucket!r}, a name that AWS refuses: allowed are 3 to 63 lower-case "
+            "letters, digits, hyphens and single dots, with a letter or digit at both ends; for "
+            "another server set endpoint_url"
+        )
     return Address(
         url=url.removesuffix(_KEY),
         region=signing.get("region") or client.meta.region_name,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -84,3 +86,42 @@ def test_completion(shell: str) -> None:
     word = "do" if shell == "fish" else "1"  # fish says which word, the others which place
     asked = {"_S3KV_COMPLETE": f"{shell}_complete", "COMP_WORDS": "s3kv do", "COMP_CWORD": word}
     assert "doctor" in start(main, asked).stdout
+
+
+INTERRUPTED_AT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Keyboard(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+
+import vllm_s3kv
+sys.meta_path.insert(0, Keyboard())
+sys.argv[1:] = ["ls", "--bucket", "bkt"]
+vllm_s3kv.main()
+"""
+
+
+@pytest.mark.parametrize("module", ["importlib.metadata", "s3kv.cli.app", "botocore.session"])
+def test_ctrl_c_while_it_starts(module: str) -> None:
+    done = start(f"MODULE = {module!r}\n{INTERRUPTED_AT}")
+    assert (done.returncode, done.stderr) == (130, "s3kv: interrupted\n")
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "doctor"])
+def test_ctrl_c_while_the_bucket_is_silent(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "s3kv.cli", command, "--bucket", "bkt", "--endpoint-url", url],
+            cwd=ROOT, env=os.environ | keys, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        connection, _ = server.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate()
+    assert process.returncode == 130
+    assert told.split("\n") == ["", "s3kv: interrupted", ""]

@@ -17,6 +17,7 @@ from tests.unit.cli.conftest import Run
 HALF = {"model": {"name": "[red]m@main", "dtype": "half"}, "chunk_tokens": 256}
 FULL = {"model": {"name": "m@main", "dtype": "float"}, "chunk_tokens": 256}
 HALVES, FULLS = (Namespace("s3kv", fingerprint_digest(f)) for f in (HALF, FULL))
+GC = ("gc", "--max-bytes", "0")
 NAMELESS = Namespace("s3kv", "f" * 32)
 
 
@@ -127,6 +128,23 @@ def test_an_empty_prefix(run: Run) -> None:
         result = run("ls", *options, "--prefix", "nothing-here", "--json")
         assert (result.exit_code, result.stdout) == (0, "")
         assert run("ls", *options, "--prefix", "nothing-here").exit_code == 0
+
+
+@pytest.mark.parametrize("command", [("ls",), ("ls", "--summary"), ("verify",), GC])
+def test_what_lies_next_to_a_mistyped_prefix_is_told(run: Run, command: tuple[str, ...]) -> None:
+    result = run(*command, "--prefix", "s3kw", "--json")
+    assert result.exit_code == 0
+    (line,) = result.stderr.splitlines()
+    assert "nothing of s3kv is under 's3kw/'" in line
+    assert line.endswith("caches next to it (--prefix): 's3kv/'")
+
+
+def test_what_lies_next_to_it_need_not_be_a_cache(run: Run, boto: Any) -> None:
+    boto.put_object(Bucket=servers.BUCKET, Key="team/models/x", Body=b"")
+    told = run("ls", "--prefix", "team/s3kv").stderr
+    assert told.endswith("next to it: 'team/models/'\n")
+    assert run("ls", "--prefix", "teams/s3kv").stderr.endswith("next to it: nothing\n")
+    assert run("ls").stderr == ""
 
 
 def test_a_bucket_that_is_not_there(run: Run) -> None:

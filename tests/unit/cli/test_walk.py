@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.cli import walk
 from s3kv.cli.show import DAY_S, HOUR_S
 from s3kv.cli.walk import NamespaceContent
-from s3kv.errors import ConfigError
+from s3kv.errors import ConfigError, StoreDenied
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.objects.store import ObjectInfo
 from s3kv.types import ChunkKey
@@ -85,3 +87,17 @@ def test_ages(age_s: float, name: str) -> None:
     content = NamespaceContent(HALVES)
     content.add(ObjectInfo("key", 7, 1e9 - age_s), 1e9)
     assert {n: b for n, b in content.bytes_by_age.items() if b} == {name: 7}
+
+
+class OnlyUnderThePrefix(MemoryStore):
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        if not prefix.startswith("s3kw/"):
+            raise StoreDenied("not allowed")
+        return await super().folders(prefix, limit)
+
+
+async def test_who_may_list_the_prefix_alone_learns_that_it_is_empty(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    await walk.report_empty(OnlyUnderThePrefix(), "bkt", "s3kw")
+    assert capsys.readouterr().err == "s3kv: nothing of s3kv is under 's3kw/' in 'bkt'\n"

@@ -52,3 +52,15 @@ def test_without_limits_nothing_goes() -> None:
 def test_of_one_second_only_as_much_as_must() -> None:
     cut = counted([(1e9 + i / 10, 10) for i in range(10)]).cut(max_bytes=75)
     assert [cut.takes(1e9 + i / 10, 10) for i in range(10)] == [True] * 3 + [False] * 7
+
+
+@pytest.mark.parametrize("max_bytes", [None, 0, 1, 15, 29, 30, 31])
+@pytest.mark.parametrize("before_s", [0.0, 2.0, 9.0])
+def test_what_a_cut_takes_is_known_before(max_bytes: int | None, before_s: float) -> None:
+    ages = Ages()
+    for second in (1, 2, 3):
+        for _ in range(10):
+            ages.add(second + 0.5, 1)
+    cut = ages.cut(max_bytes=max_bytes, before_s=before_s)
+    taken = ages.taken(cut)
+    assert taken == sum(cut.takes(s + 0.5, 1) for s in (1, 2, 3) for _ in range(10))

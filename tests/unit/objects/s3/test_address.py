@@ -107,6 +107,11 @@ def outcome(find: Any, config: Config) -> tuple[str, ...]:
     return found
 
 
+def as_aws_allows(bucket: str, endpoint_url: str | None) -> str:
+    is_aws = endpoint_url is None or "amazonaws" in endpoint_url
+    return bucket.lower().replace("_", "-") if is_aws else bucket
+
+
 BUCKETS = itertools.cycle(("bkt", "b.k.t", "Bkt_1", "point-1a2b3c-s3alias", "bkt"))
 TABLE = [
     *itertools.product(REGIONS, ENDPOINTS[:1], ["auto"], ["true", "false"], ["true", "false"]),
@@ -121,7 +126,7 @@ TABLE = [
 
 @pytest.mark.parametrize(
     ("region", "endpoint_url", "style", "fips", "dual_stack", "bucket"),
-    [(*row, next(BUCKETS)) for row in TABLE],
+    [(*row, as_aws_allows(next(BUCKETS), row[1])) for row in TABLE],
 )
 def test_requests_go_where_botocores_go(
     region: str,
@@ -160,6 +165,22 @@ def test_addresses_on_aws(
     monkeypatch.setenv("AWS_USE_DUALSTACK_ENDPOINT", dual_stack)
     address = find_address(Config(bucket="bkt", region=region))
     assert (address.url, address.region, address.service) == (expected, region, "s3")
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    ["My-Bucket", "my_bucket", "my..bucket", "bucket-", "xn--bucket", "1.2.3.4", "ab", "a" * 64],
+)
+def test_a_name_that_aws_refuses(bucket: str) -> None:
+    with pytest.raises(ConfigError, match=rf"bucket is '{bucket}', a name that AWS refuses"):
+        find_address(Config(bucket=bucket))
+    other = Config(bucket=bucket, endpoint_url="http://127.0.0.1:9")
+    assert bucket in find_address(other).url
+
+
+@pytest.mark.parametrize("bucket", ["abc", "1a.b-c.9", "a" * 63, "b--use1-az4--x-s3"])
+def test_a_name_that_aws_accepts(bucket: str) -> None:
+    assert bucket in find_address(Config(bucket=bucket, region="us-east-1")).url
 
 
 @pytest.mark.parametrize(
