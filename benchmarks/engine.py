@@ -1,4 +1,4 @@
-"""What s3kv does to a real vLLM engine: `python -m benchmarks.engine [--rounds N] [--json FILE]`.
+"""What s3kv does to a real vLLM engine: `python -m benchmarks.engine [--quick] [--json FILE]`.
 
 One request after another, as in a chat that starts cold: prompts of 1,600 tokens, 64 KiB of KV per
 token, eight tokens out, the median over all prompts and rounds. Every round starts four engines,
@@ -33,10 +33,12 @@ from benchmarks.floor import Server
 from benchmarks.rig import (
     CHUNK_TOKENS,
     SHORT_TOKENS,
+    begin,
     connector,
     machine,
     publish,
     s3,
+    say,
     warm_engine,
 )
 from lab.engine import Engine
@@ -45,6 +47,8 @@ from lab.models import FAT, build, prompts
 PROMPTS = 6
 PROMPT_TOKENS = 1_600
 SHORT_PROMPTS = 48
+GIVE_UP_S = 600.0
+"""Per round; one takes about a minute."""
 
 
 class Bench:
@@ -62,6 +66,7 @@ class Bench:
 
     @contextmanager
     def _engine(self, name: str, prefix: str | None) -> Iterator[Engine]:
+        say(f"engine {name}")
         log_path = self._folder / f"{name}.log"
         kv_connector = connector(self._settings, prefix) if prefix else None
         with warm_engine(self._model, log_path, kv_connector, self._env) as engine:
@@ -115,11 +120,15 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with s3() as (env, settings, server), tempfile.TemporaryDirectory() as folder:
+        rounds = 1 if options.quick else options.rounds
+        begin(server, rounds * GIVE_UP_S)
         bench = Bench(Path(folder), env, settings)
-        for _ in range(options.rounds):
+        for number in range(rounds):
+            say(f"round {number + 1} of {rounds}")
             bench.round()
         publish(bench.result(server), options.json)
 

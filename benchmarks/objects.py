@@ -128,6 +128,9 @@ def raw(
 DEADLINE_S = 60.0
 """Longest silence of a server. After it a benchmark ends with `TimeoutError`."""
 
+ROW_S = 600.0
+"""Longest time of a row; after it the benchmark ends with `TimeoutExpired`."""
+
 Exchange = Callable[[socket.socket, bytes, memoryview], bool]
 """Sends a head and moves a body. Returns whether the server keeps the connection."""
 
@@ -213,12 +216,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--object-bytes", type=int, default=8 * 2**20)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round of 16 requests a row")
     parser.add_argument("--row", choices=ROWS, help="run this one, once, in this process")
     args = parser.parse_args()
     chunk = layout(args.object_bytes)
+    if args.quick:
+        args.requests, args.rounds = 2 * AT_ONCE, 1
     if args.row is not None:
         print(json.dumps(row(args.row, args.url, args.bucket, args.requests, chunk)))
         return
+    print(f"server: {args.url}", file=sys.stderr)
     row("put", args.url, args.bucket, AT_ONCE, chunk)
     rounds = [{name: child(name, args) for name in ROWS} for _ in range(args.rounds)]
     print(json.dumps(report(rounds, args.requests, chunk.object_bytes), indent=2))
@@ -228,7 +235,10 @@ def child(name: str, args: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.objects", args.url, "--bucket", args.bucket]
     command += ["--requests", str(args.requests), "--row", name]
     command += ["--object-bytes", str(args.object_bytes)]
-    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ).stdout
+    print(f"row: {name}", file=sys.stderr)
+    out = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, env=os.environ, timeout=ROW_S
+    ).stdout
     taken: dict[str, float] = json.loads(out)
     return taken
 

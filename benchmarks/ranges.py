@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import faulthandler
 import hashlib
 import os
 import random
@@ -36,7 +35,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from benchmarks.objects import DEADLINE_S, read_head
-from benchmarks.rig import machine, publish
+from benchmarks.rig import begin, machine, publish, say
 from benchmarks.shaped import SIGMA, Shape, shaped
 from s3kv.config import Config
 from s3kv.host.slab import Slab
@@ -52,7 +51,6 @@ ROWS = ("plain whole", "plain ranges", "whole", "ranges")
 HASH = hashlib.sha256(b"benchmark").digest()
 NAMESPACE, SHARD = "0" * 32, "h0-7of8-l0-31of32"
 GIVE_UP_S = 600.0
-"""After this time the benchmark ends with the stacks of its threads."""
 
 
 class Client:
@@ -153,7 +151,7 @@ async def measure(url: str, shape: Shape, object_bytes: int, rounds: int) -> dic
                     seconds = await clients[name].move(wire.Fetch(1, 0, HASH, 0))
                 if number:  # the first opens connections
                     taken[name].append(seconds)
-            print(f"{object_bytes >> 20} MiB, round {number} of {rounds}", file=sys.stderr)
+            say(f"{object_bytes >> 20} MiB, round {number} of {rounds}")
         for sockets in plain.values():
             sockets.close()
         for client in clients.values():
@@ -189,19 +187,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.quick:
         options.mib, options.rounds = [32], 3
-    faulthandler.dump_traceback_later(GIVE_UP_S, exit=True)
     shape = Shape(options.connection_mb_s, options.host_mb_s, sigma=SIGMA * options.tail)
     os.environ |= {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
     os.environ |= {"AWS_DEFAULT_REGION": "us-east-1"}
     with TemporaryDirectory() as folder:
         certificate = self_signed(Path(folder) / "tls", "IP:127.0.0.1") if options.tls else None
         with shaped(shape, str(certificate or "")) as url:
-            print(f"benchmarks.shaped at {url}: {shape}", file=sys.stderr)
+            begin(f"benchmarks.shaped at {url}, {shape}", GIVE_UP_S)
             sizes = {
                 f"{mib} MiB": uvloop.run(measure(url, shape, mib * 2**20, options.rounds))
                 for mib in options.mib
             }
-    faulthandler.cancel_dump_traceback_later()
     result = {
         "benchmark": "ranges",
         "machine": machine(),

@@ -6,6 +6,7 @@ Python program and slow: figures to be compared come from a real server on the s
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import platform
@@ -22,6 +23,18 @@ from lab.s3 import moto_process
 CHUNK_TOKENS = 128
 SHORT_TOKENS = 100
 """Of a prompt that no cache can hit or save: shorter than a chunk."""
+
+
+def begin(server: str, give_up_s: float) -> None:
+    """Say on stderr against which server this benchmark runs. A benchmark that has not ended after
+    `give_up_s` prints the stacks of its threads and exits with 1."""
+    say(f"server: {server}; gives up after {give_up_s:g} s")
+    faulthandler.dump_traceback_later(give_up_s, exit=True)
+
+
+def say(what: str) -> None:
+    """Tell on stderr how far a benchmark is."""
+    print(what, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -77,7 +90,9 @@ def machine() -> str:
 
 
 def publish(result: Mapping[str, Any], path: Path | None) -> None:
-    """Print the result as JSON; write it to `path`, too, if there is one."""
+    """Print the result as JSON; write it to `path`, too, if there is one. The benchmark has ended:
+    what `begin` set off is taken back."""
+    faulthandler.cancel_dump_traceback_later()
     text = json.dumps(result, indent=2)
     print(text)
     if path:

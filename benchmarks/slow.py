@@ -17,13 +17,15 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig import connector, machine, publish, s3, warm_engine
+from benchmarks.rig import begin, connector, machine, publish, s3, say, warm_engine
 from lab.engine import Answer
 from lab.models import FAT, build, prompts
 from lab.proxy import proxy
 
 PROMPTS = 8
 PROMPT_TOKENS = 1_600
+GIVE_UP_S = 600.0
+"""Per speed; one takes about a minute."""
 MIB_PER_S = (1, 4, 16, 64, 256, 1_024)
 
 
@@ -39,6 +41,7 @@ class Bench:
     def answers(self, name: str, url: str | None = None) -> list[Answer]:
         """One engine's. url: where it finds the bucket; None: it has no connector."""
         settings = self._settings | {"endpoint_url": url}
+        say(f"engine {name}")
         log_path = self._folder / f"{name}.log"
         kv_connector = connector(settings, self._prefix) if url else None
         with warm_engine(self._model, log_path, kv_connector, self._env) as engine:
@@ -59,17 +62,20 @@ def compared(answers: list[Answer], without: list[Answer]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--mib-per-s", type=float, nargs="+", default=MIB_PER_S)
+    parser.add_argument("--quick", action="store_true", help="one speed, the fastest")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with s3() as (env, settings, server), tempfile.TemporaryDirectory() as folder:
         url = settings["endpoint_url"]
         if url is None:
             parser.error("S3KV_BUCKET is set: set AWS_ENDPOINT_URL, too; the proxy has to know it")
+        speeds = options.mib_per_s[-1:] if options.quick else options.mib_per_s
+        begin(server, (2 + len(speeds)) * GIVE_UP_S)
         bench = Bench(Path(folder), env, settings)
         bench.answers("filling", url)
         without = bench.answers("none")
         by_speed = {}
-        for mib_per_s in options.mib_per_s:
+        for mib_per_s in speeds:
             with proxy(url, bytes_per_s=mib_per_s * 2**20) as limited:
                 answers = bench.answers(f"at-{mib_per_s:g}", limited.url)
             by_speed[f"{mib_per_s:g}"] = compared(answers, without)
