@@ -134,9 +134,14 @@ class Child:
         adapter: list[Any] | None,
         abort_after_tokens: int | None,
         abort_after_s: float | None,
+        kv_transfer_params: Message | None,
     ) -> Message:
         params = SamplingParams(
-            temperature=0, detokenize=False, ignore_eos=True, max_tokens=max_tokens
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            max_tokens=max_tokens,
+            extra_args={"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None,
         )
         whole: Message = {"prompt_token_ids": prompt}
         if cache_salt is not None:

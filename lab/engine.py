@@ -67,6 +67,7 @@ class Ask:
     images: seeds of `lab.vision.image`; uuids: a client's names for them. adapter: name, number and
     path of a LoRA adapter.
     abort_after_*: give it up after so many tokens, or so long after sending.
+    kv_transfer_params: for the connector.
     """
 
     prompt: Sequence[int]
@@ -77,6 +78,7 @@ class Ask:
     adapter: tuple[str, int, str] | None = None
     abort_after_tokens: int | None = None
     abort_after_s: float | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from s3kv.connectors.metrics import (
     memory_gauges,
     with_misses,
 )
+from s3kv.connectors.request_params import parse_limits
 from s3kv.errors import UnsupportedError
 from s3kv.host.room import Extents
 from s3kv.host.slab import Slab
@@ -51,6 +52,7 @@ from s3kv.planning.ec import ECPlanner, ECPlannerSettings
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.items import EncodingPace, Wanted
 from s3kv.planning.ledger import Ledger
+from s3kv.planning.requests import RequestLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,10 +73,12 @@ _LOOK_AFTER_S = 1.0
 @dataclass(slots=True)
 class _Asked:
     """A request with media. items: the item of each feature; None for one that is not cached.
-    computed_tokens: value in the last pass. settled: later passes may skip the request.
+    limits: those of the request's tokens, which media take, too. computed_tokens: value in the last
+    pass. settled: later passes may skip the request.
     """
 
     items: list[Wanted | None]
+    limits: RequestLimits
     computed_tokens: int = -1
     settled: bool = False
 
@@ -198,6 +202,7 @@ class ECSchedulerSide(Guarded):
             item
             for item, feature in zip(asked.items, request.mm_features, strict=True)
             if item is not None
+            and asked.limits.load_tokens != 0
             and feature.mm_position.offset + feature.mm_position.length > computed_tokens
         ]
         asked.settled = self.planner.ensure(request.request_id, needed, now_s)
@@ -206,7 +211,10 @@ class ECSchedulerSide(Guarded):
     def _asked_by(self, request: Request) -> _Asked:
         asked = self._asked.get(request.request_id)
         if asked is None or len(asked.items) != len(request.mm_features):
-            asked = _Asked([self._item(request, n) for n in range(len(request.mm_features))])
+            items = [self._item(request, n) for n in range(len(request.mm_features))]
+            # The KV connector logs what is wrong with them.
+            limits, _ = parse_limits(request.kv_transfer_params)
+            asked = _Asked(items, limits)
             self._asked[request.request_id] = asked
         return asked
 
@@ -251,9 +259,12 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def _allocated(self, request: Request, index: int) -> None:
-        item = self._asked_by(request).items[index]
+        asked = self._asked_by(request)
+        item, most = asked.items[index], asked.limits.save_tokens
         if item is not None:
-            self.planner.allocated(request.request_id, item)
+            place = request.mm_features[index].mm_position
+            saves = most is None or place.offset + place.length <= most
+            self.planner.allocated(request.request_id, item, saves=saves)
 
     def plan(self, output: SchedulerOutput) -> ItemPlan:
         """End the pass. Returns the plan of its step; if the planner has failed, only the promised

@@ -28,6 +28,7 @@ from s3kv.connectors.kv_translate import (
 from s3kv.connectors.metrics import KV_SHARES, Gauges, Meter, S3KVStats, Values, memory_gauges
 from s3kv.connectors.observers import Observers
 from s3kv.connectors.request_hashes import RequestHashes
+from s3kv.connectors.request_params import read_limits
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.host.room import room_for
 from s3kv.host.table import Table
@@ -39,6 +40,7 @@ from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.pace import Pace
+from s3kv.planning.requests import RequestLimits
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -223,23 +225,23 @@ class SchedulerSide(Guarded):
             )
         if self._observers is not None:
             self._observers.add_request(request)
-        self._enter(request, adapter)
+        limits = read_limits(request.request_id, request.kv_transfer_params)
+        self._enter(request, adapter, limits)
 
-    def _enter(self, request: Request, adapter: bytes | None) -> None:
-        self.planner.add_request(request.request_id, self._hashes.of(request, adapter))
+    def _enter(self, request: Request, adapter: bytes | None, limits: RequestLimits) -> None:
+        self.planner.add_request(request.request_id, self._hashes.of(request, adapter), limits)
         self.planner.bar(self._hashes.take_barred())
         if not request.skip_reading_prefix_cache:
             local, now_s = self._local_tokens(request), time.monotonic()
             self.planner.prefetch(request.request_id, local, now_s, tokens=request.num_tokens)
 
     def _settle_adapter(self, request: Request) -> None:
-        """Fix the adapter of a request that is about to be computed. If it is not the assumed one,
-        enter the request again.
-        """
+        """Fix a request's adapter before it is computed; enter it again with another one."""
         is_as_believed, adapter = self.adapters.settle(request.request_id)
         if not is_as_believed:
+            limits = self.planner.limits_of(request.request_id)
             self.planner.finished(request.request_id)
-            self._enter(request, adapter)
+            self._enter(request, adapter, limits)
 
     def _local_tokens(self, request: Request) -> int:
         """Tokens of the request's prefix in the engine's own cache now, as far as the first group
@@ -255,19 +257,13 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: (0, False))
     def lookup(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         self._own_tokens = computed_tokens
-        reads = not request.skip_reading_prefix_cache
-        if reads and self.adapters.waits(request.request_id, time.monotonic()):
+        request_id, reads = request.request_id, not request.skip_reading_prefix_cache
+        if reads and self.adapters.waits(request_id, time.monotonic()):
             return None, False
         self._settle_adapter(request)
-        answer = self.planner.lookup(
-            request.request_id,
-            computed_tokens,
-            time.monotonic(),
-            tokens=request.num_tokens,
-            reads=reads,
-        )
+        now_s, tokens = time.monotonic(), request.num_tokens
+        answer = self.planner.lookup(request_id, computed_tokens, now_s, tokens=tokens, reads=reads)
         if reads and self._observers is not None:
-            request_id = request.request_id
             self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
         if answer.wait:
             return None, False

@@ -247,9 +247,9 @@ class ECPlanner:
         self._promises[identifier] = (item, load)
         return load
 
-    def allocated(self, request_id: str, wanted: Wanted) -> None:
+    def allocated(self, request_id: str, wanted: Wanted, *, saves: bool = True) -> None:
         """Note that the engine has made room for the item in its own cache. It loads the item if
-        it was promised in this pass, and encodes it otherwise.
+        it was promised in this pass, and encodes it otherwise. saves: it may be saved then.
         """
         identifier = wanted.identifier
         self._on_device.add(identifier)
@@ -264,7 +264,7 @@ class ECPlanner:
                 self.counters["hits"] += 1
                 self.counters.update({"hit_rows": wanted.rows, f"hit_rows_{tier}": wanted.rows})
             self._loads[identifier] = promise[1]
-        elif self._settings.may_save:
+        elif saves and self._settings.may_save:
             self._save(wanted)
 
     def _save(self, wanted: Wanted) -> None:

@@ -21,8 +21,10 @@ from s3kv.planning.ledger import Job, Ledger
 from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
 from s3kv.planning.pace import Pace
 from s3kv.planning.requests import (
+    NO_LIMITS,
     PlannedRequest,
     RequestEvent,
+    RequestLimits,
     RequestState,
     ScheduledRequest,
 )
@@ -88,7 +90,9 @@ class KVPlanner:
 
     # --- requests come and go --------------------------------------------------------------
 
-    def add_request(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
+    def add_request(
+        self, request_id: str, block_hashes: Sequence[bytes], limits: RequestLimits = NO_LIMITS
+    ) -> None:
         """Add a request that has arrived. `block_hashes` is the engine's list, and may grow."""
         settings = self._settings
         self._requests[request_id] = PlannedRequest.of(
@@ -97,12 +101,17 @@ class KVPlanner:
             settings.groups,
             self.ledger,
             settings.probe_chunks,
+            limits,
         )
+
+    def limits_of(self, request_id: str) -> RequestLimits:
+        """The limits with which the request was added."""
+        return self._requests[request_id].limits
 
     def adopt(self, other: KVPlanner) -> None:
         """Take over and bar the requests of `other`, a planner that neither loads nor saves."""
         for request_id, request in other._requests.items():
-            self.add_request(request_id, request.hashes.block_hashes)
+            self.add_request(request_id, request.hashes.block_hashes, request.limits)
         self.bar(other._requests)
 
     def bar(self, request_ids: Iterable[str]) -> None:
@@ -123,8 +132,7 @@ class KVPlanner:
             return
         request = self._requests[request_id]
         if self._settings.may_load and not request.saving.is_barred:
-            request.local_tokens = local_tokens
-            request.hashes.resumable = self._chunks_before(tokens)
+            request.arrange(local_tokens, tokens)
             self._collect(request, now_s, KNOWN_WINDOW_CHUNKS)
 
     def finished(self, request_id: str) -> None:
@@ -172,17 +180,12 @@ class KVPlanner:
             request.start_over()
         request.step(RequestEvent.LOOKUP)
         request.wait.wake()
-        request.local_tokens = local_tokens
-        request.hashes.resumable = self._chunks_before(tokens)
+        request.arrange(local_tokens, tokens)
         while (lookup := self._collect(request, now_s)) is not None:
             if self._waits(request, lookup, now_s):
                 return WAIT
             lookup.stop()
         return self._offer(request)
-
-    def _chunks_before(self, tokens: int | None) -> int | None:
-        """Number of chunks that end before the last of `tokens`."""
-        return None if tokens is None else max(0, tokens - 1) // self._chunk_tokens
 
     def _collect(
         self, request: PlannedRequest, now_s: float, orders: int = ORDERS_PER_LOOKUP
@@ -207,7 +210,7 @@ class KVPlanner:
     def _waits(self, request: PlannedRequest, lookup: Lookup, now_s: float) -> bool:
         """Whether the request waits for the missing chunks of `lookup`."""
         wait, pace, size = request.wait, self.pace, self._chunk_tokens
-        wait.begin(now_s, len(request.hashes.known) - lookup.ready)
+        wait.begin(now_s, request.hashes.count - lookup.ready)
         # Chunks of other requests also arrive before the last of these.
         ahead = self.ledger.fetches_ahead_of(lookup.pending.values())
         missing = ahead + lookup.unasked

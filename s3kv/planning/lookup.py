@@ -79,6 +79,8 @@ class ChunkHashes:
     resumable: int | None = None
     """Number of chunks that end before the request's last token; None if the caller does not tell
     how many tokens it has."""
+    limit: int | None = None
+    """Number of chunks from the start that may be loaded; None: all."""
 
     def read(self) -> list[bytes]:
         """Update and return `known`: the hashes of all chunks whose tokens are known by now."""
@@ -88,12 +90,25 @@ class ChunkHashes:
             known += [self._salted(h) for h in fresh] if self.salt else fresh
         return known
 
+    def loadable(self) -> list[bytes]:
+        """Update `known`, and return the hashes of the chunks that may be loaded."""
+        known = self.read()
+        return known if self.limit is None else known[: self.limit]
+
+    @property
+    def count(self) -> int:
+        """Number of chunks that may be loaded, as of the last `read`."""
+        return self._limited(len(self.known))
+
     @property
     def before_the_last(self) -> int:
-        """Number of chunks with hashes that end before the last known token."""
+        """Number of chunks that may be loaded and end before the last known token."""
         if self.resumable is None:
-            return (len(self.block_hashes) - 1) // self.stride
-        return min(self.resumable, len(self.block_hashes) // self.stride)
+            return self._limited((len(self.block_hashes) - 1) // self.stride)
+        return self._limited(min(self.resumable, len(self.block_hashes) // self.stride))
+
+    def _limited(self, chunks: int) -> int:
+        return chunks if self.limit is None else min(chunks, self.limit)
 
     def _salted(self, block_hash: bytes) -> bytes:
         return blake2b(block_hash, key=self.salt, digest_size=32).digest()
@@ -162,7 +177,7 @@ class Lookup:
 
     @property
     def _end(self) -> int:
-        return len(self.hashes.known) if self.end is None else self.end
+        return self.hashes.count if self.end is None else self.end
 
     # --- collecting ------------------------------------------------------------------------
 
@@ -171,12 +186,12 @@ class Lookup:
     ) -> None:
         """Lease resident chunks from the first missing one on, and request more.
 
-        aim: length to resume at, in chunks; None: all chunks with hashes. Orders at most `orders`
+        aim: length to resume at, in chunks; None: all that may be loaded. Orders at most `orders`
         fetches, all before `end`. In a full group, resident chunks after `end` are leased, too.
         """
         self._step(LookupEvent.COLLECT)
         first = local_tokens // self.group.chunk_tokens
-        hashes = self.hashes.read()
+        hashes = self.hashes.loadable()
         end = len(hashes)
         if self.group.kind is not _FULL:
             end = self.hashes.before_the_last if aim is None else aim

@@ -35,6 +35,19 @@ class ScheduledRequest(NamedTuple):
     tables: Callable[[], Sequence[Sequence[int]]] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits that a request sets to its own caching. None: no limit."""
+
+    save_tokens: int | None = None
+    """Tokens from the start of the request that may be saved. 0: the request is private."""
+    load_tokens: int | None = None
+    """Tokens that may be loaded after those in the engine's own cache."""
+
+
+NO_LIMITS = RequestLimits()
+
+
 class RequestState(IdentityEnum):
     NEW = "new"
     """The engine has not asked about it yet. Its chunks may already be on their way."""
@@ -113,6 +126,8 @@ class Saving:
 
     groups: int
     """Number of chunks at each position, one of each group."""
+    limit: int | None = None
+    """Number of chunks from the start that may be saved; None: all."""
     block_ids: list[list[int]] = field(default_factory=list)
     state: SavingState = _OPEN
     saved: int = 0
@@ -127,6 +142,10 @@ class Saving:
 
     def bar(self) -> None:
         self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.BAR)
+
+    def allowed(self, chunks: int) -> int:
+        """The number of these chunks that may be saved."""
+        return chunks if self.limit is None else min(chunks, self.limit)
 
     def place(self, step: ScheduledRequest) -> None:
         """Note the blocks that the request has in this step, if only its steps tell."""
@@ -163,6 +182,7 @@ class PlannedRequest:
     lookups: tuple[Lookup, ...]
     wait: Wait
     saving: Saving
+    limits: RequestLimits = NO_LIMITS
     state: RequestState = RequestState.NEW
     local_tokens: int = 0
     """Tokens in the engine's own cache at the last lookup."""
@@ -177,16 +197,27 @@ class PlannedRequest:
         groups: Sequence[GroupSpec],
         ledger: Ledger,
         probe_chunks: int,
+        limits: RequestLimits = NO_LIMITS,
     ) -> PlannedRequest:
         """Make the record of a request that has arrived, with a lookup per group."""
         wait = Wait()
         lookups = tuple(
             Lookup(request_id, ledger, group, hashes, wait, probe_chunks) for group in groups
         )
-        return cls(request_id, hashes, lookups, wait, Saving(len(groups)))
+        saved = limits.save_tokens
+        saving = Saving(len(groups), None if saved is None else saved // groups[0].chunk_tokens)
+        return cls(request_id, hashes, lookups, wait, saving, limits)
 
     def step(self, event: RequestEvent) -> None:
         self.state = REQUEST_TRANSITIONS.after(self.state, event)
+
+    def arrange(self, local_tokens: int, tokens: int | None) -> None:
+        """Note the tokens in the engine's own cache, and all that the request has (None: it is not
+        told), for the next `collect`."""
+        size, most = self.lookups[0].group.chunk_tokens, self.limits.load_tokens
+        self.local_tokens = local_tokens
+        self.hashes.resumable = None if tokens is None else max(0, tokens - 1) // size
+        self.hashes.limit = None if most is None else (local_tokens + most) // size
 
     def start_over(self) -> None:
         """Forget the wait. The engine has preempted the request and asks for its prefix again."""
@@ -216,7 +247,8 @@ class PlannedRequest:
                     chunks = lookup.ready
                 elif lookup.ready < chunks:
                     chunks, settled = lookup.ready, False
-            self.ready = chunks or 0
+            # An engine that has lost tokens since the last lookup may load fewer.
+            self.ready = min(chunks or 0, self.hashes.count)
         return None
 
     def offer(self) -> int:

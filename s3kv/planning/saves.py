@@ -33,12 +33,13 @@ class ChunkSaves:
         self._null_block = null_block
 
     def plan(self, request: PlannedRequest, step: ScheduledRequest) -> None:
-        """Save the chunks that are complete after this step and have a hash.
+        """Save the chunks that are complete after this step, have a hash, and may be saved.
 
         Only known tokens have hashes, so drafts that may be rejected are never saved.
         """
         saving = request.saving
         complete = (step.computed_tokens + step.scheduled_tokens) // self._chunk_tokens
+        complete = saving.allowed(complete)
         if complete <= saving.saved and not saving.undecided:
             return
         complete = min(complete, len(request.hashes.read()))

@@ -148,3 +148,30 @@ def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
     told = {"encoded": 3, "upload_ok": 2, "io_requests|PUT|2xx": 2, "saves_dropped|memory_full": 1}
     assert stats.data == told | {"upload_seconds": [0.1, 0.2, 0.3]}
     assert side.stats() is None
+
+
+@pytest.mark.parametrize(
+    ("params", "saved"),
+    [
+        (None, 1),
+        ({"s3kv": {"save": False}}, 0),
+        ({"s3kv": {"max_save_tokens": 109}}, 0),
+        ({"s3kv": {"max_save_tokens": 110}}, 1),
+        ({"s3kv": {"saev": False}}, 0),
+    ],
+)
+def test_an_image_is_saved_if_its_tokens_may_be(
+    side: ECSchedulerSide, params: Any, saved: int
+) -> None:
+    one = request("r", feature(offset=10, length=100))
+    one.kv_transfer_params = params
+    side.ensure(one, 0)
+    side.allocated(one, 0)
+    assert len(side.plan(output()).saves) == saved
+
+
+def test_a_request_that_must_not_load_asks_for_no_image(side: ECSchedulerSide) -> None:
+    one = request("r", feature())
+    one.kv_transfer_params = {"s3kv": {"load": False}}
+    assert side.ensure(one, 0)
+    assert side.planner.take_fetches() == []

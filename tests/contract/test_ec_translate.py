@@ -145,7 +145,12 @@ def test_items_are_told_by_content_or_by_trusted_names() -> None:
 
 
 def request(name: str, *features: MultiModalFeatureSpec, lora: Any = None) -> Any:
-    return SimpleNamespace(request_id=name, mm_features=list(features), lora_request=lora)
+    return SimpleNamespace(
+        request_id=name,
+        mm_features=list(features),
+        lora_request=lora,
+        kv_transfer_params=None,
+    )
 
 
 def test_an_items_key_covers_its_size() -> None:

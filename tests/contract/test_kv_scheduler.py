@@ -37,6 +37,7 @@ def request(name: str, chunks: int = 2) -> Any:
         skip_reading_prefix_cache=False,
         lora_request=None,
         mm_features=[],
+        kv_transfer_params=None,
     )
 
 
@@ -124,6 +125,49 @@ def saves(scheduler: SchedulerSide, subject: Any) -> int:
     work.scheduled_new_reqs = [new]
     work.num_scheduled_tokens = {subject.request_id: 64}
     return len(scheduler.plan(work).saves)
+
+
+PRIVATE = {"s3kv": {"save": False}}
+
+
+def test_nothing_of_a_private_request_is_saved_and_the_same_prompt_in_public_is() -> None:
+    scheduler = side(recompute_gate=False)
+    for params, saved in ((PRIVATE, 0), (None, 2)):
+        subject = request("r")
+        subject.kv_transfer_params = params
+        subject.skip_reading_prefix_cache = True
+        scheduler.on_new_request(subject)
+        scheduler.lookup(subject, 0)
+        scheduler.admitted(subject, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0)
+        assert saves(scheduler, subject) == saved
+        scheduler.on_finished(subject)
+    assert scheduler.broken is None
+
+
+def test_a_request_that_must_not_load_asks_the_bucket_for_nothing() -> None:
+    scheduler = side(recompute_gate=False)
+    subject = request("r")
+    subject.kv_transfer_params = {"s3kv": {"load": False}}
+    scheduler.on_new_request(subject)
+    assert scheduler.lookup(subject, 0) == (0, False)
+    assert scheduler.plan(step()).fetches == ()
+
+
+def test_a_request_whose_parameters_cannot_be_read_is_served_and_not_saved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = side(recompute_gate=False)
+    subject = request("r")
+    subject.kv_transfer_params = {"s3kv": {"saev": False}}
+    subject.skip_reading_prefix_cache = True
+    scheduler.on_new_request(subject)
+    scheduler.lookup(subject, 0)
+    scheduler.admitted(subject, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0)
+    assert saves(scheduler, subject) == 0
+    (line,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    assert "nothing of request r" in line
+    assert "saev" in line
+    assert scheduler.broken is None
 
 
 def computing(scheduler: SchedulerSide, name: str, value: float) -> Any:
@@ -426,6 +470,21 @@ def test_a_request_that_runs_across_a_load_saves_nothing_any_more() -> None:
     for output in scheduled:
         assert planned(scheduler, output).saves == ()
     scheduler.planner.check()
+    assert scheduler.broken is None
+
+
+def test_a_private_request_that_is_entered_again_stays_private() -> None:
+    scheduler = side(recompute_gate=False)
+    planned(scheduler)
+    tell(scheduler, 1, LOADED)
+    subject = adapted("r")
+    subject.kv_transfer_params = PRIVATE
+    scheduler.on_new_request(subject)
+    scheduler.lookup(subject, 0)
+    planned(scheduler)
+    tell(scheduler, 2, LoadedAdapter(LOADED.name, b"other"))
+    scheduler.lookup(subject, 64)
+    assert scheduler.planner.limits_of("r").save_tokens == 0
     assert scheduler.broken is None
 
 

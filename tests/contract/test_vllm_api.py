@@ -265,11 +265,15 @@ def test_a_request_has_what_we_read() -> None:
 
     request = Request("one", [1, 2, 3], SamplingParams(), None)
     assert request.request_id == "one"
-    for name in ("block_hashes", "skip_reading_prefix_cache", "lora_request", "mm_features"):
+    read = "block_hashes skip_reading_prefix_cache lora_request mm_features kv_transfer_params"
+    for name in read.split():
         assert hasattr(request, name), moved(f"Request has no {name}", SCHEDULER)
     assert request.block_hashes is request.block_hashes, moved(
         "Request.block_hashes is a new list each time, and we keep the growing one", SCHEDULER
     )
+    params = {"s3kv": {"save": False}}
+    sampling = SamplingParams(extra_args={"kv_transfer_params": params})
+    assert Request("two", [1], sampling, None).kv_transfer_params == params
 
 
 def test_every_load_of_an_adapter_goes_through_what_we_observe() -> None:

@@ -32,6 +32,7 @@ BEHAVIOURS = {
     "objects/test_format_spec.py",
     "objects/test_stores.py",
     "planning/test_ec_machine.py",
+    "planning/test_limits.py",
     "planning/test_machine.py",
     "planning/test_mutants.py",
     "planning/test_neighbours.py",

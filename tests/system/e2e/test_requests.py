@@ -167,6 +167,33 @@ def test_aborted_at_any_moment(
         still_right(fresh[4])
 
 
+def test_a_private_request_leaves_nothing_behind(
+    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], serve: Serve, truth: Truth
+) -> None:
+    """Neither in host memory nor in the bucket, not even after a preemption. A public request with
+    the same tokens saves them itself, also those that the engine's own cache still has.
+    """
+    # No request waits for a probe, so all six are there together.
+    private = {"s3kv": {"save": False, "load": False}}
+    prompts = [tail[:300] for tail in TAILS[:6]]
+    asks = [Ask(prompt, max_tokens=400, kv_transfer_params=private) for prompt in prompts]
+    sizes = {"num_gpu_blocks_override": 20, "max_model_len": 2_048, **FLOAT32}
+    with serve(tiny, patient, **sizes) as engine:
+        assert tokens(engine.generate(asks, concurrency=6)) == truth(prompts, max_tokens=400)
+        assert engine.metrics()["vllm:num_preemptions_total"] > 0
+        alone = at_rest(engine)
+        assert (alone["saves"], alone["fetches"]) == (0, 0)
+        assert s3.objects(bucket) == {}
+
+        engine.reset_prefix_cache()
+        assert cached(engine.generate(prompts[:1])) == [0]
+        assert cached(engine.generate([Ask(prompts[1], kv_transfer_params=private)])) == [0]
+        assert cached(engine.generate([prompts[1]])) == [256]
+        done = at_rest(engine)
+        assert done["upload_ok"] == done["saves"] == len(s3.objects(bucket)) == 4
+        assert done["hit_tokens_host"] + done["hit_tokens_bucket"] == 0
+
+
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
 def test_roles(
     tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth, role: str

@@ -15,7 +15,7 @@ from s3kv.messages import (
     UploadOrder,
 )
 from s3kv.planning.kv import Answer
-from s3kv.planning.requests import ScheduledRequest
+from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.setup import Prefixes, Setup, hash_of
 
@@ -38,9 +38,9 @@ class Desk:
 
     # --- the engine ------------------------------------------------------------------------
 
-    def add(self, request_id: str, prompt: str) -> None:
+    def add(self, request_id: str, prompt: str, limits: RequestLimits = NO_LIMITS) -> None:
         self.hashes[request_id] = self._hashes(prompt)
-        self.planner.add_request(request_id, self.hashes[request_id])
+        self.planner.add_request(request_id, self.hashes[request_id], limits)
 
     def grow(self, request_id: str, text: str) -> None:
         """The request's tokens are these by now."""

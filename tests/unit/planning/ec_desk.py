@@ -76,11 +76,13 @@ class Desk:
         self.planner.check()
         return outcome
 
-    def schedule(self, request_id: str, *items: Wanted, freed: tuple[str, ...] = ()) -> ItemPlan:
+    def schedule(
+        self, request_id: str, *items: Wanted, freed: tuple[str, ...] = (), saves: bool = True
+    ) -> ItemPlan:
         """One pass of the engine that places these items."""
         for item in items:
             self.planner.promise(item.identifier)
-            self.planner.allocated(request_id, item)
+            self.planner.allocated(request_id, item, saves=saves)
         plan = self.planner.plan(freed)
         self.planner.check()
         return plan

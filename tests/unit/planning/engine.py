@@ -19,7 +19,7 @@ from typing import Any
 
 from s3kv.messages import StepPlan, StepReport
 from s3kv.planning.kv import Answer
-from s3kv.planning.requests import ScheduledRequest
+from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.blocks import BlockPool
 from tests.unit.planning.oracle import Oracle
@@ -76,14 +76,20 @@ class Engine:
 
     # --- requests --------------------------------------------------------------------------
 
-    def arrive(self, request_id: str, tokens: list[int], max_new_tokens: int) -> Request:
+    def arrive(
+        self,
+        request_id: str,
+        tokens: list[int],
+        max_new_tokens: int,
+        limits: RequestLimits = NO_LIMITS,
+    ) -> Request:
         chain: list[int] = []
         for token in [*tokens, *[7] * max_new_tokens]:
             self.prefixes.extend(chain, token)
-        request = Request(request_id, chain, 0, self.setup.hash_tokens)
+        request = Request(request_id, chain, 0, self.setup.hash_tokens, limits)
         request.learn(len(tokens))
         self.waiting.append(request)
-        self.planner.add_request(request_id, request.hashes)
+        self.planner.add_request(request_id, request.hashes, limits)
         local_tokens = len(self.pool.hit(request)) * self.setup.block_tokens
         self.planner.prefetch(request_id, local_tokens, self.now_s)
         return request
@@ -144,6 +150,8 @@ class Engine:
             self._schedule_waiting(placed, scheduled, writes, output)
         plan = self.planner.plan(scheduled, self.now_s)
         self.oracle.check_plan(plan, self.loading)
+        if not (self.seen["resets"] or self.seen["resets refused"]):
+            self.oracle.check_limits(plan, self.running)
         for rank in self.ranks:
             rank.run(plan, writes)
         self._outputs.append(output)

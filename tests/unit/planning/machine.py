@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from s3kv.planning.ledger import ChunkState
+from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.engine import Engine
 from tests.unit.planning.setup import Request, Setup, hash_of
@@ -48,6 +49,16 @@ prompts = st.builds(
     letter=st.sampled_from("ab"),
     fork=st.sampled_from([6, 8, 20]),
     tokens=st.sampled_from([5, 8, 12, 17, 20]),
+)
+
+limits = st.sampled_from(
+    [NO_LIMITS] * 16
+    + [
+        RequestLimits(save_tokens=0),
+        RequestLimits(load_tokens=0),
+        RequestLimits(save_tokens=9, load_tokens=7),
+        RequestLimits(load_tokens=4),
+    ]
 )
 
 fates = st.sampled_from(
@@ -79,16 +90,24 @@ class PlannerMachine(RuleBasedStateMachine):
     @rule(
         prompt=prompts,
         new_tokens=st.integers(1, 4),
+        limits=limits,
         cached=st.booleans(),
         rounds=st.sampled_from([0, 0, 1, 6]),
     )
-    def arrive(self, prompt: list[int], new_tokens: int, cached: bool, rounds: int) -> None:
+    def arrive(
+        self,
+        prompt: list[int],
+        new_tokens: int,
+        limits: RequestLimits,
+        cached: bool,
+        rounds: int,
+    ) -> None:
         engine = self.engine
         if cached and engine.oracle.weights == 0:
             engine.publish(prompt)
         self.arrived += 1
         self.prompts.append(prompt)
-        engine.arrive(f"r{self.arrived}", prompt, new_tokens)
+        engine.arrive(f"r{self.arrived}", prompt, new_tokens, limits)
         for _ in range(rounds):
             engine.end_all("fetch", "upload", "load")
             engine.step()

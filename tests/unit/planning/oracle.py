@@ -17,7 +17,7 @@ from s3kv.planning.kv import NOTHING, Answer
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.blocks import BlockPool
 from tests.unit.planning.ranks import Content, Rank
-from tests.unit.planning.setup import Request, Setup
+from tests.unit.planning.setup import Request, Setup, hash_of
 
 
 class Oracle:
@@ -55,6 +55,8 @@ class Oracle:
     ) -> None:
         if request.load_failed:
             assert answer == NOTHING, f"{request.request_id} is offered again what failed"
+        most = request.limits.load_tokens
+        assert most is None or answer.tokens <= most, "more is loaded than the request allows"
         if not answer.wait:
             assert answer.tokens >= 0
             assert local_tokens + answer.tokens <= request.known
@@ -80,6 +82,18 @@ class Oracle:
         jobs += plan.uploads
         assert len({job.key for job in jobs}) == len(jobs), "two jobs for one chunk"
         self._key_of.update((job.job_id, job.key) for job in jobs)
+
+    def check_limits(self, plan: StepPlan, running: Sequence[Request]) -> None:
+        """Every chunk that is saved belongs to a request that lets it be saved. The hashes are
+        those of before the first reset."""
+        size = self._setup.chunk_tokens
+        allowed = {
+            ChunkKey(0, hash_of(prefix))
+            for request in running
+            for prefix in request.chain[: request.limits.save_tokens][size - 1 :: size]
+        }
+        for save in plan.saves:
+            assert save.key in allowed, f"{save}: no request lets it be saved"
 
     def _check_load(self, request: Request, load: LoadOrder) -> None:
         """Every part is the right chunk, complete on every rank, and goes where it should."""

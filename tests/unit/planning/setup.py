@@ -13,6 +13,7 @@ from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.pace import Pace
+from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.residency import ResidencyLog
 
 
@@ -87,6 +88,7 @@ class Request:
     chain: list[int]
     known: int
     hash_tokens: int
+    limits: RequestLimits = NO_LIMITS
     hashes: list[bytes] = field(default_factory=list)
     computed: int = 0
     outstanding: int = 0

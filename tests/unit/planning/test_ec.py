@@ -42,6 +42,17 @@ def test_an_item_nobody_has_is_encoded_and_saved() -> None:
     assert desk.orders == []
 
 
+def test_an_item_of_a_private_request_is_encoded_and_not_saved() -> None:
+    desk = Desk()
+    assert not desk.ensure("r", A)
+    desk.answer()
+    assert desk.ensure("r", A)
+    plan = desk.schedule("r", A, saves=False)
+    assert (plan.loads, plan.saves) == ((), ())
+    desk.planner.plan(("a",))
+    assert desk.schedule("public", A).saves == (ItemSave("a", A.key, A.rows),)
+
+
 def test_what_the_engine_holds_is_not_asked_for() -> None:
     desk = Desk()
     desk.ensure("r", A)

@@ -15,9 +15,9 @@ from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import Answer, KVPlanner
 from s3kv.planning.ledger import Job, Ledger
-from s3kv.planning.lookup import Lookup
+from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.pace import Wait
-from s3kv.planning.requests import PlannedRequest, Saving, ScheduledRequest
+from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledRequest
 from s3kv.planning.saves import ChunkSaves
 from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey
@@ -59,6 +59,7 @@ give_back = Lookup._give_back
 on_end = Ledger.on_end
 plan_save = Ledger.plan_save
 place = Saving.place
+start_over = PlannedRequest.start_over
 take = Unsaved.take
 
 
@@ -181,6 +182,26 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
 
     patch.setattr(Saving, "place", grown)
     patch.setattr(ChunkSaves, "plan", known)
+
+
+@mutant
+def saves_what_a_request_keeps_private(patch: Patch) -> None:
+    patch.setattr(Saving, "allowed", lambda self, chunks: chunks)
+
+
+@mutant
+def forgets_the_limits_of_a_request_that_is_preempted(patch: Patch) -> None:
+    def blank(self: PlannedRequest) -> None:
+        self.limits, self.saving.limit = NO_LIMITS, None
+        start_over(self)
+
+    patch.setattr(PlannedRequest, "start_over", blank)
+
+
+@mutant
+def loads_more_than_a_request_allows(patch: Patch) -> None:
+    patch.setattr(ChunkHashes, "loadable", ChunkHashes.read)
+    patch.setattr(ChunkHashes, "count", property(lambda self: len(self.known)))
 
 
 @mutant

@@ -1,0 +1,69 @@
+"""Parameters of one request, from its `kv_transfer_params`.
+
+    {"s3kv": {"save": false, "load": false, "max_save_tokens": 1024}}
+
+and vLLM's own `max_offload_tokens` and `max_load_tokens` beside it. Keys of other connectors are
+none of our business. vLLM lets no connector refuse a request. So a request whose parameters cannot
+be read is served, but nothing of it is saved: who wrote them may have asked for that.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from s3kv.planning.requests import NO_LIMITS, RequestLimits
+
+logger = logging.getLogger("s3kv")
+
+_LONGEST_COMPLAINT = 200
+
+Tokens = Annotated[int, Meta(ge=0)]
+
+
+class _OwnParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    save: bool = True
+    load: bool = True
+    max_save_tokens: Tokens | None = None
+
+
+class _Params(msgspec.Struct, frozen=True):
+    s3kv: _OwnParams = _OwnParams()
+    max_offload_tokens: Tokens | None = None
+    max_load_tokens: Tokens | None = None
+
+
+def parse_limits(params: Any) -> tuple[RequestLimits, str]:
+    """The limits in a request's `kv_transfer_params`, and a complaint, which is empty if all of
+    them could be read."""
+    if not params:
+        return NO_LIMITS, ""
+    try:
+        given = msgspec.convert(params, _Params)
+    except msgspec.ValidationError as error:
+        # It may repeat what the client has sent.
+        said = str(error).encode("unicode_escape").decode("ascii")
+        return RequestLimits(save_tokens=0), said[:_LONGEST_COMPLAINT]
+    own = given.s3kv
+    save_tokens = _least(own.max_save_tokens, given.max_offload_tokens, None if own.save else 0)
+    load_tokens = _least(given.max_load_tokens, None if own.load else 0)
+    return RequestLimits(save_tokens, load_tokens), ""
+
+
+def read_limits(request_id: str, params: Any) -> RequestLimits:
+    """The same, for a request that has arrived. Logs the complaint."""
+    limits, complaint = parse_limits(params)
+    if complaint:
+        logger.warning(
+            "s3kv saves nothing of request %s, because its kv_transfer_params cannot be read: %s",
+            request_id,
+            complaint,
+        )
+    return limits
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
