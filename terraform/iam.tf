@@ -1,17 +1,20 @@
 locals {
   object_actions = {
     reader = ["s3:GetObject"]
-    writer = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]
+    writer = ["s3:GetObject", "s3:PutObject"]
+    keeper = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]
   }
+  granted_actions = { for name, actions in local.object_actions : name => actions if name != "keeper" || var.keeper }
   key_actions = {
     reader = ["kms:Decrypt"]
     writer = ["kms:Decrypt", "kms:GenerateDataKey"]
+    keeper = ["kms:Decrypt", "kms:GenerateDataKey"]
   }
   s3_services = local.express ? ["s3", "s3express"] : ["s3"]
 }
 
 data "aws_iam_policy_document" "access" {
-  for_each = local.object_actions
+  for_each = local.granted_actions
 
   # Without s3:ListBucket a key that is not there is answered with 403 instead of 404, and a cache
   # could not tell a miss from a refusal. GET and HEAD have no s3:prefix, hence IfExists; a listing

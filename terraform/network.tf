@@ -37,7 +37,7 @@ data "aws_iam_policy_document" "endpoint" {
 
     content {
       sid       = "Objects"
-      actions   = local.object_actions.writer
+      actions   = local.object_actions.keeper
       resources = [local.objects_arn]
 
       principals {

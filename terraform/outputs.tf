@@ -18,6 +18,11 @@ output "writer_policy_arn" {
   value       = aws_iam_policy.access["writer"].arn
 }
 
+output "keeper_policy_arn" {
+  description = "Managed policy to attach to whoever runs s3kv with `bucket_bytes` or `bucket_idle_s`: a writer who may delete. Null unless `keeper` is on."
+  value       = one([for name, policy in aws_iam_policy.access : policy.arn if name == "keeper"])
+}
+
 output "role_arns" {
   description = "ARNs of the roles for EKS, by the names in `pod_identities` and `irsa`. IRSA wants them as the annotation `eks.amazonaws.com/role-arn` of the service account."
   value       = { for name, role in aws_iam_role.eks : name => role.arn }

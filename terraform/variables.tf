@@ -101,8 +101,15 @@ variable "tags" {
 
 # --- who may use it -----------------------------------------------------------------------------
 
+variable "keeper" {
+  description = "A policy for engines that keep the bucket themselves (`bucket_bytes`, `bucket_idle_s`), or replace what is damaged (`on_corrupt`): a writer who may delete. Off: no policy of this module lets anybody delete."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
 variable "pod_identities" {
-  description = "EKS service accounts that get a role by Pod Identity, by a name of your choice. `access` is `reader` or `writer`."
+  description = "EKS service accounts that get a role by Pod Identity, by a name of your choice. `access` is `reader`, `writer` or, with `keeper`, `keeper`."
   type = map(object({
     cluster_name    = string
     namespace       = string
@@ -113,8 +120,13 @@ variable "pod_identities" {
   nullable = false
 
   validation {
-    condition     = alltrue([for identity in values(var.pod_identities) : contains(["reader", "writer"], identity.access)])
-    error_message = "access in pod_identities must be \"reader\" or \"writer\"."
+    condition     = alltrue([for identity in values(var.pod_identities) : contains(["reader", "writer", "keeper"], identity.access)])
+    error_message = "access in pod_identities must be \"reader\", \"writer\" or \"keeper\"."
+  }
+
+  validation {
+    condition     = var.keeper || alltrue([for identity in values(var.pod_identities) : identity.access != "keeper"])
+    error_message = "access in pod_identities is \"keeper\", who may delete: set keeper = true as well."
   }
 
   validation {
@@ -124,7 +136,7 @@ variable "pod_identities" {
 }
 
 variable "irsa" {
-  description = "EKS service accounts that get a role by the cluster's OIDC provider, by a name of your choice. `access` is `reader` or `writer`."
+  description = "EKS service accounts that get a role by the cluster's OIDC provider, by a name of your choice. `access` is `reader`, `writer` or, with `keeper`, `keeper`."
   type = map(object({
     oidc_provider_arn = string
     namespace         = string
@@ -135,8 +147,13 @@ variable "irsa" {
   nullable = false
 
   validation {
-    condition     = alltrue([for identity in values(var.irsa) : contains(["reader", "writer"], identity.access)])
-    error_message = "access in irsa must be \"reader\" or \"writer\"."
+    condition     = alltrue([for identity in values(var.irsa) : contains(["reader", "writer", "keeper"], identity.access)])
+    error_message = "access in irsa must be \"reader\", \"writer\" or \"keeper\"."
+  }
+
+  validation {
+    condition     = var.keeper || alltrue([for identity in values(var.irsa) : identity.access != "keeper"])
+    error_message = "access in irsa is \"keeper\", who may delete: set keeper = true as well."
   }
 
   validation {

@@ -180,3 +180,33 @@ run "namespaces_of_one_more_character" {
 
   expect_failures = [var.irsa]
 }
+
+run "a_keeper_without_the_switch_by_pod_identity" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name           = "cache"
+    pod_identities = { a = { cluster_name = "c", namespace = "n", service_account = "s", access = "keeper" } }
+  }
+
+  expect_failures = [var.pod_identities]
+}
+
+run "a_keeper_without_the_switch_by_irsa" {
+  command = plan
+
+  module {
+    source = "./tests/variables"
+  }
+
+  variables {
+    name = "cache"
+    irsa = { a = { oidc_provider_arn = "arn:aws:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "s", access = "keeper" } }
+  }
+
+  expect_failures = [var.irsa]
+}

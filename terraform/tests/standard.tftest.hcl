@@ -188,7 +188,7 @@ run "standard" {
         {
           Sid      = "Objects"
           Effect   = "Allow"
-          Action   = ["s3:PutObject", "s3:GetObject", "s3:DeleteObject"]
+          Action   = ["s3:PutObject", "s3:GetObject"]
           Resource = "arn:aws:s3:::cache/team/s3kv/*"
         },
       ]

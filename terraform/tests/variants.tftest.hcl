@@ -40,6 +40,12 @@ override_resource {
 }
 
 override_resource {
+  target          = aws_iam_policy.access["keeper"]
+  override_during = plan
+  values          = { arn = "arn:aws:iam::111122223333:policy/keeper" }
+}
+
+override_resource {
   target          = aws_iam_role.eks["engine"]
   override_during = plan
   values          = { arn = "arn:aws:iam::111122223333:role/engine" }
@@ -89,6 +95,54 @@ run "bare" {
   assert {
     condition     = jsondecode(aws_iam_policy.access["writer"].policy).Statement[1].Resource == "arn:aws:s3:::cache/s3kv/*"
     error_message = "the default prefix must be that of s3kv"
+  }
+
+  assert {
+    condition     = output.keeper_policy_arn == null
+    error_message = "nobody must be allowed to delete unless the caller says so"
+  }
+}
+
+# The engines keep the bucket.
+run "kept" {
+  command = plan
+
+  variables {
+    name        = "cache"
+    kms_key_arn = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555"
+    keeper      = true
+    pod_identities = {
+      engine = { cluster_name = "gpu", namespace = "inference", service_account = "vllm", access = "keeper" }
+    }
+  }
+
+  assert {
+    condition = jsondecode(aws_iam_policy.access["keeper"].policy).Statement[1] == {
+      Sid      = "Objects"
+      Effect   = "Allow"
+      Action   = ["s3:PutObject", "s3:GetObject", "s3:DeleteObject"]
+      Resource = "arn:aws:s3:::cache/s3kv/*"
+    }
+    error_message = "keeper: ${aws_iam_policy.access["keeper"].policy}"
+  }
+
+  assert {
+    condition = [
+      for place in [0, 2] : jsondecode(aws_iam_policy.access["keeper"].policy).Statement[place]
+      ] == [
+      for place in [0, 2] : jsondecode(aws_iam_policy.access["writer"].policy).Statement[place]
+    ]
+    error_message = "a keeper must list and encrypt as a writer does"
+  }
+
+  assert {
+    condition     = !strcontains(aws_iam_policy.access["writer"].policy, "Delete") && !strcontains(aws_iam_policy.access["reader"].policy, "Delete")
+    error_message = "others must not be able to delete, either"
+  }
+
+  assert {
+    condition     = [output.keeper_policy_arn, aws_iam_role_policy_attachment.eks["engine"].policy_arn] == [aws_iam_policy.access["keeper"].arn, aws_iam_policy.access["keeper"].arn]
+    error_message = "the engine's role must have the policy"
   }
 }
 

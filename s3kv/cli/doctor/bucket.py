@@ -240,17 +240,23 @@ class BucketExamination:
             self._note("refresh", "warning", str(error), remedy)
 
     async def _delete(self, *, written: bool) -> bool:
-        error = await _error_of(self._store.delete(self.key))
+        config, error = self.config, await _error_of(self._store.delete(self.key))
         if error is None:
             self._note("delete", "ok", "an object can be deleted")
             return True
         left = f"; {self.key} is left behind" if written else ""
         if is_permission(error):
+            allow = f"allow s3:DeleteObject on {self._resource()}"
+            told = f"{error}{left}"
             remedy = (
-                f"allow s3:DeleteObject on {self._resource()}, if damaged objects are to be "
-                "replaced (on_corrupt: delete); otherwise leave it"
+                f"{allow}, if damaged objects are to be replaced (on_corrupt: delete); otherwise "
+                "leave it"
             )
-            self._note("delete", "warning", f"{error}{left}", remedy)
+            bounds = [name for name in ("bucket_bytes", "bucket_idle_s") if getattr(config, name)]
+            if bounds:
+                told += f". This engine cannot keep the bucket to {' and '.join(bounds)}"
+                remedy = f"{allow}, or make sure that another engine with the setting may delete"
+            self._note("delete", "warning", told, remedy)
         else:
             self._note("delete", "fault", f"{error}{left}", remedy_for(error, "", ""))
         return False

@@ -59,6 +59,7 @@ module "kv_cache" {{
 
   name   = "{name}"
   prefix = "{prefix}"
+  keeper = true
   tags   = {{ Team = "inference" }}
 
   pod_identities = {{

@@ -90,15 +90,30 @@ async def _use(client: BulkStore) -> None:
     assert bytes(buffer[:5]) == b"chunk"
     assert await client.refresh(key, 2e9)
     assert key in [info.key async for info in client.list(f"{PREFIX}/v2/")]
-    await client.delete(key)
-    assert await client.get_into(key, buffer) is None
+    with pytest.raises(StoreDenied, match="s3:DeleteObject"):
+        await client.delete(key)
 
 
-async def test_a_writer_stays_under_its_prefix(
+async def test_a_keeper_can_delete_as_well(
     bucket: Applied, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    become(monkeypatch, bucket.user(bucket.outputs["keeper_policy_arn"]))
+    client = store(bucket)
+    key, buffer = f"{PREFIX}/v2/kept", memoryview(bytearray(10))
+    with bucket.policies_enforced():
+        await client.check()
+        assert await client.put(key, memoryview(b"chunk"), if_absent=True)
+        assert await client.delete(key)
+        assert await client.get_into(key, buffer) is None
+    await client.close()
+
+
+@pytest.mark.parametrize("who", ["writer", "keeper"])
+async def test_nobody_leaves_the_prefix(
+    bucket: Applied, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
     bucket.aws("s3").put_object(Bucket=NAME, Key=ELSEWHERE, Body=b"not ours")
-    become(monkeypatch, bucket.user(bucket.outputs["writer_policy_arn"]))
+    become(monkeypatch, bucket.user(bucket.outputs[f"{who}_policy_arn"]))
     client = store(bucket)
     with bucket.policies_enforced():
         with pytest.raises(StoreDenied, match="s3:PutObject"):
@@ -136,7 +151,7 @@ async def test_a_reader_reads_and_changes_nothing(
 def test_nobody_but_the_administrator_touches_the_bucket_itself(bucket: Applied) -> None:
     import boto3
 
-    for policy in ("reader_policy_arn", "writer_policy_arn"):
+    for policy in ("reader_policy_arn", "writer_policy_arn", "keeper_policy_arn"):
         keys = bucket.user(bucket.outputs[policy])
         s3 = boto3.client(
             "s3",

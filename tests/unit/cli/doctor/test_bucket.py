@@ -119,6 +119,39 @@ async def test_bytes_that_changed_on_the_way() -> None:
     assert found["latency"].status == "skipped"
 
 
+class Keeping(MemoryStore):
+    """A store that lets nobody delete."""
+
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        raise StoreDenied("denied: s3:DeleteObject")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, None),
+        ({"bucket_bytes": 2**30}, "cannot keep the bucket to bucket_bytes"),
+        ({"bucket_idle_s": 60.0}, "cannot keep the bucket to bucket_idle_s"),
+        (
+            {"bucket_bytes": 2**30, "bucket_idle_s": 60.0},
+            "cannot keep the bucket to bucket_bytes and bucket_idle_s",
+        ),
+    ],
+)
+async def test_a_bound_that_cannot_be_kept_is_named(
+    settings: dict[str, Any], said: str | None
+) -> None:
+    delete = (await examined(Keeping(), **settings))["delete"]
+    assert delete.status == "warning"
+    assert "s3:DeleteObject" in delete.remedy
+    if said is None:
+        assert "keep" not in delete.detail
+        assert "on_corrupt" in delete.remedy
+    else:
+        assert said in delete.detail
+        assert "another engine" in delete.remedy
+
+
 async def test_what_cannot_be_deleted_after_all_is_named() -> None:
     class Sticky(MemoryStore):
         async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
