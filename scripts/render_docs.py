@@ -71,8 +71,8 @@ and `s3kv COMMAND --help`, rendered by `scripts/render_docs.py`.
 `doctor` goes through the client the cache itself uses. Without `--read-only` it writes an object of
 1 KiB and one of 8 MiB under `PREFIX/doctor/` and deletes them; without `s3:DeleteObject` it says
 which one it has left there, and does not write the second. If `bucket_bytes` or `bucket_idle_s` is
-set, it also says that this engine cannot keep the bucket to it. A warning means that the cache works
-less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` shows its answer to each
+set, it also says that this engine cannot keep the bucket to it. A warning means that the cache
+works less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` shows its answer to each
 fault, on moto and on Ceph RGW: no bucket, no credentials, wrong ones, each missing permission, the
 wrong region, a wrong clock, path style only, no conditional PUT, checksums refused, no server.
 `test_host.py` beside it shows its findings on the host. The slab is a memory
