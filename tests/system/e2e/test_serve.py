@@ -91,7 +91,7 @@ class Server:
             with error:
                 raise AssertionError(error.read().decode()) from None
 
-    def complete(self, prompt: list[int]) -> list[int]:
+    def complete(self, prompt: list[int], **more: Any) -> list[int]:
         answer = json.loads(
             self._get(
                 "/v1/completions",
@@ -102,7 +102,8 @@ class Server:
                     "ignore_eos": True,
                     "return_token_ids": True,
                     "detokenize": False,
-                },
+                }
+                | more,
             )
         )
         return list(answer["choices"][0]["token_ids"])
@@ -224,6 +225,35 @@ def test_a_server_that_is_given_time_finishes_its_uploads(
             slow.open()
             server.wait_until_gone(60.0)
     assert len(s3.objects(bucket)) == saves
+
+
+@pytest.mark.timeout(2 * START_AND_STOP_S)
+def test_a_request_says_what_of_it_is_cached(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """A private request, one that vLLM refuses, one that s3kv cannot read, and one with a limit:
+    the last one alone leaves objects."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    log = tmp_path / "server.log"
+    with vllm_serve(tiny, patient, s3.env, log) as server:
+        private = {"s3kv": {"save": False}}
+        assert server.complete(PROMPTS[0], kv_transfer_params=private) == expected[0]
+        with pytest.raises(AssertionError, match="kv_transfer_params"):
+            server.complete(PROMPTS[0], kv_transfer_params="private")
+        misspelt = {"s3kv": {"saev": False}}
+        assert server.complete(PROMPTS[1], kv_transfer_params=misspelt) == expected[1]
+        limited = {"max_offload_tokens": 300}
+        assert server.complete(PROMPTS[0], kv_transfer_params=limited) == expected[0]
+        wait_until("two chunks are uploaded", lambda: len(s3.objects(bucket)) == 2)
+        assert server.metric("vllm:s3kv_saves_total") == 2
+        assert server.metric("vllm:s3kv_internal_errors_total") == 0
+    (line,) = (line for line in log.read_text().splitlines() if "s3kv saves nothing of" in line)
+    assert "saev" in line
 
 
 def last_line_of_the_error(printed: list[str]) -> str:

@@ -1,0 +1,132 @@
+"""A bucket that two I/O processes fill ten times over, and that they keep to its budget meanwhile.
+
+With the real client, the real keeper and its real intervals, on moto and on Ceph RGW.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lab.s3 import moto_process
+from s3kv.config import Config
+from s3kv.library.tensor_store import TensorRows, TensorStore
+from tests.servers import REGION, boto_client, set_credentials
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1_800)]
+
+BUDGET_BYTES = 200 * 10**6
+TENSORS = 500
+TENSOR_BYTES = 1_000 * 1_024 * 4
+"""Below 4 MiB: what a gateway of Ceph deletes of larger objects it frees hours later."""
+CROWDED_BYTES = 10**9
+"""The uploads pause while the bucket holds more, so that sweeps come between them."""
+HANG_S = 600.0
+"""No measure, only the end of a test that hangs."""
+
+
+def hash_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def content(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn((1_000, 1_024), generator=generator)
+
+
+class Bucket:
+    """A second opinion on what is there."""
+
+    def __init__(self, url: str, keys: dict[str, str]) -> None:
+        self.url, self.keys = url, keys
+        self.name = f"budget-{uuid.uuid4().hex}"
+        self._client = boto_client(url, keys)
+        self._client.create_bucket(Bucket=self.name)
+
+    def put(self, key: str) -> None:
+        self._client.put_object(Bucket=self.name, Key=key, Body=b"not ours")
+
+    def lengths(self) -> dict[str, int]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name)
+        return {o["Key"]: o["Size"] for page in pages for o in page.get("Contents", ())}
+
+    async def falls_below(self, nbytes: int) -> None:
+        end_s = time.monotonic() + HANG_S
+        while (held := sum((await asyncio.to_thread(self.lengths)).values())) > nbytes:
+            assert time.monotonic() < end_s, f"the bucket still holds {held} bytes"
+            await asyncio.sleep(2.0)
+
+
+@contextmanager
+def moto_bucket() -> Iterator[Bucket]:
+    with moto_process() as server:
+        yield Bucket(server.url, server.env)
+
+
+@pytest.fixture(params=["moto", pytest.param("ceph", marks=pytest.mark.infra)])
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    if request.param == "ceph":
+        gateway = request.getfixturevalue("rgw")
+        set_credentials(monkeypatch, gateway.keys)
+        yield Bucket(gateway.url, gateway.keys)
+        return
+    with moto_bucket() as found:
+        set_credentials(monkeypatch, {k: v for k, v in found.keys.items() if "KEY" in k})
+        yield found
+
+
+async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(
+        bucket=bucket.name,
+        endpoint_url=bucket.url,
+        region=REGION,
+        bucket_bytes=BUDGET_BYTES,
+        bucket_min_age_s=0.0,
+        max_item_bytes=2**22,
+        first_byte_timeout_ms=90_000,
+        request_timeout_ms=90_000,
+    )
+    rows = TensorRows((1_024,), torch.float32, host_bytes=96 * 2**20)
+    foreign = {"keeper.json", "s3kv-of-others/v2/x.safetensors", "s3kv/notes.txt"}
+    for key in foreign:
+        bucket.put(key)
+    draw = random.Random(18)
+
+    async def check(store: TensorStore, number: int) -> bool:
+        found = await store.get(hash_of(number))
+        assert found is None or torch.equal(found, content(number)), f"tensor {number} is wrong"
+        return found is not None
+
+    async with (
+        TensorStore.open(config, rows, namespace={"model": "soak"}) as one,
+        TensorStore.open(config, rows, namespace={"model": "soak"}) as two,
+    ):
+        for first in range(0, TENSORS, 50):
+            for number in range(first, first + 50):
+                store = (one, two)[number % 2]
+                assert await store.put(hash_of(number), content(number), wait=True)
+            for _ in range(4):
+                await check(one, draw.randrange(first + 50))
+                await check(two, draw.randrange(first + 50))
+            await asyncio.gather(one.flush(), two.flush())
+            await bucket.falls_below(CROWDED_BYTES)
+        await bucket.falls_below(BUDGET_BYTES)
+        hits = [number for number in range(TENSORS) if await check(one, number)]
+    held = bucket.lengths()
+    assert len(hits) * TENSOR_BYTES <= sum(held.values()) <= BUDGET_BYTES
+    assert len(hits) > TENSORS // 20, "a sweep leaves most of the budget"
+    assert foreign < set(held)
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+    told = capfd.readouterr().err
+    assert "s3kv keeps s3kv/ of the bucket" in told
+    assert not [word for word in ("Traceback", "cannot", "error") if word in told], told
