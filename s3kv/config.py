@@ -287,6 +287,16 @@ def parse_bytes(text: str) -> int | None:
     return None if match is None else int(float(match[1]) * _UNIT_BYTES[(match[2] or "b").lower()])
 
 
+def size(nbytes: int) -> str:
+    """Bytes for people: in the largest binary unit that they fill at least once, up to TiB."""
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
 def is_bytes(setting: str) -> bool:
     """Whether the setting is a number of bytes."""
     limits = getattr(_ANNOTATIONS[setting], "__metadata__", ())

@@ -20,6 +20,8 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from s3kv.config import size as size
+
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 Cell = str | Text
@@ -90,16 +92,6 @@ def bars(clock_s: Callable[[], float] | None = None) -> Iterator[Report]:
             progress.update(tasks[what], completed=done, total=total)
 
         yield on_progress
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest binary unit that they fill at least once, up to TiB."""
-    amount = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
 
 
 def age(seconds: float) -> str:

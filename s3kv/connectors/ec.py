@@ -17,6 +17,7 @@ from s3kv.config import Config
 from s3kv.connectors.ec_scheduler import ECSchedulerSide
 from s3kv.connectors.ec_translate import ItemPlanMetadata, ItemWorkerReport, check_supported
 from s3kv.connectors.ec_worker import ECWorkerSide
+from s3kv.connectors.log import join_vllm_log
 from s3kv.connectors.metrics import S3ECPromMetrics, S3ECStats
 from s3kv.messages import ItemPlan
 
@@ -43,6 +44,7 @@ class S3ECConnector(ECConnectorBase):
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
+        join_vllm_log()
         transfer = vllm_config.ec_transfer_config
         config = Config.parse(transfer.ec_connector_extra_config, "ec_connector_extra_config")
         check_supported(config, vllm_config)

@@ -24,6 +24,7 @@ from s3kv.connectors.ec_translate import (
     worker_rendezvous,
 )
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.log import encoder_start_line
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import (
     Gauges,
@@ -114,21 +115,18 @@ class ECSchedulerSide(Guarded):
         self._heard = self._was_idle = False
         self._polled_s = 0.0
         if may_load:
-            self._start()
+            self._start(may_save)
         self.planner = self._make_planner(may_load, may_save)
 
-    def _start(self) -> None:
+    def _start(self, may_save: bool) -> None:
         # No node is preferred: workers on several nodes may load from this slab.
         tier = open_tier(
             self._config, self._config.host_bytes, self._introduce, wait=wait_for_bucket
         )
         self._slab, self._client = tier.slab, tier.client
-        logger.info(
-            "s3kv: encoder outputs in bucket %s, namespace %s, %d bytes of host memory",
-            self._config.bucket,
-            tier.hello.namespace_digest,
-            tier.slab.nbytes,
-        )
+        namespace, nbytes = tier.hello.namespace_digest, tier.slab.nbytes
+        said = encoder_start_line(self._config, namespace, nbytes, may_save=may_save)
+        logger.info("%s", said)
 
     def _introduce(self, slab: Slab) -> Hello:
         """Hand the slab to the workers, which answer with the digest of the namespace."""

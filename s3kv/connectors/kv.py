@@ -22,6 +22,7 @@ from s3kv.config import Config
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello, check_supported, geometry
 from s3kv.connectors.kv_worker import WorkerSide
+from s3kv.connectors.log import join_vllm_log
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.connectors.observers import Observers
@@ -71,6 +72,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        join_vllm_log()
         transfer = self._kv_transfer_config
         config = Config.parse(transfer.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)

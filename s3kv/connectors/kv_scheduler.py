@@ -25,6 +25,7 @@ from s3kv.connectors.kv_translate import (
     scheduled_requests,
     written_blocks,
 )
+from s3kv.connectors.log import TrafficLine, log_start, log_traffic
 from s3kv.connectors.metrics import KV_SHARES, Gauges, Meter, S3KVStats, Values, memory_gauges
 from s3kv.connectors.observers import Observers
 from s3kv.connectors.request_hashes import RequestHashes
@@ -100,6 +101,7 @@ class SchedulerSide(Guarded):
             trust_media_names=config.trust_media_names, block_tokens=sizes.hash_tokens
         )
         self._observers = observers
+        self._traffic = TrafficLine()
         self._own_tokens = 0
         """Tokens in the engine's own cache of the request that was looked up last."""
         self._loads: dict[str, LostLoad] = {}
@@ -160,15 +162,8 @@ class SchedulerSide(Guarded):
         self._hellos = hellos
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in hellos), strict=True)))
-        logger.info(
-            "s3kv: bucket %s, namespace %s, %d ranks, %d slots of %s, chunks of %d tokens",
-            self._config.bucket,
-            digests.pop(),
-            self._world_size,
-            slots,
-            "a page" if object_bytes else "a chunk",
-            self._sizes.chunk_tokens,
-        )
+        roles = {"may_load": self._may_load, "may_save": self._may_save}
+        log_start(self._config, hellos, self._sizes.groups, **roles)
         return self._make_planner(slots, hellos[0].slot_bytes, object_bytes)
 
     def _report_late(self, hellos: Sequence[WorkerHello]) -> None:
@@ -263,6 +258,7 @@ class SchedulerSide(Guarded):
         self._settle_adapter(request)
         now_s, tokens = time.monotonic(), request.num_tokens
         answer = self.planner.lookup(request_id, computed_tokens, now_s, tokens=tokens, reads=reads)
+        self._traffic.looked_up(request_id, tokens, now_s, waits=answer.wait)
         if reads and self._observers is not None:
             self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
         if answer.wait:
@@ -301,6 +297,7 @@ class SchedulerSide(Guarded):
     def _plan(self, output: SchedulerOutput) -> StepPlan | None:
         for new in output.scheduled_new_reqs:
             self._hashes.scheduled(new.req_id, new.mm_features)
+            self._traffic.scheduled(new.req_id, new.num_computed_tokens)
         self.planner.bar(self._hashes.take_barred())
         scheduled = scheduled_requests(output, self._sizes)
         plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
@@ -311,6 +308,7 @@ class SchedulerSide(Guarded):
         self._was_idle = idle
         if self._observers is not None:
             self._observers.read()
+        log_traffic(self._traffic, self.planner, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -325,6 +323,7 @@ class SchedulerSide(Guarded):
             if report.adapters is not None:
                 self.planner.bar(self.adapters.hear(report.adapters))
             self.planner.on_report(report.report, now_s)
+            self._traffic.reported(report.report)
         self._note_failures(output)
         if output.finished_recving:
             self._stirred = True
@@ -354,6 +353,7 @@ class SchedulerSide(Guarded):
         self.planner.finished(request.request_id)
         if self._observers is not None:
             self._observers.finished(request)
+        log_traffic(self._traffic, self.planner, time.monotonic(), finished=request.request_id)
 
     @guarded(default=tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:

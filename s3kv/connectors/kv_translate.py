@@ -252,13 +252,14 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     """A worker's message to the scheduler when it is ready to serve. A worker sends one.
 
     object_bytes: the length of a chunk's object in each set of groups; empty, if there is one set:
-    then an object takes one slot.
+    then an object takes one slot. pinned: whether all of the host memory is; None without a GPU.
     """
 
     namespace: str
     slot_count: int
     slot_bytes: int
     object_bytes: tuple[int, ...] = ()
+    pinned: bool | None = None
 
 
 @dataclass(slots=True)

@@ -141,13 +141,18 @@ class WorkerSide(Guarded):
             clock=time.monotonic,
             members={g.number: g.members for g in groups},
         )
-        if not copies.statistics().pinned:
+        pinned = copies.statistics().pinned
+        if not pinned:
             self._start_prefault(tier.slab)
         object_bytes: list[int] = []
         if len(groups) > 1:
             object_bytes = [slots.formats[g.number].object_bytes for g in groups]
         self._hello = WorkerHello(
-            hello.namespace_digest, slots.count, slots.slot_bytes, tuple(object_bytes)
+            hello.namespace_digest,
+            slots.count,
+            slots.slot_bytes,
+            tuple(object_bytes),
+            None if computes_here else pinned,
         )
 
     def _layouts(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, PageLayout]:

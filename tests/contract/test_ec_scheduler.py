@@ -22,7 +22,7 @@ from tests.unit.planning.ec_desk import WIDTH
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> ECSchedulerSide:
     """Without an I/O process: the test ends the fetches."""
-    monkeypatch.setattr(ECSchedulerSide, "_start", lambda self: None)
+    monkeypatch.setattr(ECSchedulerSide, "_start", lambda self, may_save: None)
     config = Config(bucket="bkt", host_bytes=2**22, recompute_gate=False)
     return ECSchedulerSide(config, vllm_config(), may_load=True, may_save=True)
 

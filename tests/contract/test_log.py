@@ -1,0 +1,196 @@
+"""s3kv's lines in vLLM's log."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import s3kv
+from s3kv.config import Config
+from s3kv.connectors.kv_translate import WorkerHello
+from s3kv.connectors.log import (
+    INTERVAL_S,
+    TrafficLine,
+    encoder_start_line,
+    join_vllm_log,
+    log_start,
+    start_line,
+)
+from s3kv.messages import JobEnd, JobKind, StepReport
+from s3kv.planning.breaker import BreakerState
+from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.types import Outcome
+
+OURS = logging.getLogger("s3kv")
+FULL = GroupSpec(16, 256)
+UP = BreakerState.CLOSED
+
+
+@pytest.fixture
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(OURS, "handlers", [])
+    monkeypatch.setattr(OURS, "propagate", True)
+    level = OURS.level
+    OURS.setLevel(logging.NOTSET)
+    yield
+    OURS.setLevel(level)
+
+
+@pytest.fixture
+def printed(unconfigured: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """What a handler of vLLM's logger prints. vLLM gives its logger one like it."""
+    theirs, stream = logging.getLogger("vllm"), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s [%(filename)s] %(message)s"))
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "propagate", False)
+    level = theirs.level
+    theirs.setLevel(logging.INFO)
+    yield stream
+    theirs.setLevel(level)
+
+
+def test_a_line_goes_where_vllms_lines_go_and_goes_there_once(printed: io.StringIO) -> None:
+    join_vllm_log()
+    join_vllm_log()
+    logging.getLogger("s3kv.io").info("a line of %s", "ours")
+    assert printed.getvalue() == "INFO [test_log.py] a line of ours\n"
+
+
+def test_handlers_that_vllm_gets_later_count(
+    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join_vllm_log()
+    later = io.StringIO()
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.StreamHandler(later)])
+    OURS.info("a line")
+    assert (printed.getvalue(), later.getvalue()) == ("", "a line\n")
+
+
+def test_a_line_below_vllms_level_is_not_logged(printed: io.StringIO) -> None:
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    join_vllm_log()
+    OURS.info("no")
+    OURS.warning("yes")
+    assert printed.getvalue() == "WARNING [test_log.py] yes\n"
+
+
+def test_a_logger_that_somebody_has_configured_is_left_alone(unconfigured: None) -> None:
+    theirs = logging.NullHandler()
+    OURS.addHandler(theirs)
+    join_vllm_log()
+    assert OURS.handlers == [theirs]
+    assert OURS.propagate
+
+
+def hello(**more: Any) -> WorkerHello:
+    return WorkerHello("ab12", slot_count=1024, slot_bytes=2**20, **more)
+
+
+def told(*hellos: WorkerHello, groups: tuple[GroupSpec, ...] = (FULL,), **more: Any) -> str:
+    config = Config(bucket="my-bucket", **{"endpoint_url": "http://127.0.0.1:9000", **more})
+    return start_line(config, hellos, groups, may_load=True, may_save=True)
+
+
+def test_the_line_of_a_start() -> None:
+    assert told(hello()) == (
+        f"s3kv {s3kv.__version__} reads and writes bucket my-bucket under s3kv/ at "
+        "http://127.0.0.1:9000: namespace ab12, 1.0 GiB of host memory on 1 rank, chunks of 256 "
+        "tokens, KV of full attention"
+    )
+
+
+def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
+    windows = GroupSpec(16, 256, GroupKind.WINDOW, 1024, 1)
+    line = told(hello(pinned=True), hello(pinned=True), groups=(FULL, windows))
+    assert "2.0 GiB of pinned host memory on 2 ranks, chunks" in line
+    assert line.endswith("KV of full attention and windows of 1,024 tokens")
+
+
+def test_memory_that_is_not_pinned_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    hellos = [hello(pinned=True), hello(pinned=False)]
+    with caplog.at_level(logging.INFO, "s3kv"):
+        for of in (hellos, hellos[:1]):
+            log_start(Config(bucket="bucket"), of, [FULL], may_load=True, may_save=False)
+    slow, fast = caplog.records
+    assert slow.levelno == logging.WARNING
+    assert "host memory on 2 ranks, not all of it pinned" in slow.getMessage()
+    assert fast.levelno == logging.INFO
+    assert " reads bucket bucket " in fast.getMessage()
+
+
+def test_the_endpoint_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    assert " at the default endpoint: " in told(hello(), endpoint_url=None)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all")
+    assert " at http://all: " in told(hello(), endpoint_url=None)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
+    assert " at http://s3: " in told(hello(), endpoint_url=None)
+
+
+def test_encoder_outputs_have_a_line_too() -> None:
+    line = encoder_start_line(Config(bucket="bucket", prefix="p"), "cd34", 2**30, may_save=True)
+    assert " reads and writes bucket bucket under p/ at " in line
+    assert line.endswith(": namespace cd34, 1.0 GiB of host memory, encoder outputs")
+
+
+# --- the line of a minute --------------------------------------------------------------------
+
+
+def report(*ends: JobEnd) -> StepReport:
+    whole = StepReport()
+    for end in ends:
+        whole.add(end)
+    return whole
+
+
+def test_the_first_request_is_told_of_as_soon_as_it_has_finished() -> None:
+    traffic = TrafficLine()
+    traffic.looked_up("r", 1000, 5.0, waits=True)
+    traffic.looked_up("r", 1000, 5.2, waits=True)
+    traffic.looked_up("r", 1000, 5.5, waits=False)
+    traffic.reported(report(JobEnd(1, JobKind.FETCH, Outcome.OK, 3 * 2**20, 0.1)))
+    traffic.scheduled("r", 768)
+    traffic.scheduled("r", 900)  # preempted
+    counters = {"hit_tokens_bucket": 512, "hit_tokens_host": 256, "deadline_cuts": 1}
+    assert traffic.line(counters, UP, 6.0) is None
+    assert traffic.line(counters, UP, 7.0, finished="r") == (
+        "s3kv: Hit rate: 76.8% (bucket: 512 tokens, host memory: 256 tokens, computed: 232 "
+        "tokens), Fetched: 3.0 MiB, Uploaded: 0 B, Waits: 1 (mean: 0.50 s, cut short: 1), "
+        "Bucket: answers"
+    )
+
+
+def test_after_that_there_is_a_line_a_minute_while_something_happens() -> None:
+    traffic, counters = TrafficLine(), {"hit_tokens_bucket": 256}
+    assert traffic.line(counters, UP, 0.0, finished="a")
+    traffic.reported(report(JobEnd(1, JobKind.UPLOAD, Outcome.OK, 2**20, 0.1)))
+    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished="b") is None
+    line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
+    assert line is not None
+    assert "Hit rate: 0.0% (bucket: 0 tokens, " in line, "what the first line said is not repeated"
+    assert "Uploaded: 1.0 MiB" in line
+    assert line.endswith("Bucket: fails, not asked for now")
+    assert traffic.line(counters, UP, 9 * INTERVAL_S, finished="c") is None, "nothing happened"
+
+
+def test_a_request_that_is_aborted_while_it_waits_has_waited() -> None:
+    traffic = TrafficLine()
+    traffic.looked_up("r", 100, 1.0, waits=True)
+    line = traffic.line({}, UP, 4.0, finished="r")
+    assert line is not None
+    assert "Waits: 1 (mean: 3.00 s, cut short: 0)" in line
+    assert "computed: 0 tokens" in line
+    traffic.scheduled("r", 0)
+    assert traffic.line({}, UP, 100.0, finished="r") is None, "it is forgotten"
+
+
+def test_chunks_that_are_not_saved_are_mentioned() -> None:
+    line = TrafficLine().line({"saves_dropped": 7}, UP, 0.0, finished="r")
+    assert line is not None
+    assert line.endswith(", Chunks not saved: 7")
