@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +13,7 @@ import sys
 import uvloop
 
 from s3kv.host.slab import Slab
+from s3kv.io.log import log_to_worker
 from s3kv.io.server.process import serve
 from s3kv.objects.s3.s3_store import open_store
 
@@ -30,10 +31,7 @@ def main() -> int:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.WARNING, format="s3kv.io[%(process)d]: %(message)s"
-    )
-    logging.getLogger("s3kv.io").setLevel(logging.INFO)
+    log_to_worker()
     sock = socket.socket(fileno=arguments.fd)
     slab = Slab.attach(arguments.slab_fd)
     loop = uvloop.new_event_loop()
@@ -45,5 +43,6 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     # No interpreter shutdown: it would wait for name look-ups that hang in their threads.
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the worker, which reads this, has ended
+        sys.stderr.flush()
     os._exit(status)

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from s3kv.io import wire
+from s3kv.io.log import LogPipe
 
 _RECEIVE_BYTES = 2**16
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 """Variables by which OpenMP binds threads to cores; the first thread is bound when the library is
 loaded. vLLM's CPU workers load it into every process they start (LD_PRELOAD)."""
+_LAST_LINES_S = 0.2
+"""Longest wait for the last lines of a dead process to be logged."""
 _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -27,7 +30,8 @@ class Child:
     blocks.
 
     It stays in the worker's process group: a signal that a terminal or a supervisor sends to the
-    group reaches both, and SIGKILL leaves neither. It ignores SIGINT, SIGTERM and SIGHUP.
+    group reaches both, and SIGKILL leaves neither. It ignores SIGINT, SIGTERM and SIGHUP. What it
+    prints is logged in this process (`io.log`).
     """
 
     def __init__(self, slab_fd: int, module: str) -> None:
@@ -45,6 +49,8 @@ class Child:
             raise
         finally:
             theirs.close()
+        assert self._process.stdout is not None
+        self._log = LogPipe(self._process.stdout, self._process.pid)
 
     def run_on(self, processors: Collection[int]) -> None:
         """Let the process run on `processors`, even if its starting thread is bound to others."""
@@ -114,17 +120,18 @@ class Child:
         """A sentence on how the process ended. Call it only when `is_dead`."""
         status = self._process.returncode
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return f"the I/O process {self.pid} has ended with {how}; its messages are on stderr"
+        return f"the I/O process {self.pid} has ended with {how}; the log has its last lines"
 
     def end(self, timeout_s: float) -> None:
         """Hang up and wait for the process to end; kill it after `timeout_s`."""
         self._sock.close()
         self.hung_up = True
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(timeout_s)
-            return
-        self._process.kill()
-        self._process.wait()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.finish(_LAST_LINES_S)
 
 
 def _spawn(sock_fd: int, slab_fd: int, module: str) -> subprocess.Popen[Any]:
@@ -138,7 +145,11 @@ def _spawn(sock_fd: int, slab_fd: int, module: str) -> subprocess.Popen[Any]:
             command,
             env=_environment(os.environ),
             stdin=subprocess.DEVNULL,
-            stdout=2,  # stdout belongs to the worker, even if a library prints
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
             pass_fds=(sock_fd, slab_fd),
         )
     finally:

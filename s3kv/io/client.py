@@ -1,8 +1,8 @@
 """Client of the I/O process, in its worker.
 
-`IoClient` belongs to the worker's engine thread, and starts no thread. Between `wait_ready` and
-`drain` no call blocks: `fetch`, `upload` and `cancel` queue a message, `flush` hands the queue to
-the kernel, `poll` collects the ends of jobs.
+`IoClient` belongs to the worker's engine thread. It starts no thread but the one that logs what the
+process prints (`io.log`). Between `wait_ready` and `drain` no call blocks: `fetch`, `upload` and
+`cancel` queue a message, `flush` hands the queue to the kernel, `poll` collects the ends of jobs.
 
 It guarantees, whatever happens to the process:
 
@@ -289,7 +289,7 @@ class IoClient:
             self._broke_protocol = True
             self._give_up(f"the I/O process {child.pid} breaks the protocol: {error}")
         if child.hung_up:
-            # The process is probably exiting by itself, and may still write to stderr.
+            # The process is probably exiting by itself, and may still print why.
             self._give_up("", grace_s=_GRACE_S)
 
     def _take(self, message: wire.Up) -> None:

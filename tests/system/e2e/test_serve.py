@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+import s3kv
 from lab import models
 from lab.engine import ENGINE_ARGS, ENVIRONMENT
 from lab.s3 import S3Server
@@ -200,6 +201,27 @@ def test_serve_restart_serve(
         assert server.metric("vllm:s3kv_internal_errors_total") == 0
         server.interrupt()
         server.wait_until_gone(60.0)
+    for name, known in (("cold.log", "new"), ("warm.log", "known")):
+        check_lines(tmp_path / name, bucket, known)
+
+
+def check_lines(log: Path, bucket: str, known: str) -> None:
+    """A start, the namespace and the first request have a line each, and all are in vLLM's format:
+    process, level, time, place."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text()).splitlines()
+    ours = [line for line in lines if "s3kv" in line and ".py:" in line]
+    shape = re.compile(r".*INFO \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] (.*)")
+    said = [match[1] for line in ours if (match := shape.fullmatch(line))]
+    for start in (
+        f"s3kv {s3kv.__version__} reads and writes bucket {bucket} under ",
+        "s3kv: Hit rate: ",
+    ):
+        assert len([line for line in said if line.startswith(start)]) == 1, "\n".join(ours)
+    namespaces = [line for line in said if re.match(r"I/O process \d+: namespace ", line)]
+    assert [f" is {known}" in line for line in namespaces] == [True], "\n".join(ours)
+    assert [line for line in lines if line.startswith("s3kv")] == [], (
+        "a line without time and level"
+    )
 
 
 @pytest.mark.long

@@ -1,0 +1,78 @@
+"""The I/O process's log, which its worker writes.
+
+The process prints each record as a line of JSON; the worker logs it in its own process, with the
+time, level and place of the record. Lines that are no record (a crash, a library that prints) are
+warnings. So whoever has configured `logging` in the worker has configured it for both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from typing import IO, Any
+
+LOGGER = "s3kv.io"
+_FIELDS = ("levelno", "created", "pathname", "lineno")
+
+
+class _LineFormatter(logging.Formatter):
+    """Formatter of a record as one line of JSON, its traceback included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        if not record.name.startswith(LOGGER):
+            message = f"{record.name}: {message}"
+        told: dict[str, Any] = {name: getattr(record, name) for name in _FIELDS}
+        return json.dumps(told | {"message": message})
+
+
+def log_to_worker() -> None:
+    """Print all records of this process for the worker. Called once, in the I/O process."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LineFormatter("%(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger(LOGGER).setLevel(logging.INFO)
+
+
+def record_of(line: str, pid: int) -> logging.LogRecord:
+    """The record on a line that the I/O process `pid` has printed."""
+    found: dict[str, Any] = {}
+    try:
+        parsed = json.loads(line)
+        found = {name: parsed[name] for name in (*_FIELDS, "message")}
+        level, created_s = int(found["levelno"]), float(found["created"])
+    except (ValueError, KeyError, TypeError):
+        found, level, created_s = {}, logging.WARNING, None
+    place, number = str(found.get("pathname", __file__)), found.get("lineno", 0)
+    message = str(found.get("message", line.rstrip()))
+    text = f"I/O process {pid}: {message}"
+    record = logging.LogRecord(LOGGER, level, place, number, text, None, None)
+    if created_s is not None:
+        record.created = created_s
+    return record
+
+
+class LogPipe:
+    """Reader of what one I/O process prints, on a thread of its own: an idle engine polls nothing,
+    and a full pipe would stop the process. The thread ends when the process does."""
+
+    def __init__(self, stream: IO[str], pid: int) -> None:
+        """Takes ownership of `stream`."""
+        self._stream = stream
+        self._pid = pid
+        self._thread = threading.Thread(target=self._run, name=f"{LOGGER} log", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        logger = logging.getLogger(LOGGER)
+        with self._stream:
+            for line in self._stream:
+                record = record_of(line, self._pid)
+                if logger.isEnabledFor(record.levelno):
+                    logger.handle(record)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until the last line of the dead process has been logged."""
+        self._thread.join(timeout_s)
