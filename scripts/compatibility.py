@@ -1,4 +1,4 @@
-"""The tables of versions in README.md and docs/compatibility.md.
+"""The tables of versions in docs/compatibility.md and, through `scripts.status`, README.md.
 
 They show what `scripts.matrix` has recorded.
 """
@@ -30,11 +30,6 @@ def page() -> str:
     results = recorded()
     parts = "\n\n".join((table(results), beneath(results)))
     return filled(ROOT / "docs" / "compatibility.md", {"versions": parts})
-
-
-def readme() -> str:
-    """README.md."""
-    return filled(ROOT / "README.md", {"versions": summary(recorded())})
 
 
 def table(results: list[Result]) -> str:

@@ -23,6 +23,7 @@ from scripts import (
     pictures,
     reference,
     results,
+    status,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,7 +139,7 @@ def documents() -> dict[str, Callable[[], str]]:
     """Everything that is rendered: its path from the root, and what writes it."""
     drawn = {f"docs/pictures/{name}.svg": draw for name, draw in pictures.ALL.items()}
     return {
-        "README.md": compatibility.readme,
+        "README.md": status.readme,
         "deploy/grafana/s3kv.json": dashboard.page,
         "docs/api.md": reference.page,
         "docs/cli.md": command_line,
@@ -149,6 +150,7 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/object-format.md": format_example.page,
         "docs/peers-benchmark.md": results.peers_page,
         "docs/performance.md": results.page,
+        "docs/quickstart.md": status.quick_start,
         **drawn,
     }
 

@@ -1,0 +1,51 @@
+"""The table of what has been run: a row is true by what is there, not by what somebody writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import status
+from scripts.compatibility import CONTINUOUS
+from tests.project import ROOT
+
+
+def state(what: str, root: Path) -> str:
+    (line,) = [line for line in status.table([], root).splitlines() if line.startswith(f"| {what}")]
+    return line.strip("| ").split(" | ")[1]
+
+
+def test_without_evidence_nothing_has_run(tmp_path: Path) -> None:
+    for claim in status.CLAIMS:
+        assert "not yet run" in state(claim.what, tmp_path)
+
+
+def test_the_first_result_of_a_gpu_changes_its_row(tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    (results / "gpu-copies.json").touch()
+    assert state("GPUs", tmp_path) == "run"
+    assert "not yet run" in state("AWS S3", tmp_path)
+
+
+def test_today_nothing_has_run_on_a_gpu_and_ceph_has() -> None:
+    assert "not yet run" in state("GPUs", ROOT)
+    assert state("Ceph", ROOT).startswith("run")
+
+
+def test_a_version_says_how_much_of_it_has_run() -> None:
+    cells = [{"passed": 1400, "failed": []}, {"passed": 2, "failed": []}]
+    results = [{"vllm": "0.29.0", "cells": cells}, {"vllm": CONTINUOUS, "cells": cells}]
+    told = status.table(results)
+    assert f"run with every change: {CONTINUOUS}; run in part: 0.29.0 (1,402 tests) |" in told
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/quickstart.md"])
+def test_the_status_is_the_first_section(document: str) -> None:
+    text = (ROOT / document).read_text()
+    assert text.index("\n## ") == text.index("\n## Status\n")
+    head = text.partition("## Status\n")[2].partition("<!-- BEGIN status -->")[0]
+    lines = [line for line in head.splitlines() if line]
+    assert len(lines) == 3
+    assert "GPU" in head
