@@ -48,7 +48,8 @@ def record_of(line: str, pid: int) -> logging.LogRecord:
     place, number = str(found.get("pathname", __file__)), found.get("lineno", 0)
     message = str(found.get("message", line.rstrip()))
     text = f"I/O process {pid}: {message}"
-    record = logging.LogRecord(LOGGER, level, place, number, text, None, None)
+    # Somebody's factory may add fields that a formatter needs; vLLM's does.
+    record = logging.getLogRecordFactory()(LOGGER, level, place, number, text, None, None)
     if created_s is not None:
         record.created = created_s
     return record

@@ -22,7 +22,7 @@ import pytest
 
 import s3kv
 from lab import models
-from lab.engine import ENGINE_ARGS, ENVIRONMENT
+from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.s3 import S3Server
 from tests.rgw import free_ports
 from tests.system.e2e.conftest import START_AND_STOP_S, References, changed, tokens
@@ -31,6 +31,7 @@ from tests.system.e2e.test_failures import CHUNK_BYTES, port_of, wait_until
 
 PROMPTS = models.prompts(2, 800)
 HIT_TOKENS = 768
+QUICK_START = (ROOT / "docs" / "quickstart.md").read_text()
 
 
 class Server:
@@ -201,27 +202,54 @@ def test_serve_restart_serve(
         assert server.metric("vllm:s3kv_internal_errors_total") == 0
         server.interrupt()
         server.wait_until_gone(60.0)
-    for name, known in (("cold.log", "new"), ("warm.log", "known")):
-        check_lines(tmp_path / name, bucket, known)
+    logs = [tmp_path / "cold.log", tmp_path / "warm.log"]
+    for log, known in zip(logs, ("new", "known"), strict=True):
+        check_lines(log, bucket, known)
+    said = {essence(line) for log in logs for line in messages(log.read_text())}
+    shown = {essence(line) for line in messages(QUICK_START)}
+    assert shown <= said, "the quick start shows lines that vLLM's log does not have"
+
+
+_FORMAT = re.compile(r".*INFO \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] (.*)")
+_VOLATILE = (
+    (r"bucket \S+ under \S+ at .*?: namespace \w+|namespace \S+? is", "PLACE"),
+    (r"under \S+ to compare", "under PREFIX to compare"),
+    (r"\b[0-9a-f]{32}\b", "HASH"),
+    (r"\d[\d.,]*\d|\d", "N"),
+    (r"\b([KMGT]i)?B\b", "BYTES"),
+)
+
+
+def essence(message: str) -> str:
+    """What of a line in the log is the same for every bucket, and on every machine."""
+    for pattern, word in _VOLATILE:
+        message = re.sub(pattern, word, message)
+    return message
+
+
+def messages(text: str) -> list[str]:
+    """What vLLM's log says, of lines in its own format: process, level, time and place."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    return [match[1] for line in plain if (match := _FORMAT.fullmatch(line))]
 
 
 def check_lines(log: Path, bucket: str, known: str) -> None:
-    """A start, the namespace and the first request have a line each, and all are in vLLM's format:
-    process, level, time, place."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text()).splitlines()
-    ours = [line for line in lines if "s3kv" in line and ".py:" in line]
-    shape = re.compile(r".*INFO \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] (.*)")
-    said = [match[1] for line in ours if (match := shape.fullmatch(line))]
-    for start in (
+    """A start, the namespace and the first request have a line each, in vLLM's format."""
+    said = messages(log.read_text())
+    begins = (
         f"s3kv {s3kv.__version__} reads and writes bucket {bucket} under ",
         "s3kv: Hit rate: ",
-    ):
-        assert len([line for line in said if line.startswith(start)]) == 1, "\n".join(ours)
-    namespaces = [line for line in said if re.match(r"I/O process \d+: namespace ", line)]
-    assert [f" is {known}" in line for line in namespaces] == [True], "\n".join(ours)
-    assert [line for line in lines if line.startswith("s3kv")] == [], (
-        "a line without time and level"
     )
+    for begin in begins:
+        assert [line.startswith(begin) for line in said].count(True) == 1, log.read_text()[-9_000:]
+    namespaces = [line for line in said if re.match(r"I/O process \d+: namespace ", line)]
+    assert [f" is {known}" in line for line in namespaces] == [True], namespaces
+    unformatted = [line for line in log.read_text().splitlines() if line.startswith("s3kv")]
+    assert unformatted == []
+
+
+def test_the_quick_start_shows_lines_of_a_log() -> None:
+    assert len(messages(QUICK_START)) == 3
 
 
 @pytest.mark.long

@@ -43,6 +43,16 @@ def test_a_traceback_comes_with_its_record() -> None:
     assert record_of(line, 1).getMessage().endswith("KeyError: 'a bug'")
 
 
+def test_a_record_has_the_fields_that_the_workers_own_records_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Named(logging.LogRecord):
+        process_name = "EngineCore"
+
+    monkeypatch.setattr(logging, "_logRecordFactory", Named)
+    assert getattr(record_of("a line", 1), "process_name", None) == "EngineCore"
+
+
 def test_another_librarys_record_says_whose_it_is() -> None:
     assert record_of(line_of(record("asyncio")), 1).getMessage() == "I/O process 1: asyncio: a b"
 
