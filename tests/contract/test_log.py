@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +27,7 @@ from s3kv.messages import JobEnd, JobKind, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.types import Outcome
+from tests.project import ROOT
 
 OURS = logging.getLogger("s3kv")
 FULL = GroupSpec(16, 256)
@@ -69,6 +73,27 @@ def test_handlers_that_vllm_gets_later_count(
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.StreamHandler(later)])
     OURS.info("a line")
     assert (printed.getvalue(), later.getvalue()) == ("", "a line\n")
+
+
+def test_all_lines_have_vllms_format() -> None:
+    """In a process of its own, because vLLM configures the logging of all of it."""
+    code = (
+        "import logging, vllm.logger\n"
+        "vllm.logger._configure_vllm_root_logger()\n"
+        "from s3kv.connectors.log import join_vllm_log\n"
+        "from s3kv.io.log import record_of\n"
+        "join_vllm_log()\n"
+        "logging.getLogger('s3kv').info('a line of a worker')\n"
+        "logging.getLogger('s3kv.io').handle(record_of('a line', 7))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "a line" in line]
+    place = r"\d\d-\d\d \d\d:\d\d:\d\d \[\S+:\d+\]"
+    assert len(lines) == 2, done.stderr
+    assert re.search(f"INFO {place} a line of a worker$", lines[0]), lines
+    assert re.search(f"WARNING {place} I/O process 7: a line$", lines[1]), lines
 
 
 def test_a_line_below_vllms_level_is_not_logged(printed: io.StringIO) -> None:
