@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from s3kv.io import wire
-from s3kv.io.log import LogPipe
+from s3kv.io.process_log import LogPipe
 
 _RECEIVE_BYTES = 2**16
 _BINDINGS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
@@ -31,7 +31,7 @@ class Child:
 
     It stays in the worker's process group: a signal that a terminal or a supervisor sends to the
     group reaches both, and SIGKILL leaves neither. It ignores SIGINT, SIGTERM and SIGHUP. What it
-    prints is logged in this process (`io.log`).
+    prints is logged in this process (`io.process_log`).
     """
 
     def __init__(self, slab_fd: int, module: str) -> None:

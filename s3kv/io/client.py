@@ -1,8 +1,9 @@
 """Client of the I/O process, in its worker.
 
 `IoClient` belongs to the worker's engine thread. It starts no thread but the one that logs what the
-process prints (`io.log`). Between `wait_ready` and `drain` no call blocks: `fetch`, `upload` and
-`cancel` queue a message, `flush` hands the queue to the kernel, `poll` collects the ends of jobs.
+process prints (`io.process_log`). Between `wait_ready` and `drain` no call blocks: `fetch`,
+`upload` and `cancel` queue a message, `flush` hands the queue to the kernel, `poll` collects the
+ends of jobs.
 
 It guarantees, whatever happens to the process:
 

@@ -81,7 +81,7 @@ def test_all_lines_have_vllms_format() -> None:
         "import logging, vllm.logger\n"
         "vllm.logger._configure_vllm_root_logger()\n"
         "from s3kv.connectors.log import join_vllm_log\n"
-        "from s3kv.io.log import record_of\n"
+        "from s3kv.io.process_log import record_of\n"
         "join_vllm_log()\n"
         "logging.getLogger('s3kv').info('a line of a worker')\n"
         "logging.getLogger('s3kv.io').handle(record_of('a line', 7))\n"

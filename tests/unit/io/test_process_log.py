@@ -11,7 +11,7 @@ import pytest
 
 from s3kv.host.slab import Slab
 from s3kv.io.child import Child
-from s3kv.io.log import LOGGER, LogPipe, _LineFormatter, record_of
+from s3kv.io.process_log import LOGGER, LogPipe, _LineFormatter, record_of
 
 
 def line_of(record: logging.LogRecord) -> str:
