@@ -48,16 +48,13 @@ class ChunkSaves:
             return
         tables = saving.block_ids if step.tables is None else step.tables()
         for number, position in chunks:
-            if self._is_held(self._groups[number], position, step.computed_tokens):
+            if self._is_needed(self._groups[number], position):
                 self._save(request, number, position, tables)
 
-    def _is_held(self, group: GroupSpec, position: int, computed_tokens: int) -> bool:
-        """Whether the engine still has what a resume at the chunk's end needs, if it needs any."""
-        if group.kind is GroupKind.FULL:
-            return True
+    def _is_needed(self, group: GroupSpec, position: int) -> bool:
+        """Whether a resume at the chunk's end needs anything of the group."""
         end = (position + 1) * group.chunk_tokens
-        # The engine frees blocks behind a window when it schedules the next step.
-        return end >= computed_tokens and bool(cover(group, end).blocks)
+        return group.kind is GroupKind.FULL or bool(cover(group, end).blocks)
 
     def _save(
         self,

@@ -15,16 +15,17 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from s3kv.messages import StepPlan, StepReport
 from s3kv.planning.kv import Answer
 from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
-from s3kv.types import ChunkKey, Outcome
-from tests.unit.planning.blocks import BlockPool
-from tests.unit.planning.oracle import Oracle
+from s3kv.types import Outcome
+from tests.unit.planning.blocks import BlockPool, Tables, copied
+from tests.unit.planning.oracle import Oracle, objects_of
 from tests.unit.planning.ranks import Bucket, Rank, Write
-from tests.unit.planning.setup import Prefixes, Request, Setup, hash_of
+from tests.unit.planning.setup import Prefixes, Request, Setup, meaning
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Engine:
                 number,
                 slots=setup.slots,
                 blocks=setup.blocks,
-                block_tokens=setup.block_tokens,
+                tables=setup.tables,
                 bucket=self.bucket,
             )
             for number in range(setup.world_size)
@@ -69,7 +70,7 @@ class Engine:
         self.seen: Counter[str] = Counter()
         self.sound = True
         """No step has broken off with a failure."""
-        self.pool = BlockPool(setup.blocks, setup.block_tokens)
+        self.pool = BlockPool(setup.blocks, setup.tables, setup.null_block)
         self.oracle = Oracle(setup, self.ranks, self.pool)
         self._outputs: deque[_Output] = deque()
         self._load_ends: dict[str, list[bool]] = {}
@@ -90,12 +91,12 @@ class Engine:
         request.learn(len(tokens))
         self.waiting.append(request)
         self.planner.add_request(request_id, request.hashes, limits)
-        local_tokens = len(self.pool.hit(request)) * self.setup.block_tokens
-        self.planner.prefetch(request_id, local_tokens, self.now_s)
+        local_tokens, _ = self.pool.hit(request)
+        self.planner.prefetch(request_id, local_tokens, self.now_s, tokens=request.known)
         return request
 
     def abort(self, request: Request) -> None:
-        state = "loading" if request.loading else "running" if request.blocks else "waiting"
+        state = "loading" if request.loading else "running" if request.tables else "waiting"
         self.seen[f"aborted while {state}"] += 1
         self._leave(request)
 
@@ -126,7 +127,7 @@ class Engine:
             self.preempt(request)
         for request in [*self.waiting, *self.loading.values()]:
             request.before_reset = True
-        holding = bool(self.loading) or any(request.blocks for request in self.waiting)
+        holding = bool(self.loading) or any(request.tables for request in self.waiting)
         if not holding:
             self.pool.forget()
             self.oracle.weights = next(self._numbers)
@@ -179,20 +180,19 @@ class Engine:
             count = min(budget, left + len(guesses))
             if count <= 0 or request.computed + left > len(request.chain):
                 continue
-            new = self.pool.allocate(request, request.computed + count, [])
+            end = request.computed + count
+            new = self.pool.allocate(request, request.computed, end, [])
             while new is None:
                 victim = self.running[-1]
                 self.preempt(victim)
                 preempted = True
                 if victim is request:
                     break
-                new = self.pool.allocate(request, request.computed + count, [])
+                new = self.pool.allocate(request, request.computed, end, [])
             if new is None:
                 break
             budget -= count
-            scheduled.append(
-                ScheduledRequest(request.request_id, (new,), False, request.computed, count)
-            )
+            scheduled.append(self._scheduled(request, new if any(new) else (), count, False))
             self._run(request, count, guesses, writes, output)
         return None if preempted else budget
 
@@ -204,13 +204,12 @@ class Engine:
         output: _Output,
     ) -> None:
         # Who holds blocks already goes first, or it would keep them from the others for ever.
-        for request in sorted(self.waiting, key=lambda request: not request.blocks):
+        for request in sorted(self.waiting, key=lambda request: not request.tables):
             if budget <= 0:
                 break
-            hit: list[int] = []
+            hit: Tables = []
             if request.computed == 0:
-                hit = self.pool.hit(request)
-                local = len(hit) * self.setup.block_tokens
+                local, hit = self.pool.hit(request)
                 answer = self._ask(request, local)
                 if answer.wait:
                     continue
@@ -221,39 +220,48 @@ class Engine:
                         break
                     continue
             count = min(budget, request.known - request.computed)
-            if self.pool.allocate(request, request.computed + count, hit) is None:
+            end = request.computed + count
+            if self.pool.allocate(request, request.computed, end, hit) is None:
                 self.seen["unplaced"] += 1
-                if not request.blocks:
+                if not request.tables:
                     request.computed = 0
                 break
-            self.planner.admitted(request.request_id, (request.blocks,), 0)
+            self.planner.admitted(request.request_id, request.tables, 0)
             budget -= count
             self.waiting.remove(request)
             self.running.append(request)
-            scheduled.append(
-                ScheduledRequest(
-                    request.request_id, (list(request.blocks),), True, request.computed, count
-                )
-            )
+            scheduled.append(self._scheduled(request, copied(request.tables), count, True))
             self._run(request, count, "", writes, output)
 
+    def _scheduled(
+        self, request: Request, blocks: Sequence[Sequence[int]], count: int, replaces: bool
+    ) -> ScheduledRequest:
+        has_gaps = self.setup.null_block is not None
+        tables = partial(copied, copied(request.tables)) if has_gaps else None
+        return ScheduledRequest(
+            request.request_id, blocks, replaces, request.computed, count, tables
+        )
+
     def _ask(self, request: Request, local_tokens: int) -> Answer:
-        answer = self.planner.lookup(request.request_id, local_tokens, self.now_s)
+        answer = self.planner.lookup(
+            request.request_id, local_tokens, self.now_s, tokens=request.known
+        )
         self.seen["waits" if answer.wait else "offers" if answer.tokens else "nothings"] += 1
         self.oracle.check_answer(request, local_tokens, answer, self.now_s)
         return answer
 
-    def _place_load(self, request: Request, hit: list[int], tokens: int) -> bool:
+    def _place_load(self, request: Request, hit: Tables, tokens: int) -> bool:
         # Requests that hold blocks and compute nothing must be able to go on some time.
-        holding = [*self.loading.values(), *(r for r in self.waiting if r.blocks)]
-        promised = sum(self.pool.missing(other, other.known, []) for other in holding)
+        holding = [*self.loading.values(), *(r for r in self.waiting if r.tables)]
+        promised = sum(self.pool.missing(r, r.computed, r.known, []) for r in holding)
+        end = request.computed + tokens
         if (
-            promised + self.pool.missing(request, request.known, hit) > self.pool.free
-            or self.pool.allocate(request, request.computed + tokens, hit) is None
+            promised + self.pool.missing(request, end, request.known, hit) > self.pool.free
+            or self.pool.allocate(request, end, end, hit) is None
         ):
             self.seen["unplaced offers"] += 1
             return False
-        self.planner.admitted(request.request_id, (list(request.blocks),), tokens)
+        self.planner.admitted(request.request_id, copied(request.tables), tokens)
         request.computed += tokens
         request.loading = True
         self.waiting.remove(request)
@@ -272,10 +280,12 @@ class Engine:
                 right = right and guesses[position - first_guess] == "y"
                 accepted += right
             prefix = request.chain[position] if right else -1 - position
-            block = request.blocks[position // self.setup.block_tokens]
-            writes.append(
-                (block, position % self.setup.block_tokens, (self.oracle.weights, prefix))
-            )
+            for number, (table, spec) in enumerate(
+                zip(request.tables, self.setup.tables, strict=True)
+            ):
+                at, offset = divmod(position, spec.block_tokens)
+                kv = meaning(prefix, number, len(request.tables))
+                writes.append((table[at], offset, (self.oracle.weights, kv)))
         request.computed = end
         self.pool.remember(request, end)
         rejected = max(0, end - first_guess) - accepted
@@ -364,10 +374,7 @@ class Engine:
         chain: list[int] = []
         for token in tokens:
             self.prefixes.extend(chain, token)
-        size = self.setup.chunk_tokens
-        for end in range(size, len(chain) + 1, size):
-            key = ChunkKey(0, hash_of(chain[end - 1]))
-            content = tuple((0, prefix) for prefix in chain[end - size : end])
+        for key, content in objects_of(self.setup, chain):
             for rank in self.ranks:
                 self.bucket.objects.setdefault((rank.number, key), (rank.number, content))
 

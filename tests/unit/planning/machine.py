@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.ledger import ChunkState
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.types import ChunkKey, Outcome
@@ -174,7 +175,8 @@ class PlannerMachine(RuleBasedStateMachine):
         After a reset the hashes are not known here.
         """
         engine = self.engine
-        if engine.seen["resets"] or engine.seen["resets refused"]:
+        is_full = engine.setup.tables[0].kind is GroupKind.FULL
+        if engine.seen["resets"] or engine.seen["resets refused"] or not is_full:
             return
         for number, prompt in enumerate(self.prompts[-3:]):
             request = engine.arrive(f"again {number}", prompt, 1)
@@ -188,11 +190,64 @@ class PlannerMachine(RuleBasedStateMachine):
             assert not left, f"in host memory alone, and nobody uploads them: {left}"
 
 
-def run(examples: int, *, steps: int = 50) -> Counter[str]:
+@st.composite
+def groups_of_several(draw: st.DrawFn) -> Setup:
+    """Full attention or none, then windows and local attention, with blocks of any sizes."""
+    hash_tokens = draw(st.sampled_from([1, 2]))
+    sizes = st.sampled_from([hash_tokens, 2 * hash_tokens])
+    chunk_tokens = draw(st.sampled_from([2, 4])) * hash_tokens
+    kinds = draw(
+        st.lists(st.sampled_from([GroupKind.WINDOW, GroupKind.LOCAL]), min_size=1, max_size=2)
+    )
+    if draw(st.sampled_from([True, True, True, False])):
+        kinds = [GroupKind.FULL, *kinds]
+    members = [draw(st.integers(1, 2)) for _ in kinds]
+    tables = sum(members)
+    numbers = draw(st.permutations(range(tables)))
+    groups = []
+    for number, kind in enumerate(kinds):
+        reach = {
+            GroupKind.FULL: 0,
+            GroupKind.WINDOW: draw(st.integers(2, 13)),
+            GroupKind.LOCAL: chunk_tokens * draw(st.integers(2, 4)),
+        }
+        mine = tuple(numbers.pop() for _ in range(members[number]))
+        groups.append(GroupSpec(draw(sizes), chunk_tokens, kind, reach[kind], number, mine))
+    return Setup(
+        chunk_tokens=chunk_tokens,
+        hash_tokens=hash_tokens,
+        groups=tuple(groups),
+        null_block=0,
+        world_size=draw(st.integers(1, 2)),
+        slots=draw(st.sampled_from([6, 12, 24])),
+        # Enough for the longest request.
+        blocks=1 + 24 // hash_tokens * tables + draw(st.sampled_from([0, 10, 40, 100])),
+        probe_chunks=draw(st.integers(1, 4)),
+        max_wait_s=draw(st.sampled_from([0.0, 2.0, 5.0, 50.0])),
+        gate=draw(st.booleans()),
+        max_saves_inflight=draw(st.sampled_from([2, 6, 12])),
+        eviction=draw(st.sampled_from(["lru", "sieve"])),
+        steps_ahead=draw(st.integers(0, 1)),
+    )
+
+
+class GroupsMachine(PlannerMachine):
+    """The same with several KV-cache groups, whose tables have gaps."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    @initialize(setup=groups_of_several())
+    def start(self, setup: Setup) -> None:
+        super().start(setup)
+
+
+def run(
+    examples: int, *, steps: int = 50, machine: type[PlannerMachine] = PlannerMachine
+) -> Counter[str]:
     """The same examples every time. Returns how often what happened."""
-    PlannerMachine.seen.clear()
+    machine.seen.clear()
     run_state_machine_as_test(
-        seed(20240601)(PlannerMachine),
+        seed(20240601)(machine),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -203,4 +258,4 @@ def run(examples: int, *, steps: int = 50) -> Counter[str]:
             report_multiple_bugs=False,
         ),
     )
-    return PlannerMachine.seen
+    return machine.seen

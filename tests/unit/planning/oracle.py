@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from s3kv.messages import (
     FetchOrder,
@@ -13,11 +13,34 @@ from s3kv.messages import (
     StepReport,
     UploadOrder,
 )
+from s3kv.planning.cover import GroupSpec, blocks_of_chunk, cover, held_blocks
 from s3kv.planning.kv import NOTHING, Answer
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.blocks import BlockPool
-from tests.unit.planning.ranks import Content, Rank
-from tests.unit.planning.setup import Request, Setup, hash_of
+from tests.unit.planning.ranks import Rank, TokenKV
+from tests.unit.planning.setup import Request, Setup, hash_of, meaning
+
+
+def content_of(
+    setup: Setup, group: GroupSpec, chain: Sequence[int], chunk: int, weights: int
+) -> tuple[TokenKV, ...]:
+    """What the object of a chunk means."""
+    size, blocks = group.block_tokens, blocks_of_chunk(group, chunk)
+    tokens = chain[blocks.start * size : blocks.stop * size]
+    count = len(setup.tables)
+    return tuple((weights, meaning(t, table, count)) for table in group.members for t in tokens)
+
+
+def objects_of(
+    setup: Setup, chain: Sequence[int]
+) -> Iterator[tuple[ChunkKey, tuple[TokenKV, ...]]]:
+    """The objects of all chunks in `chain`, computed with the first weights."""
+    for chunk in range(len(chain) // setup.chunk_tokens):
+        end = (chunk + 1) * setup.chunk_tokens
+        for group in dict.fromkeys(setup.tables):
+            if cover(group, end).blocks:
+                key = ChunkKey(group.number, hash_of(chain[end - 1]))
+                yield key, content_of(setup, group, chain, chunk, 0)
 
 
 class Oracle:
@@ -60,6 +83,8 @@ class Oracle:
         if not answer.wait:
             assert answer.tokens >= 0
             assert local_tokens + answer.tokens <= request.known
+            if answer.tokens and self._setup.null_block is not None:
+                assert local_tokens + answer.tokens < request.known, "the last one is computed"
             request.waits_since_s = None
         elif request.waits_since_s is None:
             request.waits_since_s = now_s
@@ -88,41 +113,47 @@ class Oracle:
         those of before the first reset."""
         size = self._setup.chunk_tokens
         allowed = {
-            ChunkKey(0, hash_of(prefix))
+            hash_of(prefix)
             for request in running
             for prefix in request.chain[: request.limits.save_tokens][size - 1 :: size]
         }
         for save in plan.saves:
-            assert save.key in allowed, f"{save}: no request lets it be saved"
+            assert save.key.block_hash in allowed, f"{save}: no request lets it be saved"
 
     def _check_load(self, request: Request, load: LoadOrder) -> None:
         """Every part is the right chunk, complete on every rank, and goes where it should."""
         assert not request.before_reset, "a request from before the reset loads"
-        per_chunk = self._setup.chunk_tokens // self._setup.block_tokens
-        targets: list[int] = []
+        targets: dict[int, list[int]] = {}
         for part in load.parts:
-            at = request.blocks.index(part.block_ids[0])
-            chunk, first_block = divmod(at, per_chunk)
-            assert part.first_block == first_block
-            assert part.first_block + len(part.block_ids) <= per_chunk
+            group, table = self._setup.tables[part.group], request.tables[part.group]
+            chunk, first_block = divmod(
+                table.index(part.block_ids[0]), group.chunk_tokens // group.block_tokens
+            )
+            held = held_blocks(group)
+            assert part.first_block == first_block - held.start
+            assert part.first_block + len(part.block_ids) <= len(held)
+            content = content_of(self._setup, group, request.chain, chunk, self.weights)
             for rank in self._ranks:
-                wanted = self._content(request, chunk, rank)
-                held = rank.slots[part.slot]
-                assert held == wanted, f"{part} on rank {rank.number}: {held}, not {wanted}"
-            targets += part.block_ids
-        first = request.blocks.index(targets[0])
-        last = request.computed // self._setup.block_tokens
-        assert targets == request.blocks[first:last]
-        assert all(self._pool.users(block) == 1 for block in targets), "a load into a shared block"
-
-    def _content(self, request: Request, chunk: int, rank: Rank) -> Content:
-        size = self._setup.chunk_tokens
-        tokens = request.chain[chunk * size : (chunk + 1) * size]
-        return rank.number, tuple((self.weights, token) for token in tokens)
+                wanted, found = (rank.number, content), rank.slots[part.slot]
+                assert found == wanted, f"{part} on rank {rank.number}: {found}, not {wanted}"
+            targets.setdefault(part.group, []).extend(part.block_ids)
+        for number, blocks in targets.items():
+            table = request.tables[number]
+            last = request.computed // self._setup.tables[number].block_tokens
+            assert blocks == table[table.index(blocks[0]) : last]
+            shared = [block for block in blocks if self._pool.users(block) != 1]
+            assert not shared, "a load into a shared block"
 
     def check_loaded(self, request: Request) -> None:
         """The request's blocks hold its prefix, on every rank, wherever they came from."""
-        for rank in self._ranks:
-            held = [token for block in request.blocks for token in rank.blocks[block]]
-            wanted = [(self.weights, token) for token in request.chain[: request.computed]]
-            assert held[: request.computed] == wanted, request.request_id
+        tables = self._setup.tables
+        for number, group in enumerate(tables):
+            for at, block in enumerate(request.tables[number]):
+                if block == self._setup.null_block:
+                    continue
+                begin = at * group.block_tokens
+                known = request.chain[begin : min(begin + group.block_tokens, request.computed)]
+                wanted = [(self.weights, meaning(t, number, len(tables))) for t in known]
+                for rank in self._ranks:
+                    held = list(rank.blocks[block])[: len(wanted)]
+                    assert held == wanted, request.request_id

@@ -8,7 +8,7 @@ is seen as what it is, the wrong content in the right place, and not only as a r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from s3kv.messages import (
@@ -21,6 +21,7 @@ from s3kv.messages import (
     StepReport,
     UploadOrder,
 )
+from s3kv.planning.cover import GroupSpec, held_blocks
 from s3kv.types import ChunkKey, Outcome
 
 TokenKV = tuple[int, int]
@@ -48,11 +49,14 @@ class Rank:
     """One rank. What it has been ordered to do is done when the test says so, in any order."""
 
     def __init__(
-        self, number: int, *, slots: int, blocks: int, block_tokens: int, bucket: Bucket
+        self, number: int, *, slots: int, blocks: int, tables: Sequence[GroupSpec], bucket: Bucket
     ) -> None:
         self.number = number
         self.slots: list[Content | None] = [None] * slots
-        self.blocks: list[list[TokenKV | None]] = [[None] * block_tokens for _ in range(blocks)]
+        size = max(group.block_tokens for group in tables)
+        self.blocks: list[list[TokenKV | None]] = [[None] * size for _ in range(blocks)]
+        self._tables = tables
+        self._groups = {group.number: group for group in tables}
         self.bucket = bucket
         self.orders: dict[tuple[str, int | str], Order] = {}
         """Not ended yet, by kind and job (or request)."""
@@ -128,7 +132,8 @@ class Rank:
         order = self.orders.pop(("save", job_id))
         assert isinstance(order, SaveOrder)
         ok = outcome.is_success
-        tokens = tuple(token for block in order.block_ids for token in self.blocks[block])
+        size = self._groups[order.key.group].block_tokens
+        tokens = tuple(token for block in order.block_ids for token in self.blocks[block][:size])
         if ok:
             assert all(t is not None and t[1] > 0 for t in tokens), f"{order} copies {tokens}"
             meaning = self.bucket.meanings.setdefault(order.key, tokens)
@@ -158,9 +163,11 @@ class Rank:
         for part in order.parts:
             content = self.slots[part.slot]
             assert content is not None, f"{order} reads a slot that nothing has filled"
-            size = len(self.blocks[0])
-            for at, block in enumerate(part.block_ids, part.first_block):
-                self.blocks[block] = list(content[1][at * size : (at + 1) * size])
+            group = self._tables[part.group]
+            size = group.block_tokens
+            first = group.members.index(part.group) * len(held_blocks(group)) + part.first_block
+            for at, block in enumerate(part.block_ids, first):
+                self.blocks[block][:size] = content[1][at * size : (at + 1) * size]
 
     def _say(self, job_id: int, kind: JobKind, outcome: Outcome) -> None:
         self.report.add(JobEnd(job_id, kind, outcome, 0, 0.0))

@@ -41,6 +41,13 @@ class Setup:
     steps_ahead: int = 0
     """Steps planned before the output of one has come back: 0, or 1 for async scheduling."""
 
+    @property
+    def tables(self) -> tuple[GroupSpec, ...]:
+        """The group of each of the engine's tables of blocks, by the number of the table."""
+        groups = self.groups or (GroupSpec(self.block_tokens, self.chunk_tokens),)
+        of = {member: group for group in groups for member in group.members}
+        return tuple(of[number] for number in range(len(of)))
+
     def planner(self) -> KVPlanner:
         ledger = Ledger(
             Table(EqualSlots(self.slots), self.eviction),
@@ -61,6 +68,11 @@ class Setup:
             null_block=self.null_block,
         )
         return KVPlanner(ledger, Pace(prefill_tokens_per_s=8.0, fetches_at_once=4), settings)
+
+
+def meaning(prefix_id: int, table: int, tables: int) -> int:
+    """An id for the KV of this token in the layers of one of so many tables."""
+    return prefix_id * tables + table
 
 
 class Prefixes:
@@ -92,7 +104,8 @@ class Request:
     hashes: list[bytes] = field(default_factory=list)
     computed: int = 0
     outstanding: int = 0
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """Its blocks in every group of the engine; without any block, no tables."""
     loading: bool = False
     over: bool = False
     before_reset: bool = False

@@ -550,18 +550,3 @@ def check_load(desk: Desk, begin: int, end: int) -> None:
             assert entry is not None
             assert (part.slot, part.first_block) == (entry.number, first_block)
     desk.planner.loaded(["r"])
-
-
-def test_a_window_is_saved_in_the_step_that_reaches_the_end_of_a_chunk_or_never() -> None:
-    groups = (GroupSpec(2, 4), GroupSpec(2, 4, GroupKind.WINDOW, 3, number=1))
-    desk = Desk(groups=groups, may_load=False)
-    desk.add("r", "aaaabbb")
-    desk.planner.admitted("r", ([], []), 0)
-    step = ScheduledRequest("r", ([0, 1, 2, 3], [10, 11, 12, 13]), True, 0, 7)
-    saves = desk.plan(step).saves
-    assert [(save.key.group, save.block_ids) for save in saves] == [(0, (0, 1)), (1, (11,))]
-    for computed in (7, 8):  # the tokens are not known before the next step
-        assert desk.plan(ScheduledRequest("r", (), False, computed, 1)).saves == ()
-    desk.grow("r", "aaaabbbb")
-    (save,) = desk.plan(ScheduledRequest("r", (), False, 9, 1)).saves
-    assert (save.key.group, save.block_ids) == (0, (2, 3)), "the window has moved on"

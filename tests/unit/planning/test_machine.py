@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.unit.planning.machine import PlannerMachine, run
+from tests.unit.planning.machine import GroupsMachine, PlannerMachine, run
 
 TestPlanner = PlannerMachine.TestCase
+TestPlannerWithGroups = GroupsMachine.TestCase
 TestPlanner.settings = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+TestPlannerWithGroups.settings = settings(TestPlanner.settings, max_examples=40)
 
 
 @pytest.mark.long
-def test_the_machine_gets_everywhere() -> None:
-    seen = run(examples=300)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("machine", [PlannerMachine, GroupsMachine])
+def test_the_machine_gets_everywhere(machine: type[PlannerMachine]) -> None:
+    seen = run(examples=300, machine=machine)
     assert all(
         seen[what] >= 5
         for what in (
@@ -43,4 +47,5 @@ def test_the_machine_gets_everywhere() -> None:
     ), seen
     assert seen["aborted while loading"], seen
     assert seen["loads failed"], seen
-    assert seen["resets refused"], seen
+    if machine is PlannerMachine:  # with groups there are fewer loads to refuse one
+        assert seen["resets refused"], seen

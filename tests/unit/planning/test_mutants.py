@@ -5,6 +5,7 @@ finds only in long runs, an example does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from s3kv.host.table import Table, TableError
 from s3kv.messages import JobEnd, LoadPart
 from s3kv.planning.breaker import Breaker
+from s3kv.planning.cover import held_blocks
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import Answer, KVPlanner
 from s3kv.planning.ledger import Job, Ledger
@@ -21,7 +23,7 @@ from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledR
 from s3kv.planning.saves import ChunkSaves
 from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey
-from tests.unit.planning.machine import run
+from tests.unit.planning.machine import GroupsMachine, run
 from tests.unit.planning.test_kv import (
     test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends as finishing,
 )
@@ -38,9 +40,6 @@ from tests.unit.planning.test_ledger import (
     test_while_the_outage_goes_on_hits_upload_less_and_less_often as less_and_less,
 )
 from tests.unit.planning.test_saves import (
-    test_a_block_of_one_group_that_goes_to_another_is_fenced as handed_on,
-)
-from tests.unit.planning.test_saves import (
     test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to as tables_count,
 )
 
@@ -55,6 +54,8 @@ loaded = KVPlanner.loaded
 reset = KVPlanner.reset
 load_parts = Lookup.load_parts
 collect = Lookup.collect
+collect_groups = PlannedRequest.collect
+save_chunk = ChunkSaves._save
 give_back = Lookup._give_back
 on_end = Ledger.on_end
 plan_save = Ledger.plan_save
@@ -68,8 +69,17 @@ def by_machine() -> None:
     run(examples=1_500)
 
 
+def by_machine_with_groups() -> None:
+    run(examples=1_500, machine=GroupsMachine)
+
+
 def mutant(of: Callable[[Patch], None]) -> Callable[[Patch], None]:
     MUTANTS.append((of, by_machine))
+    return of
+
+
+def mutant_of_groups(of: Callable[[Patch], None]) -> Callable[[Patch], None]:
+    MUTANTS.append((of, by_machine_with_groups))
     return of
 
 
@@ -162,26 +172,6 @@ def saves_undecided_chunks_before_they_are_computed_again(patch: Patch) -> None:
         save(self, request, step)
 
     patch.setattr(ChunkSaves, "plan", early)
-
-
-@mutant_for(handed_on)
-def fences_the_first_group_alone(patch: Patch) -> None:
-    def first(self: KVPlanner, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
-        return self.ledger.fences(block_ids[0])
-
-    patch.setattr(KVPlanner, "_fences_behind", first)
-
-
-@mutant_for(tables_count)
-def believes_that_tables_only_grow(patch: Patch) -> None:
-    def grown(self: Saving, step: ScheduledRequest) -> None:
-        place(self, step._replace(tables=None))
-
-    def known(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
-        save(self, request, step._replace(tables=None))
-
-    patch.setattr(Saving, "place", grown)
-    patch.setattr(ChunkSaves, "plan", known)
 
 
 @mutant
@@ -319,6 +309,72 @@ def uploads_again_however_many_are_on_their_way(patch: Patch) -> None:
         return take(self, 1_000, store, now_s)
 
     patch.setattr(Unsaved, "take", greedy)
+
+
+@mutant_of_groups
+def fences_the_first_group_alone(patch: Patch) -> None:
+    def first(self: KVPlanner, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
+        return self.ledger.fences(block_ids[0])
+
+    patch.setattr(KVPlanner, "_fences_behind", first)
+
+
+@mutant_for(tables_count)
+def believes_that_tables_only_grow(patch: Patch) -> None:
+    def grown(self: Saving, step: ScheduledRequest) -> None:
+        place(self, step._replace(tables=None))
+
+    def known(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
+        save(self, request, step._replace(tables=None))
+
+    patch.setattr(Saving, "place", grown)
+    patch.setattr(ChunkSaves, "plan", known)
+
+
+@mutant_of_groups
+def saves_no_block_as_if_it_were_one(patch: Patch) -> None:
+    def blind(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
+        self._null_block = None
+        save(self, request, step)
+
+    patch.setattr(ChunkSaves, "plan", blind)
+
+
+@mutant_of_groups
+def saves_the_parts_of_a_chunk_in_another_order(patch: Patch) -> None:
+    def turned(self: ChunkSaves, request: PlannedRequest, *args: Any) -> None:
+        groups = self._groups
+        self._groups = [replace(group, members=group.members[::-1]) for group in groups]
+        save_chunk(self, request, *args)
+        self._groups = groups
+
+    patch.setattr(ChunkSaves, "_save", turned)
+
+
+@mutant_of_groups
+def offers_what_the_first_group_has(patch: Patch) -> None:
+    def alone(self: PlannedRequest, now_s: float, orders: int) -> Lookup | None:
+        awaited = collect_groups(self, now_s, orders)
+        self.ready = max(self.ready, self.lookups[0].ready)
+        return awaited
+
+    patch.setattr(PlannedRequest, "collect", alone)
+
+
+@mutant_of_groups
+def offers_the_last_token(patch: Patch) -> None:
+    whole = property(lambda self: len(self.known))
+    patch.setattr(ChunkHashes, "before_the_last", whole)
+
+
+@mutant_of_groups
+def takes_a_window_for_a_whole_chunk(patch: Patch) -> None:
+    def whole(self: Lookup, *args: Any) -> Iterator[LoadPart]:
+        for part in load_parts(self, *args):
+            skipped = held_blocks(self.group).start
+            yield replace(part, first_block=part.first_block + skipped)
+
+    patch.setattr(Lookup, "load_parts", whole)
 
 
 @pytest.mark.long

@@ -92,3 +92,32 @@ def test_local_attention_saves_nothing_where_it_begins_anew() -> None:
     saves = desk.plan(scheduled(tables, 0, 12, tables)).saves
     local = [save.block_ids for save in saves if save.key.group == 1]
     assert local == [(11, 12), (15, 16)], "a resume at 8 tokens needs none of it"
+
+
+def test_a_window_is_saved_as_long_as_the_engine_has_it() -> None:
+    """Its last tokens may be drafts: what they are is known a step later, further on."""
+    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk.add("r", "aaaabbbb")
+    desk.planner.admitted("r", ([], [], []), 0)
+    first = [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]
+    saves = desk.plan(scheduled(first, 0, 11, first)).saves
+    assert [(s.key.group, s.block_ids) for s in saves if s.key.group == 1] == [
+        (1, (2, 22)),
+        (1, (4, 24)),
+    ]
+    desk.grow("r", "aaaabbbbcccc")
+    kept = [0, 0, 0, 0, 0, 6, 7], [11, 12, 13, 14, 15, 16, 17], [0, 0, 0, 0, 25, 26, 27]
+    saves = desk.plan(scheduled(kept, 13, 1, ([7], [17], [27]))).saves
+    assert [(s.key.group, s.block_ids) for s in saves] == [(0, (15, 16)), (1, (6, 26))]
+
+
+def test_a_window_that_has_moved_on_is_not_saved() -> None:
+    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk.add("r", "aaa")
+    desk.planner.admitted("r", ([], [], []), 0)
+    first = [1, 2], [11, 12], [21, 22]
+    assert desk.plan(scheduled(first, 0, 3, first)).saves == ()
+    desk.grow("r", "aaaabbb")
+    moved = [0, 0, 3, 4], [11, 12, 13, 14], [0, 0, 23, 24]
+    (saved,) = desk.plan(scheduled(moved, 6, 1, ([3, 4], [13, 14], [23, 24]))).saves
+    assert saved.key.group == 0
