@@ -1,0 +1,130 @@
+"""Make a release: `python -m scripts.release [--without-demo] [FOLDER]`, or `make release`.
+
+FOLDER (dist) comes to hold the sdist and the wheel, checked by twine and each installed in a fresh
+environment; an SBOM of the wheel's environment (CycloneDX); the release notes, which are the
+version's section of CHANGELOG.md; and SHA256SUMS of all of them. The demo runs with the s3kv of the
+wheel and the engine of this environment, for some minutes. Nothing is uploaded.
+
+A version that is still in development is rehearsed with the changelog's section Unreleased.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+import s3kv
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ("demo", "lab")
+"""What the demo consists of, beside s3kv."""
+
+
+class ReleaseError(Exception):
+    """A reason not to release. The message says what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the release in an empty folder. Raises `ReleaseError`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
+    parser.add_argument("--without-demo", action="store_true")
+    given = parser.parse_args(arguments)
+    out: Path = given.folder.resolve()
+    text = notes((ROOT / "CHANGELOG.md").read_text("utf-8"), s3kv.__version__)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    archives = build(out)
+    _run(sys.executable, "-m", "twine", "check", "--strict", *archives)
+    with tempfile.TemporaryDirectory() as work:
+        for archive in archives:
+            python = install(archive, Path(work, archive.suffix.lstrip(".")))
+        sbom = out / f"vllm_s3kv-{s3kv.__version__}.cdx.json"
+        reproducible = ("--output-reproducible", "--pyproject", ROOT / "pyproject.toml")
+        command = (sys.executable, "-m", "cyclonedx_py", "environment", *reproducible)
+        _run(*command, "--output-file", sbom, python)
+        if not given.without_demo:
+            run_demo(python, Path(work, "demo"))
+    (out / "NOTES.md").write_text(text)
+    (out / "SHA256SUMS").write_text(checksums(out))
+    print(f"{s3kv.__version__} is in {out}; nothing has been uploaded")
+
+
+def notes(changelog: str, version: str) -> str:
+    """The section of a version, without its heading; of one in development, what is unreleased.
+    Raises `ReleaseError` if there is none, or nothing in it."""
+    name = "Unreleased" if "dev" in version else version
+    found = re.search(
+        rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## |\Z)", changelog, re.DOTALL | re.MULTILINE
+    )
+    if found is None or not found[1].strip():
+        raise ReleaseError(f"CHANGELOG.md says nothing under ## [{name}]: write it first")
+    return found[1].strip() + "\n"
+
+
+def build(out: Path) -> list[Path]:
+    """The sdist and the wheel, in this order: the environment of the last one is described."""
+    _run(sys.executable, "-m", "hatchling", "build", "-d", out)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return [sdist, wheel]
+
+
+def install(archive: Path, folder: Path) -> Path:
+    """The interpreter of a fresh environment in `folder` with the archive and its command line."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    _run(python, "-m", "pip", "install", "--quiet", f"{archive}[cli,integrity]")
+    version = _run(folder / "bin" / "s3kv", "--version").split()[-1]
+    if version != s3kv.__version__:
+        raise ReleaseError(f"{archive.name} calls itself {version}: expected {s3kv.__version__}")
+    _run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "pip", "setuptools")
+    return python
+
+
+def run_demo(python: Path, folder: Path) -> None:
+    """Run the demo in `folder`, where there is no s3kv but the one that is installed."""
+    for part in DEMO:
+        shutil.copytree(ROOT / part, folder / part)
+    site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # A path file adds one folder and reads no path files in it, so an editable s3kv stays behind.
+    Path(site, "engine.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    where = Path(_run(python, "-c", "import s3kv; print(s3kv.__file__)", cwd=folder).strip())
+    if not where.is_relative_to(site):
+        raise ReleaseError(f"the demo would run the s3kv at {where}: expected that of the wheel")
+    print(_run(python, "-m", "demo", cwd=folder))
+
+
+def checksums(folder: Path) -> str:
+    """Digests of the files, as `sha256sum --check` reads them."""
+    files = sorted(path for path in folder.iterdir() if path.name != "SHA256SUMS")
+    return "".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in files)
+
+
+def _run(*command: str | Path, cwd: Path = ROOT) -> str:
+    """What the command prints. Nothing of the checkout is importable by PYTHONPATH."""
+    environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        told = f"{' '.join(map(str, command))} ended with {done.returncode}"
+        raise ReleaseError(f"{told}\n{done.stdout}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ReleaseError as error:
+        sys.exit(str(error))

@@ -1,0 +1,74 @@
+"""Parts of `make release` that take seconds. tests/repository installs what it builds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+import s3kv
+from scripts import release
+
+CHANGELOG = """# Changelog
+
+## [Unreleased]
+
+### Added
+
+- news
+
+## [0.2.0] - 2026-01-01
+
+- older
+
+## [0.1.0] - 2025-01-01
+"""
+
+
+def test_the_notes_are_the_section_of_the_version() -> None:
+    assert release.notes(CHANGELOG, "0.3.0.dev0") == "### Added\n\n- news\n"
+    assert release.notes(CHANGELOG, "0.2.0") == "- older\n"
+
+
+@pytest.mark.parametrize("version", ["0.1.0", "0.2", "9.9.9"])
+def test_no_release_without_notes(version: str) -> None:
+    with pytest.raises(release.ReleaseError, match=r"says nothing under ## \["):
+        release.notes(CHANGELOG, version)
+
+
+def test_this_version_has_notes() -> None:
+    assert release.notes((release.ROOT / "CHANGELOG.md").read_text(), s3kv.__version__)
+
+
+def test_checksums_are_what_sha256sum_reads(tmp_path: Path) -> None:
+    for name in ("a.whl", "b.tar.gz"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "SHA256SUMS").write_text(release.checksums(tmp_path))
+    assert release.checksums(tmp_path).count("\n") == 2
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_twine_accepts_what_is_built(tmp_path: Path) -> None:
+    pytest.importorskip("twine")
+    archives = release.build(tmp_path)
+    assert [a.name.removeprefix(f"vllm_s3kv-{s3kv.__version__}") for a in archives] == [
+        ".tar.gz",
+        "-py3-none-any.whl",
+    ]
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *archives], check=True)
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_may_not_run_another_s3kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the checkout's nor, as here, one that only the engine's environment has."""
+    venv.create(tmp_path / "env", with_pip=False)
+    (tmp_path / "engine" / "s3kv").mkdir(parents=True)
+    (tmp_path / "engine" / "s3kv" / "__init__.py").touch()
+    monkeypatch.setattr(release.sysconfig, "get_path", lambda _: str(tmp_path / "engine"))
+    with pytest.raises(release.ReleaseError, match="expected that of the wheel"):
+        release.run_demo(tmp_path / "env" / "bin" / "python", tmp_path / "demo")
