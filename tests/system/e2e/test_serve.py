@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
+import s3kv
 from lab import models
-from lab.engine import ENGINE_ARGS, ENVIRONMENT
+from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.s3 import S3Server
 from tests.rgw import free_ports
 from tests.system.e2e.conftest import START_AND_STOP_S, References, changed, tokens
@@ -30,6 +31,7 @@ from tests.system.e2e.test_failures import CHUNK_BYTES, port_of, wait_until
 
 PROMPTS = models.prompts(2, 800)
 HIT_TOKENS = 768
+QUICK_START = (ROOT / "docs" / "quickstart.md").read_text()
 
 
 class Server:
@@ -179,7 +181,9 @@ def test_serve_restart_serve(
     with valve(port_of(s3)) as slow:
         # The valve shuts before the second prompt asks: that one need not wait for long.
         connector = changed(by_name, endpoint_url=slow.url, max_wait_ms=2_000)
-        with vllm_serve(tiny, connector, s3.env, tmp_path / "cold.log") as server:
+        log = tmp_path / "cold.log"
+        with vllm_serve(tiny, connector, s3.env, log) as server:
+            wait_until("the namespace is new", lambda: " is new; " in log.read_text(), 120.0)
             slow.shut_after(3 * CHUNK_BYTES)
             assert [server.complete(prompt) for prompt in PROMPTS] == expected
             assert server.metric("vllm:external_prefix_cache_queries_total") > 0
@@ -191,15 +195,63 @@ def test_serve_restart_serve(
             server.wait_until_gone(60.0)
     assert under_way < 12
 
-    with vllm_serve(tiny, by_name, s3.env, tmp_path / "warm.log") as server:
+    log = tmp_path / "warm.log"
+    with vllm_serve(tiny, by_name, s3.env, log) as server:
         assert [server.complete(prompt) for prompt in PROMPTS] == expected
         hits = server.metric("vllm:external_prefix_cache_hits_total")
         assert 0 < hits <= 2 * HIT_TOKENS
         assert server.metric("vllm:s3kv_hit_tokens_bucket_total") == hits
         assert server.metric("vllm:s3kv_fetch_bytes_total") > 0
         assert server.metric("vllm:s3kv_internal_errors_total") == 0
+        wait_until("it is known", lambda: " is known, " in log.read_text(), 120.0)
         server.interrupt()
         server.wait_until_gone(60.0)
+    logs = [tmp_path / "cold.log", tmp_path / "warm.log"]
+    for log, known in zip(logs, ("new", "known"), strict=True):
+        check_lines(log, bucket, known)
+    said = {essence(line) for log in logs for line in messages(log.read_text())}
+    shown = {essence(line) for line in messages(QUICK_START)}
+    assert shown <= said, "the quick start shows lines that vLLM's log does not have"
+
+
+_FORMAT = re.compile(r".*INFO \d\d-\d\d \d\d:\d\d:\d\d \[\w+\.py:\d+\] (.*)")
+_VOLATILE = (
+    (r"bucket \S+ under \S+ at .*?: namespace \w+|namespace \S+? is", "PLACE"),
+    (r"^s3kv \S+ ", "s3kv VERSION "),
+    (r"under \S+ to compare", "under PREFIX to compare"),
+    (r"\b[0-9a-f]{32}\b", "HASH"),
+    (r"\d[\d.,]*\d|\d", "N"),
+    (r"\b([KMGT]i)?B\b", "BYTES"),
+)
+
+
+def essence(message: str) -> str:
+    """What of a line in the log is the same for every bucket, and on every machine."""
+    for pattern, word in _VOLATILE:
+        message = re.sub(pattern, word, message)
+    return message
+
+
+def messages(text: str) -> list[str]:
+    """What vLLM's log says, of lines in its own format: process, level, time and place."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    return [match[1] for line in plain if (match := _FORMAT.fullmatch(line))]
+
+
+def check_lines(log: Path, bucket: str, known: str) -> None:
+    """A start, the namespace and the first request have a line each, in vLLM's format."""
+    said = messages(log.read_text())
+    start = f"s3kv {s3kv.__version__} reads and writes bucket {bucket} under "
+    assert [line.startswith(start) for line in said].count(True) == 1, log.read_text()[-9_000:]
+    assert any(line.startswith("s3kv: Hit rate: ") for line in said)
+    namespaces = [line for line in said if re.match(r"I/O process \d+: namespace ", line)]
+    assert [f" is {known}" in line for line in namespaces] == [True], namespaces
+    unformatted = [line for line in log.read_text().splitlines() if line.startswith("s3kv")]
+    assert unformatted == []
+
+
+def test_the_quick_start_shows_lines_of_a_log() -> None:
+    assert len(messages(QUICK_START)) == 3
 
 
 @pytest.mark.long
