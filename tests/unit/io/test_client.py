@@ -138,8 +138,11 @@ def is_gone(pid: int) -> bool:
 # What it does
 
 
-def test_round_trip(endpoint: str, bucket: Any, slab: Slab, open_client: Open) -> None:
-    client = open_client(endpoint)
+@pytest.mark.parametrize("range_bytes", [0, 4096])
+def test_round_trip(
+    endpoint: str, bucket: Any, slab: Slab, open_client: Open, range_bytes: int
+) -> None:
+    client = open_client(endpoint, range_bytes=range_bytes)
     for i in range(8):
         rig.fill(slab, i, number=i)
         upload(client, i)
