@@ -95,6 +95,7 @@ def test_nothing_is_ever_wrong_or_stuck_in_runs_nobody_has_seen() -> None:
     assert not failures, report(failures)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
 def test_it_is_noticed_that_s3kv(mutate: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
