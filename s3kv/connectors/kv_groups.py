@@ -80,8 +80,9 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         speculative is not None and speculative.use_eagle()
     ):
         raise UnsupportedError(
-            "speculative decoding with EAGLE or MTP reads blocks behind a window once more; s3kv "
-            f"serves it only with full attention{_one_group_advice(kv_cache_config)}"
+            "with EAGLE or MTP vLLM leaves the last block out of every hit, because the draft's KV "
+            "there depends on the tokens that follow. s3kv does not do so yet, and has not been "
+            f"run so beside windows{_one_group_advice(kv_cache_config)}"
         )
     for layer in layers_of(kv_cache_config):
         if (
