@@ -55,6 +55,8 @@ class Group:
 
 def view_of(draw: random.Random, layer: int, layers: int, *, beside: bool) -> View:
     """beside: the layers of a block are side by side, instead of the blocks of a layer."""
+    if draw.random() < 0.3:
+        return state_of(draw, layer, layers, beside=beside)
     dtype = draw.choice(DTYPES)
     item = dtype.itemsize
     ratio, heads, tokens = (2 ** draw.randrange(3) for _ in range(3))
@@ -69,6 +71,14 @@ def view_of(draw: random.Random, layer: int, layers: int, *, beside: bool) -> Vi
     inner = (tokens * content, content) if draw.random() < 0.5 else (content, heads * content)
     begin = PAGE_BYTES * layer * (1 if beside else BLOCKS) // item
     return View(dtype, (BLOCKS * ratio, heads, tokens, content), (row, *inner, 1), begin)
+
+
+def state_of(draw: random.Random, layer: int, layers: int, *, beside: bool) -> View:
+    """A layer with states: bytes of any number, then padding up to the page of its neighbours."""
+    row = PAGE_BYTES * (layers if beside else 1)
+    begin = PAGE_BYTES * layer * (1 if beside else BLOCKS)
+    nbytes = draw.randint(1, PAGE_BYTES)
+    return View(torch.int8, (BLOCKS, 1, 1, nbytes), (row, nbytes, nbytes, 1), begin)
 
 
 @pytest.mark.parametrize("seed", range(60))
