@@ -1,19 +1,17 @@
 """A bucket with a budget under a production trace: `python -m benchmarks.bucket --trace PATH
 [--budget-gib 500 1000 2000 4000] [--json FILE]`.
 
-How near `refresh_after_s` and a `s3kv gc --max-bytes` that runs now and then come to an ideal LRU
-of the budget, and how far above the budget the bucket gets. What decides is s3kv's own code
-(`benchmarks/simulation/expiry.py`); replicas are a host memory each, and requests find the
-leading part of their prompt in it and in the bucket, and save the rest. The trace is that of
-`benchmarks.trace`, and so is the size of a chunk.
+How near a bucket that the engines keep themselves (`bucket_bytes`) comes to an ideal LRU of the
+budget, how far above the budget it gets, and what the keeper's requests cost. Keeper and refreshes
+are s3kv's own code in virtual time (`benchmarks/simulation/expiry.py`); replicas are a host memory
+each, and requests find the leading part of their prompt in it and in the bucket, and save the rest.
+The trace is that of `benchmarks.trace`, and so is the size of a chunk.
 
-A bucket turns over once in the time in which the fleet writes as much as the budget. Objects are
-refreshed after a quarter of that and swept every fiftieth, as docs/operating.md has it. An hour of
-the trace writes 11 TiB, so times here are minutes where they are days in a real bucket.
+A bucket turns over once in the time in which the fleet writes as much as the budget. An hour of the
+trace writes 11 TiB, so that takes minutes here and days in a real bucket.
 
-Runs per budget: the ideal LRU; s3kv; s3kv without refreshes (what was written first goes first);
-and what the once-per-fleet measures are worth: without chance, without the store's condition,
-without either. All see the same requests.
+Runs per budget: the ideal LRU; s3kv; s3kv without refreshes (what was written first goes first).
+All see the same requests.
 """
 
 from __future__ import annotations
@@ -26,12 +24,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulation.expiry import Bucket, IdealBucket, SweptBucket, Upkeep
+from benchmarks.simulation.expiry import Bucket, IdealBucket, KeptBucket, Upkeep
 from benchmarks.simulation.fleet import Setup
-from benchmarks.simulation.workload import Arrival, command, identity, load
+from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, commit, identity, load
+from s3kv import prices
 
-REFRESH_SHARE, SWEEP_SHARE = 1 / 4, 1 / 50
-"""Of the time in which a bucket turns over."""
+_PRICES = prices.TABLE[prices.DEFAULT]
+_MONTH_HOURS = 365 * 24 / 12
 
 
 @dataclasses.dataclass(slots=True)
@@ -41,11 +40,13 @@ class Fleet:
     bucket: Bucket
     host_objects: int
     memories: list[OrderedDict[bytes, None]]
+    asked: list[set[bytes]]
+    second_use: bool = False
     chunks: int = 0
     host_hits: int = 0
 
     def serve(self, arrival: Arrival, replica: int) -> None:
-        memory, now_s = self.memories[replica], arrival.time_s
+        memory, asked, now_s = self.memories[replica], self.asked[replica], arrival.time_s
         found = True
         for key in arrival.hashes:
             self.chunks += 1
@@ -55,8 +56,10 @@ class Fleet:
                 pass
             else:
                 found = False
-                if key not in memory:  # what is in memory was saved when it came there
+                # What is in memory was saved when it came there.
+                if key in asked if self.second_use else key not in memory:
                     self.bucket.put(key, replica, now_s)
+            asked.add(key)
             memory[key] = None
             memory.move_to_end(key)
             if len(memory) > self.host_objects:
@@ -64,12 +67,20 @@ class Fleet:
 
 
 def run(
-    arrivals: Sequence[Arrival], bucket: Bucket, *, replicas: int, routing: str, host_objects: int
+    arrivals: Sequence[Arrival],
+    bucket: Bucket,
+    *,
+    replicas: int,
+    routing: str,
+    host_objects: int,
+    second_use: bool,
 ) -> dict[str, Any]:
     """Figures of one bucket, the same for the same arguments."""
-    fleet = Fleet(bucket, host_objects, [OrderedDict() for _ in range(replicas)])
+    memories: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(replicas)]
+    fleet = Fleet(bucket, host_objects, memories, [set() for _ in memories], second_use)
     for arrival in arrivals:
         fleet.serve(arrival, arrival.engine(replicas, routing))
+    bucket.end(arrivals[-1].time_s)
     counts = bucket.counts
     return {
         "peak_objects": bucket.peak_objects,
@@ -86,43 +97,69 @@ def written_per_s(arrivals: Sequence[Arrival]) -> float:
     return len(seen) / arrivals[-1].time_s
 
 
+def bill(
+    figures: dict[str, Any], object_bytes: int, object_tokens: int, hours: float
+) -> dict[str, float]:
+    """Dollars a month, if every hour is like these, with the bucket always at its largest.
+
+    sweeping: the keeper's listings and lease, which `requests` has, too. Deleting is free. spared:
+    the computing of what was found in the bucket, by the engines of `Setup`.
+    """
+    engine = Setup()
+    spared_hours = figures["bucket_hits"] * object_tokens / engine.prefill_tokens_per_s / 3600
+    puts = figures.get("puts", 0) + figures.get("copies", 0)
+    gets = figures["gets"] + figures.get("heads", 0)
+    sweeping = (figures.get("lists", 0) + figures.get("lease_puts", 0)) * _PRICES.put / 1000
+    months = hours / _MONTH_HOURS
+    requests = (puts * _PRICES.put + gets * _PRICES.get) / 1000 + sweeping
+    storage = figures["peak_objects"] * object_bytes / 2**30 * _PRICES.storage
+    spared = spared_hours * engine.engine_dollars_per_hour
+    return {
+        "spared": round(spared / months, 2),
+        "net": round((spared - requests) / months - storage, 2),
+        "requests": round(requests / months, 2),
+        "storage": round(storage, 2),
+        "sweeping": round(sweeping / months, 2),
+        "sweeping_percent": round(100 * sweeping / months / (requests / months + storage), 2),
+    }
+
+
 def compare(arrivals: Sequence[Arrival], options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry for every budget."""
-    object_bytes = Setup(kib_per_token=options.kib_per_token).layout.object_bytes
+    together = options.chunks_per_object
+    object_bytes = together * Setup(kib_per_token=options.kib_per_token).layout.object_bytes
+    arrivals = [
+        dataclasses.replace(arrival, hashes=arrival.hashes[together - 1 :: together])
+        for arrival in arrivals
+    ]
     fleet = {
+        "second_use": options.save == "second_use",
         "replicas": options.replicas,
         "routing": options.routing,
         "host_objects": int(options.host_gib * 2**30) // object_bytes,
     }
+    hours = arrivals[-1].time_s / 3600
     results = []
     for gib in options.budget_gib:
-        capacity = int(gib * 2**30) // object_bytes
-        turnover_s = capacity / written_per_s(arrivals)
-        upkeep = Upkeep(turnover_s * REFRESH_SHARE, turnover_s * SWEEP_SHARE)
+        upkeep = Upkeep(int(gib * 2**30), min_age_s=options.min_age_s)
+        capacity = upkeep.max_bytes // object_bytes
         ways = {
             "s3kv": upkeep,
-            "without refreshes": dataclasses.replace(upkeep, refresh_after_s=0),
-            "without chance": dataclasses.replace(upkeep, jitter=False),
-            "without the condition": dataclasses.replace(upkeep, conditional=False),
-            "without either": dataclasses.replace(upkeep, conditional=False, jitter=False),
+            "without refreshes": dataclasses.replace(upkeep, refreshes=False),
         }
+        if options.ideal_only:
+            ways = {}
         ideal = run(arrivals, IdealBucket(capacity), **fleet)
         runs = {"ideal LRU": ideal}
         for name, way in ways.items():
-            bucket = SweptBucket(capacity, object_bytes, way, options.seed)
+            bucket = KeptBucket(object_bytes, way, replicas=options.replicas, seed=options.seed)
             runs[name] = run(arrivals, bucket, **fleet)
         for figures in runs.values():
             figures["hits_of_ideal"] = round(figures["bucket_hits"] / ideal["bucket_hits"], 3)
             figures["peak_of_budget"] = round(figures["peak_objects"] / capacity, 3)
-        results.append(
-            {
-                "budget_gib": gib,
-                "turnover_s": round(turnover_s, 1),
-                "refresh_after_s": round(upkeep.refresh_after_s, 1),
-                "sweep_every_s": round(upkeep.sweep_every_s, 1),
-                "runs": runs,
-            }
-        )
+            figures["usd_per_month"] = bill(figures, object_bytes, together * CHUNK_TOKENS, hours)
+        turnover_s = round(capacity / written_per_s(arrivals), 1)
+        results.append({"budget_gib": gib, "turnover_s": turnover_s, "runs": runs})
     return results
 
 
@@ -131,20 +168,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arrivals = load(options.trace, options.limit)
     results = compare(arrivals, options)
     for result in results:
-        print(
-            f"\n{result['budget_gib']:g} GiB, turned over in {result['turnover_s']:g} s: refresh "
-            f"after {result['refresh_after_s']:g} s, sweep every {result['sweep_every_s']:g} s"
+        print(f"\n{result['budget_gib']:g} GiB, turned over in {result['turnover_s']:g} s")
+        titles = (
+            "hits, %",
+            "of ideal",
+            "peak",
+            "copies",
+            "sweeps",
+            "lists",
+            "sweeping, %",
+            "net, $",
         )
-        titles = ("hits, %", "of ideal", "peak", "copies", "refused", "duplicates")
-        print(" " * 24 + "".join(f"{title:>12}" for title in titles))
+        print(" " * 24 + "".join(f"{title:>15}" for title in titles))
         for name, figures in result["runs"].items():
             cells = [figures[n] for n in ("bucket_hit_percent", "hits_of_ideal", "peak_of_budget")]
-            cells += [figures.get(n, 0) for n in ("refreshes", "refused", "duplicates")]
-            print(f"{name:24}" + "".join(f"{cell:>12,}" for cell in cells))
+            cells += [figures.get(n, 0) for n in ("copies", "sweeps", "lists")]
+            cells.append(figures["usd_per_month"]["sweeping_percent"])
+            cells.append(figures["usd_per_month"]["net"])
+            print(f"{name:24}" + "".join(f"{cell:>15,}" for cell in cells))
     if options.json:
         document = {
             "benchmark": "bucket",
             "command": command("bucket", arguments, options.trace),
+            "commit": commit(),
             "trace": identity(options.trace, len(arrivals)),
             "budgets": results,
         }
@@ -163,7 +209,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, default=8, help="that share the bucket (8)")
     parser.add_argument("--routing", choices=("session", "round-robin"), default="round-robin")
     parser.add_argument("--host-gib", type=float, default=32.0, help="per replica (32)")
+    parser.add_argument("--save", choices=("all", "second_use"), default="all")
+    parser.add_argument(
+        "--chunks-per-object", type=int, default=1, help="that are found and fetched together (1)"
+    )
+    parser.add_argument("--ideal-only", action="store_true", help="without s3kv's own way")
     parser.add_argument("--kib-per-token", type=float, default=128.0, help="as in the trace (128)")
+    parser.add_argument(
+        "--min-age-s",
+        type=float,
+        default=Upkeep(0).min_age_s,
+        help="the setting bucket_min_age_s (%(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of chance and delays")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser

@@ -29,15 +29,19 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.simulation.fleet import BASELINES, Setup, run
-from benchmarks.simulation.workload import command, identity, load
+from benchmarks.simulation.workload import command, commit, identity, load
 from s3kv.config import Eviction
 
 POLICIES: tuple[str, ...] = get_args(Eviction)
 
+GRID = ("host_gib", "bucket_gib")
+"""Options that may have several values: every combination is a run."""
+MANY = {"host_gib": [8.0, 32.0, 128.0]}
 ROWS = (
     ("prompt tokens from the device, %", "percent.gpu"),
     ("  from host memory, %", "percent.host"),
@@ -61,6 +65,12 @@ ROWS = (
     ("GiB up", "gib_up"),
     ("requests, $", "usd_requests"),
     ("storage of what is there, $/month", "usd_stored_per_month"),
+    ("a month: PUTs, $", "usd_per_month.puts"),
+    ("  GETs, $", "usd_per_month.gets"),
+    ("  refreshes and sweeps, $", "usd_per_month.upkeep"),
+    ("  storage, $", "usd_per_month.storage"),
+    ("  computing spared by the bucket, $", "usd_per_month.spared"),
+    ("  net, $", "usd_per_month.net"),
     ("evictions", "evictions"),
     ("saves dropped", "saves_dropped"),
 )
@@ -69,19 +79,25 @@ ROWS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     arrivals = load(options.trace, options.limit)
-    names = [f.name for f in dataclasses.fields(Setup) if f.name != "host_gib"]
+    names = [f.name for f in dataclasses.fields(Setup) if f.name not in GRID]
     setup = Setup(**{name: getattr(options, name) for name in names})
     runs = [run(arrivals, setup, name) for name in BASELINES]
-    for host_gib in options.host_gib:
-        sized = dataclasses.replace(setup, host_gib=host_gib)
-        ours = [run(arrivals, sized, policy) for policy in options.policies]
-        print("\n".join(table(host_gib, [*runs[: len(BASELINES)], *ours])))
+    for values in product(*(getattr(options, name) for name in GRID)):
+        place = dict(zip(GRID, values, strict=True))
+        ours = [
+            run(arrivals, dataclasses.replace(setup, **place), policy)
+            for policy in options.policies
+        ]
+        title = ", ".join(f"{name} {value}" for name, value in place.items())
+        print("\n".join(table(title, [*runs[: len(BASELINES)], *ours])), flush=True)
         runs += ours
     if options.json:
         result = {
             "benchmark": "trace",
             "command": command("trace", arguments, options.trace),
+            "commit": commit(),
             "trace": identity(options.trace, len(arrivals)),
+            "seconds": arrivals[-1].time_s,
             "setup": {name: getattr(setup, name) for name in names},
             "runs": runs,
         }
@@ -95,26 +111,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
     parser.add_argument("--limit", type=int, help="only that many requests, from the start")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
-    parser.add_argument("--host-gib", nargs="+", type=float, default=[8.0, 32.0, 128.0])
     parser.add_argument("--json", type=Path, help="write everything there")
     for field in dataclasses.fields(Setup):
-        if field.name == "host_gib":
-            continue
+        is_many = field.name in GRID
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=type(field.default),
-            default=field.default,
+            nargs="+" if is_many else None,
+            default=MANY.get(field.name, [field.default]) if is_many else field.default,
             choices=field.metadata["choices"] or None,
             help=f"{field.metadata['doc']} (default: {field.default})",
         )
     return parser
 
 
-def table(host_gib: float, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield f"\n{host_gib:g} GiB of host memory"
+def table(title: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield f"\n{title}"
     yield " " * 36 + "".join(f"{run['policy']:>13}" for run in runs)
-    for title, path in ROWS:
-        yield f"{title:36}" + "".join(f"{_cell(run, path):>13}" for run in runs)
+    for name, path in ROWS:
+        yield f"{name:36}" + "".join(f"{_cell(run, path):>13}" for run in runs)
 
 
 def _cell(run: dict[str, Any], path: str) -> str:

@@ -149,7 +149,7 @@ class Config:
     refresh_after_s. Give all engines the same value. 0: no budget. Needs s3:DeleteObject."""
     bucket_idle_s: Seconds = 0.0
     """Time after which an object that is not used is deleted, in the same way. 0: never."""
-    bucket_min_age_s: Seconds = 600.0
+    bucket_min_age_s: Seconds = 60.0
     """Age below which bucket_bytes and bucket_idle_s delete no object. An object that is refreshed
     in the seconds between its listing and its deletion counts as listed."""
 

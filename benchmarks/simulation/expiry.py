@@ -1,38 +1,58 @@
 """A bucket that keeps to a budget of bytes, under the requests of a trace.
 
-`SweptBucket` does what `s3kv gc` and the I/O processes do, by the very code that decides there:
-`s3kv.objects.ages` chooses what goes, `s3kv.io.server.refreshing.RefreshRule` says which hits
-refresh.
-What is modelled is time: a refresh happens a while after the hit, and only if nobody has written
-the object since; a sweep deletes a while after it has looked, and spares what has been written.
+`KeptBucket` is kept as a fleet keeps it, by the very code: each replica has a
+`s3kv.io.server.keeping.Keeper` and a `s3kv.io.server.refreshing.Refresher`, in virtual time. Only
+the store is a model: requests take time, a listing has pages, and every request is counted.
 `IdealBucket` is exact LRU by bytes: it knows of every use at once, and is never over its budget.
 """
 
 from __future__ import annotations
 
-import heapq
+import asyncio
+import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
-from s3kv.io.server.refreshing import RefreshRule
-from s3kv.objects.ages import Ages
+from lab.memory_store import MemoryStore
+from s3kv.config import Config
+from s3kv.io.server.keeping import Keeper
+from s3kv.io.server.refreshing import Refresher, RefreshRule
+from s3kv.objects.keys import Namespace
+from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.types import ChunkKey
+from tests.system.sim.loop import VirtualLoop
+
+_DEFAULTS = Config(bucket="trace")
+PREFIX = _DEFAULTS.prefix
+_NAMESPACE = Namespace(PREFIX, "0" * 32)
+_EPOCH_S = 1e9
+_ETAG = '"0"'
+_PAGE = 1000
+"""Keys in one answer to a LIST."""
 
 
 class Bucket(Protocol):
     """What a fleet asks of one. Times are seconds and never go back."""
 
-    peak_objects: int
     counts: Counter[str]
+
+    @property
+    def peak_objects(self) -> int: ...
 
     def get(self, key: bytes, replica: int, now_s: float) -> bool:
         """Whether it is there; a use if so."""
         ...
 
-    def put(self, key: bytes, replica: int, now_s: float) -> None:
-        """Write it if it is not there; a use in any case."""
+    def put(self, key: bytes, replica: int, now_s: float) -> bool:
+        """Write it if it is not there; a use in any case. Returns whether it was written."""
+        ...
+
+    def end(self, now_s: float) -> None:
+        """Nothing more is asked."""
         ...
 
 
@@ -53,135 +73,175 @@ class IdealBucket:
         self.counts["hits"] += 1
         return True
 
-    def put(self, key: bytes, replica: int, now_s: float) -> None:
+    def put(self, key: bytes, replica: int, now_s: float) -> bool:
+        is_new = key not in self._objects
+        self.counts["puts"] += is_new
         self._objects[key] = None
         self._objects.move_to_end(key)
         while len(self._objects) > self._capacity:
             self._objects.popitem(last=False)
         self.peak_objects = max(self.peak_objects, len(self._objects))
+        return is_new
+
+    def end(self, now_s: float) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """How a bucket is kept. refresh_after_s: the setting of that name; 0: never.
+    """How a bucket is kept. max_bytes, idle_s, min_age_s: the settings `bucket_bytes`,
+    `bucket_idle_s` and `bucket_min_age_s`. refreshes: off, no hit refreshes an object.
 
-    sweep_every_s: how often `s3kv gc` runs. sweep_takes_s: from its look at an object to the
-    deletion. refresh_takes_s: mean time from a hit to its refresh. conditional: whether the store
-    knows the condition of the copy. jitter: off, every hit past the age refreshes.
+    request_s: time of one request of the keeper or of a refresh.
     """
 
-    refresh_after_s: float
-    sweep_every_s: float
-    sweep_takes_s: float = 2.0
-    refresh_takes_s: float = 0.5
-    conditional: bool = True
-    jitter: bool = True
+    max_bytes: int
+    idle_s: float = 0.0
+    min_age_s: float = _DEFAULTS.bucket_min_age_s
+    refreshes: bool = True
+    request_s: float = 0.1
 
 
-@dataclass(slots=True)
-class _Always:
-    """The rule without chance, to compare with."""
+class CountedStore(MemoryStore):
+    """Objects of one size, of which only the key and the time of the last write are kept, and the
+    lease's object. Counts requests: by verb, and `refreshes` and `refused` ones."""
 
-    refresh_after_s: float
-
-    def wants(self, age_s: float) -> bool:
-        return age_s > self.refresh_after_s
-
-
-@dataclass(order=True, slots=True)
-class _Event:
-    time_s: float
-    number: int
-    act: Callable[[], None] = field(compare=False)
-
-
-class SweptBucket:
-    """A bucket of objects of one size, with a budget of `capacity` of them."""
-
-    def __init__(self, capacity: int, object_bytes: int, upkeep: Upkeep, seed: int) -> None:
-        self.peak_objects = 0
+    def __init__(self, loop: VirtualLoop, object_bytes: int, request_s: float) -> None:
+        super().__init__(lambda: _EPOCH_S + loop.time())
         self.counts: Counter[str] = Counter()
-        self._max_bytes = capacity * object_bytes
+        self.peak = 0
+        self._loop = loop
         self._object_bytes = object_bytes
-        self._upkeep = upkeep
-        self._rng = random.Random(seed)
-        self._rule = self._make_rule()
-        self._written_s: dict[bytes, float] = {}
-        self._refreshing: set[tuple[int, bytes]] = set()
-        self._events: list[_Event] = []
-        self._planned = 0
-        self._now_s = 0.0
-        self._at(upkeep.sweep_every_s, self._sweep)
+        self._request_s = request_s
 
-    def _make_rule(self) -> RefreshRule | _Always | None:
-        after_s = self._upkeep.refresh_after_s
-        if after_s == 0:
-            return None
-        return RefreshRule(after_s, self._rng) if self._upkeep.jitter else _Always(after_s)
+    def __len__(self) -> int:
+        return len(self._objects)
 
-    def get(self, key: bytes, replica: int, now_s: float) -> bool:
-        self._advance(now_s)
-        self.counts["gets"] += 1
-        if key not in self._written_s:
+    def add(self, key: str) -> bool:
+        """Write the object unless it is there."""
+        if key in self._objects:
             return False
-        self.counts["hits"] += 1
-        self._used(key, replica)
+        self._objects[key] = (b"", self._clock())
+        self.peak = max(self.peak, len(self._objects))
         return True
 
-    def put(self, key: bytes, replica: int, now_s: float) -> None:
-        self._advance(now_s)
-        if key in self._written_s:
-            self.counts["heads"] += self._rule is not None
-            self._used(key, replica)
-            return
+    def find(self, key: str) -> ObjectInfo | None:
+        found = self._objects.get(key)
+        if found is None:
+            return None
+        modified_s = found[1]
+        return ObjectInfo(key, self._object_bytes, modified_s, _ETAG, self._clock() - modified_s)
+
+    async def _take(self, verb: str) -> None:
+        self.counts[verb] += 1
+        await asyncio.sleep(self._request_s)
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        await self._take("gets")
+        return await super().get_into(key, buffer, claim)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        await self._take("lease_puts")
+        return await super().put(key, data, if_absent=if_absent)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        await self._take("heads")
+        return await super().head(key)
+
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        await self._take("copies")
+        done = await super().refresh(key, modified_s)
+        self.counts["refreshes" if done else "refused"] += 1
+        return done
+
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        await self._take("deletes")
+        for info in objects:
+            self.counts["deleted"] += self._objects.pop(info.key, None) is not None
+        return ()
+
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+        found = sorted(key for key in self._objects if key.startswith(prefix) and key > after)
+        for start in range(0, max(1, len(found)), _PAGE):
+            await self._take("lists")
+            for key in found[start : start + _PAGE]:
+                if key in self._objects:
+                    yield self._info(key)
+
+    def _info(self, key: str) -> ObjectInfo:
+        data, modified_s = self._objects[key]
+        if data:
+            return super()._info(key)
+        return ObjectInfo(key, self._object_bytes, modified_s, _ETAG)
+
+
+class KeptBucket:
+    """A bucket that `replicas` I/O processes keep."""
+
+    def __init__(self, object_bytes: int, upkeep: Upkeep, *, replicas: int, seed: int) -> None:
+        self.loop = VirtualLoop()
+        self._store = CountedStore(self.loop, object_bytes, upkeep.request_s)
+        self.counts = self._store.counts
+        self._refreshers: list[Refresher] = []
+        self._keepers: list[Keeper] = []
+        for replica in range(replicas):
+            self._add_replica(upkeep, replica, random.Random(f"{seed}/{replica}"))
+
+    def _add_replica(self, upkeep: Upkeep, replica: int, rng: random.Random) -> None:
+        rule = RefreshRule(math.inf, rng)
+
+        def refresh_after(seconds: float) -> None:
+            rule.refresh_after_s = seconds if upkeep.refreshes else math.inf
+
+        refresher = Refresher(self._store, rule, lambda: True)
+        keeper = Keeper(
+            self._store,
+            PREFIX,
+            max_bytes=upkeep.max_bytes,
+            idle_s=upkeep.idle_s,
+            min_age_s=upkeep.min_age_s,
+            holder=str(replica),
+            on_refresh_after=refresh_after,
+            rng=rng,
+            clock=self.loop.time,
+        )
+        self._refreshers.append(refresher)
+        self._keepers.append(keeper)
+        self.loop.create_task(refresher.run())
+        self.loop.create_task(keeper.run())
+
+    @property
+    def peak_objects(self) -> int:
+        return self._store.peak
+
+    def get(self, key: bytes, replica: int, now_s: float) -> bool:
+        self.loop.run_until(now_s)
+        self.counts["gets"] += 1
+        info = self._store.find(_name(key))
+        if info is None:
+            return False
+        self.counts["hits"] += 1
+        self._refreshers[replica].hit(info)
+        return True
+
+    def put(self, key: bytes, replica: int, now_s: float) -> bool:
+        self.loop.run_until(now_s)
         self.counts["puts"] += 1
-        self._written_s[key] = now_s
-        self.peak_objects = max(self.peak_objects, len(self._written_s))
+        if self._store.add(_name(key)):
+            return True
+        self._refreshers[replica].exists(_name(key))
+        return False
 
-    def _used(self, key: bytes, replica: int) -> None:
-        written_s = self._written_s[key]
-        wanted = self._rule is not None and self._rule.wants(self._now_s - written_s)
-        if not wanted or (replica, key) in self._refreshing:
-            return
-        self._refreshing.add((replica, key))
-        takes_s = self._rng.expovariate(1 / self._upkeep.refresh_takes_s)
-        self._at(self._now_s + takes_s, lambda: self._refresh(key, replica, written_s))
+    def end(self, now_s: float) -> None:
+        self.loop.run_until(now_s)
+        self.counts["sweeps"] = sum(keeper.sweeps for keeper in self._keepers)
+        self.loop.give_up()
+        if self.loop.failures:
+            raise RuntimeError(self.loop.failures[0])
 
-    def _refresh(self, key: bytes, replica: int, written_s: float) -> None:
-        self._refreshing.discard((replica, key))
-        now = self._written_s.get(key)
-        if now is None or (self._upkeep.conditional and now > written_s):
-            self.counts["refused"] += 1
-            return
-        self.counts["refreshes"] += 1
-        self.counts["duplicates"] += now > written_s
-        self._written_s[key] = self._now_s
 
-    def _sweep(self) -> None:
-        ages = Ages()
-        for written_s in self._written_s.values():
-            ages.add(written_s, self._object_bytes)
-        cut = ages.cut(max_bytes=self._max_bytes)
-        victims = {k: s for k, s in self._written_s.items() if cut.takes(s, self._object_bytes)}
-        self.counts["sweeps"] += 1
-        self._at(self._now_s + self._upkeep.sweep_takes_s, lambda: self._delete(victims))
-        self._at(self._now_s + self._upkeep.sweep_every_s, self._sweep)
-
-    def _delete(self, victims: dict[bytes, float]) -> None:
-        for key, listed_s in victims.items():
-            if self._written_s.get(key) == listed_s:
-                del self._written_s[key]
-                self.counts["deleted"] += 1
-            else:
-                self.counts["spared"] += 1
-
-    def _at(self, time_s: float, act: Callable[[], None]) -> None:
-        self._planned += 1
-        heapq.heappush(self._events, _Event(time_s, self._planned, act))
-
-    def _advance(self, now_s: float) -> None:
-        while self._events[0].time_s <= now_s:
-            event = heapq.heappop(self._events)
-            self._now_s = event.time_s
-            event.act()
-        self._now_s = now_s
+@cache
+def _name(key: bytes) -> str:
+    return _NAMESPACE.chunk(ChunkKey(0, key), "whole")

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.simulation import belady
 from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
+from benchmarks.simulation.expiry import KeptBucket, Upkeep
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
@@ -59,6 +60,8 @@ class Setup:
     network_gbit_per_s: float = option(25.0, "per worker and direction")
     connection_mb_per_s: float = option(90.0, "of one S3 connection, at most")
     recompute_gate: str = option("on", "s3kv's setting of that name", choices=("on", "off"))
+    engine_dollars_per_hour: float = option(3.0, "price of an engine, for what hits spare")
+    bucket_gib: float = option(4096.0, "budget of the bucket (bucket_bytes); 0: none")
     seed: int = option(0, "of the first-byte times")
 
     @property
@@ -101,6 +104,9 @@ BASELINES = ("no cache", "device only")
 
 
 VERBS = ("get_hit", "get_404", "get_cancelled", "put_new", "put_exists")
+KEPT = ("refreshes", "refused", "heads", "lists", "lease_puts", "sweeps", "deleted")
+"""Counts of a bucket with a budget."""
+_MONTH_S = 365 / 12 * 86_400
 
 
 def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any]:
@@ -108,7 +114,13 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
     longest = max(a.prompt_tokens + a.output_tokens for a in arrivals)
     if longest > setup.pages * CHUNK_TOKENS:
         raise ValueError(f"gpu_gib is {setup.gpu_gib}: a request of {longest} tokens does not fit")
-    timeline, bucket = Timeline(), Bucket()
+    kept = None
+    if setup.bucket_gib and policy not in BASELINES:
+        upkeep = Upkeep(int(setup.bucket_gib * 2**30))
+        kept = KeptBucket(
+            setup.layout.object_bytes, upkeep, replicas=setup.engines, seed=setup.seed
+        )
+    timeline, bucket = Timeline(), Bucket(kept)
     engines = [
         make_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)
     ]
@@ -116,6 +128,8 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
         engine = engines[arrival.engine(setup.engines, setup.routing)]
         timeline.at(arrival.time_s, partial(engine.arrive, arrival))
     timeline.run()
+    if kept is not None:
+        kept.end(timeline.now_s)
     for engine in engines:
         engine.planner.check()
     answered = sum(len(engine.seen.ttft_s) for engine in engines)
@@ -140,6 +154,7 @@ def make_engine(
         JobQueue(config.max_inflight_requests, config.max_inflight_bytes),
         setup.layout,
         random.Random(f"{setup.seed}/{place}"),
+        place,
         engine.job_ended,
     )
     return engine
@@ -194,11 +209,12 @@ def _figures(
     return {
         "policy": policy,
         "host_gib": setup.host_gib if is_on else 0,
+        "bucket_gib": setup.bucket_gib if is_on else 0,
         "tokens": tokens,
         "percent": {tier: round(100 * n / prompt_tokens, 2) for tier, n in tokens.items()},
         "belady_host_percent": round(100 * best / prompt_tokens, 2) if is_on else None,
         "host_of_belady": round(tokens["host"] / best, 3) if best and is_on else None,
-        **_bill(setup, bucket),
+        **_bill(setup, bucket, tokens["bucket"], arrivals[-1].time_s),
         "requests_that_waited": len(waited_s),
         "wait_ms": percentiles_ms(waited_s, 50, 95, 99),
         "ttft_ms": percentiles_ms([s for e in engines for s in e.seen.ttft_s], 50, 95),
@@ -209,13 +225,33 @@ def _figures(
     }
 
 
-def _bill(setup: Setup, bucket: Bucket) -> dict[str, Any]:
+def _bill(setup: Setup, bucket: Bucket, bucket_tokens: int, seconds: float) -> dict[str, Any]:
+    """The bill of the run, and of a month that is like it: what the bucket costs, at its largest,
+    and the computing that hits in it spare. Without a budget a day's objects are stored."""
     requests, object_bytes = bucket.requests, setup.layout.object_bytes
+    kept = Counter[str]() if bucket.kept is None else bucket.kept.counts
     puts = requests["put_new"] + requests["put_exists"]
     gets = requests["get_hit"] + requests["get_404"] + requests["get_cancelled"]
-    stored_gib = len(bucket.objects) * object_bytes / 2**30
+    objects = len(bucket.objects) if bucket.kept is None else bucket.kept.peak_objects
+    stored_gib = objects * object_bytes / 2**30
+    upkeep_puts = kept["copies"] + kept["lists"] + kept["lease_puts"]
+    months = seconds / _MONTH_S
+    hours = bucket_tokens / setup.prefill_tokens_per_s / 3600
+    month = {
+        "puts": puts * _PRICES.put / 1000 / months,
+        "gets": gets * _PRICES.get / 1000 / months,
+        "upkeep": (upkeep_puts * _PRICES.put + kept["heads"] * _PRICES.get) / 1000 / months,
+        "storage": stored_gib * _PRICES.storage * (86_400 / seconds if bucket.kept is None else 1),
+    }
+    spared = hours * setup.engine_dollars_per_hour / months
     return {
         "requests": {verb: requests[verb] for verb in VERBS},
+        "kept": {name: kept[name] for name in KEPT},
+        "usd_per_month": {
+            **{name: round(dollars, 2) for name, dollars in month.items()},
+            "spared": round(spared, 2),
+            "net": round(spared - sum(month.values()), 2),
+        },
         "gib_down": round(requests["get_hit"] * object_bytes / 2**30, 1),
         "gib_up": round(puts * object_bytes / 2**30, 1),
         "gib_stored": round(stored_gib, 1),

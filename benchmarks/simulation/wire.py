@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.simulation.expiry import KeptBucket
 from s3kv.io.server.jobs import JobQueue, TransferJob
 from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder
 from s3kv.objects.codec import ChunkFormat
@@ -99,11 +100,26 @@ class Link:
 
 
 class Bucket:
-    """Objects by block hash, and the requests made, by verb and outcome."""
+    """Objects by block hash, and the requests made, by verb and outcome. kept: holds the objects if
+    the bucket has a budget."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptBucket | None = None) -> None:
         self.objects: set[bytes] = set()
         self.requests: Counter[str] = Counter()
+        self.kept = kept
+
+    def has(self, block_hash: bytes, place: int, now_s: float) -> bool:
+        if self.kept is not None:
+            return self.kept.get(block_hash, place, now_s)
+        return block_hash in self.objects
+
+    def add(self, block_hash: bytes, place: int, now_s: float) -> bool:
+        """Returns whether the object is new."""
+        if self.kept is not None:
+            return self.kept.put(block_hash, place, now_s)
+        is_new = block_hash not in self.objects
+        self.objects.add(block_hash)
+        return is_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +146,7 @@ class IoProcess:
         queue: JobQueue,
         layout: ChunkFormat,
         rng: random.Random,
+        place: int,
         on_end: Callable[[JobEnd], None],
     ) -> None:
         self._timeline = timeline
@@ -138,6 +155,7 @@ class IoProcess:
         self._queue = queue
         self._layout = layout
         self._rng = rng
+        self._place = place
         self._on_end = on_end
         self._cancelled: set[int] = set()
         self._links = {
@@ -187,7 +205,9 @@ class IoProcess:
             self._bucket.requests["get_cancelled"] += 1
             self._ended(job, started_s, Outcome.CANCELLED)
             return
-        if job.kind is JobKind.FETCH and job.block_hash not in self._bucket.objects:
+        if job.kind is JobKind.FETCH and not self._bucket.has(
+            job.block_hash, self._place, self._timeline.now_s
+        ):
             self._bucket.requests["get_404"] += 1
             self._ended(job, started_s, Outcome.MISSING)
             return
@@ -200,13 +220,12 @@ class IoProcess:
             outcome = Outcome.CANCELLED
         elif job.kind is JobKind.FETCH:
             self._bucket.requests["get_hit"] += 1
-        elif job.block_hash in self._bucket.objects:
+        elif self._bucket.add(job.block_hash, self._place, self._timeline.now_s):
+            self._bucket.requests["put_new"] += 1
+        else:
             # Another engine was first. Its answer comes after the body, as with most servers.
             self._bucket.requests["put_exists"] += 1
             outcome = Outcome.EXISTS
-        else:
-            self._bucket.requests["put_new"] += 1
-            self._bucket.objects.add(job.block_hash)
         self._ended(job, started_s, outcome)
 
     def _ended(self, job: TransferJob, started_s: float, outcome: Outcome) -> None:

@@ -62,6 +62,10 @@ class Savings:
     hours: float
     dollars: float
 
+    @property
+    def tokens(self) -> float:
+        return self.tokens_bucket + self.tokens_host
+
 
 def traffic_of_metrics(exposition: str, seconds: float) -> BilledTraffic:
     """The traffic that metrics of vLLM count, in Prometheus's text format; samples of several

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ import click
 from rich.table import Column
 
 from s3kv import prices
-from s3kv.cli import billing, show
+from s3kv.cli import billing, budgets, show
 from s3kv.cli.billing import BilledTraffic, Part, Savings
+from s3kv.cli.budgets import Outcome
 from s3kv.cli.invocation import (
     EXIT_CODES,
     ServerError,
@@ -51,15 +53,20 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
     "--metrics",
     "sources",
     multiple=True,
-    required=True,
     metavar="FILE|URL",
     help="The /metrics of a vLLM server; give it once for each server.",
 )
 @click.option(
+    "--simulation",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Instead of --metrics: what `python -m benchmarks.trace --json` wrote, with several "
+    "values of --bucket-gib. Compares these budgets.",
+)
+@click.option(
     "--over",
     type=duration,
-    required=True,
-    help="Period of the counts (90m, 24h, 7d): since the servers started.",
+    help="With --metrics: period of the counts (90m, 24h, 7d), since the servers started.",
 )
 @click.option(
     "--stored", type=size, help="Size of the bucket, as `s3kv ls --summary` prints it (1.5TiB)."
@@ -93,7 +100,8 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
 @json_option
 def cost(
     sources: Sequence[str],
-    over: float,
+    simulation: Path | None,
+    over: float | None,
     stored: int | None,
     keep_days: float,
     table: str,
@@ -105,28 +113,99 @@ def cost(
     """Estimate what the bucket costs in a month, and what the cache saves.
 
     The counts are those of running servers. The estimate takes the whole month to be like the
-    period of the counts.
+    period of the counts. The result ends with the bucket_bytes to set: of simulated budgets the one
+    that nets the most, for running servers the largest that pays.
     """
     with reporting_errors():
+        if bool(sources) == (simulation is not None):
+            raise ConfigError("give either --metrics or --simulation")
         if (gpu_dollars_per_hour is None) != (prefill_tokens_per_s is None):
             raise ConfigError("--gpu-dollars-per-hour and --prefill-tokens-per-s go together")
-        traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
         changed = {k.removeprefix("price_"): v for k, v in own_prices.items() if v is not None}
         chosen = dataclasses.replace(prices.TABLE[table], **changed)
+        if simulation is not None:
+            if gpu_dollars_per_hour is None or prefill_tokens_per_s is None:
+                raise ConfigError(
+                    "--simulation needs --gpu-dollars-per-hour and --prefill-tokens-per-s"
+                )
+            found = budgets.outcomes(
+                _decoded(simulation),
+                chosen,
+                keep_days=keep_days,
+                prefill_tokens_per_s=prefill_tokens_per_s,
+                dollars_per_hour=gpu_dollars_per_hour,
+            )
+            print_json(_compared(found)) if as_json else _compare(found)
+            return
+        if over is None:
+            raise ConfigError("--metrics needs --over")
+        traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
         held = billing.steady_bytes(traffic, keep_days) if stored is None else stored
         parts = billing.bill(traffic, held, chosen)
         saved = None
         if gpu_dollars_per_hour is not None and prefill_tokens_per_s is not None:
             saved = billing.savings(traffic, prefill_tokens_per_s, gpu_dollars_per_hour)
-        print_json(_document(traffic, parts, saved)) if as_json else _show(parts, saved)
+        paid = None
+        if saved is not None:
+            by_bucket = saved.dollars * saved.tokens_bucket / max(1.0, saved.tokens)
+            paid = budgets.paid_bytes(parts, by_bucket)
+        document = _document(traffic, parts, saved, paid)
+        print_json(document) if as_json else _show(parts, saved, paid)
 
 
-def _read(source: str) -> str:
+def _decoded(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read(str(file), "--simulation"))
+    except ValueError as error:
+        raise ConfigError(f"--simulation {str(file)!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"--simulation {str(file)!r} is no result of benchmarks.trace")
+    return found
+
+
+def _compared(found: Sequence[Outcome]) -> dict[str, Any]:
+    rows = [{**asdict(one), "net": one.net} for one in found]
+    return {"budgets": rows, "best": asdict(budgets.best(found)), "prices_as_of": prices.AS_OF}
+
+
+def _compare(found: Sequence[Outcome]) -> None:
+    most = budgets.most_hits(found)
+    rows = [
+        (
+            _budget(one),
+            show.size(round(one.host_gib * billing.GIB)),
+            one.policy,
+            _percent(one.tokens, most.tokens),
+            *(f"{dollars:,.0f}" for dollars in (one.requests, one.storage, one.spared, one.net)),
+        )
+        for one in found
+    ]
+    titles = ("hits", "requests", "storage", "spared", "net")
+    show.print_table(["bucket_bytes", "host_bytes", "eviction", *show.numbers(*titles)], rows)
+    best = budgets.best(found)
+    if best.net <= 0:
+        click.echo("No budget pays: the bucket costs more than the computing that it spares.")
+        return
+    click.echo(
+        f"Dollars a month. bucket_bytes of {_budget(best)} nets the most, ${best.net:,.0f}, with "
+        f"{_percent(best.tokens, most.tokens)} of the most hits."
+    )
+
+
+def _budget(one: Outcome) -> str:
+    return show.size(round(one.bucket_gib * billing.GIB)) if one.bucket_gib else "none"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def _read(source: str, option: str = "--metrics") -> str:
     if not re.match(r"https?://", source):
         try:
             return Path(source).read_text("utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--metrics {source!r} cannot be read: {error}") from error
+            raise ConfigError(f"{option} {source!r} cannot be read: {error}") from error
     try:
         with urllib.request.urlopen(source, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode(errors="replace"))
@@ -137,18 +216,19 @@ def _read(source: str) -> str:
 
 
 def _document(
-    traffic: BilledTraffic, parts: Sequence[Part], saved: Savings | None
+    traffic: BilledTraffic, parts: Sequence[Part], saved: Savings | None, paid: float | None
 ) -> dict[str, Any]:
     return {
         "counted": asdict(traffic),
         "parts": [{**asdict(part), "dollars": part.dollars} for part in parts],
         "dollars_per_month": sum(part.dollars for part in parts),
         "saved": None if saved is None else asdict(saved),
+        "paid_bytes": paid,
         "prices_as_of": prices.AS_OF,
     }
 
 
-def _show(parts: Sequence[Part], saved: Savings | None) -> None:
+def _show(parts: Sequence[Part], saved: Savings | None, paid: float | None) -> None:
     total = sum(part.dollars for part in parts)
     billed = (part for part in parts if part.price or part.name not in _RARELY_BILLED)
     rows = [(part.name, *_amount(part), f"{part.dollars:,.2f}") for part in billed]
@@ -162,6 +242,12 @@ def _show(parts: Sequence[Part], saved: Savings | None) -> None:
         f"Computing them would take {saved.hours:,.1f} hours of an engine: "
         f"${saved.dollars:,.2f}, against ${total:,.2f} for the bucket."
     )
+    if paid:
+        click.echo(
+            f"The bucket's own hits pay for a bucket_bytes of at most {show.size(round(paid))}."
+        )
+    elif paid == 0:
+        click.echo("The bucket's own hits do not even pay for its requests.")
 
 
 def _amount(part: Part) -> tuple[str, str]:

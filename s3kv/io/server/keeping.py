@@ -32,9 +32,9 @@ _log = logging.getLogger("s3kv.io")
 
 LEASE_S = 300.0
 RENEW_S = LEASE_S / 3
-LEFT = 0.95
+LEFT = 0.9
 """Share of the budget that a sweep leaves."""
-SWEEP_MIN_S, SWEEP_MAX_S = 60.0, 3600.0
+SWEEP_MIN_S, SWEEP_MAX_S = 10.0, 3600.0
 """Shortest and longest time from the end of a sweep to the next one."""
 REFRESHED = 4
 """Refreshes of an object in use in the time for which unused objects stay."""

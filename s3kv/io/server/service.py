@@ -32,7 +32,7 @@ from s3kv.io.server.ranges import RangedReads
 from s3kv.io.server.refreshing import Refresher, RefreshRule
 from s3kv.io.server.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind
-from s3kv.objects.costs import nanodollars, prices_of
+from s3kv.objects.costs import Growth, nanodollars, prices_of
 from s3kv.objects.keys import Namespace
 from s3kv.objects.s3.address import zone_of
 from s3kv.objects.store import BulkStore
@@ -46,6 +46,7 @@ _UNWIND_TIMEOUT_S = 2.0
 _INTRODUCTION_PAUSE_S = 60.0
 _INTRODUCED_AGAIN_S = 3600.0
 """Time between two looks at the manifest while the keeper says when objects are refreshed."""
+_GROWTH_LOOK_S = 60.0
 _TROUBLE: dict[type[StoreError], wire.Trouble] = {
     StoreDenied: "denied",
     StoreMissing: "missing",
@@ -157,12 +158,24 @@ class Service:
             self._run_beside("refreshing", self._refresher.run())
         if self._keeper is not None:
             self._run_beside("keeping the bucket", self._keeper.run())
+        elif self._config.refresh_after_s == 0:
+            self._run_beside("watching the bucket's growth", self._watch_growth(Growth()))
         if self._manifest:
             self._run_beside("the manifest of the namespace", self._introduce())
 
     def _run_beside(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._background[what] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(partial(self._background_ended, what))
+
+    async def _watch_growth(self, growth: Growth) -> None:
+        """Warn once if nobody seems to delete what this process uploads."""
+        warning = None
+        while warning is None:
+            await asyncio.sleep(_GROWTH_LOOK_S)
+            traffic = self._store.traffic
+            storage = prices_of(self._config, traffic).storage
+            warning = growth.warning(time.monotonic(), traffic.sent_bytes, storage)
+        _log.warning("%s", warning)
 
     async def _introduce(self) -> None:
         """Log the namespace as soon as the bucket answers. If objects are refreshed, refresh the

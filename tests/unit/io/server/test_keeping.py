@@ -16,10 +16,10 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.io.server import keeping, refreshing
+from s3kv.io.server import keeping, refreshing, service
 from s3kv.io.server.keeping import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Keeper
 from s3kv.io.server.refreshing import RefreshRule
-from s3kv.objects import keys
+from s3kv.objects import costs, keys
 from s3kv.objects.keys import Namespace
 from s3kv.objects.s3.s3_store import open_store
 from s3kv.objects.store import Claim, ObjectInfo
@@ -461,6 +461,36 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
         await counted(worker, "io_refresh_done")
     slab.close()
     assert bucket._objects[oldest_left][1] == time_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"bucket_bytes": 10**12}, False),
+        ({"bucket_idle_s": 3600.0}, False),
+        ({"refresh_after_s": 3600.0}, False),
+    ],
+)
+async def test_a_process_warns_of_a_bucket_without_a_bound(
+    settings: dict[str, Any],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(service, "_GROWTH_LOOK_S", 0.001)
+    monkeypatch.setattr(costs, "GROWTH_KNOWN_S", 0.01)
+    store = MemoryStore(lambda: EPOCH_S)
+    store.traffic.sent_bytes = 2**30
+    slab = Slab.create(4 * rig.SLOT_BYTES)
+    async with rig.served(lambda _: store, slab, **settings) as (worker, _):
+        assert await worker.hear() == wire.Ready(True, None, "")
+        while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
+            await asyncio.sleep(0.002)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+    slab.close()
+    assert caplog.text.count("no bound") == warns
 
 
 async def counted(worker: rig.Worker, counter: str) -> None:
