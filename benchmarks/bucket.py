@@ -21,6 +21,8 @@ import dataclasses
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, commi
 from s3kv import prices
 
 _PRICES = prices.TABLE[prices.DEFAULT]
+WAYS = ("ideal LRU", "s3kv", "without refreshes")
 _MONTH_HOURS = 365 * 24 / 12
 
 
@@ -139,21 +142,16 @@ def compare(arrivals: Sequence[Arrival], options: argparse.Namespace) -> list[di
         "host_objects": int(options.host_gib * 2**30) // object_bytes,
     }
     hours = arrivals[-1].time_s / 3600
+    ways = WAYS[:1] if options.ideal_only else WAYS
+    with ProcessPoolExecutor(options.jobs) as pool:
+        wanted = [(gib, way) for gib in options.budget_gib for way in ways]
+        one = partial(_run_one, arrivals, options, object_bytes, fleet)
+        done = dict(zip(wanted, pool.map(one, *zip(*wanted, strict=True)), strict=True))
     results = []
     for gib in options.budget_gib:
-        upkeep = Upkeep(int(gib * 2**30), min_age_s=options.min_age_s)
-        capacity = upkeep.max_bytes // object_bytes
-        ways = {
-            "s3kv": upkeep,
-            "without refreshes": dataclasses.replace(upkeep, refreshes=False),
-        }
-        if options.ideal_only:
-            ways = {}
-        ideal = run(arrivals, IdealBucket(capacity), **fleet)
-        runs = {"ideal LRU": ideal}
-        for name, way in ways.items():
-            bucket = KeptBucket(object_bytes, way, replicas=options.replicas, seed=options.seed)
-            runs[name] = run(arrivals, bucket, **fleet)
+        capacity = int(gib * 2**30) // object_bytes
+        runs = {way: done[gib, way] for way in ways}
+        ideal = runs["ideal LRU"]
         for figures in runs.values():
             figures["hits_of_ideal"] = round(figures["bucket_hits"] / ideal["bucket_hits"], 3)
             figures["peak_of_budget"] = round(figures["peak_objects"] / capacity, 3)
@@ -161,6 +159,22 @@ def compare(arrivals: Sequence[Arrival], options: argparse.Namespace) -> list[di
         turnover_s = round(capacity / written_per_s(arrivals), 1)
         results.append({"budget_gib": gib, "turnover_s": turnover_s, "runs": runs})
     return results
+
+
+def _run_one(
+    arrivals: Sequence[Arrival],
+    options: argparse.Namespace,
+    object_bytes: int,
+    fleet: dict[str, Any],
+    gib: float,
+    way: str,
+) -> dict[str, Any]:
+    max_bytes = int(gib * 2**30)
+    bucket: Bucket = IdealBucket(max_bytes // object_bytes)
+    if way != "ideal LRU":
+        upkeep = Upkeep(max_bytes, min_age_s=options.min_age_s, refreshes=way == "s3kv")
+        bucket = KeptBucket(object_bytes, upkeep, replicas=options.replicas, seed=options.seed)
+    return run(arrivals, bucket, **fleet)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -222,6 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the setting bucket_min_age_s (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of chance and delays")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a process each")
     parser.add_argument("--json", type=Path, help="write everything there")
     return parser
 

@@ -29,6 +29,8 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -81,16 +83,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arrivals = load(options.trace, options.limit)
     names = [f.name for f in dataclasses.fields(Setup) if f.name not in GRID]
     setup = Setup(**{name: getattr(options, name) for name in names})
-    runs = [run(arrivals, setup, name) for name in BASELINES]
-    for values in product(*(getattr(options, name) for name in GRID)):
-        place = dict(zip(GRID, values, strict=True))
-        ours = [
-            run(arrivals, dataclasses.replace(setup, **place), policy)
-            for policy in options.policies
-        ]
-        title = ", ".join(f"{name} {value}" for name, value in place.items())
-        print("\n".join(table(title, [*runs[: len(BASELINES)], *ours])), flush=True)
-        runs += ours
+    places = [
+        dict(zip(GRID, values, strict=True))
+        for values in product(*(getattr(options, name) for name in GRID))
+    ]
+    wanted = [(setup, name) for name in BASELINES] + [
+        (dataclasses.replace(setup, **place), policy)
+        for place in places
+        for policy in options.policies
+    ]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        results = pool.map(partial(run, arrivals), *zip(*wanted, strict=True))
+        runs = [next(results) for _ in BASELINES]
+        for place in places:
+            ours = [next(results) for _ in options.policies]
+            title = ", ".join(f"{name} {value:g}" for name, value in place.items())
+            print("\n".join(table(title, [*runs[: len(BASELINES)], *ours])), flush=True)
+            runs += ours
     if options.json:
         result = {
             "benchmark": "trace",
@@ -111,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
     parser.add_argument("--limit", type=int, help="only that many requests, from the start")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, a process each")
     parser.add_argument("--json", type=Path, help="write everything there")
     for field in dataclasses.fields(Setup):
         is_many = field.name in GRID

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
-from scripts.panels import ROWS, Panel
+from scripts.panels import OWN_PRICES, ROWS, Panel
 
 _WIDTH, _HEIGHT = 12, 8
 """Of a panel, on Grafana's grid, which is 24 wide."""
@@ -28,9 +29,23 @@ def _dashboard() -> dict[str, Any]:
         "version": 1,
         "refresh": "30s",
         "time": {"from": "now-6h", "to": "now"},
-        "templating": {"list": [_source(), _choice("job"), _choice("model", "model_name")]},
+        "templating": {"list": [*_variables()]},
         "panels": _panels(),
     }
+
+
+def _variables() -> Iterator[dict[str, Any]]:
+    yield _source()
+    yield _choice("job")
+    yield _choice("model", "model_name")
+    for name, (label, value) in OWN_PRICES.items():
+        yield {
+            "name": name,
+            "label": label,
+            "type": "textbox",
+            "query": value,
+            "current": {"text": value, "value": value},
+        }
 
 
 def _source() -> dict[str, Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from s3kv.prices import DEFAULT, TABLE
+
 RATE = "$__rate_interval"
 CHOSEN = 'job=~"$job",model_name=~"$model"'
 TIERS = {
@@ -90,7 +92,33 @@ _PER_ENGINE = " + ".join(
     f"rate({metric(name)}[{RATE}])" for name in ("hit_tokens_bucket", "hit_tokens_host")
 )
 
+OWN_PRICES = {
+    "engine_dollars_per_hour": ("An engine, $ an hour", "3"),
+    "stored_gib": ("The bucket, GiB", "4096"),
+    "gib_month_dollars": ("A GiB, $ a month", f"{TABLE[DEFAULT].storage:g}"),
+}
+"""Variables of the dashboard that the operator sets, with their label and first value."""
+_SPARED = (
+    f"sum (rate({metric('hit_tokens_bucket')}[{RATE}]) / "
+    f"{metric('prefill_tokens_per_s', suffix='')}) * $engine_dollars_per_hour"
+)
+_REQUESTS = f"{rate('cost_usd')} * 3600"
+_STORAGE = "$stored_gib * $gib_month_dollars / 730"
+
 SERVICE = (
+    Panel(
+        "Net dollars an hour",
+        "What the bucket's hits spare of engines' time, at the measured prefill speed, less its "
+        "requests and its storage. The price of an engine, the bucket's size and the price of a "
+        "GiB are the dashboard's variables.",
+        "currencyUSD",
+        (
+            Query(f"{_SPARED} - {_REQUESTS} - {_STORAGE}", "net"),
+            Query(_SPARED, "computing spared"),
+            Query(_REQUESTS, "requests"),
+            Query(f"vector({_STORAGE})", "storage"),
+        ),
+    ),
     Panel(
         "Hit ratio by tier",
         "Share of all prompt tokens that were not computed, by the tier they came from.",

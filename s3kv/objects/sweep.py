@@ -11,8 +11,16 @@ A namespace's manifest and shapes go when the namespace holds nothing any more.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 
 from s3kv.objects.ages import Ages, Cut
@@ -47,6 +55,38 @@ class Swept:
     manifest_deleted: bool = False
 
 
+class Oldest:
+    """The `most` objects written longest ago, of all that were added, with their namespaces."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._heap: list[tuple[float, str, Namespace, ObjectInfo]] = []
+        """The newest first."""
+        self._left_out_s = math.inf
+        """Last write of the oldest object that was added and is not held."""
+
+    def add(self, namespace: Namespace, info: ObjectInfo) -> None:
+        if self._most == 0:
+            self._left_out_s = -math.inf
+            return
+        entry = (-info.modified_s, info.key, namespace, info)
+        if len(self._heap) < self._most:
+            heapq.heappush(self._heap, entry)
+            return
+        newest = heapq.heappushpop(self._heap, entry)
+        self._left_out_s = min(self._left_out_s, -newest[0])
+
+    def has_all(self, cut: Cut) -> bool:
+        """Whether every object that the cut may take is held."""
+        return self._left_out_s >= cut.second + 1
+
+    def taken(self, cut: Cut) -> Iterator[tuple[Namespace, ObjectInfo]]:
+        """The objects that the cut takes."""
+        for _, _, namespace, info in self._heap:
+            if cut.takes(info.modified_s, info.nbytes):
+                yield namespace, info
+
+
 @dataclass(slots=True)
 class Sweep:
     """One run over the bucket. Belongs to one asyncio loop. `namespaces` holds the results so far,
@@ -59,6 +99,8 @@ class Sweep:
     dry_run: count the objects that would go, and delete none.
     approve: called with the bytes that are to go and with all bytes, before any object is deleted;
     an error that it raises ends the run.
+    remembered: most of the oldest objects that are kept in mind while the bucket is listed. If all
+    that are to go are among them, the bucket is listed once instead of twice.
     checkpoint: awaited after every 1,000 objects that are listed, and before objects are deleted;
     an error that it raises ends the run.
     """
@@ -70,6 +112,7 @@ class Sweep:
     spare_s: float = math.inf
     look_again: bool = True
     dry_run: bool = False
+    remembered: int = 0
     on_progress: Report = lambda what, done, total: None
     approve: Callable[[int, int], None] = lambda going, held: None
     checkpoint: Callable[[], Awaitable[None]] = _go_on
@@ -79,6 +122,10 @@ class Sweep:
     """
     _signs: dict[Namespace, list[ObjectInfo]] = field(default_factory=dict, init=False)
     """By namespace, its manifest and its shapes."""
+    _oldest: Oldest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._oldest = Oldest(self.remembered)
 
     async def run(self) -> None:
         """Run the sweep. Raises `StoreError`."""
@@ -104,6 +151,7 @@ class Sweep:
                 self._signs.setdefault(namespace, []).append(info)
                 continue
             ages.add(info.modified_s, info.nbytes)
+            self._oldest.add(namespace, info)
             swept.kept_objects += 1
             swept.kept_bytes += info.nbytes
             objects += 1
@@ -119,6 +167,10 @@ class Sweep:
 
     async def _victims(self, cut: Cut) -> AsyncIterator[tuple[Swept, ObjectInfo]]:
         """The objects to delete, each with the result it counts for."""
+        if self._oldest.has_all(cut):
+            for namespace, info in self._oldest.taken(cut):
+                yield self._swept(namespace), info
+            return
         objects = sum(swept.kept_objects for swept in self.namespaces.values())
         seen = 0
         async for address, info in chunks(self.store, self.prefix):
