@@ -32,7 +32,7 @@ _log = logging.getLogger("s3kv.io")
 
 LEASE_S = 300.0
 RENEW_S = LEASE_S / 3
-LEFT = 0.9
+LEFT = 0.95
 """Share of the budget that a sweep leaves."""
 SWEEP_MIN_S, SWEEP_MAX_S = 10.0, 3600.0
 """Shortest and longest time from the end of a sweep to the next one."""
@@ -41,6 +41,9 @@ REFRESHED = 4
 _FULL = 0.8
 """Share of the budget from which on objects in use are refreshed: what is far from full deletes
 nothing."""
+_REMEMBERED = 100_000
+"""Objects kept in mind during a sweep, of 0.5 KiB each: one listing is enough for what a twentieth
+of two million objects is."""
 _SWEEPS_PER_IDLE = 10
 _SETTLE_S = 5.0
 """Pause after taking a lease, in which a second taker shows: the later one holds it."""
@@ -198,6 +201,7 @@ class Keeper:
             before_s=now_s - self._idle_s if self._idle_s else 0.0,
             spare_s=now_s - self._min_age_s,
             look_again=False,
+            remembered=_REMEMBERED,
             checkpoint=self._checkpoint,
         )
         try:
