@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner
 
@@ -17,7 +18,7 @@ from s3kv import prices
 from s3kv.cli import billing
 from s3kv.cli.app import cli
 from scripts.marks import filled
-from scripts.pictures import ROOT
+from scripts.pictures import ROOT, recorded
 
 CHUNK_TOKENS = 256
 PRICES = prices.TABLE[prices.DEFAULT]
@@ -81,7 +82,12 @@ def page() -> str:
     shown = f"$ python -m benchmarks.counters {' '.join(RUN)} > counters.txt\n$ s3kv {COMMAND}"
     return filled(
         ROOT / "docs" / "cost.md",
-        {"prices": price_list(), "chunk": table(), "bill": f"```console\n{shown}\n{bill()}\n```"},
+        {
+            "prices": price_list(),
+            "budgets": budgets(recorded("bucket-kept.json")),
+            "chunk": table(),
+            "bill": f"```console\n{shown}\n{bill()}\n```",
+        },
     )
 
 
@@ -91,6 +97,24 @@ def price_list() -> str:
         f"${PRICES.put:g} per 1,000 PUTs,\n${PRICES.get:g} per 1,000 GETs, "
         f"${PRICES.storage:g} per GiB-month; traffic within the region is free."
     )
+
+
+def budgets(result: dict[str, Any]) -> str:
+    """Bill of every budget of a result of `benchmarks.bucket`."""
+    lines = [
+        "| `bucket_bytes` | prompt tokens found in the bucket | requests, $/month "
+        "| storage, $/month | computing spared, $/month | net, $/month |",
+        "|---|---|---|---|---|---|",
+    ]
+    for budget in result["budgets"]:
+        ours = budget["runs"]["s3kv"]
+        month = ours["usd_per_month"]
+        dollars = (f"{month[name]:,.0f}" for name in ("requests", "storage", "spared"))
+        lines.append(
+            f"| {budget['budget_gib']:,.0f} GiB | {ours['bucket_hit_percent']:.0f} % "
+            f"| {' | '.join(dollars)} | **{month['net']:+,.0f}** |"
+        )
+    return "\n".join(lines)
 
 
 def table() -> str:

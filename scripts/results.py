@@ -23,6 +23,28 @@ def page() -> str:
     )
 
 
+def simulation_page() -> str:
+    """docs/trace.md."""
+    return filled(ROOT / "docs" / "trace.md", {"kept": kept(recorded("bucket-kept.json"))})
+
+
+def kept(result: dict[str, Any]) -> str:
+    lines = [
+        "| budget | turnover time | hits, relative to the exact LRU | the same without refreshes "
+        "| peak size, relative to the budget | the keeper's requests, of the bill |",
+        "|---|---|---|---|---|---|",
+    ]
+    for budget in result["budgets"]:
+        ours = budget["runs"]["s3kv"]
+        lines.append(
+            f"| {budget['budget_gib']:,.0f} GiB | {budget['turnover_s'] / 60:.1f} min "
+            f"| {ours['hits_of_ideal']:.2f} "
+            f"| {budget['runs']['without refreshes']['hits_of_ideal']:.2f} "
+            f"| {ours['peak_of_budget']:.2f} | {ours['usd_per_month']['sweeping_percent']:.1f} % |"
+        )
+    return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
+
+
 def peers_page() -> str:
     """docs/peers-benchmark.md."""
     document = ROOT / "docs" / "peers-benchmark.md"

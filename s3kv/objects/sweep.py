@@ -78,7 +78,7 @@ class Oldest:
 
     def has_all(self, cut: Cut) -> bool:
         """Whether every object that the cut may take is held."""
-        return self._left_out_s >= cut.second + 1
+        return self._left_out_s >= cut.second + (cut.nbytes > 0)
 
     def taken(self, cut: Cut) -> Iterator[tuple[Namespace, ObjectInfo]]:
         """The objects that the cut takes."""

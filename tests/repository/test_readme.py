@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulation.fleet import Setup
 from s3kv.config import Config
 from tests.servers import KEYS, REGION, boto_client, moto_server, set_credentials
 
@@ -54,7 +55,8 @@ def test_the_transfer_config_is_valid() -> None:
     (text,) = re.findall(r"--kv-transfer-config '(.*?)'", README, re.DOTALL)
     transfer = json.loads(text)
     assert transfer["kv_connector"] == "S3KVConnector"
-    Config.parse(transfer["kv_connector_extra_config"])
+    config = Config.parse(transfer["kv_connector_extra_config"])
+    assert config.bucket_bytes == Setup().bucket_gib * 2**30, "docs/cost.md bills the example"
     (text,) = re.findall(r"--ec-transfer-config '(.*?)'", README, re.DOTALL)
     transfer = json.loads(text)
     assert transfer["ec_connector"] == "S3ECConnector"

@@ -44,3 +44,19 @@ def test_the_bill_is_of_what_the_file_says() -> None:
     dollars = float(line.split()[-1].replace(",", ""))
     # The file has GiB to one digit.
     assert dollars == pytest.approx(run["gib_stored"] * 24 * 0.023, abs=0.1 * 24 * 0.023)
+
+
+def test_the_budgets_are_what_the_file_says() -> None:
+    result = json.loads((ROOT / "benchmarks/results/bucket-kept.json").read_text())
+    hours = 730 * 3600 / 3537
+    for budget, line in zip(result["budgets"], costs.budgets(result).splitlines()[2:], strict=True):
+        ours = budget["runs"]["s3kv"]
+        puts = ours["puts"] + ours["copies"] + ours["lists"] + ours["lease_puts"]
+        requests = (puts * 0.005 + (ours["gets"] + ours["heads"]) * 0.0004) / 1000 * hours
+        spared = ours["bucket_hits"] * 512 / 8_000 / 3600 * 3 * hours
+        storage = ours["peak_objects"] / 16 * 0.023
+        cells = [cell.strip(" *").replace(",", "") for cell in line.split("|")[1:-1]]
+        told = [float(cell) for cell in cells[2:]]
+        assert told == pytest.approx(
+            [requests, storage, spared, spared - requests - storage], abs=2
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -204,3 +205,42 @@ async def test_it_gets_through_a_bucket_that_stumbles(monkeypatch: pytest.Monkey
     run = await sweep(bucket, max_bytes=5_000)
     assert run.namespaces[OLD.digest].kept_objects == 50
     assert bucket._objects.keys() == {chunk(OLD, number) for number in range(150, 200)}
+
+
+class Listed(Bucket):
+    """Counts its listings of everything."""
+
+    listings = 0
+
+    def list(self, prefix: str, after: str = "") -> Any:
+        self.listings += 1
+        return super().list(prefix, after)
+
+
+@pytest.mark.parametrize(("remembered", "listings"), [(0, 2), (5, 2), (6, 1), (10, 1), (100, 1)])
+async def test_what_is_remembered_is_not_listed_again(remembered: int, listings: int) -> None:
+    bucket = Listed()
+    await bucket.fill(OLD, range(0, 10, 2))
+    await bucket.fill(NEW, range(1, 10, 2))
+    run = await sweep(bucket, max_bytes=400, look_again=False, remembered=remembered)
+    assert bucket.listings == listings
+    assert await bucket.keys() == {chunk((OLD, NEW)[n % 2], n) for n in range(6, 10)}
+    old, new = run.namespaces[OLD.digest], run.namespaces[NEW.digest]
+    assert (old.deleted_objects, old.kept_bytes) == (3, 200)
+    assert (new.deleted_objects, new.kept_bytes) == (3, 200)
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_what_is_remembered_makes_no_difference(seed: int) -> None:
+    rng = random.Random(seed)
+    numbers = [rng.randrange(20) for _ in range(30)]
+    left = []
+    for remembered in (0, rng.randrange(1, 30)):
+        bucket = Bucket()
+        for place, number in enumerate(numbers):
+            bucket.now_s = 1e9 + number + place / 100
+            await bucket.write(chunk((OLD, NEW)[place % 2], place), b"x" * 100)
+        options = {"max_bytes": 100 * (seed % 20), "spare_s": 1e9 + 15}
+        await sweep(bucket, look_again=False, remembered=remembered, **options)
+        left.append(len(await bucket.keys()))
+    assert left[0] == left[1]
