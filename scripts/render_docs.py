@@ -150,11 +150,8 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/object-format.md": format_example.page,
         "docs/peers-benchmark.md": results.peers_page,
         "docs/performance.md": results.page,
-<<<<<<< HEAD
         "docs/quickstart.md": status.quick_start,
-=======
         "docs/trace.md": results.simulation_page,
->>>>>>> 029d560 (Record the budgets of a bucket that the engines keep, and what they net)
         **drawn,
     }
 

@@ -17,7 +17,7 @@ from s3kv.prices import Prices
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BudgetMonth:
     """A month of one budget, in dollars. bucket_gib: the budget; 0 for none. spared: computing that
     hits in the bucket spare. tokens: those that the bucket served in the run."""
 
@@ -34,14 +34,14 @@ class Outcome:
         return self.spared - self.requests - self.storage
 
 
-def outcomes(
+def months(
     result: Mapping[str, Any],
     prices: Prices,
     *,
     keep_days: float,
     prefill_tokens_per_s: float,
     dollars_per_hour: float,
-) -> list[Outcome]:
+) -> list[BudgetMonth]:
     """One for every run of the result, by budget. keep_days: as for `billing.steady_bytes`, for a
     bucket without a budget; one with a budget is taken to be always as full as it ever was. Raises
     `ConfigError` for what is no such result."""
@@ -58,7 +58,7 @@ def outcomes(
             storage = next(part.dollars for part in parts if part.name == "storage")
             saved = billing.savings(traffic, prefill_tokens_per_s, dollars_per_hour)
             found.append(
-                Outcome(
+                BudgetMonth(
                     run["bucket_gib"],
                     run["host_gib"],
                     run["policy"],
@@ -77,12 +77,12 @@ def outcomes(
     return sorted(found, key=lambda one: (one.host_gib, one.policy, one.bucket_gib or float("inf")))
 
 
-def best(found: Sequence[Outcome]) -> Outcome:
+def best(found: Sequence[BudgetMonth]) -> BudgetMonth:
     """The one with the largest net; of equals the smaller budget."""
     return max(found, key=lambda one: (one.net, -(one.bucket_gib or float("inf"))))
 
 
-def most_hits(found: Sequence[Outcome]) -> Outcome:
+def most_hits(found: Sequence[BudgetMonth]) -> BudgetMonth:
     return max(found, key=lambda one: one.tokens)
 
 

@@ -18,7 +18,7 @@ from rich.table import Column
 from s3kv import prices
 from s3kv.cli import billing, budgets, show
 from s3kv.cli.billing import BilledTraffic, Part, Savings
-from s3kv.cli.budgets import Outcome
+from s3kv.cli.budgets import BudgetMonth
 from s3kv.cli.invocation import (
     EXIT_CODES,
     ServerError,
@@ -128,7 +128,7 @@ def cost(
                 raise ConfigError(
                     "--simulation needs --gpu-dollars-per-hour and --prefill-tokens-per-s"
                 )
-            found = budgets.outcomes(
+            found = budgets.months(
                 _decoded(simulation),
                 chosen,
                 keep_days=keep_days,
@@ -163,12 +163,12 @@ def _decoded(file: Path) -> dict[str, Any]:
     return found
 
 
-def _compared(found: Sequence[Outcome]) -> dict[str, Any]:
+def _compared(found: Sequence[BudgetMonth]) -> dict[str, Any]:
     rows = [{**asdict(one), "net": one.net} for one in found]
     return {"budgets": rows, "best": asdict(budgets.best(found)), "prices_as_of": prices.AS_OF}
 
 
-def _compare(found: Sequence[Outcome]) -> None:
+def _compare(found: Sequence[BudgetMonth]) -> None:
     most = budgets.most_hits(found)
     rows = [
         (
@@ -192,7 +192,7 @@ def _compare(found: Sequence[Outcome]) -> None:
     )
 
 
-def _budget(one: Outcome) -> str:
+def _budget(one: BudgetMonth) -> str:
     return show.size(round(one.bucket_gib * billing.GIB)) if one.bucket_gib else "none"
 
 
