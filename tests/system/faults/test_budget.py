@@ -6,8 +6,8 @@ With the real client, the real keeper and its real intervals, on moto and on Cep
 from __future__ import annotations
 
 import asyncio
-import logging
 import hashlib
+import logging
 import random
 import time
 import uuid
