@@ -98,7 +98,7 @@ def test_a_bucket_keeps_to_its_budget_and_counts_what_that_takes() -> None:
     counts = bucket.counts
     assert bucket.peak_objects <= 550
     assert counts["puts"] - counts["deleted"] <= 500
-    assert counts["lists"] >= 2 * counts["sweeps"] > 10
+    assert counts["lists"] >= counts["sweeps"] > 10
     assert counts["lease_puts"] > 10
 
 
@@ -115,7 +115,7 @@ def test_one_of_many_replicas_sweeps() -> None:
     for either in (one, many):
         fill(either, 2_500)
         either.end(2_500.0)
-    assert many.counts["sweeps"] == pytest.approx(one.counts["sweeps"], abs=2)
+    assert many.counts["sweeps"] == pytest.approx(one.counts["sweeps"], rel=0.2)
 
 
 def test_an_object_of_several_chunks_is_one_request(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_one_that_was_stopped_in_a_sweep_deletes_nothing_when_it_wakes(fleet: Fl
     fleet.loop.run_until(2 * MIN_AGE_S)
     fleet.start(1, max_bytes=BUDGET)
     (engine,) = fleet.engines
-    engine.line.stops_in_listing = 2
+    engine.line.stops_in_listing = 1
     fleet.loop.run_until(HOUR_S)
     assert not engine.line.runs.is_set()
     for number in range(300):
