@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -118,5 +117,5 @@ def test_a_seed_is_replayed_to_the_letter() -> None:
     """In other processes, where sets and dicts of texts have another order."""
     first, second = trace(17, "1"), trace(17, "2")
     assert first == second
-    assert Counter(line.split()[0] for line in first.splitlines()).total() > 50
+    assert len(first.splitlines()) > 30
     assert trace(18, "1") != first
