@@ -20,7 +20,7 @@ class GroupKind(enum.Enum):
     LOCAL = "local"
     """Chunked-local attention: a token sees itself and those since a multiple of `reach_tokens`."""
     STATE = "state"
-    """Mamba or linear attention: a block is the state after its last token."""
+    """Mamba, linear attention or short convolution: a block is the state after its last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,13 @@ class GroupSpec:
 
 
 def check_groups(groups: Sequence[GroupSpec]) -> None:
-    """Raise `ValueError` for groups that the planner does not serve together: none at all, other
-    than full ones followed by windows and local ones, or with chunks of different lengths. A chunk
-    divides the reach of local attention, so that all of its blocks have the same covers."""
+    """Raise `ValueError` for groups that the planner does not serve together: none at all, full
+    ones behind others, or with chunks of different lengths. A chunk divides the reach of local
+    attention, so that all of its blocks have the same covers."""
     kinds = [group.kind for group in groups]
-    full = kinds.count(GroupKind.FULL)
-    limited = {GroupKind.WINDOW, GroupKind.LOCAL}
-    if not kinds or GroupKind.FULL in kinds[full:] or not limited.issuperset(kinds[full:]):
+    if not kinds or GroupKind.FULL in kinds[kinds.count(GroupKind.FULL) :]:
         raise ValueError(
-            f"groups are {[kind.value for kind in kinds]}: allowed are full ones, then windows and "
-            "local ones"
+            f"groups are {[kind.value for kind in kinds]}: allowed are full ones, then all others"
         )
     sizes = {group.chunk_tokens for group in groups}
     if len(sizes) > 1:

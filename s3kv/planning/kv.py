@@ -174,13 +174,13 @@ class KVPlanner:
         if now_s < request.wait.until_s:
             return WAIT
         self._looked_up[request_id] = local_tokens
+        request.arrange(local_tokens, tokens)
         if not self._settings.may_load or request.saving.is_barred or not reads:
             return NOTHING
         if request.state is RequestState.COMPUTING:
             request.start_over()
         request.step(RequestEvent.LOOKUP)
         request.wait.wake()
-        request.arrange(local_tokens, tokens)
         while (lookup := self._collect(request, now_s)) is not None:
             if self._waits(request, lookup, now_s):
                 return WAIT

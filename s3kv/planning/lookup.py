@@ -110,6 +110,10 @@ class ChunkHashes:
     def _limited(self, chunks: int) -> int:
         return chunks if self.limit is None else min(chunks, self.limit)
 
+    def may_resume(self, chunks: int) -> bool:
+        """Whether this prompt, if it comes again, can resume after so many chunks."""
+        return self.resumable is None or chunks <= self.resumable
+
     def _salted(self, block_hash: bytes) -> bytes:
         return blake2b(block_hash, key=self.salt, digest_size=32).digest()
 

@@ -14,6 +14,7 @@ from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.pace import Wait
+from s3kv.planning.state_lookup import StateLookup
 from s3kv.planning.states import IdentityEnum, Transitions
 
 
@@ -25,6 +26,7 @@ class ScheduledRequest(NamedTuple):
     computed_tokens: tokens before this step. scheduled_tokens: tokens in this step, with drafts.
     tables: returns all device blocks per KV-cache group in this step; None: they are what
     `block_ids` add up to, because the engine gives none of them away before the request ends.
+    states: numbers of tokens within the step after which the engine writes a state, too.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class ScheduledRequest(NamedTuple):
     computed_tokens: int
     scheduled_tokens: int
     tables: Callable[[], Sequence[Sequence[int]]] | None = None
+    states: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,10 @@ class PlannedRequest:
         """Make the record of a request that has arrived, with a lookup per group."""
         wait = Wait()
         lookups = tuple(
-            Lookup(request_id, ledger, group, hashes, wait, probe_chunks) for group in groups
+            StateLookup(request_id, ledger, group, hashes, wait)
+            if group.kind is GroupKind.STATE
+            else Lookup(request_id, ledger, group, hashes, wait, probe_chunks)
+            for group in groups
         )
         saved = limits.save_tokens
         saving = Saving(len(groups), None if saved is None else saved // groups[0].chunk_tokens)

@@ -48,13 +48,20 @@ class ChunkSaves:
             return
         tables = saving.block_ids if step.tables is None else step.tables()
         for number, position in chunks:
-            if self._is_needed(self._groups[number], position):
+            if self._is_needed(self._groups[number], position, request, step):
                 self._save(request, number, position, tables)
 
-    def _is_needed(self, group: GroupSpec, position: int) -> bool:
-        """Whether a resume at the chunk's end needs anything of the group."""
+    def _is_needed(
+        self, group: GroupSpec, position: int, request: PlannedRequest, step: ScheduledRequest
+    ) -> bool:
+        """Whether a resume at the chunk's end needs anything of the group; of states, whether it is
+        there."""
+        if group.kind is GroupKind.FULL:
+            return True
         end = (position + 1) * group.chunk_tokens
-        return group.kind is GroupKind.FULL or bool(cover(group, end).blocks)
+        if group.kind is GroupKind.STATE:
+            return _has_state(end, step) and request.hashes.may_resume(position + 1)
+        return bool(cover(group, end).blocks)
 
     def _save(
         self,
@@ -83,3 +90,10 @@ class ChunkSaves:
             ledger.counters["saves_dropped"] += 1
         elif ledger.residency is not None:
             ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)
+
+
+def _has_state(tokens: int, step: ScheduledRequest) -> bool:
+    """Whether a block holds the state after so many tokens once the step has run. A step writes one
+    state, at its end; the next one writes to another block, if this one is full."""
+    begin = step.computed_tokens
+    return tokens in (begin, begin + step.scheduled_tokens) or tokens in step.states

@@ -105,10 +105,10 @@ def test_a_reach_fits_the_kind(kind: GroupKind, reach_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
-        ((), r"groups are \[\]: allowed are full ones, then windows"),
+        ((), r"groups are \[\]: allowed are full ones, then all others"),
         ((GroupSpec(4, 8, WINDOW, 5), GroupSpec(4, 8)), "groups are"),
         ((GroupSpec(4, 8, LOCAL, 12),), "chunk_tokens is 8: allowed is a divisor of .* 12 tokens"),
-        ((GroupSpec(4, 8), GroupSpec(8, 8, STATE)), "groups are"),
+        ((GroupSpec(8, 8, STATE), GroupSpec(4, 8)), "groups are"),
         ((GroupSpec(4, 8), GroupSpec(4, 16, WINDOW, 5)), r"chunk_tokens are \[8, 16\]"),
     ],
 )
@@ -119,7 +119,9 @@ def test_groups_that_the_planner_does_not_serve_are_refused(
         check_groups(groups)
 
 
-def test_full_groups_with_windows_and_windows_alone_are_served() -> None:
+def test_full_groups_with_others_and_others_alone_are_served() -> None:
     check_groups((GroupSpec(4, 8), GroupSpec(8, 8), GroupSpec(4, 8, WINDOW, 5)))
     check_groups((GroupSpec(4, 8, WINDOW, 5),))
+    check_groups((GroupSpec(8, 8, STATE),))
+    check_groups((GroupSpec(4, 8), GroupSpec(4, 8, WINDOW, 5), GroupSpec(8, 8, STATE)))
     check_groups((GroupSpec(4, 8), GroupSpec(4, 8, LOCAL, 16), GroupSpec(4, 8, WINDOW, 5)))

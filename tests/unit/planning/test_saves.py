@@ -10,7 +10,7 @@ from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.requests import ScheduledRequest
 from tests.unit.planning.desk import Desk
 
-WINDOW, LOCAL = GroupKind.WINDOW, GroupKind.LOCAL
+WINDOW, LOCAL, STATE = GroupKind.WINDOW, GroupKind.LOCAL, GroupKind.STATE
 GROUPS = (
     GroupSpec(2, 4, members=(1,)),
     GroupSpec(2, 4, WINDOW, 3, number=1, members=(0, 2)),
@@ -121,3 +121,68 @@ def test_a_window_that_has_moved_on_is_not_saved() -> None:
     moved = [0, 0, 3, 4], [11, 12, 13, 14], [0, 0, 23, 24]
     (saved,) = desk.plan(scheduled(moved, 6, 1, ([3, 4], [13, 14], [23, 24]))).saves
     assert saved.key.group == 0
+
+
+# ------------------------------------------------------------------------------- states
+
+STATES = (GroupSpec(4, 4, members=(2,)), GroupSpec(4, 4, STATE, number=1, members=(0, 1)))
+
+
+def saved_states(
+    desk: Desk,
+    state_blocks: list[int],
+    computed: int,
+    tokens: int,
+    new: int = 0,
+    states: tuple[int, ...] = (),
+) -> list[tuple[int, ...]]:
+    """The states saved in a step, as the blocks of both groups. new: how many blocks are new."""
+    first, second = list(state_blocks), [block and block + 100 for block in state_blocks]
+    tables = first, second, list(range(200, 200 + len(first)))
+    fresh = tuple(table[len(table) - new :] for table in tables)
+    step = scheduled(tables, computed, tokens, fresh)._replace(states=states)
+    return [save.block_ids for save in desk.plan(step).saves if save.key.group == 1]
+
+
+def state_desk(prompt: str) -> Desk:
+    desk = Desk(groups=STATES, null_block=0, block_tokens=4, slots=40, may_load=False)
+    desk.add("r", prompt)
+    desk.planner.lookup("r", 0, 0.0, tokens=len(prompt))
+    desk.planner.admitted("r", ([], [], []), 0)
+    return desk
+
+
+def test_a_state_is_saved_where_a_step_ends_with_a_chunk() -> None:
+    desk = state_desk("aaaabbbbccccdd")
+    assert saved_states(desk, [0, 5], 0, 8, 2) == [(5, 105)]
+    assert saved_states(desk, [0, 5, 6, 7], 8, 6, 2) == [], "the block of 12 tokens is past them"
+    assert saved_states(desk, [0, 0, 0, 7], 14, 1) == []
+
+
+def test_a_state_is_still_there_in_the_step_after_its_own() -> None:
+    """The request had it from the engine's own cache, for instance."""
+    desk = state_desk("aaaabbbbccccdd")
+    assert saved_states(desk, [0, 5, 6], 8, 4, 2) == [(5, 105), (6, 106)]
+
+
+def test_a_state_that_the_engine_writes_within_a_step_is_saved() -> None:
+    desk = state_desk("aaaabbbbccccdd")
+    assert saved_states(desk, [0, 0, 6, 7], 0, 14, 4, (12,)) == [(6, 106)]
+
+
+def test_a_state_is_saved_only_where_the_prompt_can_resume() -> None:
+    """Every state of an answer would cost more than its KV."""
+    desk = state_desk("aaaabbbb")
+    assert saved_states(desk, [0, 5], 0, 8, 2) == [], "the last token is computed again"
+    assert saved_states(desk, [0, 5, 6], 8, 1, 1) == []
+    desk.grow("r", "aaaabbbbccccdddd")
+    assert saved_states(desk, [0, 5, 6], 11, 1) == []
+
+
+def test_a_state_whose_block_is_given_away_is_fenced() -> None:
+    desk = state_desk("aaaabbbbccccdd")
+    tables = [0, 5], [0, 105], [200, 201]
+    plan = desk.plan(scheduled(tables, 0, 8, tables))
+    (state,) = (save.job_id for save in plan.saves if save.key.group == 1)
+    later = [0, 0, 6], [0, 105, 106], [200, 201, 5]
+    assert desk.plan(scheduled(later, 8, 1, ([6], [106], [5]))).fences == (state,)
