@@ -135,6 +135,29 @@ MISTRAL = Family(
 )
 """A window in every layer: one group, and none with full attention."""
 
+LFM2 = Family(
+    "lfm2",
+    {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "norm_eps": 1e-5,
+        "layer_types": ["conv"] * 3 + [_FULL],
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "block_multiple_of": 64,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 512,
+        "rope_theta": 1_000_000.0,
+        "conv_dim": 256,
+        "block_dim": 256,
+        "conv_dim_out": 256,
+        "block_norm_eps": 1e-5,
+    },
+    embedding_std=0.05,  # its embeddings are its head: large ones repeat the last token
+)
+"""Three groups with the states of a short convolution and one with full attention."""
+
 
 def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
     """Write the model into `directory`/<family>-<seed> unless it is there; return that path."""

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -39,6 +41,8 @@ _REACH = {
 """Layers with a window, and the attribute that says how far it reaches. A subclass is refused,
 because it may keep state that is not in the pages. MLA with a window is not among them: in
 DeepSeek-V4 such layers have other pages."""
+_STATES = {"SHORT_CONV"}
+"""Kinds of states that s3kv has been run with on an engine."""
 _TELLS_TABLES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 _TELLS_REQUESTS = hasattr(base, "KVConnectorTransferResults")
 """vLLM 0.30 and later tell a connector the tables of a step, and take failed loads by request. What
@@ -49,11 +53,12 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     """Raise `UnsupportedError` for groups that s3kv cannot serve correctly."""
     groups = kv_cache_config.kv_cache_groups
     layers = layers_of(kv_cache_config)
-    refused = sorted({type(layer).__name__ for layer in layers if not _is_served(layer)})
+    refused = sorted({_name(layer) for layer in layers if not _is_served(layer)})
     if refused:
         raise UnsupportedError(
             f"this model has layers of kind {', '.join(refused)}; s3kv serves full attention (with "
-            "MLA), sliding windows and chunked local attention. Run it without s3kv"
+            "MLA), sliding windows, chunked local attention and short convolution. Run it without "
+            "s3kv"
         )
     mixed = [group for group in groups if len(set(map(_need, _layers(group.kv_cache_spec)))) > 1]
     if mixed:
@@ -63,6 +68,29 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         )
     if len(groups) > 1 or _need(layers[0])[0] is not GroupKind.FULL:
         _check_tables_with_gaps(vllm_config, kv_cache_config)
+    if any(isinstance(layer, MambaSpec) for layer in layers):
+        _check_states(vllm_config)
+
+
+def _check_states(vllm_config: VllmConfig) -> None:
+    """Raise `UnsupportedError` if a block of a state group may be something else than the state
+    after its last token, once a step has ended there."""
+    cache = vllm_config.cache_config
+    if cache.mamba_cache_mode != "align":
+        raise UnsupportedError(
+            f"this model keeps states, and mamba_cache_mode is {cache.mamba_cache_mode!r}: s3kv "
+            'serves "align", which vLLM takes by itself with --enable-prefix-caching'
+        )
+    if vllm_config.speculative_config is not None:
+        raise UnsupportedError(
+            "this model keeps states, and with speculative decoding they may contain tokens that "
+            "are rejected later. Run it without speculative decoding, or without s3kv"
+        )
+    if getattr(cache, "use_replayssm", False):
+        raise UnsupportedError(
+            "with --use-replayssm the last tokens are not in the states yet. Run this model "
+            "without it, or without s3kv"
+        )
 
 
 def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -70,9 +98,9 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     request ends."""
     if not (_TELLS_TABLES and _TELLS_REQUESTS):
         raise UnsupportedError(
-            f"this model has {len(kv_cache_config.kv_cache_groups)} KV-cache groups, with windows. "
-            "vLLM 0.29 does not tell a connector which blocks they still have, and ends if a load "
-            f"of theirs fails. Use vLLM 0.30 or later{_one_group_advice(kv_cache_config)}"
+            f"this model has {len(kv_cache_config.kv_cache_groups)} KV-cache groups, with windows "
+            "or states. vLLM 0.29 does not tell a connector which blocks they still have, and ends "
+            f"if a load of theirs fails. Use vLLM 0.30 or later{_one_group_advice(kv_cache_config)}"
         )
     groups = kv_cache_config.kv_cache_groups
     speculative = vllm_config.speculative_config
@@ -106,7 +134,7 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupS
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         kind, reach = _need(next(_layers(group.kv_cache_spec)))
         members.setdefault((kind, reach, group.kv_cache_spec.block_size), []).append(number)
-    order = [GroupKind.FULL, GroupKind.WINDOW, GroupKind.LOCAL]
+    order = list(GroupKind)
     needs = sorted(members, key=lambda need: (order.index(need[0]), *need[1:]))
     found = tuple(
         GroupSpec(block, chunk_tokens, kind, reach, number, tuple(members[kind, reach, block]))
@@ -123,14 +151,44 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupS
     return found
 
 
+def states_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: GroupSpec
+) -> dict[str, Any]:
+    """What the pages of a state group mean, for the fingerprint; empty for other groups. The layout
+    shows their bytes alone."""
+    if group.kind is not GroupKind.STATE:
+        return {}
+    rounding = getattr(vllm_config, "mamba_config", None)
+    specs = (kv_cache_config.kv_cache_groups[member].kv_cache_spec for member in group.members)
+    return {
+        "states": {
+            "members": [[_state(layer) for layer in _layers(spec)] for spec in specs],
+            "conv_layout": getattr(envs, "VLLM_SSM_CONV_STATE_LAYOUT", None),
+            "rounded_at_random": getattr(rounding, "enable_stochastic_rounding", False),
+        }
+    }
+
+
+def _state(layer: Any) -> dict[str, Any]:
+    return {
+        "kind": layer.mamba_type.name,
+        "shapes": [list(shape) for shape in layer.shapes],
+        "dtypes": [str(dtype) for dtype in layer.dtypes],
+    }
+
+
 def block_tokens(kv_cache_config: KVCacheConfig) -> int:
     """The least number of tokens that is a whole number of blocks in every group."""
     return lcm(*(g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups))
 
 
 def chunk_tokens_for(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens per chunk if no setting says so."""
-    chunk = default_chunk_tokens(block_tokens(kv_cache_config))
+    """Tokens per chunk if no setting says so. With states it is as short as the blocks allow: the
+    engine keeps the state of a prompt after its last whole block, and of no other for sure."""
+    block = block_tokens(kv_cache_config)
+    if any(isinstance(layer, MambaSpec) for layer in layers_of(kv_cache_config)):
+        return block
+    chunk = default_chunk_tokens(block)
     for group in kv_cache_config.kv_cache_groups:
         kind, reach = _need(next(_layers(group.kv_cache_spec)))
         if kind is GroupKind.LOCAL:
@@ -160,12 +218,21 @@ def _layers(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
 
 
 def _is_served(layer: KVCacheSpec) -> bool:
+    if isinstance(layer, MambaSpec):
+        return type(layer) is MambaSpec and layer.mamba_type.name in _STATES
     name = type(layer).__name__
     return name in _REACH or (name in _FULL and isinstance(layer, FullAttentionSpec))
 
 
+def _name(layer: KVCacheSpec) -> str:
+    kind = type(layer).__name__
+    return f"{kind} ({layer.mamba_type.name})" if isinstance(layer, MambaSpec) else kind
+
+
 def _need(layer: KVCacheSpec) -> tuple[GroupKind, int]:
     """The kind of a layer's need, and how far it reaches."""
+    if isinstance(layer, MambaSpec):
+        return GroupKind.STATE, 0
     kind, attribute = _REACH.get(type(layer).__name__, (GroupKind.FULL, ""))
     return kind, getattr(layer, attribute) if attribute else 0
 

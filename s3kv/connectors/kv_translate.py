@@ -208,6 +208,7 @@ def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[S
     """
     tokens = output.num_scheduled_tokens
     tables = None if sizes.is_plain else output.kv_connector_block_state.get_block_ids
+    states = {} if sizes.is_plain else _states_within(output, sizes)
     for new in output.scheduled_new_reqs:
         yield ScheduledRequest(
             new.req_id,
@@ -216,6 +217,7 @@ def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[S
             new.num_computed_tokens,
             tokens[new.req_id],
             None if tables is None else partial(tables, new.req_id),
+            states.get(new.req_id, ()),
         )
     cached = output.scheduled_cached_reqs
     for request_id, blocks, computed in zip(
@@ -228,7 +230,28 @@ def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[S
             computed,
             tokens[request_id],
             None if tables is None else partial(tables, request_id),
+            states.get(request_id, ()),
         )
+
+
+def _states_within(output: SchedulerOutput, sizes: KVGeometry) -> dict[str, list[int]]:
+    """By request: the numbers of tokens after which the engine has every state in a full block, by
+    its own account. Some kernels write states within a step, and not at its end alone."""
+    groups = [group for group in sizes.groups if group.kind is GroupKind.STATE]
+    told = output.kv_connector_block_state.boundary_state_offloads if groups else {}
+    found: dict[str, list[int]] = {}
+    for request_id in told.keys() & output.num_scheduled_tokens.keys():
+        tables = output.kv_connector_block_state.get_block_ids(request_id)
+        entries = told[request_id]
+        for tokens in {tokens for _, _, tokens in entries if tokens % sizes.block_tokens == 0}:
+            needed = {
+                (member, tables[member][tokens // group.block_tokens - 1], tokens)
+                for group in groups
+                for member in group.members
+            }
+            if needed.issubset(entries):
+                found.setdefault(request_id, []).append(tokens)
+    return found
 
 
 def written_blocks(output: SchedulerOutput) -> list[int]:

@@ -14,6 +14,7 @@ from s3kv.config import Config
 from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
+from s3kv.connectors.kv_groups import states_of
 from s3kv.connectors.kv_translate import (
     KVGeometry,
     WorkerHello,
@@ -241,6 +242,7 @@ class WorkerSide(Guarded):
                         "block_tokens": group.block_tokens,
                         "members": {str(member): layers[member] for member in group.members},
                     }
+                    | states_of(self._vllm_config, self._kv_cache_config, group)
                     for group in groups
                 ]
             }

@@ -147,5 +147,5 @@ class StateLookup(Lookup):
 
     def reopen(self) -> None:
         """Start over: the engine asks again for a partly computed request."""
-        super().reopen()
+        Lookup.reopen(self)  # a class with slots is not the one that `super()` knows
         self.gone.clear()

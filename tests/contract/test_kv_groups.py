@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     MambaSpec,
@@ -17,7 +20,12 @@ from vllm.v1.kv_cache_interface import (
 
 from s3kv.config import Config
 from s3kv.connectors import kv_groups
-from s3kv.connectors.kv_groups import check_groups_are_served, coverages, grouping_module
+from s3kv.connectors.kv_groups import (
+    check_groups_are_served,
+    coverages,
+    grouping_module,
+    states_of,
+)
 from s3kv.connectors.kv_translate import geometry
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.cover import GroupKind
@@ -25,7 +33,14 @@ from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, gro
 
 OTHER_WINDOW = dataclasses.replace(WINDOW, sliding_window=256)
 LOCAL = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=512)
-MAMBA = MambaSpec(block_size=BLOCK_TOKENS, shapes=((16, 16),), dtypes=(torch.float32,))
+STATE = MambaSpec(
+    block_size=BLOCK_TOKENS,
+    shapes=((3, 16), (8, 16)),
+    dtypes=(torch.bfloat16, torch.float32),
+    mamba_cache_mode="align",
+    mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+)
+KINDS = MambaAttentionBackendEnum
 BOTH = dict.fromkeys("ab", FULL)
 NEW_ENOUGH = pytest.mark.skipif(
     not (kv_groups._TELLS_TABLES and kv_groups._TELLS_REQUESTS), reason="vLLM 0.29"
@@ -65,6 +80,55 @@ def test_windows_and_local_attention_are_served(tiny_config: Any, specs: tuple[A
     check_groups_are_served(tiny_config, groups(*specs))
 
 
+@pytest.fixture
+def keeps_states(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The configuration of an engine that keeps states at the ends of blocks."""
+    monkeypatch.setattr(tiny_config.cache_config, "mamba_cache_mode", "align")
+    return tiny_config
+
+
+@NEW_ENOUGH
+def test_states_are_served_alone_and_beside_attention(keeps_states: Any) -> None:
+    for specs in ((STATE,), (STATE, STATE, FULL), (STATE, WINDOW, FULL)):
+        check_groups_are_served(keeps_states, groups(*specs))
+
+
+@NEW_ENOUGH
+def test_states_that_are_not_in_the_block_that_ends_with_them_are_refused(
+    keeps_states: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, monkey = keeps_states.cache_config, monkeypatch
+    for owner, name, value, reason in (
+        (cache, "mamba_cache_mode", "all", "mamba_cache_mode is 'all': s3kv serves \"align\""),
+        (cache, "use_replayssm", True, "with --use-replayssm"),
+        (keeps_states, "speculative_config", SimpleNamespace(use_eagle=bool), "tokens that are re"),
+    ):
+        with monkey.context() as changed:
+            changed.setattr(owner, name, value, raising=False)
+            with pytest.raises(UnsupportedError, match=reason):
+                check_groups_are_served(keeps_states, groups(STATE, FULL))
+            check_groups_are_served(keeps_states, groups(FULL))
+    check_groups_are_served(keeps_states, groups(STATE, FULL))
+
+
+@NEW_ENOUGH
+def test_what_a_state_is_made_of_is_told_and_for_states_alone(keeps_states: Any) -> None:
+    """Their pages are bytes."""
+
+    def told(state: Any) -> Any:
+        cache = groups(state, FULL, state)
+        full, states = coverages(cache, BLOCK_TOKENS)
+        assert states_of(keeps_states, cache, full) == {}
+        return states_of(keeps_states, cache, states)
+
+    others = (
+        dataclasses.replace(STATE, dtypes=(torch.float16, torch.float32)),
+        dataclasses.replace(STATE, shapes=((16, 3), (8, 16))),
+        dataclasses.replace(STATE, mamba_type=KINDS["GDN_ATTN"]),
+    )
+    assert len({json.dumps(told(state)) for state in (STATE, *others)}) == 4
+
+
 def deepseek_v4() -> list[Any]:
     """The KV-cache groups that vLLM 0.32 makes of a small DeepSeek-V4."""
 
@@ -93,7 +157,10 @@ MIXED = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FU
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
-        ([FULL, MAMBA], "layers of kind MambaSpec; s3kv serves full attention"),
+        (
+            [FULL, dataclasses.replace(STATE, mamba_type=KINDS["LINEAR"])],
+            r"layers of kind MambaSpec \(LINEAR\); s3kv serves full attention",
+        ),
         (deepseek_v4(), "layers of kind SlidingWindowMLASpec"),
         ([MIXED], "different positions are in one KV-cache group"),
     ],
@@ -164,6 +231,18 @@ def test_groups_that_need_the_same_positions_share_their_objects() -> None:
         (2, GroupKind.WINDOW, 256, (1,)),
         (3, GroupKind.LOCAL, 512, (4,)),
     ]
+
+
+def test_a_chunk_with_states_is_as_short_as_the_blocks_allow(tiny_config: Any) -> None:
+    """A prompt's last state is after its last whole block."""
+    long = dataclasses.replace(STATE, block_size=1_152)
+    wide = dataclasses.replace(FULL, block_size=1_152)
+    for specs, chunk in (((STATE, FULL), 128), ((long, wide), 1_152), ((FULL,), 256)):
+        assert (
+            geometry(Config(bucket="kv-cache"), tiny_config, groups(*specs)).chunk_tokens == chunk
+        )
+    (full, state) = coverages(groups(STATE, FULL, STATE), 128)
+    assert (full.kind, state.kind, state.members) == (GroupKind.FULL, GroupKind.STATE, (0, 2))
 
 
 def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any) -> None:

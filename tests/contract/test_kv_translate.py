@@ -132,6 +132,42 @@ def test_the_tables_of_a_step_are_asked_for_only_with_several_groups() -> None:
     assert [r.tables for r in scheduled_requests(output, KVGeometry(16, 16, 32))] == [None, None]
 
 
+STATES = KVGeometry(
+    16, 16, 32, (GroupSpec(16, 32, members=(0,)), GroupSpec(16, 32, GroupKind.STATE, 0, 1, (1, 2)))
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        ([(1, 12, 32), (2, 22, 32)], [32]),
+        ([(1, 12, 32)], []),
+        ([(1, 12, 32), (2, 29, 32)], []),
+        ([(1, 12, 24), (2, 22, 24)], []),
+    ],
+    ids=["all", "one group", "another block", "within a block"],
+)
+def test_the_states_that_a_step_writes_before_its_end_are_known(
+    told: list[tuple[int, int, int]], known: list[int]
+) -> None:
+    tables = {"new": ([1, 2, 3], [0, 12, 13], [0, 22, 23])}
+    output: Any = SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id="new", block_ids=tables["new"], num_computed_tokens=0)
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+        ),
+        num_scheduled_tokens={"new": 40},
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=tables.get,
+            boundary_state_offloads={"new": told, "not in this step": told},
+        ),
+    )
+    (new,) = scheduled_requests(output, STATES)
+    assert list(new.states) == known
+
+
 def test_the_blocks_that_a_step_zeroes_or_copies_to_are_known() -> None:
     copies = [SimpleNamespace(src_block_id=1, dst_block_id=2)]
     step: Any = SimpleNamespace(kv_cache_block_copies=copies, new_block_ids_to_zero=[3, 4])

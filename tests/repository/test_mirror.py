@@ -37,6 +37,7 @@ BEHAVIOURS = {
     "planning/test_mutants.py",
     "planning/test_neighbours.py",
     "planning/test_slow_bucket.py",
+    "planning/test_state_machine.py",
 }
 """Test files for a behaviour that spans modules. Any other is named after its module."""
 
