@@ -154,7 +154,7 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupS
 def states_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: GroupSpec
 ) -> dict[str, Any]:
-    """What the pages of a state group mean, for the fingerprint; empty for other groups. The layout
+    """Meaning of the pages of a state group, for the fingerprint; empty for other groups. The layout
     shows their bytes alone."""
     if group.kind is not GroupKind.STATE:
         return {}
