@@ -154,8 +154,8 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupS
 def states_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: GroupSpec
 ) -> dict[str, Any]:
-    """Meaning of the pages of a state group, for the fingerprint; empty for other groups. The layout
-    shows their bytes alone."""
+    """Meaning of the pages of a state group, for the fingerprint; empty for other groups. The
+    layout shows their bytes alone."""
     if group.kind is not GroupKind.STATE:
         return {}
     rounding = getattr(vllm_config, "mamba_config", None)
