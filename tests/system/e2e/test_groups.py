@@ -21,6 +21,7 @@ from tests.system.e2e.conftest import (
     at_rest,
     cached,
     changed,
+    needs_second_runner,
     tokens,
 )
 
@@ -28,6 +29,7 @@ PROMPTS = models.prompts(2, 800)
 ASKS = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
 EXACT = {"dtype": "float32"}
 HIT = 768
+SHARED = 512
 
 
 def zeroed(s3: S3Server, bucket: str, coverage: int) -> int:
@@ -41,6 +43,13 @@ def zeroed(s3: S3Server, bucket: str, coverage: int) -> int:
             client.put_object(Bucket=bucket, Key=key, Body=blank)
             count += 1
     return count
+
+
+def shared_prefix(count: int) -> list[Ask]:
+    """Requests whose prompts have their first `SHARED` tokens in common."""
+    (shared,) = models.prompts(1, SHARED, seed=3)
+    tails = models.prompts(count, 288, seed=4)
+    return [Ask(shared + tail, max_tokens=40) for tail in tails]
 
 
 def model_of(directory: Path, name: str) -> Path:
@@ -107,8 +116,7 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
     step, and saves read blocks that the next step wants.
     """
     model = families.build(models_dir, families.GEMMA3)
-    shared, *tails = models.prompts(1, 512, seed=3) + models.prompts(6, 288, seed=4)
-    asks = [Ask(shared + tail, max_tokens=40) for tail in tails]
+    asks = shared_prefix(6)
     expected = tokens(reference.engine(model, **EXACT).generate(asks))
     tight = EXACT | {
         "max_model_len": 1_024,
@@ -120,7 +128,7 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
         at_rest(engine)
         engine.reset_prefix_cache()
         second = engine.generate(asks[1:2])
-        assert (cached(second), tokens(second)) == ([512], expected[1:2])
+        assert (cached(second), tokens(second)) == ([SHARED], expected[1:2])
         assert tokens(engine.generate(asks)) == expected
         at_rest(engine)
         engine.reset_prefix_cache()
@@ -128,3 +136,27 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
         at_rest(engine)
     assert tokens(warm) == expected
     assert max(hit or 0 for hit in cached(warm)) == HIT
+
+
+@needs_second_runner
+@pytest.mark.long
+@pytest.mark.timeout(4 * START_AND_STOP_S)
+def test_on_the_second_generation_runner(
+    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    """In steps of 256 tokens, so that windows move on while a prompt is computed."""
+    model = families.build(models_dir, families.GEMMA3)
+    prompts = models.prompts(2, 400, seed=5)
+    expected = tokens(reference(model, prompts, **EXACT))
+    args: dict[str, Any] = {**EXACT, "second_runner": True, "max_num_batched_tokens": 256}
+    with serve(model, patient, **args) as engine:
+        cold = engine.generate(prompts)
+        at_rest(engine)
+        engine.reset_prefix_cache()
+        host = engine.generate(prompts)
+        at_rest(engine)
+    with serve(model, patient, **args) as engine:
+        warm = engine.generate(prompts)
+    for answers, hit in ((cold, 0), (host, 384), (warm, 384)):
+        assert tokens(answers) == expected
+        assert cached(answers) == [hit] * 2
