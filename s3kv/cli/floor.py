@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPException, HTTPResponse
 from time import perf_counter
 
@@ -46,20 +47,18 @@ def _read_all(
     nbytes: int,
 ) -> float:
     turns = iter(range(requests))
-    connections = [_connect(endpoint, tls) for _ in heads]
     buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _ in heads]
+    # Closed last, because a lane whose turn has not come when another one fails never runs.
+    with ExitStack() as opened, ThreadPoolExecutor(len(heads)) as threads:
+        connections = [opened.enter_context(_connect(endpoint, tls)) for _ in heads]
 
-    def work(lane: int) -> None:
-        connection = connections[lane]
-        try:
+        def work(lane: int) -> None:
+            connection = connections[lane]
             for _ in turns:
                 if not _read(connection, heads[lane], buffers[lane]):
                     connection.close()
-                    connection = _connect(endpoint, tls)
-        finally:
-            connection.close()
+                    connection = opened.enter_context(_connect(endpoint, tls))
 
-    with ThreadPoolExecutor(len(heads)) as threads:
         begin_s = perf_counter()
         for _ in threads.map(work, range(len(heads))):
             pass
