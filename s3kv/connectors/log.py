@@ -110,6 +110,8 @@ def _whereabouts(config: Config, *, may_load: bool, may_save: bool) -> str:
 def _attention(group: GroupSpec) -> str:
     if group.kind is GroupKind.FULL:
         return "full attention"
+    if group.kind is GroupKind.STATE:
+        return "states"
     kind = "windows" if group.kind is GroupKind.WINDOW else "local attention"
     return f"{kind} of {_count(group.reach_tokens, 'token')}"
 

@@ -131,9 +131,10 @@ def test_the_line_of_a_start() -> None:
 
 def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
     windows = GroupSpec(16, 256, GroupKind.WINDOW, 1024, 1)
-    line = told(hello(pinned=True), hello(pinned=True), groups=(FULL, windows))
+    states = GroupSpec(256, 256, GroupKind.STATE, 0, 2)
+    line = told(hello(pinned=True), hello(pinned=True), groups=(FULL, windows, states))
     assert "2.0 GiB of pinned host memory on 2 ranks, chunks" in line
-    assert line.endswith("KV of full attention and windows of 1,024 tokens")
+    assert line.endswith("KV of full attention and windows of 1,024 tokens and states")
 
 
 def test_memory_that_is_not_pinned_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
