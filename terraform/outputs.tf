@@ -56,17 +56,24 @@ locals {
   }
   # What is used is written anew after a quarter of the days it has; not in a directory bucket.
   refresh_after_s = var.expiration_days * 86400 / 4
-  writer_settings = merge(local.settings, {
-    for name, value in { refresh_after_s = local.refresh_after_s } : name => value if !local.express
-  })
+  writer_settings = merge(
+    { for name, value in { refresh_after_s = local.refresh_after_s } : name => value if !local.express },
+    var.settings,
+    local.settings,
+  )
+  # Without what needs more than reading.
+  reader_settings = {
+    for name, value in merge(var.settings, local.settings) : name => value
+    if !contains(["refresh_after_s", "bucket_bytes", "bucket_idle_s", "on_corrupt"], name)
+  }
   kv_transfer_config = {
     kv_connector              = "S3KVConnector"
     kv_connector_module_path  = "s3kv.connectors"
-    kv_connector_extra_config = local.settings
+    kv_connector_extra_config = local.reader_settings
   }
   ec_transfer_config = {
     ec_connector              = "S3ECConnector"
     ec_connector_module_path  = "s3kv.connectors"
-    ec_connector_extra_config = local.settings
+    ec_connector_extra_config = local.reader_settings
   }
 }

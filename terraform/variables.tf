@@ -282,9 +282,51 @@ variable "dashboard" {
   nullable    = false
 }
 
+# --- what its engines are told -------------------------------------------------------------------
+
+variable "settings" {
+  description = "Settings of s3kv for the four outputs that vLLM gets, such as `{ host_bytes = \"32GiB\" }`; docs/configuration.md lists them. `bucket`, `prefix` and `region` follow from the bucket. Readers get none of the settings that write or delete."
+  type        = any
+  default     = {}
+  nullable    = false
+
+  validation {
+    condition     = can(keys(var.settings))
+    error_message = "settings must be an object, such as { host_bytes = \"32GiB\" }."
+  }
+
+  validation {
+    condition     = length(setintersection(try(keys(var.settings), []), ["bucket", "prefix", "region"])) == 0
+    error_message = "settings must not hold bucket, prefix or region: they are those of the bucket."
+  }
+
+  validation {
+    condition     = length(setsubtract(try(keys(var.settings), []), concat(local.setting_names, ["bucket", "prefix", "region"]))) == 0
+    error_message = "s3kv has no such setting: ${join(", ", setsubtract(try(keys(var.settings), []), local.setting_names))}."
+  }
+
+  validation {
+    condition     = var.keeper || var.storage == "express" || try(var.settings.bucket_bytes, 0) == 0 && try(var.settings.bucket_idle_s, 0) == 0 && try(var.settings.on_corrupt, "ignore") == "ignore"
+    error_message = "bucket_bytes, bucket_idle_s and on_corrupt = \"delete\" in settings make engines delete: set keeper = true as well, and give them the keeper's policy."
+  }
+}
+
 # --- what follows from them, and what their checks need ------------------------------------------
 
 locals {
   express     = var.storage == "express"
   bucket_name = local.express ? "${var.name}--${var.availability_zone_id}--x-s3" : var.name
+
+  # Those of s3kv/config.py, less those of the bucket.
+  setting_names = [
+    "addressing_style", "bucket_bytes", "bucket_idle_s", "bucket_min_age_s", "ca_bundle",
+    "checksum", "chunk_tokens", "client", "connect_timeout_ms", "drain_timeout_s",
+    "encode_tokens_per_s", "endpoint_url", "eviction", "first_byte_timeout_ms", "hedge_percent",
+    "host_bytes", "huge_pages", "integrity", "integrity_secret_file", "max_attempts",
+    "max_inflight_bytes", "max_inflight_requests", "max_item_bytes", "max_saves_inflight",
+    "max_wait_ms", "min_bytes_per_s", "miss_ttl_s", "model_id", "on_corrupt", "on_unavailable",
+    "pool_size", "prefill_tokens_per_s", "prices", "probe_chunks", "range_bytes", "recompute_gate",
+    "refresh_after_s", "request_timeout_ms", "staging_bytes", "start_timeout_ms",
+    "trust_media_names", "verify_tls", "weights_digest",
+  ]
 }

@@ -20,6 +20,7 @@ run "short_and_low" {
     alarm_actions             = ["arn:aws-cn:sns:cn-north-1:111122223333:pager"]
     irsa                      = { a = { oidc_provider_arn = "arn:aws-cn:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "s", access = "reader" } }
     gateway_endpoint          = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"], extra_bucket_names = ["a1.b-*-models?"] }
+    settings                  = { host_bytes = 34359738368, prices = { put = 0.01 }, on_corrupt = "ignore", bucket_bytes = 0, bucket_idle_s = 0 }
   }
 }
 
@@ -37,6 +38,8 @@ run "long_and_high" {
     kms_key_arn              = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555"
     permissions_boundary_arn = "arn:aws-us-gov:iam::111122223333:policy/path/boundary"
     max_error_percent        = 99.9
+    keeper                   = true
+    settings                 = { bucket_bytes = "10TiB", bucket_idle_s = 86400, on_corrupt = "delete" }
   }
 }
 
@@ -66,6 +69,7 @@ run "a_name_that_just_fits_express" {
     storage              = "express"
     availability_zone_id = "apne1-az4"
     request_metrics      = true
+    settings             = { bucket_bytes = "10TiB" }
     alarm_actions        = ["arn:aws:sns:ap-northeast-1:111122223333:pager"]
     gateway_endpoint     = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"] }
   }

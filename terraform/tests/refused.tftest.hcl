@@ -21,6 +21,7 @@ run "a_name_with_a_dot" {
     max_first_byte_latency_ms = 0
     max_bucket_gib            = 0
     gateway_endpoint          = { vpc_id = "vpc-1", route_table_ids = [] }
+    settings                  = "host_bytes"
   }
 
   expect_failures = [
@@ -33,6 +34,7 @@ run "a_name_with_a_dot" {
     var.max_first_byte_latency_ms,
     var.max_bucket_gib,
     var.gateway_endpoint,
+    var.settings,
   ]
 }
 
@@ -53,6 +55,7 @@ run "a_name_with_a_capital" {
     max_first_byte_latency_ms = -1
     max_bucket_gib            = -1
     gateway_endpoint          = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"], extra_bucket_names = ["*"] }
+    settings                  = { host_byte = "32GiB" }
   }
 
   expect_failures = [
@@ -65,6 +68,7 @@ run "a_name_with_a_capital" {
     var.max_first_byte_latency_ms,
     var.max_bucket_gib,
     var.gateway_endpoint,
+    var.settings,
   ]
 }
 
@@ -84,6 +88,7 @@ run "a_name_of_64_characters" {
     max_error_percent        = -1
     gateway_endpoint         = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"], extra_bucket_names = ["**"] }
     alarm_actions            = ["pager"]
+    settings                 = { bucket = "another" }
   }
 
   expect_failures = [
@@ -95,6 +100,7 @@ run "a_name_of_64_characters" {
     var.permissions_boundary_arn,
     var.max_error_percent,
     var.gateway_endpoint,
+    var.settings,
   ]
 }
 
@@ -112,6 +118,7 @@ run "a_name_of_two_characters" {
     permissions_boundary_arn = "arn:aws:iam::111122223333:policy/"
     gateway_endpoint         = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"], extra_bucket_names = ["?*"] }
     alarm_actions            = ["x-arn:aws:sns:eu-west-1:111122223333:pager"]
+    settings                 = { prefix = "another" }
   }
 
   expect_failures = [
@@ -121,6 +128,7 @@ run "a_name_of_two_characters" {
     var.kms_key_arn,
     var.permissions_boundary_arn,
     var.gateway_endpoint,
+    var.settings,
   ]
 }
 
@@ -137,6 +145,7 @@ run "a_name_that_starts_with_a_hyphen" {
     kms_key_arn              = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555*"
     permissions_boundary_arn = "x-arn:aws:iam::111122223333:policy/boundary"
     gateway_endpoint         = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"], extra_bucket_names = [""] }
+    settings                 = { region = "us-east-1" }
   }
 
   expect_failures = [
@@ -145,6 +154,7 @@ run "a_name_that_starts_with_a_hyphen" {
     var.kms_key_arn,
     var.permissions_boundary_arn,
     var.gateway_endpoint,
+    var.settings,
   ]
 }
 
@@ -160,6 +170,7 @@ run "a_name_that_ends_with_a_hyphen" {
     prefix                   = "team//s3kv"
     kms_key_arn              = "arn:aws:kms::111122223333:key/11111111-2222-3333-4444-555555555555"
     permissions_boundary_arn = "arn:aws:iam:::policy/boundary"
+    settings                 = { bucket_bytes = "1TiB" }
   }
 
   expect_failures = [
@@ -167,6 +178,7 @@ run "a_name_that_ends_with_a_hyphen" {
     var.prefix,
     var.kms_key_arn,
     var.permissions_boundary_arn,
+    var.settings,
   ]
 }
 
@@ -181,12 +193,14 @@ run "a_name_that_starts_with_xn" {
     name        = "xn--cache"
     prefix      = ""
     kms_key_arn = "arn:aws:kms:*:111122223333:key/11111111-2222-3333-4444-555555555555"
+    settings    = { bucket_idle_s = 86400 }
   }
 
   expect_failures = [
     var.name,
     var.prefix,
     var.kms_key_arn,
+    var.settings,
   ]
 }
 
@@ -201,12 +215,14 @@ run "a_name_that_starts_with_sthree" {
     name        = "sthree-cache"
     prefix      = "_s3kv"
     kms_key_arn = "arn:aws:s3:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555"
+    settings    = { on_corrupt = "delete" }
   }
 
   expect_failures = [
     var.name,
     var.prefix,
     var.kms_key_arn,
+    var.settings,
   ]
 }
 
@@ -218,13 +234,15 @@ run "a_name_that_starts_with_amzn_s3_demo" {
   }
 
   variables {
-    name   = "amzn-s3-demo-cache"
-    prefix = "team/.s3kv"
+    name     = "amzn-s3-demo-cache"
+    prefix   = "team/.s3kv"
+    settings = ["host_bytes"]
   }
 
   expect_failures = [
     var.name,
     var.prefix,
+    var.settings,
   ]
 }
 

@@ -69,6 +69,7 @@ run "bare" {
     gateway_endpoint         = null
     alarm_actions            = null
     max_error_percent        = null
+    settings                 = null
     request_metrics          = false
     dashboard                = false
     force_destroy            = false
@@ -111,6 +112,15 @@ run "kept" {
     name        = "cache"
     kms_key_arn = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555"
     keeper      = true
+    settings = {
+      host_bytes      = "32GiB"
+      drain_timeout_s = 7.5
+      refresh_after_s = 3600
+      bucket_bytes    = "10TiB"
+      bucket_idle_s   = 86400
+      on_corrupt      = "delete"
+      huge_pages      = false
+    }
     pod_identities = {
       engine = { cluster_name = "gpu", namespace = "inference", service_account = "vllm", access = "keeper" }
     }
@@ -143,6 +153,34 @@ run "kept" {
   assert {
     condition     = [output.keeper_policy_arn, aws_iam_role_policy_attachment.eks["engine"].policy_arn] == [aws_iam_policy.access["keeper"].arn, aws_iam_policy.access["keeper"].arn]
     error_message = "the engine's role must have the policy"
+  }
+
+  assert {
+    condition = [for told in [jsondecode(output.kv_transfer_config).kv_connector_extra_config, jsondecode(output.ec_transfer_config).ec_connector_extra_config] : told if told != {
+      bucket          = "cache"
+      prefix          = "s3kv"
+      region          = "eu-west-1"
+      host_bytes      = "32GiB"
+      drain_timeout_s = 7.5
+      refresh_after_s = 3600
+      bucket_bytes    = "10TiB"
+      bucket_idle_s   = 86400
+      on_corrupt      = "delete"
+      huge_pages      = false
+    }] == []
+    error_message = "writers must be told the bucket and the caller's settings: ${output.kv_transfer_config}"
+  }
+
+  assert {
+    condition = [for told in [jsondecode(output.reader_kv_transfer_config).kv_connector_extra_config, jsondecode(output.reader_ec_transfer_config).ec_connector_extra_config] : told if told != {
+      bucket          = "cache"
+      prefix          = "s3kv"
+      region          = "eu-west-1"
+      host_bytes      = "32GiB"
+      drain_timeout_s = 7.5
+      huge_pages      = false
+    }] == []
+    error_message = "readers must be told the same, without what they may not do: ${output.reader_kv_transfer_config}"
   }
 }
 

@@ -1,5 +1,5 @@
-# For clusters with an OIDC provider and without Pod Identity. Annotate the service account:
-#   eks.amazonaws.com/role-arn: (terraform output -raw role_arn)
+# For clusters with an OIDC provider and without Pod Identity. The service account is annotated with the
+# role: deploy/README.md has the two commands.
 
 provider "aws" {
   region = "us-east-1"
@@ -16,6 +16,13 @@ module "kv_cache" {
       namespace         = "inference"
       service_account   = "engine"
     }
+  }
+
+  # As deploy/kubernetes is laid out for: its memory limits hold host_bytes, and a shutdown waits.
+  settings = {
+    host_bytes      = "32GiB"
+    on_unavailable  = "serve"
+    drain_timeout_s = 10
   }
 }
 

@@ -24,6 +24,13 @@ module "kv_cache" {
     }
   }
 
+  # As deploy/kubernetes is laid out for: its memory limits hold host_bytes, and a shutdown waits.
+  settings = {
+    host_bytes      = "32GiB"
+    on_unavailable  = "serve"
+    drain_timeout_s = 10
+  }
+
   # Free, and no byte of the cache goes through a NAT gateway. Read what it refuses before you use
   # it: the description of the variable.
   gateway_endpoint = {

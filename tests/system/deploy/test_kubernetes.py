@@ -6,22 +6,15 @@ kustomize (a part of kubectl) renders them without a cluster.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-from dataclasses import dataclass
-from typing import Any
 
 import hcl2
 import kubernetes_validate
 import pytest
-import yaml
 
-from s3kv.config import Config
 from tests.project import ROOT
+from tests.system.deploy.manifests import KUBERNETES, Rendered, render
 
-KUBERNETES = ROOT / "deploy" / "kubernetes"
 FOLDERS = ("base", "overlays/eks-irsa", "overlays/tensor-parallel")
 VERSIONS = ("1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
 ENGINE_BYTES = 24 * 2**30
@@ -30,56 +23,9 @@ ENGINE_BYTES = 24 * 2**30
 pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("deploy")]
 
 
-@dataclass(frozen=True)
-class Rendered:
-    objects: list[dict[str, Any]]
-
-    def one(self, kind: str) -> dict[str, Any]:
-        (found,) = (o for o in self.objects if o["kind"] == kind)
-        return found
-
-    @property
-    def pod(self) -> dict[str, Any]:
-        pod: dict[str, Any] = self.one("Deployment")["spec"]["template"]["spec"]
-        return pod
-
-    @property
-    def container(self) -> dict[str, Any]:
-        (container,) = self.pod["containers"]
-        return dict(container)
-
-    @property
-    def settings(self) -> Config:
-        transfer = json.loads(self.one("ConfigMap")["data"]["kv-transfer-config.json"])
-        assert transfer["kv_connector"] == "S3KVConnector"
-        return Config.parse(transfer["kv_connector_extra_config"])
-
-    def argument(self, name: str) -> str:
-        (value,) = (a.partition("=")[2] for a in self.container["args"] if a.startswith(name))
-        return value
-
-    def variable(self, name: str) -> dict[str, Any]:
-        (found,) = (v for v in self.container["env"] if v["name"] == name)
-        return dict(found)
-
-    def volume(self, mount_path: str) -> dict[str, Any]:
-        (name,) = (
-            m["name"] for m in self.container["volumeMounts"] if m["mountPath"] == mount_path
-        )
-        (volume,) = (v for v in self.pod["volumes"] if v["name"] == name)
-        return dict(volume)
-
-
 @pytest.fixture(scope="module", params=FOLDERS)
 def rendered(request: pytest.FixtureRequest) -> Rendered:
-    if shutil.which("kubectl") is None:
-        pytest.fail("no kubectl") if os.environ.get("CI") else pytest.skip("no kubectl")
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / request.param)],
-        capture_output=True, text=True, check=False, timeout=50,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return Rendered(list(yaml.safe_load_all(done.stdout)))
+    return render(KUBERNETES / request.param)
 
 
 def nbytes(quantity: str) -> int:

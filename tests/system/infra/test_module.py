@@ -81,6 +81,21 @@ def test_what_it_prints_for_vllm_is_what_s3kv_reads(
 
 
 @pytest.mark.parametrize("cache", ["kv", "ec"])
+def test_the_callers_settings_are_among_what_s3kv_reads(plans: dict[str, Plan], cache: str) -> None:
+    """The run `kept` sets them; a number is still one and not text."""
+    _, config = transfer_config(plans["kept"], cache)
+    assert (config.bucket, config.prefix, config.region) == ("cache", "s3kv", "eu-west-1")
+    assert (config.host_bytes, config.drain_timeout_s) == (32 * 2**30, 7.5)
+    assert (config.refresh_after_s, config.bucket_idle_s) == (3600, 86400)
+    assert (config.bucket_bytes, config.on_corrupt) == (10 * 2**40, "delete")
+    assert config.huge_pages is False
+    _, reader = transfer_config(plans["kept"], cache, reader=True)
+    assert reader == dataclasses.replace(
+        config, refresh_after_s=0.0, bucket_idle_s=0.0, bucket_bytes=0, on_corrupt="ignore"
+    )
+
+
+@pytest.mark.parametrize("cache", ["kv", "ec"])
 def test_the_connector_it_names_is_there(plans: dict[str, Plan], cache: str) -> None:
     """Without vLLM: the class is looked up in the module's source, not imported."""
     transfer = json.loads(plans["bare"].outputs[f"{cache}_transfer_config"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import hcl2
 import pytest
 
+from s3kv.config import Config
 from scripts import render_terraform
 from tests.system.infra.terraform import MODULE
 
@@ -31,6 +33,12 @@ def test_every_variable_is_described_typed_and_checked(name: str, told: dict[str
 )
 def test_every_output_is_described(name: str, told: dict[str, object]) -> None:
     assert told.get("description"), name
+
+
+def test_the_settings_it_lets_through_are_those_of_s3kv() -> None:
+    (block,) = hcl2.loads((MODULE / "variables.tf").read_text())["locals"]
+    names = [name.strip('"') for name in block["setting_names"]]
+    assert names == sorted({f.name for f in fields(Config)} - {"bucket", "prefix", "region"})
 
 
 def test_variables_and_locals_are_all_used() -> None:
