@@ -51,10 +51,10 @@ e2e: $(STAMP) ## only the tests on the real engine
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup tests/system/e2e $(ARGS)
 
 infra: $(STAMP) ## only the tests of terraform/ and deploy/: they need terraform, its AWS provider and kubectl, but no AWS
-	$(BIN)/python -m pytest tests/system/infra tests/system/deploy $(ARGS)
+	$(BIN)/python -m pytest -m '(long or not long) and not nightly' tests/system/infra tests/system/deploy $(ARGS)
 
 nightly: $(STAMP) ## the tests that take many minutes
-	$(BIN)/python -m pytest -m nightly $(ARGS)
+	$(BIN)/python -m pytest -m '(long or not long) and nightly' $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, the import contracts, and how docstrings start
 	$(BIN)/ruff check

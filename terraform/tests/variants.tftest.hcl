@@ -156,10 +156,7 @@ run "kept" {
   }
 
   assert {
-    condition = [for told in [jsondecode(output.kv_transfer_config).kv_connector_extra_config, jsondecode(output.ec_transfer_config).ec_connector_extra_config] : told if told != {
-      bucket          = "cache"
-      prefix          = "s3kv"
-      region          = "eu-west-1"
+    condition = [for told in [jsondecode(output.kv_transfer_config).kv_connector_extra_config, jsondecode(output.ec_transfer_config).ec_connector_extra_config] : told if told != merge({ bucket = "cache", prefix = "s3kv", region = "eu-west-1" }, {
       host_bytes      = "32GiB"
       drain_timeout_s = 7.5
       refresh_after_s = 3600
@@ -167,19 +164,16 @@ run "kept" {
       bucket_idle_s   = 86400
       on_corrupt      = "delete"
       huge_pages      = false
-    }] == []
+    })] == []
     error_message = "writers must be told the bucket and the caller's settings: ${output.kv_transfer_config}"
   }
 
   assert {
-    condition = [for told in [jsondecode(output.reader_kv_transfer_config).kv_connector_extra_config, jsondecode(output.reader_ec_transfer_config).ec_connector_extra_config] : told if told != {
-      bucket          = "cache"
-      prefix          = "s3kv"
-      region          = "eu-west-1"
+    condition = [for told in [jsondecode(output.reader_kv_transfer_config).kv_connector_extra_config, jsondecode(output.reader_ec_transfer_config).ec_connector_extra_config] : told if told != merge({ bucket = "cache", prefix = "s3kv", region = "eu-west-1" }, {
       host_bytes      = "32GiB"
       drain_timeout_s = 7.5
       huge_pages      = false
-    }] == []
+    })] == []
     error_message = "readers must be told the same, without what they may not do: ${output.reader_kv_transfer_config}"
   }
 }
