@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
-from math import gcd, lcm
+from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from s3kv.errors import ConfigError, UnsupportedError
-from s3kv.planning.cover import GroupKind, GroupSpec, held_blocks
+from s3kv.planning.cover import STATE_SPACING, GroupKind, GroupSpec, held_blocks
 from s3kv.types import default_chunk_tokens
 
 if TYPE_CHECKING:
@@ -136,8 +136,17 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupS
         members.setdefault((kind, reach, group.kv_cache_spec.block_size), []).append(number)
     order = list(GroupKind)
     needs = sorted(members, key=lambda need: (order.index(need[0]), *need[1:]))
+    interval = _interval_tokens(kv_cache_config)
     found = tuple(
-        GroupSpec(block, chunk_tokens, kind, reach, number, tuple(members[kind, reach, block]))
+        GroupSpec(
+            block,
+            chunk_tokens,
+            kind,
+            reach,
+            number,
+            tuple(members[kind, reach, block]),
+            interval if kind is GroupKind.STATE else 1,
+        )
         for number, (kind, reach, block) in enumerate(needs)
     )
     for group in found:
@@ -149,6 +158,28 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupS
         if not held_blocks(group):
             raise ConfigError(f"a window of {group.reach_tokens} tokens needs no cache")
     return found
+
+
+def _interval_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens whose KV in full attention takes `STATE_SPACING` times the bytes of a state; 1 without
+    full attention, beside which a state is large or small."""
+    state_bytes = token_bytes = 0
+    for group in kv_cache_config.kv_cache_groups:
+        for layer in _every_layer(group):
+            need, _ = _need(layer)
+            if need is GroupKind.STATE:
+                state_bytes += _state_bytes(layer)
+            elif need is GroupKind.FULL:
+                token_bytes += layer.page_size_bytes // layer.block_size
+    return max(1, STATE_SPACING * state_bytes // token_bytes) if token_bytes else 1
+
+
+def _state_bytes(layer: Any) -> int:
+    """Bytes of one state of a layer, without the padding of its page."""
+    return sum(
+        prod(shape) * dtype.itemsize
+        for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
+    )
 
 
 def states_of(
@@ -215,6 +246,14 @@ def _layers(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
         yield from spec.kv_cache_specs.values()
     else:
         yield spec
+
+
+def _every_layer(group: Any) -> Sequence[KVCacheSpec]:
+    """The specs of a group's layers, one for each."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec] * len(group.layer_names)
 
 
 def _is_served(layer: KVCacheSpec) -> bool:

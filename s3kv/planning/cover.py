@@ -23,6 +23,11 @@ class GroupKind(enum.Enum):
     """Mamba, linear attention or short convolution: a block is the state after its last token."""
 
 
+STATE_SPACING = 4
+"""Bytes of KV between two states of a prompt, relative to the bytes of a state. So the states
+between a prompt's first and its last are a quarter of its KV at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """The KV-cache groups of the engine that need the same positions to resume. Their pages of a
@@ -31,6 +36,8 @@ class GroupSpec:
     number: the number in the keys of its chunks.
     members: the engine's numbers of the groups, in the order of their parts; none: `number`.
     reach_tokens: of a window or local group, how far its attention reaches; otherwise 0.
+    interval_tokens: of a state group, the tokens between two states that are saved because a step
+        ends there; 1: each of them is.
     """
 
     block_tokens: int
@@ -39,6 +46,7 @@ class GroupSpec:
     reach_tokens: int = 0
     number: int = 0
     members: tuple[int, ...] = ()
+    interval_tokens: int = 1
 
     def __post_init__(self) -> None:
         if not self.members:

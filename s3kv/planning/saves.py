@@ -55,12 +55,14 @@ class ChunkSaves:
         self, group: GroupSpec, position: int, request: PlannedRequest, step: ScheduledRequest
     ) -> bool:
         """Whether a resume at the chunk's end needs anything of the group; of states, whether it is
-        there."""
+        there and worth its bytes."""
         if group.kind is GroupKind.FULL:
             return True
         end = (position + 1) * group.chunk_tokens
         if group.kind is GroupKind.STATE:
-            return _has_state(end, step) and request.hashes.may_resume(position + 1)
+            hashes = request.hashes
+            is_last = hashes.resumable in (None, position + 1)
+            return hashes.may_resume(position + 1) and _has_state(end, step, group, is_last)
         return bool(cover(group, end).blocks)
 
     def _save(
@@ -92,8 +94,16 @@ class ChunkSaves:
             ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)
 
 
-def _has_state(tokens: int, step: ScheduledRequest) -> bool:
-    """Whether a block holds the state after so many tokens once the step has run. A step writes one
-    state, at its end; the next one writes to another block, if this one is full."""
+def _has_state(tokens: int, step: ScheduledRequest, group: GroupSpec, is_last: bool) -> bool:
+    """Whether a block holds the state after so many tokens once the step has run, and the state is
+    one to save: the prompt's last, the first after a multiple of the interval, or one that the
+    engine keeps itself.
+
+    A step writes one state, at its end; the next one writes to another block, if this one is full.
+    """
     begin = step.computed_tokens
-    return tokens in (begin, begin + step.scheduled_tokens) or tokens in step.states
+    if tokens == begin or tokens in step.states:
+        return True
+    if tokens != begin + step.scheduled_tokens:
+        return False
+    return is_last or tokens // group.interval_tokens > begin // group.interval_tokens

@@ -12,6 +12,7 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -243,6 +244,26 @@ def test_a_chunk_with_states_is_as_short_as_the_blocks_allow(tiny_config: Any) -
         )
     (full, state) = coverages(groups(STATE, FULL, STATE), 128)
     assert (full.kind, state.kind, state.members) == (GroupKind.FULL, GroupKind.STATE, (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "layers", "interval"),
+    [(4_096, "a", 16), (4_096, "ab", 16), (16, "a", 1), (0, "a", 1)],
+    ids=["large", "more-layers", "small", "none"],
+)
+def test_states_are_saved_after_four_times_their_bytes_of_kv(
+    state_bytes: int, layers: str, interval: int
+) -> None:
+    """A layer with full attention has 1,024 bytes of KV per token here."""
+    wide = dataclasses.replace(STATE, shapes=((state_bytes,),), dtypes=(torch.uint8,))
+    full = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+    cache = groups(wide, full)
+    for group in cache.kv_cache_groups:
+        group.layer_names = [f"{name}.{group.layer_names}" for name in layers]
+    found = coverages(cache, BLOCK_TOKENS)
+    assert [group.interval_tokens for group in found] == [1, interval]
+    alone = coverages(groups(wide), BLOCK_TOKENS)
+    assert [group.interval_tokens for group in alone] == [1], "beside which KV?"
 
 
 def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any) -> None:

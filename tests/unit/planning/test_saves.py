@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -144,8 +145,10 @@ def saved_states(
     return [save.block_ids for save in desk.plan(step).saves if save.key.group == 1]
 
 
-def state_desk(prompt: str) -> Desk:
-    desk = Desk(groups=STATES, null_block=0, block_tokens=4, slots=40, may_load=False)
+def state_desk(prompt: str, interval_tokens: int = 1) -> Desk:
+    full, state = STATES
+    groups = full, replace(state, interval_tokens=interval_tokens)
+    desk = Desk(groups=groups, null_block=0, block_tokens=4, slots=40, may_load=False)
     desk.add("r", prompt)
     desk.planner.lookup("r", 0, 0.0, tokens=len(prompt))
     desk.planner.admitted("r", ([], [], []), 0)
@@ -157,6 +160,25 @@ def test_a_state_is_saved_where_a_step_ends_with_a_chunk() -> None:
     assert saved_states(desk, [0, 5], 0, 8, 2) == [(5, 105)]
     assert saved_states(desk, [0, 5, 6, 7], 8, 6, 2) == [], "the block of 12 tokens is past them"
     assert saved_states(desk, [0, 0, 0, 7], 14, 1) == []
+
+
+def test_of_the_ends_of_steps_the_first_after_an_interval_is_saved_and_the_last() -> None:
+    """Steps of 4 tokens, and an interval of 10."""
+    desk = state_desk("aaaabbbbccccddddeeeeffffgg", interval_tokens=10)
+    blocks, saved = [0] * 7, []
+    for end in range(4, 28, 4):
+        blocks[end // 4 - 1] = end
+        if saved_states(desk, blocks[: end // 4], end - 4, 4, 1):
+            saved.append(end)
+    assert saved == [12, 20, 24]
+
+
+def test_a_state_that_the_engine_keeps_itself_is_saved_at_any_place() -> None:
+    """The engine names those where prompts branch off; or the request has resumed after it."""
+    desk = state_desk("aaaabbbbccccdd", interval_tokens=100)
+    assert saved_states(desk, [5], 0, 4, 1, (4,)) == [(5, 105)]
+    desk = state_desk("aaaabbbbccccdd", interval_tokens=100)
+    assert saved_states(desk, [0, 5, 6], 8, 4, 2) == [(5, 105), (6, 106)]
 
 
 def test_a_state_is_still_there_in_the_step_after_its_own() -> None:
