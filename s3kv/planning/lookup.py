@@ -248,10 +248,9 @@ class Lookup:
             self._lease_early(position, entry)
             return True
         in_window = position < self.ready + self.window
-        known = position < self.ready + KNOWN_WINDOW_CHUNKS and ledger.index.is_present(key)
         if state is ChunkState.FETCHING and in_window:
             job = ledger.fetch_job(key)
-        elif state is ChunkState.ABSENT and (in_window or known):
+        elif state is ChunkState.ABSENT and (in_window or self._is_known(position, key)):
             refusal = ledger.refusal(key, now_s)
             if refusal is FetchRefusal.ABSENT:
                 self.end = position
@@ -267,6 +266,10 @@ class Lookup:
         job.waiters.append((self, position))
         self.pending[position] = job
         return True
+
+    def _is_known(self, position: int, key: ChunkKey) -> bool:
+        near = position < self.ready + KNOWN_WINDOW_CHUNKS
+        return near and self.ledger.index.is_present(key)
 
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
         """Take in the end of a fetch that this lookup has ordered or joined."""
