@@ -305,9 +305,8 @@ class KVPlanner:
     ) -> StepPlan:
         """The instructions for this step. Called once per engine step, after all lookups. written:
         blocks that the engine writes to, beside those of `scheduled`."""
-        fences, self._fences = self._fences, set()
-        if written:
-            fences |= self.ledger.fences(written)
+        fences = self._fences | self.ledger.fences(written) if written else self._fences
+        self._fences = set()
         looked_up, self._looked_up = self._looked_up, {}
         tokens = 0
         for step in scheduled:
