@@ -9,10 +9,13 @@ from typing import Any, TypeVar
 
 from s3kv.errors import ConfigError
 from s3kv.library.host_tier import HostTier
-from s3kv.objects.keys import checked_key, fingerprint_digest
+from s3kv.objects.keys import canonical_json, checked_key, fingerprint_digest
 from s3kv.types import ChunkKey, Location
 
 S = TypeVar("S", bound="Store")
+
+MAX_NAMESPACE_BYTES = 64 * 2**10
+"""Longest namespace, as JSON. It travels to the I/O process in one frame, and into the manifest."""
 
 
 class Store:
@@ -95,14 +98,20 @@ class Opening(Coroutine[Any, Any, S]):
 
 def plain_namespace(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The namespace as a plain dictionary. Raises `ConfigError` unless it consists of JSON values
-    with text keys.
+    with text keys, or if it is longer than `MAX_NAMESPACE_BYTES`.
     """
     try:
         plain = dict(namespace)
         fingerprint_digest(plain)
+        nbytes = len(canonical_json(plain))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"namespace is {reprlib.repr(namespace)}: allowed is a mapping of texts to numbers, "
             f"texts, booleans, None, and lists and mappings of these ({error})"
         ) from error
+    if nbytes > MAX_NAMESPACE_BYTES:
+        raise ConfigError(
+            f"namespace has {nbytes} bytes as JSON: allowed are at most {MAX_NAMESPACE_BYTES}. "
+            "A digest of a long description identifies it as well"
+        )
     return plain

@@ -192,6 +192,10 @@ async def test_what_cannot_be_opened_says_why_in_our_words(config: Config) -> No
     for namespace in ({"model": object()}, {1: "model"}, 5, {"model": float("nan")}, deep):
         with pytest.raises(ConfigError, match="namespace is"):
             await TieredStore.open(config, shapes=SHAPES, namespace=namespace)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"namespace has 65\d+ bytes as JSON: allowed are at most 65536"
+    ):
+        await TieredStore.open(config, shapes=SHAPES, namespace={"model": "m" * 2**16})
     with pytest.raises(ConfigError, match=r"max_item_bytes is 65536: allowed is \d+ or more"):
         await TensorStore.open(config, TensorRows((2**20,), torch.uint8), namespace=NAMESPACE)
     for device in ("cuda:99", "xpu", "nonsense"):
