@@ -41,7 +41,7 @@ from s3kv.config import Eviction
 
 POLICIES: tuple[str, ...] = get_args(Eviction)
 
-GRID = ("host_gib", "bucket_gib")
+GRID = ("host_gib", "bucket_gib", "save")
 """Options that may have several values: every combination is a run."""
 MANY = {"host_gib": [8.0, 32.0, 128.0]}
 ROWS = (
@@ -97,9 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = [next(results) for _ in BASELINES]
         for place in places:
             ours = [next(results) for _ in options.policies]
-            title = ", ".join(f"{name} {value:g}" for name, value in place.items())
+            title = ", ".join(f"{name} {_told(value)}" for name, value in place.items())
             print("\n".join(table(title, [*runs[: len(BASELINES)], *ours])), flush=True)
             runs += ours
+    found = list(verdicts(runs))
+    for verdict in found:
+        print(f"\n{told(verdict)}")
     if options.json:
         result = {
             "benchmark": "trace",
@@ -108,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "trace": identity(options.trace, len(arrivals)),
             "seconds": arrivals[-1].time_s,
             "setup": {name: getattr(setup, name) for name in names},
+            "verdicts": found,
             "runs": runs,
         }
         options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -135,11 +139,59 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def verdicts(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For each host memory and policy, what the budget and the rule of `Setup`'s defaults net, as a
+    share of the most that any budget and rule net, and their hits in the bucket as a share of those
+    without a budget. Nothing where the grid has not all of these.
+    """
+    default = Setup()
+    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    for run_ in runs:
+        if run_["policy"] not in BASELINES:
+            groups.setdefault((run_["host_gib"], run_["policy"]), []).append(run_)
+    for (host_gib, policy), members in groups.items():
+        places = {(member["bucket_gib"], member["save"]): member for member in members}
+        ours = places.get((default.bucket_gib, default.save))
+        unbound = places.pop((0, default.save), None)
+        bound = {place: member for place, member in places.items() if place[0]}
+        if ours is None or unbound is None or len(bound) < 2:
+            continue
+        best = max(bound.values(), key=lambda member: float(member["usd_per_month"]["net"]))
+        net, best_net = (one["usd_per_month"]["net"] for one in (ours, best))
+        hits, all_hits = (one["tokens"]["bucket"] for one in (ours, unbound))
+        yield {
+            "host_gib": host_gib,
+            "policy": policy,
+            "bucket_gib": default.bucket_gib,
+            "save": default.save,
+            "net": net,
+            "best": {name: best[name] for name in ("bucket_gib", "save")} | {"net": best_net},
+            "net_of_best": round(net / best_net, 3) if best_net > 0 else None,
+            "hits_of_unbound": round(hits / all_hits, 3) if all_hits else None,
+        }
+
+
+def told(verdict: dict[str, Any]) -> str:
+    """A verdict in words."""
+    best = verdict["best"]
+    return (
+        f"host_gib {verdict['host_gib']:g}, {verdict['policy']}: bucket_gib "
+        f"{verdict['bucket_gib']:g}, save {verdict['save']} nets ${verdict['net']:,.2f} a month, "
+        f"{verdict['net_of_best']} of the best (bucket_gib {best['bucket_gib']:g}, save "
+        f"{best['save']}: ${best['net']:,.2f}), with {verdict['hits_of_unbound']} of the hits of a "
+        "bucket without a budget"
+    )
+
+
 def table(title: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"\n{title}"
     yield " " * 36 + "".join(f"{run['policy']:>13}" for run in runs)
     for name, path in ROWS:
         yield f"{name:36}" + "".join(f"{_cell(run, path):>13}" for run in runs)
+
+
+def _told(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _cell(run: dict[str, Any], path: str) -> str:

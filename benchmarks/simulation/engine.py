@@ -16,13 +16,15 @@ from itertools import chain
 from time import thread_time
 from typing import Any
 
+from benchmarks.simulation.admission import Admission
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import IoProcess, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
-from s3kv.messages import JobEnd, JobKind, LoadOrder, StepPlan, StepReport
+from s3kv.messages import JobEnd, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
 from s3kv.planning.kv import KVPlanner
+from s3kv.planning.ledger import ChunkState
 from s3kv.planning.requests import ScheduledRequest
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, Outcome
 
 BLOCK_TOKENS = 16
 """vLLM's default. Requests hold whole pages; the planner sees their blocks."""
@@ -109,8 +111,10 @@ class Engine:
         pool: PagePool,
         speed: EngineSpeed,
         chunk_bytes: int,
+        admission: Admission,
     ) -> None:
         self.planner = planner
+        self._admission = admission
         self.stopwatch = Stopwatch(planner)
         self.seen = Seen()
         self._timeline = timeline
@@ -136,6 +140,7 @@ class Engine:
         now_s, request_id = self._timeline.now_s, str(arrival.number)
         local_tokens = len(self._local_hit(arrival)) * CHUNK_TOKENS
         self._waiting.append(Request(request_id, arrival, local_tokens))
+        self._admission.ask(arrival.hashes)
         self._calls.add_request(request_id, arrival.hashes)
         self._calls.prefetch(request_id, local_tokens, now_s)
         self._wake()
@@ -293,7 +298,7 @@ class Engine:
         for order in plan.saves:
             # The copy is done by the end of the step, and the upload starts.
             self._report.add(JobEnd(order.job_id, JobKind.SAVE, Outcome.OK, 0, 0.0))
-            self.io.upload(order)
+            self._upload(order)
         report, self._report = self._report, StepReport()
         loaded, self._loaded = self._loaded, []
         self._calls.step_ended(now_s)
@@ -306,6 +311,21 @@ class Engine:
         self._first_tokens()
         self._stepping = False
         self._go_on_stepping(bool(tokens or loaded or report.ends or self._has_news))
+
+    def _upload(self, order: SaveOrder) -> None:
+        if self._admission.allows(order.key.block_hash):
+            self.io.upload(order)
+            return
+        # The chunk stays in host memory, and the planner does not believe it to be in the bucket.
+        self._report.add(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.INVALID, 0, 0.0))
+        self._admission.withhold(order.key, self._upload_late)
+
+    def _upload_late(self, key: ChunkKey) -> None:
+        """The chunk has been asked for again. Upload it if it is still in host memory."""
+        ledger = self.planner.ledger
+        if ledger.state(key) is ChunkState.RESIDENT:
+            self.io.send(key.block_hash)
+            ledger.index.note_present(key)
 
     def _go_on_stepping(self, changed: bool) -> None:
         if self._prefilling or (changed and (self._waiting or self._decoding)):

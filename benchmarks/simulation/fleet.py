@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.simulation import belady
+from benchmarks.simulation import admission, belady
+from benchmarks.simulation.admission import Admission
 from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
 from benchmarks.simulation.expiry import KeptBucket, Upkeep
 from benchmarks.simulation.gpu import PagePool
@@ -62,6 +63,7 @@ class Setup:
     recompute_gate: str = option("on", "s3kv's setting of that name", choices=("on", "off"))
     engine_dollars_per_hour: float = option(3.0, "price of an engine, for what hits spare")
     bucket_gib: float = option(4096.0, "budget of the bucket (bucket_bytes); 0: none")
+    save: str = option("all", "which chunks are uploaded", choices=admission.RULES)
     seed: int = option(0, "of the first-byte times")
 
     @property
@@ -120,9 +122,10 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
         kept = KeptBucket(
             setup.layout.object_bytes, upkeep, replicas=setup.engines, seed=setup.seed
         )
-    timeline, bucket = Timeline(), Bucket(kept)
+    timeline, bucket, admitted = Timeline(), Bucket(kept), Admission(setup.save)
     engines = [
-        make_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)
+        make_engine(timeline, bucket, setup, policy, place, admitted)
+        for place in range(setup.engines)
     ]
     for arrival in arrivals:
         engine = engines[arrival.engine(setup.engines, setup.routing)]
@@ -141,12 +144,18 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
 
 
 def make_engine(
-    timeline: Timeline, bucket: Bucket, setup: Setup, policy: str, place: int
+    timeline: Timeline,
+    bucket: Bucket,
+    setup: Setup,
+    policy: str,
+    place: int,
+    admitted: Admission,
 ) -> Engine:
     config = Config(bucket="trace", recompute_gate=setup.recompute_gate == "on")
     planner = _planner(config, setup, policy)
     pool = PagePool(setup.pages, keeps=policy != "no cache")
-    engine = Engine(timeline, planner, pool, setup.speed, setup.layout.object_bytes)
+    chunk_bytes = setup.layout.object_bytes
+    engine = Engine(timeline, planner, pool, setup.speed, chunk_bytes, admitted)
     engine.io = IoProcess(
         timeline,
         bucket,
@@ -210,6 +219,7 @@ def _figures(
         "policy": policy,
         "host_gib": setup.host_gib if is_on else 0,
         "bucket_gib": setup.bucket_gib if is_on else 0,
+        "save": setup.save if is_on else "none",
         "tokens": tokens,
         "percent": {tier: round(100 * n / prompt_tokens, 2) for tier, n in tokens.items()},
         "belady_host_percent": round(100 * best / prompt_tokens, 2) if is_on else None,

@@ -178,6 +178,17 @@ class IoProcess:
     def upload(self, order: SaveOrder) -> None:
         self._add(order.job_id, JobKind.UPLOAD, order.key)
 
+    def send(self, block_hash: bytes) -> None:
+        """Upload a chunk beside the queue."""
+        answer_s = self._timeline.now_s + self._network.latency_s(self._rng)
+        nbytes, link = self._layout.object_bytes, self._links[JobKind.UPLOAD]
+        end = partial(self._sent, block_hash)
+        self._timeline.at(answer_s, partial(link.carry, nbytes, end))
+
+    def _sent(self, block_hash: bytes) -> None:
+        is_new = self._bucket.add(block_hash, self._place, self._timeline.now_s)
+        self._bucket.requests["put_new" if is_new else "put_exists"] += 1
+
     def cancel(self, job_id: int) -> None:
         """It ends at once if it waits; if it runs, where its next byte would have come."""
         if not self.withdraw(job_id) and job_id in self._queue:

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks.simulation.admission import Admission
 from benchmarks.simulation.fleet import Setup, make_engine
 from benchmarks.simulation.wire import Bucket, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, block_hash
@@ -43,7 +44,7 @@ class Case:
     def ttfts_s(self, policy: str) -> list[float]:
         """Times to first token, in order."""
         timeline, bucket = Timeline(), Bucket()
-        engine = make_engine(timeline, bucket, self.setup, policy, 0)
+        engine = make_engine(timeline, bucket, self.setup, policy, 0, Admission("all"))
         for number in range(PROMPTS):
             hashes = tuple(block_hash(number * CHUNKS + place) for place in range(CHUNKS))
             bucket.objects.update(hashes)
