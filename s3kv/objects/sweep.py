@@ -101,8 +101,8 @@ class Sweep:
     an error that it raises ends the run.
     remembered: most of the oldest objects that are kept in mind while the bucket is listed. If all
     that are to go are among them, the bucket is listed once instead of twice.
-    checkpoint: awaited after every 1,000 objects that are listed, and before objects are deleted;
-    an error that it raises ends the run.
+    checkpoint: awaited after every 1,000 objects that are listed, and before every attempt to delete
+    objects; an error that it raises ends the run.
     """
 
     store: BulkStore
@@ -159,7 +159,7 @@ class Sweep:
                 self.on_progress("counting", objects, None)
                 await self.checkpoint()
         cut = ages.cut(max_bytes=self.max_bytes, before_s=self.before_s)
-        if cut.second >= self.spare_s:
+        if cut.second + (cut.nbytes > 0) > self.spare_s:
             cut = Cut(math.floor(self.spare_s))
         self.approve(ages.taken(cut), ages.nbytes)
         self.oldest_s = ages.oldest_s(cut)
@@ -185,7 +185,6 @@ class Sweep:
         return self.namespaces.setdefault(namespace.digest, Swept(namespace.digest))
 
     async def _delete(self, victims: Sequence[tuple[Swept, ObjectInfo]]) -> None:
-        await self.checkpoint()
         stayed = set() if self.dry_run else await self._delete_unchanged([i for _, i in victims])
         for swept, info in victims:
             if info.key in stayed:
@@ -212,8 +211,13 @@ class Sweep:
         if self.look_again:
             await in_lanes(HEADS_AT_ONCE, in_turn(objects), look)
         going = [info for info in objects if info.key not in stayed]
+
+        async def delete() -> Sequence[str]:
+            await self.checkpoint()
+            return await self.store.delete_many(going)
+
         if going:
-            stayed |= set(await tried(lambda: self.store.delete_many(going)))
+            stayed |= set(await tried(delete))
         return stayed
 
     async def _delete_signs(self, namespace: Namespace, signs: Sequence[ObjectInfo]) -> None:

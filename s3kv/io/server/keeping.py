@@ -181,7 +181,7 @@ class Keeper:
             return info, None
         try:
             return info, msgspec.json.decode(bytes(buffer[: info.nbytes]), type=Lease)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return info, None
 
     def _tell(self, lease: Lease | None) -> None:

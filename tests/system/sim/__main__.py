@@ -1,4 +1,5 @@
-"""`python -m tests.system.sim SEED [--trace]` replays one run; `… FIRST COUNT` runs many."""
+"""`python -m tests.system.sim SEED [--trace]` replays one run; `… FIRST COUNT` runs many; with
+`--kept` they are fleets that keep a bucket to its budget."""
 
 from __future__ import annotations
 

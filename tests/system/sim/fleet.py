@@ -12,6 +12,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from s3kv.config import Config
 from tests.system.sim import weather
@@ -37,6 +38,12 @@ GEOMETRIES = [(4, 2, 2), (4, 4, 4), (4, 4, 2), (8, 2, 2)]
 class Fleet:
     """One run. `log`, when given, is told everything."""
 
+    active_s = ACTIVE_S
+    gap_s = 0.2
+    """Mean time between two things that happen."""
+    prompts = "ab"
+    """Letters with which prompts begin."""
+
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.rng = random.Random(seed)
         self.loop = VirtualLoop()
@@ -48,18 +55,9 @@ class Fleet:
         chunk, block, hashed = self.rng.choice(GEOMETRIES)
         sizes = {"chunk_tokens": chunk, "block_tokens": block, "hash_tokens": hashed}
         self._dictionary = Dictionary()
-        config = Config(
-            bucket="bkt",
-            max_attempts=self.rng.choice([1, 2, 3]),
-            max_inflight_requests=self.rng.choice([2, 8, 32]),
-            hedge_percent=self.rng.choice([0.0, 5.0, 100.0]),
-            range_bytes=self.rng.choice([0, 1024]),
-            on_corrupt=self.rng.choice(["ignore", "delete"]),
-            on_unavailable="serve",
-            start_timeout_ms=3_000,
-        )
+        config = self.draw_config()
         self.oracle = FleetOracle(Setup(**sizes), self._dictionary, config, self.log)
-        self.bucket = Bucket(self.rng, self.oracle.accuse, self.oracle.check_put)
+        self.bucket = self.make_bucket(config)
         around = Surroundings(
             self.rng,
             self.loop,
@@ -71,6 +69,21 @@ class Fleet:
             self.log,
         )
         self.nodes = [self._draw_node(number, sizes, around) for number in range(3)]
+
+    def draw_config(self) -> Config:
+        return Config(
+            bucket="bkt",
+            max_attempts=self.rng.choice([1, 2, 3]),
+            max_inflight_requests=self.rng.choice([2, 8, 32]),
+            hedge_percent=self.rng.choice([0.0, 5.0, 100.0]),
+            range_bytes=self.rng.choice([0, 1024]),
+            on_corrupt=self.rng.choice(["ignore", "delete"]),
+            on_unavailable="serve",
+            start_timeout_ms=3_000,
+        )
+
+    def make_bucket(self, config: Config) -> Bucket:
+        return Bucket(self.rng, self.oracle.accuse, self.oracle.check_put, self.loop.time)
 
     def _draw_node(self, number: int, sizes: dict[str, int], around: Surroundings) -> Node:
         rng = self.rng
@@ -97,18 +110,18 @@ class Fleet:
         for node in self.nodes:
             self._start(node)
         self._at(0.0, self._happen)
-        self._run_while(lambda: self.loop.time() < ACTIVE_S, ACTIVE_S + 60.0)
+        self._run_while(lambda: self.loop.time() < self.active_s, self.active_s + 60.0)
         self._events = [event for event in self._events if event[2] != self._happen]
         self.log("no more requests")
         until_s = self.loop.time() + REQUEST_BOUND_S
         self._run_while(lambda: any(node.is_up and node.requests for node in self.nodes), until_s)
         unanswered = {n.number: [r.request_id for r in n.requests] for n in self.nodes if n.is_up}
         assert not any(unanswered.values()), f"not answered in time: {unanswered}"
-        self._clear_up()
+        self.clear_up()
         self._use_again()
         self._end()
 
-    def _clear_up(self) -> None:
+    def clear_up(self) -> None:
         self.log("the weather clears")
         self.bucket.weather = weather.CALM
         for node in self.nodes:
@@ -182,17 +195,22 @@ class Fleet:
     # --- what happens ------------------------------------------------------------------------
 
     def _happen(self) -> None:
-        self._at(self.rng.expovariate(1 / 0.2), self._happen)
-        (call,) = self.rng.choices([call for call, _ in HAPPENINGS], HAPPENING_WEIGHTS)
+        self._at(self.rng.expovariate(1 / self.gap_s), self._happen)
+        happenings = self.happenings()
+        (call,) = self.rng.choices([call for call, _ in happenings], [w for _, w in happenings])
         node = self.rng.choice(self.nodes)
         if node.is_up:
             call(self, node)
+
+    def happenings(self) -> list[Happening]:
+        """What may happen, and how often beside the rest."""
+        return HAPPENINGS
 
     def request(self, node: Node) -> None:
         if len(node.requests) >= 5:
             return
         rng = self.rng
-        letter, fork = rng.choice("ab"), rng.choice([6, 8, 20])
+        letter, fork = rng.choice(self.prompts), rng.choice([6, 8, 20])
         prompt = ([ord(letter)] * fork + [ord("z")] * 20)[: rng.choice([5, 8, 12, 17, 20])]
         if rng.random() < 0.3:
             node.publish(self._dictionary.chain(prompt))
@@ -291,7 +309,8 @@ class Fleet:
         self.log(f"the bucket is {self.bucket.weather.name}")
 
 
-HAPPENINGS: list[tuple[Callable[[Fleet, Node], None], float]] = [
+Happening = tuple[Callable[[Any, Node], None], float]
+HAPPENINGS: list[Happening] = [
     (Fleet.request, 12),
     (Fleet.abort, 2.5),
     (Fleet.preempt, 1),
@@ -305,4 +324,3 @@ HAPPENINGS: list[tuple[Callable[[Fleet, Node], None], float]] = [
     (Fleet.damage_object, 0.7),
     (Fleet.change_weather, 1.5),
 ]
-HAPPENING_WEIGHTS = [weight for _, weight in HAPPENINGS]

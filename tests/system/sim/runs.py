@@ -11,23 +11,30 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
 from s3kv.io import client
 from s3kv.io.server import pacing
+from s3kv.io.server.keeping import Keeper
 from tests.system.sim.fleet import Fleet
+from tests.system.sim.keepers import KeptFleet
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.process import Process
 from tests.system.sim.store import PlannedDefect
+
+FLEETS: dict[str, type[Fleet]] = {"plain": Fleet, "kept": KeptFleet}
 
 
 class Failure(NamedTuple):
     seed: int
     error: str
+    fleet: str = "plain"
 
     def __str__(self) -> str:
-        replay = f"python -m tests.system.sim {self.seed} --trace"
+        kept = "" if self.fleet == "plain" else f" --{self.fleet}"
+        replay = f"python -m tests.system.sim {self.seed} --trace{kept}"
         return f"seed {self.seed}: {self.error}\nreplay: {replay}"
 
 
@@ -48,6 +55,7 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(time, "sleep", sleep),
         mock.patch.object(client, "Child", Process),
         mock.patch.object(client, "_await_input", await_input),
+        mock.patch.dict(Keeper.__init__.__kwdefaults__, {"clock": loop.time}),
         # A simulated process does not live long enough to know what is late by more.
         mock.patch.object(pacing, "_FEWEST_SAMPLES", 3),
     ):
@@ -85,9 +93,11 @@ def _listening(accuse: Callable[[str], None]) -> Iterator[None]:
             logger.propagate = propagate
 
 
-def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str]:
+def run_seed(
+    seed: int, log: Callable[[str], None] | None = None, kind: str = "plain"
+) -> Counter[str]:
     """One run; how often what happened. Raises what is wrong."""
-    fleet = Fleet(seed, log)
+    fleet = FLEETS[kind](seed, log)
     with virtual_time(fleet.loop), _listening(fleet.oracle.accuse):
         try:
             fleet.run()
@@ -96,33 +106,35 @@ def run_seed(seed: int, log: Callable[[str], None] | None = None) -> Counter[str
     return fleet.seen
 
 
-def try_seeds(seeds: Sequence[int], failures_wanted: int = 3) -> tuple[Counter[str], list[Failure]]:
+def try_seeds(
+    seeds: Sequence[int], failures_wanted: int = 3, kind: str = "plain"
+) -> tuple[Counter[str], list[Failure]]:
     """Run them, until so many have failed."""
     seen: Counter[str] = Counter()
     failures: list[Failure] = []
     for seed in seeds:
         try:
-            seen += run_seed(seed)
+            seen += run_seed(seed, kind=kind)
         except Exception as error:  # noqa: BLE001 - whatever it is, the seed has failed
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-            failures.append(Failure(seed, f"{type(error).__name__} in {where}: {error}"))
+            failures.append(Failure(seed, f"{type(error).__name__} in {where}: {error}", kind))
             if len(failures) == failures_wanted:
                 break
     return seen, failures
 
 
-def run_seeds(first: int, count: int) -> tuple[Counter[str], list[Failure]]:
+def run_seeds(first: int, count: int, kind: str = "plain") -> tuple[Counter[str], list[Failure]]:
     """All of them, on all processors. The processes are new ones: what the caller has imported,
     patched or started is not theirs.
     """
-    size = 250
+    size = 250 if kind == "plain" else 10
     parts = [range(i, min(i + size, first + count)) for i in range(first, first + count, size)]
     seen: Counter[str] = Counter()
     failures: list[Failure] = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(os.cpu_count()) as pool:
-        for some_seen, some_failures in pool.imap_unordered(try_seeds, parts):
+        for some_seen, some_failures in pool.imap_unordered(partial(try_seeds, kind=kind), parts):
             seen += some_seen
             failures += some_failures
             if len(failures) >= 10:
@@ -132,15 +144,16 @@ def run_seeds(first: int, count: int) -> tuple[Counter[str], list[Failure]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`SEED [--trace]`, or `FIRST COUNT` for many."""
+    """`SEED [--trace]`, or `FIRST COUNT` for many; with `--kept`, fleets that keep a budget."""
     trace = "--trace" in arguments
+    kind = "kept" if "--kept" in arguments else "plain"
     numbers = [int(argument) for argument in arguments if not argument.startswith("-")]
     if len(numbers) == 2:
-        seen, failures = run_seeds(*numbers)
+        seen, failures = run_seeds(*numbers, kind)
         for failure in failures:
             print(failure)
         print(dict(sorted(seen.items())))
         return bool(failures)
-    run_seed(numbers[0], print if trace else None)
+    run_seed(numbers[0], print if trace else None, kind)
     print(f"seed {numbers[0]} is fine", file=sys.stderr)
     return 0

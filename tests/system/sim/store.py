@@ -14,11 +14,12 @@ import dataclasses
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable, StoreUnranged
+from s3kv.io.server.keeping import LEASE_S
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.objects.traffic import Traffic
 from tests.system.sim.weather import CALM, Weather
@@ -27,6 +28,9 @@ SECOND_LOOK_S = 120.0
 """After one bad reading, nobody reads the object for so long; after two, nobody does."""
 HANG_S = 10.0
 """After so long without a byte the S3 client gives up by itself (`request_timeout_ms`)."""
+LEASE = "s3kv/v2/keeper.json"
+STALE_S = LEASE_S + 2 * HANG_S
+"""Nothing is deleted by a listing that is older: a keeper that has stalled longer lists again."""
 
 
 class PlannedDefect(Exception):
@@ -45,26 +49,41 @@ _ERRORS: dict[str, type[Exception]] = {
 
 @dataclass
 class Bucket:
-    """accuse: is told of what must not be. check_put: sees every object that is written."""
+    """accuse: is told of what must not be. check_put: sees every chunk that is written. clock: the
+    server's. min_age_s: nobody deletes in bulk what was written since then. foreign: keys that
+    nobody may touch.
+    """
 
     rng: random.Random
     accuse: Callable[[str], None]
     check_put: Callable[[str, bytes], None]
-    objects: MemoryStore = field(default_factory=lambda: MemoryStore(clock=lambda: 0.0))
+    clock: Callable[[], float]
+    min_age_s: float = 0.0
+    foreign: frozenset[str] = frozenset()
+    deletes_on_condition: bool = True
+    is_refreshed: bool = False
+    """A HEAD need not belong to a job."""
     weather: Weather = CALM
     written: dict[str, bytes] = field(default_factory=dict)
     """What was put last under each key; the object differs from it when it has been damaged."""
     seen: Counter[str] = field(default_factory=Counter)
+    deleted: set[str] = field(default_factory=set)
+    """Keys that were ever deleted in bulk."""
+
+    def __post_init__(self) -> None:
+        self.objects = MemoryStore(self.clock)
+        for key in self.foreign:
+            self.objects._objects[key] = (b"theirs", -1e6)
 
     def keys(self) -> list[str]:
-        return list(self.objects._objects)
+        return [key for key in self.objects._objects if key not in self.foreign]
 
     def lose(self, key: str) -> None:
         """Lifecycle, or a person with a broom."""
         self.objects._objects.pop(key, None)
 
     def damage(self, key: str, data: bytes) -> None:
-        self.objects._objects[key] = (data, 0.0)
+        self.objects._objects[key] = (data, self.clock())
 
     def has(self, key: str) -> bool:
         return key in self.objects._objects
@@ -72,14 +91,33 @@ class Bucket:
     def publish(self, key: str, data: bytes) -> None:
         """Another replica, which is not simulated, has saved this."""
         self.written[key] = data
-        self.objects._objects.setdefault(key, (data, 0.0))
+        self.objects._objects.setdefault(key, (data, self.clock()))
 
     async def put(self, key: str, data: bytes, if_absent: bool) -> bool:
-        self.check_put(key, data)
+        if key != LEASE:
+            self.check_put(key, data)
         created = await self.objects.put(key, memoryview(data), if_absent=if_absent)
         if created:
             self.written[key] = data
         return created
+
+    async def delete_listed(self, objects: Sequence[ObjectInfo], listed_s: float) -> Sequence[str]:
+        """As `BulkStore.delete_many`, by a process that has begun to list them at `listed_s`."""
+        now_s = self.clock()
+        if now_s - listed_s > STALE_S:
+            self.accuse(f"objects are deleted {now_s - listed_s:.0f} s after they were listed")
+        for info in objects:
+            held = self.objects._objects.get(info.key)
+            if info.key in self.foreign or not info.key.startswith("s3kv/v2/"):
+                self.accuse(f"{info.key} is deleted, and belongs to somebody else")
+            elif held is not None and listed_s - self.min_age_s < held[1] < listed_s:
+                age_s = listed_s - held[1]
+                self.accuse(f"{info.key} is deleted, {age_s:.2f} s old when it was listed")
+            self.deleted.add(info.key)
+        self.seen["deleted in bulk"] += len(objects)
+        if not self.deletes_on_condition:
+            objects = [dataclasses.replace(info, etag="") for info in objects]
+        return await self.objects.delete_many(objects)
 
     def tamper(self, data: bytes, fate: str) -> bytes:
         at = self.rng.randrange(len(data))
@@ -111,6 +149,11 @@ class Connection:
         self.quarantined: dict[str, float] = {}
         """Keys that must not be asked for, and until when, as far as the oracle has been told."""
         self._bucket = bucket
+        self._listed_s = -math.inf
+        """When the last listing began."""
+        self.interruption: tuple[str, Callable[[], None]] | None = None
+        """Whether the process is stopped after its next "listing" or at its next "deletion", and
+        what stops it."""
         self._running = asyncio.Event()
         self._running.set()
 
@@ -161,6 +204,7 @@ class Connection:
         info = await self._bucket.objects.get_into(key, memoryview(scratch))
         if info is None:
             self.answers[key].append("missing")
+            self._bucket.seen["deleted chunks asked for"] += key in self._bucket.deleted
             return None
         data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
         info = dataclasses.replace(info, nbytes=len(data))
@@ -260,7 +304,7 @@ class Connection:
         task.add_done_callback(lambda task: task.result())
 
     async def head(self, key: str) -> ObjectInfo | None:
-        with self._using(key):
+        with contextlib.nullcontext() if self._bucket.is_refreshed else self._using(key):
             await self._begin("get", key)
             return await self._bucket.objects.head(key)
 
@@ -268,14 +312,49 @@ class Connection:
         with self._using(key):
             await self._begin("put", key)
             said = self.answers[key]
-            if said.count("bad") + ("bad range" in said) < 2:
+            if key != LEASE and said.count("bad") + ("bad range" in said) < 2:
                 self._bucket.accuse(f"{key} is deleted, and was not bad twice")
             return await self._bucket.objects.delete(key, if_etag=if_etag)
 
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        await self._begin("put", key)
+        self._bucket.seen["refreshes"] += 1
+        return await self._bucket.objects.refresh(key, modified_s)
+
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        self._interrupt("deletion")
+        if not self._running.is_set():
+            await self._running.wait()
+            raise StoreUnavailable("the connection was closed while the process was stopped")
+        weather, rng = self._bucket.weather, self._bucket.rng
+        fate = weather.fate("put", rng)
+        # Once sent, a request is carried out though its process is stopped.
+        await asyncio.sleep(HANG_S if fate == "hang" else weather.latency(rng))
+        if fate in _ERRORS:
+            error = StoreUnavailable if fate == "defect" else _ERRORS[fate]
+            raise error(f"the bucket is {fate}")
+        stayed = await self._bucket.delete_listed(objects, self._listed_s)
+        await self._sleep(0.0)
+        if fate == "lost":
+            raise StoreUnavailable("the answer was lost")
+        return stayed
+
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        await self._begin("get", prefix)
-        async for info in self._bucket.objects.list(prefix):
+        self._listed_s = asyncio.get_running_loop().time()
+        await self._begin("get", LEASE)
+        async for info in self._bucket.objects.list(prefix, after):
             yield info
+        self._interrupt("listing")
+        await self._sleep(0.0)
+
+    def _interrupt(self, where: str) -> None:
+        if self.interruption is not None and self.interruption[0] == where:
+            stop, self.interruption = self.interruption[1], None
+            self._bucket.seen[f"stopped at a {where}"] += 1
+            stop()
+
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        return await self._bucket.objects.folders(prefix, limit)
 
     async def check(self) -> None:
         try:
@@ -291,6 +370,8 @@ class Connection:
         """Wait for the server, and raise what it says if that is an error."""
         weather, rng = self._bucket.weather, self._bucket.rng
         fate = weather.fate(direction, rng)
+        if fate == "defect" and key == LEASE:
+            fate = "unavailable"  # a defect would end the keeper, and not one job alone
         await self._sleep(HANG_S if fate == "hang" else weather.latency(rng))
         error = _ERRORS.get(fate)
         if error is not None:

@@ -102,9 +102,9 @@ def test_it_is_noticed_that_s3kv(mutate: Mutant, monkeypatch: pytest.MonkeyPatch
     assert failures, f"{MUTANT_SEEDS} fleets ran well without noticing"
 
 
-def trace(seed: int, hash_seed: str) -> str:
+def trace(seed: int, hash_seed: str, *options: str) -> str:
     return subprocess.run(
-        [sys.executable, "-m", "tests.system.sim", str(seed), "--trace"],
+        [sys.executable, "-m", "tests.system.sim", str(seed), "--trace", *options],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
         capture_output=True,

@@ -80,6 +80,40 @@ async def test_the_young_stay_even_beyond_the_budget() -> None:
     assert run.oldest_s == 1e9 + 7
 
 
+async def test_the_second_in_which_the_young_begin_is_split_at_no_place() -> None:
+    """Of the objects of one second some may go for the budget, but none that is young."""
+    bucket = Bucket()
+    await bucket.fill(OLD, [1, 7])
+    bucket.now_s = 1e9 + 7.6
+    for number in (70, 71, 72):
+        await bucket.write(chunk(OLD, number), bytes(100))
+    await sweep(bucket, max_bytes=100, spare_s=1e9 + 7.5)
+    assert await bucket.keys() == {chunk(OLD, number) for number in (7, 70, 71, 72)}
+
+
+async def test_a_checkpoint_comes_before_every_attempt_to_delete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listing, "PAUSES_S", (0.0, 0.0))
+    told: list[str] = []
+
+    class Unlucky(Bucket):
+        async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+            told.append("attempt")
+            if len(told) < 6:
+                raise StoreUnavailable("planned")
+            return await super().delete_many(objects)
+
+    async def checkpoint() -> None:
+        told.append("checkpoint")
+
+    bucket = Unlucky()
+    await bucket.fill(OLD, range(3))
+    await sweep(bucket, max_bytes=0, look_again=False, checkpoint=checkpoint)
+    assert told[:6] == ["checkpoint", "attempt"] * 3
+    assert await bucket.keys() == set()
+
+
 async def test_a_checkpoint_comes_before_every_deletion_and_can_end_the_run() -> None:
     async def refuse() -> None:
         raise StoreUnavailable("planned")

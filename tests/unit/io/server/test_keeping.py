@@ -19,7 +19,7 @@ from s3kv.io import wire
 from s3kv.io.server import keeping, refreshing, service
 from s3kv.io.server.keeping import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Keeper
 from s3kv.io.server.refreshing import RefreshRule
-from s3kv.objects import costs, keys
+from s3kv.objects import costs, keys, listing
 from s3kv.objects.keys import Namespace
 from s3kv.objects.s3.s3_store import open_store
 from s3kv.objects.store import Claim, ObjectInfo
@@ -103,6 +103,7 @@ class Line(MemoryStore):
         """Time that 100 objects of a listing take."""
         self.stops_in_listing = 0
         """Number of the listing at whose end the process is stopped."""
+        self.failing_deletions = 0
         self._listings = 0
 
     async def _pass(self) -> None:
@@ -131,6 +132,9 @@ class Line(MemoryStore):
 
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         await self._pass()
+        if self.failing_deletions:
+            self.failing_deletions -= 1
+            raise StoreUnavailable("planned")
         return await self._bucket.delete_many(objects)
 
     async def list(self, prefix: str, after: str = "") -> Any:
@@ -309,6 +313,26 @@ def test_one_that_was_stopped_in_a_sweep_deletes_nothing_when_it_wakes(fleet: Fl
     assert fleet.bucket.deleted == []
 
 
+def test_one_that_was_stopped_between_two_attempts_to_delete_deletes_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has listed has been written again meanwhile."""
+    monkeypatch.setattr(listing, "PAUSES_S", (1.5 * LEASE_S,))  # as if it was stopped in the pause
+    for number in range(300):
+        fleet.bucket.write(number)
+    fleet.loop.run_until(2 * MIN_AGE_S)
+    fleet.start(1, max_bytes=BUDGET)
+    (engine,) = fleet.engines
+    engine.line.failing_deletions = 1
+    while engine.line.failing_deletions:
+        fleet.loop.run_until(fleet.loop.time() + 1.0)
+    for number in range(300):
+        fleet.bucket.write(number)
+    fleet.run(2, per_hour=0)
+    assert fleet.bucket.nbytes <= BUDGET
+    fleet.check()
+
+
 def test_a_sweep_that_takes_long_keeps_its_lease(fleet: Fleet) -> None:
     for number in range(3_000):
         fleet.bucket.write(number)
@@ -338,8 +362,11 @@ class Mean(random.Random):
         return (a + b) / 2
 
 
-def test_a_lease_that_cannot_be_read_is_somebodys_until_it_is_old(fleet: Fleet) -> None:
-    fleet.bucket._objects[keys.keeper("s3kv")] = (b"\xff not JSON", EPOCH_S)
+@pytest.mark.parametrize("damaged", [b"\xff not JSON", b'{"holder": "\xe1("}', b"[]"])
+def test_a_lease_that_cannot_be_read_is_somebodys_until_it_is_old(
+    damaged: bytes, fleet: Fleet
+) -> None:
+    fleet.bucket._objects[keys.keeper("s3kv")] = (damaged, EPOCH_S)
     fleet.start(1, max_bytes=BUDGET)
     fleet.loop.run_until(LEASE_S - 1)
     assert fleet.sweepers == []
