@@ -101,8 +101,8 @@ class Sweep:
     an error that it raises ends the run.
     remembered: most of the oldest objects that are kept in mind while the bucket is listed. If all
     that are to go are among them, the bucket is listed once instead of twice.
-    checkpoint: awaited after every 1,000 objects that are listed, and before every attempt to delete
-    objects; an error that it raises ends the run.
+    checkpoint: awaited after every 1,000 objects that are listed, and before every attempt to
+    delete; an error that it raises ends the run.
     """
 
     store: BulkStore
