@@ -1,6 +1,7 @@
 """The pictures of the documentation, drawn from the code's own tables and from recorded results.
 
-`python -m scripts.render_docs` writes them to docs/pictures/; a test compares.
+`python -m scripts.render_docs` writes them to docs/pictures/; a test compares. All are as narrow as
+a phone, so that their letters stay readable there.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from s3kv.host.table import TRANSITIONS, EntryState
 from s3kv.planning.requests import REQUEST_TRANSITIONS, RequestState
 from scripts import svg
+from scripts.processes import processes
 from scripts.svg import Box
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,37 +40,40 @@ def request_edges() -> Edges:
 
 def slots() -> str:
     """The life of a slot, from `s3kv.host.table.TRANSITIONS`."""
-    places = {"FREE": (90, 170), "RESERVED": (310, 170), "DIRTY": (550, 85), "CLEAN": (550, 255)}
+    places = {"FREE": (180, 34), "RESERVED": (180, 168), "DIRTY": (84, 330), "CLEAN": (276, 330)}
     assert set(places) == {state.name for state in EntryState}
     bends = {
-        ("FREE", "RESERVED"): 22.0,
-        ("RESERVED", "FREE"): 22.0,
-        ("DIRTY", "FREE"): -80.0,
-        ("CLEAN", "FREE"): 80.0,
+        ("FREE", "RESERVED"): -34.0,
+        ("RESERVED", "FREE"): -34.0,
+        ("RESERVED", "DIRTY"): 0.0,
+        ("DIRTY", "CLEAN"): -36.0,
+        ("CLEAN", "DIRTY"): -36.0,
+        ("CLEAN", "FREE"): -62.0,
     }
-    return state_diagram(660, 340, "The states of a slot", places, slot_edges(), bends)
+    return state_diagram(360, 400, "The states of a slot", places, slot_edges(), bends)
 
 
 def requests() -> str:
     """The life of a request, from `s3kv.planning.requests.REQUEST_TRANSITIONS`."""
     places = {
-        "NEW": (90, 170),
-        "WAITING": (290, 60),
-        "OFFERED": (490, 170),
-        "LOADING": (690, 170),
-        "COMPUTING": (590, 330),
+        "NEW": (76, 170),
+        "WAITING": (236, 34),
+        "OFFERED": (284, 170),
+        "LOADING": (290, 330),
+        "COMPUTING": (126, 470),
     }
     assert set(places) == {state.name for state in RequestState}
     bends = {
         ("NEW", "WAITING"): 24.0,
-        ("WAITING", "NEW"): 24.0,
-        ("NEW", "OFFERED"): 18.0,
-        ("OFFERED", "NEW"): 18.0,
-        ("WAITING", "COMPUTING"): 165.0,
-        ("NEW", "COMPUTING"): -22.0,
-        ("COMPUTING", "NEW"): 60.0,
+        ("WAITING", "NEW"): 14.0,
+        ("NEW", "OFFERED"): 0.0,
+        ("OFFERED", "NEW"): 40.0,
+        ("NEW", "COMPUTING"): 0.0,
+        ("COMPUTING", "NEW"): 44.0,
+        ("WAITING", "COMPUTING"): 0.0,
+        ("OFFERED", "COMPUTING"): -14.0,
     }
-    return state_diagram(780, 420, "The states of a request", places, request_edges(), bends)
+    return state_diagram(360, 510, "The states of a request", places, request_edges(), bends)
 
 
 def state_diagram(
@@ -80,7 +85,7 @@ def state_diagram(
     bends: Mapping[tuple[str, str], float],
 ) -> str:
     """States as boxes, events as arrows; what leaves a state as it is stands in its box."""
-    boxes = {name: Box(x, y, 122, 46) for name, (x, y) in places.items()}
+    boxes = {name: Box(x, y, 132, 48) for name, (x, y) in places.items()}
     arrows = [
         svg.arrow(boxes[begin], boxes[end], ", ".join(events), bend=bends.get((begin, end), 0.0))
         for (begin, end), events in edges.items()
@@ -95,30 +100,22 @@ def state_diagram(
 
 def tiers() -> str:
     """The three tiers, and what moves bytes between them."""
-    gpu, host, bucket = Box(110, 110, 150, 76), Box(370, 110, 170, 76), Box(640, 110, 170, 76)
-    other = Box(640, 250, 210, 56)
+    gpu, host, bucket, other = (Box(180, 50 + 130 * i, 230, 62) for i in range(4))
     return svg.document(
-        760,
-        310,
+        360,
+        530,
         "GPU, host memory and bucket, and what moves between them",
-        svg.arrow(gpu, host, "save", bend=26),
-        svg.arrow(host, gpu, "load", bend=26),
-        svg.arrow(host, bucket, "upload", bend=26),
-        svg.arrow(bucket, host, "fetch", bend=26),
+        svg.arrow(gpu, host, "save", bend=-50),
+        svg.arrow(host, gpu, "load", bend=-50),
+        svg.arrow(host, bucket, "upload", bend=-50),
+        svg.arrow(bucket, host, "fetch", bend=-50),
         svg.arrow(other, bucket, "the same objects", both=True),
-        svg.box(gpu, "GPU", "vLLM's own blocks", "a request's prefix", color=svg.GREEN),
-        svg.box(host, "host memory", "pinned, per worker", "evicted by LRU"),
-        svg.box(bucket, "bucket", "one object per chunk", "shared by the fleet", color=svg.AMBER),
+        svg.box(gpu, "GPU", "vLLM's own blocks", color=svg.GREEN),
+        svg.box(host, "host memory", "pinned, per worker, evicted by LRU"),
+        svg.box(bucket, "bucket", "one object per chunk", color=svg.AMBER),
         svg.box(other, "every other replica", "and the next start of this one", color=svg.GREY),
-        svg.words(240, 20, "copies beside the engine", color=svg.SOFT, size=12),
-        svg.words(510, 20, "a process of its own", color=svg.SOFT, size=12),
-        svg.words(
-            30, 232, "Only what has arrived and was verified is", color=svg.SOFT, anchor="start"
-        ),
-        svg.words(
-            30, 252, "offered to the engine. All else is a miss:", color=svg.SOFT, anchor="start"
-        ),
-        svg.words(30, 272, "it is computed, as without a cache.", color=svg.SOFT, anchor="start"),
+        svg.words(180, 500, "Only what has arrived and was verified is offered", color=svg.SOFT),
+        svg.words(180, 518, "to the engine. All else is computed, as ever.", color=svg.SOFT),
     )
 
 
@@ -134,19 +131,25 @@ def engine_bars() -> str:
     longest = max(result["median_ms"][key] for key, _, _ in rows)
     elements = []
     for i, (key, label, color) in enumerate(rows):
-        y, milliseconds = 46 + i * 36, result["median_ms"][key]
-        wide = 400 * milliseconds / longest
+        y, milliseconds = 72 + i * 52, result["median_ms"][key]
+        wide = 260 * milliseconds / longest
         elements += [
-            svg.words(210, y + 12, label, anchor="end"),
-            svg.bar(222, y, wide, 24, color),
-            svg.words(232 + wide, y + 12, f"{milliseconds:,.0f} ms", anchor="start", size=12),
+            svg.words(12, y, label, anchor="start"),
+            svg.bar(12, y + 12, wide, 24, color),
+            svg.words(20 + wide, y + 24, f"{milliseconds:,.0f} ms", anchor="start"),
         ]
-    about = f"median per request, {result['prompts']}, {result['machine']}, Ceph on the same cores"
+    about = (
+        f"Median per request, {result['prompts']},",
+        f"{result['machine']}, Ceph on the same cores",
+    )
     return svg.document(
-        720,
-        200,
-        "Time per request: " + about,
-        svg.words(360, 20, about, color=svg.SOFT, size=12),
+        360,
+        280,
+        "Time per request. " + " ".join(about),
+        *(
+            svg.words(12, 20 + 18 * i, line, color=svg.SOFT, anchor="start", size=12)
+            for i, line in enumerate(about)
+        ),
         *elements,
     )
 
@@ -157,5 +160,11 @@ def recorded(name: str) -> dict[str, Any]:
     return result
 
 
-ALL = {"slots": slots, "requests": requests, "tiers": tiers, "engine": engine_bars}
+ALL = {
+    "engine": engine_bars,
+    "processes": processes,
+    "requests": requests,
+    "slots": slots,
+    "tiers": tiers,
+}
 """By the name of the file in docs/pictures/, without its ending."""

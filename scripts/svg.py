@@ -12,9 +12,23 @@ from html import escape
 
 INK, SOFT, PAPER = "#24292f", "#57606a", "#ffffff"
 BLUE, GREEN, AMBER, GREY = "#0969da", "#1a7f37", "#9a6700", "#d0d7de"
+_DARK = {
+    INK: "#e6edf3",
+    SOFT: "#9198a1",
+    PAPER: "#0d1117",
+    BLUE: "#4493f8",
+    GREEN: "#3fb950",
+    AMBER: "#d29922",
+    GREY: "#656c76",
+}
+"""The same colours for readers who prefer a dark page."""
 _FONT = "font-family='Helvetica, Arial, sans-serif'"
 _CHAR_PX = 0.56
 """Width of a character on average, in font sizes."""
+
+
+_RULES = "".join(f"[fill='{a}']{{fill:{b}}}[stroke='{a}']{{stroke:{b}}}" for a, b in _DARK.items())
+_STYLE = f"<style>@media (prefers-color-scheme:dark){{{_RULES}}}</style>"
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ def document(width: float, height: float, title: str, *elements: str) -> str:
             f"<svg xmlns='http://www.w3.org/2000/svg' width='{width:g}' height='{height:g}' "
             f"viewBox='0 0 {width:g} {height:g}' role='img' {_FONT}>",
             f"<title>{escape(title)}</title>",
+            _STYLE,
             f"<rect width='{width:g}' height='{height:g}' rx='6' fill='{PAPER}'/>",
             *elements,
             "</svg>",
@@ -68,7 +83,7 @@ def box(at: Box, *lines: str, color: str = BLUE, size: float = 13) -> str:
     """A box with lines of text: the first in ink, the others softer and smaller."""
     top = at.y - (len(lines) - 1) * size * 0.65
     said = [
-        words(at.x, top + i * size * 1.3, line, size=size if i == 0 else size - 2,
+        words(at.x, top + i * size * 1.3, line, size=size if i == 0 else size - 1,
               color=INK if i == 0 else SOFT)
         for i, line in enumerate(lines)
     ]  # fmt: skip
