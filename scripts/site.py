@@ -46,7 +46,8 @@ def stage(pages: Path) -> None:
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 _LIST = re.compile(r"^ *([-*]|\d+\.) ", re.MULTILINE)
 _SHELL = re.compile(
-    r"(#|aws|cd|curl|docker|echo|export|kubectl|make|pip|python|s3kv|terraform|vllm|[A-Z][A-Z0-9_]*=)\S* ?"
+    r"(#|aws|cd|curl|docker|echo|export|kubectl|make|pip|python|s3kv|terraform|vllm|"
+    r"[A-Z][A-Z0-9_]*=)\S* ?"
 )
 _LANGUAGES = (
     ("json", re.compile(r"[{\[]\s*[\"{\[\]}]")),
