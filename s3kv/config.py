@@ -297,6 +297,11 @@ def size(nbytes: int) -> str:
     return f"{amount:.1f} TiB"
 
 
+def count(number: int, noun: str) -> str:
+    """Number and noun for people: "1 file", "2,000 files"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def is_bytes(setting: str) -> bool:
     """Whether the setting is a number of bytes."""
     limits = getattr(_ANNOTATIONS[setting], "__metadata__", ())

@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 _TARGET_CHUNK_TOKENS = 256
 
+ENGINE_LOG = "s3kv.engine"
+"""Logger of lines that all ranks of an engine would log alike."""
+
 
 def default_chunk_tokens(block_tokens: int) -> int:
     """Tokens per chunk if no setting says so: the multiple of the block size nearest to 256."""

@@ -20,7 +20,7 @@ from s3kv.cli import show
 from s3kv.cli.configure import chunk_tokens
 from s3kv.cli.floor import floor_s
 from s3kv.cli.invocation import EPILOG, on_bucket, print_json, size_above_0, with_settings
-from s3kv.config import Config
+from s3kv.config import Config, count
 from s3kv.errors import StoreError
 from s3kv.objects.listing import in_lanes, in_turn
 from s3kv.objects.store import BulkStore, ObjectStore
@@ -246,7 +246,8 @@ def _show(config: Config, speeds: Speeds, expected: Expectation, prompt_tokens: 
     if expected.floor_ms is not None:
         floor = f"  {expected.floor_ms:,.0f} ms through plain sockets: the floor\n"
     click.echo(
-        f"A prompt of {prompt_tokens:,} tokens, {expected.chunks} chunks, is in host memory after\n"
+        f"A prompt of {count(prompt_tokens, 'token')}, {count(expected.chunks, 'chunk')}, is in "
+        "host memory after\n"
         f"  {expected.known_ms:,.0f} ms when the cache knows that the bucket has it\n"
         f"  {expected.unknown_ms:,.0f} ms when it has to find out\n"
         f"{floor}"

@@ -12,7 +12,7 @@ import click
 
 from s3kv.cli import show
 from s3kv.cli.invocation import EPILOG, print_json, size_above_0, with_settings
-from s3kv.config import Config, is_bytes
+from s3kv.config import Config, count, is_bytes
 from s3kv.errors import ConfigError
 from s3kv.objects.codec import ALIGN_BYTES
 from s3kv.types import default_chunk_tokens
@@ -122,9 +122,9 @@ def host_memory(config: Config, bytes_per_token: int) -> dict[str, int]:
 def _explain(held: Mapping[str, int]) -> list[str]:
     chunk, host = show.size(held["chunk_bytes"]), show.size(held["host_bytes"])
     return [
-        f"One chunk is {held['chunk_tokens']} tokens, {chunk}, one object.",
-        f"host_bytes, {host} per worker, holds about {held['chunks']:,} chunks: "
-        f"{held['tokens']:,} tokens.",
+        f"One chunk is {count(held['chunk_tokens'], 'token')}, {chunk}, one object.",
+        f"host_bytes, {host} per worker, holds about {count(held['chunks'], 'chunk')}: "
+        f"{count(held['tokens'], 'token')}.",
     ]
 
 

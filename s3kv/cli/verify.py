@@ -21,7 +21,7 @@ from rich.text import Text
 from s3kv.cli import show, walk
 from s3kv.cli.inspect import MAX_OBJECT_BYTES, examine
 from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
-from s3kv.config import Config
+from s3kv.config import Config, count
 from s3kv.io.server.manifest import leaves
 from s3kv.objects import listing
 from s3kv.objects.headers import Refusal
@@ -208,10 +208,12 @@ def _print(found: Verification) -> None:
         what = Text(f"{damage.refusal:<10}", "bold red")
         console.print(what.append(f"  {damage.key}{'  (deleted)' if damage.deleted else ''}", ""))
     for digest, objects in found.unjudged.items():
-        told = f"namespace {digest}: {objects:,} objects cannot be judged with these settings"
+        told = (
+            f"namespace {digest}: {count(objects, 'object')} cannot be judged with these settings"
+        )
         console.print(Text(told, "yellow"))
         console.print("→ give --set integrity=… as set in its engines, and their secret")
-    told = f"{found.checked:,} objects ({show.size(found.nbytes)}) read, "
+    told = f"{count(found.checked, 'object')} ({show.size(found.nbytes)}) read, "
     told += f"{len(found.damaged):,} damaged"
     if found.misread:
         told += f", {found.misread:,} right only when read twice"

@@ -24,7 +24,7 @@ from s3kv.connectors.ec_translate import (
     worker_rendezvous,
 )
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
-from s3kv.connectors.log import encoder_start_line
+from s3kv.connectors.log import EncoderTrafficLine, encoder_start_line, log_encoder_traffic
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import (
     Gauges,
@@ -104,6 +104,7 @@ class ECSchedulerSide(Guarded):
         self._meter = Meter(EC_METRICS, _SHARES)
         self._io_meter = Meter(EC_METRICS)
         self._gauges = Gauges()
+        self._traffic = EncoderTrafficLine()
         self._stirred = True
         """Whether the gauges may have changed since they were last read."""
         self._seconds: Values = {}
@@ -283,6 +284,7 @@ class ECSchedulerSide(Guarded):
         if idle and self._was_idle and self.planner.fetches_inflight:
             self._poll(_LINGER_S)
         self._was_idle = idle
+        log_encoder_traffic(self._traffic, self.planner, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -298,6 +300,7 @@ class ECSchedulerSide(Guarded):
         self._stirred = True
         self.planner.finished(request.request_id)
         self._order()
+        log_encoder_traffic(self._traffic, self.planner, time.monotonic(), finished=True)
 
     def stats(self) -> S3ECStats | None:
         values = self._meter.grown(self.planner.counters)

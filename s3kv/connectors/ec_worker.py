@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from s3kv.config import Config
+from s3kv.config import Config, count
 from s3kv.connectors.ec_translate import ItemWorkerReport, item_dtype, worker_rendezvous
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import encoder_fingerprint
+from s3kv.connectors.log import leave_to_first_rank
 from s3kv.device.item_copies import ItemCopies, item_copies
 from s3kv.device.selection import memory_near
 from s3kv.errors import ConfigError
@@ -71,6 +72,7 @@ class ECWorkerSide(Guarded):
         """Whether this rank saves, measures and reports."""
         if not get_pp_group().is_first_rank:
             return
+        leave_to_first_rank(tp_rank)
         identity = encoder_fingerprint(config, vllm_config)
         hello = introduce(config, identity, SHARD, item_dtype=self._dtype_name)
         if may_save and self.counts:
@@ -121,10 +123,9 @@ class ECWorkerSide(Guarded):
             left = outbox.close(self._config.drain_timeout_s)
             if left:
                 logger.warning(
-                    "s3kv: %d encoder outputs were not uploaded within drain_timeout_s=%g and are "
-                    "not in the bucket",
-                    left,
+                    "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s",
                     self._config.drain_timeout_s,
+                    count(left, "encoder output"),
                 )
         taker, self._taker = self._taker, None
         if taker is not None:

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from s3kv.config import Config
+from s3kv.config import Config, count
 from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
@@ -24,6 +24,7 @@ from s3kv.connectors.kv_translate import (
     writes_after_fences,
     writes_before_fences,
 )
+from s3kv.connectors.log import leave_to_first_rank
 from s3kv.connectors.metrics import Meter, S3KVStats, add
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
@@ -109,6 +110,7 @@ class WorkerSide(Guarded):
         layouts = self._layouts(kv_caches)
         groups = self._sizes.groups
         shards, rank = self._shards()
+        leave_to_first_rank(rank)
         hello = introduce(
             self._config,
             self._identity(layouts),
@@ -214,10 +216,9 @@ class WorkerSide(Guarded):
             left = rank.shutdown(self._config.drain_timeout_s)
             if left:
                 logger.warning(
-                    "s3kv: %d uploads were not finished within drain_timeout_s=%g; those chunks "
-                    "are not in the bucket",
-                    left,
+                    "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s",
                     self._config.drain_timeout_s,
+                    count(left, "chunk"),
                 )
         if self._prefault is not None:
             self._prefault.join()

@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from s3kv import __version__
-from s3kv.config import Config, size
+from s3kv.config import Config, count, size
 from s3kv.connectors.kv_translate import WorkerHello
 from s3kv.messages import JobKind, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.ec import ECPlanner
 from s3kv.planning.kv import KVPlanner
+from s3kv.types import ENGINE_LOG
 
 logger = logging.getLogger("s3kv")
 
@@ -53,6 +55,11 @@ def join_vllm_log() -> None:
     ours.propagate = False
 
 
+def leave_to_first_rank(rank: int) -> None:
+    """Log what all ranks would log alike in one of them only: not in this one, unless it is 0."""
+    logging.getLogger(ENGINE_LOG).setLevel(logging.WARNING if rank else logging.NOTSET)
+
+
 def start_line(
     config: Config,
     hellos: Sequence[WorkerHello],
@@ -73,7 +80,7 @@ def start_line(
     return (
         f"{_whereabouts(config, may_load=may_load, may_save=may_save)}: "
         f"namespace {hellos[0].namespace}, {size(memory)} of {kind}host memory on "
-        f"{_count(len(hellos), 'rank')}{note}, chunks of {groups[0].chunk_tokens} tokens, KV of "
+        f"{count(len(hellos), 'rank')}{note}, chunks of {groups[0].chunk_tokens} tokens, KV of "
         f"{' and '.join(dict.fromkeys(map(_attention, groups)))}"
     )
 
@@ -113,11 +120,29 @@ def _attention(group: GroupSpec) -> str:
     if group.kind is GroupKind.STATE:
         return "states"
     kind = "windows" if group.kind is GroupKind.WINDOW else "local attention"
-    return f"{kind} of {_count(group.reach_tokens, 'token')}"
+    return f"{kind} of {count(group.reach_tokens, 'token')}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+_COUNTERS = ("hit_tokens_bucket", "hit_tokens_host", "deadline_cuts", "saves_dropped")
+_ENCODER_COUNTERS = (
+    "hit_rows_bucket",
+    "hit_rows_host",
+    "encoded_rows",
+    "fetch_bytes",
+    "upload_bytes",
+    "deadline_cuts",
+    "saves_dropped",
+)
+
+
+def _is_due(said_s: float | None, now_s: float, *, finished: bool) -> bool:
+    return finished if said_s is None else now_s - said_s >= INTERVAL_S
+
+
+def _grown(
+    counters: Mapping[str, int], before: Mapping[str, int], names: Sequence[str]
+) -> dict[str, int]:
+    return {name: counters.get(name, 0) - before.get(name, 0) for name in names}
 
 
 @dataclass(slots=True)
@@ -191,16 +216,10 @@ class TrafficLine:
         if finished is not None:
             self._end_wait(finished, now_s)
             self._prompts.pop(finished, None)
-        if self._said_s is None:
-            if finished is None:
-                return None
-        elif now_s - self._said_s < INTERVAL_S:
+        if not _is_due(self._said_s, now_s, finished=finished is not None):
             return None
         minute = self._minute
-        grown = {
-            name: counters.get(name, 0) - minute.counters.get(name, 0)
-            for name in ("hit_tokens_bucket", "hit_tokens_host", "deadline_cuts", "saves_dropped")
-        }
+        grown = _grown(counters, minute.counters, _COUNTERS)
         happened = (minute.computed_tokens, minute.fetched_bytes, minute.uploaded_bytes)
         if not any((*happened, minute.waits, *grown.values())):
             return None
@@ -213,9 +232,9 @@ def _told(minute: _Minute, grown: Mapping[str, int], bucket: str) -> str:
     share = hits / max(1, hits + minute.computed_tokens)
     mean_s = minute.waited_s / max(1, minute.waits)
     parts = [
-        f"Hit rate: {share:.1%} (bucket: {grown['hit_tokens_bucket']:,} tokens, "
-        f"host memory: {grown['hit_tokens_host']:,} tokens, "
-        f"computed: {minute.computed_tokens:,} tokens)",
+        f"Hit rate: {share:.1%} (bucket: {count(grown['hit_tokens_bucket'], 'token')}, "
+        f"host memory: {count(grown['hit_tokens_host'], 'token')}, "
+        f"computed: {count(minute.computed_tokens, 'token')})",
         f"Fetched: {size(minute.fetched_bytes)}",
         f"Uploaded: {size(minute.uploaded_bytes)}",
         f"Waits: {minute.waits:,} (mean: {mean_s:.2f} s, cut short: {grown['deadline_cuts']:,})",
@@ -226,10 +245,66 @@ def _told(minute: _Minute, grown: Mapping[str, int], bucket: str) -> str:
     return f"s3kv: {', '.join(parts)}"
 
 
+class EncoderTrafficLine:
+    """The same line on encoder outputs, whose planner counts all that it says. A line is due as in
+    `TrafficLine`.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+        self._said_s: float | None = None
+
+    def line(
+        self,
+        counters: Mapping[str, int],
+        bucket: BreakerState,
+        now_s: float,
+        *,
+        finished: bool = False,
+    ) -> str | None:
+        """The line, if one is due and something has happened. counters: the planner's. finished:
+        whether a request has just finished.
+        """
+        if not _is_due(self._said_s, now_s, finished=finished):
+            return None
+        grown = _grown(counters, self._before, _ENCODER_COUNTERS)
+        if not any(grown.values()):
+            return None
+        self._said_s, self._before = now_s, dict(counters)
+        return _encoder_told(grown, _BUCKET[bucket])
+
+
+def _encoder_told(grown: Mapping[str, int], bucket: str) -> str:
+    hits = grown["hit_rows_bucket"] + grown["hit_rows_host"]
+    parts = [
+        f"Encoder outputs: Hit rate: {hits / max(1, hits + grown['encoded_rows']):.1%} "
+        f"(bucket: {count(grown['hit_rows_bucket'], 'embedding')}, "
+        f"host memory: {count(grown['hit_rows_host'], 'embedding')}, "
+        f"encoded: {count(grown['encoded_rows'], 'embedding')})",
+        f"Fetched: {size(grown['fetch_bytes'])}",
+        f"Uploaded: {size(grown['upload_bytes'])}",
+        f"Waits cut short: {grown['deadline_cuts']:,}",
+        f"Bucket: {bucket}",
+    ]
+    if grown["saves_dropped"]:
+        parts.append(f"Items not saved: {grown['saves_dropped']:,}")
+    return f"s3kv: {', '.join(parts)}"
+
+
 def log_traffic(
     traffic: TrafficLine, planner: KVPlanner, now_s: float, *, finished: str | None = None
 ) -> None:
     """Log the line on the traffic, if one is due. finished: the request that has just finished."""
+    bucket = planner.ledger.breaker.state
+    line = traffic.line(planner.counters, bucket, now_s, finished=finished)
+    if line is not None:
+        logger.info("%s", line)
+
+
+def log_encoder_traffic(
+    traffic: EncoderTrafficLine, planner: ECPlanner, now_s: float, *, finished: bool = False
+) -> None:
+    """The same for encoder outputs. finished: whether a request has just finished."""
     bucket = planner.ledger.breaker.state
     line = traffic.line(planner.counters, bucket, now_s, finished=finished)
     if line is not None:

@@ -40,7 +40,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-logger = logging.getLogger("s3kv")
+from s3kv.config import count
+from s3kv.types import ENGINE_LOG
+
+logger = logging.getLogger(ENGINE_LOG)
 
 SAMPLED, FULL = METHODS = ("sampled", "full")
 _VERSION = 2
@@ -130,12 +133,12 @@ def weights_digest(
     total = sum(file.stat().st_size for file in files)
     seconds = time.monotonic() - started_s
     logger.info(
-        "s3kv: weights in %s are %s (%s %d bytes in %d files, %.2f s)",
+        "s3kv: weights in %s are %s (%s %d bytes in %s, %.2f s)",
         path,
         known,
         how,
         total,
-        len(files),
+        count(len(files), "file"),
         seconds,
     )
     return known

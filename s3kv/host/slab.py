@@ -29,8 +29,10 @@ from s3kv.host.placement import (
     prefer_node,
     shmem_policy,
 )
+from s3kv.types import ENGINE_LOG
 
 logger = logging.getLogger(__name__)
+_engine_logger = logging.getLogger(ENGINE_LOG)
 
 _PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
@@ -80,7 +82,7 @@ class Slab:
             os.close(fd)
             raise _too_large(nbytes, str(error)) from error
         size = slab.ask_for_huge_pages() if huge_pages else "pages of the ordinary size"
-        logger.info("s3kv: %d bytes of host memory %s, %s", nbytes, node.because, size)
+        _engine_logger.info("s3kv: %d bytes of host memory %s, %s", nbytes, node.because, size)
         try:
             slab._place(node)
         except BaseException:

@@ -175,3 +175,20 @@ def test_a_request_that_must_not_load_asks_for_no_image(side: ECSchedulerSide) -
     one.kv_transfer_params = {"s3kv": {"load": False}}
     assert side.ensure(one, 0)
     assert side.planner.take_fetches() == []
+
+
+def test_the_log_tells_of_the_first_request_when_it_has_finished(
+    side: ECSchedulerSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = request("r", feature())
+    assert not side.ensure(one, 0)
+    arrive(side)
+    assert side.ensure(one, 0)
+    assert side.has(HASH)
+    side.allocated(one, 0)
+    with caplog.at_level("INFO", "s3kv"):
+        side.plan(output())
+        assert caplog.messages == []
+        side.on_finished(one)
+    (line,) = caplog.messages
+    assert line.startswith("s3kv: Encoder outputs: Hit rate: 100.0% (bucket: ")

@@ -17,16 +17,18 @@ from s3kv.config import Config
 from s3kv.connectors.kv_translate import WorkerHello
 from s3kv.connectors.log import (
     INTERVAL_S,
+    EncoderTrafficLine,
     TrafficLine,
     encoder_start_line,
     join_vllm_log,
+    leave_to_first_rank,
     log_start,
     start_line,
 )
 from s3kv.messages import JobEnd, JobKind, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.cover import GroupKind, GroupSpec
-from s3kv.types import Outcome
+from s3kv.types import ENGINE_LOG, Outcome
 from tests.project import ROOT
 
 OURS = logging.getLogger("s3kv")
@@ -110,6 +112,18 @@ def test_a_logger_that_somebody_has_configured_is_left_alone(unconfigured: None)
     join_vllm_log()
     assert OURS.handlers == [theirs]
     assert OURS.propagate
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, ["for all", "its own"]), (3, ["its own"])])
+def test_what_all_ranks_would_say_alike_is_said_by_the_first(
+    printed: io.StringIO, rank: int, lines: list[str]
+) -> None:
+    join_vllm_log()
+    leave_to_first_rank(rank)
+    logging.getLogger(ENGINE_LOG).info("for all")
+    OURS.info("its own")
+    leave_to_first_rank(0)
+    assert printed.getvalue() == "".join(f"INFO [test_log.py] {line}\n" for line in lines)
 
 
 def hello(**more: Any) -> WorkerHello:
@@ -220,3 +234,42 @@ def test_chunks_that_are_not_saved_are_mentioned() -> None:
     line = TrafficLine().line({"saves_dropped": 7}, UP, 0.0, finished="r")
     assert line is not None
     assert line.endswith(", Chunks not saved: 7")
+
+
+def test_one_of_a_kind_is_not_several() -> None:
+    line = TrafficLine().line({"hit_tokens_bucket": 1}, UP, 0.0, finished="r")
+    assert line is not None
+    assert "(bucket: 1 token, host memory: 0 tokens, " in line
+
+
+# --- the same for encoder outputs --------------------------------------------------------------
+
+
+def test_encoder_outputs_have_a_line_on_traffic_as_soon_as_a_request_has_finished() -> None:
+    traffic = EncoderTrafficLine()
+    counters = {
+        "hit_rows_bucket": 300,
+        "hit_rows_host": 1,
+        "encoded_rows": 100,
+        "fetch_bytes": 3 * 2**20,
+        "upload_bytes": 2**20,
+        "deadline_cuts": 2,
+    }
+    assert traffic.line(counters, UP, 1.0) is None
+    assert traffic.line(counters, UP, 2.0, finished=True) == (
+        "s3kv: Encoder outputs: Hit rate: 75.1% (bucket: 300 embeddings, host memory: 1 "
+        "embedding, encoded: 100 embeddings), Fetched: 3.0 MiB, Uploaded: 1.0 MiB, Waits cut "
+        "short: 2, Bucket: answers"
+    )
+
+
+def test_that_line_comes_once_a_minute_and_tells_what_is_new() -> None:
+    traffic, counters = EncoderTrafficLine(), {"encoded_rows": 100}
+    assert traffic.line(counters, UP, 0.0, finished=True)
+    counters = {"encoded_rows": 150, "saves_dropped": 1}
+    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished=True) is None
+    line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
+    assert line is not None
+    assert "encoded: 50 embeddings)" in line
+    assert line.endswith("Bucket: fails, not asked for now, Items not saved: 1")
+    assert traffic.line(counters, UP, 9 * INTERVAL_S) is None, "nothing happened"

@@ -81,7 +81,8 @@ async def _compare(store: ObjectStore, namespace: Namespace, manifest: bytes) ->
     count, name, differences = min(found)
     told = "; ".join(differences[:_MAX_FIELDS_TOLD])
     more = f"; and {count - _MAX_FIELDS_TOLD} more" if count > _MAX_FIELDS_TOLD else ""
-    return f"of {len(found)} others the nearest, {name}, differs in {told}{more}"
+    others = "the only other" if len(found) == 1 else f"of {len(found)} others the nearest"
+    return f"{others}, {name}, differs in {told}{more}"
 
 
 async def _read_sibling(store: ObjectStore, prefix: str, name: str) -> bytes | None:

@@ -84,7 +84,7 @@ def test_two_models_in_one_bucket_do_not_meet(
     with serve(second, changed(patient, model_id="second")) as engine:
         cold = engine.generate(PROMPTS)
         said = engine.log_path.read_text()
-    assert "is new; of 1 others the nearest" in said
+    assert "is new; the only other, " in said
     assert """'model.name' ("first" there, "second" here); 'model.weights'""" in said
     assert cached(cold) == [0, 0]
     with serve(moved, changed(patient, model_id="first")) as engine:

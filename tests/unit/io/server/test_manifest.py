@@ -84,7 +84,8 @@ async def test_a_new_one_is_explained_by_the_nearest_field_by_field() -> None:
     store = MemoryStore()
     far = changed(dtype="torch.float16", name="other") | {"chunk_tokens": 512}
     await meet(store, far)
-    await meet(store, BASE)
+    said = await meet(store, BASE)
+    assert f"; the only other, {place(far)[0].digest}, differs in " in said
     said = await meet(store, changed(dtype="torch.float32"))
     assert f"of 2 others the nearest, {place(BASE)[0].digest}, differs in " in said
     assert '\'model.dtype\' ("torch.bfloat16" there, "torch.float32" here)' in said
