@@ -147,14 +147,12 @@ class WorkerSide(Guarded):
         pinned = copies.statistics().pinned
         if not pinned:
             self._start_prefault(tier.slab)
-        object_bytes: list[int] = []
-        if len(groups) > 1:
-            object_bytes = [slots.formats[g.number].object_bytes for g in groups]
+        object_bytes = tuple(slots.formats[g.number].object_bytes for g in groups)
         self._hello = WorkerHello(
             hello.namespace_digest,
             slots.count,
             slots.slot_bytes,
-            tuple(object_bytes),
+            object_bytes if len(groups) > 1 else (),
             None if computes_here else pinned,
         )
 
