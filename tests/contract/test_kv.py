@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from s3kv.connectors import S3KVConnector
 from s3kv.connectors.adapter_loads import AdapterStep
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello
+from s3kv.connectors.plugin import register
 from s3kv.messages import EMPTY_PLAN, StepPlan
 from tests.versions import since
 
@@ -96,3 +98,21 @@ def test_only_a_worker_has_something_to_shut_down(role: KVConnectorRole, hook: l
     assert ours.get_kv_connector_stats() == "statistics"  # type: ignore[comparison-overlap]
     ours.shutdown()
     assert [name for name, _ in side.told] == ["stats", *hook]
+
+
+def test_neighbours_choose_the_layout_of_the_kv_cache() -> None:
+    """MultiConnector refuses to start connectors that ask for different layouts."""
+    register()
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    attention: Any = SimpleNamespace(hisparse_config=None)
+
+    def asked(connectors: list[dict[str, str]]) -> str | None:
+        transfer = SimpleNamespace(
+            kv_connector_extra_config={"connectors": connectors}, engine_id="e"
+        )
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, attention_config=attention)
+        return MultiConnector.get_required_kvcache_layout(config)
+
+    ours = {"kv_connector": "S3KVConnector", "kv_role": "kv_both"}
+    assert asked([ours]) is None
+    assert asked([ours, other]) == asked([other])
