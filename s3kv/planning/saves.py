@@ -60,9 +60,11 @@ class ChunkSaves:
             return True
         end = (position + 1) * group.chunk_tokens
         if group.kind is GroupKind.STATE:
-            hashes = request.hashes
-            is_last = hashes.resumable in (None, position + 1)
-            return hashes.may_resume(position + 1) and _has_state(end, step, group, is_last)
+            return (
+                _has_state(end, step)
+                and request.hashes.may_resume(position + 1)
+                and _is_worth_saving(end, step, group, request.hashes.resumable)
+            )
         return bool(cover(group, end).blocks)
 
     def _save(
@@ -94,16 +96,23 @@ class ChunkSaves:
             ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)
 
 
-def _has_state(tokens: int, step: ScheduledRequest, group: GroupSpec, is_last: bool) -> bool:
-    """Whether a block holds the state after so many tokens once the step has run, and the state is
-    one to save: the prompt's last, the first after a multiple of the interval, or one that the
-    engine keeps itself.
+def _has_state(tokens: int, step: ScheduledRequest) -> bool:
+    """Whether a block holds the state after so many tokens once the step has run. A step writes one
+    state, at its end; the next one writes to another block, if this one is full."""
+    begin = step.computed_tokens
+    return tokens in (begin, begin + step.scheduled_tokens) or tokens in step.states
 
-    A step writes one state, at its end; the next one writes to another block, if this one is full.
+
+def _is_worth_saving(
+    tokens: int, step: ScheduledRequest, group: GroupSpec, resumable: int | None
+) -> bool:
+    """Whether to save a state that is there: the prompt's last, the first after a multiple of the
+    interval, or one that the engine keeps itself, because it says so or the step began there.
+
+    resumable: chunks that the prompt can resume after; None: it is not known.
     """
     begin = step.computed_tokens
-    if tokens == begin or tokens in step.states:
+    if tokens != begin + step.scheduled_tokens or tokens in step.states:
         return True
-    if tokens != begin + step.scheduled_tokens:
-        return False
+    is_last = resumable is None or tokens == resumable * group.chunk_tokens
     return is_last or tokens // group.interval_tokens > begin // group.interval_tokens
