@@ -163,6 +163,11 @@ class Config:
     value on all instances."""
     chunk_tokens: NotNegative = 0
     """Tokens per object; a multiple of the KV block size. 0: the multiple closest to 256."""
+    share_ranks: bool = False
+    """Share chunks with engines of other tensor- and pipeline-parallel sizes: a chunk that the
+    bucket does not have for this rank is put together from what theirs have stored. Part of the
+    namespace: give all instances the same value. Models whose KV cannot be divided by heads share
+    with their own size alone, and the log says so. See docs/objects.md."""
     host_bytes: Mebibytes = 4 * 2**30
     """Host memory for chunks, per worker."""
     huge_pages: bool = True

@@ -133,6 +133,15 @@ class TensorSpec:
     def __post_init__(self) -> None:
         item_bytes(self.dtype)
 
+    @classmethod
+    def of_layers(cls, name: str, blocks: int, layers: tuple[TensorSpec, ...]) -> TensorSpec:
+        """Blocks of these layers as one tensor: `[blocks, layers, …page]` if the layers are alike,
+        otherwise `[blocks, bytes]` of U8."""
+        first = layers[0]
+        if len({(layer.dtype, layer.shape, layer.order) for layer in layers}) == 1:
+            return cls(name, first.dtype, (blocks, len(layers), *first.shape), layers)
+        return cls(name, "U8", (blocks, sum(layer.nbytes for layer in layers)), layers)
+
     @property
     def nbytes(self) -> int:
         return _ITEM_BYTES[self.dtype] * prod(self.shape)

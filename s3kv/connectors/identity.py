@@ -35,6 +35,7 @@ from s3kv.connectors.model_identity import (
     weights_path,
 )
 from s3kv.objects.headers import FORMAT_VERSION
+from s3kv.objects.rearranging import Pages
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -131,16 +132,17 @@ def fingerprint(
     kv_cache_config: KVCacheConfig,
     sizes: KVGeometry,
     page: Mapping[str, Any],
+    pages: Pages | None = None,
 ) -> dict[str, Any]:
     """The fingerprint as plain JSON values, equal on every rank. `io.tier.introduce` adds how
     objects are sealed.
 
     page: byte layout of a page on this rank, without the parts that differ between ranks; with
         several KV-cache groups, of each group, and how the groups are joined.
+    pages: of engines that share with other parallel sizes (`kv_shards`); None for others.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     on_cpu = vllm_config.device_config.device_type == "cpu"
-    stages = parallel.pipeline_parallel_size
     return {
         **_computation(config, vllm_config),
         "speculative": _speculative(config, vllm_config),
@@ -156,14 +158,21 @@ def fingerprint(
             "cpu_isa": _cpu_isa() if on_cpu else None,
         },
         "ranks": {
-            "tensor": parallel.tensor_parallel_size,
-            "pipeline": stages,
-            "layers": os.environ.get("VLLM_PP_LAYER_PARTITION") if stages > 1 else None,
+            "tensor": parallel.tensor_parallel_size if pages is None else "any",
+            **_stages(vllm_config, pages),
         },
         "block_tokens": sizes.block_tokens,
         "chunk_tokens": sizes.chunk_tokens,
         "hash": _hash_identity(cache.prefix_caching_hash_algo, sizes.hash_tokens),
     }
+
+
+def _stages(vllm_config: VllmConfig, pages: Pages | None) -> dict[str, Any]:
+    if pages is not None and pages.layer:
+        return {"pipeline": "any", "layers": None}
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    partition = os.environ.get("VLLM_PP_LAYER_PARTITION") if stages > 1 else None
+    return {"pipeline": stages, "layers": partition}
 
 
 def encoder_fingerprint(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:

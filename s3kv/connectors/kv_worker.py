@@ -15,6 +15,7 @@ from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_groups import states_of
+from s3kv.connectors.kv_shards import kinds_of_layers, shared_pages
 from s3kv.connectors.kv_translate import (
     KVGeometry,
     WorkerHello,
@@ -36,6 +37,7 @@ from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier
 from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
+from s3kv.objects.rearranging import Pages
 from s3kv.planning.cover import held_blocks
 from s3kv.worker.rank import RankWorker
 
@@ -111,14 +113,18 @@ class WorkerSide(Guarded):
         groups = self._sizes.groups
         shards, rank = self._shards()
         leave_to_first_rank(rank)
+        pages = None
+        if self._config.share_ranks:
+            pages = shared_pages(self._vllm_config, self._kv_cache_config, layouts, shards[rank])
         hello = introduce(
             self._config,
-            self._identity(layouts),
+            self._identity(layouts, pages, shards[rank]),
             shards[rank],
             {g.number: tuple(layouts[m].part(f"g{m}") for m in g.members) for g in groups},
             writes_manifest=rank == 0,  # all ranks have the same manifest
             shapes=tuple(dict.fromkeys(shards)),
             first_blocks={g.number: held_blocks(g).start for g in groups},
+            pages=pages,
         )
         slots = Slots.of(hello, " for this model (a smaller chunk_tokens makes it smaller)")
         device = next(iter(layouts.values())).device
@@ -223,9 +229,11 @@ class WorkerSide(Guarded):
         if self._slab is not None:
             self._slab.close()
 
-    def _identity(self, layouts: dict[int, PageLayout]) -> dict[str, Any]:
+    def _identity(
+        self, layouts: dict[int, PageLayout], pages: Pages | None = None, shard: str = ""
+    ) -> dict[str, Any]:
         groups = self._sizes.groups
-        layers = {n: _distinct(layout.describe()["layers"]) for n, layout in layouts.items()}
+        layers = {n: kinds_of_layers(layout, pages, shard) for n, layout in layouts.items()}
         page: dict[str, Any]
         if self._sizes.is_plain:
             page = {
@@ -246,7 +254,7 @@ class WorkerSide(Guarded):
                 ]
             }
         return fingerprint(
-            self._config, self._vllm_config, self._kv_cache_config, self._sizes, page
+            self._config, self._vllm_config, self._kv_cache_config, self._sizes, page, pages
         )
 
     def _shards(self) -> tuple[list[str], int]:
@@ -380,13 +388,3 @@ class WorkerSide(Guarded):
         add(values, self._io_meter.grown(self._client.counters), KV_METRICS)
         add(values, self._rank.take_seconds(), KV_METRICS)
         return S3KVStats(data=values) if values else None
-
-
-def _distinct(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The different kinds of layers, without names. Every pipeline rank has the same."""
-    kinds: list[dict[str, Any]] = []
-    for layer in layers:
-        kind = {name: value for name, value in layer.items() if name != "name"}
-        if kind not in kinds:
-            kinds.append(kind)
-    return kinds

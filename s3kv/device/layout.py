@@ -192,10 +192,7 @@ class PageLayout:
         `[blocks, bytes]` of U8. Its `layers` are those of one block.
         """
         layers = tuple(layer.spec for layer in self.layers)
-        if len({(layer.dtype, layer.shape, layer.order) for layer in layers}) > 1:
-            return TensorSpec(name, "U8", (self.blocks_per_chunk, self.block_bytes), layers)
-        shape = (self.blocks_per_chunk, len(layers), *layers[0].shape)
-        return TensorSpec(name, layers[0].dtype, shape, layers)
+        return TensorSpec.of_layers(name, self.blocks_per_chunk, layers)
 
     def describe(self) -> dict[str, Any]:
         """Everything that determines the bytes of a payload, as plain data, for the fingerprint.

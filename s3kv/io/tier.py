@@ -23,6 +23,7 @@ from s3kv.io.wire import Hello
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.objects.rearranging import Pages
 from s3kv.types import TensorSpec
 
 logger = logging.getLogger("s3kv")
@@ -38,11 +39,12 @@ def introduce(
     writes_manifest: bool = True,
     shapes: Collection[str] = (),
     first_blocks: Mapping[int, int] | None = None,
+    pages: Pages | None = None,
 ) -> Hello:
     """The hello of a process whose objects have this identity.
 
     identity: everything that changes the bytes of an object or their meaning. The mode and key that
-        seal it are added here. shard, groups, item_dtype, first_blocks: as in `Hello`.
+        seal it are added here. shard, groups, item_dtype, first_blocks, pages: as in `Hello`.
     writes_manifest: whether this process writes the namespace's manifest and compares it, and lists
         `shapes` there, the shards of all ranks.
     Raises `ConfigError` if the mode needs a secret or a package that is missing, and `TypeError`
@@ -62,6 +64,7 @@ def introduce(
         manifest=canonical_json(fingerprint) if writes_manifest else b"",
         shapes=tuple(shapes) if writes_manifest else (),
         first_blocks=dict(first_blocks or {}),
+        pages=pages,
     )
 
 

@@ -24,6 +24,7 @@ from s3kv.config import Config
 from s3kv.errors import S3KVError
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.objects.rearranging import Pages
 from s3kv.types import ItemShape, TensorSpec
 
 MAX_FRAME_BYTES = 2**20
@@ -50,6 +51,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     manifest: the namespace's manifest, to be written and compared; empty if another rank does it.
     shapes: shards of all ranks, to be listed in the namespace beside the manifest.
     first_blocks: by number, the first of a chunk's blocks that its objects hold; 0, if not given.
+    pages: what pages of ranks of all sizes in this namespace have in common; None: the namespace is
+        one size's.
     """
 
     config: Config
@@ -62,6 +65,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     manifest: bytes = b""
     shapes: tuple[str, ...] = ()
     first_blocks: dict[int, int] = {}
+    pages: Pages | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):

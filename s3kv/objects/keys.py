@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from s3kv.objects.shards import Shard
 from s3kv.types import ChunkKey
 
 LAYOUT = "v2"
@@ -87,8 +88,7 @@ def shard_name(
         copies, replicas = same_heads, 1
     place, copy = tp_rank // same_heads, tp_rank % same_heads // replicas
     first, of = place * heads, -(-tp_size // same_heads) * heads
-    name = f"h{first}-{first + heads - 1}of{of}-l{layers[0]}-{layers[-1]}of{total_layers}"
-    return name if copies == 1 else f"{name}-r{copy}of{copies}"
+    return Shard(range(first, first + heads), of, layers, total_layers, copy, copies).name
 
 
 def is_older(key: str) -> bool:
@@ -148,6 +148,11 @@ class Namespace:
         return f"{self.prefix}/{LAYOUT}/{self.digest}/"
 
     @property
+    def shapes(self) -> str:
+        """Prefix of the empty objects that `shape` names."""
+        return f"{self.root}shapes/"
+
+    @property
     def manifest(self) -> str:
         """Key of the object that spells out the fingerprint."""
         return f"{self.root}manifest.json"
@@ -155,7 +160,7 @@ class Namespace:
     def shape(self, shard: str) -> str:
         """Key of the empty object that says that this shard may be in the namespace. Raises
         `ValueError` as `chunk` does."""
-        return f"{self.root}shapes/{_checked(shard)}"
+        return f"{self.shapes}{_checked(shard)}"
 
     def chunk(self, key: ChunkKey, shard: str) -> str:
         """Key of one shard of a chunk.

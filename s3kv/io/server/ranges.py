@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from s3kv.errors import StoreUnranged
 from s3kv.io.server.jobs import TransferJob
@@ -24,6 +24,8 @@ from s3kv.objects.headers import Refusal
 from s3kv.objects.store import ObjectInfo
 
 _log = logging.getLogger("s3kv.io")
+
+_T = TypeVar("_T")
 
 Reading = tuple[ObjectInfo | None, Refusal | None]
 """Metadata of an object (None: no such object), and why it does not verify (None: it does)."""
@@ -94,7 +96,7 @@ class RangedReads:
             return info
 
         try:
-            infos = await _all_of(read(bounds) for bounds in cut(job.nbytes, 1 + borrowed))
+            infos = await all_of(read(bounds) for bounds in cut(job.nbytes, 1 + borrowed))
         finally:
             for _ in range(held):
                 self._give_back()
@@ -111,9 +113,7 @@ def cut(nbytes: int, count: int) -> list[range]:
     return [range(*bounds) for bounds in pairwise(ends)]
 
 
-async def _all_of(
-    reads: Iterable[Coroutine[Any, Any, ObjectInfo | None]],
-) -> list[ObjectInfo] | None:
+async def all_of(reads: Iterable[Coroutine[Any, Any, _T | None]]) -> list[_T] | None:
     """The results of reads that run at once, in order; None if one has found nothing. Raises the
     first error. All have ended when this returns, raises or is cancelled."""
     loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ async def _all_of(
         for task in running:
             task.cancel()
         await _ended(tasks)
-    return [info for task in tasks if (info := task.result()) is not None]
+    return [found for task in tasks if (found := task.result()) is not None]
 
 
 async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -30,6 +30,7 @@ from s3kv.io.server.manifest import introduce
 from s3kv.io.server.pacing import Pacing
 from s3kv.io.server.ranges import RangedReads
 from s3kv.io.server.refreshing import Refresher, RefreshRule
+from s3kv.io.server.sharing import shared_reads
 from s3kv.io.server.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.costs import Growth, nanodollars, prices_of
@@ -91,6 +92,7 @@ class Service:
             delete_corrupt=config.on_corrupt == "delete",
             refresher=self._refresher,
             ranged=RangedReads(config.range_bytes, self._queue.borrow, self._give_back),
+            shared=shared_reads(hello, store, self._namespace, self._queue.borrow, self._give_back),
         )
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()

@@ -29,6 +29,7 @@ from s3kv.io.server.jobs import TransferJob
 from s3kv.io.server.pacing import Pacing
 from s3kv.io.server.ranges import RangedReads, Reading
 from s3kv.io.server.refreshing import Refresher
+from s3kv.io.server.sharing import SharedReads
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.store import Claim, ObjectInfo, ObjectStore
 from s3kv.types import Outcome
@@ -54,6 +55,7 @@ class Transfers:
 
     rng: for the jitter of the backoff. delete_corrupt: whether `on_corrupt` is "delete". refresher:
     is told which objects are in use. ranged: reads large objects in ranges; None: nothing does.
+    shared: reads chunks out of the objects of ranks of other parallel sizes; None: nothing does.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Transfers:
         delete_corrupt: bool = False,
         refresher: Refresher | None = None,
         ranged: RangedReads | None = None,
+        shared: SharedReads | None = None,
     ) -> None:
         self.retries = 0
         self.drain_until_s = -math.inf
@@ -76,6 +79,7 @@ class Transfers:
         self._delete_corrupt = delete_corrupt
         self._refresher = refresher
         self._ranged = ranged
+        self._shared = shared
         self._quarantine = Quarantine()
 
     async def run(self, job: TransferJob) -> JobEnd:
@@ -88,6 +92,13 @@ class Transfers:
             return job.end(_outcome_of(error), str(error))
 
     async def _fetch(self, job: TransferJob) -> JobEnd:
+        end = await self._fetch_object(job, delete_corrupt=self._delete_corrupt)
+        if self._shared is None or end.outcome is not Outcome.MISSING or end.reason:
+            return end
+        fetch = partial(self._fetch_object, delete_corrupt=False)
+        return await self._shared.read(job, fetch) or end
+
+    async def _fetch_object(self, job: TransferJob, *, delete_corrupt: bool) -> JobEnd:
         if self._quarantine.bars(job.key, _now_s()):
             said = f"{job.key} is in quarantine: its object was not what its key says"
             return job.end(Outcome.MISSING, said, reason="quarantined")
@@ -101,7 +112,7 @@ class Transfers:
                 self._refresher.hit(info)
             return job.end(Outcome.OK, nbytes=info.nbytes)
         said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
-        if not self._delete_corrupt:
+        if not delete_corrupt:
             self._quarantine.bad(job.key, _now_s())
             return job.end(Outcome.CORRUPT, said, reason=reason)
         return await self._look_again(job, said, reason)

@@ -1,0 +1,228 @@
+"""Rearranging: a rank's chunk out of the objects of ranks that hold other heads and layers of it.
+
+A page lies in an object as it does in memory, and its dimensions are in one order in all of a
+namespace. So another rank's object differs in the number of heads of every page and in the layers
+of every block, and in nothing else. `format_of` says what that object looks like to the byte;
+`Rearrangement` says which bytes go where. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.shards import Shard
+from s3kv.types import TensorSpec, item_bytes
+
+_DIMENSIONS = "HNC"
+_KERNEL_BLOCKS = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What all pages of a namespace have in common.
+
+    order: the dimensions of a page from the slowest to the fastest in memory, "HNC" or "NHC": heads
+        (H), tokens (N), content of a token (C). With one head, a rank's layout does not show it.
+    layer: name of a layer, with "{}" for its number in the model; empty if the layers do not follow
+        such a pattern. Then no rank knows the layers of another pipeline stage.
+    """
+
+    order: str
+    layer: str = ""
+
+
+def order_of(order: str, heads: int) -> str:
+    """The order of a page's dimensions as an object names it: a dimension of one element comes
+    first, because it has no place in memory."""
+    return "H" + order.replace("H", "") if heads == 1 else order
+
+
+def is_page(layer: TensorSpec, heads: int, order: str) -> bool:
+    """Whether a layer is a page of so many heads, in this order, that can be taken apart by
+    heads."""
+    named = layer.order.removeprefix(_KERNEL_BLOCKS)
+    sizes = dict(zip(layer.order, layer.shape, strict=False))
+    return (
+        len(layer.order) == len(layer.shape)
+        and sorted(order) == sorted(_DIMENSIONS)
+        and order[-1] == "C"
+        and named == order_of(order, heads)
+        and sizes["H"] == heads
+        and sizes["N"] > 1
+        and sizes["C"] > 1
+    )
+
+
+def format_of(own: ChunkFormat, wanted: Shard, other: Shard, pages: Pages) -> ChunkFormat | None:
+    """The format of the objects that hold `other`, of the rank whose objects of `own` hold
+    `wanted`. None if it is not known.
+    """
+    tensors: list[TensorSpec] = []
+    for part in own.tensors:
+        layers = part.layers
+        if not layers or not all(is_page(it, len(wanted.heads), pages.order) for it in layers):
+            return None
+        if other.layers != wanted.layers:
+            if not _follow(layers, wanted.layers, pages.layer) or len(own.tensors) > 1:
+                return None
+            layers = tuple(
+                replace(layers[0], name=pages.layer.format(number)) for number in other.layers
+            )
+        resized = tuple(_with_heads(layer, len(other.heads), pages.order) for layer in layers)
+        tensors.append(TensorSpec.of_layers(part.name, part.shape[0], resized))
+    try:
+        return replace(own, tensors=tuple(tensors), shard=other.name)
+    except ValueError:  # its header would be too long, so nobody has written it
+        return None
+
+
+def follows(layers: Sequence[TensorSpec], numbers: range) -> str:
+    """The name of a layer with "{}" for its number, if these layers are alike and are those of the
+    numbers in their order; otherwise empty."""
+    first = layers[0].name.split(".")
+    for place, part in enumerate(first):
+        if part == str(numbers[0]):
+            template = ".".join([*first[:place], "{}", *first[place + 1 :]])
+            if "{" not in layers[0].name and _follow(layers, numbers, template):
+                return template
+    return ""
+
+
+def _follow(layers: Sequence[TensorSpec], numbers: range, template: str) -> bool:
+    named = [template.format(number) for number in numbers] if template else []
+    alike = {(layer.dtype, layer.shape, layer.order) for layer in layers}
+    return [layer.name for layer in layers] == named and len(alike) == 1
+
+
+def _with_heads(layer: TensorSpec, heads: int, order: str) -> TensorSpec:
+    sizes = dict(zip(layer.order, layer.shape, strict=True)) | {"H": heads}
+    outer = _KERNEL_BLOCKS if _KERNEL_BLOCKS in sizes else ""
+    named = outer + order_of(order, heads)
+    return replace(layer, shape=tuple(sizes[d] for d in named), order=named)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`nbytes` bytes of a block, at `begin` in the rank's own object, and at `source` in the
+    other's."""
+
+    begin: int
+    source: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The runs of one part. Block `b` begins `b * block_bytes` and `b * source_bytes` later."""
+
+    blocks: int
+    block_bytes: int
+    source_bytes: int
+    runs: tuple[Run, ...]
+
+
+class Rearrangement:
+    """What a rank takes of the objects of another shard.
+
+    own, wanted: format and shard of the rank. other: of the objects it reads, by `format_of`.
+    """
+
+    def __init__(
+        self, own: ChunkFormat, wanted: Shard, other: ChunkFormat, shard: Shard, order: str
+    ) -> None:
+        self.format = other
+        begin, source = own.header_bytes, other.header_bytes
+        self._parts: list[_Part] = []
+        for part, theirs in zip(own.tensors, other.tensors, strict=True):
+            runs = _joined(_runs(part.layers, wanted.heads, theirs.layers, shard.heads, order))
+            blocks = part.shape[0]
+            at = tuple(Run(begin + r.begin, source + r.source, r.nbytes) for r in runs)
+            self._parts.append(_Part(blocks, part.nbytes // blocks, theirs.nbytes // blocks, at))
+            begin += part.nbytes
+            source += theirs.nbytes
+
+    @property
+    def spans(self) -> Iterator[range]:
+        """The bytes of the rank's own object that `apply` writes."""
+        for part in self._parts:
+            for block, run in product(range(part.blocks), part.runs):
+                begin = block * part.block_bytes + run.begin
+                yield range(begin, begin + run.nbytes)
+
+    def apply(self, source: memoryview, target: memoryview) -> None:
+        """Copy the rank's bytes of the object `source` to their places in its own."""
+        for part in self._parts:
+            for block in range(part.blocks):
+                to, of = block * part.block_bytes, block * part.source_bytes
+                for run in part.runs:
+                    begin, other = to + run.begin, of + run.source
+                    target[begin : begin + run.nbytes] = source[other : other + run.nbytes]
+
+
+def rearrangements(
+    own: ChunkFormat, wanted: Shard, cover: Sequence[Shard], pages: Pages
+) -> list[Rearrangement] | None:
+    """What a rank takes of each shard of a cover; None unless that is its payload, every byte
+    once."""
+    found: list[Rearrangement] = []
+    for shard in cover:
+        other = format_of(own, wanted, shard, pages)
+        if other is None:
+            return None
+        found.append(Rearrangement(own, wanted, other, shard, pages.order))
+    at = own.header_bytes
+    for begin, end in sorted((s.start, s.stop) for it in found for s in it.spans):
+        if begin != at:
+            return None
+        at = end
+    return found if at == own.object_bytes else None
+
+
+def _runs(
+    layers: Sequence[TensorSpec],
+    heads: range,
+    others: Sequence[TensorSpec],
+    other_heads: range,
+    order: str,
+) -> Iterator[Run]:
+    """The runs of a block, in the order of the rank's own payload."""
+    both = range(max(heads.start, other_heads.start), min(heads.stop, other_heads.stop))
+    places: dict[str, int] = {}
+    at = 0
+    for layer in others:
+        places[layer.name] = at
+        at += layer.nbytes
+    begin = 0
+    for layer in layers:
+        if layer.name in places and both:
+            source = places[layer.name]
+            sizes = dict(zip(layer.order, layer.shape, strict=True))
+            outer = [sizes.get(_KERNEL_BLOCKS, 1), *(sizes[d] for d in order[: order.index("H")])]
+            inner = prod(sizes[d] for d in order[order.index("H") + 1 :]) * item_bytes(layer.dtype)
+            row, their_row = len(heads) * inner, len(other_heads) * inner
+            for number in range(prod(outer)):
+                yield Run(
+                    begin + number * row + (both.start - heads.start) * inner,
+                    source + number * their_row + (both.start - other_heads.start) * inner,
+                    len(both) * inner,
+                )
+        begin += layer.nbytes
+
+
+def _joined(runs: Iterator[Run]) -> Iterator[Run]:
+    """The same, with neighbours in both objects as one run."""
+    last: Run | None = None
+    for run in runs:
+        if last is None:
+            last = run
+        elif (last.begin + last.nbytes, last.source + last.nbytes) == (run.begin, run.source):
+            last = replace(last, nbytes=last.nbytes + run.nbytes)
+        else:
+            yield last
+            last = run
+    if last is not None:
+        yield last

@@ -1,0 +1,285 @@
+"""Ranks of different sizes: which of them share, and that they read of each other what vLLM's own
+mapping of pages says they hold."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from lab import models
+from s3kv.config import Config
+from s3kv.connectors.kv_shards import shared_pages
+from s3kv.connectors.kv_translate import geometry, shard_names
+from s3kv.connectors.kv_worker import WorkerSide
+from s3kv.device.layout import PageLayout
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.rearranging import Pages, rearrangements
+from s3kv.objects.shards import Shard, covers
+from tests.contract.configurations import BLOCK_TOKENS, FULL, WINDOW, configured, groups
+from tests.contract.test_kv_translate import LATENT
+
+CHUNK_BLOCKS = 2
+NUM_BLOCKS = 3
+
+
+def cache_of(spec: Any, order: str, blocks: int = NUM_BLOCKS) -> torch.Tensor:
+    """A layer's cache as vLLM registers it: [blocks, heads, tokens, content], laid out so."""
+    content = spec.head_size * (1 if isinstance(spec, MLAAttentionSpec) else 2)
+    sizes = {"H": spec.num_kv_heads, "N": spec.block_size, "C": content}
+    cache = torch.zeros(blocks, *(sizes[d] for d in order), dtype=spec.dtype)
+    return cache.permute(0, *(1 + order.index(d) for d in "HNC"))
+
+
+def layout_of(specs: dict[str, Any], order: str) -> PageLayout:
+    caches = {name: cache_of(spec, order) for name, spec in specs.items()}
+    return PageLayout.of(caches, NUM_BLOCKS, list(specs), CHUNK_BLOCKS)
+
+
+# --- vLLM's own mapping ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank as vLLM's mapping sees it, and as s3kv does."""
+
+    shard: Shard
+    form: ChunkFormat
+    mapping: Any
+
+    def object(self, canonical: Sequence[bytes]) -> bytes:
+        """The rank's object of blocks whose canonical pages are these: by vLLM's mapping alone."""
+        data = bytearray(self.form.header_bytes)
+        for page in canonical:
+            local = bytearray(self.mapping.local_page_size_bytes)
+            for run in self.mapping.runs:
+                for i in range(run.num_fragments):
+                    to, of = run.local_offset, run.canonical_offset
+                    to, of = to + i * run.local_stride, of + i * run.canonical_stride
+                    local[to : to + run.fragment_size] = page[of : of + run.fragment_size]
+            data += local
+        return bytes(data)
+
+
+def rank_of(derive: Any, spec: Any, order: str, total: int, tp_size: int, rank: int) -> Rank:
+    latent = isinstance(spec, MLAAttentionSpec)
+    if not latent:
+        spec = replace(spec, num_kv_heads=max(1, total // tp_size))
+    parallel = SimpleNamespace(
+        tensor_parallel_size=tp_size,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        cp_kv_cache_interleave_size=1,
+        world_size=tp_size,
+        rank=rank,
+    )
+    model: Any = SimpleNamespace(
+        use_mla=latent,
+        get_total_num_kv_heads=lambda: total,
+        get_total_num_hidden_layers=lambda: 1,
+    )
+    cache_config = groups(spec)
+    cache_config.num_blocks = NUM_BLOCKS
+    caches = {"layer.0": cache_of(spec, order)}
+    vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    mapping = derive(vllm_config, cache_config, caches)["layer.0"]
+    assert mapping.parallelism_agnostic, "vLLM's mapping does not know this page"
+    name = shard_names(model, tp_size, 1, tp_size if latent else 1)[rank]
+    shard = Shard.parse(name)
+    assert shard is not None
+    part = layout_of({"layer.0": spec}, order).part("g0")
+    return Rank(shard, ChunkFormat("0" * 32, (part,), 0, name), mapping)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    heads=st.integers(1, 8),
+    sizes=st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.sampled_from([1, 2, 3, 4, 8])),
+    order=st.sampled_from(["HNC", "NHC"]),
+    tokens=st.sampled_from([2, 4, 16]),
+    head_size=st.sampled_from([1, 2, 8]),
+    kind=st.sampled_from([FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    seed=st.integers(0, 2**32),
+)
+def test_ranks_read_of_others_what_vllm_says_they_hold(
+    heads: int,
+    sizes: tuple[int, int],
+    order: str,
+    tokens: int,
+    head_size: int,
+    kind: Any,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """For random heads, ranks, replicas, layouts and kinds of layers."""
+    mapping = pytest.importorskip(
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping"
+    )
+    derive = mapping.derive_canonical_mappings
+    latent = kind is MLAAttentionSpec
+    total = 1 if latent else heads
+    if any(total % tp and tp % total for tp in sizes):
+        return
+    like: Any = LATENT if latent else FULL if kind is FullAttentionSpec else WINDOW
+    size = {"head_size": 2 * head_size} | ({} if latent else {"head_size_v": 2 * head_size})
+    spec = replace(like, block_size=tokens, dtype=dtype, **size)
+    readers, writers = (
+        [rank_of(derive, spec, order, total, tp, rank) for rank in range(tp)] for tp in sizes
+    )
+    rng = random.Random(seed)
+    nbytes = readers[0].mapping.canonical_page_size_bytes
+    assert {rank.mapping.canonical_page_size_bytes for rank in readers + writers} == {nbytes}
+    pages = [rng.randbytes(nbytes) for _ in range(CHUNK_BLOCKS)]
+    stored = {rank.shard: rank for rank in writers}
+    for reader in readers:
+        if reader.shard in stored:  # then it is asked for by its own name
+            assert stored[reader.shard].object(pages) == reader.object(pages)
+            assert stored[reader.shard].form == reader.form
+            continue
+        (cover,) = covers(reader.shard, stored)
+        found = rearrangements(reader.form, reader.shard, cover, Pages(order))
+        assert found is not None
+        made = bytearray(reader.form.object_bytes)
+        for part, shard in zip(found, cover, strict=True):
+            assert part.format == stored[shard].form
+            part.apply(memoryview(stored[shard].object(pages)), memoryview(made))
+        assert bytes(made) == reader.object(pages)
+
+
+# --- who shares -----------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine of the tiny model (4 heads, 4 layers) of some size, and what its ranks say."""
+
+    def __init__(self, vllm_config: Any, spec: Any = FULL, order: str = "HNC") -> None:
+        self.vllm = vllm_config
+        parallel = vllm_config.parallel_config
+        tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self.shards = shard_names(vllm_config.model_config, tp, pp)
+        self.spec = replace(spec, num_kv_heads=max(1, 4 // tp))
+        self.order = order
+        self.cache = groups(self.spec)
+        self.cache.kv_cache_layout = {"HNC": "LBHNC", "NHC": "LBNHC"}[order]
+
+    def layouts(self, rank: int) -> dict[int, PageLayout]:
+        shard = Shard.parse(self.shards[rank])
+        assert shard is not None
+        names = [f"model.layers.{number}.attn" for number in shard.layers]
+        return {0: layout_of(dict.fromkeys(names, self.spec), self.order)}
+
+    def pages(self, rank: int = 0) -> Pages | None:
+        return shared_pages(self.vllm, self.cache, self.layouts(rank), self.shards[rank])
+
+    def identity(self, rank: int = 0, *, shares: bool = True) -> dict[str, Any]:
+        config = Config(bucket="bkt", chunk_tokens=CHUNK_BLOCKS * BLOCK_TOKENS, share_ranks=shares)
+        sizes = geometry(config, self.vllm, self.cache)
+        side = WorkerSide(config, self.vllm, self.cache, sizes)
+        pages = self.pages(rank) if shares else None
+        return side._identity(self.layouts(rank), pages, self.shards[rank])
+
+
+@pytest.fixture
+def sized(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the engine of a size: on a GPU, where either order of pages occurs."""
+    vllm_config = configured(models.build(directory, models.TINY))
+
+    def make(tp: int = 1, pp: int = 1, **kind: Any) -> Engine:
+        parallel = vllm_config.parallel_config.__dict__
+        monkeypatch.setitem(parallel, "tensor_parallel_size", tp)
+        monkeypatch.setitem(parallel, "pipeline_parallel_size", pp)
+        return Engine(vllm_config, **kind)
+
+    monkeypatch.setitem(vllm_config.device_config.__dict__, "device_type", "cuda")
+    return make
+
+
+@pytest.mark.parametrize("order", ["HNC", "NHC"])
+def test_sizes_share_a_namespace(sized: Any, order: str) -> None:
+    """Also where ranks have one head each, whose place in memory cannot be seen."""
+    one = sized(order=order).identity()
+    assert one["ranks"] == {"tensor": "any", "pipeline": "any", "layers": None}
+    assert sized().pages() == Pages("HNC", "model.layers.{}.attn")
+    for tp, pp in ((2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 4)):
+        engine = sized(tp, pp, order=order)
+        for rank in (0, tp * pp - 1):
+            assert engine.identity(rank) == one, (tp, pp, rank)
+
+
+def test_orders_do_not_share(sized: Any) -> None:
+    namespaces = [sized(tp, order=o).identity() for tp in (1, 4) for o in ("HNC", "NHC")]
+    assert namespaces[0] == namespaces[2] != namespaces[1] == namespaces[3]
+
+
+def test_who_shares_not_keeps_a_namespace_for_each_size(sized: Any) -> None:
+    found = [sized(*size).identity(shares=False) for size in ((1, 1), (2, 1), (1, 2), (2, 2))]
+    assert [identity["ranks"]["tensor"] for identity in found] == [1, 2, 1, 2]
+    assert [identity["ranks"]["pipeline"] for identity in found] == [1, 1, 2, 2]
+    assert found[0] != sized().identity()
+
+
+def refused(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "s3kv"):
+        assert engine.pages() is None
+    return caplog.text
+
+
+def test_what_cannot_be_divided_by_heads_says_so(
+    sized: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sized().pages() is not None
+    assert "dtype U8" in refused(sized(spec=replace(FULL, dtype=torch.uint8)), caplog)
+    other = sized()
+    other.cache.kv_cache_layout = None
+    assert "names no layout" in refused(other, caplog)
+    other.cache.kv_cache_layout = "LBNHC"  # the caches are laid out in another way
+    assert "has pages HNC" in refused(other, caplog)
+    other = sized(2)
+    other.shards = ["h0-3of4-l0-3of4"] * 2
+    assert "not a whole share" in refused(other, caplog)
+    other.shards = ["h0-1of4-l0-3of4"] * 2
+    other.spec = replace(FULL, num_kv_heads=4)
+    assert "has pages HNC (4," in refused(other, caplog)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+        assert "SHUFFLE" in refused(sized(), caplog)
+    drafting = sized()
+    with monkeypatch.context() as patch:
+        patch.setitem(drafting.vllm.__dict__, "speculative_config", SimpleNamespace())
+        assert "draft" in refused(drafting, caplog)
+    with monkeypatch.context() as patch:
+        patch.setitem(drafting.vllm.device_config.__dict__, "device_type", "cpu")
+        assert sized().pages() is not None
+        assert "packed" in refused(sized(order="NHC"), caplog)
+
+
+def test_layers_of_another_kind_are_not_shared(
+    sized: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Packed(FullAttentionSpec):
+        pass
+
+    other = sized()
+    other.cache = groups(Packed(**vars(FULL)))
+    assert "kind Packed" in refused(other, caplog)
+
+
+def test_stages_stay_apart_where_another_s_layers_are_not_known(sized: Any) -> None:
+    """With several groups of layers, the namespace keeps the stages and loses the tensor size."""
+    engine = sized(2)
+    layouts = {0: engine.layouts(0)[0], 1: engine.layouts(0)[0]}
+    pages = shared_pages(engine.vllm, engine.cache, layouts, engine.shards[0])
+    assert pages == Pages("HNC", "")
