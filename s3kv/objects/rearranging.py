@@ -116,7 +116,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PartRuns:
     """The runs of one part. Block `b` begins `b * block_bytes` and `b * source_bytes` later."""
 
     blocks: int
@@ -136,12 +136,14 @@ class Rearrangement:
     ) -> None:
         self.format = other
         begin, source = own.header_bytes, other.header_bytes
-        self._parts: list[_Part] = []
+        self._parts: list[_PartRuns] = []
         for part, theirs in zip(own.tensors, other.tensors, strict=True):
             runs = _joined(_runs(part.layers, wanted.heads, theirs.layers, shard.heads, order))
             blocks = part.shape[0]
             at = tuple(Run(begin + r.begin, source + r.source, r.nbytes) for r in runs)
-            self._parts.append(_Part(blocks, part.nbytes // blocks, theirs.nbytes // blocks, at))
+            self._parts.append(
+                _PartRuns(blocks, part.nbytes // blocks, theirs.nbytes // blocks, at)
+            )
             begin += part.nbytes
             source += theirs.nbytes
 
