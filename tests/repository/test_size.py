@@ -11,7 +11,7 @@ from tests.project import ROOT
 from tests.repository.test_project import functions
 
 MOST_LINES, GOAL_LINES = 27_000, 18_500
-MOST_FILES, GOAL_FILES = 150, 125
+MOST_FILES, GOAL_FILES = 154, 125
 LONG_FUNCTION_LINES = 20
 
 
