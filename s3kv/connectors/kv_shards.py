@@ -35,7 +35,7 @@ def shared_pages(
     layouts: Mapping[int, PageLayout],
     shard_name: str,
 ) -> Pages | None:
-    """What the pages of this rank have in common with those of ranks of other sizes. None, with the
+    """Features that the pages of this rank share with those of ranks of other sizes. None, with the
     reason in the log, if they cannot be told apart by heads.
 
     layouts: by vLLM's number of the group. shard_name: this rank's.

@@ -113,9 +113,7 @@ class WorkerSide(Guarded):
         groups = self._sizes.groups
         shards, rank = self._shards()
         leave_to_first_rank(rank)
-        pages = None
-        if self._config.share_ranks:
-            pages = shared_pages(self._vllm_config, self._kv_cache_config, layouts, shards[rank])
+        pages = self._shared_pages(layouts, shards[rank])
         hello = introduce(
             self._config,
             self._identity(layouts, pages, shards[rank]),
@@ -256,6 +254,11 @@ class WorkerSide(Guarded):
         return fingerprint(
             self._config, self._vllm_config, self._kv_cache_config, self._sizes, page, pages
         )
+
+    def _shared_pages(self, layouts: dict[int, PageLayout], shard: str) -> Pages | None:
+        if not self._config.share_ranks:
+            return None
+        return shared_pages(self._vllm_config, self._kv_cache_config, layouts, shard)
 
     def _shards(self) -> tuple[list[str], int]:
         """The shards of all ranks, and which of them is this rank's."""

@@ -23,7 +23,7 @@ _KERNEL_BLOCKS = "B"
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """What all pages of a namespace have in common.
+    """Features that all pages of a namespace have in common.
 
     order: the dimensions of a page from the slowest to the fastest in memory, "HNC" or "NHC": heads
         (H), tokens (N), content of a token (C). With one head, a rank's layout does not show it.
@@ -126,7 +126,7 @@ class _PartRuns:
 
 
 class Rearrangement:
-    """What a rank takes of the objects of another shard.
+    """The bytes that a rank takes of the objects of another shard, and their places in its own.
 
     own, wanted: format and shard of the rank. other: of the objects it reads, by `format_of`.
     """
@@ -168,7 +168,7 @@ class Rearrangement:
 def rearrangements(
     own: ChunkFormat, wanted: Shard, cover: Sequence[Shard], pages: Pages
 ) -> list[Rearrangement] | None:
-    """What a rank takes of each shard of a cover; None unless that is its payload, every byte
+    """The bytes that a rank takes of each shard of a cover; None unless they are its payload, each
     once."""
     found: list[Rearrangement] = []
     for shard in cover:
