@@ -35,6 +35,7 @@ from s3kv.host.placement import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier
+from s3kv.io.wire import Hello
 from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
 from s3kv.objects.rearranging import Pages
@@ -113,17 +114,7 @@ class WorkerSide(Guarded):
         groups = self._sizes.groups
         shards, rank = self._shards()
         leave_to_first_rank(rank)
-        pages = self._shared_pages(layouts, shards[rank])
-        hello = introduce(
-            self._config,
-            self._identity(layouts, pages, shards[rank]),
-            shards[rank],
-            {g.number: tuple(layouts[m].part(f"g{m}") for m in g.members) for g in groups},
-            writes_manifest=rank == 0,  # all ranks have the same manifest
-            shapes=tuple(dict.fromkeys(shards)),
-            first_blocks={g.number: held_blocks(g).start for g in groups},
-            pages=pages,
-        )
+        hello = self._introduce(layouts, shards, rank)
         slots = Slots.of(hello, " for this model (a smaller chunk_tokens makes it smaller)")
         device = next(iter(layouts.values())).device
         computes_here = device.type == "cpu"
@@ -255,10 +246,21 @@ class WorkerSide(Guarded):
             self._config, self._vllm_config, self._kv_cache_config, self._sizes, page, pages
         )
 
-    def _shared_pages(self, layouts: dict[int, PageLayout], shard: str) -> Pages | None:
-        if not self._config.share_ranks:
-            return None
-        return shared_pages(self._vllm_config, self._kv_cache_config, layouts, shard)
+    def _introduce(self, layouts: dict[int, PageLayout], shards: list[str], rank: int) -> Hello:
+        """The hello of this rank, whose shard is one of all the ranks'."""
+        groups, pages = self._sizes.groups, None
+        if self._config.share_ranks:
+            pages = shared_pages(self._vllm_config, self._kv_cache_config, layouts, shards[rank])
+        return introduce(
+            self._config,
+            self._identity(layouts, pages, shards[rank]),
+            shards[rank],
+            {g.number: tuple(layouts[m].part(f"g{m}") for m in g.members) for g in groups},
+            writes_manifest=rank == 0,  # all ranks have the same manifest
+            shapes=tuple(dict.fromkeys(shards)),
+            first_blocks={g.number: held_blocks(g).start for g in groups},
+            pages=pages,
+        )
 
     def _shards(self) -> tuple[list[str], int]:
         """The shards of all ranks, and which of them is this rank's."""
