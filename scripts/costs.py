@@ -7,6 +7,7 @@ how fast it computes.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from benchmarks import counters
+from benchmarks.simulation.fleet import Setup
 from s3kv import prices
 from s3kv.cli import billing
 from s3kv.cli.app import cli
@@ -77,6 +79,10 @@ COMMAND = (
 )
 
 
+GRIDS = {"chat": "trace-bill.json", "public data sets": "trace-bill-synthetic.json"}
+"""Results of `benchmarks.trace` for several budgets, by what their traffic is called."""
+
+
 def page() -> str:
     """docs/cost.md."""
     shown = f"$ python -m benchmarks.counters {' '.join(RUN)} > counters.txt\n$ s3kv {COMMAND}"
@@ -84,7 +90,7 @@ def page() -> str:
         ROOT / "docs" / "cost.md",
         {
             "prices": price_list(),
-            "budgets": budgets(recorded("bucket-kept.json")),
+            "budgets": budgets({name: recorded(file) for name, file in GRIDS.items()}),
             "chunk": table(),
             "bill": f"```console\n{shown}\n{bill()}\n```",
         },
@@ -99,22 +105,60 @@ def price_list() -> str:
     )
 
 
-def budgets(result: dict[str, Any]) -> str:
-    """Bill of every budget of a result of `benchmarks.bucket`."""
+def budgets(results: Mapping[str, dict[str, Any]]) -> str:
+    """Bills of results of `benchmarks.trace`, by what they are called: of the first result with the
+    host memory of `Setup` every budget, otherwise that of `Setup` alone."""
     lines = [
-        "| `bucket_bytes` | prompt tokens found in the bucket | requests, $/month "
-        "| storage, $/month | computing spared, $/month | net, $/month |",
-        "|---|---|---|---|---|---|",
+        "| traffic | `host_bytes` | `bucket_bytes` | prompt tokens found in the bucket | PUTs "
+        "| other requests | storage | computing spared | net | net, if saved at second use |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for budget in result["budgets"]:
-        ours = budget["runs"]["s3kv"]
-        month = ours["usd_per_month"]
-        dollars = (f"{month[name]:,.0f}" for name in ("requests", "storage", "spared"))
-        lines.append(
-            f"| {budget['budget_gib']:,.0f} GiB | {ours['bucket_hit_percent']:.0f} % "
-            f"| {' | '.join(dollars)} | **{month['net']:+,.0f}** |"
+    default = Setup()
+    for number, (name, result) in enumerate(results.items()):
+        runs = [run for run in result["runs"] if run["bucket_gib"]]
+        runs.sort(key=lambda run: (-run["host_gib"], run["bucket_gib"]))
+        for run in runs:
+            place = run["host_gib"], run["bucket_gib"]
+            every = number == 0 and run["host_gib"] == default.host_gib
+            if run["save"] != "all" or not (every or run["bucket_gib"] == default.bucket_gib):
+                continue
+            (later,) = (
+                one["usd_per_month"]["net"]
+                for one in runs
+                if (one["host_gib"], one["bucket_gib"], one["save"]) == (*place, "second_use")
+            )
+            lines.append(_budget(name, run, later))
+    return "\n".join([*lines, "", *(f"- {_verdict(*of)}" for of in results.items())])
+
+
+def _budget(name: str, run: dict[str, Any], later: float) -> str:
+    month = run["usd_per_month"]
+    puts, others, storage, spared = (
+        f"{dollars:,.0f}"
+        for dollars in (
+            month["puts"],
+            month["gets"] + month["upkeep"],
+            month["storage"],
+            month["spared"],
         )
-    return "\n".join(lines)
+    )
+    return (
+        f"| {name} | {run['host_gib']:g} GiB | {run['bucket_gib']:,.0f} GiB "
+        f"| {run['percent']['bucket']:.1f} % | {puts} | {others} | {storage} | {spared} "
+        f"| **{month['net']:+,.0f}** | {later:+,.0f} |"
+    )
+
+
+def _verdict(name: str, result: dict[str, Any]) -> str:
+    """How the budget and the host memory of `Setup` do among all budgets."""
+    (ours,) = (v for v in result["verdicts"] if v["host_gib"] == Setup().host_gib)
+    grid = {(r["bucket_gib"], r["save"]) for r in result["runs"] if r["bucket_gib"]}
+    return (
+        f"{name[0].upper()}{name[1:]}: {ours['bucket_gib']:,.0f} GiB net {ours['net_of_best']:.3f} "
+        f"of the most that any of {len(grid)} combinations nets, and have "
+        f"{ours['hits_of_unbound']:.3f} of the hits of a bucket without a bound. "
+        f"`{result['command']}`, at {result['commit']}."
+    )
 
 
 def table() -> str:

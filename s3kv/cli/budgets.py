@@ -46,7 +46,11 @@ def months(
     bucket without a budget; one with a budget is taken to be always as full as it ever was. Raises
     `ConfigError` for what is no such result."""
     try:
-        runs = [run for run in result["runs"] if run["host_gib"]]
+        runs = [
+            run
+            for run in result["runs"]
+            if run["host_gib"] and run.get("save", "all") == "all"  # s3kv saves everything
+        ]
         seconds = float(result["seconds"])
         found = []
         for run in runs:

@@ -93,10 +93,7 @@ def test_there_is_no_verdict_without_its_parts(left_out: int) -> None:
     assert list(trace.verdicts(GRID[:left_out] + GRID[left_out + 1 :])) == []
 
 
-def test_the_default_budget_is_that_of_the_readme(tmp_path: Path) -> None:
-    readme = (Path(trace.__file__).parents[1] / "README.md").read_text()
-    assert '"bucket_bytes": "4TiB"' in readme
-    assert Setup().bucket_gib == 4096
+def test_a_grid_ends_with_a_verdict(tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     path = write_trace(tmp_path / "trace.jsonl")
     grid = ["--bucket-gib", "0", "1", "4096", "--save", "all", "second_use"]

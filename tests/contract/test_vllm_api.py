@@ -14,6 +14,7 @@ import importlib
 import inspect
 from typing import Any
 
+import msgspec
 import pytest
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -28,6 +29,7 @@ IDENTITY = "s3kv/connectors/identity.py"
 MEDIA = "s3kv/connectors/media.py"
 LORA = "vllm.lora.worker_manager"
 ADAPTERS = "s3kv/connectors/adapter_loads.py"
+REQUESTS = "s3kv/connectors/request_params.py"
 METRICS = "s3kv/connectors/metrics.py"
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -274,6 +276,18 @@ def test_a_request_has_what_we_read() -> None:
     params = {"s3kv": {"save": False}}
     sampling = SamplingParams(extra_args={"kv_transfer_params": params})
     assert Request("two", [1], sampling, None).kv_transfer_params == params
+
+
+@since(0, 32, "hints of a request")
+def test_vllm_defines_no_action_of_a_hint() -> None:
+    """So there is nothing that s3kv could do."""
+    hints = importlib.import_module("vllm.v1.kv_hints")
+    defined = set(hints.__all__)
+    assert defined == {"KvHintAction", "KvHintsEnvelope"}, moved(f"hints are {defined}", REQUESTS)
+    action = {field.name: field.type for field in msgspec.structs.fields(hints.KvHintAction)}
+    assert (action["action_type"], action["payload"]) == (str, dict[str, Any]), moved(
+        "hints have actions of vLLM's own", REQUESTS
+    )
 
 
 def test_every_load_of_an_adapter_goes_through_what_we_observe() -> None:

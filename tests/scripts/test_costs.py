@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from benchmarks import trace
+from benchmarks.simulation.fleet import Setup
 from scripts import costs
 from tests.project import ROOT
 
@@ -46,17 +49,67 @@ def test_the_bill_is_of_what_the_file_says() -> None:
     assert dollars == pytest.approx(run["gib_stored"] * 24 * 0.023, abs=0.1 * 24 * 0.023)
 
 
-def test_the_budgets_are_what_the_file_says() -> None:
-    result = json.loads((ROOT / "benchmarks/results/bucket-kept.json").read_text())
-    hours = 730 * 3600 / 3537
-    for budget, line in zip(result["budgets"], costs.budgets(result).splitlines()[2:], strict=True):
-        ours = budget["runs"]["s3kv"]
-        puts = ours["puts"] + ours["copies"] + ours["lists"] + ours["lease_puts"]
-        requests = (puts * 0.005 + (ours["gets"] + ours["heads"]) * 0.0004) / 1000 * hours
-        spared = ours["bucket_hits"] * 512 / 8_000 / 3600 * 3 * hours
-        storage = ours["peak_objects"] / 16 * 0.023
-        cells = [cell.strip(" *").replace(",", "") for cell in line.split("|")[1:-1]]
-        told = [float(cell) for cell in cells[2:]]
-        assert told == pytest.approx(
-            [requests, storage, spared, spared - requests - storage], abs=2
+def recorded(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((ROOT / "benchmarks/results" / name).read_text())
+    return result
+
+
+GRIDS = [pytest.param(name, recorded(file), id=name) for name, file in costs.GRIDS.items()]
+
+
+@pytest.mark.parametrize(("name", "result"), GRIDS)
+def test_the_budgets_are_what_the_file_says(name: str, result: dict[str, Any]) -> None:
+    lines = [x for x in costs.budgets({name: result}).splitlines() if x.startswith(f"| {name} ")]
+    assert len(lines) >= 4
+    months = result["seconds"] / (730 * 3600)
+    for line in lines:
+        cells = [cell.strip(" *%").replace(",", "") for cell in line.split("|")[2:-1]]
+        host_gib, bucket_gib = (float(cell.removesuffix(" GiB")) for cell in cells[:2])
+        (run,) = (
+            run
+            for run in result["runs"]
+            if (run["host_gib"], run["bucket_gib"], run["save"]) == (host_gib, bucket_gib, "all")
         )
+        asked, kept = run["requests"], run["kept"]
+        puts = (asked["put_new"] + asked["put_exists"]) * 0.005 / 1000 / months
+        gets = asked["get_hit"] + asked["get_404"] + asked["get_cancelled"] + kept["heads"]
+        copies = kept["refreshes"] + kept["refused"]
+        others = gets * 0.0004 + (copies + kept["lists"] + kept["lease_puts"]) * 0.005
+        others /= 1000 * months
+        storage = run["gib_stored"] * 0.023
+        spared = run["tokens"]["bucket"] / 8_000 / 3600 * 3 / months
+        told = [float(cell) for cell in cells[3:8]]
+        net = spared - puts - others - storage
+        assert told == pytest.approx([puts, others, storage, spared, net], abs=2)
+
+
+@pytest.mark.parametrize(("name", "result"), GRIDS)
+def test_what_the_readme_sets_pays_on_either_trace(name: str, result: dict[str, Any]) -> None:
+    (verdict,) = (v for v in result["verdicts"] if v["host_gib"] == Setup().host_gib)
+    assert list(trace.verdicts(result["runs"])) == result["verdicts"]
+    assert (verdict["bucket_gib"], verdict["save"]) == (Setup().bucket_gib, "all")
+    assert verdict["net"] > 0
+    assert verdict["net_of_best"] >= 0.85
+    assert verdict["hits_of_unbound"] >= 0.9
+
+
+def test_both_traces_had_the_same_setup_and_grid() -> None:
+    first, second = (recorded(file) for file in costs.GRIDS.values())
+    assert first["setup"] == second["setup"]
+    assert first["trace"] != second["trace"]
+    assert first["verdicts"] != second["verdicts"]
+    grids = [
+        {(run["host_gib"], run["bucket_gib"], run["save"]) for run in result["runs"]}
+        for result in (first, second)
+    ]
+    assert grids[0] == grids[1]
+
+
+def test_a_kept_bucket_is_near_its_budget_and_near_an_exact_lru() -> None:
+    budgets = recorded("bucket-kept.json")["budgets"]
+    assert {budget["budget_gib"] for budget in budgets} >= {1000, 4000}
+    for budget in budgets:
+        ours = budget["runs"]["s3kv"]
+        assert ours["peak_of_budget"] <= 1.1
+        assert ours["hits_of_ideal"] >= 0.97
+        assert ours["usd_per_month"]["sweeping_percent"] <= 2

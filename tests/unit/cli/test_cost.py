@@ -216,6 +216,8 @@ def simulation(tmp_path: Path) -> str:
         simulated(0, 10_000_000, 99_900, 1_000.0),
         simulated(100.0, 5_000_000, 99_900, 100.0),
         simulated(1_000.0, 9_000_000, 99_900, 1_000.0),
+        # The best of all, by a rule that s3kv does not have.
+        simulated(1_000.0, 9_900_000, 900, 10.0) | {"save": "second_use"},
     ]
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"seconds": 3_600.0, "runs": runs}))
