@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -17,31 +18,22 @@ from s3kv.config import Config
 from tests.project import ROOT
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+VERSIONS = ("1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
+ENGINE_BYTES = 24 * 2**30
+"""What deploy/README.md says an engine needs beside s3kv's memory and /dev/shm."""
 
 
 @dataclass(frozen=True)
-class Rendered:
-    objects: list[dict[str, Any]]
+class Pod:
+    """A pod of an engine, whatever made it: one container, and the settings in a ConfigMap."""
 
-    def one(self, kind: str) -> dict[str, Any]:
-        (found,) = (o for o in self.objects if o["kind"] == kind)
-        return found
-
-    @property
-    def pod(self) -> dict[str, Any]:
-        pod: dict[str, Any] = self.one("Deployment")["spec"]["template"]["spec"]
-        return pod
+    spec: dict[str, Any]
+    settings: Config
 
     @property
     def container(self) -> dict[str, Any]:
-        (container,) = self.pod["containers"]
+        (container,) = self.spec["containers"]
         return dict(container)
-
-    @property
-    def settings(self) -> Config:
-        transfer = json.loads(self.one("ConfigMap")["data"]["kv-transfer-config.json"])
-        assert transfer["kv_connector"] == "S3KVConnector"
-        return Config.parse(transfer["kv_connector_extra_config"])
 
     def argument(self, name: str) -> str:
         (value,) = (a.partition("=")[2] for a in self.container["args"] if a.startswith(name))
@@ -55,8 +47,68 @@ class Rendered:
         (name,) = (
             m["name"] for m in self.container["volumeMounts"] if m["mountPath"] == mount_path
         )
-        (volume,) = (v for v in self.pod["volumes"] if v["name"] == name)
+        (volume,) = (v for v in self.spec["volumes"] if v["name"] == name)
         return dict(volume)
+
+    @property
+    def pre_stop_s(self) -> int:
+        if "lifecycle" not in self.container:
+            return 0
+        (_, stop_s) = self.container["lifecycle"]["preStop"]["exec"]["command"]
+        return int(stop_s)
+
+    @property
+    def least_grace_s(self) -> float:
+        """The shortest terminationGracePeriodSeconds with which a shutdown loses no upload that
+        `drain_timeout_s` allows. Fails if vLLM's own timeouts do not leave it that time."""
+        worker_s = int(self.variable("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS")["value"])
+        engine_s = int(self.argument("--shutdown-timeout"))
+        assert worker_s >= 2 * self.settings.drain_timeout_s > 0
+        assert engine_s > worker_s
+        return self.pre_stop_s + engine_s + 1
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the pod needs: s3kv's memory for each GPU, /dev/shm, and the engine itself."""
+        gpus = int(self.container["resources"]["limits"]["nvidia.com/gpu"])
+        shm = self.volume("/dev/shm")["emptyDir"]
+        assert shm["medium"] == "Memory"
+        return gpus * self.settings.host_bytes + nbytes(shm["sizeLimit"]) + ENGINE_BYTES
+
+
+@dataclass(frozen=True)
+class Rendered:
+    objects: list[dict[str, Any]]
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        return [o for o in self.objects if o["kind"] == kind]
+
+    def one(self, kind: str) -> dict[str, Any]:
+        (found,) = self.all(kind)
+        return found
+
+    @property
+    def settings(self) -> Config:
+        transfer = json.loads(self.one("ConfigMap")["data"]["kv-transfer-config.json"])
+        assert transfer["kv_connector"] == "S3KVConnector"
+        return Config.parse(transfer["kv_connector_extra_config"])
+
+    @property
+    def templates(self) -> list[dict[str, Any]]:
+        """Of pods: the Deployment's, or a group's leader and follower."""
+        if deployments := self.all("Deployment"):
+            return [d["spec"]["template"] for d in deployments]
+        group = self.one("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+        return [group["leaderTemplate"], group["workerTemplate"]]
+
+    @property
+    def pods(self) -> list[Pod]:
+        return [Pod(template["spec"], self.settings) for template in self.templates]
+
+
+def nbytes(quantity: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([KMGT]i)", quantity).groups()  # type: ignore[union-attr]
+    return int(number) * int(2 ** {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}[unit])
 
 
 def render(folder: Path) -> Rendered:

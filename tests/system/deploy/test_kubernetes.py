@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import hcl2
 import kubernetes_validate
 import pytest
 
 from tests.project import ROOT
-from tests.system.deploy.manifests import KUBERNETES, Rendered, render
+from tests.system.deploy.manifests import KUBERNETES, VERSIONS, Rendered, nbytes, render
 
-FOLDERS = ("base", "overlays/eks-irsa", "overlays/tensor-parallel")
-VERSIONS = ("1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
-ENGINE_BYTES = 24 * 2**30
-"""What deploy/README.md says an engine needs beside s3kv's memory and /dev/shm."""
-
+FOLDERS = ("base", "overlays/eks-irsa", "overlays/multi-host", "overlays/tensor-parallel")
 pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("deploy")]
 
 
@@ -28,70 +25,76 @@ def rendered(request: pytest.FixtureRequest) -> Rendered:
     return render(KUBERNETES / request.param)
 
 
-def nbytes(quantity: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)([KMGT]i)", quantity).groups()  # type: ignore[union-attr]
-    return int(number) * 2 ** {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}[unit]
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_schemas_of_kubernetes_accept_it(rendered: Rendered, version: str) -> None:
-    builtin = [o for o in rendered.objects if o["kind"] != "PodMonitor"]
-    assert len(builtin) == 4
+    """A LeaderWorkerSet is not Kubernetes' own, but what it makes of its templates is."""
+    foreign = ("PodMonitor", "LeaderWorkerSet")
+    builtin = [o for o in rendered.objects if o["kind"] not in foreign]
+    builtin += [{"apiVersion": "v1", "kind": "Pod"} | made for made in rendered.templates]
+    assert len(builtin) == 4 + len(rendered.all("Deployment")) + len(rendered.templates)
     for o in builtin:
         kubernetes_validate.validate(o, version, strict=True)
 
 
 def test_the_schemas_would_notice_a_misspelt_field(rendered: Rendered) -> None:
-    broken = json.loads(json.dumps(rendered.one("Deployment")))
-    broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 90
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
+    for template in rendered.templates:
+        broken = json.loads(json.dumps(template)) | {"apiVersion": "v1", "kind": "Pod"}
+        broken["spec"]["terminationGracePeriod"] = 90
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(broken, VERSIONS[-1], strict=True)
 
 
 def test_the_settings_are_what_the_engine_and_the_command_line_get(rendered: Rendered) -> None:
     assert rendered.settings.bucket == "my-kv-cache"
-    assert rendered.argument("--kv-transfer-config") == "$(KV_TRANSFER_CONFIG)"
-    reference = rendered.variable("KV_TRANSFER_CONFIG")["valueFrom"]["configMapKeyRef"]
-    assert reference["name"] == rendered.one("ConfigMap")["metadata"]["name"]
-    assert reference["key"] in rendered.one("ConfigMap")["data"]
-    assert rendered.volume("/etc/s3kv")["configMap"]["name"] == reference["name"]
+    for pod in rendered.pods:
+        assert pod.argument("--kv-transfer-config") == "$(KV_TRANSFER_CONFIG)"
+        reference = pod.variable("KV_TRANSFER_CONFIG")["valueFrom"]["configMapKeyRef"]
+        assert reference["name"] == rendered.one("ConfigMap")["metadata"]["name"]
+        assert reference["key"] in rendered.one("ConfigMap")["data"]
+        assert pod.volume("/etc/s3kv")["configMap"]["name"] == reference["name"]
 
 
 def test_the_memory_limit_holds_what_is_taken(rendered: Rendered) -> None:
-    resources = rendered.container["resources"]
-    gpus = int(resources["limits"]["nvidia.com/gpu"])
-    assert int(rendered.argument("--tensor-parallel-size")) == gpus
-    shm = rendered.volume("/dev/shm")["emptyDir"]
-    assert shm["medium"] == "Memory"
-    taken = gpus * rendered.settings.host_bytes + nbytes(shm["sizeLimit"]) + ENGINE_BYTES
-    assert nbytes(resources["limits"]["memory"]) >= taken
-    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    for pod in rendered.pods:
+        resources = pod.container["resources"]
+        assert int(pod.argument("--tensor-parallel-size")) == int(
+            resources["limits"]["nvidia.com/gpu"]
+        )
+        assert nbytes(resources["limits"]["memory"]) >= pod.memory_bytes
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
 
 
 def test_a_shutdown_leaves_time_for_uploads(rendered: Rendered) -> None:
-    drain_s = rendered.settings.drain_timeout_s
-    worker_s = int(rendered.variable("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS")["value"])
-    engine_s = int(rendered.argument("--shutdown-timeout"))
-    (_, stop_s) = rendered.container["lifecycle"]["preStop"]["exec"]["command"]
-    assert 0 < drain_s < worker_s < engine_s
-    assert rendered.pod["terminationGracePeriodSeconds"] > engine_s + int(stop_s)
+    for pod in rendered.pods:
+        assert pod.spec["terminationGracePeriodSeconds"] >= pod.least_grace_s
+
+
+def test_a_longer_drain_would_be_noticed(rendered: Rendered) -> None:
+    """With the settings of a bucket whose uploads take longer, the manifests have to change."""
+    (pod, *_) = rendered.pods
+    slower = replace(pod, settings=replace(pod.settings, drain_timeout_s=45.0))
+    with pytest.raises(AssertionError):
+        assert slower.spec["terminationGracePeriodSeconds"] >= slower.least_grace_s
 
 
 def test_probes_ask_the_engine_and_not_the_bucket(rendered: Rendered) -> None:
-    (port,) = rendered.container["ports"]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        get = rendered.container[probe]["httpGet"]
-        assert get == {"path": "/health", "port": port["name"]}
-    start = rendered.container["startupProbe"]
+    (pod, *followers) = rendered.pods
+    (port,) = pod.container["ports"]
+    probes = ("startupProbe", "readinessProbe", "livenessProbe")
+    for probe in probes:
+        assert pod.container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+    start = pod.container["startupProbe"]
     # Before that nothing restarts it: the bucket alone may take start_timeout_ms.
     allowed_s = start["periodSeconds"] * start["failureThreshold"]
     assert allowed_s > 600 + rendered.settings.start_timeout_ms / 1e3
     assert rendered.settings.on_unavailable == "serve"
+    for follower in followers:  # which has no API to ask
+        assert not {*probes, "ports"} & follower.container.keys()
 
 
 def test_the_service_account_is_the_one_terraform_binds(rendered: Rendered) -> None:
     account = rendered.one("ServiceAccount")["metadata"]
-    assert rendered.pod["serviceAccountName"] == account["name"]
+    assert {pod.spec["serviceAccountName"] for pod in rendered.pods} == {account["name"]}
     for example, variable in (("eks-pod-identity", "pod_identities"), ("eks-irsa", "irsa")):
         path = ROOT / "terraform" / "examples" / example / "main.tf"
         (module,) = hcl2.loads(path.read_text())["module"]
@@ -102,27 +105,65 @@ def test_the_service_account_is_the_one_terraform_binds(rendered: Rendered) -> N
         assert arguments["name"].strip('"') == rendered.settings.bucket
 
 
-def test_everything_is_in_one_namespace_and_selected_by_one_label(rendered: Rendered) -> None:
+def test_everything_is_in_one_namespace_and_selected_by_its_labels(rendered: Rendered) -> None:
     assert {o["metadata"]["namespace"] for o in rendered.objects} == {"inference"}
-    deployment = rendered.one("Deployment")["spec"]
-    labels = deployment["template"]["metadata"]["labels"]
-    assert deployment["selector"]["matchLabels"] == labels
-    assert rendered.one("Service")["spec"]["selector"] == labels
-    for monitor in (o for o in rendered.objects if o["kind"] == "PodMonitor"):
-        assert monitor["spec"]["selector"]["matchLabels"] == labels
+    labels = [template["metadata"]["labels"] for template in rendered.templates]
+    for deployment in rendered.all("Deployment"):
+        assert [deployment["spec"]["selector"]["matchLabels"]] == labels
+    # Who answers requests is the first: a Deployment's pod, or a group's leader.
+    assert rendered.one("Service")["spec"]["selector"] == labels[0]
+    assert labels[0] not in labels[1:]
+    for selecting in rendered.all("PodMonitor") + rendered.all("PodDisruptionBudget"):
+        selected = selecting["spec"]["selector"]["matchLabels"].items()
+        assert all(selected <= found.items() for found in labels)
+    for monitor in rendered.all("PodMonitor"):
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
 
 
+def test_a_drained_node_costs_one_replica_and_a_fleet_is_spread(rendered: Rendered) -> None:
+    budget = rendered.one("PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == 1
+    for pod in rendered.pods:
+        assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod.spec[
+            "tolerations"
+        ]
+    for deployment in rendered.all("Deployment"):
+        assert deployment["spec"]["replicas"] > budget["maxUnavailable"]
+        spread = rendered.pods[0].spec["topologySpreadConstraints"]
+        assert [s["topologyKey"] for s in spread] == [
+            "kubernetes.io/hostname",
+            "topology.kubernetes.io/zone",
+        ]
+        labels = deployment["spec"]["selector"]["matchLabels"]
+        assert all(s["labelSelector"]["matchLabels"] == labels for s in spread)
+
+
+def test_a_group_is_one_engine() -> None:
+    rendered = render(KUBERNETES / "overlays" / "multi-host")
+    group = rendered.one("LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    assert group["restartPolicy"] == "RecreateGroupOnPodRestart"
+    leader, follower = rendered.pods
+    assert follower.container["args"] == [*leader.container["args"], "--headless"]
+    for name in ("--nnodes", "--pipeline-parallel-size"):
+        assert leader.argument(name) == "$(LWS_GROUP_SIZE)"
+    assert leader.argument("--node-rank") == "$(LWS_WORKER_INDEX)"
+    assert leader.argument("--master-addr") == "$(LWS_LEADER_ADDRESS)"
+    # Hosts of a group, and so ranks of the engine, are equal in everything else.
+    alike = ("env", "image", "resources", "securityContext", "volumeMounts", "lifecycle")
+    assert [leader.container[k] for k in alike] == [follower.container[k] for k in alike]
+
+
 def test_nothing_runs_as_root(rendered: Rendered) -> None:
-    assert rendered.pod["securityContext"]["runAsNonRoot"] is True
-    assert rendered.container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
-    user = rendered.pod["securityContext"]
-    assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
+    for pod in rendered.pods:
+        user = pod.spec["securityContext"]
+        assert user["runAsNonRoot"] is True
+        assert pod.container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert f"USER {user['runAsUser']}:{user['runAsGroup']}" in dockerfile
 
 
 def test_the_image_is_pinned_to_the_vllm_of_the_dockerfile(rendered: Rendered) -> None:
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     (version,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", dockerfile, re.M)
-    assert rendered.container["image"] == f"s3kv-vllm:{version}"
+    assert {pod.container["image"] for pod in rendered.pods} == {f"s3kv-vllm:{version}"}
