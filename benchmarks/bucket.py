@@ -26,9 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.origin import code, commit
 from benchmarks.simulation.expiry import Bucket, IdealBucket, KeptBucket, Upkeep
 from benchmarks.simulation.fleet import Setup
-from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, commit, identity, load
+from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, identity, load
 from s3kv import prices
 
 _PRICES = prices.TABLE[prices.DEFAULT]
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "benchmark": "bucket",
             "command": command("bucket", arguments, options.trace),
             "commit": commit(),
+            "code": code("bucket"),
             "trace": identity(options.trace, len(arrivals)),
             "budgets": results,
         }

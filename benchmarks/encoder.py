@@ -21,7 +21,6 @@ here server, I/O process and engine share the cores, and the local directory is 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import s3
+from benchmarks.rig import publish
 from lab import vision
 from lab.engine import Answer, Ask, Engine
 
@@ -210,10 +210,7 @@ def main() -> None:
             for kind, states in bench.measured.items()
         },
     }
-    text = json.dumps(result, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    publish(result, options.json)
 
 
 if __name__ == "__main__":

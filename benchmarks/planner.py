@@ -16,6 +16,7 @@ import tracemalloc
 from collections.abc import Callable
 from time import perf_counter_ns
 
+from benchmarks import origin
 from s3kv.config import Config
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
@@ -246,6 +247,8 @@ def main() -> None:
         "index_absent_bytes_per_chunk": index_bytes(KNOWN, present=False),
     }
     report = {
+        "benchmark": "planner",
+        **origin.of("planner"),
         "python": platform.python_version(),
         "chunks_per_prompt": CHUNKS,
         "chunks_known": KNOWN,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import origin
 from lab.engine import Engine
 from lab.models import prompts
 from lab.s3 import moto_process
@@ -90,10 +91,10 @@ def machine() -> str:
 
 
 def publish(result: Mapping[str, Any], path: Path | None) -> None:
-    """Print the result as JSON; write it to `path`, too, if there is one. The benchmark has ended:
-    what `begin` set off is taken back."""
+    """Print the result as JSON, with its origin; write it to `path`, too, if there is one. The
+    benchmark has ended: what `begin` set off is taken back."""
     faulthandler.cancel_dump_traceback_later()
-    text = json.dumps(result, indent=2)
+    text = json.dumps({**origin.of(result.get("benchmark", "")), **result}, indent=2)
     print(text)
     if path:
         path.write_text(text + "\n")

@@ -33,7 +33,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, commit, identity, load
+from benchmarks.origin import commit
+from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, identity, load
 from s3kv import prices
 from s3kv.planning.cover import STATE_SPACING
 

@@ -25,7 +25,6 @@ import hashlib
 import math
 import random
 import statistics
-import subprocess
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -231,11 +230,6 @@ def run(kind: str, seed: int, rounds: int) -> dict[str, Any]:
         return task.result()
 
 
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -248,7 +242,6 @@ def main() -> None:
     options = parser.parse_args()
     result = {
         "benchmark": "tail",
-        "commit": commit(),
         "seed": options.seed,
         "rounds": options.rounds,
         "buckets": {kind: run(kind, options.seed, options.rounds) for kind in options.bucket},

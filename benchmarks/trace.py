@@ -35,8 +35,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.origin import code, commit
 from benchmarks.simulation.fleet import BASELINES, Setup, run
-from benchmarks.simulation.workload import command, commit, identity, load
+from benchmarks.simulation.workload import command, identity, load
 from s3kv.config import Eviction
 
 POLICIES: tuple[str, ...] = get_args(Eviction)
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "benchmark": "trace",
             "command": command("trace", arguments, options.trace),
             "commit": commit(),
+            "code": code("trace"),
             "trace": identity(options.trace, len(arrivals)),
             "seconds": arrivals[-1].time_s,
             "setup": {name: getattr(setup, name) for name in names},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,19 +86,6 @@ def identity(trace: Path, requests: int) -> dict[str, Any]:
     """Which trace a result is of."""
     digest = hashlib.sha256(trace.read_bytes()).hexdigest()
     return {"file": trace.name, "sha256": digest, "requests": requests}
-
-
-def commit() -> str:
-    """The commit whose code gives a result; "+" behind it: with changes."""
-    where = Path(__file__).parent
-    said = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-        cwd=where,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return said.stdout.strip()
 
 
 def command(benchmark: str, arguments: Sequence[str] | None, trace: Path) -> str:
