@@ -82,8 +82,8 @@ def computing() -> dict[str, float]:
 
 
 def changed(result: Mapping[str, Any]) -> list[str]:
-    """Paths whose code is not that of the result. Raises `KeyError` for a result without digests, or
-    of a benchmark without an entry."""
+    """Paths whose code is not that of the result. Raises `KeyError` for a result without digests,
+    or of a benchmark without an entry."""
     measured = MEASURED[result["benchmark"]]
     return sorted(path for path in measured if _digest(ROOT / path) != result["code"].get(path))
 
