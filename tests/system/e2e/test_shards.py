@@ -1,0 +1,152 @@
+"""Engines of several parallel sizes on one bucket: what one has stored is a hit for the others.
+
+In float32, where a token does not depend on how long the hit was.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import families, models
+from lab.engine import Engine
+from lab.s3 import S3Server
+from s3kv.objects.keys import parse
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    References,
+    Serve,
+    at_rest,
+    cached,
+    changed,
+    tokens,
+)
+from tests.system.e2e.test_failures import wait_until
+from tests.system.e2e.test_parallel import WARMED_UP
+
+PROMPTS = models.prompts(3, 800)
+CHUNKS = 6
+ONE: dict[str, Any] = {}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, **WARMED_UP}
+NAMES = {
+    id(ONE): {"h0-3of4-l0-3of4"},
+    id(TENSOR): {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"},
+    id(STAGES): {"h0-3of4-l0-1of4", "h0-3of4-l2-3of4"},
+}
+
+
+def held(s3: S3Server, bucket: str) -> dict[str, int]:
+    """Shard -> chunks of it in the bucket."""
+    found: dict[str, int] = {}
+    for key in s3.objects(bucket):
+        address = parse(key)
+        assert address is not None, key
+        found[address.shard] = found.get(address.shard, 0) + 1
+    return found
+
+
+def wait_until_there(s3: S3Server, bucket: str, stored: dict[str, int]) -> None:
+    """Wait until the bucket has so many chunks of each shard, and says that it has such shards."""
+
+    def there() -> bool:
+        names = {key.rpartition("/")[2] for key in s3.everything(bucket)}
+        return held(s3, bucket) == stored and stored.keys() <= names
+
+    wait_until("what was computed is in the bucket", there, timeout_s=60)
+
+
+def namespaces(s3: S3Server, bucket: str) -> set[str]:
+    return {key.split("/")[2] for key in s3.everything(bucket)}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * START_AND_STOP_S)
+@pytest.mark.parametrize(
+    "engines",
+    [pytest.param((ONE, TENSOR, ONE), id="tensor"), pytest.param((TENSOR, STAGES), id="pipeline")],
+)
+def test_what_one_size_has_stored_others_hit(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+    engines: tuple[dict[str, Any], ...],
+) -> None:
+    """Each engine hits all that those before it have computed, and computes one prompt more."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    shares = changed(patient, share_ranks=True)
+    stored: dict[str, int] = {}
+    for number, engine_args in enumerate(engines):
+        names = NAMES[id(engine_args)]
+        args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
+        log = tmp_path / f"{number}.log"
+        with Engine(tiny, connector=shares, log_path=log, env=s3.env, **args) as engine:
+            answers = engine.generate(PROMPTS[: number + 1])
+            assert tokens(answers) == expected[: number + 1]
+            assert cached(answers) == [CHUNKS * 128] * number + [0]
+            counts = engine.metrics()
+            assert counts["vllm:s3kv_internal_errors_total"] == 0
+            assert counts["vllm:s3kv_hit_tokens_bucket_total"] == number * CHUNKS * 128
+            for name in names:
+                stored[name] = stored.get(name, 0) + CHUNKS
+            wait_until_there(s3, bucket, stored)
+    assert len(namespaces(s3, bucket)) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * START_AND_STOP_S)
+def test_without_the_setting_each_size_is_alone(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS[:1], dtype="float32"))
+    stored: dict[str, int] = {}
+    for number, engine_args in enumerate((ONE, TENSOR)):
+        args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
+        log = tmp_path / f"{number}.log"
+        with Engine(tiny, connector=patient, log_path=log, env=s3.env, **args) as engine:
+            answers = engine.generate(PROMPTS[:1])
+            assert cached(answers) == [0]
+            assert tokens(answers) == expected
+            stored |= dict.fromkeys(NAMES[id(engine_args)], CHUNKS)
+            wait_until_there(s3, bucket, stored)
+    assert len(namespaces(s3, bucket)) == 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+def test_windows_are_shared_as_well(
+    models_dir: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    serve: Serve,
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """A model with two KV-cache groups, of which one has windows: one rank, then two."""
+    model = families.build(models_dir, families.GEMMA3)
+    expected = tokens(reference(model, PROMPTS[:1], dtype="float32"))
+    shares = changed(patient, share_ranks=True)
+    with serve(model, shares, dtype="float32") as engine:
+        assert tokens(engine.generate(PROMPTS[:1])) == expected
+        at_rest(engine)
+        (shard,) = held(s3, bucket)
+        wait_until_there(s3, bucket, held(s3, bucket))
+    args: dict[str, Any] = {"in_process": False, "dtype": "float32", **TENSOR}
+    with Engine(model, connector=shares, log_path=tmp_path / "2", env=s3.env, **args) as engine:
+        answers = engine.generate(PROMPTS[:1])
+        assert cached(answers) == [CHUNKS * 128]
+        assert tokens(answers) == expected
+        assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
+    assert set(held(s3, bucket)) == {shard}, "what is put together is not stored again"
+    assert len(namespaces(s3, bucket)) == 1
