@@ -36,7 +36,7 @@ class Buildah:
         store = (f"--root={self._home / 'store'}", f"--runroot={self._home / 'run'}")
         return subprocess.run(
             ["buildah", *store, "--storage-driver=vfs", *arguments],
-            capture_output=True, text=True, check=False, timeout=280,
+            capture_output=True, text=True, check=False, timeout=800,
         )  # fmt: skip
 
     def build(self, folder: Path, tag: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -27,6 +27,8 @@ SHOTS = ROOT / "build" / "screenshots"
 PICTURED = ("index", "docs/configuration/index", "docs/comparison/index", "docs/tour/index",
             "docs/architecture/index")  # fmt: skip
 READABLE_PX = 11
+LIMIT_MS = 200_000
+"""For a browser that hangs; a slow machine is given the time it needs."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def browser() -> Iterator[Any]:
         reason = "no browser (Debian's package: chromium-headless-shell), or no playwright"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
     with importlib.import_module("playwright.sync_api").sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program)
+        browser = playwright.chromium.launch(executable_path=program, timeout=LIMIT_MS)
         yield browser
         browser.close()
 
@@ -54,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def looked_at(request: pytest.FixtureRequest, browser: Any, site: Path) -> dict[str, Any]:
     """What `boxes.js` tells of every page at one width, by the page's path."""
     found: dict[str, Any] = {"width": request.param}
-    page = browser.new_page(viewport={"width": request.param, "height": 1000})
+    page = opened(browser, request.param)
     for path in sorted(site.rglob("*.html")):
         page.goto(path.as_uri())
         name = str(path.relative_to(site).with_suffix(""))
@@ -64,6 +66,12 @@ def looked_at(request: pytest.FixtureRequest, browser: Any, site: Path) -> dict[
             page.screenshot(path=shot, full_page=True)
     page.close()
     return found
+
+
+def opened(browser: Any, width: int, scheme: str = "light") -> Any:
+    page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
+    page.set_default_timeout(LIMIT_MS)
+    return page
 
 
 def pages(looked_at: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +84,7 @@ def test_nothing_leaves_its_box_on_any_page(looked_at: dict[str, Any]) -> None:
 
 
 def test_code_that_does_not_fit_would_be_noticed(browser: Any, site: Path) -> None:
-    page = browser.new_page(viewport={"width": LAPTOP, "height": 1000})
+    page = opened(browser, LAPTOP)
     page.goto((site / "index.html").as_uri())
     page.add_style_tag(content=".md-typeset pre > code { white-space: pre; font-size: 2em }")
     told = page.evaluate(LOOK)["told"]
@@ -119,7 +127,7 @@ def test_the_first_code_of_the_home_page_has_colours(looked_at: dict[str, Any]) 
 def test_page_and_pictures_follow_the_readers_preference(
     browser: Any, site: Path, scheme: str
 ) -> None:
-    page = browser.new_page(viewport={"width": LAPTOP, "height": 1000}, color_scheme=scheme)
+    page = opened(browser, LAPTOP, scheme)
     page.goto((site / "index.html").as_uri())
     told = page.evaluate(LOOK)
     page.screenshot(path=SHOTS / scheme / "index.png", full_page=True)
