@@ -16,7 +16,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 BEFORE = "recorded before results carried digests of the code"
 OLDER: dict[str, str] = {
-    "bucket-kept.json": BEFORE,
     "encoder-rgw.json": BEFORE,
     "engine-rgw.json": BEFORE,
     "peers-rgw-30ms.json": BEFORE,
