@@ -15,7 +15,6 @@ the server to verify if the setting `checksum` is when_supported.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Protocol, TypeVar
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreError, StoreUnranged
+from s3kv.objects.listing import in_lanes, in_turn
 from s3kv.objects.s3.address import Address, find_address
 from s3kv.objects.s3.answers import ListingPage, Refusal
 from s3kv.objects.s3.fast_client import SCHEMES, FastClient
@@ -34,6 +34,9 @@ T = TypeVar("T")
 
 PAGE_KEYS = 1000
 """Keys per page of a listing; S3's maximum."""
+DELETES_AT_ONCE = 8
+"""Requests at a time where the server deletes one object per request. A keeper shares the pool of
+connections with fetches."""
 MAX_PUT_BYTES = 5 * 2**30
 COST = "its requests take two to three times the processor time of the fast client's"
 
@@ -178,8 +181,14 @@ class S3Store:
                     raise refusal.error from refusal
                 self._knows_batches = False
                 _log.warning("%s. From now on objects are deleted there one by one", refusal.error)
-        gone = await asyncio.gather(*(self.delete(o.key, if_etag=o.etag) for o in objects))
-        return [o.key for o, went in zip(objects, gone, strict=True) if not went]
+        stayed: list[str] = []
+
+        async def delete(_: int, info: ObjectInfo) -> None:
+            if not await self.delete(info.key, if_etag=info.etag):
+                stayed.append(info.key)
+
+        await in_lanes(DELETES_AT_ONCE, in_turn(objects), delete)
+        return stayed
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         page = await self._list_page(prefix, self._page_keys, after=after)

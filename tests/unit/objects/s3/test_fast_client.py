@@ -22,7 +22,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable, StoreUnranged
 from s3kv.objects.s3.address import find_address
 from s3kv.objects.s3.fast_client import make_endpoint
-from s3kv.objects.s3.s3_store import open_store
+from s3kv.objects.s3.s3_store import DELETES_AT_ONCE, open_store
 from s3kv.objects.store import BulkStore, ObjectInfo
 from tests import servers
 
@@ -255,6 +255,28 @@ async def test_a_server_that_cannot_delete_many_is_asked_one_by_one(s3_store: Op
         assert list(await store.delete_many(OBJECTS)) == []
         assert list(await store.delete_many(OBJECTS[1:])) == []
     assert [head.split()[0] for head in heads] == ["post", "delete", "delete", "delete"]
+
+
+async def test_what_is_deleted_one_by_one_leaves_connections_to_others(
+    s3_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, most = 0, 0
+
+    async def delete(key: str, *, if_etag: str | None = None) -> bool:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        running -= 1
+        return not key.startswith("changed")
+
+    objects = [ObjectInfo(f"{'changed' if n % 9 == 0 else ''}{n}", 1, 0.0) for n in range(50)]
+    async with canned(error(501, "NotImplemented")) as url, s3_store(url) as store:
+        monkeypatch.setattr(store, "delete", delete)
+        stayed = await store.delete_many(objects)
+    assert sorted(stayed) == [f"changed{n}" for n in (0, 18, 27, 36, 45, 9)]
+    assert most == DELETES_AT_ONCE
 
 
 async def test_a_server_without_conditional_deletes_deletes(s3_store: OpenStore) -> None:
