@@ -22,7 +22,7 @@ endef
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-all test-matrix e2e infra nightly lint format docs demo bench clean gpu release
+.PHONY: help venv test test-all test-matrix e2e infra nightly lint format docs demo demo-chat bench clean gpu release
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,9 @@ docs: $(STAMP) ## the documentation site, in build/docs/site
 
 demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of yours, KEEP=1 to look at it
 	@$(BIN)/python -m demo $(if $(KEEP),--keep)
+
+demo-chat: $(STAMP) ## an hour with an agent's traffic, in three minutes: two replicas, one of which is killed
+	@$(BIN)/python -m demo chat
 
 release: $(STAMP) ## sdist, wheel, notes, SBOM and checksums in dist/, checked, installed and tried; uploads nothing
 	$(BIN)/python -m pip install --quiet --editable '.[release]'

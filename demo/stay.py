@@ -17,12 +17,17 @@ COMMANDS = ("doctor", "ls --summary", "verify", "gc --max-bytes 400MiB --dry-run
 
 def write_metrics(directory: Path, name: str, metrics: Mapping[str, float]) -> None:
     """What a server's /metrics would say of s3kv: the samples of `Engine.metrics`."""
-    lines = [
+    (directory / METRICS.format(name)).write_text(exposition(metrics))
+
+
+def exposition(metrics: Mapping[str, float]) -> str:
+    """The samples of s3kv's metrics, as Prometheus reads them."""
+    lines = (
         f"{_quoted(sample)} {value}\n"
         for sample, value in metrics.items()
         if sample.startswith("vllm:s3kv_")
-    ]
-    (directory / METRICS.format(name)).write_text("".join(lines))
+    )
+    return "".join(lines)
 
 
 def write_config(directory: Path, connector: Mapping[str, Any]) -> None:

@@ -106,6 +106,10 @@ class Pending:
     def result(self, timeout_s: float = 120.0) -> Any:
         return self._engine._wait_for(self._number, timeout_s)
 
+    def done(self) -> bool:
+        """Whether `result` returns, or raises because the engine's process has ended, at once."""
+        return self._engine._has_come(self._number)
+
 
 class Engine:
     """A vLLM engine. Not thread-safe.
@@ -161,6 +165,14 @@ class Engine:
 
     def start(self) -> None:
         """Start the process and wait until the engine is ready to serve."""
+        try:
+            self.launch().result(self._start_timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def launch(self) -> Pending:
+        """Start the process without waiting. The result is there once the engine can serve."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -172,12 +184,8 @@ class Engine:
                 cwd=ROOT,
                 start_new_session=True,
             )
-        try:
-            self._write(self._settings)
-            self._wait_for(0, self._start_timeout_s)
-        except BaseException:
-            self.kill()
-            raise
+        self._write(self._settings)
+        return Pending(self, 0)
 
     def shutdown(self, timeout_s: float = 30.0) -> None:
         """Shut down cleanly. Raises `EngineFailed` when a process of the engine is still there."""
@@ -276,7 +284,11 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """vLLM's Prometheus samples: {"vllm:external_prefix_cache_hits_total": 1536.0, …}."""
-        return dict(self._begin("metrics").result())
+        return dict(self.begin_metrics().result())
+
+    def begin_metrics(self) -> Pending:
+        """The same without waiting."""
+        return self._begin("metrics")
 
     def reload_weights(self, path: Path) -> None:
         """Put the weights of another model of the same shape into the running one, and no more:
@@ -326,6 +338,11 @@ class Engine:
         if "error" in answer:
             raise EngineFailed(self._with_log(answer["error"]))
         return answer["value"]
+
+    def _has_come(self, number: int) -> bool:
+        while number not in self._answers and self._read(0.0):
+            pass
+        return number in self._answers or self._process.poll() is not None
 
     def _read(self, timeout_s: float) -> bool:
         """Take in what the child has written; False when nothing came in time, or nothing can."""

@@ -1,0 +1,119 @@
+"""An hour with an agent's traffic, in two minutes: two replicas behind a round-robin proxy.
+
+    make demo-chat                        an S3 of its own, in memory
+    S3KV_BUCKET=my-bucket make demo-chat  your bucket; what it writes, it removes
+
+A dozen conversations share a system prompt. One replica is killed in the middle, and replaced. Then
+the same happens without s3kv. Exit status: 0, or 1 when nothing came from the bucket to the
+replacement, or 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from demo.board import Board, table_of
+from demo.conversations import Traffic, begin
+from demo.figures import ASSUMED, Figures
+from demo.fleet import Fleet
+from demo.place import Place, place_to_use
+from lab import models
+from lab.engine import Engine
+
+MODEL = replace(models.FAT, name="chat", kv_heads=2)
+KV_CACHE_TOKENS = 8_192
+"""Tokens in an engine's own cache: those of two or three conversations."""
+HOST_BYTES = "128MiB"
+"""Host memory of a replica, for as many tokens."""
+SETTINGS: Mapping[str, Any] = {
+    "chunk_tokens": 128,
+    "host_bytes": HOST_BYTES,
+    # What is saved and found is not to depend on how fast this machine is.
+    "max_wait_ms": 60_000,
+    "probe_chunks": 1,
+}
+SHORT = Traffic(conversations=8, turns=3)
+
+
+class Act:
+    """One run of the traffic, with s3kv or without."""
+
+    def __init__(self, traffic: Traffic, directory: Path, console: Console) -> None:
+        self._traffic = traffic
+        self._directory = directory
+        self._console = console
+        self._model = models.build(directory, MODEL)
+
+    def play(self, title: str, place: Place | None) -> tuple[Figures, Figures]:
+        """Figures of the whole fleet, and of the replacement. place: None is without s3kv."""
+        board = Board(self._console, title, self._traffic.requests)
+        connector, env = None, {}
+        if place is not None:
+            connector, env = place.connector(**SETTINGS), place.server.env
+
+        def engine(name: str) -> Engine:
+            return Engine(
+                self._model,
+                connector=connector,
+                env=env,
+                log_path=self._directory / f"{title}-{name}.log",
+                kv_cache_memory_bytes=KV_CACHE_TOKENS * MODEL.kv_bytes_per_token,
+            )
+
+        fleet = Fleet(engine, self._traffic.answer_tokens, board.tell, board.tick)
+        try:
+            with board.shown():
+                fleet.run(begin(self._traffic))
+            return fleet.figures(), fleet.replicas[-1].figures()
+        finally:
+            fleet.end()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser("demo chat", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="a third of the traffic")
+    traffic = SHORT if parser.parse_args(arguments).short else Traffic()
+    console = Console(highlight=False)
+    console.print(
+        f"{traffic.conversations} conversations of {traffic.turns} turns share a system prompt of "
+        f"{traffic.system_tokens} tokens, and go to two replicas in turn. One replica is killed "
+        "in the middle, and replaced. First with s3kv, then without.\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="s3kv-demo-") as directory, place_to_use() as place:
+        act = Act(traffic, Path(directory), console)
+        ours, our_third = act.play("With s3kv", place)
+        plain, plain_third = act.play("Without s3kv", None)
+    rows = (
+        ("with s3kv", ours),
+        ("without", plain),
+        ("C with s3kv", our_third),
+        ("C without", plain_third),
+    )
+    console.print()
+    console.print(table_of([(Text(name), figures) for name, figures in rows]))
+    return verdict(ours, plain, our_third, console)
+
+
+def verdict(ours: Figures, plain: Figures, third: Figures, console: Console) -> int:
+    """Say what the figures come to; the exit status."""
+    console.print(f"\n[dim]{ASSUMED}[/]")
+    from_bucket = third.tokens[2]
+    if from_bucket == 0:
+        console.print("[bold red]Nothing came from the bucket to the replacement.[/]")
+        return 1
+    console.print(
+        f"The replacement began with nothing in its memory: [bold]{from_bucket:,}[/] of its "
+        f"{sum(third.tokens):,} prompt tokens came from the bucket.\n"
+        f"Computed: [bold]{ours.tokens[3]:,}[/] tokens instead of {plain.tokens[3]:,}. Time to "
+        f"first token, median: [bold]{ours.ttft_ms(0.5):,.0f} ms[/] instead of "
+        f"{plain.ttft_ms(0.5):,.0f} ms."
+    )
+    return 0

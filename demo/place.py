@@ -1,0 +1,60 @@
+"""The place in a bucket that a demo writes to."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lab.s3 import S3Server, moto_process
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bucket, and the prefix in it that is this demo's own."""
+
+    server: S3Server
+    bucket: str
+    prefix: str
+
+    def connector(self, **settings: Any) -> dict[str, Any]:
+        """s3kv's, as the engine's kv_transfer_config, with these settings over the demo's."""
+        extra: dict[str, Any] = {
+            "bucket": self.bucket,
+            "prefix": self.prefix,
+            "host_bytes": "1GiB",
+            "drain_timeout_s": 60.0,  # the second engine has to find everything
+            # By default a request stops waiting where computing would be faster. This model is
+            # so small that it often would be; what is to be seen here is the bucket.
+            "recompute_gate": False,
+        }
+        extra |= settings
+        if self.server.url is not None:
+            extra["endpoint_url"] = self.server.url
+        return {
+            "kv_connector": "S3KVConnector",
+            "kv_connector_module_path": "s3kv.connectors",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+
+
+@contextmanager
+def place_to_use() -> Iterator[Place]:
+    """The user's bucket, or one of our own that is gone afterwards."""
+    prefix = f"s3kv-demo/{uuid.uuid4().hex[:8]}"
+    bucket = os.environ.get("S3KV_BUCKET")
+    if bucket is None:
+        with moto_process() as server:
+            server.client().create_bucket(Bucket="demo")
+            yield Place(server, "demo", prefix)
+        return
+    server = S3Server(os.environ.get("AWS_ENDPOINT_URL"), {})
+    try:
+        yield Place(server, bucket, prefix)
+    finally:
+        for key in server.everything(bucket, prefix + "/"):
+            server.client().delete_object(Bucket=bucket, Key=key)
