@@ -74,7 +74,7 @@ demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of y
 	@$(BIN)/python -m demo $(if $(KEEP),--keep)
 
 demo-chat: $(STAMP) ## an hour with an agent's traffic, in three minutes: two replicas, one of which is killed
-	@$(BIN)/python -m demo chat
+	@$(BIN)/python -m demo chat $(ARGS)
 
 release: $(STAMP) ## sdist, wheel, notes, SBOM and checksums in dist/, checked, installed and tried; uploads nothing
 	$(BIN)/python -m pip install --quiet --editable '.[release]'

@@ -14,6 +14,15 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def makeflags(folder: Path, arguments: str = "") -> str:
+    """MAKEFLAGS that leave the words of a `make` as they are: it uses this interpreter instead of
+    making an environment, for which it needs a file in `folder`. arguments: ARGS, one word.
+    """
+    stamp = folder / "stamp"
+    stamp.touch()
+    return f"STAMP={stamp} BIN={Path(sys.executable).parent} ARGS={arguments}"
+
+
 def declared() -> dict[str, Any]:
     """The table `project` of pyproject.toml."""
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

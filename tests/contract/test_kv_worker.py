@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from s3kv.connectors.kv_translate import WorkerHello, WorkerReport, geometry
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.errors import StoreUnavailable
 from s3kv.messages import LoadOrder, LoadPart, SaveOrder, StepPlan, StepReport
-from s3kv.types import ChunkKey
+from s3kv.types import ENGINE_LOG, ChunkKey
 from tests.contract.configurations import FULL, groups
 from tests.contract.test_vllm_api import VERSION
 
@@ -248,3 +249,27 @@ def test_reports_of_ranks_are_folded_into_what_all_say() -> None:
     assert one.adapters == AdapterReport(2)
     one.aggregate(WorkerReport(StepReport()))
     assert one.adapters is None
+
+
+class _Enough(Exception):
+    """The rest of a start is not needed."""
+
+
+@pytest.mark.parametrize(("rank", "level"), [(0, logging.NOTSET), (1, logging.WARNING)])
+def test_one_rank_logs_what_all_would_log_alike(
+    tiny_config: Any, monkeypatch: pytest.MonkeyPatch, rank: int, level: int
+) -> None:
+    def stop(*args: Any, **more: Any) -> None:
+        raise _Enough
+
+    worker = side(tiny_config)
+    monkeypatch.setattr(worker, "_layouts", lambda caches: {})
+    monkeypatch.setattr(worker, "_shards", lambda: (["first", "second"], rank))
+    monkeypatch.setattr(kv_worker, "introduce", stop)
+    monkeypatch.setattr(worker, "_identity", stop)
+    try:
+        with pytest.raises(_Enough):
+            worker.register({})
+        assert logging.getLogger(ENGINE_LOG).level == level
+    finally:
+        logging.getLogger(ENGINE_LOG).setLevel(logging.NOTSET)

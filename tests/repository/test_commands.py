@@ -16,14 +16,15 @@ import pytest
 
 from s3kv.metrics import KV_METRICS, NAMESPACE
 from s3kv.objects.keys import Namespace
-from tests.project import ROOT
+from tests.project import ROOT, makeflags
 from tests.repository.test_installation import BESIDE_VLLM, COMMAND_LINE
 from tests.servers import KEYS, REGION, boto_client, moto_server
 
 DOCUMENTS = ("README.md", "docs/quickstart.md")
 
 ELSEWHERE = {
-    "make demo": ("tests/system/e2e/test_demo.py", '"-m", "demo"'),
+    "make demo": ("tests/system/e2e/test_demo.py", '"make", "demo"'),
+    "make demo-chat": ("tests/system/e2e/test_demo_chat.py", '"make", "demo-chat"'),
     "pip install": ("tests/repository/test_installation.py", "shell(command"),
     "vllm serve": ("tests/system/e2e/test_serve.py", "--kv-transfer-config"),
     "cd terraform/examples/minimal": ("tests/system/infra/checks.py", '"examples"'),
@@ -63,7 +64,7 @@ def test_every_command_is_run_here_or_somewhere_else() -> None:
     for command in SHOWN:
         if command.startswith(tuple(OURS)):
             continue
-        places = [place for begin, place in ELSEWHERE.items() if command.startswith(begin)]
+        places = [begin for begin in ELSEWHERE if f"{command} ".startswith(f"{begin} ")]
         assert len(places) == 1, f"no test runs: {command}"
     for begin, (file, text) in ELSEWHERE.items():
         assert text in (ROOT / file).read_text(), begin
@@ -107,9 +108,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory, page: int) -> Iterator
     """
     folder = tmp_path_factory.mktemp("bin")
     (folder / ".curlrc").write_text(f"connect-to = localhost:8000:127.0.0.1:{page}\n")
-    (folder / "stamp").touch()
-    given = {"STAMP": folder / "stamp", "BIN": Path(sys.executable).parent}
-    makeflags = " ".join(f"{name}={value}" for name, value in given.items())
     script = folder / "s3kv"
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m s3kv.cli "$@"\n')
     script.chmod(0o755)
@@ -124,7 +122,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory, page: int) -> Iterator
             **KEYS,
             "AWS_DEFAULT_REGION": REGION,
             "AWS_ENDPOINT_URL": url,
-            "MAKEFLAGS": f"{makeflags} ARGS=--collect-only",
+            "MAKEFLAGS": makeflags(folder, "--collect-only"),
         }
 
 

@@ -15,15 +15,16 @@ from demo import stay
 from lab.engine import ROOT
 from s3kv.cli.billing import metric_sums
 from s3kv.cli.invocation import read_settings
+from tests.project import makeflags
 
 OWN_SERVER = {k: v for k, v in os.environ.items() if k != "S3KV_BUCKET"} | {"COLUMNS": "100"}
 
 
-def start_demo() -> subprocess.Popen[str]:
+def start_demo(*command: str, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "demo"],
+        command or [sys.executable, "-m", "demo"],
         cwd=ROOT,
-        env=OWN_SERVER,
+        env=OWN_SERVER | more,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -31,8 +32,8 @@ def start_demo() -> subprocess.Popen[str]:
 
 
 @pytest.mark.long
-def test_second_engine_computes_less_and_says_the_same() -> None:
-    demo = start_demo()
+def test_second_engine_computes_less_and_says_the_same(tmp_path: Path) -> None:
+    demo = start_demo("make", "demo", MAKEFLAGS=makeflags(tmp_path))
     output, errors = demo.communicate(timeout=200)
     assert demo.returncode == 0, output + errors
     assert "yes, 6 of 6" in output

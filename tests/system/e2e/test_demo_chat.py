@@ -10,28 +10,23 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from demo.chat import SHORT
-from lab.engine import ROOT
-from tests.system.e2e.test_demo import OWN_SERVER
+from tests.project import makeflags
+from tests.system.e2e.test_demo import start_demo
 
 USUAL_PORTS = (5_000, 8_000, 29_500)
 """Of moto, vLLM's server and torch's rendezvous."""
 
 
-def start(mark: str) -> subprocess.Popen[str]:
+def start(mark: str, *command: str, **more: str) -> subprocess.Popen[str]:
     """The demo, with a mark that everything it starts inherits."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "demo", "chat", "--short"],
-        cwd=ROOT,
-        env=OWN_SERVER | {"MARK_OF_A_TEST": mark, "COLUMNS": "80"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = command or (sys.executable, "-m", "demo", "chat", "--short")
+    return start_demo(*command, MARK_OF_A_TEST=mark, COLUMNS="80", **more)
 
 
 def running(mark: str) -> list[psutil.Process]:
@@ -67,9 +62,11 @@ def row(output: str, name: str) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1_200)
-def test_a_replacement_lives_on_the_bucket_and_nothing_is_left_running(taken_ports: None) -> None:
+def test_a_replacement_lives_on_the_bucket_and_nothing_is_left_running(
+    taken_ports: None, tmp_path: Path
+) -> None:
     mark = uuid.uuid4().hex
-    demo = start(mark)
+    demo = start(mark, "make", "demo-chat", MAKEFLAGS=makeflags(tmp_path, "--short"))
     output, errors = demo.communicate(timeout=1_100)
     assert demo.returncode == 0, output + errors
     assert errors == ""
