@@ -36,7 +36,7 @@ class Board:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show it until the block ends; on a terminal the last state stays."""
-        if not self._console.is_terminal:
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
             self._console.print(f"{self._title}:")
             yield
             return

@@ -31,8 +31,8 @@ from lab.engine import Engine
 MODEL = replace(models.FAT, name="chat", kv_heads=2)
 KV_CACHE_TOKENS = 8_192
 """Tokens in an engine's own cache: those of two or three conversations."""
-HOST_BYTES = "128MiB"
-"""Host memory of a replica, for as many tokens."""
+HOST_BYTES = "320MiB"
+"""Host memory of a replica, for half of all conversations."""
 SETTINGS: Mapping[str, Any] = {
     "chunk_tokens": 128,
     "host_bytes": HOST_BYTES,

@@ -16,7 +16,7 @@ class Traffic:
     """
 
     conversations: int = 12
-    turns: int = 5
+    turns: int = 4
     system_tokens: int = 1_024
     task_tokens: int = 1_536
     message_tokens: int = 240
