@@ -15,7 +15,12 @@ import s3kv
 from tests.project import ROOT
 from tests.system.deploy.stand_in import BASE, COMPUTES, Buildah, build_base
 
-pytestmark = [pytest.mark.infra, pytest.mark.timeout(900), pytest.mark.xdist_group("image")]
+pytestmark = [
+    pytest.mark.infra,
+    pytest.mark.nightly,  # wants root, and the right to mount
+    pytest.mark.timeout(900),
+    pytest.mark.xdist_group("image"),
+]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 (VERSION,) = re.findall(r"^ARG VLLM_VERSION=(\S+)$", DOCKERFILE.read_text(), re.M)
 HELD = COMPUTES | {"vllm": VERSION}
