@@ -73,7 +73,7 @@ docs: $(STAMP) ## the documentation site, in build/docs/site
 demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of yours, KEEP=1 to look at it
 	@$(BIN)/python -m demo $(if $(KEEP),--keep)
 
-demo-chat: $(STAMP) ## an hour with an agent's traffic: two replicas, one of which is killed and replaced
+demo-chat: $(STAMP) ## an hour with an agent's traffic, in three minutes: two replicas, one of which is killed
 	@$(BIN)/python -m demo chat $(ARGS)
 
 release: $(STAMP) ## sdist, wheel, notes, SBOM and checksums in dist/, checked, installed and tried; uploads nothing

@@ -1,4 +1,4 @@
-"""An hour with an agent's traffic, in a few minutes: two replicas behind a round-robin proxy.
+"""An hour with an agent's traffic, in three minutes: two replicas behind a round-robin proxy.
 
     make demo-chat                        an S3 of its own, in memory
     S3KV_BUCKET=my-bucket make demo-chat  your bucket; what it writes, it removes
