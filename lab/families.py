@@ -32,6 +32,9 @@ _COMMON = {
     "head_dim": 32,
 }
 WINDOW_TOKENS = 64
+STATE_MEMORY = -4.0
+"""Bias of a state's time step: a state forgets a fiftieth with every token, so that an answer
+depends on one that is a hundred tokens old."""
 _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 
@@ -158,6 +161,33 @@ LFM2 = Family(
 )
 """Three groups with the states of a short convolution and one with full attention."""
 
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_act": "silu",
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
+        "layer_types": ["linear_attention"] * 3 + [_FULL],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "attention_bias": False,
+        "full_attention_interval": 4,
+    },
+)
+"""Three groups with the states of a Gated DeltaNet and one with full attention."""
+
 
 def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
     """Write the model into `directory`/<family>-<seed> unless it is there; return that path."""
@@ -178,6 +208,8 @@ def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
         for name, weights in model.named_parameters():
             if weights.dim() < 2 and "norm" in name:
                 weights.fill_(family.norm)
+            elif name.endswith("dt_bias"):
+                weights.fill_(STATE_MEMORY)
             else:
                 std = family.embedding_std if "embed_tokens" in name else family.weight_std
                 weights.copy_(torch.randn(weights.shape, generator=generator) * std)

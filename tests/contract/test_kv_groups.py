@@ -89,8 +89,10 @@ def keeps_states(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @NEW_ENOUGH
-def test_states_are_served_alone_and_beside_attention(keeps_states: Any) -> None:
-    for specs in ((STATE,), (STATE, STATE, FULL), (STATE, WINDOW, FULL)):
+@pytest.mark.parametrize("kind", ["SHORT_CONV", "GDN_ATTN"])
+def test_states_are_served_alone_and_beside_attention(keeps_states: Any, kind: str) -> None:
+    state = dataclasses.replace(STATE, mamba_type=KINDS[kind])
+    for specs in ((state,), (state, state, FULL), (state, WINDOW, FULL)):
         check_groups_are_served(keeps_states, groups(*specs))
 
 
