@@ -188,6 +188,27 @@ QWEN3_NEXT = Family(
 )
 """Three groups with the states of a Gated DeltaNet and one with full attention."""
 
+MAMBA2 = Family(
+    "mamba2",
+    {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "num_heads": 8,
+        "head_dim": 64,
+        "state_size": 32,
+        "n_groups": 1,
+        "conv_kernel": 4,
+        "expand": 2,
+        "hidden_act": "silu",
+        "chunk_size": 64,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "time_step_limit": [0.0, 1_000_000_000.0],
+    },
+)
+"""One group with the states of all four layers, and none with attention."""
+
 
 def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
     """Write the model into `directory`/<family>-<seed> unless it is there; return that path."""

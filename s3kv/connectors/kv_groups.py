@@ -41,7 +41,7 @@ _REACH = {
 """Layers with a window, and the attribute that says how far it reaches. A subclass is refused,
 because it may keep state that is not in the pages. MLA with a window is not among them: in
 DeepSeek-V4 such layers have other pages."""
-_STATES = {"SHORT_CONV", "GDN_ATTN"}
+_STATES = {"SHORT_CONV", "GDN_ATTN", "MAMBA2"}
 """Kinds of states that s3kv has been run with on an engine."""
 _TELLS_TABLES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 _TELLS_REQUESTS = hasattr(base, "KVConnectorTransferResults")
@@ -57,8 +57,8 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
     if refused:
         raise UnsupportedError(
             f"this model has layers of kind {', '.join(refused)}; s3kv serves full attention (with "
-            "MLA), sliding windows, chunked local attention, and states of Gated DeltaNet and "
-            "short convolutions. Run it without s3kv"
+            "MLA), sliding windows, chunked local attention, and states of Mamba2, Gated DeltaNet "
+            "and short convolutions. Run it without s3kv"
         )
     mixed = [group for group in groups if len(set(map(_need, _layers(group.kv_cache_spec)))) > 1]
     if mixed:

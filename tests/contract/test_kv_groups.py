@@ -89,7 +89,7 @@ def keeps_states(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @NEW_ENOUGH
-@pytest.mark.parametrize("kind", ["SHORT_CONV", "GDN_ATTN"])
+@pytest.mark.parametrize("kind", ["SHORT_CONV", "GDN_ATTN", "MAMBA2"])
 def test_states_are_served_alone_and_beside_attention(keeps_states: Any, kind: str) -> None:
     state = dataclasses.replace(STATE, mamba_type=KINDS[kind])
     for specs in ((state,), (state, state, FULL), (state, WINDOW, FULL)):

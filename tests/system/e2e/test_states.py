@@ -28,13 +28,14 @@ from tests.system.e2e.test_groups import zeroed
 
 class Case(NamedTuple):
     """prompt: its length. hit: tokens of it that a repetition need not compute. states: number of
-    their coverage."""
+    their coverage. prepare: of `Engine`."""
 
     family: families.Family
     prompt: int
     hit: int
     states: int
     args: dict[str, Any]
+    prepare: str | None = None
 
 
 EXACT = {"dtype": "float32"}
@@ -42,12 +43,18 @@ LFM2 = Case(families.LFM2, 769, 768, 1, EXACT)
 """One token after the hit, because a convolution looks back on two only."""
 QWEN3_NEXT = Case(families.QWEN3_NEXT, 2_305, 2_304, 1, {})
 """Blocks of 1,152 tokens. vLLM's kernels for it compute in bf16 alone on a CPU."""
+MAMBA2 = Case(families.MAMBA2, 785, 784, 0, EXACT, "lab.states:one_state_per_step")
+"""Blocks of 16 tokens."""
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(LFM2, id="lfm2"), pytest.param(QWEN3_NEXT, id="qwen3_next")],
+    [
+        pytest.param(LFM2, id="lfm2"),
+        pytest.param(QWEN3_NEXT, id="qwen3_next"),
+        pytest.param(MAMBA2, id="mamba2"),
+    ],
 )
 def test_every_tier_gives_the_tokens_of_a_local_hit(
     case: Case,
@@ -63,7 +70,7 @@ def test_every_tier_gives_the_tokens_of_a_local_hit(
     """
     prompts = models.prompts(2, case.prompt)
     asks = [Ask(prompt, max_tokens=40) for prompt in prompts]
-    args = case.args | {"enable_prefix_caching": True}
+    args = case.args | {"enable_prefix_caching": True, "prepare": case.prepare}
     model = families.build(models_dir, case.family)
     expected = tokens(reference(model, prompts, max_tokens=40, **args))
     assert all(len(set(answer)) > 10 for answer in expected)
