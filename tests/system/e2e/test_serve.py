@@ -134,6 +134,10 @@ class Server:
         """What an orchestrator does: SIGTERM to the process it has started."""
         self._process.terminate()
 
+    def kill_first(self) -> None:
+        """`kill -9` of the process that was started, and of no other."""
+        self._process.kill()
+
     def wait_until_gone(self, timeout_s: float) -> None:
         self._process.wait(timeout_s)
         wait_until("all processes end", lambda: not self.processes())

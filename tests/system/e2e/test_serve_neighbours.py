@@ -1,0 +1,58 @@
+"""vLLM's HTTP server beside others on its host: a port in use, a second server, a kill -9."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import START_AND_STOP_S, References, tokens
+from tests.system.e2e.test_failures import wait_until
+from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, Server, vllm_serve
+
+CHUNKS = HIT_TOKENS // 128
+
+
+def test_a_server_whose_port_is_in_use_ends_with_that(
+    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        server = Server(tiny, patient, s3.env, tmp_path / "server.log", "--port", port)
+        try:
+            printed = server.refusal(START_AND_STOP_S)
+        finally:
+            server.kill()
+    last = [line for line in printed if line.strip()][-1]
+    assert last.endswith("Address already in use")
+
+
+@pytest.mark.timeout(4 * START_AND_STOP_S)
+def test_a_second_server_is_served_by_the_first_and_survives_its_kill(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    """Two on one host, each with a port, host memory and an I/O process of its own. `kill -9` of
+    one, whatever vLLM leaves of it, does the other no harm."""
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    with vllm_serve(tiny, patient, s3.env, tmp_path / "first.log") as first:
+        assert first.complete(PROMPTS[0]) == expected[0]
+        wait_until("the prompt is in the bucket", lambda: len(s3.objects(bucket)) == CHUNKS, 120.0)
+        with vllm_serve(tiny, patient, s3.env, tmp_path / "second.log") as second:
+            assert second.complete(PROMPTS[0]) == expected[0]
+            assert second.metric("vllm:s3kv_hit_tokens_bucket_total") == HIT_TOKENS
+            first.kill_first()
+            assert second.complete(PROMPTS[1]) == expected[1]
+            wait_until(
+                "the other is there, too", lambda: len(s3.objects(bucket)) == 2 * CHUNKS, 120.0
+            )
+            assert second.metric("vllm:s3kv_internal_errors_total") == 0
+            second.interrupt()
+            second.wait_until_gone(120.0)
