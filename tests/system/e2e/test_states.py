@@ -21,6 +21,7 @@ from tests.system.e2e.conftest import (
     at_rest,
     cached,
     changed,
+    needs_second_runner,
     tokens,
 )
 from tests.system.e2e.test_groups import zeroed
@@ -117,3 +118,33 @@ def test_a_shared_prefix_is_hit_by_the_second_question(
         at_rest(engine)
     assert cached(first + second) == [0, 512]
     assert tokens(first + second) == tokens(expected)
+
+
+@needs_second_runner
+@pytest.mark.long
+@pytest.mark.timeout(4 * START_AND_STOP_S)
+def test_on_the_second_generation_runner(
+    models_dir: Path,
+    patient: dict[str, Any],
+    serve: Serve,
+    reference: References,
+) -> None:
+    """It has tables, copies and zeroing of its own."""
+    model = families.build(models_dir, families.LFM2)
+    prompts = models.prompts(2, LFM2.prompt, seed=5)
+    args: dict[str, Any] = LFM2.args | {"enable_prefix_caching": True, "second_runner": True}
+    expected = tokens(reference(model, prompts, **args))
+    connector = changed(patient, chunk_tokens=0)
+    with serve(model, connector, **args) as engine:
+        cold = engine.generate(prompts)
+        at_rest(engine)
+        engine.reset_prefix_cache()
+        host = engine.generate(prompts)
+        at_rest(engine)
+    with serve(model, connector, **args) as engine:
+        warm = engine.generate(prompts)
+        at_rest(engine)
+    assert cached(cold) == [0] * 2
+    for answers in (host, warm):
+        assert cached(answers) == [LFM2.hit] * 2
+        assert tokens(answers) == expected
