@@ -209,6 +209,64 @@ MAMBA2 = Family(
 )
 """One group with the states of all four layers, and none with attention."""
 
+GRANITE4 = Family(
+    "granite4",
+    {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_act": "silu",
+        "layer_types": ["mamba"] * 3 + ["attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 64,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 512,
+        "position_embedding_type": "nope",
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 0.17,
+    },
+)
+"""Three groups with the states of Mamba2 and one with full attention."""
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M*M-",
+        "num_hidden_layers": 6,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "n_groups": 1,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+        "expand": 2,
+        "chunk_size": 64,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+        "use_bias": False,
+        "mlp_bias": False,
+        "attention_bias": False,
+        "mamba_proj_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "norm_eps": 1e-5,
+        "time_step_limit": [0.0, 1_000_000_000.0],
+        "residual_in_fp32": False,
+    },
+)
+"""Mamba2 and full attention among layers without either."""
+
 
 def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
     """Write the model into `directory`/<family>-<seed> unless it is there; return that path."""

@@ -44,8 +44,12 @@ LFM2 = Case(families.LFM2, 769, 768, 1, EXACT)
 """One token after the hit, because a convolution looks back on two only."""
 QWEN3_NEXT = Case(families.QWEN3_NEXT, 2_305, 2_304, 1, {})
 """Blocks of 1,152 tokens. vLLM's kernels for it compute in bf16 alone on a CPU."""
-MAMBA2 = Case(families.MAMBA2, 785, 784, 0, EXACT, "lab.states:one_state_per_step")
+AT_ENDS = "lab.states:one_state_per_step"
+MAMBA2 = Case(families.MAMBA2, 785, 784, 0, EXACT, AT_ENDS)
 """Blocks of 16 tokens."""
+GRANITE4 = Case(families.GRANITE4, 769, 768, 1, EXACT, AT_ENDS)
+"""Blocks of 256 tokens."""
+NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, EXACT, AT_ENDS)
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
@@ -55,6 +59,8 @@ MAMBA2 = Case(families.MAMBA2, 785, 784, 0, EXACT, "lab.states:one_state_per_ste
         pytest.param(LFM2, id="lfm2"),
         pytest.param(QWEN3_NEXT, id="qwen3_next"),
         pytest.param(MAMBA2, id="mamba2"),
+        pytest.param(GRANITE4, id="granite4", marks=pytest.mark.nightly),
+        pytest.param(NEMOTRON_H, id="nemotron_h", marks=pytest.mark.nightly),
     ],
 )
 def test_every_tier_gives_the_tokens_of_a_local_hit(
