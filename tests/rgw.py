@@ -138,11 +138,11 @@ class _Cluster:
 
     def start_store(self) -> None:
         identity = str(uuid.uuid4())
-        self._run("ceph", "--connect-timeout", "30", "osd", "new", identity, "0")
+        self._ask_monitor("osd", "new", identity, "0")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", identity, *self._owner)
         self._start("ceph-osd", "-i", "0", *self._owner)
-        self._wait("the object store daemon", lambda: b"1 up" in self._run("ceph", "osd", "stat"))
-        self._run("ceph", "osd", "crush", "add", "osd.0", "1", "root=default", "host=localhost")
+        self._wait("the object store daemon", lambda: b"1 up" in self._ask_monitor("osd", "stat"))
+        self._ask_monitor("osd", "crush", "add", "osd.0", "1", "root=default", "host=localhost")
 
     def start_gateway(self, url: str) -> None:
         self._start("radosgw", "-n", "client.rgw", *self._owner)
@@ -157,6 +157,14 @@ class _Cluster:
             daemon.kill()
             daemon.wait()
 
+    def _ask_monitor(self, *command: str, attempts: int = 5) -> bytes:
+        """The answer to a command that may be given twice. A busy monitor refuses some."""
+        for _ in range(attempts - 1):
+            with contextlib.suppress(RuntimeError):
+                return self._run("ceph", "--connect-timeout", "30", *command)
+            time.sleep(1)
+        return self._run("ceph", "--connect-timeout", "30", *command)
+
     def _start(self, program: str, *arguments: str) -> None:
         command = ["setpriv", "--pdeathsig", "KILL", program, "-f", *self._configuration]
         with (self._home / f"{program}.out").open("wb") as output:
@@ -166,12 +174,12 @@ class _Cluster:
 
     def _run(self, program: str, *arguments: str) -> bytes:
         command = [program, *(self._configuration if program != "monmaptool" else []), *arguments]
-        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.decode(errors='replace')}")
         return done.stdout
 
-    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not ready():
             dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
