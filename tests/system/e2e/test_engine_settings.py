@@ -80,7 +80,7 @@ def embedded(engine: Engine, hits: Sequence[int]) -> list[list[float]]:
     return [reply["embedding"] for reply in replies]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_prompt_of_32_000_tokens(models_dir: Path, patient: dict[str, Any], serve: Serve) -> None:
     """Computed in steps of 8,192 tokens, and read in one. In bf16: the hits are equally long."""
     model = models.build(models_dir, models.LONG)

@@ -64,10 +64,10 @@ def model_of(directory: Path, name: str) -> Path:
     [
         ("gemma3", 2, 128),
         pytest.param("gemma4", 2, 256, marks=pytest.mark.long),
-        pytest.param("llama", 2, 128, marks=pytest.mark.long),
-        pytest.param("gpt_oss", 2, 128, marks=pytest.mark.long),
+        pytest.param("llama", 2, 128, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", 2, 128, marks=pytest.mark.nightly),
         pytest.param("llama4", 2, 128, marks=pytest.mark.long),
-        pytest.param("mistral", 1, 128, marks=pytest.mark.long),
+        pytest.param("mistral", 1, 128, marks=pytest.mark.nightly),
     ],
 )
 def test_every_tier_gives_the_tokens_of_a_local_hit(

@@ -30,6 +30,7 @@ def test_a_server_whose_port_is_in_use_ends_with_that(
     assert last.endswith("Address already in use")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 def test_a_second_server_is_served_by_the_first_and_survives_its_kill(
     tiny: Path,

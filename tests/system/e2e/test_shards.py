@@ -66,7 +66,10 @@ def namespaces(s3: S3Server, bucket: str) -> set[str]:
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize(
     "engines",
-    [pytest.param((ONE, TENSOR, ONE), id="tensor"), pytest.param((TENSOR, STAGES), id="pipeline")],
+    [
+        pytest.param((ONE, TENSOR, ONE), id="tensor"),
+        pytest.param((TENSOR, STAGES), id="pipeline", marks=pytest.mark.nightly),
+    ],
 )
 def test_what_one_size_has_stored_others_hit(
     tiny: Path,
@@ -98,7 +101,7 @@ def test_what_one_size_has_stored_others_hit(
     assert len(namespaces(s3, bucket)) == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
 def test_without_the_setting_each_size_is_alone(
     tiny: Path,
@@ -122,7 +125,7 @@ def test_without_the_setting_each_size_is_alone(
     assert len(namespaces(s3, bucket)) == 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 def test_windows_are_shared_as_well(
     models_dir: Path,

@@ -58,7 +58,7 @@ NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, EXACT, AT_ENDS)
     [
         pytest.param(LFM2, id="lfm2"),
         pytest.param(QWEN3_NEXT, id="qwen3_next"),
-        pytest.param(MAMBA2, id="mamba2"),
+        pytest.param(MAMBA2, id="mamba2", marks=pytest.mark.nightly),
         pytest.param(GRANITE4, id="granite4", marks=pytest.mark.nightly),
         pytest.param(NEMOTRON_H, id="nemotron_h", marks=pytest.mark.nightly),
     ],
@@ -127,7 +127,7 @@ def test_a_shared_prefix_is_hit_by_the_second_question(
 
 
 @needs_second_runner
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 def test_on_the_second_generation_runner(
     models_dir: Path,
