@@ -105,11 +105,16 @@ class References:
     A cold run is no reference: a whole prefill has other matrix shapes than the remainder after a
     hit, bf16 rounds differently, and a greedy token may flip. For the same reason the hit has to
     be as long as the one it is compared with: `hit_tokens`.
+
+    Keeps the engines that were asked last, `ENGINES_KEPT` of them: each takes 0.8 GiB.
     """
+
+    ENGINES_KEPT = 2
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._engines: dict[str, Engine] = {}
+        self._started = 0
 
     def __call__(
         self,
@@ -129,14 +134,21 @@ class References:
         return answers
 
     def engine(self, model: Path, **engine_args: Any) -> Engine:
-        """The engine without a connector that computes the references for these arguments."""
+        """The engine without a connector that computes the references for these arguments. Lives
+        until engines for `ENGINES_KEPT` other arguments were asked for.
+        """
         name = json.dumps([str(model), engine_args], sort_keys=True)
-        if name not in self._engines:
-            log = self._directory / f"reference-{len(self._engines)}.log"
-            engine = Engine(model, log_path=log, **engine_args)
+        engine = self._engines.pop(name, None)
+        if engine is None:
+            while len(self._engines) >= self.ENGINES_KEPT:
+                self._engines.pop(next(iter(self._engines))).kill()
+            engine = Engine(
+                model, log_path=self._directory / f"reference-{self._started}.log", **engine_args
+            )
+            self._started += 1
             engine.start()
-            self._engines[name] = engine
-        return self._engines[name]
+        self._engines[name] = engine  # last, as the one asked last
+        return engine
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -153,17 +165,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
 class Truth:
     """What an engine without a connector answers."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, reference: References, model: Path) -> None:
+        self._reference = reference
+        self._model = model
 
     def __call__(self, asks: Sequence[Ask | list[int]], max_tokens: int = 8) -> list[list[int]]:
-        return tokens(self._engine.generate(asks, max_tokens=max_tokens, concurrency=16))
+        engine = self._reference.engine(self._model, dtype="float32")
+        return tokens(engine.generate(asks, max_tokens=max_tokens, concurrency=16))
 
 
 @pytest.fixture(scope="module")
 def truth(tiny: Path, reference: References) -> Truth:
     """In float32, where a token does not depend on how long the hit was."""
-    return Truth(reference.engine(tiny, dtype="float32"))
+    return Truth(reference, tiny)
 
 
 def connector_for(s3: S3Server, bucket: str) -> dict[str, Any]:
