@@ -13,16 +13,14 @@ empty directory or prefix, warm is a new process on what the cold one left. Told
                       of the hooks without build_connector_meta of passes that schedule nothing:
                       there s3kv sleeps on purpose, up to 1 ms, until something arrives.
 
-The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded moto, which is a
-Python program and slow. What the figures say about your machine they do not say about another:
-here server, I/O process and engine share the cores, and the local directory is a memory cache.
+The S3 server: `benchmarks/rig.py`. What the figures say about your machine they do not say about
+another: here server, I/O process and engine share the cores, and the local directory is a memory
+cache.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -31,8 +29,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import s3
-from benchmarks.rig import publish
+from benchmarks.rig import Store, add_server, begin, machine, publish, s3, say
 from lab import vision
 from lab.engine import Answer, Ask, Engine
 
@@ -46,6 +43,8 @@ _SCHEDULER_HOOKS = (
     "request_finished",
 )
 _TEXT = [10, 11, 12]
+GIVE_UP_S = 600.0
+"""Per round; one takes about a minute."""
 
 
 class _Watch:
@@ -132,12 +131,9 @@ class Measured:
 
 
 class Bench:
-    def __init__(
-        self, folder: Path, env: dict[str, str], settings: dict[str, Any], layers: int, images: int
-    ) -> None:
+    def __init__(self, folder: Path, store: Store, layers: int, images: int) -> None:
         self._folder = folder
-        self._env = env
-        self._settings = settings
+        self._store = store
         self._images = images
         self._model = vision.build(folder, encoder_layers=layers)
         self.measured: dict[str, dict[str, Measured]] = {}
@@ -161,7 +157,7 @@ class Bench:
             "ec_connector": "S3ECConnector",
             "ec_connector_module_path": "s3kv.connectors",
             "ec_role": "ec_both",
-            "ec_connector_extra_config": self._settings | extra,
+            "ec_connector_extra_config": self._store.settings | extra,
         }
 
     def _engine(self, connector: dict[str, Any], state: str) -> None:
@@ -170,7 +166,7 @@ class Bench:
             self._model,
             ec_connector=connector,
             log_path=self._folder / f"{kind}-{state}.log",
-            env=self._env,
+            env=self._store.env,
             skip_tokenizer_init=False,
             max_model_len=1024,
             kv_cache_memory_bytes=2**26,
@@ -179,6 +175,7 @@ class Bench:
         # Once through everything, with an image nobody else has: what this saves no other finds.
         warm_up = Ask(_TEXT, images=[uuid.uuid4().int % 2**31 + 1_000], max_tokens=1)
         asks = [Ask(_TEXT, images=[n], max_tokens=1) for n in range(self._images)]
+        say(f"engine {kind}, {state}")
         with engine:
             engine.generate([warm_up])
             engine.call("benchmarks.encoder:watch")
@@ -193,16 +190,23 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--layers", type=int, default=24, help="of the vision tower")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path)
+    add_server(parser)
     options = parser.parse_args()
-    with s3() as (env, settings, server), tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), env, settings, options.layers, options.images)
-        for _ in range(options.rounds):
+    if options.quick:
+        options.rounds = 1
+    with s3(options) as store, tempfile.TemporaryDirectory() as folder:
+        begin(store.name, options.rounds * GIVE_UP_S)
+        bench = Bench(Path(folder), store, options.layers, options.images)
+        for number in range(options.rounds):
+            say(f"round {number + 1} of {options.rounds}")
             bench.round()
+        told = store.told()
     result = {
         "benchmark": "encoder",
-        "server": server,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        **told,
+        "machine": machine(),
         "images": f"{options.images} a round, one per request, {options.rounds} rounds",
         "encoder": f"{options.layers} layers",
         "connectors": {

@@ -14,7 +14,8 @@ and after them plain sockets read what each prompt has in the bucket, with no en
 (`raw`): what of the difference between `warm` and `local` is the server's and the network's.
 
 Every engine first writes to all of its KV cache, so that no page of it is touched for the first
-time while something is measured. The S3 server: `benchmarks/rig.py`.
+time while something is measured. The S3 server: `benchmarks/rig.py`; `--shaped` takes one with the
+shape of S3.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from benchmarks.floor import Server
 from benchmarks.rig import (
     CHUNK_TOKENS,
     SHORT_TOKENS,
+    Store,
+    add_server,
     begin,
     connector,
     machine,
@@ -52,11 +55,10 @@ GIVE_UP_S = 600.0
 
 
 class Bench:
-    def __init__(self, folder: Path, env: dict[str, str], settings: dict[str, Any]) -> None:
-        self._server = Server(settings["endpoint_url"], settings["bucket"], env)
+    def __init__(self, folder: Path, store: Store) -> None:
+        self._server = Server(store.url or "", store.bucket, store.s3.env)
         self._folder = folder
-        self._env = env
-        self._settings = settings
+        self._store = store
         self._model = build(folder, FAT)
         self._long = prompts(PROMPTS, PROMPT_TOKENS, seed=7)
         self._short = prompts(SHORT_PROMPTS, SHORT_TOKENS, seed=8)
@@ -68,8 +70,8 @@ class Bench:
     def _engine(self, name: str, prefix: str | None) -> Iterator[Engine]:
         say(f"engine {name}")
         log_path = self._folder / f"{name}.log"
-        kv_connector = connector(self._settings, prefix) if prefix else None
-        with warm_engine(self._model, log_path, kv_connector, self._env) as engine:
+        kv_connector = connector(self._store.settings, prefix) if prefix else None
+        with warm_engine(self._model, log_path, kv_connector, self._store.env) as engine:
             yield engine
 
     def _pass(self, name: str, engine: Engine) -> None:
@@ -98,12 +100,12 @@ class Bench:
         per_prompt = PROMPT_TOKENS // CHUNK_TOKENS
         self.seconds.setdefault("raw", []).extend(self._server.read_s(prefix, per_prompt))
 
-    def result(self, server: str) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self.seconds.items()}
         rate = {name: round(statistics.median(r), 2) for name, r in self.rates.items()}
         return {
             "benchmark": "engine",
-            "server": server,
+            **self._store.told(),
             "machine": machine(),
             "prompts": f"{PROMPTS} x {PROMPT_TOKENS} tokens, {FAT.kv_bytes_per_token} B/token",
             "tokens_hit_of_prompt": sorted({str(hit) for hit in self.hits}),
@@ -122,15 +124,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path)
+    add_server(parser)
     options = parser.parse_args()
-    with s3() as (env, settings, server), tempfile.TemporaryDirectory() as folder:
+    with s3(options) as store, tempfile.TemporaryDirectory() as folder:
         rounds = 1 if options.quick else options.rounds
-        begin(server, rounds * GIVE_UP_S)
-        bench = Bench(Path(folder), env, settings)
+        begin(store.name, rounds * GIVE_UP_S)
+        bench = Bench(Path(folder), store)
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
             bench.round()
-        publish(bench.result(server), options.json)
+        publish(bench.result(), options.json)
 
 
 if __name__ == "__main__":

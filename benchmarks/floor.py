@@ -19,14 +19,14 @@ class Server:
     def __init__(self, url: str, bucket: str, env: Mapping[str, str]) -> None:
         self._s3 = S3Server(url, dict(env))
         self._bucket = bucket
-        self._address = (urlsplit(url).hostname or "", urlsplit(url).port or 80)
+        self._url = url
 
     def read_s(self, prefix: str, per_batch: int) -> list[float]:
         """Seconds for each `per_batch` objects under `prefix`, `AT_ONCE` at a time."""
         objects = sorted(self._s3.objects(self._bucket, prefix).items())
         heads = [self._head(key) for key, _ in objects]
         buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _, nbytes in objects]
-        connections = [RawConnection(self._address) for _ in range(AT_ONCE)]
+        connections = [RawConnection(self._url, number) for number in range(AT_ONCE)]
         try:
             starts = range(0, len(objects) - per_batch + 1, per_batch)
             batches = [slice(start, start + per_batch) for start in starts]

@@ -1,4 +1,4 @@
-"""Speed and processor time of the object tier against a server: `python -m benchmarks.objects URL`.
+"""Speed and processor time of the object tier: `python -m benchmarks.objects URL` or `--shaped`.
 
 8 MiB objects (`--object-bytes`), 8 at once. Each row runs in a process of its own, rows take turns,
 and every figure is the median over the rounds. `ratio` is the row's MB/s over that of plain
@@ -15,12 +15,14 @@ import asyncio
 import json
 import os
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import perf_counter, process_time
 from urllib.parse import urlsplit
@@ -29,6 +31,8 @@ import boto3
 import uvloop
 from botocore.config import Config as BotoConfig
 
+from benchmarks.rig import Store, add_server, begin, machine, publish, s3, say
+from benchmarks.shaped import BUCKET
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.s3.s3_store import open_store
@@ -109,7 +113,6 @@ def raw(
             f"{method} {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Content-Length: {length}\r\n\r\n".encode()
         )
-    address = (urlsplit(url).hostname or "", urlsplit(url).port or 80)
     turns: SimpleQueue[int] = SimpleQueue()
     for turn in range(requests):
         turns.put(turn)
@@ -117,8 +120,8 @@ def raw(
     started_s, cpu_s = perf_counter(), process_time()
     with ThreadPoolExecutor(len(heads)) as pool:
         loops = [
-            pool.submit(raw_loop, address, turns, exchange, head, buffer)
-            for head, buffer in zip(heads, buffers, strict=True)
+            pool.submit(raw_loop, RawConnection(url, number), turns, exchange, head, buffer)
+            for number, (head, buffer) in enumerate(zip(heads, buffers, strict=True))
         ]
         for loop in loops:
             loop.result()
@@ -138,8 +141,8 @@ Exchange = Callable[[socket.socket, bytes, memoryview], bool]
 class RawConnection:
     """A blocking connection to a server. It is opened anew after an answer that closes it."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._address = address
+    def __init__(self, url: str, number: int = 0) -> None:
+        self._url, self._number = url, number
         self._socket = self._open()
 
     def do(self, exchange: Exchange, head: bytes, buffer: memoryview) -> None:
@@ -151,17 +154,33 @@ class RawConnection:
         self._socket.close()
 
     def _open(self) -> socket.socket:
-        return socket.create_connection(self._address, timeout=DEADLINE_S)
+        return connected(self._url, self._number)
+
+
+def connected(url: str, number: int = 0) -> socket.socket:
+    """A blocking connection to the server, for which its certificate need not be known. number:
+    such connections spread over the addresses of the name."""
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    host = found[number % len(found)][4][0]
+    plain = socket.create_connection((host, port), DEADLINE_S)
+    if parts.scheme == "http":
+        return plain
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context.wrap_socket(plain)
 
 
 def raw_loop(
-    address: tuple[str, int],
+    connection: RawConnection,
     turns: SimpleQueue[int],
     exchange: Exchange,
     head: bytes,
     buffer: memoryview,
 ) -> None:
-    with closing(RawConnection(address)) as connection:
+    with closing(connection):
         while True:
             try:
                 turns.get_nowait()
@@ -210,14 +229,18 @@ def keeps_alive(head: bytes) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("--bucket", default="bkt")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url", nargs="?", help="of the server; or --shaped")
+    parser.add_argument("--bucket", default=BUCKET)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--object-bytes", type=int, default=8 * 2**20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round of 16 requests a row")
     parser.add_argument("--row", choices=ROWS, help="run this one, once, in this process")
+    parser.add_argument("--json", type=Path)
+    add_server(parser)
     args = parser.parse_args()
     chunk = layout(args.object_bytes)
     if args.quick:
@@ -225,17 +248,30 @@ def main() -> None:
     if args.row is not None:
         print(json.dumps(row(args.row, args.url, args.bucket, args.requests, chunk)))
         return
-    print(f"server: {args.url}", file=sys.stderr)
-    row("put", args.url, args.bucket, AT_ONCE, chunk)
-    rounds = [{name: child(name, args) for name in ROWS} for _ in range(args.rounds)]
-    print(json.dumps(report(rounds, args.requests, chunk.object_bytes), indent=2))
+    if not (args.url or args.shaped):
+        parser.error("a URL or --shaped is needed")
+    with nullcontext(Store(args.url, args.url, args.bucket)) if args.url else s3(args) as store:
+        begin(store.name, ROW_S * len(ROWS) * args.rounds)
+        args.url = store.url
+        row("put", args.url, args.bucket, AT_ONCE, chunk)
+        rounds = [{name: child(name, args) for name in ROWS} for _ in range(args.rounds)]
+        result = {
+            "benchmark": "objects",
+            **store.told(),
+            "machine": machine(),
+            "objects": f"{AT_ONCE} at once of {chunk.object_bytes:,} bytes",
+            "requests": args.requests,
+            "rounds": args.rounds,
+            "rows": report(rounds, args.requests, chunk.object_bytes),
+        }
+    publish(result, args.json)
 
 
 def child(name: str, args: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.objects", args.url, "--bucket", args.bucket]
     command += ["--requests", str(args.requests), "--row", name]
     command += ["--object-bytes", str(args.object_bytes)]
-    print(f"row: {name}", file=sys.stderr)
+    say(f"row: {name}")
     out = subprocess.run(
         command, check=True, stdout=subprocess.PIPE, env=os.environ, timeout=ROW_S
     ).stdout

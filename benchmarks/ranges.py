@@ -15,28 +15,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import hashlib
-import os
 import random
 import socket
-import ssl
 import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks.objects import DEADLINE_S, read_head
-from benchmarks.rig import begin, machine, publish, say
-from benchmarks.shaped import SIGMA, Shape, shaped
+from benchmarks.objects import connected, read_head
+from benchmarks.rig import Store, add_server, begin, machine, publish, s3, say
+from benchmarks.shaped import SIGMA, Shape
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
@@ -45,7 +40,6 @@ from s3kv.io.server.service import Service
 from s3kv.objects.keys import Namespace
 from s3kv.objects.s3.s3_store import open_store
 from s3kv.types import ChunkKey, TensorSpec
-from tests.servers import self_signed
 
 ROWS = ("plain whole", "plain ranges", "whole", "ranges")
 HASH = hashlib.sha256(b"benchmark").digest()
@@ -56,8 +50,8 @@ GIVE_UP_S = 600.0
 class Client:
     """An I/O service with one slot, on its own connections."""
 
-    def __init__(self, url: str, object_bytes: int, slab: Slab, **settings: Any) -> None:
-        config = Config(bucket="bkt", endpoint_url=url, verify_tls=False, **settings)
+    def __init__(self, store: Store, object_bytes: int, slab: Slab, **settings: Any) -> None:
+        config = Config(**store.settings, **settings)
         tensors = (TensorSpec("kv", "U8", (object_bytes - 4096,)),)
         hello = wire.Hello(config, "benchmark", NAMESPACE, SHARD, {0: tensors})
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
@@ -86,7 +80,7 @@ class Plain:
     """Blocking sockets in threads, with a range of the object each."""
 
     def __init__(self, url: str, target: str, ranges: Sequence[range], buffer: memoryview) -> None:
-        self._sockets = [connected(url) for _ in ranges]
+        self._sockets = [connected(url, number) for number, _ in enumerate(ranges)]
         self._threads = ThreadPoolExecutor(len(ranges))
         self._target, self._ranges, self._buffer = target, ranges, buffer
 
@@ -115,26 +109,16 @@ class Plain:
             connection.close()
 
 
-def connected(url: str) -> socket.socket:
-    parts = urlsplit(url)
-    plain = socket.create_connection((parts.hostname or "", parts.port or 80), DEADLINE_S)
-    if parts.scheme == "http":
-        return plain
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context.wrap_socket(plain)
-
-
-async def measure(url: str, shape: Shape, object_bytes: int, rounds: int) -> dict[str, Any]:
+async def measure(store: Store, shape: Shape, object_bytes: int, rounds: int) -> dict[str, Any]:
     """Times of objects of one size."""
-    count = max(1, object_bytes // Config(bucket="bkt").range_bytes)
-    target = "/bkt/" + Namespace("benchmark", NAMESPACE).chunk(ChunkKey(0, HASH), SHARD)
+    url = store.url or ""
+    count = max(1, object_bytes // Config(bucket=store.bucket).range_bytes)
+    target = f"/{store.bucket}/" + Namespace("benchmark", NAMESPACE).chunk(ChunkKey(0, HASH), SHARD)
     taken: dict[str, list[float]] = {name: [] for name in ROWS}
     with closing(Slab.create(object_bytes)) as slab:
         clients = {
-            "whole": Client(url, object_bytes, slab, range_bytes=0),
-            "ranges": Client(url, object_bytes, slab),
+            "whole": Client(store, object_bytes, slab, range_bytes=0),
+            "ranges": Client(store, object_bytes, slab),
         }
         for client in clients.values():
             await client.start()
@@ -180,31 +164,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="32 MiB, three rounds")
     parser.add_argument("--tail", action="store_true", help="first bytes are late at random")
-    parser.add_argument("--tls", action="store_true")
-    parser.add_argument("--host-mb-s", type=float, default=Shape().host_mb_s)
-    parser.add_argument("--connection-mb-s", type=float, default=Shape().connection_mb_s)
     parser.add_argument("--json", type=Path)
+    add_server(parser)
+    parser.set_defaults(shaped=True, sigma=0.0)
     options = parser.parse_args(arguments)
     if options.quick:
         options.mib, options.rounds = [32], 3
-    shape = Shape(options.connection_mb_s, options.host_mb_s, sigma=SIGMA * options.tail)
-    os.environ |= {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
-    os.environ |= {"AWS_DEFAULT_REGION": "us-east-1"}
-    with TemporaryDirectory() as folder:
-        certificate = self_signed(Path(folder) / "tls", "IP:127.0.0.1") if options.tls else None
-        with shaped(shape, str(certificate or "")) as url:
-            begin(f"benchmarks.shaped at {url}, {shape}", GIVE_UP_S)
-            sizes = {
-                f"{mib} MiB": uvloop.run(measure(url, shape, mib * 2**20, options.rounds))
-                for mib in options.mib
-            }
-    result = {
-        "benchmark": "ranges",
-        "machine": machine(),
-        "shape": dataclasses.asdict(shape) | {"tls": options.tls},
-        "rounds": options.rounds,
-        "objects": sizes,
-    }
+    if options.tail:
+        options.sigma = SIGMA
+    with s3(options) as store:
+        begin(store.name, GIVE_UP_S)
+        assert store.shape is not None
+        sizes = {
+            f"{mib} MiB": uvloop.run(measure(store, store.shape, mib * 2**20, options.rounds))
+            for mib in options.mib
+        }
+        result = {
+            "benchmark": "ranges",
+            **store.told(),
+            "machine": machine(),
+            "rounds": options.rounds,
+            "objects": sizes,
+        }
     publish(result, options.json)
 
 

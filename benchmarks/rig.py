@@ -1,25 +1,34 @@
 """What the benchmarks with a real engine share: the server, the model's prompts, a warm engine.
 
-The S3 server is the one of AWS_ENDPOINT_URL and S3KV_BUCKET, or an embedded moto, which is a
-Python program and slow: figures to be compared come from a real server on the same machine.
+The S3 server is one with the shape of S3 with `--shaped` (`benchmarks/shaped.py`), or else that of
+AWS_ENDPOINT_URL and S3KV_BUCKET, or else an embedded moto, which is a Python program and slow.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import faulthandler
 import json
 import os
 import platform
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 from benchmarks import origin
+from benchmarks.shaped import BUCKET, NAME, Running, Shape, add_options, shape_of, shaped
+from lab.certificates import self_signed
 from lab.engine import Engine
 from lab.models import prompts
-from lab.s3 import moto_process
+from lab.s3 import REGION, S3Server, moto_process
 
 CHUNK_TOKENS = 128
 SHORT_TOKENS = 100
@@ -38,16 +47,94 @@ def say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The server of a benchmark. url: None is AWS itself. env: what a process needs in its
+    environment. ca_bundle: file of the certificate, for TLS with a certificate of our own."""
+
+    name: str
+    url: str | None
+    bucket: str
+    env: dict[str, str] = field(default_factory=dict)
+    ca_bundle: str = ""
+    shape: Shape | None = None
+    running: Running | None = None
+    """Of a server with that shape."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of s3kv."""
+        settings = {"bucket": self.bucket, "endpoint_url": self.url}
+        return settings | ({"ca_bundle": self.ca_bundle} if self.ca_bundle else {})
+
+    @property
+    def s3(self) -> S3Server:
+        return S3Server(self.url, self.env or dict(os.environ))
+
+    def told(self) -> dict[str, Any]:
+        """For a result: the server, and of one with the shape of S3 its figures and the processor
+        time that it has used so far."""
+        told: dict[str, Any] = {"server": self.name}
+        if self.shape is not None:
+            told["shape"] = dataclasses.asdict(self.shape) | {"tls": bool(self.ca_bundle)}
+        if self.running is not None:
+            times = psutil.Process(self.running.process.pid).cpu_times()
+            told["server_cpu_s"] = round(times.user + times.system, 1)
+        return told
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """The options of the server."""
+    parser.add_argument("--shaped", action="store_true", help="a server with the shape of S3")
+    parser.add_argument("--tls", action="store_true", help="of that server")
+    add_options(parser)
+
+
 @contextmanager
-def s3() -> Iterator[tuple[dict[str, str], dict[str, Any], str]]:
-    """Environment, connector settings, and what to call the server."""
-    if bucket := os.environ.get("S3KV_BUCKET"):
+def s3(options: argparse.Namespace | None = None) -> Iterator[Store]:
+    """The server that the options and the environment ask for."""
+    if options is not None and options.shaped:
+        with _s3_shaped(shape_of(options), options.tls) as store:
+            yield store
+    elif bucket := os.environ.get("S3KV_BUCKET"):
         url = os.environ.get("AWS_ENDPOINT_URL")
-        yield {}, {"bucket": bucket, "endpoint_url": url}, url or "AWS"
-        return
-    with moto_process() as server:
-        server.client().create_bucket(Bucket="bench")
-        yield server.env, {"bucket": "bench", "endpoint_url": server.url}, "moto"
+        yield Store(url or "AWS", url, bucket)
+    else:
+        with moto_process() as server:
+            server.client().create_bucket(Bucket="bench")
+            yield Store("moto", server.url, "bench", server.env)
+
+
+@contextmanager
+def _s3_shaped(shape: Shape, tls: bool) -> Iterator[Store]:
+    with TemporaryDirectory() as folder:
+        names = [f"IP:{host}" for host in shape.hosts]
+        names += [f"DNS:{NAME}", f"DNS:{BUCKET}.{NAME}"]
+        certificate = str(self_signed(Path(folder) / "tls", *names)) if tls else ""
+        bundle = f"{certificate}.crt" if tls else ""
+        env = {
+            "AWS_ACCESS_KEY_ID": "none",
+            "AWS_SECRET_ACCESS_KEY": "none-secret",
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # bodies without AWS's own framing
+        } | ({"AWS_CA_BUNDLE": bundle} if tls else {})
+        os.environ |= env  # for the clients of this process
+        if shape.addresses > 1:
+            _look_up(shape)
+        with shaped(shape, certificate) as server:
+            name = f"benchmarks.shaped at {server.url}"
+            yield Store(name, server.url, BUCKET, env, bundle, shape, server)
+
+
+def _look_up(shape: Shape) -> None:
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(NAME, 80)}
+    except socket.gaierror:
+        found = set()
+    if found != set(shape.hosts):
+        lines = "".join(f"\n{host} {NAME}" for host in shape.hosts)
+        sys.exit(f"{NAME} has to have {shape.addresses} addresses: add to /etc/hosts{lines}")
 
 
 def connector(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:

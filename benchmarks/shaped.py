@@ -1,54 +1,76 @@
 """A server with the shape of S3, in memory: `python -m benchmarks.shaped [--tls FILE]`.
 
-A rate per connection and one for all of them, a first byte that is late at random (log-normal), and
-503 SlowDown above a number of requests a second. It is for figures that a fast local server cannot
-give: there one connection is as good as eight. Bodies go from memory files to sockets within the
-kernel (`sendfile`), except with TLS; Python reads the heads and keeps the time. nginx would not do:
-its `limit_rate` lets the first second's bytes pass at once, which are all bytes of an object.
+A rate per connection, per address and for all of them, a first byte that is late at random
+(log-normal), and 503 SlowDown above a number of requests a second. It is for figures that a fast
+local server cannot give: there one connection is as good as eight. Bodies go from memory files to
+sockets within the kernel (`sendfile`), except with TLS; Python reads the heads and keeps the time.
+nginx would not do: its `limit_rate` lets the first second's bytes pass at once, which are all bytes
+of an object.
 
-It answers GET (with ranges), PUT, HEAD and DELETE of objects, and a listing without objects. It
-verifies no signature. It prints its URL as a line, and ends with its stdin.
+With `--addresses 4` it listens on 127.0.0.2 to 127.0.0.5, and its URL has the name s3.shaped.test.
+Benchmarks with an engine need that name in /etc/hosts, with a line for each address.
+
+It answers GET (with ranges), PUT (with If-None-Match), HEAD and DELETE of objects, a copy of an
+object onto itself, and a listing without common prefixes. It verifies no signature, and there is
+one bucket, `bench`, whose name may be in the path or in the host name. It prints its port as a
+line, takes another rate of all connections as a line, and ends with its stdin.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import io
 import math
 import os
 import random
 import re
+import resource
 import socket
 import ssl
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from urllib.parse import parse_qs, quote, unquote
+from xml.sax.saxutils import escape
 
 PIECE_BYTES = 128 * 2**10
 LAG_S = 0.005
 """Time that a link makes up for at most: a sleep that took too long, but no idle time."""
 SIGMA = math.log(10) / 2.326
 """Of a log-normal time whose 99th percentile is ten times its median."""
-_LISTING = b"<ListBucketResult><Name>bkt</Name><KeyCount>0</KeyCount></ListBucketResult>"
+BUCKET = "bench"
+NAME = "s3.shaped.test"
+"""Of a server with several addresses."""
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code></Error>"
 _NO_KEY = b"<Error><Code>NoSuchKey</Code></Error>"
+_COPIED = b"<CopyObjectResult/>"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """connection_mb_s, host_mb_s: rates; 0: no limit. first_byte_ms: the median of the time to the
-    first byte; sigma: of its logarithm, 0 for always the same. requests_per_s: those above it are
-    answered 503; 0: none is."""
+    """connection_mb_s, address_mb_s, host_mb_s: rates; 0: no limit. first_byte_ms: the median of
+    the time to the first byte; sigma: of its logarithm, 0 for always the same. requests_per_s:
+    those above it are answered 503; 0: none is. handshake_ms: from the connection to the server's
+    part of the TLS handshake. addresses: behind its name."""
 
     connection_mb_s: float = 90.0
+    address_mb_s: float = 0.0
     host_mb_s: float = 1000.0
     first_byte_ms: float = 30.0
     sigma: float = SIGMA
     requests_per_s: float = 0.0
+    handshake_ms: float = 0.0
+    addresses: int = 1
+
+    @property
+    def hosts(self) -> list[str]:
+        """The addresses that it listens on."""
+        return [f"127.0.0.{2 + number}" for number in range(self.addresses)]
 
 
 class Link:
@@ -58,6 +80,10 @@ class Link:
         self._bytes_per_s = mb_per_s * 1e6
         self._lock = threading.Lock()
         self._free_s = 0.0
+
+    def limit(self, mb_per_s: float) -> None:
+        """Change the rate; 0: none."""
+        self._bytes_per_s = mb_per_s * 1e6
 
     def take(self, nbytes: int) -> float:
         """The time at which so many bytes have passed, if they begin as soon as the link is free
@@ -70,15 +96,48 @@ class Link:
             return self._free_s
 
 
+@dataclass(frozen=True, slots=True)
+class Object:
+    """file: in memory."""
+
+    file: io.FileIO
+    nbytes: int
+    etag: str
+
+
+@dataclass(slots=True)
+class Message:
+    """A request's head, and what has arrived of its body."""
+
+    method: str
+    path: str
+    query: dict[str, list[str]]
+    headers: dict[str, str]
+    rest: bytes
+
+    @classmethod
+    def of(cls, data: bytes) -> Message:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        method, target, _ = first.split(" ")
+        path, _, query = target.partition("?")
+        headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+        path = unquote(path).lstrip("/")
+        if not headers.get("host", "").startswith(f"{BUCKET}."):
+            path = path.partition("/")[2]  # the first part is the bucket
+        return cls(method, path, parse_qs(query, keep_blank_values=True), headers, rest)
+
+
 class Server:
     """The objects, the links and the limit."""
 
     def __init__(self, shape: Shape, tls: ssl.SSLContext | None) -> None:
         self._shape, self._tls = shape, tls
-        self._host = Link(shape.host_mb_s)
+        self.host = Link(shape.host_mb_s)
+        self._addresses = {host: Link(shape.address_mb_s) for host in shape.hosts}
         self._requests = Link(shape.requests_per_s / 1e6)
-        self._objects: dict[str, tuple[int, int, str]] = {}
-        """Path to memory file, length and ETag."""
+        self._objects: dict[str, Object] = {}
+        self._writing = threading.Lock()
         self._rng = random.Random(0)
 
     def run(self, listener: socket.socket) -> None:
@@ -89,9 +148,11 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            address = self._addresses[connection.getsockname()[0]]
             if self._tls:
+                time.sleep(self._shape.handshake_ms / 1e3)
                 connection = self._tls.wrap_socket(connection, server_side=True)
-            link = Link(self._shape.connection_mb_s)
+            links = (Link(self._shape.connection_mb_s), address, self.host)
             rest = b""
             while True:
                 while b"\r\n\r\n" not in rest:
@@ -99,89 +160,116 @@ class Server:
                     if not data:
                         return
                     rest += data
-                head, _, rest = rest.partition(b"\r\n\r\n")
-                rest = self._answer(connection, link, head.decode("latin-1"), rest)
+                message = Message.of(rest)
+                self._answer(connection, links, message)
+                rest = message.rest
 
-    def _answer(self, connection: socket.socket, link: Link, head: str, rest: bytes) -> bytes:
-        """Answer a request; returns what came after its body."""
-        method, target, _ = head.split("\r\n", 1)[0].split(" ")
-        path = target.partition("?")[0]
+    def _answer(self, connection: socket.socket, links: Sequence[Link], message: Message) -> None:
+        method, path, headers = message.method, message.path, message.headers
         slow = self._requests.take(1) > time.perf_counter() + 1.0
-        if method == "PUT":
-            length = re.search(r"(?i)content-length: *(\d+)", head)
-            rest = self._store(connection, link, path, int(length[1]) if length else 0, rest)
+        body = None
+        if method in ("PUT", "POST"):
+            body = _receive(connection, links, message)
         if not slow:
             median_s = self._shape.first_byte_ms / 1e3
             time.sleep(median_s * math.exp(self._rng.gauss(0.0, self._shape.sigma)))
         found = self._objects.get(path)
         if slow:
             _say(connection, "503 Slow Down", _SLOW_DOWN)
-        elif method == "GET" and "list-type=2" in target:
-            _say(connection, "200 OK", _LISTING)
-        elif method == "PUT":
-            _say(connection, "200 OK", b"")
+        elif method == "GET" and "list-type" in message.query:
+            _say(connection, "200 OK", self._listing(message.query))
+        elif method == "PUT" and "x-amz-copy-source" in headers:
+            _say(connection, "200 OK" if found else "404 Not Found", _COPIED if found else _NO_KEY)
+        elif method == "PUT" and body is not None:
+            with self._writing:
+                new = path not in self._objects or "if-none-match" not in headers
+                if new:
+                    self._objects[path] = body
+            etag = f"\r\nETag: {body.etag}"
+            _say(connection, f"200 OK{etag}" if new else "412 Precondition Failed", b"")
         elif method == "DELETE":
             self._objects.pop(path, None)
             _say(connection, "204 No Content", b"")
-        elif found is None:
+        elif found is None or method == "POST":
             _say(connection, "404 Not Found", b"" if method == "HEAD" else _NO_KEY)
         else:
-            wanted = re.search(r"(?i)\r\nrange: *bytes=(\d+)-(\d+)", head)
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", headers.get("range", ""))
             bounds = range(int(wanted[1]), int(wanted[2]) + 1) if wanted else None
-            self._send(connection, link, method, found, bounds)
-        return rest
+            self._send(connection, links, method, found, bounds)
+
+    def _listing(self, query: dict[str, list[str]]) -> bytes:
+        def asked(name: str) -> str:
+            return query.get(name, [""])[0]
+
+        prefix, after = asked("prefix"), max(asked("start-after"), asked("continuation-token"))
+        keys = sorted(k for k in list(self._objects) if k.startswith(prefix) and k > after)
+        page = keys[: int(asked("max-keys") or 1000)]
+        told = quote if asked("encoding-type") == "url" else escape
+        items = "".join(
+            f"<Contents><Key>{told(key)}</Key><LastModified>2026-01-01T00:00:00Z</LastModified>"
+            f"<ETag>{found.etag}</ETag><Size>{found.nbytes}</Size></Contents>"
+            for key in page
+            if (found := self._objects.get(key))
+        )
+        more = len(keys) > len(page) > 0
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        return (
+            f"<ListBucketResult><Name>{BUCKET}</Name><KeyCount>{len(page)}</KeyCount>"
+            f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{items}</ListBucketResult>"
+        ).encode()
 
     def _send(
         self,
         connection: socket.socket,
-        link: Link,
+        links: Sequence[Link],
         method: str,
-        found: tuple[int, int, str],
+        found: Object,
         bounds: range | None,
     ) -> None:
-        file, nbytes, etag = found
-        first, stop = 0, nbytes
+        nbytes, first, stop = found.nbytes, 0, found.nbytes
         said = "200 OK"
         if bounds is not None:
             if bounds.start >= nbytes:
                 return _say(connection, "416 Range Not Satisfiable", b"")
             first, stop = bounds.start, min(bounds.stop, nbytes)
             said = f"206 Partial Content\r\nContent-Range: bytes {first}-{stop - 1}/{nbytes}"
-        head = f"HTTP/1.1 {said}\r\nETag: {etag}\r\nContent-Length: {stop - first}\r\n\r\n"
+        head = f"HTTP/1.1 {said}\r\nETag: {found.etag}\r\nContent-Length: {stop - first}\r\n\r\n"
         connection.sendall(head.encode())
         while method == "GET" and first < stop:
             piece = min(PIECE_BYTES, stop - first)
-            self._pass(link, piece)
+            _pass(links, piece)
             if self._tls:
-                connection.sendall(os.pread(file, piece, first))
+                connection.sendall(os.pread(found.file.fileno(), piece, first))
             else:
-                piece = os.sendfile(connection.fileno(), file, first, piece)
+                piece = os.sendfile(connection.fileno(), found.file.fileno(), first, piece)
             first += piece
 
-    def _store(
-        self, connection: socket.socket, link: Link, path: str, nbytes: int, rest: bytes
-    ) -> bytes:
-        file = os.memfd_create("object")
-        digest = hashlib.md5(usedforsecurity=False)
-        body, rest = rest[:nbytes], rest[nbytes:]
-        left = nbytes
-        while left:
-            body = body or connection.recv(min(PIECE_BYTES, left))
-            if not body:
-                raise ConnectionError("the client has gone")
-            self._pass(link, len(body))
-            os.write(file, body)
-            digest.update(body)
-            left -= len(body)
-            body = b""
-        self._objects[path] = (file, nbytes, f'"{digest.hexdigest()}"')
-        return rest
 
-    def _pass(self, link: Link, nbytes: int) -> None:
-        """Wait until both links have passed so many bytes."""
-        due_s = max(link.take(nbytes), self._host.take(nbytes))
-        if (wait_s := due_s - time.perf_counter()) > 0:
-            time.sleep(wait_s)
+def _receive(connection: socket.socket, links: Sequence[Link], message: Message) -> Object:
+    """The body of a request."""
+    nbytes = left = int(message.headers.get("content-length", 0))
+    if message.headers.get("expect") == "100-continue":
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+    file = io.FileIO(os.memfd_create("object"), "r+")
+    digest = hashlib.md5(usedforsecurity=False)
+    body, message.rest = message.rest[:left], message.rest[left:]
+    while left:
+        body = body or connection.recv(min(PIECE_BYTES, left))
+        if not body:
+            raise ConnectionError("the client has gone")
+        _pass(links, len(body))
+        file.write(body)
+        digest.update(body)
+        left -= len(body)
+        body = b""
+    return Object(file, nbytes, f'"{digest.hexdigest()}"')
+
+
+def _pass(links: Sequence[Link], nbytes: int) -> None:
+    """Wait until all links have passed so many bytes."""
+    due_s = max(link.take(nbytes) for link in links)
+    if (wait_s := due_s - time.perf_counter()) > 0:
+        time.sleep(wait_s)
 
 
 def _say(connection: socket.socket, status: str, body: bytes) -> None:
@@ -189,42 +277,84 @@ def _say(connection: socket.socket, status: str, body: bytes) -> None:
     connection.sendall(head.encode() + body)
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server in a process of its own."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def limit(self, mb_per_s: float) -> None:
+        """Change the rate of all connections together."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{mb_per_s}\n")
+        self.process.stdin.flush()
+
+
 @contextmanager
-def shaped(shape: Shape, tls: str = "") -> Iterator[str]:
-    """The URL of such a server in a process of its own, for as long as the block lasts. tls: file
-    of its certificate and key; empty: plain HTTP."""
+def shaped(shape: Shape, tls: str = "") -> Iterator[Running]:
+    """Such a server, for as long as the block lasts. tls: file of its certificate and key; empty:
+    plain HTTP. Where the machine has more than two cores, a quarter of them is the server's alone,
+    and the others are those of this process and its children."""
     command = [sys.executable, "-m", "benchmarks.shaped", "--tls", tls]
     for name in Shape.__slots__:
         command += [f"--{name.replace('_', '-')}", str(getattr(shape, name))]
     pipe = subprocess.PIPE
+    cores = sorted(os.sched_getaffinity(0))
+    kept = cores[-(len(cores) // 4) :] if len(cores) > 2 else []
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            port = process.stdout.readline().strip()
+            if kept:
+                for task in os.listdir(f"/proc/{process.pid}/task"):
+                    os.sched_setaffinity(int(task), kept)
+                os.sched_setaffinity(0, set(cores) - set(kept))
+            name = NAME if shape.addresses > 1 else shape.hosts[0]
+            yield Running(f"http{'s' if tls else ''}://{name}:{port}", process)
         finally:
+            os.sched_setaffinity(0, cores)
             process.stdin.close()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each figure of a `Shape`."""
+    group = parser.add_argument_group("the shape of S3")
+    for name in Shape.__slots__:
+        default = getattr(Shape(), name)
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=type(default), default=default, help="%(default).4g")
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    """The shape that the options ask for."""
+    return Shape(**{name: getattr(options, name) for name in Shape.__slots__})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in Shape.__slots__:
-        default = getattr(Shape(), name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
+    add_options(parser)
     parser.add_argument("--tls", default="", help="file of a certificate and its key")
-    options = vars(parser.parse_args())
+    options = parser.parse_args()
     tls = None
-    if path := options.pop("tls"):
+    if options.tls:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_cert_chain(path)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-    server = Server(Shape(**options), tls)
-    threading.Thread(target=server.run, args=(listener,), daemon=True).start()
-    port = listener.getsockname()[1]
-    print(f"http{'s' if tls else ''}://127.0.0.1:{port}", flush=True)
-    sys.stdin.read()
+        tls.load_cert_chain(options.tls)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an object is an open file
+    shape = shape_of(options)
+    server = Server(shape, tls)
+    port = 0
+    for host in shape.hosts:  # all of Linux's 127.0.0.0/8 is loopback
+        listener = socket.create_server((host, port), backlog=256)
+        port = listener.getsockname()[1]
+        threading.Thread(target=server.run, args=(listener,), daemon=True).start()
+    print(port, flush=True)
+    for line in sys.stdin:
+        server.host.limit(float(line))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import boto3
@@ -16,6 +14,8 @@ import pytest
 from botocore.config import Config as BotoConfig
 from moto import backends
 from moto.server import ThreadedMotoServer
+
+from lab.certificates import self_signed as self_signed
 
 BUCKET = "s3kv-test"
 REGION = "us-east-1"
@@ -85,16 +85,6 @@ def real_server() -> tuple[str, str, dict[str, str]] | None:
     if url is None:
         return None
     return url, os.environ["S3KV_TEST_BUCKET"], {name: os.environ[name] for name in KEYS}
-
-
-def self_signed(path: Path, host: str) -> Path:
-    """A certificate for `host` ("IP:127.0.0.1") with its key in `path`, and alone in `path`.crt."""
-    key = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30"
-    names = ["-subj", "/CN=localhost", "-addext", f"subjectAltName={host}"]
-    files = ["-keyout", str(path), "-out", f"{path}.crt"]
-    subprocess.run([*key.split(), *names, *files], check=True, capture_output=True)
-    path.write_bytes(path.read_bytes() + Path(f"{path}.crt").read_bytes())
-    return path
 
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -44,11 +44,13 @@ from benchmarks.floor import Server
 from benchmarks.peers import contenders
 from benchmarks.peers.bench import CHUNKS, Bench, Make
 from benchmarks.peers.contenders import Bucket
-from benchmarks.rig import CHUNK_TOKENS, machine, publish, s3
+from benchmarks.rig import CHUNK_TOKENS, add_server, begin, machine, publish, s3, say
 from lab.distance import distant
 from lab.models import FAT, build
 from lab.s3 import S3Server
 
+GIVE_UP_S = 1_200.0
+"""Per round; one with all contenders takes four minutes."""
 VERSIONS = """
 import sys
 from importlib.metadata import packages_distributions, version
@@ -97,6 +99,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path, help="a file for the result")
     parser.add_argument("--nixl-python", help="the interpreter of an environment with nixl")
     parser.add_argument("--lmcache-python", help="the interpreter of an environment with lmcache")
@@ -108,11 +111,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--delay-ms", type=float, default=0.0, help="how much longer every request for S3 takes"
     )
+    add_server(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     options = _options()
+    if options.delay_ms and options.shaped:
+        sys.exit("--delay-ms is not for --shaped: it has --first-byte-ms")
     if (
         options.delay_ms
         and os.environ.get("S3KV_BUCKET")
@@ -120,23 +126,26 @@ def main() -> None:
     ):
         sys.exit("--delay-ms needs AWS_ENDPOINT_URL beside S3KV_BUCKET: the proxy has to know it")
     with (
-        s3() as (env, settings, server),
-        _away(settings["endpoint_url"], options.delay_ms) as url,
+        s3(options) as store,
+        _away(store.url or "", options.delay_ms) as url,
         tempfile.TemporaryDirectory() as name,
     ):
         folder = Path(name)
-        s3_server = S3Server(url, env or dict(os.environ))
+        rounds = 1 if options.quick else options.rounds
+        begin(store.name, rounds * GIVE_UP_S)
+        s3_server = S3Server(url or None, store.s3.env)
         virtual_host = options.lmcache_host
-        if virtual_host and options.delay_ms:
+        if virtual_host and (options.delay_ms or options.shaped):
             virtual_host = f"{virtual_host.partition(':')[0]}:{urlsplit(url).port}"
-        bucket = Bucket(s3_server, settings["bucket"], virtual_host)
+        bucket = Bucket(s3_server, store.bucket, virtual_host, store.ca_bundle)
         model = build(folder, FAT)
         makes, versions, left_out = _entered(options, folder, bucket, model)
-        bench = Bench(folder, env, makes, model)
+        bench = Bench(folder, store.env, makes, model)
         bucket.touch("peers/touch", CHUNKS, CHUNK_TOKENS * FAT.kv_bytes_per_token)
-        for _ in range(options.rounds):
+        for number in range(rounds):
+            say(f"round {number + 1} of {rounds}")
             bench.round(Server(url, bucket.name, s3_server.env))
-        about: dict[str, Any] = {"benchmark": "peers", "server": server, "machine": machine()}
+        about: dict[str, Any] = {"benchmark": "peers", **store.told(), "machine": machine()}
         about["delay_ms"] = options.delay_ms
         who = {"versions": versions, "left_out": left_out}
         publish(about | who | bench.result(), options.json)

@@ -26,6 +26,8 @@ class Bucket:
     """Of the bucket."""
     virtual_host: str | None = None
     """HOST:PORT that stands for the bucket itself, for clients that know no other way."""
+    ca_bundle: str = ""
+    """File of the server's certificate, for TLS."""
 
     def under(self, prefix: str) -> dict[str, int]:
         """Chunks whose keys start with `prefix`, and their bytes."""
@@ -64,6 +66,8 @@ class Contender:
 
 def s3kv(bucket: Bucket, run: str) -> Contender:
     settings = {"bucket": bucket.name, "endpoint_url": bucket.server.url}
+    if bucket.ca_bundle:
+        settings["ca_bundle"] = bucket.ca_bundle
     prefix = f"{run}/s3kv"
     return Contender(
         "s3kv",
@@ -83,6 +87,8 @@ def offloading_obj(bucket: Bucket, run: str, python: str) -> Contender:
         "secret_key": bucket.server.env["AWS_SECRET_ACCESS_KEY"],
         "region": bucket.server.env.get("AWS_DEFAULT_REGION", REGION),
     }
+    if bucket.ca_bundle:
+        store |= {"scheme": "https", "ca_bundle": bucket.ca_bundle}
     return Contender(
         "offloading-obj",
         _offloading({"type": "obj", "prefix": prefix, "store_config": store}),
@@ -117,7 +123,7 @@ def lmcache(bucket: Bucket, folder: Path, model: Path, run: str, python: str) ->
         "remote_serde": "naive",
         "extra_config": {
             "s3_region": bucket.server.env.get("AWS_DEFAULT_REGION", REGION),
-            "disable_tls": True,
+            "disable_tls": not bucket.ca_bundle,
             "s3_prefer_http2": False,
         },
     }

@@ -1,0 +1,138 @@
+"""The server with the shape of S3 answers as S3 does, at every address, plain and with TLS."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+
+from benchmarks import rig
+from benchmarks.floor import Server
+from benchmarks.shaped import BUCKET, NAME, Link, Shape, shaped
+from lab.certificates import self_signed
+from s3kv.config import Config
+from s3kv.errors import StoreThrottled, StoreUnranged
+from s3kv.objects.s3.s3_store import open_store
+from tests import servers
+from tests.unit.objects.suite import pattern
+
+FAST = Shape(connection_mb_s=0, host_mb_s=0, first_byte_ms=0, sigma=0)
+FAST_OPTIONS = ["--shaped", "--connection-mb-s", "0", "--host-mb-s", "0", "--first-byte-ms", "0"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.set_credentials(monkeypatch)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_it_answers_as_s3_does(tmp_path: Path, tls: bool) -> None:
+    certificate = self_signed(tmp_path / "tls", "IP:127.0.0.2") if tls else ""
+    data = pattern(2**20 + 5, 1)
+    buffer = memoryview(bytearray(len(data)))
+    with shaped(FAST, str(certificate)) as server:
+        store = open_store(
+            Config(
+                bucket=BUCKET,
+                endpoint_url=server.url,
+                ca_bundle=f"{certificate}.crt" if tls else None,
+            )
+        )
+        await store.check()
+        assert await store.get_into("k", buffer) is None
+        assert await store.put("k", data, if_absent=False)
+        whole = await store.get_into("k", buffer)
+        assert whole == await store.head("k")
+        assert buffer == data
+        assert await store.get_range("k", 7, buffer[:500_000]) == whole
+        assert buffer[:500_000] == data[7:500_007]
+        for first in (len(data) - 1, len(data)):
+            with pytest.raises(StoreUnranged):
+                await store.get_range("k", first, buffer[:2])
+        assert not await store.put("k", data, if_absent=True)
+        assert await store.put("dir/k 2", data[:9], if_absent=True)
+        listed = [info async for info in store.list("")]
+        assert [(info.key, info.nbytes) for info in listed] == [("dir/k 2", 9), ("k", len(data))]
+        assert await store.refresh("k", listed[1].modified_s)
+        await store.delete("k")
+        assert await store.head("k") is None
+        await store.close()
+
+
+async def test_it_throttles() -> None:
+    with shaped(Shape(first_byte_ms=0, requests_per_s=1)) as server:
+        store = open_store(Config(bucket=BUCKET, endpoint_url=server.url))
+        asked = [store.check() for _ in range(50)]
+        said = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(answer) for answer in said} == {type(None), StoreThrottled}
+        await store.close()
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    rig.add_server(parser)
+    return parser.parse_args([*FAST_OPTIONS, *arguments])
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
+    """Let `NAME` have these addresses in this process."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, port: Any, *args: Any, **named: Any) -> Any:
+        if host != NAME:
+            return real(host, port, *args, **named)
+        return [entry for one in hosts for entry in real(one, port, *args, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_benchmarks_reach_it_at_every_address(monkeypatch: pytest.MonkeyPatch, tls: bool) -> None:
+    resolved(monkeypatch, Shape(addresses=3).hosts)
+    with rig.s3(options("--addresses", "3", *(["--tls"] if tls else []))) as store:
+        client = store.s3.client()
+        for number in range(8):
+            client.put_object(Bucket=BUCKET, Key=f"p/{number}.safetensors", Body=b"a" * 1_000)
+        assert store.s3.objects(BUCKET, "p/") == {f"p/{n}.safetensors": 1_000 for n in range(8)}
+        with pytest.raises(ClientError, match="Precondition"):
+            client.put_object(Bucket=BUCKET, Key="p/0.safetensors", Body=b"b", IfNoneMatch="*")
+        assert len(Server(store.url or "", BUCKET, store.env).read_s("p/", 4)) == 2
+        told = store.told()
+        assert told["shape"]["tls"] == tls
+        assert told["server_cpu_s"] >= 0
+
+
+def test_a_name_without_its_addresses_is_told() -> None:
+    with (
+        pytest.raises(SystemExit, match=r"127\.0\.0\.3 s3\.shaped\.test"),
+        rig.s3(options("--addresses", "2")),
+    ):
+        pass
+
+
+def test_a_rate_can_be_changed() -> None:
+    with rig.s3(options()) as store:
+        assert store.running is not None
+        store.running.limit(1.0)
+        store.s3.client().put_object(Bucket=BUCKET, Key="k", Body=b"a")
+
+
+def test_a_link_passes_bytes_at_its_rate() -> None:
+    link = Link(2.0)
+    first_s = link.take(1_000_000)
+    assert link.take(3_000_000) - first_s == pytest.approx(1.5)
+    link.limit(0)
+    assert link.take(10**12) == 0.0
+
+
+def test_the_options_are_the_shape(tmp_path: Path) -> None:
+    assert options().shaped
+    shape = rig.shape_of(options("--address-mb-s", "300", "--addresses", "4"))
+    assert (shape.address_mb_s, shape.hosts[-1]) == (300.0, "127.0.0.5")
