@@ -49,7 +49,13 @@ def neighbour(**settings: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(True, id="before"),
+        pytest.param(False, id="behind", marks=pytest.mark.nightly),
+    ],
+)
 def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
     first: bool,
     tiny: Path,
@@ -79,7 +85,7 @@ def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
         assert at_rest(engine)["hit_tokens_bucket"] == 3 * HIT
 
 
-@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on(
     in_process: bool, tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:

@@ -122,7 +122,9 @@ def test_a_setting_of_an_adapter_that_is_edited_makes_it_another(
         assert generated(engine, named(adapter)) == (after, [HIT] * 3)
 
 
-@pytest.mark.parametrize("how", ["in place", pytest.param("by renaming", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "how", ["in place", pytest.param("by renaming", marks=pytest.mark.nightly)]
+)
 def test_files_replaced_between_the_load_and_the_first_request(
     tiny: Path, adapter: Path, patient: dict[str, Any], serve: Serve, truth: Truth, how: str
 ) -> None:
@@ -146,7 +148,14 @@ def test_files_replaced_between_the_load_and_the_first_request(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["in place", "unloaded", "evicted"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "in place",
+        pytest.param("unloaded", marks=pytest.mark.nightly),
+        pytest.param("evicted", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_adapter_that_is_loaded_again_with_other_content(
     tiny: Path,
     adapter: Path,
