@@ -80,8 +80,8 @@ release: $(STAMP) ## sdist, wheel, notes, SBOM and checksums in dist/, checked, 
 	$(BIN)/python -m pip install --quiet --editable '.[release]'
 	$(BIN)/python -m scripts.release $(ARGS)
 
-bench: $(STAMP) ## what there is to measure; ARGS="engine --rounds 3" runs one
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(STAMP) ## every benchmark that needs no GPU, and one page of results; ARGS="report --quick" for minutes each, ARGS="engine --rounds 3" for one
+	$(BIN)/python -m benchmarks $(or $(ARGS),report)
 
 # With PYTHON as it is: where a GPU is, there may be no package index, and no vLLM.
 GPU_OUT ?= build/gpu

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deadline import QUICK_REQUESTS, ends, say
 from benchmarks.origin import code, commit
 from benchmarks.simulation.expiry import Bucket, IdealBucket, KeptBucket, Upkeep
 from benchmarks.simulation.fleet import Setup
@@ -147,7 +148,10 @@ def compare(arrivals: Sequence[Arrival], options: argparse.Namespace) -> list[di
     with ProcessPoolExecutor(options.jobs) as pool:
         wanted = [(gib, way) for gib in options.budget_gib for way in ways]
         one = partial(_run_one, arrivals, options, object_bytes, fleet)
-        done = dict(zip(wanted, pool.map(one, *zip(*wanted, strict=True)), strict=True))
+        done = {}
+        for (gib, way), run_ in zip(wanted, pool.map(one, *zip(*wanted, strict=True)), strict=True):
+            say(f"{gib:g} GiB, {way}")
+            done[gib, way] = run_
     results = []
     for gib in options.budget_gib:
         capacity = int(gib * 2**30) // object_bytes
@@ -178,9 +182,10 @@ def _run_one(
     return run(arrivals, bucket, **fleet)
 
 
+@ends(7200)
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    arrivals = load(options.trace, options.limit)
+    arrivals = load(options.trace, QUICK_REQUESTS if options.quick else options.limit)
     results = compare(arrivals, options)
     for result in results:
         print(f"\n{result['budget_gib']:g} GiB, turned over in {result['turnover_s']:g} s")
@@ -219,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
     parser.add_argument("--limit", type=int, help="only that many requests, from the start")
+    parser.add_argument("--quick", action="store_true", help=f"only {QUICK_REQUESTS} of them")
     parser.add_argument(
         "--budget-gib", nargs="+", type=float, default=[500.0, 1000.0, 2000.0, 4000.0]
     )

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.deadline import ends
 from benchmarks.gpu.shapes import CHUNK_TOKENS, MODELS, Model
 from benchmarks.rig import machine, publish
 from s3kv.device import copier
@@ -136,6 +137,7 @@ def measure(model: Model, order: str, chunks: int, rounds: int) -> dict[str, Any
     return found
 
 
+@ends(600)
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.deadline import ends, say
 from benchmarks.rig import machine, publish
 from s3kv.device.cpu import CpuCopier
 from s3kv.device.layout import PageLayout
@@ -74,6 +75,7 @@ class Rig:
 
 
 def measure(kind: str, page_bytes: int, nbytes: int, rounds: int) -> dict[str, Any]:
+    say(f"pages of {page_bytes // 1024} KiB, blocks: {kind}")
     rig = Rig(kind, page_bytes, nbytes)
     found: dict[str, Any] = {"page_kib": page_bytes // 1024, "blocks": kind}
     for name, copy in (("save", rig.save), ("load", rig.load)):
@@ -95,6 +97,7 @@ def seconds(copy: Callable[[LoadPart], None], part: LoadPart) -> float:
     return perf_counter() - begin_s
 
 
+@ends(600)
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

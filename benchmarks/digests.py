@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.deadline import ends, say
 from s3kv.connectors import weights
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.weights import FULL, SAMPLED, DigestCache, weights_digest
@@ -117,6 +118,7 @@ def measure_weights(folder: Path, nbytes: int) -> dict[str, Any]:
         "page cache": lambda: None,
         "disk": lambda: drop_from_page_cache(files),
     }.items():
+        say(f"weights from {place}")
         floor_s = least_s(lambda: read_once(files), prepare)
         times_s = {name: least_s(work, prepare) for name, work in works.items()}
         report[place] = beside_floor(times_s, floor_s)
@@ -153,6 +155,7 @@ def measure_media() -> dict[str, Any]:
     return report
 
 
+@ends(600)
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable()

@@ -26,10 +26,12 @@ import tempfile
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig import Store, add_server, begin, machine, publish, s3, say
+from benchmarks.deadline import begin, ends, say
+from benchmarks.rig import Store, add_server, machine, publish, s3
 from lab import vision
 from lab.engine import Answer, Ask, Engine
 
@@ -185,7 +187,8 @@ class Bench:
         by_state.setdefault(state, Measured()).add(answers, watched)
 
 
-def main() -> None:
+@ends(600)
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--layers", type=int, default=24, help="of the vision tower")
@@ -193,7 +196,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path)
     add_server(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
         options.rounds = 1
     with s3(options) as store, tempfile.TemporaryDirectory() as folder:

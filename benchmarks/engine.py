@@ -25,23 +25,22 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deadline import begin, ends, say
 from benchmarks.floor import Server
 from benchmarks.rig import (
     CHUNK_TOKENS,
     SHORT_TOKENS,
     Store,
     add_server,
-    begin,
     connector,
     machine,
     publish,
     s3,
-    say,
     warm_engine,
 )
 from lab.engine import Engine
@@ -119,13 +118,14 @@ class Bench:
         }
 
 
-def main() -> None:
+@ends(600)
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path)
     add_server(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with s3(options) as store, tempfile.TemporaryDirectory() as folder:
         rounds = 1 if options.quick else options.rounds
         begin(store.name, rounds * GIVE_UP_S)

@@ -25,6 +25,7 @@ from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
+from benchmarks.deadline import ends
 from benchmarks.gpu.drag import KINDS, Background
 from benchmarks.gpu.machine import Machine, spread
 from benchmarks.gpu.report import Report, command_line
@@ -57,6 +58,7 @@ class BusyThread:
         self._thread.join()
 
 
+@ends(1200)
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = command_line(__doc__, seconds=60, mib=0).parse_args(arguments)
     machine = Machine(options.device)

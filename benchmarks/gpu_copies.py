@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks.deadline import ends
 from benchmarks.gpu import drag, launch, tables, throughput
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Report, command_line
@@ -32,6 +33,7 @@ BLOCK_TOKENS = (16, 32, 64, 128)
 GOALS = {"of_large": 0.92, "launch_us": 30, "slower": 0.03}
 
 
+@ends(1800)
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = command_line(__doc__, seconds=420, mib=1024).parse_args(arguments)
     machine = Machine(options.device)

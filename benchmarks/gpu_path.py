@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.deadline import ends
 from benchmarks.gpu import tables
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.network import RawReaders
@@ -44,6 +45,7 @@ CREDENTIALS = {
 }
 
 
+@ends(1200)
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = command_line(__doc__, seconds=300, mib=2048)
     parser.add_argument("--processes", type=int, default=4, help="of the server (4)")

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns
 
+from benchmarks.deadline import ends
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
 from s3kv.types import ChunkKey
@@ -91,6 +92,7 @@ def evictions(table: Table, count: int) -> dict[str, float]:
     }
 
 
+@ends(600)
 def main() -> None:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
     report = {

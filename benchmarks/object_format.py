@@ -15,6 +15,8 @@ from math import ceil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.deadline import ends
+
 MIB = 2**20
 RESUME_TOKENS = 32_768
 SEGMENT_BYTES = 8 * MIB
@@ -186,6 +188,7 @@ def _print(title: str, table_rows: list[dict[str, object]]) -> None:
     Console(width=200).print(table)
 
 
+@ends(60)
 def main() -> None:
     if "--json" in sys.argv:
         print(json.dumps({"objects": rows(), "sharing": sharing_rows()}, indent=2))

@@ -1,4 +1,4 @@
-"""Speed and processor time of the object tier: `python -m benchmarks.objects URL` or `--shaped`.
+"""Speed and processor time of the object tier: `python -m benchmarks.objects [URL]`.
 
 8 MiB objects (`--object-bytes`), 8 at once. Each row runs in a process of its own, rows take turns,
 and every figure is the median over the rounds. `ratio` is the row's MB/s over that of plain
@@ -19,7 +19,7 @@ import ssl
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -31,7 +31,8 @@ import boto3
 import uvloop
 from botocore.config import Config as BotoConfig
 
-from benchmarks.rig import Store, add_server, begin, machine, publish, s3, say
+from benchmarks.deadline import begin, ends, say
+from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
@@ -228,11 +229,12 @@ def keeps_alive(head: bytes) -> bool:
     return b"connection: close" not in head.lower()
 
 
-def main() -> None:
+@ends(600)
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("url", nargs="?", help="of the server; or --shaped")
+    parser.add_argument("url", nargs="?", help="of the server, if not as in benchmarks/rig.py")
     parser.add_argument("--bucket", default=BUCKET)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--object-bytes", type=int, default=8 * 2**20)
@@ -241,18 +243,17 @@ def main() -> None:
     parser.add_argument("--row", choices=ROWS, help="run this one, once, in this process")
     parser.add_argument("--json", type=Path)
     add_server(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     chunk = layout(args.object_bytes)
     if args.quick:
         args.requests, args.rounds = 2 * AT_ONCE, 1
     if args.row is not None:
         print(json.dumps(row(args.row, args.url, args.bucket, args.requests, chunk)))
         return
-    if not (args.url or args.shaped):
-        parser.error("a URL or --shaped is needed")
     with nullcontext(Store(args.url, args.url, args.bucket)) if args.url else s3(args) as store:
         begin(store.name, ROW_S * len(ROWS) * args.rounds)
-        args.url = store.url
+        args.url, args.bucket = store.url, store.bucket
+        os.environ |= store.env
         row("put", args.url, args.bucket, AT_ONCE, chunk)
         rounds = [{name: child(name, args) for name in ROWS} for _ in range(args.rounds)]
         result = {

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from time import perf_counter
 
+from benchmarks.deadline import ends, say
 from s3kv.host.placement import FIRST_TOUCH, NodeChoice, gives_huge_pages, shmem_policy
 from s3kv.host.slab import Slab
 
@@ -112,6 +113,7 @@ def run(nbytes: int, huge_pages: bool, gpu: bool) -> dict[str, float]:
     return found
 
 
+@ends(600)
 def main() -> None:
     if sys.argv[1:2] == ["--once"]:
         nbytes, huge_pages, gpu = int(sys.argv[2]), sys.argv[3] == "True", sys.argv[4] == "True"
@@ -124,7 +126,8 @@ def main() -> None:
     if gives_huge_pages(shmem_policy()):
         kinds["huge"] = True
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    for _ in range(rounds):
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
         for kind, huge_pages in kinds.items():
             found[kind].append(run(nbytes, huge_pages, gpu))
     report = {

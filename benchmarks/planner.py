@@ -17,6 +17,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 
 from benchmarks import origin
+from benchmarks.deadline import ends
 from s3kv.config import Config
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
@@ -226,6 +227,7 @@ def index_bytes(count: int, *, present: bool) -> float:
     return round(nbytes / len(index), 1)
 
 
+@ends(600)
 def main() -> None:
     rng = random.Random(1)
     planner = make_planner()

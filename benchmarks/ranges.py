@@ -29,8 +29,9 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.deadline import begin, ends, say
 from benchmarks.objects import connected, read_head
-from benchmarks.rig import Store, add_server, begin, machine, publish, s3, say
+from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import SIGMA, Shape
 from s3kv.config import Config
 from s3kv.host.slab import Slab
@@ -156,6 +157,7 @@ async def measure(store: Store, shape: Shape, object_bytes: int, rounds: int) ->
     }
 
 
+@ends(600)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import faulthandler
 import json
 import os
 import platform
@@ -33,18 +32,6 @@ from lab.s3 import REGION, S3Server, moto_process
 CHUNK_TOKENS = 128
 SHORT_TOKENS = 100
 """Of a prompt that no cache can hit or save: shorter than a chunk."""
-
-
-def begin(server: str, give_up_s: float) -> None:
-    """Say on stderr against which server this benchmark runs. A benchmark that has not ended after
-    `give_up_s` prints the stacks of its threads and exits with 1."""
-    say(f"server: {server}; gives up after {give_up_s:g} s")
-    faulthandler.dump_traceback_later(give_up_s, exit=True)
-
-
-def say(what: str) -> None:
-    """Tell on stderr how far a benchmark is."""
-    print(what, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +165,7 @@ def machine() -> str:
 
 
 def publish(result: Mapping[str, Any], path: Path | None) -> None:
-    """Print the result as JSON, with its origin; write it to `path`, too, if there is one. The
-    benchmark has ended: what `begin` set off is taken back."""
-    faulthandler.cancel_dump_traceback_later()
+    """Print the result as JSON, with its origin; write it to `path`, too, if there is one."""
     text = json.dumps({**origin.of(result.get("benchmark", "")), **result}, indent=2)
     print(text)
     if path:

@@ -21,6 +21,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from benchmarks.deadline import ends
 from benchmarks.rig import machine, publish
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.rearranging import Pages, rearrangements
@@ -95,6 +96,7 @@ def measure(writers: int, readers: int, order: str, rounds: int) -> dict[str, An
     }
 
 
+@ends(600)
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -15,22 +15,13 @@ import argparse
 import statistics
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig import (
-    Store,
-    add_server,
-    begin,
-    connector,
-    machine,
-    publish,
-    s3,
-    say,
-    warm_engine,
-)
+from benchmarks.deadline import begin, ends, say
+from benchmarks.rig import Store, add_server, connector, machine, publish, s3, warm_engine
 from lab.engine import Answer
 from lab.models import FAT, build, prompts
 from lab.proxy import proxy
@@ -82,13 +73,14 @@ def compared(answers: list[Answer], without: list[Answer]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+@ends(600)
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--mib-per-s", type=float, nargs="+", default=MIB_PER_S)
     parser.add_argument("--quick", action="store_true", help="one speed, the fastest")
     parser.add_argument("--json", type=Path)
     add_server(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with s3(options) as store, tempfile.TemporaryDirectory() as folder:
         url = store.url
         if url is None:

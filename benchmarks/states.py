@@ -33,6 +33,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deadline import QUICK_REQUESTS, ends, say
 from benchmarks.origin import commit
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, identity, load
 from s3kv import prices
@@ -260,12 +261,14 @@ def host_run(
     }
 
 
+@ends(7200)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
     parser.add_argument("--limit", type=int, help="only that many requests, from the start")
+    parser.add_argument("--quick", action="store_true", help=f"only {QUICK_REQUESTS} of them")
     for name, values, doc in (
         ("batch-tokens", (8_192, 2_048), "of a step, at most"),
         ("bucket-gib", (0.0, 1_000.0), "budgets of the bucket; 0: none"),
@@ -278,12 +281,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine-dollars-per-hour", type=float, default=3.0)
     parser.add_argument("--json", type=Path, help="write everything there")
     setup = parser.parse_args(arguments)
-    arrivals = load(setup.trace, setup.limit)
+    arrivals = load(setup.trace, QUICK_REQUESTS if setup.quick else setup.limit)
     bucket, host = [], []
     for model, gib, tokens in product(MODELS, setup.bucket_gib, setup.batch_tokens):
         print(f"\n{model.name}, bucket of {gib or 'any'} GiB, steps of {tokens} tokens")
         print(f"{'':16}{'hit %':>8}{'states':>9}{'of KV, %':>10}{'net, $/month':>14}")
         for name in RULES:
+            say(f"{model.name}, {gib:g} GiB, {tokens} tokens, {name}")
             run = bucket_run(arrivals, model, name, gib, tokens, setup)
             bucket.append(run)
             print(

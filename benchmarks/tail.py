@@ -26,11 +26,13 @@ import math
 import random
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.deadline import ends, say
 from benchmarks.rig import publish
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
@@ -222,6 +224,7 @@ async def measure(kind: str, seed: int, rounds: int, slab: Slab) -> dict[str, An
 
 
 def run(kind: str, seed: int, rounds: int) -> dict[str, Any]:
+    say(f"bucket: {kind}")
     loop = VirtualLoop()
     with closing(Slab.create(max(PREFIXES) * SLOT_BYTES)) as slab:
         task = loop.create_task(measure(kind, seed, rounds, slab))
@@ -230,16 +233,20 @@ def run(kind: str, seed: int, rounds: int) -> dict[str, Any]:
         return task.result()
 
 
-def main() -> None:
+@ends(1800)
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     kinds = ("tail", "stragglers", "varying", "throttled")
     parser.add_argument("--bucket", choices=kinds, nargs="+", default=list(kinds))
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--quick", action="store_true", help="20 rounds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds = 20
     result = {
         "benchmark": "tail",
         "seed": options.seed,

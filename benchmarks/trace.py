@@ -35,6 +35,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
+from benchmarks.deadline import QUICK_REQUESTS, ends, say
 from benchmarks.origin import code, commit
 from benchmarks.simulation.fleet import BASELINES, Setup, run
 from benchmarks.simulation.workload import command, identity, load
@@ -79,9 +80,10 @@ ROWS = (
 )
 
 
+@ends(7200)
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    arrivals = load(options.trace, options.limit)
+    arrivals = load(options.trace, QUICK_REQUESTS if options.quick else options.limit)
     names = [f.name for f in dataclasses.fields(Setup) if f.name not in GRID]
     setup = Setup(**{name: getattr(options, name) for name in names})
     places = [
@@ -99,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for place in places:
             ours = [next(results) for _ in options.policies]
             title = ", ".join(f"{name} {_told(value)}" for name, value in place.items())
+            say(title)
             print("\n".join(table(title, [*runs[: len(BASELINES)], *ours])), flush=True)
             runs += ours
     found = list(verdicts(runs))
@@ -125,6 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
     parser.add_argument("--limit", type=int, help="only that many requests, from the start")
+    parser.add_argument("--quick", action="store_true", help=f"only {QUICK_REQUESTS} of them")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a process each")
     parser.add_argument("--json", type=Path, help="write everything there")

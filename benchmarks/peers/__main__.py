@@ -40,11 +40,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.deadline import begin, ends, say
 from benchmarks.floor import Server
 from benchmarks.peers import contenders
 from benchmarks.peers.bench import CHUNKS, Bench, Make
 from benchmarks.peers.contenders import Bucket
-from benchmarks.rig import CHUNK_TOKENS, add_server, begin, machine, publish, s3, say
+from benchmarks.rig import CHUNK_TOKENS, add_server, machine, publish, s3
 from lab.distance import distant
 from lab.models import FAT, build
 from lab.s3 import S3Server
@@ -115,6 +116,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@ends(1200)
 def main() -> None:
     options = _options()
     if options.delay_ms and options.shaped:

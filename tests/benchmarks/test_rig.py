@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.project import ROOT
+
 HANGS = """
 import time
-from benchmarks.rig import begin
+from benchmarks.deadline import begin
 
 def hang():
     time.sleep(1000)
@@ -27,3 +31,48 @@ def test_a_benchmark_that_hangs_is_ended() -> None:
     assert ended.returncode == 1
     assert "server: a server" in ended.stderr
     assert "in hang" in ended.stderr
+
+
+HANGS_EARLY = """
+import time
+from benchmarks.deadline import ends
+
+@ends(0.1)
+def main():
+    time.sleep(1000)
+
+main()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_benchmark_that_hangs_before_it_begins_is_ended() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGS_EARLY],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert ended.returncode == 1
+    assert "in main" in ended.stderr
+
+
+def programs() -> list[Path]:
+    folder = ROOT / "benchmarks"
+    paths = [*folder.glob("*.py"), *folder.glob("*/__main__.py")]
+    is_server = folder / "shaped.py"
+    named = {folder / "__main__.py", is_server}
+    return [p for p in paths if 'if __name__ == "__main__"' in p.read_text() and p not in named]
+
+
+@pytest.mark.parametrize("path", programs(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_benchmark_ends(path: Path) -> None:
+    (main,) = (
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
+    assert [ast.unparse(decorator).partition("(")[0] for decorator in main.decorator_list] == [
+        "ends"
+    ]

@@ -1,0 +1,44 @@
+"""The end of a benchmark that hangs, and its progress on stderr."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+QUICK_REQUESTS = 500
+"""Requests of a trace that a short run takes."""
+
+
+def ends(give_up_s: float) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator for the `main` of a benchmark: one that has not ended after `give_up_s` prints the
+    stacks of its threads and exits with 1. `begin` changes the time."""
+
+    def decorate(main: Callable[P, T]) -> Callable[P, T]:
+        @wraps(main)
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            faulthandler.dump_traceback_later(give_up_s, exit=True, file=sys.__stderr__)
+            try:
+                return main(*args, **kwargs)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+        return limited
+
+    return decorate
+
+
+def begin(server: str, give_up_s: float) -> None:
+    """Say against which server this benchmark runs, and give up after `give_up_s` from now."""
+    say(f"server: {server}; gives up after {give_up_s:g} s")
+    faulthandler.dump_traceback_later(give_up_s, exit=True, file=sys.__stderr__)
+
+
+def say(what: str) -> None:
+    """Tell on stderr how far a benchmark is."""
+    print(what, file=sys.stderr, flush=True)

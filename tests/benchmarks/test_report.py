@@ -1,0 +1,62 @@
+"""All benchmarks run by one command, whose page tells their results and failures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from tests.project import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_results_failures_and_what_is_left_out_are_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = report.Program("host", quick=("no-number",))
+    monkeypatch.setattr(
+        report, "PROGRAMS", (report.Program("shards", quick=("--rounds", "1")), fails)
+    )
+    with pytest.raises(SystemExit):
+        report.main(["--out", str(tmp_path), "trace"])
+    assert report.main(["--quick", "--out", str(tmp_path)]) == 1
+    page = (tmp_path / "index.md").read_text()
+    assert "| chunk_mib | 32.0 |" in page
+    assert "**failed with 1**" in page
+    assert (tmp_path / "shards.json").exists()
+    assert not (tmp_path / "host.json").exists()
+
+
+def test_a_benchmark_on_a_trace_is_left_out_without_one(tmp_path: Path) -> None:
+    assert report.main(["--out", str(tmp_path), "trace", "bucket"]) == 0
+    assert (tmp_path / "index.md").read_text().count("left out: it needs --trace") == 2
+
+
+def test_the_names_are_benchmarks() -> None:
+    for program in report.PROGRAMS:
+        folder = ROOT / "benchmarks" / program.name
+        assert folder.with_suffix(".py").exists() or (folder / "__main__.py").exists()
+        assert program.about
+
+
+def test_nested_figures_are_told_by_their_names() -> None:
+    result = {"commit": "1", "rows": {"get": {"ms": 3}}, "runs": [{"a": [1, 2]}]}
+    assert dict(report.leaves(result)) == {"rows, get, ms": 3, "runs 1, a": "1, 2"}
+
+
+def test_a_server_and_a_trace_are_passed_on(tmp_path: Path) -> None:
+    import argparse
+
+    options = argparse.Namespace(quick=True, shaped=True, trace=tmp_path / "t")
+    by_name = {program.name: program for program in report.PROGRAMS}
+    assert by_name["engine"].command(options)[1:] == [
+        "-m",
+        "benchmarks.engine",
+        "--quick",
+        "--shaped",
+    ]
+    assert by_name["trace"].command(options)[3:] == ["--quick", "--trace", str(tmp_path / "t")]
+    assert sys.executable == by_name["host"].command(options)[0]
