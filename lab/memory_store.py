@@ -100,8 +100,9 @@ class MemoryStore:
         names = {tail.partition("/")[0] for tail in tails if "/" in tail}
         return sorted(names, key=lambda n: n.encode())[:limit]
 
-    async def check(self) -> None:
+    async def check(self, prefix: str | None = None) -> bool:
         await asyncio.sleep(0)
+        return any(key.startswith(prefix or "") for key in self._objects)
 
     async def close(self) -> None:
         await asyncio.sleep(0)

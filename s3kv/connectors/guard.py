@@ -57,14 +57,14 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
     return wrap
 
 
-def wait_for_bucket(client: IoClient, config: Config) -> None:
-    """Wait until the I/O process has tried the bucket, as `try_bucket` does.
+def wait_for_bucket(client: IoClient, config: Config) -> bool | None:
+    """Wait until the I/O process has tried the bucket, and return what `try_bucket` returns.
 
     Raises a `StoreError` if the bucket cannot be used and `on_unavailable` is "fail", and
     `IoProcessError` if the I/O process cannot be started or has died. The client is closed then.
     """
     try:
-        try_bucket(client, config)
+        return try_bucket(client, config)
     except (IoProcessError, StoreError) as error:
         said = f"s3kv: bucket {config.bucket!r} cannot be used: {error}"
         if isinstance(error, StoreError):

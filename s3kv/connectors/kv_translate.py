@@ -276,6 +276,7 @@ class WorkerHello(KVConnectorHandshakeMetadata):
 
     object_bytes: the length of a chunk's object in each set of groups; empty, if there is one set:
     then an object takes one slot. pinned: whether all of the host memory is; None without a GPU.
+    known: whether the namespace has objects; None if the bucket has not answered.
     """
 
     namespace: str
@@ -283,6 +284,7 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     slot_bytes: int
     object_bytes: tuple[int, ...] = ()
     pinned: bool | None = None
+    known: bool | None = None
 
 
 @dataclass(slots=True)

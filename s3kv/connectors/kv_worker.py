@@ -5,6 +5,7 @@ It runs in each worker process, on the thread that runs the model.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -195,7 +196,8 @@ class WorkerSide(Guarded):
         assert self._hello is not None
         self._hello_is_owed = False
         if not self._started:
-            wait_for_bucket(self._client, self._config)
+            known = wait_for_bucket(self._client, self._config)
+            self._hello = dataclasses.replace(self._hello, known=known)
             if self._prefault is not None:
                 self._prefault.join()
             self._started = True

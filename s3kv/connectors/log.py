@@ -79,9 +79,9 @@ def start_line(
         kind, note = "", ", not all of it pinned (copies to and from the GPU are slower)"
     return (
         f"{_whereabouts(config, may_load=may_load, may_save=may_save)}: "
-        f"namespace {hellos[0].namespace}, {size(memory)} of {kind}host memory on "
-        f"{count(len(hellos), 'rank')}{note}, chunks of {groups[0].chunk_tokens} tokens, KV of "
-        f"{' and '.join(dict.fromkeys(map(_attention, groups)))}"
+        f"namespace {hellos[0].namespace} ({_novelty(hellos)}), {size(memory)} of {kind}host "
+        f"memory on {count(len(hellos), 'rank')}{note}, chunks of {groups[0].chunk_tokens} tokens, "
+        f"KV of {' and '.join(dict.fromkeys(map(_attention, groups)))}"
     )
 
 
@@ -112,6 +112,14 @@ def _whereabouts(config: Config, *, may_load: bool, may_save: bool) -> str:
     named = [config.endpoint_url, *(os.environ.get(name) for name in _ENDPOINTS)]
     endpoint = next(filter(None, named), "the default endpoint")
     return f"s3kv {__version__} {does} bucket {config.bucket} under {config.prefix}/ at {endpoint}"
+
+
+def _novelty(hellos: Sequence[WorkerHello]) -> str:
+    # One rank may see what another has just written, so the namespace is new if it is to any.
+    answers = {hello.known for hello in hellos}
+    if False in answers:
+        return "new"
+    return "known" if answers == {True} else "the bucket does not answer yet"
 
 
 def _attention(group: GroupSpec) -> str:

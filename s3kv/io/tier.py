@@ -121,14 +121,17 @@ class Tier:
         self.slab.close()
 
 
-def try_bucket(client: IoClient, config: Config) -> None:
+def try_bucket(client: IoClient, config: Config) -> bool | None:
     """Wait until the I/O process has tried the bucket, for at most `start_timeout_ms`.
 
-    Raises what `IoClient.wait_ready` raises, after which the client is closed.
+    Returns whether the namespace has objects; None if the bucket does not answer. Raises what
+    `IoClient.wait_ready` raises, after which the client is closed.
     """
     ready = client.wait_ready(config.start_timeout_ms / 1000)
     if ready.trouble is not None:
         logger.warning("s3kv serves without the bucket for now: %s", ready.message)
+        return None
+    return ready.known
 
 
 def open_tier(
@@ -138,7 +141,7 @@ def open_tier(
     *,
     node: NodeChoice = FIRST_TOUCH,
     processors: Collection[int] | None = None,
-    wait: Callable[[IoClient, Config], None] | None = try_bucket,
+    wait: Callable[[IoClient, Config], bool | None] | None = try_bucket,
 ) -> Tier:
     """Make a slab of `nbytes`, start its I/O process, and wait until that has tried the bucket.
 

@@ -125,11 +125,13 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=0):
     serving: False if the I/O process exits because of the trouble.
     trouble: None if the bucket can be used.
     message: description of the trouble for a person.
+    known: whether the namespace has objects; False if there is trouble.
     """
 
     serving: bool
     trouble: Trouble | None
     message: str
+    known: bool = False
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=2):

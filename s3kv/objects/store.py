@@ -118,9 +118,10 @@ class ObjectStore(Protocol):
         """
         ...
 
-    async def check(self) -> None:
+    async def check(self, prefix: str | None = None) -> bool:
         """Check that the bucket can be used: it exists, and the credentials may list it.
 
+        Returns whether there is an object under `prefix`; None: the configured one.
         Raises `StoreMissing`, `StoreDenied` or `StoreUnavailable` with a message that a person can
         act on: it names the bucket, the endpoint and the setting to look at.
         """

@@ -129,7 +129,7 @@ async def test_all_at_once_find_their_own_bytes_and_no_others(
         for rank in ranks:
             context = served(lambda _: store, slab, greeting=rank.hello)
             worker, _ = await stack.enter_async_context(context)
-            assert await worker.hear() == wire.Ready(True, None, "")
+            await worker.ready()
             workers.append(worker)
         pairs = list(zip(ranks, workers, strict=True))
 

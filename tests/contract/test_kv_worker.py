@@ -81,11 +81,17 @@ def test_the_bucket_is_waited_for_at_start_and_not_at_a_wake_up(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[Any] = []
-    monkeypatch.setattr(kv_worker, "wait_for_bucket", lambda *args: waited.append(args))
+
+    def knows(*args: Any) -> bool:
+        waited.append(args)
+        return True
+
+    monkeypatch.setattr(kv_worker, "wait_for_bucket", knows)
     worker = side(tiny_config)
     worker._client, worker._hello = object(), WorkerHello("n" * 32, 8, 4096)  # type: ignore[assignment]
     assert worker.hello() is worker.hello() is worker._hello
     assert len(waited) == 1
+    assert worker.hello().known is True
 
 
 class Quiet(Rank):

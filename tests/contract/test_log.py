@@ -127,7 +127,7 @@ def test_what_all_ranks_would_say_alike_is_said_by_the_first(
 
 
 def hello(**more: Any) -> WorkerHello:
-    return WorkerHello("ab12", slot_count=1024, slot_bytes=2**20, **more)
+    return WorkerHello("ab12", 1024, 2**20, **{"known": False, **more})
 
 
 def told(*hellos: WorkerHello, groups: tuple[GroupSpec, ...] = (FULL,), **more: Any) -> str:
@@ -138,8 +138,8 @@ def told(*hellos: WorkerHello, groups: tuple[GroupSpec, ...] = (FULL,), **more: 
 def test_the_line_of_a_start() -> None:
     assert told(hello()) == (
         f"s3kv {s3kv.__version__} reads and writes bucket my-bucket under s3kv/ at "
-        "http://127.0.0.1:9000: namespace ab12, 1.0 GiB of host memory on 1 rank, chunks of 256 "
-        "tokens, KV of full attention"
+        "http://127.0.0.1:9000: namespace ab12 (new), 1.0 GiB of host memory on 1 rank, chunks of "
+        "256 tokens, KV of full attention"
     )
 
 
@@ -149,6 +149,19 @@ def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
     line = told(hello(pinned=True), hello(pinned=True), groups=(FULL, windows, states))
     assert "2.0 GiB of pinned host memory on 2 ranks, chunks" in line
     assert line.endswith("KV of full attention and windows of 1,024 tokens and states")
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([True, True], "known"),
+        ([True, False], "new"),  # the second rank was there first
+        ([None], "the bucket does not answer yet"),
+        ([True, None], "the bucket does not answer yet"),
+    ],
+)
+def test_it_says_whether_the_namespace_is_known(answers: list[bool | None], said: str) -> None:
+    assert f": namespace ab12 ({said}), " in told(*(hello(known=known) for known in answers))
 
 
 def test_memory_that_is_not_pinned_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

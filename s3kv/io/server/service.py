@@ -140,18 +140,17 @@ class Service:
         self._starting = asyncio.get_running_loop().create_task(self._try_bucket())
         self._starting.add_done_callback(self._bucket_tried)
 
-    def _bucket_tried(self, task: asyncio.Task[tuple[wire.Trouble | None, str]]) -> None:
+    def _bucket_tried(self, task: asyncio.Task[wire.Ready]) -> None:
         if task.cancelled():
             return
         error = task.exception()
         if error is None:
-            trouble, message = task.result()
+            ready = task.result()
         else:
             _log.error("trying the bucket: %r", error, exc_info=error)
-            trouble, message = "defect", repr(error)
-        serving = trouble is None or (error is None and self._config.on_unavailable == "serve")
-        self._send(wire.Ready(serving, trouble, message))
-        if not serving:
+            ready = wire.Ready(False, "defect", repr(error))
+        self._send(ready)
+        if not ready.serving:
             self._hang_up()
             return
         self._started = True
@@ -210,18 +209,25 @@ class Service:
             self._defects += 1
             _log.error("%s: %r", what, error, exc_info=error)
 
-    async def _try_bucket(self) -> tuple[wire.Trouble | None, str]:
-        timeout_s = self._config.start_timeout_ms / 1000
+    async def _try_bucket(self) -> wire.Ready:
+        config = self._config
+        trouble: wire.Trouble
         try:
-            await asyncio.wait_for(self._transfers.attempts(self._store.check), timeout_s)
+            checked = self._transfers.attempts(lambda: self._store.check(self._namespace.root))
+            known = await asyncio.wait_for(checked, config.start_timeout_ms / 1000)
         except asyncio.TimeoutError:
-            return "unavailable", (
-                f"bucket {self._config.bucket!r} gave no answer within start_timeout_ms "
-                f"({self._config.start_timeout_ms}): look at endpoint_url and the network"
+            trouble, message = (
+                "unavailable",
+                (
+                    f"bucket {config.bucket!r} gave no answer within start_timeout_ms "
+                    f"({config.start_timeout_ms}): look at endpoint_url and the network"
+                ),
             )
         except StoreError as error:
-            return _TROUBLE.get(type(error), "unavailable"), str(error)
-        return None, ""
+            trouble, message = _TROUBLE.get(type(error), "unavailable"), str(error)
+        else:
+            return wire.Ready(True, None, "", known)
+        return wire.Ready(config.on_unavailable == "serve", trouble, message)
 
     def receive(self, message: wire.Down) -> None:
         """Act on one message. Raises `WireError` for a message that is not allowed now."""

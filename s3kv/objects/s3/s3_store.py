@@ -203,9 +203,10 @@ class S3Store:
         page = await self._list_page(prefix, limit, delimiter="/")
         return [name[len(prefix) :].rstrip("/") for name in page.folders]
 
-    async def check(self) -> None:
+    async def check(self, prefix: str | None = None) -> bool:
         # A listing rather than a HEAD of the bucket: its errors have a body that says which.
-        await self._list_page(f"{self._config.prefix}/", 1)
+        page = await self._list_page(prefix or f"{self._config.prefix}/", 1)
+        return bool(page.objects)
 
     async def close(self) -> None:
         await self.client.close()

@@ -246,7 +246,8 @@ def check_lines(log: Path, bucket: str, known: str) -> None:
     """A start, the namespace and the first request have a line each, in vLLM's format."""
     said = messages(log.read_text())
     start = f"s3kv {s3kv.__version__} reads and writes bucket {bucket} under "
-    assert [line.startswith(start) for line in said].count(True) == 1, log.read_text()[-9_000:]
+    starts = [line for line in said if line.startswith(start)]
+    assert [f" ({known}), " in line for line in starts] == [True], log.read_text()[-9_000:]
     assert any(line.startswith("s3kv: Hit rate: ") for line in said)
     namespaces = [line for line in said if re.match(r"I/O process \d+: namespace ", line)]
     assert [f" is {known}" in line for line in namespaces] == [True], namespaces

@@ -356,12 +356,13 @@ class Connection:
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
         return await self._bucket.objects.folders(prefix, limit)
 
-    async def check(self) -> None:
+    async def check(self, prefix: str | None = None) -> bool:
         try:
             await self._begin("get", "")
         except PlannedDefect as error:
             # At start a defect ends the process, which is right: somebody is there to read it.
             raise StoreUnavailable("the bucket is away") from error
+        return await self._bucket.objects.check(prefix)
 
     async def close(self) -> None:
         await self._sleep(0.0)

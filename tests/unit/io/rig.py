@@ -91,6 +91,12 @@ class Worker:
             self._received += self._frames.feed(data)
         return self._received.pop(0)
 
+    async def ready(self) -> None:
+        """Come back when the process has tried the bucket, which it can use."""
+        answer = await self.hear()
+        assert isinstance(answer, wire.Ready)
+        assert answer == wire.Ready(True, None, "", answer.known)
+
     async def done(self, count: int) -> dict[int, JobEnd]:
         """The next `count` messages, all of them `JobEnd`, by job."""
         ends = [await self.hear() for _ in range(count)]

@@ -282,8 +282,12 @@ class ObjectStoreSuite:
             await asyncio.sleep(0.02)
             assert await fetch(store, key, room=nbytes) in (None, bytes(pattern(nbytes, turns)))
 
-    async def test_check_passes(self, store: BulkStore) -> None:
+    async def test_check_says_whether_there_is_an_object(self, store: BulkStore, root: str) -> None:
         await store.check()
+        assert await store.check(root) is False
+        await store.put(root + "k", pattern(10, 1), if_absent=False)
+        assert await store.check(root) is True
+        assert await store.check(root + "elsewhere/") is False
 
     async def test_close_twice(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(10, 1), if_absent=False)

@@ -171,9 +171,10 @@ async def test_the_other_addressing_is_tried(style: str) -> None:
             super().__init__(clock=lambda: 0.0)
             self._answers = answers
 
-        async def check(self) -> None:
+        async def check(self, prefix: str | None = None) -> bool:
             if not self._answers:
                 raise StoreUnavailable("no such host", code="unresolved")
+            return False
 
     examination = BucketExamination(
         lambda config: Particular(config.addressing_style == style),
@@ -190,7 +191,7 @@ async def test_the_other_addressing_is_tried(style: str) -> None:
 
 async def test_a_directory_bucket_needs_a_session() -> None:
     class Refusing(MemoryStore):
-        async def check(self) -> None:
+        async def check(self, prefix: str | None = None) -> bool:
             raise StoreDenied("no session", code="AccessDenied")
 
         async def head(self, key: str) -> ObjectInfo | None:

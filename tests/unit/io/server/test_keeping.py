@@ -15,7 +15,6 @@ from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.host.slab import Slab
-from s3kv.io import wire
 from s3kv.io.server import keeping, refreshing, service
 from s3kv.io.server.keeping import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Keeper
 from s3kv.io.server.refreshing import RefreshRule
@@ -479,7 +478,7 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
     slab = Slab.create(4 * rig.SLOT_BYTES)
     budget = 7 * rig.FORMAT.object_bytes
     async with rig.served(lambda _: bucket, slab, bucket_bytes=budget) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         await counted(worker, "io_keeper_sweeps")
         left = {key for key in bucket._objects if keys.parse(key)}
         assert left == {rig.object_key(number) for number in range(2, 8)}
@@ -511,7 +510,7 @@ async def test_a_process_warns_of_a_bucket_without_a_bound(
     store.traffic.sent_bytes = 2**30
     slab = Slab.create(4 * rig.SLOT_BYTES)
     async with rig.served(lambda _: store, slab, **settings) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
             await asyncio.sleep(0.002)
         for _ in range(50):

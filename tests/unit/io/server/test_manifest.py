@@ -206,7 +206,7 @@ async def test_nobody_waits_for_it(slab: Slab) -> None:
 
     store = Stuck()
     async with served(lambda _: store, slab) as (worker, serving):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         await store.asked.wait()
         rig.fill(slab, 1, number=1)
         worker.say(rig.upload(1))
@@ -240,7 +240,7 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
     store = Late()
     caplog.set_level(logging.INFO, "s3kv.io")
     async with served(lambda _: store, slab, max_attempts=1) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         await store.written.wait()
         while not caplog.messages:  # noqa: ASYNC110 - a log record announces nothing
             await asyncio.sleep(0.001)
@@ -259,7 +259,7 @@ async def test_a_bucket_that_may_not_be_read_is_said_and_served(
             raise StoreDenied("s3:GetObject on arn:aws:s3:::bkt")
 
     async with served(lambda _: Denied(), slab) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.DENIED
     assert "namespace's manifest cannot be read: s3:GetObject" in caplog.messages[0]
@@ -274,7 +274,7 @@ async def test_a_defect_in_it_is_counted_and_costs_nothing(
             raise ZeroDivisionError("oops")
 
     async with served(lambda _: Odd(), slab) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         while (await worker.settled()).counters["io_defects"] == 0:
             pass
         worker.say(rig.fetch(1))

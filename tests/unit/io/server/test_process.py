@@ -19,10 +19,11 @@ from s3kv.errors import (
 )
 from s3kv.host.slab import Slab
 from s3kv.io import wire
+from s3kv.objects.keys import Namespace
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
-from tests.unit.io.rig import Worker, served
+from tests.unit.io.rig import served
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -94,12 +95,9 @@ class FailingStore(MemoryStore):
         self._fail()
         return await super().put(key, data, if_absent=if_absent)
 
-    async def check(self) -> None:
+    async def check(self, prefix: str | None = None) -> bool:
         self._fail()
-
-
-async def ready(worker: Worker) -> None:
-    assert await worker.hear() == wire.Ready(True, None, "")
+        return False
 
 
 @pytest.mark.parametrize("huge_pages", [False, True])
@@ -116,7 +114,7 @@ async def test_the_slab_is_allocated_in_the_pages_that_are_wished_for(
 
     monkeypatch.setattr(Slab, "prefault", watched)
     async with served(lambda _: MemoryStore(), slab, huge_pages=huge_pages) as (worker, serving):
-        await ready(worker)
+        await worker.ready()
         worker.hang_up()
         await serving
     assert log == (["ask", "prefault"] if huge_pages else ["prefault"])
@@ -125,7 +123,7 @@ async def test_the_slab_is_allocated_in_the_pages_that_are_wished_for(
 async def test_what_is_uploaded_is_fetched(slab: Slab) -> None:
     store = MemoryStore()
     async with served(lambda _: store, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         rig.fill(slab, 1, number=1)
         worker.say(rig.upload(1))
         end = (await worker.done(1))[1]
@@ -152,7 +150,7 @@ async def test_an_object_that_is_not_what_its_key_says_is_corrupt(slab: Slab) ->
     for number, (data, _) in bad.items():
         await store.put(rig.object_key(number), memoryview(data), if_absent=False)
     async with served(lambda _: store, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         beyond = bytes(slab.view[3 * rig.SLOT_BYTES - 8 : 3 * rig.SLOT_BYTES])
         worker.say(*(rig.fetch(number) for number in bad))
         for number, end in (await worker.done(len(bad))).items():
@@ -165,7 +163,7 @@ async def test_fetches_begin_before_uploads_that_came_first(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
         worker.say(rig.upload(1), rig.upload(2), rig.upload(3), rig.fetch(4), rig.fetch(5))
-        await ready(worker)
+        await worker.ready()
         stats = await worker.settled()
         assert (stats.running, stats.waiting) == (3, 2)
         assert stats.running_bytes == 3 * rig.FORMAT.object_bytes
@@ -180,7 +178,7 @@ async def test_fetches_begin_before_uploads_that_came_first(slab: Slab) -> None:
 async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=8) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(*(rig.upload(i) for i in range(5)))
         assert (await worker.settled()).running == 1
         worker.say(wire.Drain(60.0))
@@ -195,7 +193,7 @@ async def test_bytes_at_once_are_limited(slab: Slab) -> None:
     async with served(
         lambda _: store, slab, max_inflight_bytes=limit, max_inflight_requests=64
     ) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(*(rig.fetch(i) for i in range(64)))
         stats = await worker.settled()
         assert stats.running == limit // rig.FORMAT.object_bytes < 64
@@ -206,7 +204,7 @@ async def test_bytes_at_once_are_limited(slab: Slab) -> None:
 async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(1), rig.fetch(2), wire.Cancel(2))
         assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
         assert len(store.begun) == 1
@@ -215,7 +213,7 @@ async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
 async def test_only_what_has_not_begun_can_be_withdrawn(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(1), rig.fetch(2), *(wire.Withdraw(job_id) for job_id in (1, 2, 3)))
         assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
         store.open_gate()
@@ -225,7 +223,7 @@ async def test_only_what_has_not_begun_can_be_withdrawn(slab: Slab) -> None:
 async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         store.unwound.clear()
         worker.say(rig.fetch(1), rig.fetch(2))
         await worker.settled()
@@ -245,7 +243,7 @@ async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -
 async def test_a_job_cancelled_in_the_same_breath_ends_once(slab: Slab) -> None:
     """A task cancelled before its first step never runs a line of its coroutine."""
     async with served(lambda _: MemoryStore(), slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         for i in range(50):
             worker.say(rig.fetch(i), wire.Cancel(i), wire.Cancel(i))
         ends = await worker.done(50)
@@ -272,7 +270,7 @@ async def test_errors_become_outcomes(
 ) -> None:
     store = FailingStore()
     async with served(lambda _: store, slab, max_attempts=3) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         store.errors = list(errors)
         worker.say(rig.fetch(1))
         end = (await worker.done(1))[1]
@@ -297,7 +295,7 @@ async def test_errors_become_outcomes(
 )
 async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Down) -> None:
     async with served(lambda _: MemoryStore(), slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(message)
         end = (await worker.done(1))[1]
         assert end.outcome is Outcome.INVALID
@@ -315,7 +313,7 @@ async def test_a_worker_out_of_order_ends_the_process(
     slab: Slab, messages: list[wire.Down]
 ) -> None:
     async with served(lambda _: GatedStore(), slab) as (worker, serving):
-        await ready(worker)
+        await worker.ready()
         worker.say(*messages)
         with pytest.raises(wire.WireError):
             await serving
@@ -353,6 +351,16 @@ async def test_a_bucket_in_trouble_is_served_when_told(
         assert (await worker.done(1))[1].outcome is Outcome.MISSING
 
 
+async def test_it_says_whether_the_namespace_has_objects(slab: Slab) -> None:
+    store = MemoryStore()
+    other = Namespace(rig.NAMESPACE.prefix, "f" * 32)
+    await store.put(other.manifest, memoryview(b"{}"), if_absent=True)
+    for known in (False, True):
+        async with served(lambda _: store, slab) as (worker, _):
+            assert await worker.hear() == wire.Ready(True, None, "", known)
+        await store.put(rig.object_key(1), memoryview(b"1"), if_absent=True)
+
+
 async def test_a_store_that_cannot_be_made_names_the_setting(slab: Slab) -> None:
     def make_store(config: Config) -> MemoryStore:
         raise ConfigError("region is missing")
@@ -371,8 +379,8 @@ async def test_a_defect_at_start_is_told(slab: Slab) -> None:
 
 async def test_a_bucket_that_never_answers_is_given_up(slab: Slab) -> None:
     class SilentStore(MemoryStore):
-        async def check(self) -> None:
-            await asyncio.Event().wait()
+        async def check(self, prefix: str | None = None) -> bool:
+            return await asyncio.Event().wait()
 
     async with served(lambda _: SilentStore(), slab, start_timeout_ms=50) as (worker, _):
         answer = await worker.hear()
@@ -383,7 +391,7 @@ async def test_a_bucket_that_never_answers_is_given_up(slab: Slab) -> None:
 async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=2) as (worker, serving):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(1), rig.fetch(2), rig.fetch(3))
         await worker.settled()
         worker.hang_up()
@@ -396,7 +404,7 @@ async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:
 async def test_a_drain_gives_up_fetches_and_finishes_uploads(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         for i in range(5):
             rig.fill(slab, i, number=i)
         worker.say(*(rig.upload(i) for i in range(5)), *(rig.fetch(i) for i in range(5, 10)))
@@ -416,7 +424,7 @@ async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) 
     """Otherwise the planner does, which is gone by then."""
     store = FailingStore()
     async with served(lambda _: store, slab, max_attempts=3) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         store.errors = [StoreUnavailable("away")] * 2
         rig.fill(slab, 1, number=1)
         worker.say(rig.upload(1), *([wire.Drain(30.0)] if drain else []))
@@ -427,7 +435,7 @@ async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) 
 async def test_a_drain_ends_in_time(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(*(rig.upload(i) for i in range(5)), wire.Drain(0.05))
         ends = await worker.done(5)
         assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
@@ -437,7 +445,7 @@ async def test_a_drain_ends_in_time(slab: Slab) -> None:
 async def test_a_drain_goes_on_when_the_worker_is_gone(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, serving):
-        await ready(worker)
+        await worker.ready()
         for i in range(3):
             rig.fill(slab, i, number=i)
         worker.say(*(rig.upload(i) for i in range(3)), wire.Drain(30.0))

@@ -21,7 +21,7 @@ from s3kv.objects.integrity import Integrity
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
-from tests.unit.io.rig import Worker, served
+from tests.unit.io.rig import served
 
 pytestmark = pytest.mark.timeout(60)
 RANGE_BYTES = 4096
@@ -95,10 +95,6 @@ def fetching(bucket: Bucket, slab: Slab, **settings: Any) -> Any:
     return served(lambda _: bucket, slab, **({"range_bytes": RANGE_BYTES} | settings))
 
 
-async def ready(worker: Worker) -> None:
-    assert await worker.hear() == wire.Ready(True, None, "")
-
-
 async def until(condition: Any) -> None:
     while not condition():  # noqa: ASYNC110 - nobody sets an event
         await asyncio.sleep(0)
@@ -115,7 +111,7 @@ def test_ranges_are_the_whole_object(nbytes: int, count: int) -> None:
 async def test_a_large_object_comes_in_ranges(bucket: Bucket, slab: Slab) -> None:
     await bucket.hold(rig.sealed(1))
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         end = (await worker.done(1))[3]
         assert (end.outcome, end.nbytes) == (Outcome.OK, rig.FORMAT.object_bytes)
@@ -129,7 +125,7 @@ async def test_a_large_object_comes_in_ranges(bucket: Bucket, slab: Slab) -> Non
 async def test_a_small_object_comes_whole(bucket: Bucket, slab: Slab, range_bytes: int) -> None:
     await bucket.hold(rig.sealed(1))
     async with fetching(bucket, slab, range_bytes=range_bytes) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         assert (await worker.done(1))[3].outcome is Outcome.OK
         assert bucket.asked == {None: 1}
@@ -154,7 +150,7 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
     greeting = rig.hello(Config(bucket="bkt", range_bytes=RANGE_BYTES))
     greeting = msgspec.structs.replace(greeting, integrity=Integrity(mode))
     async with fetching(bucket, slab, greeting=greeting) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         end = (await worker.done(1))[3]
         assert end.outcome is Outcome.OK, end.detail
@@ -170,7 +166,7 @@ async def test_a_range_that_fails_is_sent_again_alone(
     first = cut(rig.FORMAT.object_bytes, RANGES)[2].start
     bucket.errors = {first: [error, error]}
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         assert (await worker.done(1))[3].outcome is Outcome.OK
         assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
@@ -188,7 +184,7 @@ async def test_a_range_that_stays_away_ends_the_fetch(
     await bucket.hold(rig.sealed(1))
     bucket.errors = {0: [error] * 3}
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         assert (await worker.done(1))[3].outcome is outcome
         assert bucket.running == 0
@@ -200,7 +196,7 @@ async def test_a_range_that_stays_away_ends_the_fetch(
 
 async def test_an_object_that_is_not_there(bucket: Bucket, slab: Slab) -> None:
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         assert (await worker.done(1))[3].outcome is Outcome.MISSING
         assert bucket.asked[None] == bucket.running == 0
@@ -212,7 +208,7 @@ async def test_an_object_that_is_too_short(bucket: Bucket, slab: Slab, nbytes: i
     """That is not the fault of the store's ranges: the next object comes in some again."""
     await bucket.hold(rig.sealed(1)[:nbytes])
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         end = (await worker.done(1))[3]
         assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
@@ -225,7 +221,7 @@ async def test_an_object_that_is_too_short(bucket: Bucket, slab: Slab, nbytes: i
 async def test_an_object_that_is_too_long(bucket: Bucket, slab: Slab) -> None:
     await bucket.hold(rig.sealed(1) + b"x")
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         end = (await worker.done(1))[3]
         assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
@@ -238,7 +234,7 @@ async def test_a_bad_object_is_read_whole_before_it_is_deleted(
     good = rig.sealed(1)
     await bucket.hold(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
     async with fetching(bucket, slab, on_corrupt="delete") as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         end = (await worker.done(1))[3]
         assert end.outcome is Outcome.CORRUPT
@@ -251,7 +247,7 @@ async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket, sl
     firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES)]
     bucket.errors = {first: [StoreUnranged("200")] * 9 for first in firsts}
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         for _ in range(3):
             worker.say(rig.fetch(3, number=1))
             assert (await worker.done(1))[3].outcome is Outcome.OK
@@ -265,7 +261,7 @@ async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket, slab: Sla
     bucket.gate.clear()
     bucket.unwound.clear()
     async with fetching(bucket, slab) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(rig.fetch(3, number=1))
         await until(lambda: bucket.running == RANGES)
         worker.say(wire.Cancel(3))
@@ -280,7 +276,7 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> N
     """Three fetches share eight of them. A fourth waits for the first range that ends."""
     bucket.gate.clear()
     async with fetching(bucket, slab, max_inflight_requests=8) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         worker.say(*(rig.fetch(number) for number in range(3)))
         await until(lambda: bucket.running == 6)
         assert (await worker.settled()).running == 6
@@ -297,7 +293,7 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> N
 async def test_a_late_range_is_hedged(bucket: Bucket, slab: Slab) -> None:
     await bucket.hold(rig.sealed(1))
     async with fetching(bucket, slab, hedge_percent=100.0) as (worker, _):
-        await ready(worker)
+        await worker.ready()
         for _ in range(8):  # until it is known what is late
             worker.say(rig.fetch(3, number=1))
             assert (await worker.done(1))[3].outcome is Outcome.OK

@@ -234,7 +234,7 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -
     await bucket.fill(1, 2, 3)
     bucket.now_s += 2 * AFTER_S
     async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         rig.fill(slab, 2, 2)
         worker.say(rig.fetch(1), rig.upload(2))
         ends = await worker.done(2)
@@ -252,7 +252,7 @@ async def test_what_does_not_verify_is_not_refreshed(slab: Slab) -> None:
     await bucket.fill(2)
     bucket.now_s += 2 * AFTER_S
     async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.CORRUPT
         worker.say(rig.fetch(2))
@@ -267,7 +267,7 @@ async def test_a_copy_that_fails_is_nobody_elses_affair(slab: Slab) -> None:
     bucket.now_s += 2 * AFTER_S
     bucket.error = StoreUnavailable("503")
     async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
         stats = await told(worker, lambda stats: stats.counters["io_refresh_failed"] == 1)
@@ -289,7 +289,7 @@ async def test_a_shutdown_does_not_wait_for_copies(slab: Slab) -> None:
     await bucket.fill(1)
     bucket.now_s += 2 * AFTER_S
     async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         worker.say(rig.fetch(1))
         await worker.done(1)
         await until(lambda: bucket.asked["refresh"] > 0)
@@ -314,7 +314,7 @@ async def test_where_it_is_off_nothing_is_copied(
     config = rig.Config(**{"bucket": "bkt", **settings})
     greeting = rig.hello(config)
     async with served(lambda _: bucket, slab, greeting=greeting) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         worker.say(rig.fetch(1))
         await worker.done(1)
         await asyncio.sleep(0.05)
@@ -334,7 +334,7 @@ async def test_the_manifest_stays_as_young_as_the_chunks(slab: Slab) -> None:
         manifest=b"{}",
     )
     async with served(lambda _: bucket, slab, greeting=named) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         await until(lambda: rig.NAMESPACE.manifest in bucket._objects)
         bucket.now_s += 100
         await refreshed(worker, 1)

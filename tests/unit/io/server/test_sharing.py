@@ -181,7 +181,7 @@ async def reading(
         pages=pages,
     )
     async with served(lambda _: bucket, slab, greeting=hello) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         yield Reader(worker, slab, shard, integrity)
         assert (await worker.settled()).running == 0, "a place has not been given back"
 

@@ -91,14 +91,14 @@ def bucket() -> Bucket:
 @pytest.fixture
 async def ignoring(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
     async with served(lambda _: bucket, slab) as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         yield worker
 
 
 @pytest.fixture
 async def deleting(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
     async with served(lambda _: bucket, slab, on_corrupt="delete") as (worker, _):
-        assert await worker.hear() == wire.Ready(True, None, "")
+        await worker.ready()
         yield worker
 
 
