@@ -32,7 +32,7 @@ CLUSTER = "gpu"
 NAME = "cache"
 PREFIX = "team/s3kv"
 
-ROOT = """
+PROVIDER = """
 provider "aws" {{
   region                      = "{region}"
   access_key                  = "testing"
@@ -53,7 +53,10 @@ provider "aws" {{
     sts        = "{url}"
   }}
 }}
+"""
+"""The provider of a simulated account."""
 
+ROOT = """
 module "kv_cache" {{
   source = "./module"
 
@@ -185,9 +188,7 @@ def _root(server: S3Server) -> str:
         resourcesVpcConfig={"subnetIds": []},
     )
     oidc = aws(server, "iam").create_open_id_connect_provider(Url=f"https://{ISSUER}")
-    return ROOT.format(
-        region=REGION,
-        url=server.url,
+    return PROVIDER.format(region=REGION, url=server.url) + ROOT.format(
         name=NAME,
         prefix=PREFIX,
         cluster=CLUSTER,

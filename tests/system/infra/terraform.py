@@ -89,10 +89,18 @@ class Terraform:
 
     def run(self, directory: Path, *arguments: str) -> Result:
         """Run `terraform ARGUMENTS` in `directory`."""
+        return self._result([self._program, *arguments], directory)
+
+    def shell(self, directory: Path, commands: str, answer: str = "") -> Result:
+        """Run a shell's commands in `directory`, and give `answer` to what they ask."""
+        return self._result(["bash", "-ec", commands], directory, answer)
+
+    def _result(self, command: list[str], directory: Path, answer: str = "") -> Result:
         done = subprocess.run(
-            [self._program, *arguments],
+            command,
             cwd=directory,
             env=self._environment,
+            input=answer,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
+from lab.s3 import REGION, moto_process
 from s3kv.config import Config
 from s3kv.errors import StoreDenied
 from s3kv.objects.s3.s3_store import open_store
 from s3kv.objects.store import BulkStore
+from tests.repository.test_commands import shown
 from tests.servers import forget_credentials
-from tests.system.infra.applied import NAME, PREFIX, Applied, applied
-from tests.system.infra.terraform import Terraform
+from tests.system.infra.applied import NAME, PREFIX, PROVIDER, WITHOUT_LIFECYCLE, Applied, applied
+from tests.system.infra.terraform import Terraform, copy_module
 
 pytestmark = pytest.mark.timeout(300)  # the first test of the file applies the module
 
@@ -46,6 +48,30 @@ def become(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None
 def test_a_second_plan_changes_nothing(cloud: Applied) -> None:
     again = cloud.command("plan", "-detailed-exitcode", "-input=false")
     assert again.code == 0, again.output
+
+
+@pytest.mark.long
+def test_the_commands_of_the_readme_end_with_settings_for_vllm(
+    terraform: Terraform, tmp_path: Path
+) -> None:
+    """As they stand there, answered with "yes". The simulation is not AWS, so a file beside the
+    example's says where it is; without lifecycle rules, for which the provider waits a minute."""
+    commands = "\n".join(
+        command.partition("  #")[0]
+        for command in shown("README.md")
+        if command.startswith(("cd terraform", "terraform "))
+    )
+    module = copy_module(tmp_path / "terraform")
+    (module / "left_out_override.tf").write_text(WITHOUT_LIFECYCLE)
+    override = module / "examples" / "minimal" / "provider_override.tf"
+    with moto_process() as server:
+        override.write_text(PROVIDER.format(region=REGION, url=server.url))
+        done = terraform.shell(tmp_path, commands, answer="yes\n")
+        assert done.code == 0, done.output
+        transfer = json.loads(done.output.splitlines()[-1])
+        config = Config.parse(transfer["kv_connector_extra_config"])
+        buckets = server.client().list_buckets()["Buckets"]
+    assert [bucket["Name"] for bucket in buckets] == [config.bucket]
 
 
 def test_the_account_has_what_was_planned(cloud: Applied) -> None:
