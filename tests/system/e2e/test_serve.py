@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -34,31 +34,25 @@ HIT_TOKENS = 768
 QUICK_START = (ROOT / "docs" / "quickstart.md").read_text()
 
 
+def small(port: int) -> list[str]:
+    """Arguments for a server of a model without a tokenizer, on a machine without a GPU."""
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    arguments += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "4096"]
+    return [*arguments, "--kv-cache-memory-bytes", str(ENGINE_ARGS["kv_cache_memory_bytes"])]
+
+
 class Server:
-    """A server process and its children."""
+    """A server process and its children. port: the one that the command names."""
 
     def __init__(
-        self, model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
-    ):
-        (port,) = free_ports(1)
+        self, command: Sequence[str], port: int, env: dict[str, str], log: Path, folder: Path = ROOT
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
-        # What `vllm serve` runs; the command itself asks for a distribution of the name "vllm",
-        # and the one for CPUs has another.
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-        ]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-        command += ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "4096"]
-        command += ["--kv-cache-memory-bytes", str(ENGINE_ARGS["kv_cache_memory_bytes"])]
-        command += ["--kv-transfer-config", json.dumps(connector), *more]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -148,11 +142,28 @@ class Server:
         self._process.wait()
 
 
+def start(
+    model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
+) -> Server:
+    """What `vllm serve` runs. That command asks for a distribution of the name "vllm", and the one
+    for CPUs has another."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += [*small(port), "--kv-transfer-config", json.dumps(connector), *more]
+    return Server(command, port, env, log)
+
+
 @contextlib.contextmanager
 def vllm_serve(
     model: Path, connector: dict[str, Any], env: dict[str, str], log: Path, *more: str
 ) -> Iterator[Server]:
-    server = Server(model, connector, env, log, *more)
+    with serving(start(model, connector, env, log, *more)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """The server, from when it answers until the end of the block, which kills what is left."""
     try:
         server.wait_until_ready(START_AND_STOP_S)
         yield server
@@ -351,7 +362,7 @@ def test_a_server_that_is_refused_ends_with_what_to_change(
     env = dict(s3.env)
     if not has_credentials:
         env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-    server = Server(tiny, changed(patient, **settings), env, tmp_path / "server.log")
+    server = start(tiny, changed(patient, **settings), env, tmp_path / "server.log")
     try:
         printed = server.refusal(START_AND_STOP_S)
     finally:

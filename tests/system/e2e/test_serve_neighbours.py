@@ -11,7 +11,7 @@ import pytest
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import START_AND_STOP_S, References, tokens
 from tests.system.e2e.test_failures import wait_until
-from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, Server, vllm_serve
+from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, start, vllm_serve
 
 CHUNKS = HIT_TOKENS // 128
 
@@ -21,7 +21,7 @@ def test_a_server_whose_port_is_in_use_ends_with_that(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        server = Server(tiny, patient, s3.env, tmp_path / "server.log", "--port", port)
+        server = start(tiny, patient, s3.env, tmp_path / "server.log", "--port", port)
         try:
             printed = server.refusal(START_AND_STOP_S)
         finally:
