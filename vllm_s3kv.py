@@ -9,9 +9,7 @@ moments of a command is met by `main`.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-_OURS = Path(__file__).resolve().parent / "s3kv"
 _REMEDY = "run: pip uninstall s3kv vllm-s3kv, and install vllm-s3kv again"
 
 
@@ -55,13 +53,15 @@ def _conflict() -> str:
     """The conflict and its remedy; empty if there is none."""
     import importlib.util
     from importlib import metadata
+    from pathlib import Path
 
+    ours = Path(__file__).resolve().parent / "s3kv"
     spec = importlib.util.find_spec("s3kv")
     found = None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent
-    if found != _OURS:
+    if found != ours:
         hiding = found or "a folder without an __init__.py"
         return (
-            f"Python finds another package s3kv ({hiding}) before that of vllm-s3kv ({_OURS}): "
+            f"Python finds another package s3kv ({hiding}) before that of vllm-s3kv ({ours}): "
             f"remove it from the path, or if it is installed, {_REMEDY}"
         )
     try:
@@ -69,9 +69,9 @@ def _conflict() -> str:
     except metadata.PackageNotFoundError:
         return ""
     files = (Path(str(other.locate_file(file))).resolve() for file in other.files or ())
-    if any(file.is_relative_to(_OURS) for file in files):
+    if any(file.is_relative_to(ours) for file in files):
         return (
             f"another distribution, s3kv {other.version}, has files among those of vllm-s3kv "
-            f"({_OURS}): {_REMEDY}"
+            f"({ours}): {_REMEDY}"
         )
     return ""

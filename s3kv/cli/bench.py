@@ -144,12 +144,19 @@ class Measurement:
 
     async def run(self, requests: int, small_requests: int) -> Speeds:
         """Run the measurement, and delete what it wrote. requests: of each direction. Raises
-        `StoreError`, also if an object could not be deleted."""
+        `StoreError`: the first one, also if it is that an object could not be deleted."""
+        first: StoreError | None = None
         try:
             return await self._run(requests, small_requests)
+        except StoreError as error:
+            first = error
+            raise
         finally:
-            # Also when it is cancelled, as by Ctrl-C: what has begun is waited for.
-            await asyncio.shield(asyncio.wait_for(self._clean(), _CLEANING_TIMEOUT_S))
+            try:
+                # Also when it is cancelled, as by Ctrl-C: what has begun is waited for.
+                await asyncio.shield(asyncio.wait_for(self._clean(), _CLEANING_TIMEOUT_S))
+            except StoreError as error:
+                raise first or error from None
 
     async def _run(self, requests: int, small_requests: int) -> Speeds:
         # One buffer for each request under way, filled, so that its pages exist beforehand.

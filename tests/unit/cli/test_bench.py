@@ -122,6 +122,18 @@ async def measured(store: MemoryStore, requests: int = 10) -> Speeds:
     return await measurement.run(requests, 5)
 
 
+async def test_the_first_error_is_told_and_not_that_of_cleaning_up() -> None:
+    class Missing(MemoryStore):
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            raise StoreUnavailable("s3:PutObject")
+
+        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+            raise StoreUnavailable("s3:DeleteObject")
+
+    with pytest.raises(StoreUnavailable, match="s3:PutObject"):
+        await measured(Missing())
+
+
 async def test_as_many_at_once_as_asked_for() -> None:
     class Counting(MemoryStore):
         running = most = 0

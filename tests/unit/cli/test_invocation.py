@@ -110,6 +110,15 @@ def test_ctrl_c_while_it_starts(module: str) -> None:
     assert (done.returncode, done.stderr) == (130, "s3kv: interrupted\n")
 
 
+def test_nothing_is_imported_before_ctrl_c_is_met() -> None:
+    code = "import sys; had = {*sys.modules}; import vllm_s3kv; print(*{*sys.modules} - had)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert set(done.stdout.split()) <= {"vllm_s3kv", "__future__"}
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "doctor"])
 def test_ctrl_c_while_the_bucket_is_silent(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
