@@ -258,10 +258,11 @@ class Config:
         return secret
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], source: str = "kv_connector_extra_config") -> Config:
-        """The settings in `raw`, which vLLM calls `source`.
+    def parse(cls, raw: Mapping[str, Any], source: str = "the settings") -> Config:
+        """The settings in `raw`.
 
-        Raises `ConfigError`, for a setting that does not exist as well.
+        source: their name in messages. Raises `ConfigError`, for a setting that does not exist as
+        well.
         """
         for name in raw:
             if name in _RENAMED:
@@ -271,11 +272,12 @@ class Config:
                 )
             if name not in _ANNOTATIONS:
                 near = difflib.get_close_matches(str(name), _ANNOTATIONS, n=1)
-                meant = f"; did you mean {near[0]!r}?" if near else "."
-                raise ConfigError(
-                    f"unknown setting {name!r} in {source}{meant} "
-                    f"Known: {', '.join(sorted(_ANNOTATIONS))}"
+                advice = (
+                    f"; did you mean {near[0]!r}?"
+                    if near
+                    else f". Known: {', '.join(sorted(_ANNOTATIONS))}"
                 )
+                raise ConfigError(f"unknown setting {name!r} in {source}{advice}")
         if "bucket" not in raw:
             raise ConfigError(
                 f'bucket is missing: name the bucket in {source}, as in {{"bucket": "my-bucket"}}'

@@ -74,7 +74,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         join_vllm_log()
         transfer = self._kv_transfer_config
-        config = Config.parse(transfer.kv_connector_extra_config)
+        config = Config.parse(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         check_supported(vllm_config, kv_cache_config)
         check_media_names(vllm_config, trusted=config.trust_media_names)
         sizes = geometry(config, vllm_config, kv_cache_config)

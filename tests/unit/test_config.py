@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, get_args
 
 import pytest
@@ -51,7 +52,8 @@ def test_a_wrong_value_is_told_with_what_is_allowed(setting: str, value: Any) ->
     [("buket", "bucket"), ("hostbytes", "host_bytes"), ("max_wait", "max_wait_ms")],
 )
 def test_an_unknown_setting_is_told_with_the_nearest(wrong: str, right: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown setting '{wrong}'.*did you mean '{right}'"):
+    told = f"unknown setting '{wrong}' in the settings; did you mean '{right}'?"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
         parse(**{wrong: 1})
 
 

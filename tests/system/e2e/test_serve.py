@@ -339,7 +339,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "unknown setting": (
         {"chunk_token": 128},
         True,
-        ("chunk_token'", "did you mean 'chunk_tokens'"),
+        ("chunk_token' in kv_connector_extra_config", "did you mean 'chunk_tokens'"),
     ),
     "wrong bucket": ({"bucket": "no-such-bucket"}, True, ("no-such-bucket", "create the bucket")),
     "no credentials": ({}, False, ("no credentials found", "set AWS_ACCESS_KEY_ID")),
