@@ -49,6 +49,7 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
             found, under = await walk.namespaces(store, config.prefix), None
             if not found:
                 await walk.report_empty(store, config.bucket, config.prefix)
+                return
         else:
             place = await walk.resolve(store, config.prefix, namespace)
             if not summary:
