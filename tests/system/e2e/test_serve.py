@@ -205,10 +205,12 @@ def test_serve_restart_serve(
             assert server.metric("vllm:external_prefix_cache_hits_total") == 0
             slow.wait_until_shut(30.0)
             under_way = len(s3.objects(bucket))
+            printed = len(log.read_text())
             server.interrupt()
             slow.open()
             server.wait_until_gone(60.0)
     assert under_way < 12
+    assert re.search(r'File ".*/s3kv/', log.read_text()[printed:]) is None, "a traceback of ours"
 
     log = tmp_path / "warm.log"
     with vllm_serve(tiny, by_name, s3.env, log) as server:

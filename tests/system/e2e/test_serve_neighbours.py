@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lab.s3 import S3Server
@@ -28,6 +29,25 @@ def test_a_server_whose_port_is_in_use_ends_with_that(
             server.kill()
     last = [line for line in printed if line.strip()][-1]
     assert last.endswith("Address already in use")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * START_AND_STOP_S)
+def test_what_outlives_a_kill_9_ends_when_it_is_told(
+    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    """vLLM's engine outlives its server, with or without s3kv. It gets a SIGTERM here, as from the
+    `pkill` of the quick start, and takes the I/O process along."""
+
+    def running(word: str) -> list[psutil.Process]:
+        return [p for p in server.processes() if word in " ".join(p.cmdline())]
+
+    with vllm_serve(tiny, patient, s3.env, tmp_path / "server.log") as server:
+        assert running("s3kv.io")
+        server.kill_first()
+        for engine in running("VLLM::EngineCore"):
+            engine.terminate()
+        wait_until("all processes end", lambda: not server.processes(), 120.0)
 
 
 @pytest.mark.nightly
