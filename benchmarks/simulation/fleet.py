@@ -152,7 +152,7 @@ def make_engine(
     admitted: Admission,
 ) -> Engine:
     config = Config(bucket="trace", recompute_gate=setup.recompute_gate == "on")
-    planner = _planner(config, setup, policy)
+    planner = make_planner(config, setup, policy)
     pool = PagePool(setup.pages, keeps=policy != "no cache")
     chunk_bytes = setup.layout.object_bytes
     engine = Engine(timeline, planner, pool, setup.speed, chunk_bytes, admitted)
@@ -169,7 +169,7 @@ def make_engine(
     return engine
 
 
-def _planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
+def make_planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
     """As `s3kv.connectors.kv_scheduler` makes it, with the defaults of `s3kv.config`."""
     is_on = policy not in BASELINES
     ledger = Ledger(

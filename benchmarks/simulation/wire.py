@@ -18,7 +18,7 @@ from functools import partial
 
 from benchmarks.simulation.expiry import KeptBucket
 from s3kv.io.server.jobs import JobQueue, TransferJob
-from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder
+from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder
 from s3kv.objects.codec import ChunkFormat
 from s3kv.types import ChunkKey, Outcome
 
@@ -66,10 +66,19 @@ class Link:
         self._bytes_per_s = bytes_per_s
         self._plan()
 
-    def carry(self, nbytes: int, on_end: Callable[[], None]) -> None:
+    def carry(self, nbytes: int, on_end: Callable[[], None]) -> int:
+        """Returns the number of the flight."""
         self._serve()
         self._started += 1
         heapq.heappush(self._flights, (self._served + nbytes, self._started, on_end))
+        self._plan()
+        return self._started
+
+    def break_off(self, number: int) -> None:
+        """Carry no more of a flight."""
+        self._serve()
+        self._flights = [flight for flight in self._flights if flight[1] != number]
+        heapq.heapify(self._flights)
         self._plan()
 
     @property
@@ -175,7 +184,7 @@ class IoProcess:
     def fetch(self, order: FetchOrder) -> None:
         self._add(order.job_id, JobKind.FETCH, order.key)
 
-    def upload(self, order: SaveOrder) -> None:
+    def upload(self, order: SaveOrder | UploadOrder) -> None:
         self._add(order.job_id, JobKind.UPLOAD, order.key)
 
     def send(self, block_hash: bytes) -> None:
