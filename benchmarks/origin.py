@@ -21,6 +21,14 @@ _KEEPING = (
     "s3kv/objects/ages.py",
     "s3kv/objects/sweep.py",
 )
+_LIMITED = (
+    "benchmarks/simulation/s3.py",
+    "benchmarks/simulation/service.py",
+    "s3kv/io/server/jobs.py",
+    "s3kv/io/server/pacing.py",
+    "s3kv/io/server/transfers.py",
+    "s3kv/objects/keys.py",
+)
 _SERVING = tuple(
     f"s3kv/{folder}"
     for folder in ("connectors", "device", "host", "io", "objects", "planning", "worker")
@@ -31,7 +39,9 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "engine": _SERVING,
     "peers": _SERVING,
     "planner": ("s3kv/host", "s3kv/planning"),
+    "replicas": (*_LIMITED, "benchmarks/simulation/replicas.py", "benchmarks/simulation/scaled.py"),
     "slow": _SERVING,
+    "throttled": ("benchmarks/throttled.py", *_LIMITED),
     "trace": (
         "benchmarks/simulation",
         "s3kv/host",

@@ -11,7 +11,8 @@ median of 30 ms and a 99th percentile of 300 ms.
 Runs:
 
     grown      twenty minutes of the trace, from an empty bucket that is one partition
-    sampled    the same at ten replicas and a lower limit: all of them, and samples of them. The
+    probing    the largest of these fleets with a first window of 16 chunks instead of 64
+    sampled    the first at ten replicas and a lower limit: all of them, and samples of them. The
                difference is the error of the sample
     together   1,000 replicas start at once, with nothing in memory, on a full bucket, to requests
                of two minutes that wait for them
@@ -19,8 +20,8 @@ Runs:
 
 Of fleets of more than ten replicas a sample is simulated. Its requests stand for those of all: a
 request is refused at random, as often as the load of the whole fleet demands. What that leaves out:
-requests of replicas that come at the same moment (a second's worth may), and uploads of the others
-that are late or refused. `benchmarks.trace` lists what the engines' model leaves out.
+bursts of several replicas at one moment. Another replica's request uploads all of its chunks or
+none, none as often as the sample drops a chunk. `benchmarks.trace` lists what the engines' model leaves out.
 
 Not modelled: connections that S3 opens late or closes, DNS, a slow or failing part of S3, the
 budget's keeper, several ranks. A fleet with eight ranks sends eight times the requests.
@@ -39,12 +40,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.origin import code, commit
+from benchmarks.rig import say
 from benchmarks.simulation.replicas import Scenario, run
 from benchmarks.simulation.s3 import Limits
+from benchmarks.simulation.scaled import Routing
 from benchmarks.simulation.workload import command, identity, load
 
 SAMPLE = 10
 STAMPEDE_SAMPLE = 25
+ROUTINGS: tuple[Routing, ...] = ("round-robin", "session")
 RESTART_S = 1200.0
 CHECK_LIMITS = Limits(put_per_s=60.0, get_per_s=90.0)
 """About what ten replicas ask for."""
@@ -54,13 +58,22 @@ def scenarios(minutes: float, sizes: Sequence[int], stampede: int) -> dict[str, 
     """The runs, by name. stampede: replicas that start together; 0: without those runs."""
     runs: dict[str, Scenario] = {}
     for replicas in sizes:
-        for routing in ("round-robin", "session"):
+        for routing in ROUTINGS[: 1 if replicas == 1 else 2]:
             runs[f"grown, {replicas}, {routing}"] = Scenario(
                 replicas=replicas,
                 sampled=min(replicas, SAMPLE),
                 routing=routing,
                 until_s=60 * minutes,
             )
+    most = max(sizes)
+    for routing in ROUTINGS:
+        runs[f"probing, {most}, {routing}"] = Scenario(
+            replicas=most,
+            sampled=min(most, SAMPLE),
+            routing=routing,
+            until_s=60 * minutes,
+            config={"probe_chunks": 16},
+        )
     for sampled in (10, 5, 2):
         runs[f"sampled, {sampled} of 10"] = Scenario(
             replicas=10, sampled=sampled, limits=CHECK_LIMITS, until_s=30 * minutes
@@ -103,7 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arrivals = load(options.trace)
     wanted = scenarios(options.minutes, options.sizes, options.stampede)
     with ProcessPoolExecutor(options.jobs) as pool:
-        found = dict(zip(wanted, pool.map(partial(run, arrivals), wanted.values()), strict=True))
+        found = {}
+        figures = pool.map(partial(run, arrivals), wanted.values())
+        for name in wanted:
+            found[name] = next(figures)
+            say(f"{name}: {found[name]['slow_down_percent']} % refused")
     result = {
         "benchmark": "replicas",
         "command": command("replicas", arguments, options.trace),

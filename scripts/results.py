@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from scripts import fleets
 from scripts.marks import filled
 from scripts.pictures import ROOT, recorded
 
@@ -25,7 +26,17 @@ def page() -> str:
 
 def simulation_page() -> str:
     """docs/trace.md."""
-    return filled(ROOT / "docs" / "trace.md", {"kept": kept(recorded("bucket-kept.json"))})
+    fleet = recorded("replicas.json")
+    return filled(
+        ROOT / "docs" / "trace.md",
+        {
+            "kept": kept(recorded("bucket-kept.json")),
+            "grown": fleets.grown(fleet),
+            "sampled": fleets.sampled(fleet),
+            "started": fleets.started(fleet),
+            "throttled": fleets.throttled(recorded("throttled.json")),
+        },
+    )
 
 
 def kept(result: dict[str, Any]) -> str:

@@ -94,6 +94,7 @@ class Fleet:
         self.answered = 0
         self.engines: list[Engine] = []
         self.transports: list[ServiceTransport] = []
+        self._rng = random.Random(f"{seed} others")
         starts = random.Random(f"{seed} starts")
         self.starts_s = [starts.uniform(0.0, scenario.spread_s) for _ in range(scenario.sampled)]
         for place, start_s in enumerate(self.starts_s):
@@ -156,10 +157,15 @@ class Fleet:
                 self._timeline.at(begun_s, partial(self._compute_elsewhere, arrival))
 
     def _compute_elsewhere(self, arrival: Arrival) -> None:
-        """Another replica answers a request as fast as those of the sample do, then uploads."""
+        """Another replica answers a request as fast as those of the sample do, then uploads its
+        chunks, or drops them, as often as they drop theirs."""
         taken_s = [seconds for engine in self.engines for seconds in engine.seen.ttft_s[-8:]]
         done_s = self._timeline.now_s + (sum(taken_s) / len(taken_s) if taken_s else 1.0)
-        self._timeline.at(done_s, partial(self.bucket.chunks.update, arrival.hashes))
+        saved = sum(engine.planner.counters["saves"] for engine in self.engines)
+        dropped = sum(engine.planner.counters["saves_dropped"] for engine in self.engines)
+        share = saved / (saved + dropped) if saved else 1.0
+        if self._rng.random() < share:
+            self._timeline.at(done_s, partial(self.bucket.chunks.update, arrival.hashes))
 
     def run(self) -> None:
         loop = self._loop
@@ -232,6 +238,11 @@ def _figures(scenario: Scenario, fleet: Fleet) -> dict[str, Any]:
         "percent": {
             tier: round(100 * count / fleet.prompt_tokens, 2) for tier, count in tokens.items()
         },
+        "bucket_percent_of_first": {
+            str(count): _bucket_percent(fleet.engines[:count])
+            for count in (2, 5)
+            if count <= scenario.sampled
+        },
         "ttft_ms": percentiles_ms([s for e in fleet.engines for s in e.seen.ttft_s], 50, 95, 99),
         "s3_requests": {
             name: bucket.requests[name]
@@ -266,6 +277,18 @@ def _figures(scenario: Scenario, fleet: Fleet) -> dict[str, Any]:
         },
         "usd_per_hour": _bill(scenario, fleet, tokens["bucket"]),
     }
+
+
+def _bucket_percent(engines: Sequence[Engine]) -> float:
+    """Of the prompt tokens of some replicas, the share from the bucket."""
+    found = sum(engine.planner.counters["hit_tokens_bucket"] for engine in engines)
+    others = sum(
+        engine.planner.counters["hit_tokens_host"]
+        + engine.seen.gpu_tokens
+        + engine.seen.computed_tokens
+        for engine in engines
+    )
+    return round(100 * found / (found + others), 2)
 
 
 def _share(by_minute: Counter[tuple[int, bool]], minute: int) -> float:

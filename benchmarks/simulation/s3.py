@@ -6,9 +6,9 @@ SlowDown above that; more partitions after sustained load. What it does not, and
 
 - Writes and reads share a partition: a write takes 1/3,500 of its second, a read 1/5,500.
 - A second's worth of requests may come at once. A refused request takes nothing of the limit.
-- A bucket begins as one partition. One whose load was above 80 % of its limit for five minutes
-  splits at the median of the keys that were asked for lately, in no time. Partitions never merge,
-  and one with a single busy key does not split.
+- A bucket begins as one partition. One whose load was above 80 % of its limit in each of five
+  minutes splits at the median of the keys that were asked for lately, in no time. Partitions never
+  merge, and one with a single busy key does not split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LOOK_S = 10.0
+_LOOK_S = 60.0
 _RECENT_KEYS = 256
 
 

@@ -88,7 +88,8 @@ class SharedBucket:
         self.requests[verb] += 1
         self.slow_downs[verb] += not served
         self.by_minute[int(now_s // 60), not served] += 1
-        self.by_key[key] += 1
+        if verb != "list":
+            self.by_key[key] += 1
         return served
 
     def image(self, block_hash: bytes) -> memoryview:

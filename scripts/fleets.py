@@ -1,0 +1,110 @@
+"""The tables of docs/trace.md about fleets, from benchmarks/results/."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SOURCES = ("gpu", "host", "bucket", "computed")
+
+
+def grown(result: dict[str, Any]) -> str:
+    """Fleets of several sizes."""
+    lines = [
+        "| replicas | routing | device | host | bucket | computed | TTFT, median | p95 "
+        "| SlowDown | in the worst minute | partitions | requests | storage | computing spared |",
+        "|---" * 14 + "|",
+    ]
+    for name, run in result["runs"].items():
+        kind = name.partition(",")[0]
+        if kind in ("grown", "probing"):
+            settings = ", `probe_chunks` 16" if kind == "probing" else ""
+            usd = run["usd_per_hour"]
+            lines.append(
+                f"| {run['replicas']:,} | {run['routing']}{settings} | {_sources(run)} "
+                f"| {_seconds(run, 'p50')} | {_seconds(run, 'p95')} | {_refused(run)} "
+                f"| {run['slow_down_percent_worst_minute']:.1f} % | {run['partitions']} "
+                f"| ${usd['puts'] + usd['gets']:,.2f} | ${usd['storage']:,.2f} "
+                f"| ${usd['spared']:,.2f} |"
+            )
+    return "\n".join([*lines, "", _origin(result)])
+
+
+def started(result: dict[str, Any]) -> str:
+    """Fleets that start on a full bucket."""
+    lines = [
+        "| start | partitions before | after | bucket | computed | TTFT, median | SlowDown "
+        "| chunks found | chunks not there | failed |",
+        "|---" * 10 + "|",
+    ]
+    for name, run in result["runs"].items():
+        kind, *rest = name.split(", ")
+        if kind in ("together", "in turn"):
+            share, fetches = run["percent"], run["fetches"]
+            told = ", ".join([kind, *(f"`{setting}`" for setting in rest[1:])])
+            lines.append(
+                f"| {told} | {rest[0]} | {run['partitions']} | {share['bucket']:.1f} "
+                f"| {share['computed']:.1f} | {_seconds(run, 'p50')} | {_refused(run)} "
+                f"| {fetches.get('ok', 0):,} | {fetches.get('missing', 0):,} "
+                f"| {fetches.get('failed', 0):,} |"
+            )
+    return "\n".join(lines)
+
+
+def sampled(result: dict[str, Any]) -> str:
+    """The error of samples."""
+    lines = [
+        "| simulated, of ten | device | host | bucket | of the same replicas, among all ten "
+        "| computed | TTFT, median | SlowDown |",
+        "|---" * 8 + "|",
+    ]
+    every = result["runs"]["sampled, 10 of 10"]
+    for name, run in result["runs"].items():
+        if name.startswith("sampled"):
+            share = run["percent"]
+            same = every["bucket_percent_of_first"].get(str(run["sampled"]))
+            told = f"{same:.1f}" if same is not None else "–"
+            lines.append(
+                f"| {run['sampled']} | {share['gpu']:.1f} | {share['host']:.1f} "
+                f"| {share['bucket']:.1f} | {told} | {share['computed']:.1f} "
+                f"| {_seconds(run, 'p50')} | {_refused(run)} |"
+            )
+    return "\n".join(lines)
+
+
+def throttled(result: dict[str, Any]) -> str:
+    """The model against the client."""
+    lines = [
+        "| limit, requests/s | answered/s: client | model | SlowDown: client | model "
+        "| fetches failed: client | model |",
+        "|---" * 7 + "|",
+    ]
+    for limit, row in result["limits_per_s"].items():
+        pairs = (
+            f"{row[who][figure]:.1f}{unit}"
+            for figure, unit in (
+                ("answered_per_s", ""),
+                ("slow_down_percent", " %"),
+                ("failed_percent", " %"),
+            )
+            for who in ("client", "model")
+        )
+        lines.append(f"| {limit} | {' | '.join(pairs)} |")
+    seconds = f"{result['seconds']:g}"
+    told = f"`python -m benchmarks.throttled --seconds {seconds}`, at {result['commit']}."
+    return "\n".join([*lines, "", told])
+
+
+def _origin(result: dict[str, Any]) -> str:
+    return f"`{result['command']}`, at {result['commit']}."
+
+
+def _sources(run: dict[str, Any]) -> str:
+    return " | ".join(f"{run['percent'][source]:.1f}" for source in _SOURCES)
+
+
+def _seconds(run: dict[str, Any], percentile: str) -> str:
+    return f"{run['ttft_ms'][percentile] / 1e3:.1f} s"
+
+
+def _refused(run: dict[str, Any]) -> str:
+    return f"{run['slow_down_percent']:.2f} %"
