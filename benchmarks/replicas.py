@@ -12,7 +12,7 @@ Runs:
 
     grown      twenty minutes of the trace, from an empty bucket that is one partition
     probing    the largest of these fleets with a first window of 16 chunks instead of 64
-    sampled    the first at ten replicas and a lower limit: all of them, and samples of them. The
+    sampled    ten minutes at ten replicas and a lower limit: all of them, and samples of them. The
                difference is the error of the sample
     together   1,000 replicas start at once, with nothing in memory, on a full bucket, to requests
                of two minutes that wait for them
@@ -21,7 +21,8 @@ Runs:
 Of fleets of more than ten replicas a sample is simulated. Its requests stand for those of all: a
 request is refused at random, as often as the load of the whole fleet demands. What that leaves out:
 bursts of several replicas at one moment. Another replica's request uploads all of its chunks or
-none, none as often as the sample drops a chunk. `benchmarks.trace` lists what the engines' model leaves out.
+none, none as often as the sample drops a chunk. `benchmarks.trace` lists what the engines' model
+leaves out.
 
 Not modelled: connections that S3 opens late or closes, DNS, a slow or failing part of S3, the
 budget's keeper, several ranks. A fleet with eight ranks sends eight times the requests.
