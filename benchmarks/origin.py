@@ -41,7 +41,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "planner": ("s3kv/host", "s3kv/planning"),
     "replicas": (*_LIMITED, "benchmarks/simulation/replicas.py", "benchmarks/simulation/scaled.py"),
     "slow": _SERVING,
-    "throttled": ("benchmarks/throttled.py", *_LIMITED),
+    "throttled": _LIMITED,
     "trace": (
         "benchmarks/simulation",
         "s3kv/host",

@@ -40,8 +40,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.deadline import ends, say
 from benchmarks.origin import code, commit
-from benchmarks.rig import say
 from benchmarks.simulation.replicas import Scenario, run
 from benchmarks.simulation.s3 import Limits
 from benchmarks.simulation.scaled import Routing
@@ -103,17 +103,21 @@ def scenarios(minutes: float, sizes: Sequence[int], stampede: int) -> dict[str, 
     return runs
 
 
+@ends(7200)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
+    parser.add_argument("--quick", action="store_true", help="a minute of two small fleets")
     parser.add_argument("--minutes", type=float, default=20.0, help="of the trace, of `grown`")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--stampede", type=int, default=1000, help="replicas that start at once")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a process each")
     parser.add_argument("--json", type=Path, help="write everything there")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.minutes, options.sizes, options.stampede = 1.0, [1, 100], 0
     arrivals = load(options.trace)
     wanted = scenarios(options.minutes, options.sizes, options.stampede)
     with ProcessPoolExecutor(options.jobs) as pool:

@@ -69,6 +69,7 @@ PROGRAMS = (
     Program("pages", quick=("0.25", "3")),
     Program("tail"),
     Program("ranges"),
+    Program("throttled"),
     Program("objects", server=True),
     Program("encoder", server=True),
     Program("engine", server=True),
@@ -77,6 +78,7 @@ PROGRAMS = (
     Program("trace", trace=True),
     Program("bucket", trace=True),
     Program("states", trace=True),
+    Program("replicas", trace=True),
 )
 
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.rig import begin, machine, publish
+from benchmarks.deadline import begin, ends, say
+from benchmarks.rig import machine, publish
 from benchmarks.shaped import BUCKET, Shape, shaped
 from benchmarks.simulation.replicas import NAMESPACE
 from benchmarks.simulation.s3 import Limits, Partitions
@@ -121,20 +122,25 @@ def measured(shape: Shape, seconds: float, seed: int) -> dict[str, float]:
         return uvloop.run(ask())
 
 
+@ends(GIVE_UP_S)
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each row")
     parser.add_argument("--requests-per-s", type=float, nargs="+", default=list(PER_S))
+    parser.add_argument("--quick", action="store_true", help="five seconds each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.seconds = 5.0
     os.environ |= {"AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none"}
     os.environ |= {"AWS_DEFAULT_REGION": "us-east-1"}
     begin("benchmarks.shaped", GIVE_UP_S)
     rows = {}
     for per_s in options.requests_per_s:
+        say(f"{per_s:g} requests a second")
         shape = Shape(requests_per_s=per_s)
         rows[f"{per_s:g}"] = {
             "client": measured(shape, options.seconds, options.seed),

@@ -167,8 +167,9 @@ class HostStore(MemoryStore):
         self._bucket.requests["put_new" if is_new else "put_exists"] += 1
         return is_new
 
-    async def check(self) -> None:
-        await self._answer("list", self._bucket.namespace.root)
+    async def check(self, prefix: str | None = None) -> bool:
+        await self._answer("list", prefix or "")
+        return await super().check(prefix)
 
     async def _answer(self, verb: str, key: str) -> None:
         await self._answered(self._bucket.take(verb, key, self._timeline.now_s))
