@@ -4,8 +4,9 @@
 and every figure is the median over the rounds. `ratio` is the row's MB/s over that of plain
 blocking sockets in threads in the same round, which is what this machine and this server can give;
 `cpu_s_per_gib` is the client process's processor time while bytes moved, and `cpu_us_per_request`
-the same by request. The rows "get aiobotocore" and "put aiobotocore" go through AWS's SDK instead
-of our own client. Credentials are botocore's.
+the same by request. "raw get alone" is one such socket in one thread: threads of Python cost
+processor time when they take turns. The rows "get aiobotocore" and "put aiobotocore" go through
+AWS's SDK instead of our own client. Credentials are botocore's.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ AT_ONCE = 8
 HASH = bytes(32)
 KEYS = [f"s3kv-benchmark/{i}" for i in range(AT_ONCE)]
 ROWS = (
-    *("raw get", "get", "get asyncio", "get checked", "get aiobotocore"),
+    *("raw get", "raw get alone", "get", "get asyncio", "get checked", "get aiobotocore"),
     *("raw put", "put", "put asyncio", "put aiobotocore"),
 )
 
@@ -60,7 +61,8 @@ def row(name: str, url: str, bucket: str, requests: int, chunk: ChunkFormat) -> 
         buffer[:] = b"\x5a" * len(buffer)  # its pages exist before the clock starts
         chunk.seal(buffer, HASH)
     if name.startswith("raw"):
-        wall_s, cpu_s = raw(name.removeprefix("raw ").upper(), url, bucket, requests, buffers)
+        method, *alone = name.removeprefix("raw ").upper().split()
+        wall_s, cpu_s = raw(method, url, bucket, requests, buffers[:1] if alone else buffers)
     else:
         work = ours(name, url, bucket, requests, buffers, chunk)
         wall_s, cpu_s = asyncio.run(work) if "asyncio" in name else uvloop.run(work)
@@ -106,7 +108,7 @@ def raw(
     client = boto3.client("s3", endpoint_url=url, config=settings)
     verb = f"{method.lower()}_object"
     heads = []
-    for key in KEYS:
+    for key in KEYS[: len(buffers)]:
         signed = client.generate_presigned_url(verb, Params={"Bucket": bucket, "Key": key})
         parts = urlsplit(signed)
         length = len(buffers[0]) if method == "PUT" else 0

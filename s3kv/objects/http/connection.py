@@ -38,9 +38,10 @@ class Stale(Lost):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection; carries one exchange at a time."""
+    """One connection; carries one exchange at a time. address: of the peer."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Patience, address: str = "") -> None:
+        self.address = address
         self._loop = asyncio.get_running_loop()
         self._patience = patience
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))

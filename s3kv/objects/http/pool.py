@@ -1,5 +1,7 @@
 """A small HTTP/1.1 connection pool for bodies received in place (see `connection`).
 
+Connections spread over the addresses of the origin's name, and leave one that fails (`addresses`).
+
 A general client copies each body at least once, and a cache moves nothing but bodies. This pool
 speaks to one origin, sends bodies with Content-Length, and knows no redirects, no cookies and no
 proxies: behind a proxy `aiobotocore` is used instead (`s3.s3_store`). All of it belongs to one
@@ -16,6 +18,7 @@ import sys
 from contextlib import suppress
 
 from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects.http.addresses import Addresses
 from s3kv.objects.http.connection import Connection, Lost, Stale
 from s3kv.objects.http.exchange import BadAnswer, Request, Response
 from s3kv.objects.http.watch import Patience, Stalled
@@ -48,6 +51,7 @@ class Pool:
         patience: Patience,
     ) -> None:
         self._host, self._port, self._tls = host, port, tls
+        self._addresses = Addresses(host, port)
         self._patience = patience
         self._permits = asyncio.Semaphore(size)
         self._open: set[Connection] = set()
@@ -115,25 +119,66 @@ class Pool:
         except (Lost, BadAnswer) as error:
             raise StoreUnavailable(f"{request.method} to {self.origin} failed: {error}") from error
         except Stalled as error:
+            self._leave(connection.address)
             raise StoreUnavailable(f"{request.method} to {self.origin} {error}") from error
         if connection.is_open:
             self._idle.append(connection)
         return response
 
+    def _leave(self, address: str) -> None:
+        """Open connections elsewhere for a while, and end the idle ones to this address."""
+        self._addresses.failed(address)
+        if self._addresses.several:
+            for connection in self._idle:
+                if connection.address == address:
+                    connection.abort()
+
     async def _connect(self) -> Connection:
+        tried: list[str] = []
         try:
             async with timeout(self._patience.connect_ms / 1e3):
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._patience),
-                    self._host,
-                    self._port,
-                    ssl=self._tls,
-                )
+                return await self._connect_in_order(tried)
         except (OSError, asyncio.TimeoutError) as error:
+            if tried:
+                self._addresses.failed(tried[-1])
             code, why = why_unreachable(error, self._patience.connect_ms)
             raise StoreUnavailable(f"{self.origin}: {why}", code=code) from error
+
+    async def _connect_in_order(self, tried: list[str]) -> Connection:
+        """Connect to the first address that takes the connection, and note in `tried` where that
+        was tried. Raises the last address's error; one of TLS at once."""
+        addresses = await self._addresses.in_order()
+        for address in addresses[:-1]:
+            tried.append(address)
+            try:
+                return await self._connect_to(address)
+            except ssl.SSLError:
+                raise
+            except OSError:
+                self._addresses.failed(address)
+        tried.append(addresses[-1])
+        return await self._connect_to(addresses[-1])
+
+    async def _connect_to(self, address: str) -> Connection:
+        self._addresses.taken(address)
+        try:
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: Connection(self._patience, address),
+                address,
+                self._port,
+                ssl=self._tls,
+                server_hostname=self._host if self._tls else None,
+            )
+        except BaseException:
+            self._addresses.left(address)
+            raise
+
+        def ended(_: object) -> None:
+            self._open.discard(connection)
+            self._addresses.left(address)
+
         self._open.add(connection)
-        connection.closed.add_done_callback(lambda _: self._open.discard(connection))
+        connection.closed.add_done_callback(ended)
         return connection
 
 
