@@ -15,9 +15,8 @@ import pytest
 
 from lab.certificates import self_signed
 from s3kv.errors import StoreUnavailable
-from s3kv.objects.http.addresses import BAD_S, Addresses
 from s3kv.objects.http.exchange import Request
-from s3kv.objects.http.pool import Pool
+from s3kv.objects.http.pool import BAD_S, Addresses, Pool
 from s3kv.objects.http.watch import Patience
 
 GET = Request("GET", "/k", {"Host": "store"})
@@ -37,7 +36,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, str]]
         more = {V4: (), V6: (0, 0)}
         return [(f, socket.SOCK_STREAM, 6, "", (a, port, *more[f])) for f, a in known[host]]
 
-    monkeypatch.setattr("s3kv.objects.http.addresses.look_up", look_up)
+    monkeypatch.setattr("s3kv.objects.http.pool.look_up", look_up)
     return known
 
 
