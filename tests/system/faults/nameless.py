@@ -18,13 +18,11 @@ VARIABLE = "S3KV_TEST_NAMELESS"
 
 
 class _Loop(uvloop.Loop):
-    async def create_connection(
-        self, factory: Any, host: Any = None, port: Any = None, **options: Any
-    ) -> Any:
+    async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
         if host == NAME and Path(os.environ[VARIABLE]).exists():
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         host = "127.0.0.1" if host == NAME else host
-        return await super().create_connection(factory, host, port, **options)
+        return await super().getaddrinfo(host, port, **options)
 
 
 if __name__ == "__main__":
