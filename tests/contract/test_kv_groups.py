@@ -27,7 +27,7 @@ from s3kv.connectors.kv_groups import (
     grouping_module,
     states_of,
 )
-from s3kv.connectors.kv_translate import geometry
+from s3kv.connectors.kv_translate import equal_ranks, geometry
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.cover import GroupKind
 from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, groups
@@ -130,6 +130,41 @@ def test_what_a_state_is_made_of_is_told_and_for_states_alone(keeps_states: Any)
         dataclasses.replace(STATE, mamba_type=KINDS["GDN_ATTN"]),
     )
     assert len({json.dumps(told(state)) for state in (STATE, *others)}) == 4
+
+
+def kimi_linear() -> list[Any]:
+    """The KV-cache groups that vLLM 0.32 makes of a small Kimi Linear."""
+    delta = MambaSpec(
+        block_size=128,
+        shapes=((3, 384), (4, 32, 32)),
+        dtypes=(torch.float32, torch.float32),
+        page_size_padded=294_912,
+        mamba_cache_mode="align",
+        mamba_type=KINDS["GDN_ATTN"],
+    )
+    latent = MLAAttentionSpec(
+        block_size=128,
+        num_kv_heads=1,
+        head_size=576,
+        dtype=torch.float32,
+        **({"max_tp_shards": 1} if hasattr(FULL, "max_tp_shards") else {}),
+    )
+    return [delta] * 3 + [latent]
+
+
+@NEW_ENOUGH
+def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
+    """The latent heads are equal on all ranks, and the states are not."""
+    cache = groups(*kimi_linear())
+    check_groups_are_served(keeps_states, cache)
+    latent, states = coverages(cache, 128)
+    assert (latent.kind, latent.members) == (GroupKind.FULL, (3,))
+    assert (states.kind, states.members) == (GroupKind.STATE, (0, 1, 2))
+    assert states.interval_tokens == 4 * 3 * 4 * (3 * 384 + 4 * 32 * 32) // (4 * 576)
+    count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
+    if count is not None:
+        cache.kv_tp_replicas = count(cache.kv_cache_groups, 2)
+    assert equal_ranks(cache, 2) == 1
 
 
 def deepseek_v4() -> list[Any]:
