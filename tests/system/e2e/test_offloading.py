@@ -1,0 +1,72 @@
+"""Hits beside those of vLLM's own OffloadingConnector, for models of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import families, models
+from lab.engine import Answer, Engine
+from tests.system.e2e.conftest import START_AND_STOP_S, Serve, at_rest, cached, tokens
+from tests.system.e2e.test_failures import wait_until
+from tests.system.e2e.test_neighbours import offloading
+
+(SYSTEM_PROMPT,) = models.prompts(1, 2_000, seed=70)
+FIRST, SECOND = (SYSTEM_PROMPT + question for question in models.prompts(2, 100, seed=71))
+REPEATED = 2_048
+ARGS: dict[str, Any] = {
+    "dtype": "float32",
+    "enable_prefix_caching": True,
+    "max_num_batched_tokens": 256,
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+@pytest.mark.parametrize(
+    ("build", "shared"),
+    [
+        pytest.param(partial(models.build, preset=models.TINY), 1_920, id="llama"),
+        pytest.param(partial(families.build, family=families.GEMMA3), 1_920, id="gemma3"),
+        pytest.param(partial(families.build, family=families.LFM2), 1_792, id="lfm2"),
+    ],
+)
+def test_a_repeated_and_a_shared_prompt(
+    build: Callable[[Path], Path],
+    shared: int,
+    models_dir: Path,
+    patient: dict[str, Any],
+    serve: Serve,
+    tmp_path: Path,
+) -> None:
+    """A system prompt with two questions: the first is asked again, and then the second. shared:
+    its tokens up to the last chunk's end, and for states up to the last step's end.
+    """
+    model = build(models_dir)
+
+    def ask(engine: Engine, prompt: list[int]) -> Answer:
+        engine.reset_prefix_cache()
+        (answer,) = engine.generate([prompt])
+        return answer
+
+    with Engine(
+        model, connector=offloading(tmp_path / "folder"), log_path=tmp_path / "log", **ARGS
+    ) as engine:
+        wait_until(
+            "it has stored the first prompt",
+            lambda: ask(engine, FIRST).cached_tokens == REPEATED,
+            START_AND_STOP_S,
+        )
+        theirs = [ask(engine, prompt) for prompt in (FIRST, SECOND)]
+    with serve(model, patient, **ARGS) as engine:
+        ask(engine, FIRST)
+        at_rest(engine)
+        ours = [ask(engine, prompt) for prompt in (FIRST, SECOND)]
+        at_rest(engine)
+    assert tokens(ours) == tokens(theirs)
+    assert cached(ours) == [REPEATED, shared]
+    assert all(a >= b for a, b in zip(cached(ours), cached(theirs), strict=True))
