@@ -53,7 +53,8 @@ e2e: $(STAMP) ## only the tests on the real engine
 infra: $(STAMP) ## only the tests of terraform/ and deploy/: they need terraform, its AWS provider and kubectl, but no AWS
 	$(BIN)/python -m pytest -m '(long or not long) and not nightly' tests/system/infra tests/system/deploy $(ARGS)
 
-nightly: $(STAMP) ## the tests that take many minutes
+nightly: $(STAMP) ## the tests that take many minutes; those of engines on several hosts need root
+	$(BIN)/python -m pip install --quiet --editable '.[hosts]'
 	$(BIN)/python -m pytest -m '(long or not long) and nightly' $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, the import contracts, and how docstrings start

@@ -15,19 +15,19 @@ _PIECE_BYTES = 16 * 1024
 class Valve:
     """A TCP proxy that stops passing bytes in the middle of a transfer, until it is opened.
 
-    Threads of the test's process; `with valve(port) as v:` ends them.
+    Threads of the test's process; `with valve(port) as v:` ends them. address: what it listens on.
     """
 
-    def __init__(self, upstream_port: int) -> None:
+    def __init__(self, upstream_port: int, address: str) -> None:
         self._upstream_port = upstream_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((address, 0))
         self._lock = threading.Lock()
         self._left: int | None = None
         self._opened = threading.Event()
         self._opened.set()
         self._shut = threading.Event()
         self._ending = threading.Event()
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.url = f"http://{address}:{self._listener.getsockname()[1]}"
 
     def shut_after(self, nbytes: int) -> None:
         """Let so many more bytes through, both directions and all connections together."""
@@ -90,8 +90,8 @@ class Valve:
 
 
 @contextmanager
-def valve(upstream_port: int) -> Iterator[Valve]:
-    it = Valve(upstream_port)
+def valve(upstream_port: int, address: str = "127.0.0.1") -> Iterator[Valve]:
+    it = Valve(upstream_port, address)
     accepting = threading.Thread(target=it.accept_until_closed, daemon=True)
     accepting.start()
     try:

@@ -1,0 +1,150 @@
+"""One engine on two hosts: its ranks share a network and a bucket, and no memory.
+
+The hosts are namespaces of this machine (`lab.hosts`), and the executor is Ray's. In float32, where
+a token does not depend on how long the hit was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lab import models
+from lab.engine import ROOT, Engine
+from lab.hosts import Host, gateway, hosts, on_ray, start_ray
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    References,
+    cached,
+    changed,
+    tokens,
+)
+from tests.system.e2e.servers import valve
+from tests.system.e2e.test_failures import port_of, wait_until
+from tests.system.e2e.test_parallel import shards
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5 * START_AND_STOP_S)]
+
+PROMPTS = models.prompts(3, 800)
+CHUNKS = 6
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+RANKS = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
+
+
+@contextlib.contextmanager
+def by_ray(
+    them: list[Host], model: Path, directory: Path, env: dict[str, str], **settings: Any
+) -> Iterator[Engine]:
+    """An engine on a Ray cluster. The credentials are given to the engine alone."""
+    cluster = {"RAY_ADDRESS": start_ray(them)}
+    with Engine(
+        model,
+        log_path=directory / "engine.log",
+        in_process=False,
+        env=env | on_ray() | them[0].environment() | cluster,
+        python=them[0].interpreter(directory),
+        distributed_executor_backend="ray",
+        **settings,
+    ) as engine:
+        yield engine
+
+
+def restart(them: list[Host], engine: Engine) -> None:
+    """All hosts lose power, and boot without the engine."""
+    for host in them:
+        host.kill()
+    wait_until("the engine's process is gone", lambda: not engine.processes())
+    for host in them:
+        host.start()
+
+
+def holds(s3: S3Server, bucket: str, prompts: int) -> bool:
+    """Whether the bucket has every rank's part of so many prompts, and nothing else."""
+    found = shards(s3, bucket)
+    return len(found) == prompts * CHUNKS and all(set(f) == RANKS for f in found.values())
+
+
+def check_sound(s3: S3Server, bucket: str) -> None:
+    """`s3kv verify` finds every object to be what its key says."""
+    where = [f"--bucket={bucket}", f"--endpoint-url={s3.url}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "s3kv.cli", "verify", "--json", *where],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | s3.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["checked"] == len(s3.objects(bucket)) > 0
+
+
+def slabs(process: psutil.Process) -> set[str]:
+    """The inodes of the slabs that a process maps."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        return {line.split()[4] for line in maps if "memfd:s3kv-slab" in line}
+    return set()
+
+
+def mapped_on(host: Host) -> dict[psutil.Process, set[str]]:
+    """The processes on a host that map slabs, and which."""
+    return {process: found for process in host.processes() if (found := slabs(process))}
+
+
+def check_local(them: list[Host], env: dict[str, str]) -> None:
+    """Each host has one I/O process, which has the credentials, and one slab, which the host's
+    worker and I/O process map and nobody on another host."""
+    found: list[str] = []
+    for host in them:
+        mapped = mapped_on(host)
+        assert len(mapped) == 2, f"{host.name}: {mapped}"
+        (slab,) = set().union(*mapped.values())
+        found.append(slab)
+        (io,) = [process for process in mapped if "s3kv.io" in process.cmdline()]
+        assert env.items() <= io.environ().items()
+    assert len(set(found)) == len(them)
+
+
+def test_killed_and_started_again_it_hits(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    with hosts("one", "two") as them, valve(port_of(s3), gateway(them[0])) as store:
+        settings = {
+            "connector": changed(patient, endpoint_url=store.url),
+            "dtype": "float32",
+            **TENSOR,
+        }
+        with by_ray(them, tiny, tmp_path, s3.env, **settings) as cold:
+            answers = cold.generate(PROMPTS[:2])
+            assert cached(answers) == [0, 0]
+            assert tokens(answers) == expected[:2]
+            wait_until("both prompts are in the bucket", lambda: holds(s3, bucket, 2), 120.0)
+            check_local(them, s3.env)
+            restart(them, cold)
+        check_sound(s3, bucket)
+        with by_ray(them, tiny, tmp_path, s3.env, **settings) as warm:
+            answers = warm.generate(PROMPTS)
+            assert cached(answers) == [CHUNKS * 128, CHUNKS * 128, 0]
+            assert tokens(answers) == expected
+            counts = warm.metrics()
+            assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
+            assert counts["vllm:s3kv_internal_errors_total"] == 0
+            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3), 120.0)
+        for host in them:
+            wait_until(f"{host.name} has no slab", lambda host=host: not mapped_on(host))
