@@ -297,6 +297,23 @@ def test_a_server_that_is_given_time_finishes_its_uploads(
     assert len(s3.objects(bucket)) == saves
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * START_AND_STOP_S)
+@pytest.mark.parametrize("printed", ["Initializing a V1 LLM engine", "reads and writes bucket"])
+def test_ctrl_c_twice_during_a_start_leaves_nothing_running(
+    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path, printed: str
+) -> None:
+    log = tmp_path / "server.log"
+    server = start(tiny, patient, s3.env, log)
+    try:
+        wait_until("it says so", lambda: printed in log.read_text(), START_AND_STOP_S)
+        server.interrupt()
+        server.interrupt()
+        server.wait_until_gone(120.0)
+    finally:
+        server.kill()
+
+
 @pytest.mark.timeout(2 * START_AND_STOP_S)
 def test_a_request_says_what_of_it_is_cached(
     tiny: Path,
