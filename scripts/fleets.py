@@ -8,25 +8,31 @@ _SOURCES = ("gpu", "host", "bucket", "computed")
 
 
 def grown(result: dict[str, Any]) -> str:
-    """Fleets of several sizes."""
-    lines = [
-        "| replicas | routing | device | host | bucket | computed | TTFT, median | p95 "
-        "| SlowDown | in the worst minute | partitions | requests | storage | computing spared |",
-        "|---" * 14 + "|",
+    """Fleets of several sizes: one table of what requests get, and one of what S3 gets."""
+    hits = [
+        "| replicas | routing | device | host | bucket | computed | TTFT, median | p95 |",
+        "|---" * 8 + "|",
+    ]
+    store = [
+        "| replicas | routing | SlowDown | in the worst minute | partitions | requests | storage "
+        "| computing spared |",
+        "|---" * 8 + "|",
     ]
     for name, run in result["runs"].items():
         kind = name.partition(",")[0]
         if kind in ("grown", "probing"):
             settings = ", `probe_chunks` 16" if kind == "probing" else ""
+            fleet = f"| {run['replicas']:,} | {run['routing']}{settings}"
             usd = run["usd_per_hour"]
-            lines.append(
-                f"| {run['replicas']:,} | {run['routing']}{settings} | {_sources(run)} "
-                f"| {_seconds(run, 'p50')} | {_seconds(run, 'p95')} | {_refused(run)} "
-                f"| {run['slow_down_percent_worst_minute']:.1f} % | {run['partitions']} "
-                f"| ${usd['puts'] + usd['gets']:,.2f} | ${usd['storage']:,.2f} "
-                f"| ${usd['spared']:,.2f} |"
+            hits.append(
+                f"{fleet} | {_sources(run)} | {_seconds(run, 'p50')} | {_seconds(run, 'p95')} |"
             )
-    return "\n".join([*lines, "", _origin(result)])
+            store.append(
+                f"{fleet} | {_refused(run)} | {run['slow_down_percent_worst_minute']:.1f} % "
+                f"| {run['partitions']} | ${usd['puts'] + usd['gets']:,.2f} "
+                f"| ${usd['storage']:,.2f} | ${usd['spared']:,.2f} |"
+            )
+    return "\n".join([*hits, "", *store, "", _origin(result)])
 
 
 def started(result: dict[str, Any]) -> str:
