@@ -26,7 +26,7 @@ ARGS: dict[str, Any] = {"dtype": "float32", "prepare": "lab.latent:keep_prefix_c
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_tier_serves_all_ranks_from_one_object(
     models_dir: Path,
     s3: S3Server,
