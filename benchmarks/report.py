@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     by_name = {program.name: program for program in PROGRAMS}
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(by_name))
-    parser.add_argument("--quick", action="store_true", help="less than two minutes each")
+    parser.add_argument("--quick", action="store_true", help="the short form of each")
     parser.add_argument("--shaped", action="store_true", help="on a server with the shape of S3")
     parser.add_argument("--trace", type=Path, help="a file in Mooncake's form")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks")

@@ -259,10 +259,9 @@ class Config:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], source: str = "the settings") -> Config:
-        """The settings in `raw`.
+        """The settings in `raw`. Raises `ConfigError`, for a setting that does not exist as well.
 
-        source: their name in messages. Raises `ConfigError`, for a setting that does not exist as
-        well.
+        source: their name in messages.
         """
         for name in raw:
             if name in _RENAMED:

@@ -23,7 +23,7 @@ PATH = Path(__file__).resolve().parent / "path"
 LINK = "eth0"
 RAY_PORT = 6379
 
-# The first process of a host: it tells when the host is up, and takes in whom others leave behind.
+# The first process of a host: it says when the host is up, and adopts orphaned processes.
 _INIT = """
 mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /mnt && hostname "$0" && echo up || exit 1
 while :; do sleep 1; done
@@ -40,7 +40,7 @@ class Host:
         self._first: psutil.Process | None = None
 
     def start(self) -> None:
-        """Boot: no process of before is there, and the link is up."""
+        """Boot the host: its link is up, and nothing runs on it."""
         separate = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]
         self._parent = subprocess.Popen(
             [*separate, "--mount-proc", "sh", "-c", _INIT, self.name],
@@ -60,7 +60,7 @@ class Host:
         self.run(["ip", "link", "set", "lo", "up"])
 
     def kill(self) -> None:
-        """The power fails. Idempotent."""
+        """Cut the power: every process is killed, and the link is gone. Idempotent."""
         if self._first is None:
             return
         processes = [*self.processes(), self._first]
@@ -113,7 +113,7 @@ class Host:
 @contextlib.contextmanager
 def hosts(*names: str) -> Iterator[list[Host]]:
     """Hosts on a network of their own, on which the machine itself has the address that ends with
-    1. They go when the block ends, with everything that runs on them.
+    1. They and everything that runs on them end with the block.
     """
     number = os.getpid() % 250
     bridge, network = f"lab{number}", f"10.213.{number}"

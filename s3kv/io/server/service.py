@@ -216,12 +216,10 @@ class Service:
             checked = self._transfers.attempts(lambda: self._store.check(self._namespace.root))
             known = await asyncio.wait_for(checked, config.start_timeout_ms / 1000)
         except asyncio.TimeoutError:
-            trouble, message = (
-                "unavailable",
-                (
-                    f"bucket {config.bucket!r} gave no answer within start_timeout_ms "
-                    f"({config.start_timeout_ms}): look at endpoint_url and the network"
-                ),
+            trouble = "unavailable"
+            message = (
+                f"bucket {config.bucket!r} gave no answer within start_timeout_ms "
+                f"({config.start_timeout_ms}): look at endpoint_url and the network"
             )
         except StoreError as error:
             trouble, message = _TROUBLE.get(type(error), "unavailable"), str(error)

@@ -37,9 +37,9 @@ IDLE_LIMIT_S = 20.0
 """Longest idle time after which a connection is used again. Load balancers drop idle connections
 silently, and only a request that gets no answer would show it."""
 BAD_S = 60.0
-"""Time for which an address where a connection or a request failed is tried after the others."""
-Place = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
-Entry = tuple[socket.AddressFamily, socket.SocketKind, int, str, Place]
+"""Time for which an address is tried last after it took no connection or gave no answer."""
+_SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
+_AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, _SocketAddress]
 
 
 class Pool:
@@ -260,7 +260,7 @@ class Addresses:
         self._bad_until_s[address] = asyncio.get_running_loop().time() + BAD_S
 
 
-async def look_up(host: str, port: int) -> Sequence[Entry]:
+async def look_up(host: str, port: int) -> Sequence[_AddressInfo]:
     """The resolver's answer. Raises `OSError`."""
     loop = asyncio.get_running_loop()
     return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -274,7 +274,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _written(place: Place) -> str:
+def _written(place: _SocketAddress) -> str:
     """An address as text, with the interface of a link-local one."""
     address = str(place[0])
     return f"{address}%{place[3]}" if len(place) == 4 and place[3] else address
