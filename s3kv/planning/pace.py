@@ -4,8 +4,9 @@ Every wait has a deadline. A request waits for its missing chunks only while
 
 1. fetching them is expected to take at most `GAIN` of the time to compute them,
 2. it has waited less than the time to compute all chunks it wanted when the wait began,
-3. its last arrival is recent: within twice the expected time of a fetch, or within `PATIENCE_S`
-   while no fetch has been measured, and
+3. its last arrival is recent: within twice the expected time of a fetch, or within half of the
+   time to compute what is missing, if that is more, but not than `PATIENCE_S`; while no fetch has
+   been measured, within `PATIENCE_S`, and
 4. it has waited less than `max_wait_s`.
 
 So no request waits for a bucket that is known to be slow; its chunks arrive later and serve others.
@@ -33,7 +34,12 @@ PATIENCE_MIN_S = 0.25
 """Shortest patience. An arrival is noticed only when an engine step ends, and two may run."""
 
 PATIENCE_FETCHES = 2.0
-"""Patience in expected fetch times. A fetch that takes longer is not worth the wait."""
+"""Patience in expected fetch times."""
+
+PATIENCE_COMPUTE = 0.5
+"""Patience as a share of the time to compute what is missing. The slowest of many answers of a
+bucket with a tail takes much longer than twice the mean. To wait for it costs less than to compute
+all that comes after it."""
 
 _SMOOTHING = 0.2
 """Weight of a new fetch in the estimate."""
@@ -275,7 +281,7 @@ class Wait:
         """Time until which it may last if nothing new happens. A time not after now means: stop.
 
         expected_s: time from `asked_s` until everything missing has arrived; None if unknown.
-        patience_s: longest time without an arrival.
+        patience_s: longest time without an arrival, if little is missing.
         missing_compute_s: time to compute what is missing.
         wanted_compute_s: time to compute all that was `wanted`.
         gate: whether the first three conditions of the rule apply.
@@ -287,6 +293,7 @@ class Wait:
             remaining_s = expected_s - (now_s - self.asked_s)
             if remaining_s >= GAIN * missing_compute_s:
                 return -math.inf
+        patience_s = max(patience_s, min(PATIENCE_S, PATIENCE_COMPUTE * missing_compute_s))
         return min(hard_s, self.started_s + wanted_compute_s, self.arrival_s + patience_s)
 
     def _step(self, event: WaitEvent) -> None:

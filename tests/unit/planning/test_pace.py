@@ -155,12 +155,23 @@ def test_giving_up_counts_until_something_arrives() -> None:
 
 def test_a_bucket_that_answered_is_given_less_patience() -> None:
     desk = measured(seconds_per_chunk=0.2)
-    desk.add("r", "aaaa" * 4)
+    desk.add("r", "aaaa")
     assert desk.lookup("r") == WAIT
     desk.now_s += 0.39
     assert desk.lookup("r") == WAIT
     desk.now_s += 0.02
     assert desk.lookup("r") == NOTHING, "twice 0.2 s"
+
+
+@pytest.mark.parametrize(("chunks", "patience_s"), [(3, 0.75), (4, 1.0), (8, 1.0)])
+def test_more_that_is_missing_is_given_more_patience(chunks: int, patience_s: float) -> None:
+    desk = measured(seconds_per_chunk=0.2)
+    desk.add("r", "aaaa" * chunks)  # half a second each to compute
+    assert desk.lookup("r") == WAIT
+    desk.now_s += patience_s - 0.01
+    assert desk.lookup("r") == WAIT
+    desk.now_s += 0.02
+    assert desk.lookup("r") == NOTHING
 
 
 def test_what_comes_too_late_is_withdrawn() -> None:
@@ -182,7 +193,7 @@ def test_what_somebody_else_waits_for_is_not_withdrawn() -> None:
     desk.now_s += 0.2
     desk.add("other", "aaaa" * 4)
     assert desk.lookup("other") == WAIT
-    desk.now_s += 0.21
+    desk.now_s += 0.81
     assert desk.lookup("r") == NOTHING
     assert desk.plan().withdrawals == ()
 
