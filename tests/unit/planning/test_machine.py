@@ -19,7 +19,7 @@ TestPlannerWithGroups.settings = settings(TestPlanner.settings, max_examples=40)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("machine", [PlannerMachine, GroupsMachine])
 def test_the_machine_gets_everywhere(machine: type[PlannerMachine]) -> None:
-    seen = run(examples=300, machine=machine)
+    seen = run(examples=1_000, machine=machine)  # with 300, some seeds fail no load
     assert all(
         seen[what] >= 5
         for what in (
