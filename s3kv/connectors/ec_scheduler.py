@@ -126,7 +126,7 @@ class ECSchedulerSide(Guarded):
         )
         self._slab, self._client = tier.slab, tier.client
         namespace, nbytes = tier.hello.namespace_digest, tier.slab.nbytes
-        said = encoder_start_line(self._config, namespace, nbytes, may_save=may_save)
+        said = encoder_start_line(self._config, namespace, tier.known, nbytes, may_save=may_save)
         logger.info("%s", said)
 
     def _introduce(self, slab: Slab) -> Hello:

@@ -70,6 +70,7 @@ def start_line(
 ) -> str:
     """The line of the scheduler when all ranks are ready."""
     memory = sum(hello.slot_count * hello.slot_bytes for hello in hellos)
+    novelty = _novelty({hello.known for hello in hellos})
     pinned = {hello.pinned for hello in hellos}
     if pinned == {None}:  # no GPU
         kind, note = "", ""
@@ -79,7 +80,7 @@ def start_line(
         kind, note = "", ", not all of it pinned (copies to and from the GPU are slower)"
     return (
         f"{_whereabouts(config, may_load=may_load, may_save=may_save)}: "
-        f"namespace {hellos[0].namespace} ({_novelty(hellos)}), {size(memory)} of {kind}host "
+        f"namespace {hellos[0].namespace} ({novelty}), {size(memory)} of {kind}host "
         f"memory on {count(len(hellos), 'rank')}{note}, chunks of {groups[0].chunk_tokens} tokens, "
         f"KV of {' and '.join(dict.fromkeys(map(_attention, groups)))}"
     )
@@ -99,11 +100,16 @@ def log_start(
     logger.log(logging.WARNING if slow else logging.INFO, "%s", line)
 
 
-def encoder_start_line(config: Config, namespace: str, nbytes: int, *, may_save: bool) -> str:
-    """The same for encoder outputs, which the scheduler's own slab holds."""
+def encoder_start_line(
+    config: Config, namespace: str, known: bool | None, nbytes: int, *, may_save: bool
+) -> str:
+    """The same for encoder outputs, which the scheduler's own slab of `nbytes` holds.
+
+    known: whether the namespace has objects; None if the bucket does not answer."""
     return (
         f"{_whereabouts(config, may_load=True, may_save=may_save)}: "
-        f"namespace {namespace}, {size(nbytes)} of host memory, encoder outputs"
+        f"namespace {namespace} ({_novelty({known})}), {size(nbytes)} of host memory, "
+        "encoder outputs"
     )
 
 
@@ -114,9 +120,9 @@ def _whereabouts(config: Config, *, may_load: bool, may_save: bool) -> str:
     return f"s3kv {__version__} {does} bucket {config.bucket} under {config.prefix}/ at {endpoint}"
 
 
-def _novelty(hellos: Sequence[WorkerHello]) -> str:
+def _novelty(answers: set[bool | None]) -> str:
+    """answers: whether the namespace has objects, as each rank found it."""
     # One rank may see what another has just written, so the namespace is new if it is to any.
-    answers = {hello.known for hello in hellos}
     if False in answers:
         return "new"
     return "known" if answers == {True} else "the bucket does not answer yet"

@@ -114,6 +114,8 @@ class Tier:
     hello: Hello
     slab: Slab
     client: IoClient
+    known: bool | None
+    """Whether the namespace has objects; None if the bucket does not answer or nobody waited."""
 
     def close(self) -> None:
         """End the I/O process, which takes up to 2 s, and release the slab. Idempotent."""
@@ -153,15 +155,16 @@ def open_tier(
     """
     slab = Slab.create(nbytes, node=node, huge_pages=config.huge_pages)
     client: IoClient | None = None
+    known = None
     try:
         introduced = hello if isinstance(hello, Hello) else hello(slab)
         client = IoClient(introduced, slab, processors=processors)
         client.start()
         if wait is not None:
-            wait(client, config)
+            known = wait(client, config)
     except BaseException:
         if client is not None:
             client.close()
         slab.close()
         raise
-    return Tier(introduced, slab, client)
+    return Tier(introduced, slab, client, known)

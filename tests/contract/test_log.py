@@ -187,9 +187,11 @@ def test_the_endpoint_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_encoder_outputs_have_a_line_too() -> None:
-    line = encoder_start_line(Config(bucket="bucket", prefix="p"), "cd34", 2**30, may_save=True)
-    assert " reads and writes bucket bucket under p/ at " in line
-    assert line.endswith(": namespace cd34, 1.0 GiB of host memory, encoder outputs")
+    config = Config(bucket="bucket", prefix="p")
+    for known, word in ((True, "known"), (False, "new"), (None, "the bucket does not answer yet")):
+        line = encoder_start_line(config, "cd34", known, 2**30, may_save=True)
+        assert " reads and writes bucket bucket under p/ at " in line
+        assert line.endswith(f": namespace cd34 ({word}), 1.0 GiB of host memory, encoder outputs")
 
 
 # --- the line of a minute --------------------------------------------------------------------

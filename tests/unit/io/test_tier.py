@@ -124,6 +124,7 @@ def test_an_open_tier_has_tried_the_bucket_and_can_be_closed_twice(config: Confi
     hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
     tier = open_tier(config, SLAB_BYTES, hello)
     assert tier.hello is hello
+    assert tier.known is False
     assert tier.slab.nbytes == SLAB_BYTES
     pid = tier.client.statistics().pid
     assert pid is not None
@@ -143,6 +144,7 @@ def test_a_hello_can_be_made_once_the_slab_is_there(config: Config) -> None:
     tier = open_tier(config, SLAB_BYTES, hello, wait=None)
     tier.close()
     assert seen == [tier.slab]
+    assert tier.known is None
 
 
 def test_nothing_is_left_when_the_hello_cannot_be_made(config: Config) -> None:
