@@ -59,6 +59,12 @@ AREAS = (
         (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix",),
     ),
     Area(
+        "second runner",
+        "the same on the second-generation runner, with interpreted kernels",
+        (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix[second-runner]",),
+        runner="second",
+    ),
+    Area(
         "prefixes",
         "damaged objects, prompts of all lengths, hits that end within a chunk",
         (f"{_E2E}/test_prefix.py",),
