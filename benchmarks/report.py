@@ -69,6 +69,7 @@ PROGRAMS = (
     Program("pages", quick=("0.25", "3")),
     Program("tail"),
     Program("ranges"),
+    Program("first", quick=("--quick", "--tls")),
     Program("throttled"),
     Program("objects", server=True),
     Program("encoder", server=True),

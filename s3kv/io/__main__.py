@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 
 import uvloop
 
@@ -36,7 +37,8 @@ def main() -> int:
     slab = Slab.attach(arguments.slab_fd)
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
-    loop.run_until_complete(serve(sock, slab, open_store, parent_pid=arguments.parent_pid))
+    make_store = partial(open_store, keeps_ready=True)
+    loop.run_until_complete(serve(sock, slab, make_store, parent_pid=arguments.parent_pid))
     return 0
 
 

@@ -33,8 +33,8 @@ class Lost(Exception):
 
 
 class Stale(Lost):
-    """End of a connection that had served before, before any byte of this answer: the peer had
-    closed it."""
+    """End of a connection that had been idle, before any byte of this answer: the peer had closed
+    it."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -51,7 +51,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._watch = Watch(patience, self._fail, self._is_draining)
         self._unsent_bytes = 0
-        self._served = 0
+        self._rested = False
         self.closed: asyncio.Future[None] = self._loop.create_future()
         self.idle_since_s = 0.0
 
@@ -90,7 +90,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         begun = self._exchange is not None and self._exchange.begun
-        kind = Stale if self._served and not begun else Lost
+        kind = Stale if self._rested and not begun else Lost
         self._fail(kind(str(exc or "the peer closed the connection")))
         if not self.closed.done():
             self.closed.set_result(None)
@@ -106,6 +106,11 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    def rest(self) -> None:
+        """Note that it is idle from now on. The peer may close it at any moment."""
+        self._rested = True
+        self.idle_since_s = self._loop.time()
 
     async def run(
         self, request: Request, head: bytes, into: memoryview | None, claim: Claim | None
@@ -130,8 +135,7 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             self._watch.stop()
             self._exchange = self._answer = None
-            self._served += 1
-            self.idle_since_s = self._loop.time()
+            self.rest()
             if not (all_sent and exchange.reusable):
                 self.abort()
 

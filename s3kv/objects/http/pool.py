@@ -38,6 +38,11 @@ IDLE_LIMIT_S = 20.0
 silently, and only a request that gets no answer would show it."""
 BAD_S = 60.0
 """Time for which an address is tried last after it took no connection or gave no answer."""
+READY_S = 300.0
+"""Time after the last answer for which connections are kept ready: longer than an engine takes from
+its check of the bucket to its first request."""
+LOOK_S = 5.0
+"""Time between two looks at the connections that are kept ready."""
 _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 _AddressInfo = tuple[socket.AddressFamily, socket.SocketKind, int, str, _SocketAddress]
 
@@ -46,7 +51,8 @@ class Pool:
     """Connections to one origin.
 
     tls: None for plain HTTP. size: connections at once; further requests wait their turn, in
-    order, for as long as their caller lets them.
+    order, for as long as their caller lets them. ready: connections that the first requests find
+    open, from the first answer on until nothing has been answered for `READY_S`.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Pool:
         tls: ssl.SSLContext | None,
         size: int,
         patience: Patience,
+        ready: int = 0,
     ) -> None:
         self._host, self._port, self._tls = host, port, tls
         self._addresses = Addresses(host, port)
@@ -65,6 +72,9 @@ class Pool:
         self._open: set[Connection] = set()
         self._idle: list[Connection] = []
         self._closed = False
+        self._ready = min(ready, size)
+        self._answered_s = 0.0
+        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def origin(self) -> str:
@@ -96,6 +106,9 @@ class Pool:
     async def close(self) -> None:
         """End all connections. Requests on those in use raise. Idempotent."""
         self._closed = True
+        if (keeping := self._keeping) is not None:
+            keeping.cancel()
+            await asyncio.wait([keeping])
         ending = list(self._open)
         for connection in ending:
             connection.abort()
@@ -131,7 +144,42 @@ class Pool:
             raise StoreUnavailable(f"{request.method} to {self.origin} {error}") from error
         if connection.is_open:
             self._idle.append(connection)
+        self._answered_s = asyncio.get_running_loop().time()
+        if self._ready and self._keeping is None and not self._closed:
+            self._keeping = asyncio.get_running_loop().create_task(self._keep_ready())
         return response
+
+    async def _keep_ready(self) -> None:
+        """Keep connections ready until nothing has been answered for `READY_S`, or one cannot be
+        opened. The next answer begins again."""
+        loop = asyncio.get_running_loop()
+        try:
+            while loop.time() < self._answered_s + READY_S:
+                await self._renew(loop.time() + LOOK_S - IDLE_LIMIT_S)
+                await asyncio.sleep(LOOK_S)
+            for connection in self._idle:
+                connection.abort()
+        except StoreUnavailable:
+            pass  # the next request says so
+        finally:
+            self._keeping = None
+
+    async def _renew(self, oldest_s: float) -> None:
+        """Open connections until `ready` are open, in place of those idle since before `oldest_s`.
+        One after another: most are ready all the time, and requests get their turns between."""
+        for _ in range(self._ready):
+            old = next((c for c in self._idle if c.idle_since_s < oldest_s), None)
+            if old is not None:
+                self._idle.remove(old)
+                old.abort()
+                await asyncio.wait([old.closed])
+            elif len(self._open) >= self._ready:
+                return
+            async with self._permits:  # or there might be more than `size`
+                if len(self._open) < self._ready:
+                    connection = await self._connect()
+                    connection.rest()
+                    self._idle.append(connection)
 
     def _leave(self, address: str) -> None:
         """Open connections elsewhere for a while, and end the idle ones to this address."""

@@ -166,13 +166,15 @@ class FastClient:
     """The fast `S3Client`; its requests cost a fraction of botocore's.
 
     address: the bucket's, if it is known already; signed with one of `SCHEMES`, and behind no
-    proxy.
+    proxy. ready: connections that the pool keeps ready if it speaks TLS. Others are opened in a
+    round trip.
     """
 
-    def __init__(self, config: Config, address: Address | None = None) -> None:
+    def __init__(self, config: Config, address: Address | None = None, *, ready: int = 0) -> None:
         self.traffic = Traffic()
         self._config = config
         self._address = address
+        self._ready = ready
         self._opening = asyncio.Lock()
         self._opened: tuple[Endpoint, Pool] | None = None
 
@@ -312,6 +314,7 @@ class FastClient:
                     tls=tls,
                     size=self._config.pool_size,
                     patience=patience_of(self._config),
+                    ready=self._ready if tls else 0,
                 )
                 self._opened = (endpoint, pool)
                 self.traffic.host, self.traffic.region = endpoint.host, endpoint.region

@@ -238,8 +238,11 @@ class ClientChoice:
     why: str
 
 
-def open_store(config: Config) -> BulkStore:
+def open_store(config: Config, *, keeps_ready: bool = False) -> BulkStore:
     """The bucket, through the client that `config.client` and the environment ask for.
+
+    keeps_ready: of TLS connections as many are kept open as fetches may run at once, as far as our
+    own client serves: for a process whose requests come in bursts.
 
     Sends nothing yet. Logs a warning if the client is aiobotocore's. Raises `ConfigError` if
     `client` is "fast" and that cannot serve, and if a package that the bucket needs is missing.
@@ -251,7 +254,8 @@ def open_store(config: Config) -> BulkStore:
         return S3Store(config, FastClient(config))
     choice = choose(config, address)
     if choice.client == "fast":
-        return S3Store(config, FastClient(config, address))
+        ready = config.max_inflight_requests if keeps_ready else 0
+        return S3Store(config, FastClient(config, address, ready=ready))
     from s3kv.objects.s3.sdk_client import SdkClient  # slow to import, and rarely needed
 
     _log.warning("aiobotocore's client is used, because %s: %s", choice.why, COST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -16,6 +17,8 @@ from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
+from s3kv.objects.http.pool import Pool
+from s3kv.objects.s3 import fast_client
 from s3kv.objects.s3.fast_client import FastClient
 from s3kv.objects.s3.s3_store import S3Store, open_store
 from s3kv.objects.s3.sdk_client import SdkClient
@@ -176,6 +179,60 @@ async def test_tls_goes_through_a_tunnel(
         assert await fetch(direct, "k") == b"chunk"
         await direct.close()
         assert len(proxy.asked) == 2
+
+
+LISTING = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
+
+
+async def test_an_io_process_keeps_tls_connections_ready(certificate: Path) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    opened = 0
+    all_open = asyncio.Event()
+
+    async def serve(reader: Any, writer: Any) -> None:
+        nonlocal opened
+        opened += 1
+        if opened == 3:
+            all_open.set()
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(LISTING)}\r\n\r\n"
+            writer.write(head.encode() + LISTING)
+
+    async with servers.scripted_server(serve, tls=context) as port:
+        settings = {"endpoint_url": f"https://127.0.0.1:{port}", "max_inflight_requests": 3}
+        config = Config(bucket="bkt", ca_bundle=f"{certificate}.crt", **settings)
+        with contextlib.closing(Slab.create(2**20)) as slab:
+            client = IoClient(rig.hello(config), slab)
+            client.start()
+            try:
+                await all_open.wait()
+            finally:
+                await asyncio.to_thread(client.close)
+    assert opened == 3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "keeps_ready", "kept"), [("https", True, 32), ("https", False, 0), ("http", True, 0)]
+)
+async def test_connections_are_kept_ready_with_tls_alone(
+    scheme: str, keeps_ready: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    class Noting(Pool):
+        def __init__(self, *args: Any, ready: int, **more: Any) -> None:
+            super().__init__(*args, ready=ready, **more)
+            asked.append(ready)
+
+    monkeypatch.setattr(fast_client, "Pool", Noting)
+    config = Config(bucket="bkt", endpoint_url=f"{scheme}://127.0.0.1:1")
+    store = open_store(config, keeps_ready=keeps_ready)
+    with pytest.raises(StoreUnavailable):
+        await fetch(store, "k")
+    await store.close()
+    assert asked == [kept]
 
 
 async def test_a_proxy_that_wants_to_know_who_we_are(monkeypatch: pytest.MonkeyPatch) -> None:
