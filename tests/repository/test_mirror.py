@@ -28,6 +28,7 @@ BEHAVIOURS = {
     "library/test_cancellation.py",
     "library/test_library_soak.py",
     "objects/http/test_addresses.py",
+    "objects/http/test_ready.py",
     "objects/s3/test_conditional_puts.py",
     "objects/s3/test_sessions.py",
     "objects/test_format_spec.py",
