@@ -1,7 +1,8 @@
-"""What s3kv does to a real vLLM engine: `python -m benchmarks.engine [--quick] [--json FILE]`.
+"""What s3kv does to a real vLLM engine: `python -m benchmarks.engine [--large] [--json FILE]`.
 
 One request after another, as in a chat that starts cold: prompts of 1,600 tokens, 64 KiB of KV per
-token, eight tokens out, the median over all prompts and rounds. Every round starts four engines,
+token, eight tokens out, the median over all prompts and rounds. With `--large` prompts have 8,000
+tokens of 128 KiB, as Llama-3-8B has. Every round starts three engines,
 so that a machine that slows down slows all of them:
 
     none     an engine without a connector: a cold pass, then the same prompts again, which hit
@@ -27,6 +28,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +46,39 @@ from benchmarks.rig import (
     warm_engine,
 )
 from lab.engine import Engine
-from lab.models import FAT, build, prompts
+from lab.models import FAT, Preset, build, prompts
 
-PROMPTS = 6
-PROMPT_TOKENS = 1_600
 SHORT_PROMPTS = 48
-GIVE_UP_S = 600.0
-"""Per round; one takes about a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """give_up_s: per round."""
+
+    preset: Preset
+    prompts: int
+    prompt_tokens: int
+    give_up_s: float
+
+    @property
+    def kv_bytes(self) -> int:
+        """Room for the KV of all prompts at once."""
+        nbytes = self.prompts * self.prompt_tokens * self.preset.kv_bytes_per_token
+        return max(2**30, nbytes * 4 // 3)
+
+
+SMALL = Size(FAT, 6, 1_600, 600.0)
+LARGE = Size(replace(FAT, name="fatter", layers=32, max_tokens=8_192), 2, 8_000, 1_800.0)
 
 
 class Bench:
-    def __init__(self, folder: Path, store: Store) -> None:
+    def __init__(self, folder: Path, store: Store, size: Size) -> None:
         self._server = Server(store.url or "", store.bucket, store.s3.env)
         self._folder = folder
         self._store = store
-        self._model = build(folder, FAT)
-        self._long = prompts(PROMPTS, PROMPT_TOKENS, seed=7)
+        self._size = size
+        self._model = build(folder, size.preset)
+        self._long = prompts(size.prompts, size.prompt_tokens, seed=7)
         self._short = prompts(SHORT_PROMPTS, SHORT_TOKENS, seed=8)
         self.seconds: dict[str, list[float]] = {}
         self.rates: dict[str, list[float]] = {"none": [], "s3kv": []}
@@ -70,7 +89,13 @@ class Bench:
         say(f"engine {name}")
         log_path = self._folder / f"{name}.log"
         kv_connector = connector(self._store.settings, prefix) if prefix else None
-        with warm_engine(self._model, log_path, kv_connector, self._store.env) as engine:
+        with warm_engine(
+            self._model,
+            log_path,
+            kv_connector,
+            self._store.env,
+            kv_bytes=self._size.nbytes * 4 // 3,
+        ) as engine:
             yield engine
 
     def _pass(self, name: str, engine: Engine) -> None:
@@ -96,17 +121,19 @@ class Bench:
         with self._engine("warm", prefix) as engine:
             self._pass("warm", engine)
             self._throughput("s3kv", engine)
-        per_prompt = PROMPT_TOKENS // CHUNK_TOKENS
+        per_prompt = self._size.prompt_tokens // CHUNK_TOKENS
         self.seconds.setdefault("raw", []).extend(self._server.read_s(prefix, per_prompt))
 
     def result(self) -> dict[str, Any]:
         ms = {name: round(1e3 * statistics.median(s), 1) for name, s in self.seconds.items()}
         rate = {name: round(statistics.median(r), 2) for name, r in self.rates.items()}
+        size = self._size
         return {
             "benchmark": "engine",
             **self._store.told(),
             "machine": machine(),
-            "prompts": f"{PROMPTS} x {PROMPT_TOKENS} tokens, {FAT.kv_bytes_per_token} B/token",
+            "prompts": f"{size.prompts} x {size.prompt_tokens} tokens, "
+            f"{size.preset.kv_bytes_per_token} B/token",
             "tokens_hit_of_prompt": sorted({str(hit) for hit in self.hits}),
             "median_ms": ms,
             "short_requests_per_s": rate,
@@ -123,13 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
     parser.add_argument("--json", type=Path)
     add_server(parser)
     options = parser.parse_args(arguments)
     with s3(options) as store, tempfile.TemporaryDirectory() as folder:
         rounds = 1 if options.quick else options.rounds
-        begin(store.name, rounds * GIVE_UP_S)
-        bench = Bench(Path(folder), store)
+        size = LARGE if options.large else SMALL
+        begin(store.name, rounds * size.give_up_s)
+        bench = Bench(Path(folder), store, size)
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
             bench.round()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -10,7 +11,8 @@ from urllib.parse import urlsplit
 from benchmarks.objects import RawConnection, raw_get
 from lab.s3 import S3Server
 
-AT_ONCE = 8
+AT_ONCE = (8, 16, 32)
+"""Connections at once. The number that is best for a server is the floor."""
 
 
 class Server:
@@ -22,15 +24,23 @@ class Server:
         self._url = url
 
     def read_s(self, prefix: str, per_batch: int) -> list[float]:
-        """Seconds for each `per_batch` objects under `prefix`, `AT_ONCE` at a time."""
+        """Seconds for each `per_batch` objects under `prefix`, with the best number of connections.
+
+        More connections than objects in a batch are not opened.
+        """
         objects = sorted(self._s3.objects(self._bucket, prefix).items())
         heads = [self._head(key) for key, _ in objects]
         buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _, nbytes in objects]
-        connections = [RawConnection(self._url, number) for number in range(AT_ONCE)]
+        starts = range(0, len(objects) - per_batch + 1, per_batch)
+        batches = [slice(start, start + per_batch) for start in starts]
+        counts = sorted({min(count, per_batch) for count in AT_ONCE})
+        connections = [RawConnection(self._url, number) for number in range(counts[-1])]
         try:
-            starts = range(0, len(objects) - per_batch + 1, per_batch)
-            batches = [slice(start, start + per_batch) for start in starts]
-            return [_batch_s(connections, heads[b], buffers[b]) for b in batches]
+            tried = [
+                [_batch_s(connections[:count], heads[b], buffers[b]) for b in batches]
+                for count in counts
+            ]
+            return min(tried, key=statistics.median)
         finally:
             for connection in connections:
                 connection.close()
@@ -44,11 +54,13 @@ class Server:
 def _batch_s(
     connections: list[RawConnection], heads: list[bytes], buffers: list[memoryview]
 ) -> float:
+    count = len(connections)
+
     def work(number: int) -> None:
-        for head, buffer in list(zip(heads, buffers, strict=True))[number::AT_ONCE]:
+        for head, buffer in list(zip(heads, buffers, strict=True))[number::count]:
             connections[number].do(raw_get, head, buffer)
 
     start_s = perf_counter()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(work, range(AT_ONCE)))
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
     return perf_counter() - start_s

@@ -142,16 +142,18 @@ def warm_engine(
     connector: Mapping[str, Any] | None,
     env: Mapping[str, str],
     python: str = sys.executable,
+    kv_bytes: int = 2**30,
 ) -> Iterator[Engine]:
-    """An engine that has written to all of its KV cache, so that no page of it is touched for the
-    first time while something is measured, and has answered prompts no connector cares for."""
+    """An engine that has written to all of its KV cache of `kv_bytes`, so that no page of it is
+    touched for the first time while something is measured, and has answered prompts no connector
+    cares for."""
     engine = Engine(
         model,
         log_path=log_path,
         connector=connector,
         env=env,
         python=python,
-        kv_cache_memory_bytes=2**30,
+        kv_cache_memory_bytes=kv_bytes,
         max_num_batched_tokens=2_048,
     )
     with engine:
