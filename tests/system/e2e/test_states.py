@@ -129,16 +129,20 @@ def test_a_shared_prefix_is_hit_by_the_second_question(
 @needs_second_runner
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
+@pytest.mark.parametrize(
+    "case", [pytest.param(LFM2, id="lfm2"), pytest.param(QWEN3_NEXT, id="qwen3_next")]
+)
 def test_on_the_second_generation_runner(
+    case: Case,
     models_dir: Path,
     patient: dict[str, Any],
     serve: Serve,
     reference: References,
 ) -> None:
     """It has tables, copies and zeroing of its own."""
-    model = families.build(models_dir, families.LFM2)
-    prompts = models.prompts(2, LFM2.prompt, seed=5)
-    args: dict[str, Any] = LFM2.args | {"enable_prefix_caching": True, "second_runner": True}
+    model = families.build(models_dir, case.family)
+    prompts = models.prompts(2, case.prompt, seed=5)
+    args: dict[str, Any] = case.args | {"enable_prefix_caching": True, "second_runner": True}
     expected = tokens(reference(model, prompts, **args))
     connector = changed(patient, chunk_tokens=0)
     with serve(model, connector, **args) as engine:
@@ -152,5 +156,5 @@ def test_on_the_second_generation_runner(
         at_rest(engine)
     assert cached(cold) == [0] * 2
     for answers in (host, warm):
-        assert cached(answers) == [LFM2.hit] * 2
+        assert cached(answers) == [case.hit] * 2
         assert tokens(answers) == expected
