@@ -71,6 +71,7 @@ PROGRAMS = (
     Program("ranges"),
     Program("first", quick=("--quick", "--tls")),
     Program("throttled"),
+    Program("overlap"),
     Program("objects", server=True),
     Program("encoder", server=True),
     Program("engine", server=True),
