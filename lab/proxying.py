@@ -14,6 +14,7 @@ import ssl
 import struct
 import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -196,6 +197,8 @@ class Server:
         self._requests: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._connections = 0
+        self._changes = 0
+        """Faults that came or went with the open connections."""
         self.up, self.down = Link(), Link()
 
     async def listen(self, tls: ssl.SSLContext | None) -> int:
@@ -205,7 +208,8 @@ class Server:
         sock.bind(("127.0.0.1", self._port))
         self._port = sock.getsockname()[1]
         sock.listen(128)
-        self._listener = await asyncio.start_server(self._serve, sock=sock, ssl=tls, limit=2**20)
+        serve = partial(self._serve, self._changes)
+        self._listener = await asyncio.start_server(serve, sock=sock, ssl=tls, limit=2**20)
         return self._port
 
     async def command(self, op: str, **given: Any) -> Any:
@@ -236,6 +240,7 @@ class Server:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        self._changes += 1
         self._cut()
         if fault is not None and fault.needs_new_connections:
             self._faults[fault.kind] += 1
@@ -259,7 +264,12 @@ class Server:
         self._faults[fault.kind] += 1
         return fault
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, changes: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if changes != self._changes:  # its handshake began before
+            _reset(writer)
+            return
         self._connections += 1
         self._open.add(writer)
         upstream = Upstream(*self._upstream)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import ssl
 import threading
 import time
@@ -244,6 +246,30 @@ def test_a_wrong_certificate(shelf: Shelf, tmp_path: Path) -> None:
                 connection.request("GET", "/bkt/k")
                 assert connection.getresponse().read() == BODY
             connection.close()
+
+
+def test_a_handshake_that_begins_before_the_fault_serves_nothing(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    good = self_signed(tmp_path / "good", "IP:127.0.0.1")
+    trusting = ssl.create_default_context(cafile=f"{good}.crt")
+    with proxy(shelf.url, certificate=good, wrong_certificate=good) as it:
+        # The second is accepted after the first, so when it speaks, the first has been accepted.
+        early = socket.create_connection(("127.0.0.1", it.port), timeout=10)
+        connection = http.client.HTTPSConnection("127.0.0.1", it.port, context=trusting, timeout=10)
+        connection.request("GET", "/bkt/k")
+        assert connection.getresponse().read() == BODY
+        it.fault(Fault(kind="certificate"))
+        answer = b""
+        with (
+            contextlib.suppress(OSError),
+            early,
+            trusting.wrap_socket(early, server_hostname="127.0.0.1") as spoken,
+        ):
+            spoken.sendall(b"GET /bkt/k HTTP/1.1\r\nHost: test\r\n\r\n")
+            answer = spoken.recv(1000)
+        assert answer == b""
+        connection.close()
 
 
 def test_it_ends_with_the_block(shelf: Shelf) -> None:
