@@ -1,6 +1,6 @@
 """Models with several KV-cache groups on two tensor ranks: each has its part of every object.
 
-In float32, where neither the length of a hit nor the number of ranks changes the tokens.
+In float32, where the length of a hit does not change the tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from tests.system.e2e.test_groups import EXACT, model_of
 
 
 class Case(NamedTuple):
-    """hit: tokens of a prompt, in whole chunks. objects: of a rank and a prompt, those with full
-    attention and those with windows."""
+    """hit: tokens of a prompt, in whole chunks. objects: of a rank and a prompt, those of full
+    attention and those of windows or states. alike: whether the engine without a
+    connector needs as many ranks and the same steps: vLLM's own tokens depend on them."""
 
     name: str
     hit: int
     objects: int
+    alike: bool = False
 
 
 GEMMA3 = Case("gemma3", 384, 3 + 3)
+LFM2 = Case("lfm2", 384, 3 + 2, alike=True)
+"""States are saved after two chunks and after three."""
 LLAMA = Case("llama", 384, 3 + 3)
 
 
@@ -36,6 +40,7 @@ LLAMA = Case("llama", 384, 3 + 3)
     "case",
     [
         pytest.param(GEMMA3, marks=pytest.mark.long, id="gemma3"),
+        pytest.param(LFM2, marks=pytest.mark.nightly, id="lfm2"),
         pytest.param(LLAMA, marks=pytest.mark.nightly, id="llama"),
     ],
 )
@@ -48,12 +53,19 @@ def test_two_tensor_ranks(
     reference: References,
     tmp_path: Path,
 ) -> None:
-    """Steps of 256 tokens: windows move on while a prompt is computed."""
+    """Steps of 256 tokens: windows move on while a prompt is computed, and states end within it."""
     model = model_of(models_dir, case.name)
     prompts = models.prompts(2, case.hit + 1, seed=5)
     args: dict[str, Any] = EXACT | {"enable_prefix_caching": True}
-    expected = tokens(reference(model, prompts, **args))
-    args |= {"in_process": False, "tensor_parallel_size": 2, "max_num_batched_tokens": 256}
+    here: dict[str, Any] = {
+        "in_process": False,
+        "tensor_parallel_size": 2,
+        "max_num_batched_tokens": 256,
+    }
+    plain = reference.engine(model, **args, **(here if case.alike else {}))
+    plain.generate(prompts)
+    expected = tokens(plain.generate(prompts))
+    args |= here
 
     def engine_of(life: str) -> Engine:
         log = tmp_path / f"{life}.log"
