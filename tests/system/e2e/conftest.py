@@ -49,7 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # Engines and servers that the tests of a file share are started once.
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
             # An engine starts in 8 s alone and in 40 s on a machine that is busy.
-            item.add_marker(pytest.mark.timeout(START_AND_STOP_S))
+            # A marker added here would be nearer than one of the file.
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(START_AND_STOP_S))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make venv"))
 

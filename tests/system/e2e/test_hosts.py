@@ -33,7 +33,7 @@ from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import port_of, wait_until
 from tests.system.e2e.test_parallel import shards
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5 * START_AND_STOP_S)]
 
 PROMPTS = models.prompts(3, 800)
 CHUNKS = 6
@@ -115,7 +115,6 @@ def check_local(them: list[Host], env: dict[str, str]) -> None:
     assert len(set(found)) == len(them)
 
 
-@pytest.mark.timeout(5 * START_AND_STOP_S)
 def test_killed_and_started_again_it_hits(
     tiny: Path,
     s3: S3Server,
