@@ -73,6 +73,10 @@ class Host:
         self._parent.stdout.close()
         self._first = None
 
+    def cut(self) -> None:
+        """Take the link down: whatever is sent to the host or from it is lost."""
+        _ip(f"link set {self._link} down")
+
     def command(self, command: Sequence[str]) -> list[str]:
         """The command that runs another one on the host, from outside."""
         assert self._first is not None

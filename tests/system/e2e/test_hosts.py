@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from lab import models
-from lab.engine import ROOT, Engine
+from lab.engine import ROOT, Ask, Engine, EngineFailed, Pending
 from lab.hosts import Host, gateway, hosts, on_ray, start_ray
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
@@ -37,6 +37,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5 * START_AND_STOP_S)]
 
 PROMPTS = models.prompts(3, 800)
 CHUNKS = 6
+CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
+# With a connector vLLM waits for every rank's result, also for that of a rank that is gone.
+STEP_TIMEOUT = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60"}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 RANKS = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
 
@@ -148,3 +151,69 @@ def test_killed_and_started_again_it_hits(
             wait_until("all is in the bucket", lambda: holds(s3, bucket, 3), 120.0)
         for host in them:
             wait_until(f"{host.name} has no slab", lambda host=host: not mapped_on(host))
+
+
+def seed(model: Path, s3: S3Server, bucket: str, directory: Path, **settings: Any) -> None:
+    """Store the first two prompts by an engine of the same size on one host."""
+    log = directory / "seed.log"
+    with Engine(model, log_path=log, env=s3.env, in_process=False, **settings) as engine:
+        engine.generate(PROMPTS[:2])
+        wait_until("both prompts are in the bucket", lambda: holds(s3, bucket, 2), 120.0)
+
+
+def fails_after_cut(cut_off: Host, engine: Engine, pending: Pending) -> None:
+    """Cut a host off while a request is served: the engine dies, and the request fails."""
+    assert not pending.done()
+    cut_off.cut()
+    with pytest.raises(EngineFailed, match="EngineDeadError"):
+        pending.result(300.0)
+
+
+def test_without_s3kv_a_host_cut_off_takes_the_engine(tiny: Path, tmp_path: Path) -> None:
+    """When Ray misses the host, after about a minute."""
+    settings: dict[str, Any] = {"dtype": "float32", **TENSOR}
+    with hosts("one", "two") as them, by_ray(them, tiny, tmp_path, {}, **settings) as engine:
+        pending = engine.begin_generate([Ask(PROMPTS[0], max_tokens=3_000)])
+        wait_until(
+            "the first token is there",
+            lambda: engine.metrics()["vllm:generation_tokens_total"] > 0,
+            120.0,
+        )
+        fails_after_cut(them[1], engine, pending)
+        engine.kill()
+
+
+def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_stored(
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    patient: dict[str, Any],
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    settings: dict[str, Any] = {"dtype": "float32", **TENSOR}
+    seed(tiny, s3, bucket, tmp_path, connector=patient, **settings)
+    stored = s3.everything(bucket)
+    with hosts("one", "two") as them, valve(port_of(s3), gateway(them[0])) as store:
+        settings["connector"] = changed(patient, endpoint_url=store.url)
+        with by_ray(them, tiny, tmp_path, s3.env | STEP_TIMEOUT, **settings) as engine:
+            check_local(them, s3.env)
+            store.shut_after(CHUNK_BYTES)  # of the six that the ranks fetch
+            pending = engine.begin_generate(PROMPTS[:1])
+            store.wait_until_shut(120.0)
+            fails_after_cut(them[1], engine, pending)
+            store.open()
+            wait_until("the other host has no slab", lambda: not mapped_on(them[0]), 60.0)
+            restart(them, engine)
+        assert s3.everything(bucket) == stored
+        check_sound(s3, bucket)
+        with by_ray(them, tiny, tmp_path, s3.env, **settings) as fresh:
+            answers = fresh.generate(PROMPTS)
+            assert cached(answers) == [CHUNKS * 128, CHUNKS * 128, 0]
+            assert tokens(answers) == expected
+            counts = fresh.metrics()
+            assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
+            assert counts["vllm:s3kv_internal_errors_total"] == 0
+            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3), 120.0)
+        check_sound(s3, bucket)
