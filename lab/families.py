@@ -87,6 +87,14 @@ GEMMA4 = Family(
 """Five groups with a window, in blocks of 256 tokens, and one with full attention, in blocks of
 128."""
 
+GEMMA4_SHARED = Family(
+    "gemma4_shared",
+    GEMMA4.config
+    | {"layer_types": [_WINDOW] * 3 + [_FULL, _WINDOW, _FULL], "num_kv_shared_layers": 2},
+)
+"""As the smallest of Gemma 4, whose last layers have no KV of their own: the fifth layer reads the
+third's, and the sixth the fourth's."""
+
 GPT_OSS = Family(
     "gpt_oss",
     {

@@ -199,10 +199,14 @@ MIXED = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FU
             [FULL, dataclasses.replace(STATE, mamba_type=KINDS["LINEAR"])],
             r"layers of kind MambaSpec \(LINEAR\); s3kv serves full attention",
         ),
+        (
+            [dataclasses.replace(STATE, mamba_type=KINDS["MAMBA1"]), FULL],
+            r"layers of kind MambaSpec \(MAMBA1\); s3kv serves full attention",
+        ),
         (deepseek_v4(), "layers of kind SlidingWindowMLASpec"),
         ([MIXED], "different positions are in one KV-cache group"),
     ],
-    ids=["mamba", "deepseek-v4", "mixed"],
+    ids=["linear", "jamba", "deepseek-v4", "mixed"],
 )
 def test_other_groups_are_refused_with_the_reason(
     tiny_config: Any, specs: list[Any], reason: str

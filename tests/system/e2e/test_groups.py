@@ -64,6 +64,7 @@ def model_of(directory: Path, name: str) -> Path:
     [
         ("gemma3", 2, 128),
         pytest.param("gemma4", 2, 256, marks=pytest.mark.long),
+        pytest.param("gemma4_shared", 2, 256, marks=pytest.mark.nightly),
         pytest.param("llama", 2, 128, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", 2, 128, marks=pytest.mark.nightly),
         pytest.param("llama4", 2, 128, marks=pytest.mark.long),
