@@ -23,21 +23,16 @@ from lab import models, vision
 from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server, moto_process
 from tests.system.e2e.pictures import Pictures
+from tests.versions import since
 
 HERE = Path(__file__).parent
 START_AND_STOP_S = 240
 
 
-def has_second_runner() -> bool:
-    """Whether the installed vLLM runs its second-generation model runner on a CPU, too."""
-    vllm = importlib.util.find_spec("vllm")
-    folders = vllm.submodule_search_locations if vllm else None
-    return any(Path(f, "v1/worker/cpu/model_runner.py").exists() for f in folders or ())
-
-
-needs_second_runner = pytest.mark.skipif(
-    not has_second_runner(), reason="this vLLM has one model runner for CPUs"
-)
+needs_second_runner = since(0, 30, "a CPU engine that starts without a warm-up")
+"""0.29 warms up without attention: the sampler sees uninitialised memory, and Triton's interpreter
+refuses rows that are all NaN.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
