@@ -196,6 +196,28 @@ QWEN3_NEXT = Family(
 )
 """Three groups with the states of a Gated DeltaNet and one with full attention."""
 
+QWEN3_5 = Family(
+    "qwen3_5",
+    {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_act": "silu",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "layer_types": ["linear_attention"] * 3 + [_FULL],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "attention_bias": False,
+    },
+)
+"""The same kinds of layers in the next generation, dense and without pictures."""
+
 MAMBA2 = Family(
     "mamba2",
     {

@@ -44,6 +44,7 @@ LFM2 = Case(families.LFM2, 769, 768, 1, EXACT)
 """One token after the hit, because a convolution looks back on two only."""
 QWEN3_NEXT = Case(families.QWEN3_NEXT, 2_305, 2_304, 1, {})
 """Blocks of 1,152 tokens. vLLM's kernels for it compute in bf16 alone on a CPU."""
+QWEN3_5 = Case(families.QWEN3_5, 2_305, 2_304, 1, {}, "lab.text_only:without_torchvision")
 AT_ENDS = "lab.states:one_state_per_step"
 MAMBA2 = Case(families.MAMBA2, 785, 784, 0, EXACT, AT_ENDS)
 """Blocks of 16 tokens."""
@@ -58,6 +59,7 @@ NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, EXACT, AT_ENDS)
     [
         pytest.param(LFM2, id="lfm2"),
         pytest.param(QWEN3_NEXT, id="qwen3_next"),
+        pytest.param(QWEN3_5, id="qwen3_5", marks=pytest.mark.nightly),
         pytest.param(MAMBA2, id="mamba2", marks=pytest.mark.nightly),
         pytest.param(GRANITE4, id="granite4", marks=pytest.mark.nightly),
         pytest.param(NEMOTRON_H, id="nemotron_h", marks=pytest.mark.nightly),
