@@ -94,7 +94,7 @@ class Bench:
             log_path,
             kv_connector,
             self._store.env,
-            kv_bytes=self._size.nbytes * 4 // 3,
+            kv_bytes=self._size.kv_bytes,
         ) as engine:
             yield engine
 
