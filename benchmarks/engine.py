@@ -95,6 +95,7 @@ class Bench:
             kv_connector,
             self._store.env,
             kv_bytes=self._size.kv_bytes,
+            max_tokens=self._size.preset.max_tokens,
         ) as engine:
             yield engine
 

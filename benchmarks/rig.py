@@ -26,7 +26,7 @@ from benchmarks import origin
 from benchmarks.shaped import BUCKET, NAME, Running, Shape, add_options, shape_of, shaped
 from lab.certificates import self_signed
 from lab.engine import Engine
-from lab.models import prompts
+from lab.models import MAX_TOKENS, prompts
 from lab.s3 import REGION, S3Server, moto_process
 
 CHUNK_TOKENS = 128
@@ -143,10 +143,11 @@ def warm_engine(
     env: Mapping[str, str],
     python: str = sys.executable,
     kv_bytes: int = 2**30,
+    max_tokens: int = MAX_TOKENS,
 ) -> Iterator[Engine]:
     """An engine that has written to all of its KV cache of `kv_bytes`, so that no page of it is
     touched for the first time while something is measured, and has answered prompts no connector
-    cares for."""
+    cares for. max_tokens: of the longest request."""
     engine = Engine(
         model,
         log_path=log_path,
@@ -154,6 +155,7 @@ def warm_engine(
         env=env,
         python=python,
         kv_cache_memory_bytes=kv_bytes,
+        max_model_len=max_tokens,
         max_num_batched_tokens=2_048,
     )
     with engine:

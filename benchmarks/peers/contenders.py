@@ -30,8 +30,8 @@ class Bucket:
     """File of the server's certificate, for TLS."""
 
     def under(self, prefix: str) -> dict[str, int]:
-        """Chunks whose keys start with `prefix`, and their bytes."""
-        return self.server.objects(self.name, prefix)
+        """Objects whose keys start with `prefix`, and their bytes."""
+        return self.server.everything(self.name, prefix)
 
     def touch(self, prefix: str, chunks: int, chunk_bytes: int) -> None:
         """Write and delete, so that a server that keeps its objects in memory has that memory:
@@ -72,7 +72,7 @@ def s3kv(bucket: Bucket, run: str) -> Contender:
     return Contender(
         "s3kv",
         connector(settings, prefix),
-        saved=lambda: bucket.under(prefix),
+        saved=lambda: bucket.server.objects(bucket.name, prefix),
         forget=lambda: bucket.empty(prefix),
     )
 
