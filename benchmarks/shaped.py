@@ -204,7 +204,8 @@ class Server:
         prefix, after = asked("prefix"), max(asked("start-after"), asked("continuation-token"))
         keys = sorted(k for k in list(self._objects) if k.startswith(prefix) and k > after)
         page = keys[: int(asked("max-keys") or 1000)]
-        told = quote if asked("encoding-type") == "url" else escape
+        encoding = asked("encoding-type")
+        told = quote if encoding == "url" else escape
         items = "".join(
             f"<Contents><Key>{told(key)}</Key><LastModified>2026-01-01T00:00:00Z</LastModified>"
             f"<ETag>{found.etag}</ETag><Size>{found.nbytes}</Size></Contents>"
@@ -215,7 +216,8 @@ class Server:
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
         return (
             f"<ListBucketResult><Name>{BUCKET}</Name><KeyCount>{len(page)}</KeyCount>"
-            f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{items}</ListBucketResult>"
+            f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+            f"<EncodingType>{encoding}</EncodingType>{items}</ListBucketResult>"
         ).encode()
 
     def _send(

@@ -16,6 +16,7 @@ def page() -> str:
         ROOT / "docs" / "performance.md",
         {
             "engine": engine(recorded("engine-rgw.json")),
+            "engine-shaped": engine(recorded("engine-shaped.json")),
             "encoder": encoder(recorded("encoder-rgw.json")),
             "slow": slow(recorded("slow-rgw.json")),
             "planner": planner(recorded("planner.json")),
@@ -59,7 +60,7 @@ def kept(result: dict[str, Any]) -> str:
 def peers_page() -> str:
     """docs/peers-benchmark.md."""
     document = ROOT / "docs" / "peers-benchmark.md"
-    results = {"peers": "peers-rgw.json", "peers-far": "peers-rgw-30ms.json"}
+    results = {"peers": "peers-rgw.json", "peers-shaped": "peers-shaped.json"}
     return filled(document, {mark: peers(recorded(name)) for mark, name in results.items()})
 
 
@@ -186,7 +187,7 @@ def peers(result: dict[str, Any]) -> str:
     lines += ["", f"Plain sockets, without an engine: {result['raw_read_median_ms']:,.0f} ms."]
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
     out += [
-        f"`{name}`, {state}: {'; '.join(told['failed'])}"
+        f"`{name}`, {state}: {'; '.join(dict.fromkeys(told['failed']))}"
         for name, states in passes.items()
         for state, told in states.items()
         if "failed" in told

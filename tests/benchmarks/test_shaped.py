@@ -117,6 +117,14 @@ def test_a_name_without_its_addresses_is_told() -> None:
         pass
 
 
+def test_keys_of_any_characters_are_listed_as_they_are() -> None:
+    keys = {"p/a b", "p/a%40", "p/a@b", "p/a+b"}
+    with rig.s3(options()) as store:
+        for key in keys:
+            store.s3.client().put_object(Bucket=BUCKET, Key=key, Body=b"a")
+        assert store.s3.everything(BUCKET, "p/").keys() == keys
+
+
 def test_a_rate_can_be_changed() -> None:
     with rig.s3(options()) as store:
         assert store.running is not None

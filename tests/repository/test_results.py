@@ -19,7 +19,6 @@ OLDER: dict[str, str] = {
     "bucket-kept.json": "the benchmark has got a deadline since, and a short mode",
     "encoder-rgw.json": BEFORE,
     "engine-rgw.json": BEFORE,
-    "peers-rgw-30ms.json": BEFORE,
     "peers-rgw.json": BEFORE,
     "planner.json": BEFORE,
     "replicas.json": "the check at start has got an argument since, and is still one request",
