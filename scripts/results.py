@@ -17,6 +17,7 @@ def page() -> str:
         {
             "engine": engine(recorded("engine-rgw.json")),
             "engine-shaped": engine(recorded("engine-shaped.json")),
+            "engine-large": engine(recorded("engine-large.json")),
             "encoder": encoder(recorded("encoder-rgw.json")),
             "slow": slow(recorded("slow-rgw.json")),
             "planner": planner(recorded("planner.json")),
