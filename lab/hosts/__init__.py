@@ -91,6 +91,15 @@ class Host:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def launch(
+        self, command: Sequence[str], env: Mapping[str, str], log_path: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on the host, in a session of its own. Its output goes to `log_path`."""
+        with log_path.open("ab") as log:
+            return subprocess.Popen(
+                self.command(command), env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
     def interpreter(self, directory: Path) -> str:
         """Python on this host, as `Engine` takes it: a program made in `directory`. It is no longer
         valid when the host has been started again."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import psutil
 import pytest
 
 from lab import models
-from lab.engine import ROOT, Ask, Engine, EngineFailed, Pending
+from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Ask, Engine, EngineFailed, Pending
 from lab.hosts import Host, gateway, hosts, on_ray, start_ray
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
@@ -31,7 +33,7 @@ from tests.system.e2e.conftest import (
 )
 from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import port_of, wait_until
-from tests.system.e2e.test_parallel import shards
+from tests.system.e2e.test_parallel import WARMED_UP, shards
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5 * START_AND_STOP_S)]
 
@@ -41,7 +43,52 @@ CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
 # With a connector vLLM waits for every rank's result, also for that of a rank that is gone.
 STEP_TIMEOUT = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60"}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
-RANKS = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
+PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, **WARMED_UP}
+PARTS_OF_TENSOR = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
+PARTS_OF_PIPELINE = {"h0-3of4-l0-1of4", "h0-3of4-l2-3of4"}
+
+Spread = Callable[..., AbstractContextManager[Engine]]
+
+
+@contextlib.contextmanager
+def by_multiprocessing(
+    them: list[Host], model: Path, directory: Path, env: dict[str, str], **settings: Any
+) -> Iterator[Engine]:
+    """An engine whose second host runs `vllm serve --headless`. Both are given the credentials."""
+    first, second = them
+    nodes = {
+        "distributed_executor_backend": "mp",
+        "nnodes": 2,
+        "master_addr": first.address,
+        "master_port": 29_500,
+    }
+    connector = settings.pop("connector")
+    arguments = ENGINE_ARGS | settings | nodes | {"node_rank": 1, "kv_transfer_config": connector}
+    follower = second.launch(
+        [
+            *(sys.executable, "-m", "lab.hosts.follower", "--model", str(model)),
+            *("--headless", *flags(arguments)),
+        ],
+        os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | env | second.environment(),
+        directory / "follower.log",
+    )
+    engine = Engine(
+        model,
+        log_path=directory / "engine.log",
+        connector=connector,
+        in_process=False,
+        env=env | first.environment(),
+        python=first.interpreter(directory),
+        **settings,
+        **nodes,
+    )
+    try:
+        with engine:
+            yield engine
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # its host has lost power
+            os.killpg(follower.pid, signal.SIGTERM)
+        follower.wait()
 
 
 @contextlib.contextmanager
@@ -62,6 +109,18 @@ def by_ray(
         yield engine
 
 
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Engine arguments as `vllm serve` takes them. Switches are off unless they are named."""
+    words = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
+
+
 def restart(them: list[Host], engine: Engine) -> None:
     """All hosts lose power, and boot without the engine."""
     for host in them:
@@ -71,10 +130,10 @@ def restart(them: list[Host], engine: Engine) -> None:
         host.start()
 
 
-def holds(s3: S3Server, bucket: str, prompts: int) -> bool:
+def holds(s3: S3Server, bucket: str, prompts: int, parts: set[str] = PARTS_OF_TENSOR) -> bool:
     """Whether the bucket has every rank's part of so many prompts, and nothing else."""
     found = shards(s3, bucket)
-    return len(found) == prompts * CHUNKS and all(set(f) == RANKS for f in found.values())
+    return len(found) == prompts * CHUNKS and all(set(f) == parts for f in found.values())
 
 
 def check_sound(s3: S3Server, bucket: str) -> None:
@@ -118,6 +177,17 @@ def check_local(them: list[Host], env: dict[str, str]) -> None:
     assert len(set(found)) == len(them)
 
 
+@pytest.mark.parametrize(
+    ("spread", "engine_args", "parts"),
+    [
+        pytest.param(by_ray, TENSOR, PARTS_OF_TENSOR, id="ray-tensor"),
+        pytest.param(by_ray, PIPELINE, PARTS_OF_PIPELINE, id="ray-pipeline"),
+        pytest.param(by_multiprocessing, TENSOR, PARTS_OF_TENSOR, id="multiprocessing-tensor"),
+        pytest.param(
+            by_multiprocessing, PIPELINE, PARTS_OF_PIPELINE, id="multiprocessing-pipeline"
+        ),
+    ],
+)
 def test_killed_and_started_again_it_hits(
     tiny: Path,
     s3: S3Server,
@@ -125,30 +195,33 @@ def test_killed_and_started_again_it_hits(
     patient: dict[str, Any],
     reference: References,
     tmp_path: Path,
+    spread: Spread,
+    engine_args: dict[str, Any],
+    parts: set[str],
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
     with hosts("one", "two") as them, valve(port_of(s3), gateway(them[0])) as store:
         settings = {
             "connector": changed(patient, endpoint_url=store.url),
             "dtype": "float32",
-            **TENSOR,
+            **engine_args,
         }
-        with by_ray(them, tiny, tmp_path, s3.env, **settings) as cold:
+        with spread(them, tiny, tmp_path, s3.env, **settings) as cold:
             answers = cold.generate(PROMPTS[:2])
             assert cached(answers) == [0, 0]
             assert tokens(answers) == expected[:2]
-            wait_until("both prompts are in the bucket", lambda: holds(s3, bucket, 2), 120.0)
+            wait_until("both prompts are in the bucket", lambda: holds(s3, bucket, 2, parts), 120.0)
             check_local(them, s3.env)
             restart(them, cold)
         check_sound(s3, bucket)
-        with by_ray(them, tiny, tmp_path, s3.env, **settings) as warm:
+        with spread(them, tiny, tmp_path, s3.env, **settings) as warm:
             answers = warm.generate(PROMPTS)
             assert cached(answers) == [CHUNKS * 128, CHUNKS * 128, 0]
             assert tokens(answers) == expected
             counts = warm.metrics()
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
             assert counts["vllm:s3kv_internal_errors_total"] == 0
-            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3), 120.0)
+            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3, parts), 120.0)
         for host in them:
             wait_until(f"{host.name} has no slab", lambda host=host: not mapped_on(host))
 
