@@ -126,10 +126,10 @@ def measure(model: Model, order: str, chunks: int, rounds: int) -> dict[str, Any
     for name, copy in (("save", subject.copy_out), ("load", subject.copy_in)):
         took_us = []
         for _ in range(rounds):
-            mark = subject.mark()  # type: ignore[assignment]
+            mark = subject.mark()
             begin_s = thread_time()
             for part in parts:
-                copy(part, mark).done()  # type: ignore[operator]
+                copy(part, mark).done()
             took_us.append(1e6 * (thread_time() - begin_s) / chunks)
         found[f"{name}_us"] = round(median(took_us), 1)
     found["descriptors"] = gpu.stream.descriptors

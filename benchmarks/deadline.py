@@ -22,7 +22,7 @@ def ends(give_up_s: float) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(main: Callable[P, T]) -> Callable[P, T]:
         @wraps(main)
         def limited(*args: P.args, **kwargs: P.kwargs) -> T:
-            faulthandler.dump_traceback_later(give_up_s, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(give_up_s, exit=True, file=2)
             try:
                 return main(*args, **kwargs)
             finally:
@@ -36,7 +36,7 @@ def ends(give_up_s: float) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def begin(server: str, give_up_s: float) -> None:
     """Say against which server this benchmark runs, and give up after `give_up_s` from now."""
     say(f"server: {server}; gives up after {give_up_s:g} s")
-    faulthandler.dump_traceback_later(give_up_s, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(give_up_s, exit=True, file=2)
 
 
 def say(what: str) -> None:

@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.encoder_runs = 0
-        self.wall_s: Counter[str] = Counter()
+        self.wall_s: dict[str, float] = defaultdict(float)
         self.cpu_s = 0.0
         self.longest_s = 0.0
 

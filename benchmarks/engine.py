@@ -1,9 +1,10 @@
-"""What s3kv does to a real vLLM engine: `python -m benchmarks.engine [--large] [--json FILE]`.
+"""What s3kv does to a real vLLM engine: `python -m benchmarks.engine [--quick] [--large] [--json
+FILE]`.
 
 One request after another, as in a chat that starts cold: prompts of 1,600 tokens, 64 KiB of KV per
 token, eight tokens out, the median over all prompts and rounds. With `--large` prompts have 8,000
-tokens of 128 KiB, as Llama-3-8B has. Every round starts three engines,
-so that a machine that slows down slows all of them:
+tokens of 128 KiB, as Llama-3-8B has. Every round starts three engines, so that a machine that slows
+down slows all of them:
 
     none     an engine without a connector: a cold pass, then the same prompts again, which hit
              the engine's own prefix cache (the floor: nothing is fetched from anywhere)

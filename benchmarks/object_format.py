@@ -164,7 +164,7 @@ class Sharing:
 
 
 def sharing_rows() -> list[dict[str, object]]:
-    out = []
+    out: list[dict[str, object]] = []
     for writers in (1, 2, 4, 8):
         for readers in (1, 2, 4, 8):
             s = Sharing(writers, readers)

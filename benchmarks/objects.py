@@ -26,6 +26,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import perf_counter, process_time
+from typing import Literal
 from urllib.parse import urlsplit
 
 import boto3
@@ -77,7 +78,7 @@ async def ours(
     buffers: list[memoryview],
     chunk: ChunkFormat,
 ) -> tuple[float, float]:
-    client = "aiobotocore" if "aiobotocore" in name else "fast"
+    client: Literal["aiobotocore", "fast"] = "aiobotocore" if "aiobotocore" in name else "fast"
     store = open_store(Config(bucket=bucket, endpoint_url=url, client=client))
     left = list(range(requests))
 
@@ -167,7 +168,7 @@ def connected(url: str, number: int = 0) -> socket.socket:
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     host = found[number % len(found)][4][0]
-    plain = socket.create_connection((host, port), DEADLINE_S)
+    plain = socket.create_connection((str(host), port), DEADLINE_S)
     if parts.scheme == "http":
         return plain
     context = ssl.create_default_context()

@@ -227,7 +227,7 @@ def run(kind: str, seed: int, rounds: int) -> dict[str, Any]:
     say(f"bucket: {kind}")
     loop = VirtualLoop()
     with closing(Slab.create(max(PREFIXES) * SLOT_BYTES)) as slab:
-        task = loop.create_task(measure(kind, seed, rounds, slab))
+        task: asyncio.Task[dict[str, Any]] = loop.create_task(measure(kind, seed, rounds, slab))
         while not task.done():
             loop.run_until(loop.time() + 3600)
         return task.result()

@@ -106,7 +106,7 @@ def modelled(shape: Shape, seconds: float, seed: int) -> dict[str, float]:
         async def ask() -> dict[str, float]:
             return await Asker(store, Config(bucket="modelled"), memory, seed).run(seconds)
 
-        task = loop.create_task(ask())
+        task: asyncio.Task[dict[str, float]] = loop.create_task(ask())
         loop.run_until(seconds + 30)
         return task.result()
 

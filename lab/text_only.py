@@ -1,5 +1,5 @@
-"""What keeps Qwen3.5's text model from running where torchvision is not installed, taken away: for
-`Engine(prepare=…)`."""
+"""Empty modules in place of torchvision, without which vLLM does not import the text model of
+Qwen3.5: for `Engine(prepare=…)`."""
 
 from __future__ import annotations
 

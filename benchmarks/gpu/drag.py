@@ -77,7 +77,7 @@ def products(machine: Machine, size: int) -> Callable[[], object]:
 def decoding(machine: Machine, layers: int, width: int) -> Callable[[], object]:
     """A step as of a model that decodes: products of few rows with weights that come from memory,
     and small kernels between them; a graph, as engines have it."""
-    make = {"device": machine.device, "dtype": torch.bfloat16}
+    make: dict[str, Any] = {"device": machine.device, "dtype": torch.bfloat16}
     weights = [torch.randn(width, width, **make) / width**0.5 for _ in range(layers)]
     rows = torch.randn(16, width, **make)
     state = rows.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
@@ -54,11 +55,11 @@ def _calls(rig: CopyRig, copies: BlockCopies, chunks: int) -> dict[str, Any]:
         slot, ids = number % rig.count, rig.sources[number % rig.count]
         part = LoadPart(0, slot, 0, rig.targets[slot])
         under_way += 1
-        timed("save", lambda number=number, ids=ids, slot=slot: copies.save(number, 0, slot, ids))
+        timed("save", partial(copies.save, number, 0, slot, ids))
         sleep(_PAUSE_S)
-        timed("fence", lambda number=number: copies.fence([number]))
+        timed("fence", partial(copies.fence, [number]))
         settle()
         under_way += 1
-        timed("load", lambda number=number, part=part: copies.load(str(number), [part]))
+        timed("load", partial(copies.load, str(number), [part]))
         settle()
     return {name: spread([1e6 * took for took in all_s], 1) for name, all_s in took_s.items()}

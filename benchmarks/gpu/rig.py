@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter, sleep
 from typing import Any
@@ -94,17 +94,19 @@ class CopyRig:
 
     def save_all(self, copies: BlockCopies) -> float:
         """Seconds from the first order to the last end that was told."""
-        return self._seconds(
-            copies, lambda: [copies.save(i, 0, i, ids) for i, ids in enumerate(self.sources)]
-        )
+
+        def order() -> None:
+            for i, ids in enumerate(self.sources):
+                copies.save(i, 0, i, ids)
+
+        return self._seconds(copies, order)
 
     def load_all(self, copies: BlockCopies) -> float:
-        return self._seconds(
-            copies,
-            lambda: [
-                copies.load(str(i), [LoadPart(0, i, 0, ids)]) for i, ids in enumerate(self.targets)
-            ],
-        )
+        def order() -> None:
+            for i, ids in enumerate(self.targets):
+                copies.load(str(i), [LoadPart(0, i, 0, ids)])
+
+        return self._seconds(copies, order)
 
     def forget_targets(self) -> None:
         """So that `check` finds there what has been loaded since."""
@@ -121,7 +123,7 @@ class CopyRig:
             if not torch.equal(raw[sources], raw[targets]):
                 raise AssertionError(f"{name}: other bytes were loaded than saved")
 
-    def _seconds(self, copies: BlockCopies, order: Callable[[], Sequence[object]]) -> float:
+    def _seconds(self, copies: BlockCopies, order: Callable[[], None]) -> float:
         self.machine.synchronize()
         begin_s = perf_counter()
         order()
@@ -141,7 +143,7 @@ class CopyRig:
 def ended(copies: BlockCopies) -> int:
     """How many copies have ended since the last call, all of them well."""
     ends = copies.poll()
-    both = (*ends.saved, *ends.loaded)
-    if not all(end.ok for end in both):
+    ok = [end.ok for end in ends.saved] + [end.ok for end in ends.loaded]
+    if not all(ok):
         raise AssertionError("a copy has failed; the log says why")
-    return len(both)
+    return len(ok)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
     device = device.to(rig.machine.device)
     machine = rig.machine
     out, back = (torch.tensor(ids, device=machine.device) for ids in (rig.sources, rig.targets))
-    ways = {
+    ways: dict[str, Callable[[], float]] = {
         "saved": lambda: rig.copied_bytes / rig.save_all(copies),
         "loaded": lambda: rig.copied_bytes / rig.load_all(copies),
         "large_out": lambda: large / machine.seconds(lambda: host.copy_(device, non_blocking=True)),

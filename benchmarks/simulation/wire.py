@@ -191,8 +191,11 @@ class IoProcess:
         """Upload a chunk beside the queue."""
         answer_s = self._timeline.now_s + self._network.latency_s(self._rng)
         nbytes, link = self._layout.object_bytes, self._links[JobKind.UPLOAD]
-        end = partial(self._sent, block_hash)
-        self._timeline.at(answer_s, partial(link.carry, nbytes, end))
+
+        def answer() -> None:
+            link.carry(nbytes, partial(self._sent, block_hash))
+
+        self._timeline.at(answer_s, answer)
 
     def _sent(self, block_hash: bytes) -> None:
         is_new = self._bucket.add(block_hash, self._place, self._timeline.now_s)

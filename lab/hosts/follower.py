@@ -1,6 +1,7 @@
-"""What `vllm serve --headless` runs on a host that has ranks of an engine and not its head.
+"""`vllm serve --headless`: the ranks of an engine on a host that does not have its head.
 
-The command itself asks for a distribution of the name "vllm", and the one for CPUs has another.
+A program of its own, because the command asks for a distribution of the name "vllm", and the one
+for CPUs has another.
 """
 
 from __future__ import annotations

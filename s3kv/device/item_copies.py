@@ -74,8 +74,8 @@ class CudaItems:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
-        self._out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out: Any = torch.cuda.Stream(device)
+        self._in: Any = torch.cuda.Stream(device)
         self._registered: list[dict[int, int]] = []
         self._slabs: list[torch.Tensor] = []
 
@@ -109,12 +109,12 @@ class CudaItems:
         return tensor
 
     def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds_between(self, started: torch.cuda.Event, stopped: torch.cuda.Event) -> float | None:
-        if not stopped.query():  # type: ignore[no-untyped-call]
+        if not stopped.query():
             return None
         return float(started.elapsed_time(stopped)) / 1000
 

@@ -23,7 +23,7 @@ class Mark:
     @property
     def passed(self) -> bool:
         """Whether all work before the mark is done. Raises `RuntimeError` if the device failed."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._event is None or bool(self._event.query())
 
     def hold_back(self, stream: torch.cuda.Stream | None) -> None:
         """Make later work on `stream` wait for the mark."""
@@ -54,7 +54,7 @@ class CallerStream:
         """A new stream, for work that waits only for marks."""
         if device.type != "cuda":
             return cls(None)
-        return cls(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return cls(torch.cuda.Stream(device))
 
     def mark(self) -> Mark:
         """A mark behind all work launched on the stream so far."""
@@ -67,7 +67,7 @@ class CallerStream:
 
     def __enter__(self) -> CallerStream:
         if self._current is not None:
-            self._current.__enter__()  # type: ignore[no-untyped-call]
+            self._current.__enter__()
         return self
 
     def __exit__(
@@ -99,7 +99,7 @@ class Beside:
         """
         with ExitStack() as stack:
             for device, mark in self._marks.items():
-                stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream: torch.cuda.Stream = torch.cuda.Stream(device)
                 stream.wait_event(mark)
                 stack.enter_context(torch.cuda.stream(stream))
                 # Also if `work` raises: a copy that it started must not outlive the memory.

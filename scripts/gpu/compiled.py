@@ -52,7 +52,7 @@ def _no(capability: int) -> bool:
     return False
 
 
-_LIBRARY: Any = torch.library.Library("_C", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("_C", "FRAGMENT")
 _LIBRARY.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
 _LIBRARY.impl("silu_and_mul", _silu_and_mul, "CompositeExplicitAutograd")
 _LIBRARY.define("get_cuda_view_from_cpu_tensor(Tensor memory) -> Tensor")

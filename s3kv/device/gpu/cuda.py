@@ -199,13 +199,11 @@ class CudaGpu:
     def new_stream(self, *, urgent: bool) -> CudaStream:
         # Zero is the lowest priority, and the one the engine uses.
         priority = -1 if urgent else 0
-        stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
-            self._device, priority=priority
-        )
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device, priority=priority)
         return CudaStream(stream, self._batch)
 
     def new_event(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event: torch.cuda.Event = torch.cuda.Event()
         return event
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ def _pieces(memory: torch.Tensor, unit_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def _forget_error(device: torch.device) -> None:

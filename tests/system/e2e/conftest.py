@@ -30,9 +30,8 @@ START_AND_STOP_S = 240
 
 
 needs_second_runner = since(0, 30, "a CPU engine that starts without a warm-up")
-"""0.29 warms up without attention: the sampler sees uninitialised memory, and Triton's interpreter
-refuses rows that are all NaN.
-"""
+"""Skips 0.29, which warms up without attention: the sampler sees uninitialised memory, and Triton's
+interpreter refuses rows that are all NaN."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -13,7 +13,13 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # Its stub has all methods, so that type checkers allow an instance without a selector.
+    Loop = asyncio.BaseEventLoop
+else:
+    Loop = asyncio.AbstractEventLoop
 
 
 @dataclass
@@ -41,7 +47,7 @@ _SPIN_LIMIT = 100_000
 """Callbacks at one moment. A simulated second has a few thousand."""
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop(Loop):
     """`run_until` is called from outside of any callback, by whoever drives the simulation."""
 
     def __init__(self) -> None:
