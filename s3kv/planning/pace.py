@@ -45,7 +45,7 @@ _SMOOTHING = 0.2
 """Weight of a new fetch in the estimate."""
 
 _SETTLING_TOKENS = 4_096.0
-"""Prefilled tokens that make up two thirds of the estimate: one large step or some small ones."""
+"""Prefilled tokens after which an older step weighs a third as much."""
 
 _MIN_PREFILL_SAMPLE_TOKENS = 64
 """Steps with fewer tokens are decode-bound and say nothing about prefill."""
@@ -124,7 +124,7 @@ class Pace:
 
     def __init__(self, *, prefill_tokens_per_s: float, fetches_at_once: int) -> None:
         self._prefill_tokens_per_s = prefill_tokens_per_s
-        self._prefill_measured = False
+        self._squared_tokens = self._token_seconds = 0.0
         self._fetches_at_once = fetches_at_once
         self._fetch = FetchTime()
         self._steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
@@ -155,13 +155,15 @@ class Pace:
         # Steps may be planned ahead, but they run one after another.
         started_s, self._step_ended_s = max(started_s, self._step_ended_s), now_s
         if tokens >= _MIN_PREFILL_SAMPLE_TOKENS and now_s > started_s:
-            self._prefilled(tokens, tokens / (now_s - started_s))
+            self._prefilled(tokens, now_s - started_s)
 
-    def _prefilled(self, tokens: int, tokens_per_s: float) -> None:
-        # The first measurement replaces the assumed speed.
-        weight = 1 - math.exp(-tokens / _SETTLING_TOKENS) if self._prefill_measured else 1.0
-        self._prefill_tokens_per_s += weight * (tokens_per_s - self._prefill_tokens_per_s)
-        self._prefill_measured = True
+    def _prefilled(self, tokens: int, seconds: float) -> None:
+        # The least-squares line through the origin. A step of 1,600 tokens counts 256 times as much
+        # as one of 100, which says little about long prompts.
+        kept = math.exp(-tokens / _SETTLING_TOKENS)
+        self._squared_tokens = kept * self._squared_tokens + tokens * tokens
+        self._token_seconds = kept * self._token_seconds + tokens * seconds
+        self._prefill_tokens_per_s = self._squared_tokens / self._token_seconds
 
     def compute_s(self, tokens: int) -> float:
         """Expected time to prefill `tokens`."""

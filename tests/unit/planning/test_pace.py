@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from s3kv.planning.kv import NOTHING, WAIT, Answer
-from s3kv.planning.pace import PATIENCE_S, FetchTime, Pace, Wait
+from s3kv.planning.pace import GAIN, PATIENCE_S, FetchTime, Pace, Wait
 from s3kv.types import Outcome
 from tests.unit.planning.desk import MISSING, Desk
 
@@ -318,3 +318,32 @@ def test_the_first_measurement_replaces_the_assumption() -> None:
     pace.step_started(1.0, 100)
     pace.step_ended(1.2)
     assert 980 < pace.statistics().prefill_tokens_per_s < 1_000, "a small step weighs little"
+
+
+def prefill(pace: Pace, *steps: tuple[int, float]) -> None:
+    """Run steps of so many tokens, each at so many tokens a second."""
+    now_s = 0.0
+    for tokens, tokens_per_s in steps:
+        pace.step_started(now_s, tokens)
+        now_s += tokens / tokens_per_s
+        pace.step_ended(now_s)
+
+
+def test_the_first_long_prompt_corrects_the_speed_of_short_ones() -> None:
+    """After two short prompts the first long one gives up too early. Its chunks arrive while it is
+    computed, and take 0.4 s. Computing the next one takes 0.74 s, so it should wait."""
+    pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=32)
+    prefill(pace, (100, 4_600), (100, 4_600), (1_600, 2_080))
+    for _ in range(12):
+        pace.fetched(0.4, began_with=6, ended_with=6)
+    fetch_s = pace.fetch_s(12, rounds=0)
+    assert fetch_s is not None
+    assert fetch_s < GAIN * pace.compute_s(1_536)
+    assert pace.compute_s(1_536) == pytest.approx(0.74, rel=0.02)
+
+
+@pytest.mark.parametrize("short_tokens_per_s", [2_000.0, 20_000.0])
+def test_short_prompts_between_long_ones_change_little(short_tokens_per_s: float) -> None:
+    pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=4)
+    prefill(pace, *[*[(100, short_tokens_per_s)] * 20, (1_600, 8_000.0)] * 5)
+    assert pace.statistics().prefill_tokens_per_s == pytest.approx(8_000, rel=0.2)
