@@ -140,24 +140,39 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
 
 
 @needs_second_runner
-@pytest.mark.long
 @pytest.mark.timeout(4 * START_AND_STOP_S)
+@pytest.mark.parametrize(
+    ("name", "chunk_tokens", "hit"),
+    [
+        pytest.param("gemma3", 128, 384, marks=pytest.mark.long),
+        pytest.param("llama", 128, 384, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", 128, 384, marks=pytest.mark.nightly),
+        pytest.param("mistral", 128, 384, marks=pytest.mark.nightly),
+    ],
+)
 def test_on_the_second_generation_runner(
-    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
+    name: str,
+    chunk_tokens: int,
+    hit: int,
+    models_dir: Path,
+    patient: dict[str, Any],
+    serve: Serve,
+    reference: References,
 ) -> None:
     """In steps of 256 tokens, so that windows move on while a prompt is computed."""
-    model = families.build(models_dir, families.GEMMA3)
-    prompts = models.prompts(2, 400, seed=5)
+    model = model_of(models_dir, name)
+    prompts = models.prompts(2, hit + 16, seed=5)
     expected = tokens(reference(model, prompts, **EXACT))
     args: dict[str, Any] = {**EXACT, "second_runner": True, "max_num_batched_tokens": 256}
-    with serve(model, patient, **args) as engine:
+    connector = changed(patient, chunk_tokens=chunk_tokens)
+    with serve(model, connector, **args) as engine:
         cold = engine.generate(prompts)
         at_rest(engine)
         engine.reset_prefix_cache()
         host = engine.generate(prompts)
         at_rest(engine)
-    with serve(model, patient, **args) as engine:
+    with serve(model, connector, **args) as engine:
         warm = engine.generate(prompts)
-    for answers, hit in ((cold, 0), (host, 384), (warm, 384)):
+    for answers, length in ((cold, 0), (host, hit), (warm, hit)):
         assert tokens(answers) == expected
-        assert cached(answers) == [hit] * 2
+        assert cached(answers) == [length] * 2

@@ -1,4 +1,4 @@
-"""Models with several KV-cache groups on two tensor ranks: each has its part of every object.
+"""Models with windows or states on two tensor ranks: each has its part of every object.
 
 In float32, where the length of a hit does not change the tokens.
 """
@@ -13,13 +13,13 @@ import pytest
 from lab import models
 from lab.engine import Engine
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import START_AND_STOP_S, References, cached, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, References, cached, changed, tokens
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_groups import EXACT, model_of
 
 
 class Case(NamedTuple):
-    """hit: tokens of a prompt, in whole chunks. objects: of a rank and a prompt, those of full
+    """hit: tokens of a prompt, in chunks of `chunk`. objects: of a rank and a prompt, those of full
     attention and those of windows or states. alike: whether the engine without a
     connector needs as many ranks and the same steps: vLLM's own tokens depend on them."""
 
@@ -27,12 +27,16 @@ class Case(NamedTuple):
     hit: int
     objects: int
     alike: bool = False
+    chunk: int = 128
 
 
 GEMMA3 = Case("gemma3", 384, 3 + 3)
 LFM2 = Case("lfm2", 384, 3 + 2, alike=True)
 """States are saved after two chunks and after three."""
 LLAMA = Case("llama", 384, 3 + 3)
+GEMMA4 = Case("gemma4", 512, 2 + 2, chunk=256)
+GPT_OSS = Case("gpt_oss", 384, 3 + 3)
+MISTRAL = Case("mistral", 384, 3)
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
@@ -42,6 +46,9 @@ LLAMA = Case("llama", 384, 3 + 3)
         pytest.param(GEMMA3, marks=pytest.mark.long, id="gemma3"),
         pytest.param(LFM2, marks=pytest.mark.nightly, id="lfm2"),
         pytest.param(LLAMA, marks=pytest.mark.nightly, id="llama"),
+        pytest.param(GEMMA4, marks=pytest.mark.nightly, id="gemma4"),
+        pytest.param(GPT_OSS, marks=pytest.mark.nightly, id="gpt_oss"),
+        pytest.param(MISTRAL, marks=pytest.mark.nightly, id="mistral"),
     ],
 )
 def test_two_tensor_ranks(
@@ -66,10 +73,11 @@ def test_two_tensor_ranks(
     plain.generate(prompts)
     expected = tokens(plain.generate(prompts))
     args |= here
+    connector = changed(patient, chunk_tokens=case.chunk)
 
     def engine_of(life: str) -> Engine:
         log = tmp_path / f"{life}.log"
-        return Engine(model, connector=patient, log_path=log, env=s3.env, **args)
+        return Engine(model, connector=connector, log_path=log, env=s3.env, **args)
 
     def uploaded() -> bool:
         return len(s3.objects(bucket)) == 2 * len(prompts) * case.objects
