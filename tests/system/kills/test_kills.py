@@ -184,7 +184,7 @@ class Run:
         tokens = self._words.tokens(address.key.block_hash, SETUP.chunk_tokens)
         assert tokens is not None, f"{address} is of no prompt"
         (rank,) = (r for r in range(SETUP.world_size) if shard(r).name == address.shard)
-        expected = shard(rank).payload(tokens)
+        expected = shard(rank).payload(tokens, SETUP.block_tokens)
         assert payload[: len(expected)] == expected, f"{address} holds other bytes"
 
     def end_well(self) -> None:

@@ -23,7 +23,7 @@ SETUP = Setup(
 
 
 def shard(rank: int) -> Shard:
-    return Shard(model=0, world_size=SETUP.world_size, rank=rank)
+    return Shard.of(0, SETUP.world_size, rank)
 
 
 def serve(pipe: Connection, rank: int, config: Config, seed: int) -> None:

@@ -1,5 +1,6 @@
 """`python -m tests.system.sim SEED [--trace]` replays one run; `… FIRST COUNT` runs many; with
-`--kept` they are fleets that keep a bucket to its budget."""
+`--kept` they are fleets that keep a bucket to its budget, with `--shared` such whose engines share
+chunks between parallel sizes."""
 
 from __future__ import annotations
 

@@ -87,9 +87,10 @@ class Fleet:
 
     def _draw_node(self, number: int, sizes: dict[str, int], around: Surroundings) -> Node:
         rng = self.rng
+        world_size, stages = self.draw_ranks()
         setup = Setup(
             **sizes,
-            world_size=rng.choice([1, 1, 2]),
+            world_size=world_size,
             slots=rng.choice([4, 6, 8, 12]),
             blocks=rng.choice([12, 16, 24, 40]),
             probe_chunks=rng.randint(1, 4),
@@ -101,7 +102,16 @@ class Fleet:
             steps_ahead=rng.randint(0, 1),
         )
         # The last engine serves another model, from the same prompts.
-        return Node(number, int(number == 2), setup, rng.choice([0.05, 0.1, 0.3]), around)
+        model, step_s = int(number == 2), rng.choice([0.05, 0.1, 0.3])
+        return Node(number, model, setup, step_s, around, stages)
+
+    def draw_ranks(self) -> tuple[int, int]:
+        """Number of ranks of an engine, and of their pipeline stages."""
+        return self.rng.choice([1, 1, 2]), 1
+
+    def publish(self, node: Node, prompt: list[int]) -> None:
+        """Another replica, which is not simulated, saves the chunks of a prompt."""
+        node.publish(self._dictionary.chain(prompt))
 
     # --- the whole run -----------------------------------------------------------------------
 
@@ -153,7 +163,7 @@ class Fleet:
             before = node.engine.planner.counters["fetch_ok"]
             for attempt in range(5):
                 prompt = [ord("p"), node.number, attempt, *[ord("q")] * size]
-                node.publish(self._dictionary.chain(prompt))
+                self.publish(node, prompt)
                 self._arrive(node, prompt, 1)
                 self._come_to_rest()
                 if node.engine.planner.counters["fetch_ok"] > before:
@@ -213,7 +223,7 @@ class Fleet:
         letter, fork = rng.choice(self.prompts), rng.choice([6, 8, 20])
         prompt = ([ord(letter)] * fork + [ord("z")] * 20)[: rng.choice([5, 8, 12, 17, 20])]
         if rng.random() < 0.3:
-            node.publish(self._dictionary.chain(prompt))
+            self.publish(node, prompt)
         self._arrive(node, prompt, rng.randint(1, 4))
 
     def _arrive(self, node: Node, prompt: list[int], new_tokens: int) -> None:

@@ -62,7 +62,7 @@ class KeptFleet(Fleet):
     def draw_config(self) -> Config:
         config = super().draw_config()
         rng = self.rng
-        self._chunk_bytes = format_of(Shard(0, 1, 0), Setup()).object_bytes
+        self._chunk_bytes = format_of(Shard.of(0, 1, 0), Setup()).object_bytes
         return dataclasses.replace(
             config,
             bucket_bytes=rng.choice(BUDGETS) * self._chunk_bytes,

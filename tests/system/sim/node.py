@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from s3kv.config import Config
@@ -37,15 +37,22 @@ class Surroundings:
 
 
 class Node:
-    """number: for the log. step_s: how long a step of this engine takes."""
+    """number: for the log. step_s: how long a step of this engine takes. stages: of a pipeline."""
 
     def __init__(
-        self, number: int, model: int, setup: Setup, step_s: float, around: Surroundings
+        self,
+        number: int,
+        model: int,
+        setup: Setup,
+        step_s: float,
+        around: Surroundings,
+        stages: int = 1,
     ) -> None:
         self.number = number
         self.model = model
         self.setup = setup
         self.step_s = step_s
+        self.stages = stages
         self.is_up = False
         self.steps_planned = 0
         """The step that is planned next is this one; any other has been overtaken."""
@@ -56,7 +63,8 @@ class Node:
         self._rng = around.rng
 
     def shards(self) -> list[Shard]:
-        return [Shard(self.model, self.setup.world_size, r) for r in range(self.setup.world_size)]
+        size = self.setup.world_size
+        return [Shard.of(self.model, size, rank, self.stages) for rank in range(size)]
 
     # --- its lives ---------------------------------------------------------------------------
 
@@ -167,14 +175,16 @@ class Node:
             living = [process for process in rank.processes if not process.is_dead()]
             assert len(living) <= 1, f"two I/O processes of one rank: {living}"
 
-    def publish(self, chain: list[int]) -> list[str]:
-        """Another replica of the same model saves the chunks of this prompt. Returns the keys."""
+    def publish(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:
+        """Another replica of the same model, with the same shards or with these, saves the chunks
+        of this prompt. Returns the keys."""
         around, size, keys = self._around, self.setup.chunk_tokens, []
-        for shard in self.shards():
+        for shard in shards or self.shards():
             layout = format_of(shard, self.setup)
             for end in range(size, len(chain) + 1, size):
                 tokens = tuple((0, prefix) for prefix in chain[end - size : end])
-                data = bytearray(layout.header_bytes) + shard.payload(tokens)
+                payload = shard.payload(tokens, self.setup.block_tokens)
+                data = bytearray(layout.header_bytes) + payload
                 block_hash = hash_of(chain[end - 1])
                 layout.seal(memoryview(data), block_hash)
                 name = block_hash.hex()

@@ -5,7 +5,9 @@
 3. Every job ends as the bucket has answered it: a miss is never made up, a refusal never hidden.
 4. Every job ends in time and after `max_attempts` requests at most; and when it has ended,
    nothing goes on in its name.
-5. What was bad is read once more, later or when an upload finds it there, and then never again.
+5. An engine deletes its own objects alone, and puts a chunk together only of good ones that hold
+   all of it.
+6. What was bad is read once more, later or when an upload finds it there, and then never again.
    What is deleted has been bad twice.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 
 from s3kv.config import Config
 from s3kv.messages import JobEnd, JobKind
@@ -26,6 +29,8 @@ REQUEST_BOUND_S = HANG_S + 2 * 6.0 + 1.0
 """One request with the slowest answers there are, and the pause before the next."""
 
 MOST_RANGES = 8
+MOST_SHARDS = 8
+"""Of other sizes that a rank may read one after the other."""
 
 _REASONS = {
     (JobKind.FETCH, Outcome.OK): "good",
@@ -46,8 +51,30 @@ _LOOKS = {
 
 
 def shard_of(namespace_digest: str, name: str) -> Shard:
-    rank, world_size = name.partition("-")[0][1:], name.partition("of")[2].partition("-")[0]
-    return Shard(int(namespace_digest, 16), int(world_size), int(rank))
+    return Shard.named(int(namespace_digest, 16), name)
+
+
+def _shard_name(key: str) -> str:
+    return key.rpartition("/")[2].removesuffix(".safetensors").partition("-")[2]
+
+
+def _are_lacking(order: Order, others: dict[str, list[str]], connection: Connection) -> bool:
+    """Whether an object of another shard was not there, or was bad now or before; or none has been
+    asked for."""
+    folder = _folder(order.object_key)
+    return (
+        not others
+        or any({"missing", "bad", "bad range"} & {*said} for said in others.values())
+        or any(key.startswith(folder) for key in connection.bad)
+    )
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0] + "/"
+
+
+def _is_good(said: list[str]) -> bool:
+    return "good" in said or said.count("good range") > 1
 
 
 class FleetOracle:
@@ -67,6 +94,7 @@ class FleetOracle:
         if config.range_bytes:  # the ranges of an object, and then perhaps all of it
             self._requests += 2 * config.max_attempts
             self._answers = self._requests * MOST_RANGES
+        self._reads = 1 + MOST_SHARDS if config.share_ranks else 1
         self.seen: Counter[str] = Counter()
         self._log = log
         self._setup = setup
@@ -78,12 +106,12 @@ class FleetOracle:
     def payload(self, shard: Shard, block_hash: bytes) -> bytes | None:
         """What a chunk of this hash consists of; None when the hash was made with a salt."""
         tokens = self._dictionary.tokens(block_hash, self._setup.chunk_tokens)
-        return None if tokens is None else shard.payload(tokens)
+        return None if tokens is None else shard.payload(tokens, self._setup.block_tokens)
 
     def check_put(self, key: str, data: bytes) -> None:
         *_, digest, _, block_hash, name = key.split("/")
-        group, _, shard_name = name.removesuffix(".safetensors").partition("-")
-        shard = shard_of(digest, shard_name)
+        group = name.partition("-")[0]
+        shard = shard_of(digest, _shard_name(key))
         layout = format_of(shard, self._setup)
         expected = self.payload(shard, bytes.fromhex(block_hash))
         if group != "g0" or len(data) != layout.object_bytes:
@@ -95,33 +123,65 @@ class FleetOracle:
         self, order: Order, done: JobEnd, slab: memoryview, connection: Connection
     ) -> None:
         said = connection.answers.pop(order.object_key, [])
+        others = self._of_others(order, connection)
         self.seen[f"service {order.kind.value} {done.outcome.name} {done.reason}"] += 1
         what = f"job {done.job_id}, the {order.kind.value} of {order.object_key}"
         self._log(f"{what}, ends {done.outcome.name}: {'; '.join(said)}")
-        if done.seconds > self._requests * REQUEST_BOUND_S:
+        if done.seconds > self._requests * self._reads * REQUEST_BOUND_S:
             self.accuse(f"{what}, took {done.seconds} s")
-        if connection.busy[order.object_key]:
+        if any(connection.busy[key] for key in (order.object_key, *others)):
             self.accuse(f"{what}, has ended, and its request goes on")
+        self.seen["bad shards of others"] += any("bad" in answers for answers in others.values())
+        if any("deleted" in answers for answers in others.values()):
+            self.accuse(f"{what}, has deleted what belongs to other ranks: {others}")
         if len(said) > self._answers:
             self.accuse(f"{what}, was tried {len(said)} times")
-        if not self._is_true(order, done, said, connection):
-            self.accuse(f"{what}, ended {done.outcome.name}, but the bucket said {said}")
+        if not self._is_true(order, done, said, others, connection):
+            self.accuse(f"{what}, ended {done.outcome.name}, but the bucket said {said} {others}")
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             self._check_fetched(what, order, slab)
         end = _LOOKS.get((order.kind, done.outcome))
         if end is not None and done.reason != "quarantined" and not self._deletes:
             connection.ended(order.object_key, end)
 
-    def _is_true(self, order: Order, done: JobEnd, said: list[str], connection: Connection) -> bool:
+    def _of_others(self, order: Order, connection: Connection) -> dict[str, list[str]]:
+        """What the bucket has said of other shards of a fetched chunk."""
+        if order.kind is not JobKind.FETCH:
+            return {}
+        folder = _folder(order.object_key)
+        keys = [key for key in connection.answers if key.startswith(folder)]
+        return {key: connection.answers.pop(key) for key in keys if key != order.object_key}
+
+    def _is_true(
+        self,
+        order: Order,
+        done: JobEnd,
+        said: list[str],
+        others: dict[str, list[str]],
+        connection: Connection,
+    ) -> bool:
         if done.reason == "quarantined":
             return done.outcome is Outcome.MISSING and order.object_key in connection.bad
         if done.outcome is Outcome.CANCELLED:
             return True
         if done.outcome is Outcome.OK and order.kind is JobKind.FETCH:
-            return "good" in said or said.count("good range") > 1
+            return _is_good(said) or ("missing" in said and self._is_covered(order, others))
         if done.outcome is Outcome.CORRUPT and "bad range" in said:
             return True
-        return _REASONS[order.kind, done.outcome] in said
+        reason = _REASONS[order.kind, done.outcome]
+        if reason in said:
+            return done.outcome is not Outcome.MISSING or _are_lacking(order, others, connection)
+        return "missing" in said and any(reason in answers for answers in others.values())
+
+    def _is_covered(self, order: Order, others: dict[str, list[str]]) -> bool:
+        """Whether good objects hold every head of every layer that the rank has."""
+        digest, good = order.namespace_digest, [k for k, said in others.items() if _is_good(said)]
+        shards = [shard_of(digest, _shard_name(key)) for key in good]
+        held = {place for shard in shards for place in product(shard.heads, shard.layers)}
+        own = shard_of(digest, order.shard)
+        self.seen["put together"] += 1
+        self.seen["put together of several"] += len(shards) > 1
+        return held >= set(product(own.heads, own.layers))
 
     def _check_fetched(self, what: str, order: Order, slab: memoryview) -> None:
         shard = shard_of(order.namespace_digest, order.shard)

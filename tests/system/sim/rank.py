@@ -16,8 +16,9 @@ from s3kv.device.copies import SavedEnd
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Hello
 from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadPart, StepPlan, StepReport
+from s3kv.objects.rearranging import Pages
 from s3kv.worker.rank import RankWorker
-from tests.system.sim.meaning import LAYERS, TOKEN, Shard, format_of
+from tests.system.sim.meaning import Shard, format_of
 from tests.system.sim.process import Machine, Process
 from tests.unit.planning.ranks import TokenKV, Write
 from tests.unit.planning.setup import Setup
@@ -33,41 +34,34 @@ class Slab:
 
 
 class Blocks(Sequence["tuple[TokenKV | None, ...]"]):
-    """The paged device memory of one rank: a bytearray per layer, read as what it says."""
+    """The paged device memory of one rank: a bytearray, read as what it says."""
 
     def __init__(self, shard: Shard, setup: Setup) -> None:
         self._shard = shard
-        self._size = setup.block_tokens * TOKEN.size
+        self._size = shard.block_bytes(setup.block_tokens)
         self._count = setup.blocks
-        self._layers = [bytearray(setup.blocks * self._size) for _ in range(LAYERS)]
+        self._data = memoryview(bytearray(setup.blocks * self._size))
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, block: int) -> tuple[TokenKV | None, ...]:  # type: ignore[override]
-        at = block * self._size
-        return self._shard.read([bytes(layer[at : at + self._size]) for layer in self._layers])
+        return self._shard.read(self._block(block))
+
+    def _block(self, number: int) -> memoryview:
+        return self._data[number * self._size :][: self._size]
 
     def write(self, writes: Iterable[Write]) -> None:
         for block, offset, token in writes:
-            at = block * self._size + offset * TOKEN.size
-            for number, layer in enumerate(self._layers):
-                layer[at : at + TOKEN.size] = self._shard.tokens(number, (token,))
+            self._shard.write(self._block(block), offset, token)
 
     def copy_out(self, block_ids: Sequence[int], payload: memoryview) -> None:
-        to = 0
-        for layer in self._layers:
-            for block in block_ids:
-                payload[to : to + self._size] = layer[block * self._size :][: self._size]
-                to += self._size
+        for number, block in enumerate(block_ids):
+            payload[number * self._size :][: self._size] = self._block(block)
 
     def copy_in(self, part: LoadPart, payload: memoryview) -> None:
-        per_layer = len(payload) // LAYERS
-        for number, layer in enumerate(self._layers):
-            at = number * per_layer + part.first_block * self._size
-            for block in part.block_ids:
-                layer[block * self._size : (block + 1) * self._size] = payload[at:][: self._size]
-                at += self._size
+        for number, block in enumerate(part.block_ids, part.first_block):
+            self._block(block)[:] = payload[number * self._size :][: self._size]
 
 
 class Copies:
@@ -144,16 +138,20 @@ class Slots:
         self._rank = rank
 
     def __getitem__(self, slot: int) -> tuple[int, tuple[TokenKV | None, ...]]:
-        payload = bytes(self._rank.payload(slot))
-        per_layer = len(payload) // LAYERS
-        layers = [payload[i : i + per_layer] for i in range(0, len(payload), per_layer)]
-        return self._rank.number, self._rank.shard.read(layers)
+        return self._rank.number, self._rank.read(slot)
 
 
 def hello_for(shard: Shard, setup: Setup, config: Config, padding_bytes: int = 0) -> Hello:
     space, layout = shard.namespace, format_of(shard, setup, padding_bytes)
-    groups = {0: layout.tensors}
-    return Hello(config, space.prefix, space.digest, shard.name, groups, integrity=shard.integrity)
+    return Hello(
+        config,
+        space.prefix,
+        space.digest,
+        shard.name,
+        {0: layout.tensors},
+        integrity=shard.integrity,
+        pages=Pages(shard.order, "layer.{}") if config.share_ranks else None,
+    )
 
 
 class ByteRank:
@@ -184,6 +182,7 @@ class ByteRank:
         self.clock = clock
         layout = format_of(shard, setup, padding_bytes)
         self._header_bytes = layout.header_bytes
+        self._block_bytes = shard.block_bytes(setup.block_tokens)
         self._tokens_bytes = layout.payload_bytes - padding_bytes
         self._slot_bytes = layout.object_bytes + 64
         self._slab = make_slab(setup.slots * self._slot_bytes)
@@ -201,6 +200,12 @@ class ByteRank:
         """Where the tokens of this slot's chunk are."""
         at = slot * self._slot_bytes + self._header_bytes
         return self._slab.view[at : at + self._tokens_bytes]
+
+    def read(self, slot: int) -> tuple[TokenKV | None, ...]:
+        """The tokens of the chunk in this slot."""
+        payload, size = self.payload(slot), self._block_bytes
+        blocks = (payload[at : at + size] for at in range(0, len(payload), size))
+        return tuple(token for block in blocks for token in self.shard.read(block))
 
     def run(self, plan: StepPlan, writes: Iterable[Write]) -> None:
         """In the order in which vLLM goes about a step."""

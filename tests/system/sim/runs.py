@@ -22,9 +22,10 @@ from tests.system.sim.fleet import Fleet
 from tests.system.sim.keepers import KeptFleet
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.process import Process
+from tests.system.sim.sharers import SharingFleet
 from tests.system.sim.store import PlannedDefect
 
-FLEETS: dict[str, type[Fleet]] = {"plain": Fleet, "kept": KeptFleet}
+FLEETS: dict[str, type[Fleet]] = {"plain": Fleet, "kept": KeptFleet, "shared": SharingFleet}
 
 
 class Failure(NamedTuple):
@@ -128,7 +129,7 @@ def run_seeds(first: int, count: int, kind: str = "plain") -> tuple[Counter[str]
     """All of them, on all processors. The processes are new ones: what the caller has imported,
     patched or started is not theirs.
     """
-    size = 250 if kind == "plain" else 10
+    size = 10 if kind == "kept" else 250
     parts = [range(i, min(i + size, first + count)) for i in range(first, first + count, size)]
     seen: Counter[str] = Counter()
     failures: list[Failure] = []
@@ -144,9 +145,10 @@ def run_seeds(first: int, count: int, kind: str = "plain") -> tuple[Counter[str]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`SEED [--trace]`, or `FIRST COUNT` for many; with `--kept`, fleets that keep a budget."""
+    """`SEED [--trace]`, or `FIRST COUNT` for many; with `--kept`, fleets that keep a budget; with
+    `--shared`, fleets that share between parallel sizes."""
     trace = "--trace" in arguments
-    kind = "kept" if "--kept" in arguments else "plain"
+    kind = next((kind for kind in FLEETS if f"--{kind}" in arguments), "plain")
     numbers = [int(argument) for argument in arguments if not argument.startswith("-")]
     if len(numbers) == 2:
         seen, failures = run_seeds(*numbers, kind)

@@ -314,7 +314,9 @@ class Connection:
             said = self.answers[key]
             if key != LEASE and said.count("bad") + ("bad range" in said) < 2:
                 self._bucket.accuse(f"{key} is deleted, and was not bad twice")
-            return await self._bucket.objects.delete(key, if_etag=if_etag)
+            deleted = await self._bucket.objects.delete(key, if_etag=if_etag)
+            said += ["deleted"] * deleted
+            return deleted
 
     async def refresh(self, key: str, modified_s: float) -> bool:
         await self._begin("put", key)

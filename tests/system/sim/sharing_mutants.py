@@ -1,0 +1,76 @@
+"""Shared reads with one thing done wrong: what a fleet of several parallel sizes has to notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from s3kv.io.server import sharing
+from s3kv.io.server.transfers import Transfers
+from s3kv.messages import JobEnd
+from s3kv.objects import rearranging
+from s3kv.types import Outcome
+from tests.system.sim.mutants import Mutant, Patch
+
+MUTANTS: list[Mutant] = []
+
+fetch_object = Transfers._fetch_object
+read = sharing.SharedReads.read
+runs = rearranging._runs
+
+
+def mutant(of: Mutant) -> Mutant:
+    MUTANTS.append(of)
+    return of
+
+
+@mutant
+def never_looks_at_what_others_have_stored(patch: Patch) -> None:
+    patch.setattr(sharing, "covers", lambda wanted, shards: [])
+
+
+@mutant
+def takes_a_part_for_the_whole(patch: Patch) -> None:
+    async def some(reads: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        return [end for read in reads if (end := await read) is not None]
+
+    patch.setattr(sharing, "all_of", some)
+
+
+@mutant
+def takes_every_model_s_pages_for_heads_outermost(patch: Patch) -> None:
+    def outermost(
+        layers: Any, heads: range, others: Any, other_heads: range, order: str
+    ) -> Iterable[Any]:
+        return runs(layers, heads, others, other_heads, "HNC")
+
+    patch.setattr(rearranging, "_runs", outermost)
+
+
+@mutant
+def believes_the_shards_of_others(patch: Patch) -> None:
+    async def trusting(self: Transfers, job: Any, *, delete_corrupt: bool) -> JobEnd:
+        end = await fetch_object(self, job, delete_corrupt=delete_corrupt)
+        of_others = f"-{self._shared._shard.name}." not in job.key  # type: ignore[union-attr]
+        return job.end(Outcome.OK) if of_others and end.outcome is Outcome.CORRUPT else end
+
+    patch.setattr(Transfers, "_fetch_object", trusting)
+
+
+@mutant
+def deletes_the_shards_of_others(patch: Patch) -> None:
+    async def zealous(self: Transfers, job: Any, *, delete_corrupt: bool) -> JobEnd:
+        return await fetch_object(self, job, delete_corrupt=self._delete_corrupt)
+
+    patch.setattr(Transfers, "_fetch_object", zealous)
+
+
+@mutant
+def calls_an_outage_a_miss(patch: Patch) -> None:
+    async def quiet(self: sharing.SharedReads, job: Any, fetch: Callable[..., Any]) -> Any:
+        try:
+            return await read(self, job, fetch)
+        except sharing.StoreError:
+            return None
+
+    patch.setattr(sharing.SharedReads, "read", quiet)
