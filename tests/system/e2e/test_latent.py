@@ -13,7 +13,15 @@ import pytest
 from lab import latent, models
 from lab.engine import Engine
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import START_AND_STOP_S, cached, tokens
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    References,
+    Serve,
+    at_rest,
+    cached,
+    needs_second_runner,
+    tokens,
+)
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_parallel import shards
 from tests.system.e2e.test_prefix import zeroed
@@ -80,3 +88,26 @@ def test_every_tier_serves_all_ranks_from_one_object(
     assert zeros.tokens != expected[0].tokens, "what is read does not matter"
     assert count["vllm:s3kv_fetch_bytes_total"] == ranks * sum(s3.objects(bucket).values())
     assert count["vllm:s3kv_internal_errors_total"] == 0
+
+
+@needs_second_runner
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * START_AND_STOP_S)
+def test_on_the_second_generation_runner(
+    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
+) -> None:
+    model = latent.build(models_dir)
+    prompts = models.prompts(2, 400, seed=5)
+    args = ARGS | {"second_runner": True}
+    expected = tokens(reference(model, prompts, **args))
+    with serve(model, patient, **args) as engine:
+        cold = engine.generate(prompts)
+        at_rest(engine)
+        engine.reset_prefix_cache()
+        host = engine.generate(prompts)
+        at_rest(engine)
+    with serve(model, patient, **args) as engine:
+        warm = engine.generate(prompts)
+    for answers, hit in ((cold, 0), (host, 384), (warm, 384)):
+        assert tokens(answers) == expected
+        assert cached(answers) == [hit] * 2
