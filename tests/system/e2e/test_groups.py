@@ -146,9 +146,11 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
     [
         pytest.param("gemma3", 128, 384, marks=pytest.mark.long),
         pytest.param("gemma4", 256, 512, marks=pytest.mark.nightly),
+        pytest.param("gemma4_shared", 256, 512, marks=pytest.mark.nightly),
         pytest.param("llama", 128, 384, marks=pytest.mark.nightly),
         pytest.param("gpt_oss", 128, 384, marks=pytest.mark.nightly),
         pytest.param("mistral", 128, 384, marks=pytest.mark.nightly),
+        pytest.param("llama4", 128, 640, marks=pytest.mark.nightly),
     ],
 )
 def test_on_the_second_generation_runner(
