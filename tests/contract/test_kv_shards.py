@@ -167,8 +167,9 @@ class Engine:
         self.vllm = vllm_config
         parallel = vllm_config.parallel_config
         tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        self.shards = shard_names(vllm_config.model_config, tp, pp)
-        self.spec = replace(spec, num_kv_heads=max(1, 4 // tp))
+        latent = isinstance(spec, MLAAttentionSpec)
+        self.shards = shard_names(vllm_config.model_config, tp, pp, tp if latent else 1)
+        self.spec = spec if latent else replace(spec, num_kv_heads=max(1, 4 // tp))
         self.order = order
         self.cache = groups(self.spec)
         self.cache.kv_cache_layout = {"HNC": "LBHNC", "NHC": "LBNHC"}[order]
@@ -215,6 +216,23 @@ def test_sizes_share_a_namespace(sized: Any, order: str) -> None:
         engine = sized(tp, pp, order=order)
         for rank in (0, tp * pp - 1):
             assert engine.identity(rank) == one, (tp, pp, rank)
+
+
+@pytest.mark.parametrize("order", ["HNC", "NHC"])
+def test_latent_attention_has_one_shard_for_all_tensor_ranks(
+    sized: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, order: str
+) -> None:
+    """Of any size, in one namespace. On a CPU, vLLM lays its pages out with tokens outermost."""
+    monkeypatch.setattr(type(sized().vllm.model_config), "use_mla", True)
+    one = sized(spec=LATENT, order=order).identity()
+    assert one["ranks"] == {"tensor": "any", "pipeline": "any", "layers": None}
+    for tp, pp in ((2, 1), (8, 1), (1, 2), (2, 2)):
+        engine = sized(tp, pp, spec=LATENT, order=order)
+        assert set(engine.shards[:tp]) == {"h0-0of1-l0-3of4" if pp == 1 else "h0-0of1-l0-1of4"}
+        assert engine.identity(tp * pp - 1) == one, (tp, pp)
+    engine = sized(spec=LATENT, order="NHC")
+    monkeypatch.setitem(engine.vllm.device_config.__dict__, "device_type", "cpu")
+    assert "packed" in refused(engine, caplog)
 
 
 def test_orders_do_not_share(sized: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lab import families, models
+from lab import families, latent, models
 from lab.engine import Engine
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
@@ -24,6 +24,7 @@ from tests.system.e2e.conftest import (
     tokens,
 )
 from tests.system.e2e.test_failures import wait_until
+from tests.system.e2e.test_latent import ARGS as LATENT
 from tests.system.e2e.test_parallel import WARMED_UP
 
 PROMPTS = models.prompts(3, 800)
@@ -122,6 +123,27 @@ def test_without_the_setting_each_size_is_alone(
             assert tokens(answers) == expected
             stored |= dict.fromkeys(NAMES[id(engine_args)], CHUNKS)
             wait_until_there(s3, bucket, stored)
+    assert len(namespaces(s3, bucket)) == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * START_AND_STOP_S)
+def test_latent_attention_on_a_cpu_keeps_each_size_alone(
+    models_dir: Path, s3: S3Server, bucket: str, patient: dict[str, Any], tmp_path: Path
+) -> None:
+    """Though all ranks of all sizes name their shard alike: the log says so, and nobody reads what
+    another size has stored."""
+    model = latent.build(models_dir)
+    shares = changed(patient, share_ranks=True)
+    for number, engine_args in enumerate((ONE, TENSOR)):
+        args: dict[str, Any] = {"in_process": False, **LATENT, **engine_args}
+        log = tmp_path / f"{number}.log"
+        with Engine(model, connector=shares, log_path=log, env=s3.env, **args) as engine:
+            assert cached(engine.generate(PROMPTS[:1])) == [0]
+            assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
+            stored = {"h0-0of1-l0-3of4": (number + 1) * CHUNKS}
+            wait_until_there(s3, bucket, stored)
+        assert "share_ranks has no effect" in log.read_text()
     assert len(namespaces(s3, bucket)) == 2
 
 
