@@ -20,23 +20,36 @@ from tests.system.e2e.test_groups import EXACT, model_of
 
 class Case(NamedTuple):
     """hit: tokens of a prompt, in chunks of `chunk`. objects: of a rank and a prompt, those of full
-    attention and those of windows or states. alike: whether the engine without a
-    connector needs as many ranks and the same steps: vLLM's own tokens depend on them."""
+    attention and those of windows or states. prepare: of `Engine`. worker: prepared alike.
+    alike: whether vLLM's own tokens depend on the ranks and the steps. They are then those of the
+    first engine while the bucket is empty, with the prompts in its own cache."""
 
     name: str
     hit: int
     objects: int
-    alike: bool = False
     chunk: int = 128
+    prepare: str | None = None
+    worker: str = "auto"
+    alike: bool = False
 
 
 GEMMA3 = Case("gemma3", 384, 3 + 3)
-LFM2 = Case("lfm2", 384, 3 + 2, alike=True)
-"""States are saved after two chunks and after three."""
-LLAMA = Case("llama", 384, 3 + 3)
 GEMMA4 = Case("gemma4", 512, 2 + 2, chunk=256)
 GPT_OSS = Case("gpt_oss", 384, 3 + 3)
+LLAMA = Case("llama", 384, 3 + 3)
 MISTRAL = Case("mistral", 384, 3)
+LFM2 = Case("lfm2", 384, 3 + 2, alike=True)
+"""States are saved after two chunks and after three."""
+GRANITE4 = Case(
+    "granite4",
+    512,
+    4 + 1,
+    prepare="lab.states:one_state_per_step",
+    worker="lab.workers.OneStatePerStep",
+    alike=True,
+)
+"""States are large, and the last alone is saved."""
+NIGHTLY = (GEMMA4, GPT_OSS, LLAMA, MISTRAL, LFM2, GRANITE4)
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
@@ -44,11 +57,7 @@ MISTRAL = Case("mistral", 384, 3)
     "case",
     [
         pytest.param(GEMMA3, marks=pytest.mark.long, id="gemma3"),
-        pytest.param(LFM2, marks=pytest.mark.nightly, id="lfm2"),
-        pytest.param(LLAMA, marks=pytest.mark.nightly, id="llama"),
-        pytest.param(GEMMA4, marks=pytest.mark.nightly, id="gemma4"),
-        pytest.param(GPT_OSS, marks=pytest.mark.nightly, id="gpt_oss"),
-        pytest.param(MISTRAL, marks=pytest.mark.nightly, id="mistral"),
+        *(pytest.param(case, marks=pytest.mark.nightly, id=case.name) for case in NIGHTLY),
     ],
 )
 def test_two_tensor_ranks(
@@ -63,16 +72,17 @@ def test_two_tensor_ranks(
     """Steps of 256 tokens: windows move on while a prompt is computed, and states end within it."""
     model = model_of(models_dir, case.name)
     prompts = models.prompts(2, case.hit + 1, seed=5)
-    args: dict[str, Any] = EXACT | {"enable_prefix_caching": True}
-    here: dict[str, Any] = {
+    args: dict[str, Any] = {**EXACT, "enable_prefix_caching": True, "prepare": case.prepare}
+    if not case.alike:
+        plain = reference.engine(model, **args)
+        plain.generate(prompts)
+        expected = tokens(plain.generate(prompts))
+    args |= {
         "in_process": False,
         "tensor_parallel_size": 2,
+        "worker_cls": case.worker,
         "max_num_batched_tokens": 256,
     }
-    plain = reference.engine(model, **args, **(here if case.alike else {}))
-    plain.generate(prompts)
-    expected = tokens(plain.generate(prompts))
-    args |= here
     connector = changed(patient, chunk_tokens=case.chunk)
 
     def engine_of(life: str) -> Engine:
@@ -84,6 +94,10 @@ def test_two_tensor_ranks(
 
     with engine_of("first") as engine:
         cold = [answer for prompt in prompts for answer in engine.generate([prompt])]
+        if case.alike:
+            own = engine.generate(prompts)
+            assert cached(own) == [case.hit] * 2
+            expected = tokens(own)
         wait_until("both ranks have uploaded", uploaded, 120.0)
         engine.reset_prefix_cache()
         host = engine.generate(prompts)
