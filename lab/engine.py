@@ -139,7 +139,7 @@ class Engine:
         second_runner: bool = False,
         env: Mapping[str, str] | None = None,
         python: str = sys.executable,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = 200.0,
         **engine_args: Any,
     ) -> None:
         self.log_path = log_path
