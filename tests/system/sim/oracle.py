@@ -127,7 +127,7 @@ class FleetOracle:
         self.seen[f"service {order.kind.value} {done.outcome.name} {done.reason}"] += 1
         what = f"job {done.job_id}, the {order.kind.value} of {order.object_key}"
         self._log(f"{what}, ends {done.outcome.name}: {'; '.join(said)}")
-        if done.seconds > self._requests * self._reads * REQUEST_BOUND_S:
+        if done.seconds > self._requests * self._reads * REQUEST_BOUND_S + connection.frozen_s:
             self.accuse(f"{what}, took {done.seconds} s")
         if any(connection.busy[key] for key in (order.object_key, *others)):
             self.accuse(f"{what}, has ended, and its request goes on")

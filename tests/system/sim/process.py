@@ -67,6 +67,7 @@ class Process:
         self.pid = 1000 + len(machine.processes)
         self.hung_up = False
         self.frozen = False
+        self._frozen_at_s = 0.0
         self.connection = Connection(machine.bucket)
         self._machine = machine
         self._loop = machine.loop
@@ -133,12 +134,15 @@ class Process:
         self._later(_PIPE_S, self._hear, b"")
 
     def freeze(self) -> None:
-        self.frozen = True
-        self.connection.freeze()
+        if not self.frozen:
+            self.frozen = True
+            self._frozen_at_s = self._loop.time()
+            self.connection.freeze()
 
     def thaw(self) -> None:
         if self.frozen and not self._dead:
             self.frozen = False
+            self.connection.frozen_s += self._loop.time() - self._frozen_at_s
             self.connection.thaw()
             self._later(0.0, self._hear_all)
             self._later(0.0, self._say)

@@ -142,6 +142,8 @@ class Connection:
         self.traffic = Traffic()
         self.answers: defaultdict[str, list[str]] = defaultdict(list)
         """What the bucket said of each key, for the oracle, which clears it."""
+        self.frozen_s = 0.0
+        """How long its process has been stopped so far."""
         self.busy: Counter[str] = Counter()
         """Operations under way, by key: they may still use their buffer."""
         self.bad: set[str] = set()
