@@ -88,6 +88,8 @@ class StepPlan:
     abandons: loads that the engine waits for but that will not happen; each ends as failed.
     linger_s: longest wait of a worker at the end of this step for one of its loads or fetches to
         end, because the engine is otherwise idle.
+    number: of a step whose time is measured. The ranks' report repeats it, because vLLM passes on
+        no output of a step that computes nothing, unless a connector reports something.
     """
 
     fetches: tuple[FetchOrder, ...] = ()
@@ -99,6 +101,7 @@ class StepPlan:
     withdrawals: tuple[int, ...] = ()
     abandons: tuple[LostLoad, ...] = ()
     linger_s: float = 0.0
+    number: int | None = None
 
 
 EMPTY_PLAN = StepPlan()
@@ -135,9 +138,12 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
 
 @dataclass(slots=True)
 class StepReport:
-    """The report of one or more ranks after a step. `ends` is keyed by job id and kind."""
+    """The report of one or more ranks after a step. `ends` is keyed by job id and kind. number:
+    that of the step's plan.
+    """
 
     ends: dict[tuple[int, JobKind], JobEnd] = field(default_factory=dict)
+    number: int | None = None
 
     def add(self, end: JobEnd) -> None:
         """Record `end`, folded into the ends that other ranks reported for the same job."""
@@ -152,6 +158,7 @@ class StepReport:
         known.ranks += end.ranks
 
     def merge(self, other: StepReport) -> None:
+        self.number = other.number if self.number is None else self.number
         for end in other.ends.values():
             self.add(end)
 

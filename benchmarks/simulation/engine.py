@@ -327,7 +327,7 @@ class Engine:
             self._upload(order)
         report, self._report = self._report, StepReport()
         loaded, self._loaded = self._loaded, []
-        self._calls.step_ended(now_s)
+        self._calls.step_ended(now_s, plan.number)
         self._calls.on_report(report, now_s)
         self._calls.loaded(loaded)
         for request_id in loaded:

@@ -314,9 +314,10 @@ class SchedulerSide(Guarded):
     @guarded(default=lambda: None)
     def on_output(self, output: KVConnectorOutput) -> None:
         now_s = time.monotonic()
-        self.planner.step_ended(now_s)
         report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+        is_ours = isinstance(report, WorkerReport)
+        self.planner.step_ended(now_s, report.report.number if is_ours else None)
+        if is_ours:
             self._stirred |= bool(report.report.ends or report.hellos)
             if report.hellos:
                 self._report_late(report.hellos)

@@ -325,7 +325,6 @@ class KVPlanner:
                 request.saving.bar()
             if self._settings.may_save and not request.saving.is_barred:
                 self._saves.plan(request, step)
-        self.pace.step_started(now_s, tokens)
         self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
         # A fetch that another request has joined since is not cancelled.
@@ -347,13 +346,14 @@ class KVPlanner:
             fences=tuple(sorted(fences)),
             cancels=cancels,
             withdrawals=withdrawals,
+            number=self.pace.step_started(now_s, tokens),
         )
 
     # --- reports ---------------------------------------------------------------------------
 
-    def step_ended(self, now_s: float) -> None:
-        """Note that the oldest planned step has been carried out."""
-        self.pace.step_ended(now_s)
+    def step_ended(self, now_s: float, number: int | None) -> None:
+        """Note that a step has been carried out. number: that of its plan, if the ranks told it."""
+        self.pace.step_ended(now_s, number)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Take in a report of the ranks."""

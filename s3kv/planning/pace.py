@@ -127,7 +127,9 @@ class Pace:
         self._squared_tokens = self._token_seconds = 0.0
         self._fetches_at_once = fetches_at_once
         self._fetch = FetchTime()
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
+        self._steps: deque[tuple[int, float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
+        """Those that are measured: number, start in seconds, tokens."""
+        self._step_number = 0
         self._step_ended_s = -math.inf
 
     def fetched(self, seconds: float, *, began_with: int, ended_with: int) -> None:
@@ -145,17 +147,27 @@ class Pace:
         most = self._fetches_at_once
         return (min(began_with, most) + min(ended_with, most)) / 2
 
-    def step_started(self, now_s: float, scheduled_tokens: int) -> None:
-        self._steps.append((now_s, scheduled_tokens))
+    def step_started(self, now_s: float, scheduled_tokens: int) -> int | None:
+        """Note the start of a step. Returns its number; None for a step that is not measured."""
+        if scheduled_tokens < _MIN_PREFILL_SAMPLE_TOKENS:
+            return None
+        self._step_number += 1
+        self._steps.append((self._step_number, now_s, scheduled_tokens))
+        return self._step_number
 
-    def step_ended(self, now_s: float) -> None:
-        if not self._steps:
-            return
-        started_s, tokens = self._steps.popleft()
-        # Steps may be planned ahead, but they run one after another.
-        started_s, self._step_ended_s = max(started_s, self._step_ended_s), now_s
-        if tokens >= _MIN_PREFILL_SAMPLE_TOKENS and now_s > started_s:
-            self._prefilled(tokens, now_s - started_s)
+    def step_ended(self, now_s: float, number: int | None) -> None:
+        """Note the end of a step. Not every step has to be told of: engines leave out those that
+        compute nothing.
+
+        number: from `step_started`; None if the step is not measured.
+        """
+        last_ended_s, self._step_ended_s = self._step_ended_s, now_s
+        while number is not None and self._steps and self._steps[0][0] <= number:
+            oldest, started_s, tokens = self._steps.popleft()
+            # Steps may be planned ahead, but they run one after another.
+            seconds = now_s - max(started_s, last_ended_s)
+            if oldest == number and seconds > 0:
+                self._prefilled(tokens, seconds)
 
     def _prefilled(self, tokens: int, seconds: float) -> None:
         # The least-squares line through the origin. A step of 1,600 tokens counts 256 times as much

@@ -93,6 +93,7 @@ class RankWorker:
         """
         self.refuse([*self._owed.values()])
         self._owed = {order.job_id: order for order in plan.saves}
+        self._report.number = plan.number
         if plan.fences:
             self._fence(plan.fences)
         self._begun = self._copies.mark() if plan.loads else None
@@ -191,8 +192,9 @@ class RankWorker:
         self._client.flush()
 
     def take_report(self) -> StepReport | None:
-        """The ends since the last call; None if there are none."""
-        if not self._report.ends:
+        """The ends since the last call, and the number of the plan begun since; None if there is
+        neither."""
+        if not self._report.ends and self._report.number is None:
             return None
         report, self._report = self._report, StepReport()
         return report

@@ -60,6 +60,22 @@ def output(ends: list[JobEnd]) -> Any:
     return KVConnectorOutput(kv_connector_worker_meta=WorkerReport(report))
 
 
+def test_the_time_of_a_step_is_known_though_idle_steps_are_not_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = side()
+    now_s = 100.0
+    monkeypatch.setattr(kv_scheduler.time, "monotonic", lambda: now_s)
+    for _ in range(3):
+        assert scheduler.plan(step()).number is None, "an idle step is not measured"
+        number = scheduler.planner.pace.step_started(now_s, 1_000)
+        now_s += 0.5
+        report = WorkerReport(StepReport(number=number))
+        scheduler.on_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert scheduler.planner.pace.statistics().prefill_tokens_per_s == pytest.approx(2_000)
+    assert scheduler.broken is None
+
+
 def test_workers_linger_only_while_all_the_engine_can_do_is_ask_again() -> None:
     scheduler = side(recompute_gate=False)
     scheduler.on_new_request(request("r"))

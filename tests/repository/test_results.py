@@ -15,7 +15,7 @@ from tests.project import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 BEFORE = "recorded before results carried digests of the code"
-SPEED = "the planner estimates the speed of computing in another way since"
+SPEED = "the planner has measured the speed of computing wrongly until then"
 OLDER: dict[str, str] = {
     "bucket-kept.json": "the benchmark has got a deadline since, and a short mode",
     "encoder-rgw.json": BEFORE,

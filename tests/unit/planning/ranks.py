@@ -69,6 +69,7 @@ class Rank:
 
     def run(self, plan: StepPlan, writes: Iterable[Write]) -> None:
         """In the order in which a worker goes about a step."""
+        self.report.number = plan.number
         for job_id in plan.fences:
             if ("save", job_id) in self.orders:
                 self._copy(job_id, Outcome.OK)

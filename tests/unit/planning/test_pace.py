@@ -222,28 +222,43 @@ def test_without_the_gate_a_slow_bucket_is_waited_for() -> None:
 
 def test_prefill_is_measured_and_decode_is_not() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    pace.step_started(0.0, 4)
-    pace.step_ended(1.0)
+    pace.step_ended(1.0, pace.step_started(0.0, 4))
     assert pace.statistics().prefill_tokens_per_s == 8.0
     for step in range(20):
-        pace.step_started(step, 1_000)
-        pace.step_ended(step + 0.5)
+        pace.step_ended(step + 0.5, pace.step_started(step, 1_000))
     assert pace.statistics().prefill_tokens_per_s == pytest.approx(2_000, rel=0.01)
 
 
 def test_a_step_planned_ahead_starts_when_the_one_before_has_ended() -> None:
     pace = Pace(prefill_tokens_per_s=1_000.0, fetches_at_once=4)
-    pace.step_started(0.0, 1_000)
+    under_way = pace.step_started(0.0, 1_000)
     for step in range(1, 20):
-        pace.step_started(step - 0.9, 1_000)
-        pace.step_ended(float(step))
+        following = pace.step_started(step - 0.9, 1_000)
+        pace.step_ended(float(step), under_way)
+        under_way = following
     assert pace.statistics().prefill_tokens_per_s == pytest.approx(1_000)
 
 
-def test_an_end_without_a_step_says_nothing() -> None:
+def test_a_step_starts_when_one_that_is_not_measured_has_ended() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    pace.step_ended(1.0)
-    assert pace.statistics().prefill_tokens_per_s == 8.0
+    number = pace.step_started(0.0, 1_000)
+    pace.step_ended(0.5, None)
+    pace.step_ended(1.0, number)
+    assert pace.statistics().prefill_tokens_per_s == pytest.approx(2_000)
+
+
+@pytest.mark.parametrize("untold", [(0,), (0, 0, 1), (1_600,), (1_600,) * 20])
+def test_steps_whose_end_is_not_told_of_do_not_count(untold: tuple[int, ...]) -> None:
+    """Engines do not tell of steps that compute nothing. Each wait has some."""
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    for step in range(10):
+        for tokens in untold:
+            pace.step_started(step, tokens)
+        number = pace.step_started(step + 0.1, 1_000)
+        pace.step_ended(step + 0.6, number)
+        pace.step_started(step + 0.6, 1)  # the first token that is decoded
+        pace.step_ended(step + 0.61, None)
+    assert pace.statistics().prefill_tokens_per_s == pytest.approx(2_000)
 
 
 def test_only_what_arrives_counts_as_speed() -> None:
@@ -312,11 +327,9 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
 
 def test_the_first_measurement_replaces_the_assumption() -> None:
     pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=4)
-    pace.step_started(0.0, 1_000)
-    pace.step_ended(1.0)
+    pace.step_ended(1.0, pace.step_started(0.0, 1_000))
     assert pace.statistics().prefill_tokens_per_s == 1_000
-    pace.step_started(1.0, 100)
-    pace.step_ended(1.2)
+    pace.step_ended(1.2, pace.step_started(1.0, 100))
     assert 980 < pace.statistics().prefill_tokens_per_s < 1_000, "a small step weighs little"
 
 
@@ -324,9 +337,9 @@ def prefill(pace: Pace, *steps: tuple[int, float]) -> None:
     """Run steps of so many tokens, each at so many tokens a second."""
     now_s = 0.0
     for tokens, tokens_per_s in steps:
-        pace.step_started(now_s, tokens)
+        number = pace.step_started(now_s, tokens)
         now_s += tokens / tokens_per_s
-        pace.step_ended(now_s)
+        pace.step_ended(now_s, number)
 
 
 def test_the_first_long_prompt_corrects_the_speed_of_short_ones() -> None:

@@ -224,6 +224,14 @@ def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
 PARTS = (LoadPart(0, 0, 0, (1, 2)),)
 
 
+def test_the_report_has_the_number_of_the_plan() -> None:
+    rig = Rig()
+    rig.rank.begin(StepPlan(number=7))
+    assert rig.rank.take_report() == StepReport(number=7)
+    rig.rank.begin(StepPlan())
+    assert rig.rank.take_report() is None, "a step that is not measured and has no ends"
+
+
 def marks_of(rig: Rig) -> list[int]:
     return [order[-1].at for order in rig.copies.orders]
 
