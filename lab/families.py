@@ -169,6 +169,15 @@ LFM2 = Family(
 )
 """Three groups with the states of a short convolution and one with full attention."""
 
+_GATED_DELTANET = {
+    "layer_types": ["linear_attention"] * 3 + [_FULL],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+
 QWEN3_NEXT = Family(
     "qwen3_next",
     {
@@ -177,12 +186,7 @@ QWEN3_NEXT = Family(
         "hidden_act": "silu",
         "rope_theta": 10_000_000.0,
         "partial_rotary_factor": 0.25,
-        "layer_types": ["linear_attention"] * 3 + [_FULL],
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
+        **_GATED_DELTANET,
         "decoder_sparse_step": 1,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
@@ -207,12 +211,7 @@ QWEN3_5 = Family(
             "rope_theta": 10_000_000.0,
             "partial_rotary_factor": 0.25,
         },
-        "layer_types": ["linear_attention"] * 3 + [_FULL],
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
+        **_GATED_DELTANET,
         "attention_bias": False,
     },
 )
