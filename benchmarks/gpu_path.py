@@ -95,7 +95,7 @@ def _measured(make_rig: Callable[[], CopyRig], processes: int, rounds: int) -> d
         readers = RawReaders(port, pipeline.at_once)
         stack.callback(readers.close)
         return _compared(rig, pipeline, readers, rounds) | {
-            "saved_gb_per_s": round(rig.copied_bytes / saved_s / 1e9, 2),
+            "saved_gb_per_s": _gb(rig.copied_bytes / saved_s),
             "pinned": copies.statistics().pinned,
         }
 
@@ -113,6 +113,11 @@ def _credentials() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def _gb(size: float) -> float:
+    """Bytes in GB, to three significant digits, so that a slow machine's rate is not 0."""
+    return float(f"{size / 1e9:.3g}")
 
 
 def _compared(rig: CopyRig, pipeline: Pipeline, readers: RawReaders, rounds: int) -> dict[str, Any]:
@@ -136,8 +141,8 @@ def _compared(rig: CopyRig, pipeline: Pipeline, readers: RawReaders, rounds: int
         "chunks": rig.count,
         "chunk_bytes": rig.layout.payload_bytes,
         "at_once": pipeline.at_once,
-        "gb_per_s": {name: round(rate / 1e9, 2) for name, rate in medians.items()},
-        "least_gb_per_s": {name: round(min(rates) / 1e9, 2) for name, rates in per_s.items()},
+        "gb_per_s": {name: _gb(rate) for name, rate in medians.items()},
+        "least_gb_per_s": {name: _gb(min(rates)) for name, rates in per_s.items()},
         "of_slower": round(medians["path"] / min(medians["network"], medians["bus"]), 3),
         "of_fetch": round(medians["path"] / medians["fetch"], 3),
     }

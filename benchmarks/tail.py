@@ -4,7 +4,9 @@
 The I/O process's own service fetches prefixes of 8, 32 and 128 chunks from a simulated bucket, in
 virtual time: the figures depend on the seed and the code alone, and not on the machine. The
 variants take turns. A figure is the time until the last chunk of a prefix has arrived. A prefix
-with a failed chunk never arrives (`whole_percent`); percentiles are over those that do.
+with a failed chunk never arrives (`whole_percent`); percentiles are over those that do. Beside a
+client that has fetched before (`buckets`), every variant has one that is new for each prefix
+(`new_clients`), as an engine's I/O process is after its start.
 
 All variants see the same draws: the first byte of a chunk's n-th request in a round comes after the
 same time for all. An object's body takes 60 ms after that, and a new connection 5 ms before.
@@ -67,6 +69,9 @@ class TailStore(MemoryStore):
         self._round = 0
         self._begun_s = self._pipe_free_s = self._tokens_s = 0.0
         self._tokens = 0.0
+        self._idle_connections = 0
+
+    def forget_connections(self) -> None:
         self._idle_connections = 0
 
     def begin(self, number: int) -> None:
@@ -139,38 +144,50 @@ class Client:
     """One variant's I/O service, its bucket, and the prefixes it fetched."""
 
     def __init__(self, kind: str, variant: str, seed: int, slab: Slab) -> None:
-        hedge_percent, window = VARIANTS[variant]
         self.store = TailStore(kind, seed)
         self.taken_s: dict[int, list[float]] = {count: [] for count in PREFIXES}
         self.prefixes: Counter[int] = Counter()
         self.requests: Counter[int] = Counter()
+        self._variant = variant
+        self._seed = seed
+        self._slab = slab
+        self._job_id = 0
+
+    async def start(self) -> None:
+        """Fill the bucket, and fetch until hedging knows enough."""
+        await self.begin_anew()
+        self.store.begin(0)
+        assert await self._move(wire.Upload, max(PREFIXES))
+        for _ in range(8):
+            await self._move(wire.Fetch, 8)
+
+    async def begin_anew(self) -> None:
+        """Start a service that knows nothing of the bucket, and has no connections."""
+        hedge_percent, window = VARIANTS[self._variant]
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         hello = wire.Hello(
             Config(bucket="tail", hedge_percent=hedge_percent, pool_size=1024),
             *("tail", "0" * 32, "h0-7of8-l0-31of32"),
             {0: TENSORS},
         )
+        say_ = self._messages.put_nowait
         with mock.patch.object(pacing, "Window", window):
-            self.service = Service(
-                hello, slab, self.store, self._messages.put_nowait, _hung_up, random.Random(seed)
+            self._service = Service(
+                hello, self._slab, self.store, say_, _hung_up, random.Random(self._seed)
             )
-        self._job_id = 0
-
-    async def start(self) -> None:
-        """Fill the bucket, and fetch until hedging knows enough."""
-        self.service.start()
+        self.store.forget_connections()
+        self._service.start()
         await self._messages.get()
-        self.store.begin(0)
-        assert await self._move(wire.Upload, max(PREFIXES))
-        for _ in range(8):
-            await self._move(wire.Fetch, 8)
+
+    async def finish(self) -> None:
+        await self._service.finish()
 
     async def _move(self, message: type[wire.Fetch | wire.Upload], count: int) -> bool:
         """Fetch or upload chunks. Returns whether all succeeded."""
         for number in range(count):
             self._job_id += 1
             block_hash = hashlib.sha256(bytes([number])).digest()
-            self.service.receive(message(self._job_id, 0, block_hash, number * SLOT_BYTES))
+            self._service.receive(message(self._job_id, 0, block_hash, number * SLOT_BYTES))
         ends = [await self._messages.get() for _ in range(count)]
         return all(end.outcome.is_success for end in ends)
 
@@ -204,8 +221,8 @@ def _hung_up() -> None:
     raise RuntimeError("the service does not serve")
 
 
-async def measure(kind: str, seed: int, rounds: int, slab: Slab) -> dict[str, Any]:
-    """A round: every variant fetches every prefix."""
+async def measure(kind: str, seed: int, rounds: int, slab: Slab, anew: bool) -> dict[str, Any]:
+    """A round: every variant fetches every prefix. anew: by a new client each."""
     clients = {variant: Client(kind, variant, seed, slab) for variant in VARIANTS}
     for client in clients.values():
         await client.start()
@@ -214,20 +231,25 @@ async def measure(kind: str, seed: int, rounds: int, slab: Slab) -> dict[str, An
         for count in PREFIXES:
             number += 1
             for client in clients.values():
+                if anew:
+                    await client.finish()
+                    await client.begin_anew()
                 await client.fetch(count, number)
     for client in clients.values():
-        await client.service.finish()
+        await client.finish()
     return {
         str(count): {variant: client.figures(count) for variant, client in clients.items()}
         for count in PREFIXES
     }
 
 
-def run(kind: str, seed: int, rounds: int) -> dict[str, Any]:
-    say(f"bucket: {kind}")
+def run(kind: str, seed: int, rounds: int, *, anew: bool) -> dict[str, Any]:
+    say(f"bucket: {kind}" + (", new clients" if anew else ""))
     loop = VirtualLoop()
     with closing(Slab.create(max(PREFIXES) * SLOT_BYTES)) as slab:
-        task: asyncio.Task[dict[str, Any]] = loop.create_task(measure(kind, seed, rounds, slab))
+        task: asyncio.Task[dict[str, Any]] = loop.create_task(
+            measure(kind, seed, rounds, slab, anew)
+        )
         while not task.done():
             loop.run_until(loop.time() + 3600)
         return task.result()
@@ -247,12 +269,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds = 20
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "tail",
         "seed": options.seed,
         "rounds": options.rounds,
-        "buckets": {kind: run(kind, options.seed, options.rounds) for kind in options.bucket},
     }
+    for name, anew in (("buckets", False), ("new_clients", True)):
+        result[name] = {
+            kind: run(kind, options.seed, options.rounds, anew=anew) for kind in options.bucket
+        }
     publish(result, options.json)
 
 

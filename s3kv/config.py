@@ -115,7 +115,7 @@ class Config:
     """Most attempts of one fetch before it counts as failed. None begins after max_wait_ms."""
     hedge_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 3.0
     """Largest share of fetches that are sent a second time because their first byte is late: later
-    than 1.5 times the 95th percentile. 0: none."""
+    than 1.5 times the 95th percentile, and until 32 are measured, than 300 ms. 0: none."""
     max_inflight_requests: Positive = 32
     """Most requests to the store at once, per worker; fewer while it throttles."""
     max_inflight_bytes: Mebibytes = 2**30

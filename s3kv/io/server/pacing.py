@@ -18,10 +18,13 @@ T = TypeVar("T")
 
 _SAMPLES = 256
 _FEWEST_SAMPLES = 32
-"""Samples needed before a request can be called late."""
 _QUANTILE, _FACTOR = 0.95, 1.5
 """A read is late after 1.5 times the 95th percentile of first-byte times. At the percentile itself,
 half of the second requests would be needless, and use up the budget."""
+_FIRST_LATE_S = _FACTOR * 0.2
+"""The threshold until there are enough samples: AWS names 100 to 200 ms for first bytes ("Best
+practices design patterns: optimizing Amazon S3 performance"). Without it, the first prefix of an
+engine would wait for its slowest read."""
 _BURST = 8.0
 
 
@@ -67,16 +70,16 @@ class Window:
 class Lateness:
     """Hedging threshold (from recent first-byte times) and budget. Pure.
 
-    percent: share of all reads that may have a second request. Unused budget accumulates only up to
-    8 requests: a store in trouble must not suddenly get twice the requests.
+    percent: share of all reads that may have a second request. The budget starts with 8 requests
+    and never accumulates more: a store in trouble must not suddenly get twice the requests.
     """
 
     def __init__(self, percent: float) -> None:
-        self.late_s: float | None = None
-        """The threshold; None before enough times are known, or if no read may be hedged."""
+        self.late_s: float | None = _FIRST_LATE_S if percent > 0 else None
+        """The threshold; None if no read may be hedged."""
         self._share = percent / 100
         self._reads = 0
-        self._budget = 0.0
+        self._budget = _BURST if percent > 0 else 0.0
         self._samples: deque[float] = deque(maxlen=_SAMPLES)
 
     def sent(self) -> None:
@@ -87,10 +90,11 @@ class Lateness:
     def began(self, seconds: float) -> None:
         """Note the time of a first byte."""
         self._samples.append(seconds)
-        is_known = self._share > 0 and len(self._samples) >= _FEWEST_SAMPLES
-        if is_known and (self.late_s is None or self._reads % 16 == 0):
-            at = int(_QUANTILE * len(self._samples))
-            self.late_s = _FACTOR * sorted(self._samples)[at]
+        known = len(self._samples)
+        if self.late_s is None or known < _FEWEST_SAMPLES:
+            return
+        if known == _FEWEST_SAMPLES or self._reads % 16 == 0:
+            self.late_s = _FACTOR * sorted(self._samples)[int(_QUANTILE * known)]
 
     def take(self) -> bool:
         """Spend budget on a second request. Returns False if there is none left."""
