@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 from s3kv.errors import StoreThrottled
@@ -128,9 +129,9 @@ class Pacing:
             self._running -= 1
         return answer
 
-    async def read(self, get: Callable[[Claim], Awaitable[T]]) -> T:
-        """Send a read, and a second one if the first is late. get: sends a read, and calls its
-        claim before it writes, as `ObjectStore.get_into` does."""
+    async def read(self, get: Callable[[Claim], Awaitable[T]], *, until_s: float = math.inf) -> T:
+        """Send a read, and a second one if the first is late before `until_s` on the loop's clock.
+        get: sends a read, and calls its claim before it writes, as `ObjectStore.get_into` does."""
 
         async def timed(claim: Claim) -> T:
             sent_s = _now_s()
@@ -144,12 +145,14 @@ class Pacing:
         self._lateness.sent()
         if self._lateness.late_s is None:
             return await timed(lambda: True)
-        answer, won = await hedged(timed, self._lateness.late_s, self._may_hedge)
+        may_hedge = partial(self._may_hedge, until_s)
+        answer, won = await hedged(timed, self._lateness.late_s, may_hedge)
         self.hedges_won += won
         return answer
 
-    def _may_hedge(self) -> bool:
-        allowed = not self.window.is_cut and self._lateness.take()
+    def _may_hedge(self, until_s: float) -> bool:
+        is_waited_for = _now_s() < until_s
+        allowed = is_waited_for and not self.window.is_cut and self._lateness.take()
         self.hedges += allowed
         return allowed
 

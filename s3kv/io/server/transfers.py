@@ -127,7 +127,8 @@ class Transfers:
 
     async def read(self, get: Callable[[Claim], Awaitable[T]], job: TransferJob) -> T:
         """Send a read of a job's object, with all its attempts."""
-        return await self._retried(partial(self._pacing.read, get), until_s=job.due_s)
+        read = partial(self._pacing.read, get, until_s=job.due_s)
+        return await self._retried(read, until_s=job.due_s)
 
     async def _look_again(self, job: TransferJob, said: str, reason: str) -> JobEnd:
         """Delete a bad object, unless a second reading finds it good, gone or replaced.

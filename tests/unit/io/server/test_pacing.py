@@ -336,6 +336,24 @@ async def test_a_late_read_is_sent_a_second_time() -> None:
     assert (store.asked, pacing.hedges, pacing.hedges_won) == (["k", "k"], 1, 1)
 
 
+async def test_the_very_first_read_is_sent_a_second_time() -> None:
+    store = LateStore()
+    await store.put("k", memoryview(b"here"), if_absent=True)
+    pacing = Pacing(8, 3.0)
+    read = pacing.read(partial(store.get_into, "k", memoryview(bytearray(4))))
+    assert await asyncio.wait_for(read, 30) is not None
+    assert (store.asked, pacing.hedges_won) == (["k", "k"], 1)
+
+
+async def test_no_second_request_when_nobody_waits_any_more() -> None:
+    pacing, store = await paced()
+    get = partial(store.get_into, "k", memoryview(bytearray(4)))
+    read = pacing.read(get, until_s=asyncio.get_running_loop().time())
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(read, 0.3)
+    assert (store.asked, pacing.hedges) == (["k"], 0)
+
+
 async def test_no_second_request_while_the_store_throttles() -> None:
     async def throttled() -> None:
         raise StoreThrottled("slow down")
