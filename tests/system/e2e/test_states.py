@@ -49,7 +49,7 @@ AT_ENDS = "lab.states:one_state_per_step"
 MAMBA2 = Case(families.MAMBA2, 785, 784, 0, EXACT, AT_ENDS)
 """Blocks of 16 tokens."""
 GRANITE4 = Case(families.GRANITE4, 769, 768, 1, EXACT, AT_ENDS)
-"""Blocks of 256 tokens."""
+"""Blocks of 128 tokens."""
 NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, EXACT, AT_ENDS)
 
 
@@ -132,7 +132,15 @@ def test_a_shared_prefix_is_hit_by_the_second_question(
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize(
-    "case", [pytest.param(LFM2, id="lfm2"), pytest.param(QWEN3_NEXT, id="qwen3_next")]
+    "case",
+    [
+        pytest.param(LFM2, id="lfm2"),
+        pytest.param(QWEN3_NEXT, id="qwen3_next"),
+        pytest.param(QWEN3_5, id="qwen3_5"),
+        pytest.param(MAMBA2, id="mamba2"),
+        pytest.param(GRANITE4, id="granite4"),
+        pytest.param(NEMOTRON_H, id="nemotron_h"),
+    ],
 )
 def test_on_the_second_generation_runner(
     case: Case,
@@ -144,7 +152,8 @@ def test_on_the_second_generation_runner(
     """It has tables, copies and zeroing of its own."""
     model = families.build(models_dir, case.family)
     prompts = models.prompts(2, case.prompt, seed=5)
-    args: dict[str, Any] = case.args | {"enable_prefix_caching": True, "second_runner": True}
+    args: dict[str, Any] = case.args | {"enable_prefix_caching": True, "prepare": case.prepare}
+    args |= {"second_runner": True}
     expected = tokens(reference(model, prompts, **args))
     connector = changed(patient, chunk_tokens=0)
     with serve(model, connector, **args) as engine:
