@@ -162,9 +162,10 @@ async def test_an_object_that_is_not_what_its_key_says_is_corrupt(slab: Slab) ->
 async def test_fetches_begin_before_uploads_that_came_first(slab: Slab) -> None:
     store = GatedStore()
     # A read that may be hedged is sent by a task of its own, a turn of the loop later.
-    async with served(
-        lambda _: store, slab, max_inflight_requests=4, hedge_percent=0.0
-    ) as (worker, _):
+    async with served(lambda _: store, slab, max_inflight_requests=4, hedge_percent=0.0) as (
+        worker,
+        _,
+    ):
         worker.say(rig.upload(1), rig.upload(2), rig.upload(3), rig.fetch(4), rig.fetch(5))
         await worker.ready()
         stats = await worker.settled()
