@@ -19,8 +19,9 @@ from tests.system.e2e.test_groups import EXACT, model_of
 
 
 class Case(NamedTuple):
-    """hit: tokens of a prompt, in chunks of `chunk`. objects: of a rank and a prompt, those of full
-    attention and those of windows or states. prepare: of `Engine`. worker: prepared alike.
+    """hit: tokens of a prompt, in chunks of `chunk`, or of a block where that is 0. objects: of a
+    rank and a prompt, those of full attention and those of windows or states. prepare: of `Engine`.
+    worker: prepared alike.
     alike: whether vLLM's own tokens depend on the ranks and the steps. They are then those of the
     first engine while the bucket is empty, with the prompts in its own cache."""
 
@@ -52,7 +53,10 @@ GRANITE4 = Case(
     alike=True,
 )
 """States are large, and the last alone is saved."""
-NIGHTLY = (GEMMA4, GPT_OSS, LLAMA, LLAMA4, MISTRAL, LFM2, GRANITE4)
+MAMBA2 = GRANITE4._replace(name="mamba2", hit=384, objects=2, chunk=0)
+"""Without full attention, the state at each end of a step within the prompt is saved: after 256
+tokens and after 384."""
+NIGHTLY = (GEMMA4, GPT_OSS, LLAMA, LLAMA4, MISTRAL, LFM2, GRANITE4, MAMBA2)
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
