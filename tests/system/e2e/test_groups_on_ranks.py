@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lab import models
-from lab.engine import Engine
+from lab.engine import Ask, Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import START_AND_STOP_S, References, cached, changed, tokens
 from tests.system.e2e.test_failures import wait_until
@@ -20,8 +20,8 @@ from tests.system.e2e.test_groups import EXACT, model_of
 
 class Case(NamedTuple):
     """hit: tokens of a prompt, in chunks of `chunk`, or of a block where that is 0. objects: of a
-    rank and a prompt, those of full attention and those of windows or states. prepare: of `Engine`.
-    worker: prepared alike.
+    rank and a prompt, those of full attention and those of windows or states. answer: its tokens.
+    prepare: of `Engine`. worker: prepared alike.
     alike: whether vLLM's own tokens depend on the ranks and the steps. They are then those of the
     first engine while the bucket is empty, with the prompts in its own cache."""
 
@@ -29,13 +29,17 @@ class Case(NamedTuple):
     hit: int
     objects: int
     chunk: int = 128
+    answer: int = 8
     prepare: str | None = None
     worker: str = "auto"
     alike: bool = False
 
 
 GEMMA3 = Case("gemma3", 384, 3 + 3)
-GEMMA4 = Case("gemma4", 512, 2 + 2, chunk=256)
+GEMMA4 = Case("gemma4", 512, 2 + 2, chunk=256, answer=40)
+"""The first tokens of an answer may not depend on the KV of the prompt."""
+GEMMA4_SHARED = GEMMA4._replace(name="gemma4_shared")
+"""The layers without KV of their own add nothing to an object, and no object."""
 GPT_OSS = Case("gpt_oss", 384, 3 + 3)
 LLAMA = Case("llama", 384, 3 + 3)
 LLAMA4 = Case("llama4", 640, 5 + 4)
@@ -59,7 +63,7 @@ MAMBA2 = GRANITE4._replace(name="mamba2", hit=384, objects=2, chunk=0)
 """Without full attention, the state at each end of a step within the prompt is saved: after 256
 tokens and after 384."""
 NIGHTLY = (
-    *(GEMMA4, GPT_OSS, LLAMA, LLAMA4, MISTRAL, LFM2),
+    *(GEMMA4, GEMMA4_SHARED, GPT_OSS, LLAMA, LLAMA4, MISTRAL, LFM2),
     *(GRANITE4, NEMOTRON_H, MAMBA2),
 )
 
@@ -84,11 +88,12 @@ def test_two_tensor_ranks(
     """Steps of 256 tokens: windows move on while a prompt is computed, and states end within it."""
     model = model_of(models_dir, case.name)
     prompts = models.prompts(2, case.hit + 1, seed=5)
+    asks = [Ask(prompt, max_tokens=case.answer) for prompt in prompts]
     args: dict[str, Any] = {**EXACT, "enable_prefix_caching": True, "prepare": case.prepare}
     if not case.alike:
         plain = reference.engine(model, **args)
-        plain.generate(prompts)
-        expected = tokens(plain.generate(prompts))
+        plain.generate(asks)
+        expected = tokens(plain.generate(asks))
     args |= {
         "in_process": False,
         "tensor_parallel_size": 2,
@@ -102,19 +107,19 @@ def test_two_tensor_ranks(
         return Engine(model, connector=connector, log_path=log, env=s3.env, **args)
 
     def uploaded() -> bool:
-        return len(s3.objects(bucket)) == 2 * len(prompts) * case.objects
+        return len(s3.objects(bucket)) == 2 * len(asks) * case.objects
 
     with engine_of("first") as engine:
-        cold = [answer for prompt in prompts for answer in engine.generate([prompt])]
+        cold = [answer for ask in asks for answer in engine.generate([ask])]
         if case.alike:
-            own = engine.generate(prompts)
+            own = engine.generate(asks)
             assert cached(own) == [case.hit] * 2
             expected = tokens(own)
         wait_until("both ranks have uploaded", uploaded, 120.0)
         engine.reset_prefix_cache()
-        host = engine.generate(prompts)
+        host = engine.generate(asks)
     with engine_of("second") as engine:
-        warm = engine.generate(prompts)
+        warm = engine.generate(asks)
         metrics = engine.metrics()
     assert metrics["vllm:s3kv_hit_tokens_bucket_total"] == 2 * case.hit
     for answers, hit in ((cold, 0), (host, case.hit), (warm, case.hit)):
