@@ -1,24 +1,35 @@
-"""Shared pages: whether ranks of other parallel sizes can read the objects of this rank."""
+"""Shards: which part of a chunk each rank holds, which ranks hold the same, and whether ranks of
+other parallel sizes can read the objects of this one.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from s3kv.connectors.kv_groups import layers_of
 from s3kv.device.layout import PageLayout
+from s3kv.errors import UnsupportedError
+from s3kv.objects.keys import shard_name
 from s3kv.objects.rearranging import Pages, follows, is_page, order_of
 from s3kv.objects.shards import Shard
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger("s3kv")
 
-_KINDS = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
+_BY_HEADS = {"FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
+_HEAD_COUNT = re.compile(
+    "kv_?head|key_value_head|head_kv|heads_in_group|attention_group|query_group"
+)
+"""Names in a model's configuration that hold a number of KV heads, or that decide it."""
+_PLAIN = (str, int, float, bool, type(None))
+_KINDS = _BY_HEADS | {"MLAAttentionSpec"}
 _DTYPES = {"BF16", "F16", "F32"}
 """Dtypes of KV that is not quantised. Quantised KV stays by rank: scales may differ between ranks,
 and may be in the pages."""
@@ -27,6 +38,84 @@ _ORDERS = {"LBHNC": "HNC", "BLHNC": "HNC", "LHBNC": "HNC", "BHLNC": "HNC"} | {
     "BLNHC": "NHC",
 }
 """vLLM's name of a layout, and the order of the dimensions of a page in it."""
+
+
+def equal_ranks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_size: int) -> int:
+    """Number of consecutive tensor-parallel ranks whose KV is equal in every layer.
+
+    Of MLA vLLM says so from 0.31 on. Before that, they are equal if all layers are MLA. A draft
+    model's layers count, too: those with heads of their own differ between the ranks.
+    Of a model with fewer KV heads than ranks vLLM says nothing. It gives each head to consecutive
+    ranks (`QKVParallelLinear`), so they are equal where all layers have the same number of heads.
+    """
+    said: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if said is not None and said > 1:
+        return said
+    layers = list(layers_of(kv_cache_config))
+    kinds = {type(layer).__name__ for layer in layers}
+    if said is None and kinds == {"MLAAttentionSpec"}:
+        return tp_size
+    model = vllm_config.model_config
+    heads = 0 if model.use_mla else model.get_total_num_kv_heads()
+    if not heads or tp_size % heads or not kinds <= _BY_HEADS:
+        return 1
+    # A draft may have other heads, and code of Transformers divides them as it likes.
+    is_known = vllm_config.speculative_config is None and not model.using_transformers_backend()
+    # Quantised KV has one byte a number, and its scales may differ between ranks.
+    alike = all(layer.num_kv_heads == 1 and layer.dtype.itemsize > 1 for layer in layers)
+    return tp_size // heads if is_known and alike and _has_heads(model, heads) else 1
+
+
+def _has_heads(model: ModelConfig, heads: int) -> bool:
+    """Whether the model's configuration names this number of KV heads, and no other one. Where it
+    does, layers may differ (MiMo-V2, Step-3.5, Nemotron-NAS), though each rank has one head of
+    each."""
+    counts = list(_head_counts(model.hf_text_config.to_dict()))
+    return bool(counts) and all(count == heads for count in counts)
+
+
+def _head_counts(config: Mapping[Any, Any]) -> Iterator[Any]:
+    """The numbers of KV heads in a configuration, at every depth; None for one that cannot be
+    read."""
+    for name, value in config.items():
+        counts = _HEAD_COUNT.search(str(name)) is not None
+        for element in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(element, Mapping):
+                yield from _head_counts(element)
+            elif counts:
+                yield element
+            elif not isinstance(element, (*_PLAIN, list, tuple)):
+                yield None
+
+
+def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) -> list[str]:
+    """The shard of each rank, as it stands in object keys: pipeline stage by pipeline stage. Ranks
+    with one name hold the same, and the first of them uploads it.
+
+    equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer.
+    """
+    from vllm.distributed.utils import get_pp_indices
+
+    # With MLA every rank holds all of the KV: one latent head. A model's code may leave either
+    # count out (None or 0). Then the ranks are counted, so that each has a name.
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads() or tp_size
+    layers = model.get_total_num_hidden_layers() or pp_size
+    stages = [range(*get_pp_indices(layers, stage, pp_size)) for stage in range(pp_size)]
+    if not all(stages):
+        raise UnsupportedError(f"the pipeline stages have the layers {stages}: one has none")
+    return [
+        shard_name(
+            max(1, heads // tp_size),
+            heads,
+            stage,
+            layers,
+            tp_rank=rank,
+            tp_size=tp_size,
+            replicas=equal,
+        )
+        for stage in stages
+        for rank in range(tp_size)
+    ]
 
 
 def shared_pages(
@@ -81,13 +170,15 @@ def _order(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[str
 
 
 def _fits(shard: Shard, vllm_config: VllmConfig) -> bool:
-    """Whether the ranks' heads are whole shares of the model's."""
+    """Whether the ranks' heads are whole shares of the model's. Copies that may differ are not:
+    layers may have more heads than the name says."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     total = shard.total_heads
     model = vllm_config.model_config
     known = 1 if model.use_mla else model.get_total_num_kv_heads()
     divides = total % tp_size == 0 or tp_size % total == 0
-    return divides and total == known and len(shard.heads) == max(1, total // tp_size)
+    is_share = divides and len(shard.heads) == max(1, total // tp_size)
+    return is_share and shard.copies == 1 and total == known
 
 
 def _template(vllm_config: VllmConfig, layouts: Mapping[int, PageLayout], shard: Shard) -> str:

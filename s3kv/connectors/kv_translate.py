@@ -23,16 +23,14 @@ from s3kv.connectors.kv_groups import (
     check_groups_are_served,
     chunk_tokens_for,
     coverages,
-    layers_of,
 )
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.messages import StepPlan, StepReport
-from s3kv.objects.keys import shard_name
 from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.requests import ScheduledRequest
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -156,49 +154,6 @@ def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
             f"{block} tokens here{of} (for example {near})"
         )
     return KVGeometry(block, hashed, chunk, coverages(kv_cache_config, chunk))
-
-
-def equal_ranks(kv_cache_config: KVCacheConfig, tp_size: int) -> int:
-    """Number of consecutive tensor-parallel ranks whose KV is equal in every layer.
-
-    vLLM says so from 0.31 on. Before that, they are equal if all layers are MLA. A draft model's
-    layers count, too: those with heads of their own differ between the ranks.
-    """
-    said: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if said is not None:
-        return said
-    layers = layers_of(kv_cache_config)
-    return tp_size if all(type(layer).__name__ == "MLAAttentionSpec" for layer in layers) else 1
-
-
-def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) -> list[str]:
-    """The shard of each rank, as it stands in object keys: pipeline stage by pipeline stage. Ranks
-    with one name hold the same, and the first of them uploads it.
-
-    equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer.
-    """
-    from vllm.distributed.utils import get_pp_indices
-
-    # With MLA every rank holds all of the KV: one latent head. A model's code may leave either
-    # count out (None or 0). Then the ranks are counted, so that each has a name.
-    heads = 1 if model.use_mla else model.get_total_num_kv_heads() or tp_size
-    layers = model.get_total_num_hidden_layers() or pp_size
-    stages = [range(*get_pp_indices(layers, stage, pp_size)) for stage in range(pp_size)]
-    if not all(stages):
-        raise UnsupportedError(f"the pipeline stages have the layers {stages}: one has none")
-    return [
-        shard_name(
-            max(1, heads // tp_size),
-            heads,
-            stage,
-            layers,
-            tp_rank=rank,
-            tp_size=tp_size,
-            replicas=equal,
-        )
-        for stage in stages
-        for rank in range(tp_size)
-    ]
 
 
 def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[ScheduledRequest]:

@@ -16,13 +16,11 @@ from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_groups import states_of
-from s3kv.connectors.kv_shards import kinds_of_layers, shared_pages
+from s3kv.connectors.kv_shards import equal_ranks, kinds_of_layers, shard_names, shared_pages
 from s3kv.connectors.kv_translate import (
     KVGeometry,
     WorkerHello,
     WorkerReport,
-    equal_ranks,
-    shard_names,
     writes_after_fences,
     writes_before_fences,
 )
@@ -269,7 +267,7 @@ class WorkerSide(Guarded):
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         tp, pp = get_tp_group(), get_pp_group()
-        equal = equal_ranks(self._kv_cache_config, tp.world_size)
+        equal = equal_ranks(self._vllm_config, self._kv_cache_config, tp.world_size)
         shards = shard_names(self._vllm_config.model_config, tp.world_size, pp.world_size, equal)
         return shards, pp.rank_in_group * tp.world_size + tp.rank_in_group
 

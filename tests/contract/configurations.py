@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -27,6 +28,10 @@ SHAPE: dict[str, Any] = {
 }
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
+LATENT = MLAAttentionSpec(
+    **SHAPE | {"num_kv_heads": 1},
+    **({"max_tp_shards": 1} if hasattr(FULL, "max_tp_shards") else {}),
+)
 
 
 def groups(*specs: Any) -> KVCacheConfig:

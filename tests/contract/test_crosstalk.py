@@ -23,7 +23,8 @@ import torch
 from lab import models
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
-from s3kv.connectors.kv_translate import geometry, shard_names
+from s3kv.connectors.kv_shards import shard_names
+from s3kv.connectors.kv_translate import geometry
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.device.layout import PageLayout
 from s3kv.host.slab import Slab

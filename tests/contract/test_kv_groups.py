@@ -27,7 +27,8 @@ from s3kv.connectors.kv_groups import (
     grouping_module,
     states_of,
 )
-from s3kv.connectors.kv_translate import equal_ranks, geometry
+from s3kv.connectors.kv_shards import equal_ranks
+from s3kv.connectors.kv_translate import geometry
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.cover import GroupKind
 from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, groups
@@ -164,7 +165,7 @@ def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
     count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
     if count is not None:
         cache.kv_tp_replicas = count(cache.kv_cache_groups, 2)
-    assert equal_ranks(cache, 2) == 1
+    assert equal_ranks(keeps_states, cache, 2) == 1
 
 
 def deepseek_v4() -> list[Any]:

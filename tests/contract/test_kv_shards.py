@@ -19,15 +19,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 
 from lab import models
 from s3kv.config import Config
-from s3kv.connectors.kv_shards import shared_pages
-from s3kv.connectors.kv_translate import geometry, shard_names
+from s3kv.connectors.kv_shards import equal_ranks, shard_names, shared_pages
+from s3kv.connectors.kv_translate import geometry
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.device.layout import PageLayout
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.rearranging import Pages, rearrangements
 from s3kv.objects.shards import Shard, covers
-from tests.contract.configurations import BLOCK_TOKENS, FULL, WINDOW, configured, groups
-from tests.contract.test_kv_translate import LATENT
+from tests.contract.configurations import BLOCK_TOKENS, FULL, LATENT, WINDOW, configured, groups
 
 CHUNK_BLOCKS = 2
 NUM_BLOCKS = 3
@@ -94,7 +93,8 @@ def rank_of(derive: Any, spec: Any, order: str, total: int, tp_size: int, rank: 
     vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
     mapping = derive(vllm_config, cache_config, caches)["layer.0"]
     assert mapping.parallelism_agnostic, "vLLM's mapping does not know this page"
-    name = shard_names(model, tp_size, 1, tp_size if latent else 1)[rank]
+    equal = tp_size if latent else max(1, tp_size // total)
+    name = shard_names(model, tp_size, 1, equal)[rank]
     shard = Shard.parse(name)
     assert shard is not None
     part = layout_of({"layer.0": spec}, order).part("g0")
@@ -168,10 +168,11 @@ class Engine:
         parallel = vllm_config.parallel_config
         tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         latent = isinstance(spec, MLAAttentionSpec)
-        self.shards = shard_names(vllm_config.model_config, tp, pp, tp if latent else 1)
         self.spec = spec if latent else replace(spec, num_kv_heads=max(1, 4 // tp))
         self.order = order
         self.cache = groups(self.spec)
+        equal = tp if latent else equal_ranks(vllm_config, self.cache, tp)
+        self.shards = shard_names(vllm_config.model_config, tp, pp, equal)
         self.cache.kv_cache_layout = {"HNC": "LBHNC", "NHC": "LBNHC"}[order]
 
     def layouts(self, rank: int) -> dict[int, PageLayout]:
@@ -267,6 +268,10 @@ def test_what_cannot_be_divided_by_heads_says_so(
     other = sized(2)
     other.shards = ["h0-3of4-l0-3of4"] * 2
     assert "not a whole share" in refused(other, caplog)
+    other = sized(8)
+    other.shards = ["h0-0of4-l0-3of4-r0of2", "h0-0of4-l0-3of4-r1of2"]
+    assert "not a whole share" in refused(other, caplog)
+    other = sized(2)
     other.shards = ["h0-1of4-l0-3of4"] * 2
     other.spec = replace(FULL, num_kv_heads=4)
     assert "has pages HNC (4," in refused(other, caplog)

@@ -9,30 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from lab import models
 from s3kv.config import Config
-from s3kv.connectors.kv_groups import grouping_module
 from s3kv.connectors.kv_translate import (
     KVGeometry,
     check_supported,
-    equal_ranks,
     geometry,
     scheduled_requests,
-    shard_names,
     writes_after_fences,
     writes_before_fences,
     written_blocks,
 )
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.cover import GroupKind, GroupSpec
-from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, configured, groups
-
-LATENT = MLAAttentionSpec(
-    **SHAPE | {"num_kv_heads": 1},
-    **({"max_tp_shards": 1} if hasattr(FULL, "max_tp_shards") else {}),
-)
+from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
 
 
 def test_random_hashes_are_refused(
@@ -183,66 +175,3 @@ def test_layers_of_several_precisions_are_served(tiny_config: Any) -> None:
 def test_on_this_machine_fences_come_first(tiny_config: Any) -> None:
     """vLLM's CPU build has the first runner alone."""
     assert not tiny_config.use_v2_model_runner
-
-
-def test_a_rank_s_shard_says_its_heads_and_layers(tiny_config: Any) -> None:
-    model = tiny_config.model_config
-    heads, layers = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
-    whole = f"h0-{heads - 1}of{heads}-l0-{layers - 1}of{layers}"
-    assert shard_names(model, 1, 1) == [whole]
-    halves = shard_names(model, 2, 2)
-    assert len(set(halves)) == 4
-    assert halves[3] == (
-        f"h{heads // 2}-{heads - 1}of{heads}-l{layers // 2}-{layers - 1}of{layers}"
-    )
-
-
-def test_with_mla_every_rank_holds_one_head_in_an_object_of_its_own_or_in_one_for_all() -> None:
-    model: Any = SimpleNamespace(use_mla=True, get_total_num_hidden_layers=lambda: 61)
-    assert shard_names(model, 2, 1) == ["h0-0of1-l0-60of61-r0of2", "h0-0of1-l0-60of61-r1of2"]
-    assert shard_names(model, 2, 1, 2) == ["h0-0of1-l0-60of61"] * 2
-    with_stages = shard_names(model, 2, 2, 2)
-    assert [with_stages.index(name) for name in with_stages] == [0, 0, 2, 2]
-
-
-@pytest.mark.parametrize("says", [True, False], ids=["said by vLLM", "told by the layers"])
-@pytest.mark.parametrize(
-    ("layers", "equal"),
-    [
-        ({"a": LATENT, "b": LATENT}, 4),
-        # A draft model without MLA, in the group of a model with it.
-        ({"a": LATENT, "draft": FULL}, 1),
-        ({"a": FULL}, 1),
-    ],
-    ids=["latent", "latent and a draft", "full"],
-)
-def test_ranks_are_equal_if_all_layers_are(layers: dict[str, Any], equal: int, says: bool) -> None:
-    spec = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers)
-    config = groups(spec)
-    if says:
-        count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
-        if count is None:
-            pytest.skip("this version says nothing")
-        config.kv_tp_replicas = count(config.kv_cache_groups, 4)
-    else:
-        config = SimpleNamespace(kv_cache_groups=config.kv_cache_groups)
-    assert equal_ranks(config, 4) == equal
-
-
-@pytest.mark.parametrize("missing", [0, None])
-def test_a_model_that_leaves_a_count_out_has_a_name_for_every_rank(missing: int | None) -> None:
-    model: Any = SimpleNamespace(
-        use_mla=False,
-        get_total_num_kv_heads=lambda: missing,
-        get_total_num_hidden_layers=lambda: missing,
-    )
-    assert len(set(shard_names(model, 2, 2))) == 4
-
-
-def test_a_stage_without_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "0,32")
-    model: Any = SimpleNamespace(
-        use_mla=False, get_total_num_kv_heads=lambda: 8, get_total_num_hidden_layers=lambda: 32
-    )
-    with pytest.raises(UnsupportedError, match="one has none"):
-        shard_names(model, 1, 2)

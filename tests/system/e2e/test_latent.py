@@ -1,10 +1,11 @@
-"""Latent attention (MLA), of which every rank holds all: one object for all ranks.
+"""KV of which every rank holds all (MLA, or one KV head): one object for all ranks.
 
 In float32, where a token does not depend on how long the hit was.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +31,34 @@ PROMPTS = models.prompts(2, 800)
 CHUNKS = 6
 HIT = CHUNKS * 128
 ARGS: dict[str, Any] = {"dtype": "float32", "prepare": "lab.latent:keep_prefix_cache"}
+ONE_HEAD = replace(models.TINY, name="tiny_one_head", kv_heads=1)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("is_latent", "ranks"),
+    [
+        pytest.param(True, 2, id="latent"),
+        pytest.param(False, 2, id="one head"),
+        pytest.param(True, 1, id="latent on one rank", marks=pytest.mark.nightly),
+    ],
+)
 def test_every_tier_serves_all_ranks_from_one_object(
     models_dir: Path,
     s3: S3Server,
     bucket: str,
     patient: dict[str, Any],
     tmp_path: Path,
+    is_latent: bool,
     ranks: int,
 ) -> None:
     """Experts are chosen by rounding here and there, so the reference has as many ranks."""
-    model = latent.build(models_dir)
+    model = latent.build(models_dir) if is_latent else models.build(models_dir, ONE_HEAD)
+    model_args = ARGS if is_latent else {"dtype": "float32"}
 
     def engine(name: str, connector: dict[str, Any] | None = patient) -> Engine:
-        args: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **ARGS}
+        args: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **model_args}
         log = tmp_path / f"{name}.log"
         return Engine(model, connector=connector, log_path=log, env=s3.env, **args)
 
