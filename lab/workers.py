@@ -10,9 +10,16 @@ from typing import Any
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from lab.states import one_state_per_step
+from lab.text_only import without_torchvision
 
 
 class OneStatePerStep(CPUWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         one_state_per_step()
+        super().__init__(*args, **kwargs)
+
+
+class WithoutTorchvision(CPUWorker):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        without_torchvision()
         super().__init__(*args, **kwargs)
