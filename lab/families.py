@@ -95,6 +95,24 @@ GEMMA4_SHARED = Family(
 """As the smallest of Gemma 4, whose last layers have no KV of their own: the fifth layer reads the
 third's, and the sixth the fourth's."""
 
+COHERE2 = Family(
+    "cohere2",
+    {
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "hidden_act": "silu",
+        "sliding_window": WINDOW_TOKENS,
+        "layer_types": [_WINDOW] * 3 + [_FULL],
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 1.0,
+        "rope_theta": 50_000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+    embedding_std=0.05,  # its embeddings are its head, as LFM2's
+)
+"""Three layers with a window and rotated keys, and one with full attention and no positions."""
+
 GPT_OSS = Family(
     "gpt_oss",
     {
