@@ -314,6 +314,43 @@ NEMOTRON_H = Family(
 )
 """Mamba2 and full attention among layers without either."""
 
+FALCON_H1 = Family(
+    "falcon_h1",
+    {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "hidden_act": "silu",
+        "num_hidden_layers": 3,
+        "mamba_d_ssm": 512,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 32,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 64,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "mamba_norm_before_gate": True,
+        "mamba_rms_norm": True,  # without it, states of random weights change no token
+        "mamba_use_mlp": True,
+        "rope_theta": 1_000_000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "projectors_bias": False,
+        "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "key_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "mlp_multipliers": [1.0, 1.0],
+        "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": 1.0,
+        "ssm_multipliers": [1.0] * 5,
+    },
+)
+"""Mamba2 and full attention side by side in every layer."""
+
 
 def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
     """Write the model into `directory`/<family>-<seed> unless it is there; return that path."""

@@ -51,6 +51,7 @@ MAMBA2 = Case(families.MAMBA2, 785, 784, 0, EXACT, AT_ENDS)
 GRANITE4 = Case(families.GRANITE4, 769, 768, 1, EXACT, AT_ENDS)
 """Blocks of 128 tokens."""
 NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, EXACT, AT_ENDS)
+FALCON_H1 = Case(families.FALCON_H1, 769, 768, 1, EXACT, AT_ENDS)
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
@@ -63,6 +64,7 @@ NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, EXACT, AT_ENDS)
         pytest.param(MAMBA2, id="mamba2", marks=pytest.mark.nightly),
         pytest.param(GRANITE4, id="granite4", marks=pytest.mark.nightly),
         pytest.param(NEMOTRON_H, id="nemotron_h", marks=pytest.mark.nightly),
+        pytest.param(FALCON_H1, id="falcon_h1", marks=pytest.mark.nightly),
     ],
 )
 def test_every_tier_gives_the_tokens_of_a_local_hit(
@@ -140,6 +142,7 @@ def test_a_shared_prefix_is_hit_by_the_second_question(
         pytest.param(MAMBA2, id="mamba2"),
         pytest.param(GRANITE4, id="granite4"),
         pytest.param(NEMOTRON_H, id="nemotron_h"),
+        pytest.param(FALCON_H1, id="falcon_h1"),
     ],
 )
 def test_on_the_second_generation_runner(
