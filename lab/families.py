@@ -332,7 +332,7 @@ FALCON_H1 = Family(
         "mamba_conv_bias": True,
         "mamba_proj_bias": False,
         "mamba_norm_before_gate": True,
-        "mamba_rms_norm": True,  # without it, states of random weights change no token
+        "mamba_rms_norm": True,  # without it, states of random weights hardly change a token
         "mamba_use_mlp": True,
         "rope_theta": 1_000_000.0,
         "attention_bias": False,
