@@ -47,6 +47,7 @@ LLAMA = Case("llama", 384, 3 + 3)
 LLAMA4 = Case("llama4", 640, 5 + 4)
 """Local attention begins anew after 512 tokens: a hit of 512 needs none of its KV, so the fourth
 chunk is not saved."""
+COHERE2 = LLAMA._replace(name="cohere2")
 MISTRAL = Case("mistral", 384, 3)
 LFM2 = Case("lfm2", 384, 3 + 2, alike=True)
 """States are saved after two chunks and after three."""
@@ -73,7 +74,7 @@ QWEN3_5 = QWEN3_NEXT._replace(
     worker="lab.workers.WithoutTorchvision",
 )
 NIGHTLY = (
-    *(GEMMA4, GEMMA4_SHARED, GPT_OSS, LLAMA, LLAMA4, MISTRAL, LFM2),
+    *(GEMMA4, GEMMA4_SHARED, GPT_OSS, COHERE2, LLAMA, LLAMA4, MISTRAL, LFM2),
     *(GRANITE4, NEMOTRON_H, MAMBA2, QWEN3_NEXT, QWEN3_5),
 )
 
