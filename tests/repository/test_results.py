@@ -15,15 +15,11 @@ from tests.project import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 BEFORE = "recorded before results carried digests of the code"
-SPEED = "the planner has measured the speed of computing wrongly until then"
 OLDER: dict[str, str] = {
     "bucket-kept.json": "the benchmark has got a deadline since, and a short mode",
     "encoder-rgw.json": BEFORE,
-    "engine-large.json": SPEED,
     "engine-rgw.json": BEFORE,
-    "engine-shaped.json": SPEED,
     "peers-rgw.json": BEFORE,
-    "peers-shaped.json": SPEED,
     "planner.json": BEFORE,
     "replicas.json": "the check at start has got an argument since, and is still one request",
     "slow-rgw.json": BEFORE,
