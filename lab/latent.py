@@ -120,7 +120,7 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
 def keep_prefix_cache() -> None:
     """Let the CPU platform keep the engine's prefix cache beside MLA, for a reference with a hit.
 
-    On a processor without AMX vLLM switches it off, although its kernels read such a prefix. To be
+    Beside its backend CPU_MLA vLLM switches it off, although its kernels read such a prefix. To be
     called before the engine is configured.
     """
     from vllm.platforms.cpu import CpuPlatform

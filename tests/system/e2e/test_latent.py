@@ -1,6 +1,7 @@
 """KV of which every rank holds all (MLA, or one KV head): one object for all ranks.
 
-In float32, where a token does not depend on how long the hit was.
+In float32, where a token does not depend on how long the hit was. vLLM's kernels for processors
+with AMX compute MLA in bf16 alone, so tests in float32 take the backend without AMX everywhere.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lab import latent, models
 from lab.engine import Engine
@@ -30,18 +32,27 @@ from tests.system.e2e.test_prefix import zeroed
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6
 HIT = CHUNKS * 128
-ARGS: dict[str, Any] = {"dtype": "float32", "prepare": "lab.latent:keep_prefix_cache"}
+EXACT = {"dtype": "float32"}
+ARGS: dict[str, Any] = {
+    **EXACT,
+    "attention_backend": "CPU_MLA",
+    "prepare": "lab.latent:keep_prefix_cache",
+}
 ONE_HEAD = replace(models.TINY, name="tiny_one_head", kv_heads=1)
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="a processor without AMX"
+)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 @pytest.mark.parametrize(
-    ("is_latent", "ranks"),
+    ("is_latent", "ranks", "args"),
     [
-        pytest.param(True, 2, id="latent"),
-        pytest.param(False, 2, id="one head"),
-        pytest.param(True, 1, id="latent on one rank", marks=pytest.mark.nightly),
+        pytest.param(True, 2, ARGS, id="latent"),
+        pytest.param(False, 2, EXACT, id="one head"),
+        pytest.param(True, 1, ARGS, id="latent on one rank", marks=pytest.mark.nightly),
+        pytest.param(True, 2, {}, id="latent with AMX", marks=[pytest.mark.nightly, needs_amx]),
     ],
 )
 def test_every_tier_serves_all_ranks_from_one_object(
@@ -52,15 +63,15 @@ def test_every_tier_serves_all_ranks_from_one_object(
     tmp_path: Path,
     is_latent: bool,
     ranks: int,
+    args: dict[str, Any],
 ) -> None:
     """Experts are chosen by rounding here and there, so the reference has as many ranks."""
     model = latent.build(models_dir) if is_latent else models.build(models_dir, ONE_HEAD)
-    model_args = ARGS if is_latent else {"dtype": "float32"}
 
     def engine(name: str, connector: dict[str, Any] | None = patient) -> Engine:
-        args: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **model_args}
+        on_ranks: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **args}
         log = tmp_path / f"{name}.log"
-        return Engine(model, connector=connector, log_path=log, env=s3.env, **args)
+        return Engine(model, connector=connector, log_path=log, env=s3.env, **on_ranks)
 
     def in_bucket() -> int:
         return len(s3.objects(bucket))
@@ -68,7 +79,7 @@ def test_every_tier_serves_all_ranks_from_one_object(
     with engine("plain", None) as plain:
         plain.generate(PROMPTS)
         expected = plain.generate(PROMPTS)
-        assert all(hit >= HIT for hit in cached(expected))  # blocks are of 16 tokens without AMX
+        assert all(hit >= HIT for hit in cached(expected))  # blocks may be of 16 tokens
 
     with engine("cold") as cold:
         answers = cold.generate(PROMPTS[:1])
@@ -81,7 +92,8 @@ def test_every_tier_serves_all_ranks_from_one_object(
         from_memory = cold.generate(PROMPTS)
         assert cached(from_memory) == [HIT] * 2
         uploads = cold.metrics()["vllm:s3kv_upload_ok_total"]
-    assert tokens(answers) == tokens(from_memory) == tokens(expected)
+    assert tokens(from_memory) == tokens(expected)
+    assert tokens(answers) == tokens(expected) or "dtype" not in args
     assert uploads == 2 * CHUNKS, "the first rank uploads"
     found = shards(s3, bucket)
     assert len(found) == 2 * CHUNKS
