@@ -1,4 +1,5 @@
-"""The tables of versions in docs/compatibility.md and, through `scripts.status`, README.md.
+"""The tables of versions and families in docs/compatibility.md, and through `scripts.status` those
+in README.md.
 
 They show what `scripts.matrix` has recorded.
 """
@@ -6,10 +7,12 @@ They show what `scripts.matrix` has recorded.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+from scripts.areas import AREAS, FAMILIES, Area
 from scripts.marks import filled
-from scripts.matrix import AREAS, RESULTS, ROOT, Area
+from scripts.matrix import RESULTS, ROOT
 
 Result = dict[str, Any]
 """A file of `RESULTS`: one version of vLLM, and a cell for each area that has run on it."""
@@ -28,8 +31,9 @@ def recorded() -> list[Result]:
 def page() -> str:
     """docs/compatibility.md."""
     results = recorded()
-    parts = "\n\n".join((table(results), beneath(results)))
-    return filled(ROOT / "docs" / "compatibility.md", {"versions": parts})
+    versions = "\n\n".join((table(results), beneath(results)))
+    parts = {"versions": versions, "families": families(results)}
+    return filled(ROOT / "docs" / "compatibility.md", parts)
 
 
 def table(results: list[Result]) -> str:
@@ -40,6 +44,32 @@ def table(results: list[Result]) -> str:
 def summary(results: list[Result]) -> str:
     """The same in a word each."""
     return _rows(results, ("",), lambda a: (a.told,), _word)
+
+
+def families(results: list[Result]) -> str:
+    """On which versions the models of each family have run, by runner and ranks."""
+    heads = ("family", "layers", "first runner", "second runner, interpreted", "two tensor ranks")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for family in FAMILIES:
+        cells = [_versions(results, area) for area in family.areas]
+        if family.instead:
+            cells = [f"{family.instead}: {cells[0]}", "the same", "the same"]
+        lines.append(f"| {' | '.join((family.name, family.layers, *cells))} |")
+    return "\n".join(lines)
+
+
+def _versions(results: list[Result], area: Area) -> str:
+    """The versions on which an area has passed, and in bold those on which it has failed."""
+    cells = {result["vllm"]: _cell(result, area) for result in results}
+    passed = _short(
+        v for v, cell in cells.items() if cell and cell["passed"] and not cell["failed"]
+    )
+    failed = _short(v for v, cell in cells.items() if cell and cell["failed"])
+    return ", ".join(filter(None, (passed, failed and f"**fails: {failed}**"))) or NOT_RUN
+
+
+def _short(versions: Iterable[str]) -> str:
+    return ", ".join(version.removesuffix(".0") for version in versions)
 
 
 def beneath(results: list[Result]) -> str:

@@ -1,16 +1,17 @@
 """Run what holds s3kv to its host on the vLLM of this environment, and record it.
 
-    python -m scripts.matrix [AREA …] [-- PYTEST ARGUMENT …]
+    python -m scripts.matrix [AREA …] [--runner RUNNER] [-- PYTEST ARGUMENT …]
 
-`make test-matrix` does that in one environment per version of vLLM. Each version has a file in
-`RESULTS`; a run replaces the cells of its areas there. Ends with 1 if a test failed.
+An area may be a model family; "families" means all of these. `make test-matrix` runs the other
+areas in one environment per version of vLLM. Each version has a file in `RESULTS`; a run replaces
+the cells of its areas there. Ends with 1 if a test failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from scripts.areas import COLUMNS, RECORDED, Area, area_of, areas_named
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "matrix"
 NEWER = "newer than vLLM"
@@ -28,73 +31,6 @@ NEWER = "newer than vLLM"
 
 MODELS = ("LlamaForCausalLM", "Blip2ForConditionalGeneration")
 """The architectures of the tests' models, as vLLM names them."""
-
-_E2E = "tests/system/e2e"
-
-
-@dataclass(frozen=True, slots=True)
-class Area:
-    """One row of the table. A test belongs to the area that names it most exactly.
-
-    tests: files, folders or tests, as pytest names them. runner: vLLM's model runner they run on,
-    if they start an engine.
-    """
-
-    name: str
-    told: str
-    tests: tuple[str, ...]
-    runner: str = "first"
-
-
-AREAS = (
-    Area(
-        "contract",
-        "hooks, fields, layouts, statistics, what a key stands for",
-        ("tests/contract",),
-        runner="–",
-    ),
-    Area(
-        "tiers",
-        "a prefix from the engine's own cache, host memory and the bucket",
-        (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix",),
-    ),
-    Area(
-        "second runner",
-        "the same on the second-generation runner, with interpreted kernels",
-        (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix[second-runner]",),
-        runner="second",
-    ),
-    Area(
-        "prefixes",
-        "damaged objects, prompts of all lengths, hits that end within a chunk",
-        (f"{_E2E}/test_prefix.py",),
-    ),
-    Area(
-        "requests",
-        "crowds, second turns, aborts at any moment, roles, salts",
-        (f"{_E2E}/test_requests.py",),
-    ),
-    Area(
-        "preemption",
-        "requests preempted with little memory, cold and warm",
-        (f"{_E2E}/test_requests.py::test_preempted_requests_with_little_memory",),
-    ),
-    Area(
-        "failures",
-        "a bucket that refuses, comes and goes; an I/O process killed or stopped",
-        (f"{_E2E}/test_failures.py",),
-    ),
-    Area(
-        "failed loads",
-        "loads that fail, under both of vLLM's policies",
-        (f"{_E2E}/test_failed_loads.py",),
-    ),
-    Area(
-        "encoder outputs",
-        "images encoded once per fleet, damaged items, both connectors together",
-        (f"{_E2E}/test_encoder_outputs.py",),
-    ),
-)
 
 
 @dataclass(slots=True)
@@ -116,23 +52,27 @@ class Recorder:
     """A plugin of pytest that sorts the outcomes into cells, one for each area asked for."""
 
     def __init__(self, areas: Iterable[Area]) -> None:
-        self.cells = {area.name: Cell(area.name, area.runner) for area in areas}
+        self.cells = {area: Cell(area.name, area.runner) for area in areas}
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leave out what belongs to an area that is not asked for."""
-        others = [item for item in items if area_of(item.nodeid).name not in self.cells]
-        if others:
-            config.hook.pytest_deselected(items=others)
-            items[:] = [item for item in items if item not in others]
+        """Leave out what belongs to an area that is not asked for, or runs only at night."""
+        wanted = [item for item in items if self._wants(item)]
+        if len(wanted) < len(items):
+            config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+            items[:] = wanted
+
+    def _wants(self, item: pytest.Item) -> bool:
+        area = area_of(item.nodeid)
+        return area in self.cells and (area.nightly or not item.get_closest_marker("nightly"))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.cells[area_of(report.nodeid).name].failed.append(report.nodeid)
+            self.cells[area_of(report.nodeid)].failed.append(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        cell = self.cells[area_of(report.nodeid).name]
+        cell = self.cells[area_of(report.nodeid)]
         if report.failed and report.nodeid not in cell.failed:
             cell.failed.append(report.nodeid)
         elif report.skipped:
@@ -142,15 +82,6 @@ class Recorder:
             place[report.nodeid] = reason
         elif report.passed and report.when == "call":
             cell.passed += 1
-
-
-def area_of(nodeid: str) -> Area:
-    """The area that names a test most exactly. Raises `KeyError` if none does."""
-    named = {test: area for area in AREAS for test in area.tests}
-    found = [test for test in named if re.match(rf"{re.escape(test)}($|[/:\[])", nodeid)]
-    if not found:
-        raise KeyError(nodeid)
-    return named[max(found, key=len)]
 
 
 def host() -> dict[str, str]:
@@ -176,8 +107,7 @@ def record(cells: Iterable[Cell], about: dict[str, str], commit: str) -> Path:
     known = json.loads(path.read_text())["cells"] if path.exists() else []
     new = {(cell.area, cell.runner): asdict(cell) | {"commit": commit} for cell in cells}
     merged = {(cell["area"], cell["runner"]): cell for cell in known} | new
-    order = [(area.name, area.runner) for area in AREAS]
-    rows = [merged[key] for key in order if key in merged]
+    rows = [merged[area.key] for area in RECORDED if area.key in merged]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(about | {"cells": rows}, indent=2, ensure_ascii=False) + "\n")
     return path
@@ -205,16 +135,22 @@ def warm() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    more: list[str] = []
-    names = list(argv)
-    if "--" in names:
-        at = names.index("--")
-        names, more = names[:at], names[at + 1 :]
-    by_name: dict[str, Area] = {area.name: area for area in AREAS}
-    areas: list[Area] = [by_name[name] for name in names] or list(AREAS)
+    ours, more = list(argv), list[str]()
+    if "--" in ours:
+        at = ours.index("--")
+        ours, more = ours[:at], ours[at + 1 :]
+    parser = argparse.ArgumentParser(prog="python -m scripts.matrix", allow_abbrev=False)
+    parser.add_argument("area", nargs="*")
+    parser.add_argument("--runner", choices=COLUMNS)
+    asked = parser.parse_args(ours)
+    try:
+        areas = areas_named(asked.area, asked.runner)
+    except KeyError as error:
+        known = ", ".join(dict.fromkeys(area.name for area in RECORDED))
+        parser.error(f"no area is named {error}: allowed are {known}, families")
     recorder = Recorder(areas)
     warm()
-    marks = ["-m", "(long or not long) and not nightly"]
+    marks = ["-m", "long or not long"]
     code: Any = pytest.main([*arguments(areas), *marks, *more], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.compatibility import CONTINUOUS, Result, recorded, summary
+from scripts.compatibility import CONTINUOUS, Result, families, recorded, summary
 from scripts.marks import filled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,11 @@ CLAIMS = (
 def readme() -> str:
     """README.md."""
     results = recorded()
-    parts = {"status": table(results), "versions": summary(results)}
+    parts = {
+        "status": table(results),
+        "versions": summary(results),
+        "families": families(results),
+    }
     return filled(ROOT / "README.md", parts)
 
 

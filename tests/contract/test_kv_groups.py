@@ -13,6 +13,8 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
@@ -29,9 +31,17 @@ from s3kv.connectors.kv_groups import (
 )
 from s3kv.connectors.kv_shards import equal_ranks
 from s3kv.connectors.kv_translate import geometry
+from s3kv.device.layout import PageLayout
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.cover import GroupKind
-from tests.contract.configurations import BLOCK_TOKENS, FULL, SHAPE, WINDOW, groups
+from tests.contract.configurations import (
+    BLOCK_TOKENS,
+    FULL,
+    LATENT,
+    SHAPE,
+    WINDOW,
+    groups,
+)
 
 OTHER_WINDOW = dataclasses.replace(WINDOW, sliding_window=256)
 LOCAL = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=512)
@@ -166,6 +176,37 @@ def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
     if count is not None:
         cache.kv_tp_replicas = count(cache.kv_cache_groups, 2)
     assert equal_ranks(keeps_states, cache, 2) == 1
+
+
+def test_an_indexer_is_cached_with_its_latent_attention(tiny_config: Any) -> None:
+    """DeepSeek-V3.2: vLLM puts both into one group, with blocks of 64 tokens on a GPU."""
+
+    def spec(head: int, dtype: torch.dtype) -> MLAAttentionSpec:
+        return dataclasses.replace(LATENT, block_size=64, head_size=head, dtype=dtype)
+
+    layers = {
+        f"{n}.{name}": spec(*of)
+        for n in range(3)
+        for name, of in (("attn", (576, torch.bfloat16)), ("indexer", (132, torch.uint8)))
+    }
+    together = UniformTypeKVCacheSpecs.from_specs(layers)
+    assert together is not None
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(list(layers), together)])
+    check_groups_are_served(tiny_config, cache)
+    assert coverages(cache, 128)[0].kind is GroupKind.FULL
+    count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
+    if count is not None:
+        cache.kv_tp_replicas = count(cache.kv_cache_groups, 8)
+    model = SimpleNamespace(use_mla=True)
+    assert equal_ranks(SimpleNamespace(model_config=model), cache, 8) == 8  # type: ignore[arg-type]
+    tensors = {
+        name: torch.zeros(4, 1, 64, layer.head_size, dtype=layer.dtype)
+        for name, layer in layers.items()
+    }
+    layout = PageLayout.of(tensors, 4, list(layers), blocks_per_chunk=2)
+    pages = [(64 * 576 * 2, "BF16"), (64 * 132, "U8")] * 3
+    assert [(layer.block_bytes, layer.dtype) for layer in layout.layers] == pages
+    assert layout.payload_bytes == 2 * sum(nbytes for nbytes, _ in pages)
 
 
 def deepseek_v4() -> list[Any]:

@@ -8,13 +8,13 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from scripts import compatibility
-from scripts.matrix import AREAS
+from scripts.areas import AREAS, FAMILIES, RECORDED
 from tests.project import ROOT, extras
 
 
-def cell(area: str, **told: Any) -> dict[str, Any]:
+def cell(area: str, runner: str = "", **told: Any) -> dict[str, Any]:
     empty = {"passed": 0, "failed": [], "newer": {}, "skipped": {}}
-    runner = {area.name: area.runner for area in AREAS}[area]
+    runner = runner or {area.name: area.runner for area in AREAS}[area]
     return {"area": area, "runner": runner, "commit": "c0ffee"} | empty | told
 
 
@@ -49,6 +49,32 @@ def test_a_cell_says_how_many_tests_have_passed() -> None:
 def test_the_short_table_has_a_word_for_each() -> None:
     _, _, *rows = cells_of(compatibility.summary([OLD, NEW]))
     assert rows[:3] == [["tested", "tested"], ["**fails**", "not run"], ["–", "not run"]]
+
+
+def test_a_family_has_the_versions_it_ran_on_by_runner_and_ranks() -> None:
+    older = result(
+        "0.31.0",
+        cell("tiers", passed=2),
+        cell("Gemma 3", "first", passed=1),
+        cell("Gemma 3", "second", failed=["t"], passed=1),
+        cell("DeepSeek-V4", "–", passed=1),
+    )
+    newer = result("0.32.0", cell("Gemma 3", "first", passed=1), cell("Gemma 3", "second"))
+    told = compatibility.families([older, newer])
+    heads, _, *lines = (line.strip("| ").split(" | ") for line in told.splitlines())
+    assert len(heads) == 5
+    rows = {name: cells for name, _, *cells in lines}
+    assert list(rows) == [family.name for family in FAMILIES]
+    assert rows["Llama"] == ["0.31", "not run", "not run"]
+    assert rows["Gemma 3"] == ["0.31, 0.32", "**fails: 0.31**", "not run"]
+    assert rows["DeepSeek-V4"] == ["refused at start: 0.31", "the same", "the same"]
+
+
+def test_every_family_has_a_cell_for_each_runner_or_one_that_says_why_not() -> None:
+    for family in FAMILIES:
+        runners = [area.runner for area in family.areas]
+        assert runners == (["–"] if family.instead else ["first", "second", "two ranks"])
+    assert len({area.key for area in RECORDED}) == len(RECORDED)
 
 
 def test_the_version_that_every_change_runs_on_needs_no_record() -> None:

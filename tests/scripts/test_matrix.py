@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts import areas as recorded_areas
 from scripts import matrix
-from scripts.matrix import AREAS, Area, Cell, Recorder, area_of, arguments, record
+from scripts.areas import AREAS, RECORDED, Area, area_of, areas_named
+from scripts.matrix import Cell, Recorder, arguments, record
 from tests.project import ROOT
 
 TESTS = """
@@ -19,6 +21,10 @@ def test_wrong(): assert False
 def test_worse(broken): pass
 @pytest.mark.skip(reason="newer than vLLM 0.29: a hook")
 def test_newer(): pass
+@pytest.mark.nightly
+def test_long(): assert False
+@pytest.mark.nightly
+def test_night(): pass
 @pytest.mark.skip(reason="no Ceph")
 def test_elsewhere(): pass
 @pytest.mark.xfail(strict=True)
@@ -32,8 +38,9 @@ def broken(): raise OSError
 
 @pytest.fixture
 def areas(monkeypatch: pytest.MonkeyPatch) -> tuple[Area, Area]:
-    found = Area("file", "", ("test_it.py",)), Area("other", "", ("test_it.py::test_other",))
-    monkeypatch.setattr(matrix, "AREAS", found)
+    other = Area("other", "", ("test_it.py::test_other", "test_it.py::test_night"), nightly=True)
+    found = Area("file", "", ("test_it.py",)), other
+    monkeypatch.setattr(recorded_areas, "RECORDED", found)
     return found
 
 
@@ -54,7 +61,7 @@ def run(tmp_path: Path) -> object:
         recorder = Recorder(areas)
         folder = ["--rootdir", str(tmp_path), str(tmp_path)]
         pytest.main([*plain, *folder], plugins=[recorder])
-        return recorder.cells
+        return {area.name: cell for area, cell in recorder.cells.items()}
 
     return run
 
@@ -67,7 +74,7 @@ def test_outcomes_are_sorted_by_area(run: object, areas: tuple[Area, Area]) -> N
     assert cell.failed == ["test_it.py::test_wrong", "test_it.py::test_worse"]
     assert cell.newer == {"test_it.py::test_newer": "newer than vLLM 0.29: a hook"}
     assert set(cell.skipped) == {"test_it.py::test_elsewhere", "test_it.py::test_known"}
-    assert (cells["other"].passed, cells["other"].failed) == (1, [])
+    assert (cells["other"].passed, cells["other"].failed) == (2, [])
 
 
 def test_an_area_alone_runs_none_of_anothers_tests(run: object, areas: tuple[Area, Area]) -> None:
@@ -77,8 +84,7 @@ def test_an_area_alone_runs_none_of_anothers_tests(run: object, areas: tuple[Are
 
 
 def test_every_area_names_tests_that_exist_and_are_not_asked_for_twice() -> None:
-    assert len({(area.name, area.runner) for area in AREAS}) == len(AREAS)
-    for area in AREAS:
+    for area in RECORDED:
         for test in area.tests:
             path, _, called = test.partition("::")
             name, _, case = called.rstrip("]").partition("[")
@@ -87,12 +93,28 @@ def test_every_area_names_tests_that_exist_and_are_not_asked_for_twice() -> None
             assert not name or f"def {name}(" in text, test
             assert not case or f'"{case}"' in text, test
             one = test if case else f"{test}[one]" if name else f"{test}::test_it"
-            assert area_of(one) is area
+            assert area_of(one) == area
     asked = arguments(AREAS)
     assert "tests/system/e2e/test_requests.py" in asked
     assert not any(test.startswith("tests/system/e2e/test_requests.py::") for test in asked)
     with pytest.raises(KeyError):
         area_of("tests/unit/test_config.py::test_it")
+
+
+def test_areas_are_asked_for_by_name_and_runner() -> None:
+    quick = areas_named([])
+    assert set(AREAS) < set(quick)
+    assert not any(area.nightly for area in quick)
+    nightly = areas_named(["families"])
+    assert {*quick, *nightly} == set(RECORDED)
+    assert {area.runner for area in nightly} == {"first", "second", "two ranks"}
+    assert [area.runner for area in areas_named(["Gemma 3"])] == ["first", "second", "two ranks"]
+    (one,) = areas_named(["Gemma 3"], "second")
+    assert one.tests == (
+        "tests/system/e2e/test_groups.py::test_on_the_second_generation_runner[gemma3]",
+    )
+    with pytest.raises(KeyError):
+        areas_named(["Gemma"])
 
 
 def test_a_run_replaces_the_cells_of_its_areas_alone(

@@ -306,6 +306,14 @@ def shared_memory_of(process: psutil.Process) -> set[str]:
         return set()
 
 
+def slabs(process: psutil.Process) -> set[str]:
+    """The inodes of the slabs that a process maps."""
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        return {line.split()[4] for line in maps if "memfd:s3kv-slab" in line}
+    return set()
+
+
 @pytest.fixture(scope="session")
 def serve(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     return Serve(s3, tmp_path_factory.mktemp("serve"))

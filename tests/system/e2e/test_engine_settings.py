@@ -6,6 +6,7 @@ compared with what an engine answers that has hit its own cache.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.system.e2e.conftest import (
     at_rest,
     cached,
     changed,
+    slabs,
     tokens,
 )
 from tests.system.e2e.test_failures import wait_until
@@ -113,7 +115,8 @@ def test_two_data_parallel_engines_share_the_bucket(
     reference: References,
     tmp_path: Path,
 ) -> None:
-    """Each has a worker, and what one has computed the next two read, whichever is asked."""
+    """Each has a worker with an I/O process and a slab of its own, and what one has computed the
+    next two read, whichever is asked."""
     prompts = models.prompts(6, 400, seed=53)
     expected = tokens(reference(tiny, prompts, **FLOAT32))
     args: dict[str, Any] = {"in_process": False, "data_parallel_size": 2, **FLOAT32}
@@ -121,6 +124,8 @@ def test_two_data_parallel_engines_share_the_bucket(
         log = tmp_path / f"{hit}.log"
         with Engine(tiny, connector=patient, log_path=log, env=s3.env, **args) as engine:
             assert len(engine.io_processes()) == 2
+            mapped = Counter(slab for process in engine.processes() for slab in slabs(process))
+            assert sorted(mapped.values()) == [2, 2], "a worker and its I/O process map a slab"
             answers = engine.generate(prompts, concurrency=6)
             assert (cached(answers), tokens(answers)) == ([hit] * 6, expected)
             wait_until("all is in the bucket", lambda: len(s3.objects(bucket)) == 6 * 3)

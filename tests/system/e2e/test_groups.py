@@ -24,11 +24,13 @@ from tests.system.e2e.conftest import (
     needs_second_runner,
     tokens,
 )
+from tests.versions import since
 
 PROMPTS = models.prompts(2, 800)
 ASKS = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
 EXACT = {"dtype": "float32"}
 HIT = 768
+SINKS = since(0, 31, "a CPU kernel for attention sinks in float32")
 SHARED = 512
 
 
@@ -62,14 +64,14 @@ def model_of(directory: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "coverages", "chunk_tokens"),
     [
-        ("gemma3", 2, 128),
-        pytest.param("gemma4", 2, 256, marks=pytest.mark.long),
-        pytest.param("gemma4_shared", 2, 256, marks=pytest.mark.nightly),
-        pytest.param("cohere2", 2, 128, marks=pytest.mark.nightly),
-        pytest.param("llama", 2, 128, marks=pytest.mark.nightly),
-        pytest.param("gpt_oss", 2, 128, marks=pytest.mark.nightly),
-        pytest.param("llama4", 2, 128, marks=pytest.mark.long),
-        pytest.param("mistral", 1, 128, marks=pytest.mark.nightly),
+        pytest.param("gemma3", 2, 128, id="gemma3"),
+        pytest.param("gemma4", 2, 256, marks=pytest.mark.long, id="gemma4"),
+        pytest.param("gemma4_shared", 2, 256, marks=pytest.mark.nightly, id="gemma4_shared"),
+        pytest.param("cohere2", 2, 128, marks=pytest.mark.nightly, id="cohere2"),
+        pytest.param("llama", 2, 128, marks=pytest.mark.nightly, id="llama"),
+        pytest.param("gpt_oss", 2, 128, marks=[pytest.mark.nightly, SINKS], id="gpt_oss"),
+        pytest.param("llama4", 2, 128, marks=pytest.mark.long, id="llama4"),
+        pytest.param("mistral", 1, 128, marks=pytest.mark.nightly, id="mistral"),
     ],
 )
 def test_every_tier_gives_the_tokens_of_a_local_hit(
@@ -145,14 +147,14 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
 @pytest.mark.parametrize(
     ("name", "chunk_tokens", "hit"),
     [
-        pytest.param("gemma3", 128, 384, marks=pytest.mark.long),
-        pytest.param("gemma4", 256, 512, marks=pytest.mark.nightly),
-        pytest.param("gemma4_shared", 256, 512, marks=pytest.mark.nightly),
-        pytest.param("cohere2", 128, 384, marks=pytest.mark.nightly),
-        pytest.param("llama", 128, 384, marks=pytest.mark.nightly),
-        pytest.param("gpt_oss", 128, 384, marks=pytest.mark.nightly),
-        pytest.param("mistral", 128, 384, marks=pytest.mark.nightly),
-        pytest.param("llama4", 128, 640, marks=pytest.mark.nightly),
+        pytest.param("gemma3", 128, 384, marks=pytest.mark.long, id="gemma3"),
+        pytest.param("gemma4", 256, 512, marks=pytest.mark.nightly, id="gemma4"),
+        pytest.param("gemma4_shared", 256, 512, marks=pytest.mark.nightly, id="gemma4_shared"),
+        pytest.param("cohere2", 128, 384, marks=pytest.mark.nightly, id="cohere2"),
+        pytest.param("llama", 128, 384, marks=pytest.mark.nightly, id="llama"),
+        pytest.param("gpt_oss", 128, 384, marks=[pytest.mark.nightly, SINKS], id="gpt_oss"),
+        pytest.param("mistral", 128, 384, marks=pytest.mark.nightly, id="mistral"),
+        pytest.param("llama4", 128, 640, marks=pytest.mark.nightly, id="llama4"),
     ],
 )
 def test_on_the_second_generation_runner(

@@ -62,6 +62,7 @@ GRANITE4 = Case(
 """States are large, and the last alone is saved."""
 NEMOTRON_H = GRANITE4._replace(name="nemotron_h")
 """Three layers with states and one with KV, of the same sizes."""
+FALCON_H1 = GRANITE4._replace(name="falcon_h1")
 MAMBA2 = GRANITE4._replace(name="mamba2", hit=384, objects=2, chunk=0)
 """Without full attention, the state at each end of a step within the prompt is saved: after 256
 tokens and after 384."""
@@ -75,7 +76,7 @@ QWEN3_5 = QWEN3_NEXT._replace(
 )
 NIGHTLY = (
     *(GEMMA4, GEMMA4_SHARED, GPT_OSS, COHERE2, LLAMA, LLAMA4, MISTRAL, LFM2),
-    *(GRANITE4, NEMOTRON_H, MAMBA2, QWEN3_NEXT, QWEN3_5),
+    *(GRANITE4, NEMOTRON_H, FALCON_H1, MAMBA2, QWEN3_NEXT, QWEN3_5),
 )
 
 

@@ -29,6 +29,7 @@ from tests.system.e2e.conftest import (
     References,
     cached,
     changed,
+    slabs,
     tokens,
 )
 from tests.system.e2e.servers import valve
@@ -148,14 +149,6 @@ def check_sound(s3: S3Server, bucket: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["checked"] == len(s3.objects(bucket)) > 0
-
-
-def slabs(process: psutil.Process) -> set[str]:
-    """The inodes of the slabs that a process maps."""
-    with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        return {line.split()[4] for line in maps if "memfd:s3kv-slab" in line}
-    return set()
 
 
 def mapped_on(host: Host) -> dict[psutil.Process, set[str]]:

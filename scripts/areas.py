@@ -1,0 +1,224 @@
+"""What is recorded of a version of vLLM: areas of s3kv, model families, and the tests of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_E2E = "tests/system/e2e"
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Tests whose outcomes are one cell of a table. A test belongs to the area that names it most
+    exactly.
+
+    tests: files, folders or tests, as pytest names them. runner: vLLM's model runner they run on,
+    if they start an engine. nightly: whether tests with that mark are among them.
+    """
+
+    name: str
+    told: str
+    tests: tuple[str, ...]
+    runner: str = "first"
+    nightly: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, self.runner
+
+
+CONTRACT = Area(
+    "contract",
+    "hooks, fields, layouts, statistics, what a key stands for",
+    ("tests/contract",),
+    runner="–",
+)
+TIERS = Area(
+    "tiers",
+    "a prefix from the engine's own cache, host memory and the bucket",
+    (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix",),
+)
+SECOND_RUNNER = Area(
+    "second runner",
+    "the same on the second-generation runner, with interpreted kernels",
+    (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix[second-runner]",),
+    runner="second",
+)
+AREAS = (
+    CONTRACT,
+    TIERS,
+    SECOND_RUNNER,
+    Area(
+        "prefixes",
+        "damaged objects, prompts of all lengths, hits that end within a chunk",
+        (f"{_E2E}/test_prefix.py",),
+    ),
+    Area(
+        "requests",
+        "crowds, second turns, aborts at any moment, roles, salts",
+        (f"{_E2E}/test_requests.py",),
+    ),
+    Area(
+        "preemption",
+        "requests preempted with little memory, cold and warm",
+        (f"{_E2E}/test_requests.py::test_preempted_requests_with_little_memory",),
+    ),
+    Area(
+        "failures",
+        "a bucket that refuses, comes and goes; an I/O process killed or stopped",
+        (f"{_E2E}/test_failures.py",),
+    ),
+    Area(
+        "failed loads",
+        "loads that fail, under both of vLLM's policies",
+        (f"{_E2E}/test_failed_loads.py",),
+    ),
+    Area(
+        "encoder outputs",
+        "images encoded once per fleet, damaged items, both connectors together",
+        (f"{_E2E}/test_encoder_outputs.py",),
+    ),
+)
+"""What holds s3kv to its host: a row each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models with the same kinds of layers: a row of the table of families.
+
+    areas: one for each of `COLUMNS`. instead: what is said of a family that no engine runs here;
+    its one area is a contract test of that.
+    """
+
+    name: str
+    layers: str
+    areas: tuple[Area, ...]
+    instead: str = ""
+
+
+COLUMNS = ("first", "second", "two ranks")
+"""The first runner and the second one with one rank; two tensor ranks on the first."""
+
+
+def _windows(name: str, layers: str, case: str) -> Family:
+    return _family(name, layers, f"{_E2E}/test_groups.py", case)
+
+
+def _states(name: str, layers: str, case: str) -> Family:
+    return _family(name, layers, f"{_E2E}/test_states.py", case)
+
+
+def _family(name: str, layers: str, file: str, case: str) -> Family:
+    tests = (
+        f"{file}::test_every_tier_gives_the_tokens_of_a_local_hit[{case}]",
+        f"{file}::test_on_the_second_generation_runner[{case}]",
+        f"{_E2E}/test_groups_on_ranks.py::test_two_tensor_ranks[{case}]",
+    )
+    return Family(name, layers, tuple(_area(name, *at) for at in zip(COLUMNS, tests, strict=True)))
+
+
+def _area(family: str, column: str, test: str) -> Area:
+    return Area(family, "", (test,), column, nightly=True)
+
+
+def _held(name: str, layers: str, instead: str, test: str) -> Family:
+    """A family that a contract test holds to what is said of it."""
+    at = f"tests/contract/test_kv_groups.py::{test}"
+    return Family(name, layers, (Area(name, "", (at,), CONTRACT.runner),), instead)
+
+
+def _refused(name: str, layers: str, case: str) -> Family:
+    test = f"test_other_groups_are_refused_with_the_reason[{case}]"
+    return _held(name, layers, "refused at start", test)
+
+
+FAMILIES = (
+    Family(
+        "Llama",
+        "full attention",
+        (
+            TIERS,
+            SECOND_RUNNER,
+            _area("Llama", "two ranks", f"{_E2E}/test_parallel.py::test_two_ranks[tensor]"),
+        ),
+    ),
+    Family(
+        "DeepSeek-V3",
+        "MLA",
+        tuple(
+            _area("DeepSeek-V3", column, f"{_E2E}/test_latent.py::{test}")
+            for column, test in (
+                ("first", "test_every_tier_serves_all_ranks_from_one_object[latent on one rank]"),
+                ("second", "test_on_the_second_generation_runner"),
+                ("two ranks", "test_every_tier_serves_all_ranks_from_one_object[latent]"),
+            )
+        ),
+    ),
+    _windows("Gemma 3", "windows, full attention", "gemma3"),
+    _windows(
+        "Gemma 4",
+        "windows in blocks of 256 tokens, full attention in blocks of 128",
+        "gemma4",
+    ),
+    _windows("Gemma 4 whose last layers read the KV of others", "as Gemma 4", "gemma4_shared"),
+    _windows("Cohere2", "windows, full attention without positions", "cohere2"),
+    _windows("gpt-oss", "windows and full attention, with sinks", "gpt_oss"),
+    _windows("Llama with windows", "windows, full attention", "llama"),
+    _windows("Mistral", "windows alone", "mistral"),
+    _windows("Llama 4", "chunked local attention, full attention", "llama4"),
+    _states("LFM2", "short convolution, full attention", "lfm2"),
+    _states("Qwen3-Next", "Gated DeltaNet, full attention", "qwen3_next"),
+    _states("Qwen3.5 (text)", "Gated DeltaNet, full attention", "qwen3_5"),
+    _states("Mamba2", "Mamba2 alone", "mamba2"),
+    _states("Granite 4", "Mamba2, full attention", "granite4"),
+    _states("Nemotron-H", "Mamba2, full attention, layers without either", "nemotron_h"),
+    _states("Falcon-H1", "Mamba2 and full attention in every layer", "falcon_h1"),
+    _held(
+        "DeepSeek-V3.2, GLM-5",
+        "MLA with an indexer in every layer",
+        "layouts read, not run, as vLLM has no sparse attention on a CPU",
+        "test_an_indexer_is_cached_with_its_latent_attention",
+    ),
+    _held(
+        "Kimi Linear",
+        "a Gated DeltaNet, MLA",
+        "groups read, not run, as vLLM has its kernels on GPUs alone",
+        "test_states_beside_latent_attention_are_by_rank",
+    ),
+    _refused("DeepSeek-V4", "MLA with windows, compressed and sparse", "deepseek-v4"),
+    _refused("Jamba, Mamba", "Mamba1", "jamba"),
+    _refused("MiniMax-01", "linear attention, full attention", "linear"),
+)
+RECORDED = (
+    *AREAS,
+    *(area for family in FAMILIES for area in family.areas if area not in AREAS),
+)
+"""Every area, in the order of the files that record them."""
+
+
+def areas_named(names: Iterable[str], runner: str | None = None) -> list[Area]:
+    """The areas with these names. "families" means every area that is nightly, and no name means
+    every other.
+
+    runner: only those of this runner. Raises `KeyError` with a name that no area has.
+    """
+    nightly = [area for area in RECORDED if area.nightly]
+    found: list[Area] = []
+    for name in names:
+        more = [area for area in RECORDED if area.name == name]
+        if not (more or name == "families"):
+            raise KeyError(name)
+        found += more or nightly
+    found = found or [area for area in RECORDED if not area.nightly]
+    return [area for area in found if runner in (None, area.runner)]
+
+
+def area_of(nodeid: str) -> Area:
+    """The area that names a test most exactly. Raises `KeyError` if none does."""
+    named = {test: area for area in RECORDED for test in area.tests}
+    found = [test for test in named if re.match(rf"{re.escape(test)}($|[/:\[])", nodeid)]
+    if not found:
+        raise KeyError(nodeid)
+    return named[max(found, key=len)]
