@@ -328,13 +328,13 @@ class KVPlanner:
         self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
         # A fetch that another request has joined since is not cancelled.
-        cancels = tuple(job_id for job_id, job in self._unwanted.items() if not job.waiters)
+        cancels = [job_id for job_id, job in self._unwanted.items() if not job.waiters]
         self._unwanted.clear()
-        withdrawals = tuple(
+        withdrawals = [
             job_id
             for job_id, job in self._overdue.items()
             if not any(lookup.awaits(position) for lookup, position in job.waiters)
-        )
+        ]
         self._overdue.clear()
         return StepPlan(
             fetches=self.ledger.take_fetches(),
@@ -344,8 +344,8 @@ class KVPlanner:
             ),
             loads=loads,
             fences=tuple(sorted(fences)),
-            cancels=cancels,
-            withdrawals=withdrawals,
+            cancels=tuple(cancels),
+            withdrawals=tuple(withdrawals),
             number=self.pace.step_started(now_s, tokens),
         )
 

@@ -163,9 +163,10 @@ class Ledger:
 
     # --- orders ----------------------------------------------------------------------------
 
-    def refusal(self, key: ChunkKey, now_s: float) -> FetchRefusal | None:
-        """The reason not to fetch `key` now, which is counted; None if it may be fetched."""
-        if self.index.is_absent(key, now_s):
+    def refusal(self, key: ChunkKey, now_s: float, *, known: bool = False) -> FetchRefusal | None:
+        """The reason not to fetch `key` now, which is counted; None if it may be fetched. known:
+        whether the index has just said that the bucket holds it."""
+        if not known and self.index.is_absent(key, now_s):
             self.counters["fetches_spared"] += 1
             return FetchRefusal.ABSENT
         if not self.breaker.allows(now_s):

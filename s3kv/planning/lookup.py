@@ -98,7 +98,8 @@ class ChunkHashes:
     @property
     def count(self) -> int:
         """Number of chunks that may be loaded, as of the last `read`."""
-        return self._limited(len(self.known))
+        known = len(self.known)
+        return known if self.limit is None else min(known, self.limit)
 
     @property
     def before_the_last(self) -> int:
@@ -251,7 +252,7 @@ class Lookup:
         if state is ChunkState.FETCHING and in_window:
             job = ledger.fetch_job(key)
         elif state is ChunkState.ABSENT and (in_window or self._is_known(position, key)):
-            refusal = ledger.refusal(key, now_s)
+            refusal = ledger.refusal(key, now_s, known=not in_window)
             if refusal is FetchRefusal.ABSENT:
                 self.end = position
             # If the fetch cannot be ordered now, the next lookup tries again.
@@ -355,9 +356,10 @@ class Lookup:
         self._give_back_early()
 
     def _give_back_early(self) -> None:
-        for entry in self.early.values():
-            self.ledger.table.unpin(entry)
-        self.early.clear()
+        if self.early:
+            for entry in self.early.values():
+                self.ledger.table.unpin(entry)
+            self.early.clear()
 
     def _step(self, event: LookupEvent) -> None:
         self.state = LOOKUP_TRANSITIONS.after(self.state, event)
