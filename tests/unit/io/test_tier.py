@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -158,6 +159,15 @@ def test_nothing_is_left_when_the_hello_cannot_be_made(config: Config) -> None:
     assert seen[0].fd < 0
 
 
+def descriptors() -> set[str]:
+    """The descriptors of this process, each with its file."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one by which they were listed
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
+
+
 @pytest.mark.parametrize("fault", ["bucket", "wait", "start"])
 def test_nothing_is_left_when_the_bucket_cannot_be_used(
     config: Config, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -171,11 +181,11 @@ def test_nothing_is_left_when_the_bucket_cannot_be_used(
     if fault == "start":
         monkeypatch.setattr(IoClient, "start", refuse)
     hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
-    before, descriptors = maps().count("s3kv-slab"), len(os.listdir("/proc/self/fd"))
+    before, known = maps().count("s3kv-slab"), descriptors()
     with pytest.raises(StoreMissing if fault == "bucket" else IoProcessError):
         open_tier(config, SLAB_BYTES, hello, wait=wait)
-    assert maps().count("s3kv-slab") == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert maps().count("s3kv-slab") <= before
+    assert descriptors() <= known, "some of an earlier test's may be gone by now"
 
 
 def test_a_bucket_that_is_not_needed_is_said_to_be_away(
