@@ -77,7 +77,7 @@ def beneath(results: list[Result]) -> str:
     lines = []
     for result in results:
         commits = sorted({cell["commit"] for cell in result["cells"]})
-        ran = f"{result['build']}, torch {result['torch']}, s3kv at {' and '.join(commits)}"
+        ran = f"{result['build']}, torch {result['torch']}, s3kv at {', '.join(commits)}"
         lines.append(f"- **{result['vllm']}**: {ran}.")
         if lacking := _lacking(*result["cells"]):
             lines.append(f"  Skipped, because it lacks it: {', '.join(lacking)}.")
@@ -97,8 +97,7 @@ def _rows(results: list[Result], heads: tuple[str, ...], begin: Any, told: Any) 
 
 
 def _cell(result: Result, area: Area) -> dict[str, Any] | None:
-    key = (area.name, area.runner)
-    return next((c for c in result["cells"] if (c["area"], c["runner"]) == key), None)
+    return next((c for c in result["cells"] if (c["area"], c["runner"]) == area.key), None)
 
 
 def _counts(version: str, cell: dict[str, Any] | None) -> str:

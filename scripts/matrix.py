@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from scripts.areas import COLUMNS, RECORDED, Area, area_of, areas_named
+from scripts.areas import COLUMNS, RECORDED, Area, area_of, areas_named, is_within
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "matrix"
@@ -68,8 +68,11 @@ class Recorder:
         return area in self.cells and (area.nightly or not item.get_closest_marker("nightly"))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.cells[area_of(report.nodeid)].failed.append(report.nodeid)
+        """A file that cannot be read fails every area with a test in it."""
+        for area, cell in self.cells.items() if report.failed else ():
+            file = report.nodeid
+            if any(is_within(test, file) or is_within(file, test) for test in area.tests):
+                cell.failed.append(file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         cell = self.cells[area_of(report.nodeid)]
@@ -135,23 +138,22 @@ def warm() -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    ours, more = list(argv), list[str]()
-    if "--" in ours:
-        at = ours.index("--")
-        ours, more = ours[:at], ours[at + 1 :]
+    end = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(prog="python -m scripts.matrix", allow_abbrev=False)
     parser.add_argument("area", nargs="*")
     parser.add_argument("--runner", choices=COLUMNS)
-    asked = parser.parse_args(ours)
+    asked = parser.parse_args(argv[:end])
     try:
         areas = areas_named(asked.area, asked.runner)
     except KeyError as error:
         known = ", ".join(dict.fromkeys(area.name for area in RECORDED))
         parser.error(f"no area is named {error}: allowed are {known}, families")
+    except ValueError:
+        parser.error(f"--runner is {asked.runner}: none of these areas has that")
     recorder = Recorder(areas)
     warm()
     marks = ["-m", "long or not long"]
-    code: Any = pytest.main([*arguments(areas), *marks, *more], plugins=[recorder])
+    code: Any = pytest.main([*arguments(areas), *marks, *argv[end + 1 :]], plugins=[recorder])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return int(code)
     path = record(recorder.cells.values(), host(), _commit())

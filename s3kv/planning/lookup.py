@@ -98,8 +98,7 @@ class ChunkHashes:
     @property
     def count(self) -> int:
         """Number of chunks that may be loaded, as of the last `read`."""
-        known = len(self.known)
-        return known if self.limit is None else min(known, self.limit)
+        return self._limited(len(self.known))
 
     @property
     def before_the_last(self) -> int:

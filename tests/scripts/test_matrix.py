@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import areas as recorded_areas
 from scripts import matrix
-from scripts.areas import AREAS, RECORDED, Area, area_of, areas_named
+from scripts.areas import AREAS, RECORDED, Area, area_of, areas_named, is_within
 from scripts.matrix import Cell, Recorder, arguments, record
 from tests.project import ROOT
 
@@ -45,9 +47,10 @@ def areas(monkeypatch: pytest.MonkeyPatch) -> tuple[Area, Area]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> object:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.delitem(sys.modules, "test_it", raising=False)  # that of the test before
     (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "plain.ini").write_text("[pytest]\n")
+    (tmp_path / "plain.ini").write_text("[pytest]\nmarkers = nightly\n")
     others = ("cacheprovider", "xdist", "asyncio", "timeout")
     plain = [
         "-q",
@@ -77,23 +80,38 @@ def test_outcomes_are_sorted_by_area(run: object, areas: tuple[Area, Area]) -> N
     assert (cells["other"].passed, cells["other"].failed) == (2, [])
 
 
+def test_a_file_that_cannot_be_read_fails_every_area_with_a_test_in_it(
+    run: object, areas: tuple[Area, Area], tmp_path: Path
+) -> None:
+    (tmp_path / "test_it.py").write_text("import nothing_of_this_name")
+    cells = run(*areas)  # type: ignore[operator]
+    assert [cell.failed for cell in cells.values()] == [["test_it.py"], ["test_it.py"]]
+
+
 def test_an_area_alone_runs_none_of_anothers_tests(run: object, areas: tuple[Area, Area]) -> None:
     cells = run(areas[0])  # type: ignore[operator]
     assert set(cells) == {"file"}
     assert cells["file"].passed == 1
 
 
-def test_every_area_names_tests_that_exist_and_are_not_asked_for_twice() -> None:
+@pytest.fixture(scope="module")
+def collected() -> list[str]:
+    """Every test of the areas' files, as pytest names it."""
+    files = sorted({test.partition("::")[0] for area in RECORDED for test in area.tests})
+    command = ["-m", "pytest", "--collect-only", "-q", "-m", "nightly or long or not long", *files]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_every_area_names_tests_that_exist_and_are_not_asked_for_twice(
+    collected: list[str],
+) -> None:
     for area in RECORDED:
         for test in area.tests:
-            path, _, called = test.partition("::")
-            name, _, case = called.rstrip("]").partition("[")
-            assert (ROOT / path).exists(), test
-            text = (ROOT / path).read_text() if called else ""
-            assert not name or f"def {name}(" in text, test
-            assert not case or f'"{case}"' in text, test
-            one = test if case else f"{test}[one]" if name else f"{test}::test_it"
-            assert area_of(one) == area
+            within = [one for one in collected if is_within(one, test)]
+            assert any(area_of(one) == area for one in within), test
     asked = arguments(AREAS)
     assert "tests/system/e2e/test_requests.py" in asked
     assert not any(test.startswith("tests/system/e2e/test_requests.py::") for test in asked)
@@ -115,6 +133,8 @@ def test_areas_are_asked_for_by_name_and_runner() -> None:
     )
     with pytest.raises(KeyError):
         areas_named(["Gemma"])
+    with pytest.raises(ValueError, match="second"):
+        areas_named(["contract"], "second")
 
 
 def test_a_run_replaces_the_cells_of_its_areas_alone(

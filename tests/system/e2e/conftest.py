@@ -12,9 +12,9 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
@@ -32,6 +32,33 @@ START_AND_STOP_S = 240
 needs_second_runner = since(0, 30, "a CPU engine that starts without a warm-up")
 """Skips 0.29, which warms up without attention: the sampler sees uninitialised memory, and Triton's
 interpreter refuses rows that are all NaN."""
+
+
+needs_sinks = since(0, 31, "a CPU kernel for attention sinks in float32")
+needs_short_convolutions = since(0, 32, "CPU kernels for convolutions over three tokens")
+"""On a processor with AVX512-BF16 earlier versions do not start with them."""
+_NEEDS = {"gpt_oss": needs_sinks, "lfm2": needs_short_convolutions}
+
+
+class FamilyCase(Protocol):
+    """What a test takes for a model family of `lab.families`, by whose name the case goes."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def family_params(
+    cases: Iterable[FamilyCase], *, default: Collection[str] = (), long: Collection[str] = ()
+) -> list[Any]:
+    """The parameters of a test with one case for each family. A family that neither `default` nor
+    `long` names is tested at night."""
+    found = []
+    for case in cases:
+        marks = [_NEEDS[case.name]] if case.name in _NEEDS else []
+        if case.name not in default:
+            marks.append(pytest.mark.long if case.name in long else pytest.mark.nightly)
+        found.append(pytest.param(case, marks=marks, id=case.name))
+    return found
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

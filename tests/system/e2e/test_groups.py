@@ -6,7 +6,7 @@ In float32, where the length of a hit does not change the tokens.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,17 +21,38 @@ from tests.system.e2e.conftest import (
     at_rest,
     cached,
     changed,
+    family_params,
     needs_second_runner,
     tokens,
 )
-from tests.versions import since
 
 PROMPTS = models.prompts(2, 800)
 ASKS = [Ask(prompt, max_tokens=40) for prompt in PROMPTS]
 EXACT = {"dtype": "float32"}
 HIT = 768
-SINKS = since(0, 31, "a CPU kernel for attention sinks in float32")
 SHARED = 512
+
+
+class Case(NamedTuple):
+    """chunk: its tokens. hit_in_steps: tokens of the hit where prompts are a little longer than it
+    and computed in steps of 256. coverages: their number."""
+
+    name: str
+    chunk: int = 128
+    hit_in_steps: int = 384
+    coverages: int = 2
+
+
+CASES = (
+    Case("gemma3"),
+    Case("gemma4", 256, 512),
+    Case("gemma4_shared", 256, 512),
+    Case("cohere2"),
+    Case("llama"),
+    Case("gpt_oss"),
+    Case("llama4", 128, 640),
+    Case("mistral", coverages=1),
+)
 
 
 def zeroed(s3: S3Server, bucket: str, coverage: int) -> int:
@@ -62,22 +83,10 @@ def model_of(directory: Path, name: str) -> Path:
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize(
-    ("name", "coverages", "chunk_tokens"),
-    [
-        pytest.param("gemma3", 2, 128, id="gemma3"),
-        pytest.param("gemma4", 2, 256, marks=pytest.mark.long, id="gemma4"),
-        pytest.param("gemma4_shared", 2, 256, marks=pytest.mark.nightly, id="gemma4_shared"),
-        pytest.param("cohere2", 2, 128, marks=pytest.mark.nightly, id="cohere2"),
-        pytest.param("llama", 2, 128, marks=pytest.mark.nightly, id="llama"),
-        pytest.param("gpt_oss", 2, 128, marks=[pytest.mark.nightly, SINKS], id="gpt_oss"),
-        pytest.param("llama4", 2, 128, marks=pytest.mark.long, id="llama4"),
-        pytest.param("mistral", 1, 128, marks=pytest.mark.nightly, id="mistral"),
-    ],
+    "case", family_params(CASES, default={"gemma3"}, long={"gemma4", "llama4"})
 )
 def test_every_tier_gives_the_tokens_of_a_local_hit(
-    name: str,
-    coverages: int,
-    chunk_tokens: int,
+    case: Case,
     models_dir: Path,
     s3: S3Server,
     bucket: str,
@@ -88,10 +97,10 @@ def test_every_tier_gives_the_tokens_of_a_local_hit(
     """Cold, from host memory, and in a new process from the bucket. Then with the objects of each
     coverage zeroed, whose tokens differ: what is stored matters.
     """
-    model = model_of(models_dir, name)
+    model = model_of(models_dir, case.name)
     expected = tokens(reference(model, PROMPTS, max_tokens=40, **EXACT))
     assert len({tuple(answer) for answer in expected}) == 2
-    connector = changed(patient, integrity="none", chunk_tokens=chunk_tokens)
+    connector = changed(patient, integrity="none", chunk_tokens=case.chunk)
     with serve(model, connector, **EXACT) as engine:
         cold = engine.generate(ASKS)
         engine.reset_prefix_cache()
@@ -103,7 +112,7 @@ def test_every_tier_gives_the_tokens_of_a_local_hit(
     for answers, hit in ((cold, 0), (host, HIT), (warm, HIT)):
         assert tokens(answers) == expected
         assert cached(answers) == [hit] * 2
-    for coverage in range(coverages):
+    for coverage in range(case.coverages):
         assert zeroed(s3, bucket, coverage) >= 2
         with serve(model, connector, **EXACT) as engine:
             wrong = engine.generate(ASKS)
@@ -144,34 +153,20 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
 
 @needs_second_runner
 @pytest.mark.timeout(4 * START_AND_STOP_S)
-@pytest.mark.parametrize(
-    ("name", "chunk_tokens", "hit"),
-    [
-        pytest.param("gemma3", 128, 384, marks=pytest.mark.long, id="gemma3"),
-        pytest.param("gemma4", 256, 512, marks=pytest.mark.nightly, id="gemma4"),
-        pytest.param("gemma4_shared", 256, 512, marks=pytest.mark.nightly, id="gemma4_shared"),
-        pytest.param("cohere2", 128, 384, marks=pytest.mark.nightly, id="cohere2"),
-        pytest.param("llama", 128, 384, marks=pytest.mark.nightly, id="llama"),
-        pytest.param("gpt_oss", 128, 384, marks=[pytest.mark.nightly, SINKS], id="gpt_oss"),
-        pytest.param("mistral", 128, 384, marks=pytest.mark.nightly, id="mistral"),
-        pytest.param("llama4", 128, 640, marks=pytest.mark.nightly, id="llama4"),
-    ],
-)
+@pytest.mark.parametrize("case", family_params(CASES, long={"gemma3"}))
 def test_on_the_second_generation_runner(
-    name: str,
-    chunk_tokens: int,
-    hit: int,
+    case: Case,
     models_dir: Path,
     patient: dict[str, Any],
     serve: Serve,
     reference: References,
 ) -> None:
     """In steps of 256 tokens, so that windows move on while a prompt is computed."""
-    model = model_of(models_dir, name)
-    prompts = models.prompts(2, hit + 16, seed=5)
+    model = model_of(models_dir, case.name)
+    prompts = models.prompts(2, case.hit_in_steps + 16, seed=5)
     expected = tokens(reference(model, prompts, **EXACT))
     args: dict[str, Any] = {**EXACT, "second_runner": True, "max_num_batched_tokens": 256}
-    connector = changed(patient, chunk_tokens=chunk_tokens)
+    connector = changed(patient, chunk_tokens=case.chunk)
     with serve(model, connector, **args) as engine:
         cold = engine.generate(prompts)
         at_rest(engine)
@@ -180,6 +175,6 @@ def test_on_the_second_generation_runner(
         at_rest(engine)
     with serve(model, connector, **args) as engine:
         warm = engine.generate(prompts)
-    for answers, length in ((cold, 0), (host, hit), (warm, hit)):
+    for answers, hit in ((cold, 0), (host, case.hit_in_steps), (warm, case.hit_in_steps)):
         assert tokens(answers) == expected
-        assert cached(answers) == [length] * 2
+        assert cached(answers) == [hit] * 2

@@ -14,7 +14,14 @@ import pytest
 from lab import models
 from lab.engine import Ask, Engine
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import START_AND_STOP_S, References, cached, changed, tokens
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    References,
+    cached,
+    changed,
+    family_params,
+    tokens,
+)
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_groups import model_of
 
@@ -74,20 +81,14 @@ QWEN3_5 = QWEN3_NEXT._replace(
     prepare="lab.text_only:without_torchvision",
     worker="lab.workers.WithoutTorchvision",
 )
-NIGHTLY = (
-    *(GEMMA4, GEMMA4_SHARED, GPT_OSS, COHERE2, LLAMA, LLAMA4, MISTRAL, LFM2),
+CASES = (
+    *(GEMMA3, GEMMA4, GEMMA4_SHARED, GPT_OSS, COHERE2, LLAMA, LLAMA4, MISTRAL, LFM2),
     *(GRANITE4, NEMOTRON_H, FALCON_H1, MAMBA2, QWEN3_NEXT, QWEN3_5),
 )
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(GEMMA3, marks=pytest.mark.long, id="gemma3"),
-        *(pytest.param(case, marks=pytest.mark.nightly, id=case.name) for case in NIGHTLY),
-    ],
-)
+@pytest.mark.parametrize("case", family_params(CASES, long={"gemma3"}))
 def test_two_tensor_ranks(
     case: Case,
     models_dir: Path,

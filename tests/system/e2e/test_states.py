@@ -21,11 +21,13 @@ from tests.system.e2e.conftest import (
     at_rest,
     cached,
     changed,
+    family_params,
     needs_second_runner,
+    needs_short_convolutions,
     tokens,
 )
 from tests.system.e2e.test_groups import zeroed
-from tests.versions import VERSION, since
+from tests.versions import VERSION
 
 
 class Case(NamedTuple):
@@ -39,39 +41,31 @@ class Case(NamedTuple):
     args: dict[str, Any]
     prepare: str | None = None
 
+    @property
+    def name(self) -> str:
+        return self.family.name
+
 
 EXACT = {"dtype": "float32"}
-IN_WHICH_STATES_RUN: dict[str, Any] = EXACT if VERSION >= (0, 32) else {}
-"""Before 0.32 vLLM's convolutions do not compute in float32 on a processor with AVX512-BF16, nor
-those of an LFM2, which look back on two tokens, in any type."""
-ANY_CONVOLUTION = since(0, 32, "CPU kernels for short convolutions")
+MAMBA2_ARGS: dict[str, Any] = EXACT if VERSION >= (0, 32) else {}
+"""Before 0.32 its convolutions do not compute in float32 on a processor with AVX512-BF16."""
 LFM2 = Case(families.LFM2, 769, 768, 1, EXACT)
 """One token after the hit, because a convolution looks back on two only."""
 QWEN3_NEXT = Case(families.QWEN3_NEXT, 2_305, 2_304, 1, {})
 """Blocks of 1,152 tokens. vLLM's kernels for it compute in bf16 alone on a CPU."""
 QWEN3_5 = Case(families.QWEN3_5, 2_305, 2_304, 1, {}, "lab.text_only:without_torchvision")
 AT_ENDS = "lab.states:one_state_per_step"
-MAMBA2 = Case(families.MAMBA2, 785, 784, 0, IN_WHICH_STATES_RUN, AT_ENDS)
+MAMBA2 = Case(families.MAMBA2, 785, 784, 0, MAMBA2_ARGS, AT_ENDS)
 """Blocks of 16 tokens."""
-GRANITE4 = Case(families.GRANITE4, 769, 768, 1, IN_WHICH_STATES_RUN, AT_ENDS)
+GRANITE4 = Case(families.GRANITE4, 769, 768, 1, MAMBA2_ARGS, AT_ENDS)
 """Blocks of 128 tokens."""
-NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, IN_WHICH_STATES_RUN, AT_ENDS)
-FALCON_H1 = Case(families.FALCON_H1, 769, 768, 1, IN_WHICH_STATES_RUN, AT_ENDS)
+NEMOTRON_H = Case(families.NEMOTRON_H, 769, 768, 1, MAMBA2_ARGS, AT_ENDS)
+FALCON_H1 = Case(families.FALCON_H1, 769, 768, 1, MAMBA2_ARGS, AT_ENDS)
+CASES = (LFM2, QWEN3_NEXT, QWEN3_5, MAMBA2, GRANITE4, NEMOTRON_H, FALCON_H1)
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(LFM2, id="lfm2", marks=ANY_CONVOLUTION),
-        pytest.param(QWEN3_NEXT, id="qwen3_next"),
-        pytest.param(QWEN3_5, id="qwen3_5", marks=pytest.mark.nightly),
-        pytest.param(MAMBA2, id="mamba2", marks=pytest.mark.nightly),
-        pytest.param(GRANITE4, id="granite4", marks=pytest.mark.nightly),
-        pytest.param(NEMOTRON_H, id="nemotron_h", marks=pytest.mark.nightly),
-        pytest.param(FALCON_H1, id="falcon_h1", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("case", family_params(CASES, default={"lfm2", "qwen3_next"}))
 def test_every_tier_gives_the_tokens_of_a_local_hit(
     case: Case,
     models_dir: Path,
@@ -110,7 +104,7 @@ def test_every_tier_gives_the_tokens_of_a_local_hit(
     assert all(a != b for a, b in zip(tokens(wrong), expected, strict=True))
 
 
-@ANY_CONVOLUTION
+@needs_short_convolutions
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 def test_a_shared_prefix_is_hit_by_the_second_question(
@@ -137,20 +131,8 @@ def test_a_shared_prefix_is_hit_by_the_second_question(
 
 
 @needs_second_runner
-@pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(LFM2, id="lfm2", marks=ANY_CONVOLUTION),
-        pytest.param(QWEN3_NEXT, id="qwen3_next"),
-        pytest.param(QWEN3_5, id="qwen3_5"),
-        pytest.param(MAMBA2, id="mamba2"),
-        pytest.param(GRANITE4, id="granite4"),
-        pytest.param(NEMOTRON_H, id="nemotron_h"),
-        pytest.param(FALCON_H1, id="falcon_h1"),
-    ],
-)
+@pytest.mark.parametrize("case", family_params(CASES))
 def test_on_the_second_generation_runner(
     case: Case,
     models_dir: Path,
