@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
+from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.objects import RawConnection, raw_get
@@ -13,18 +14,33 @@ from lab.s3 import S3Server
 
 AT_ONCE = (8, 16, 32)
 """Connections at once. The number that is best for a server is the floor."""
+TIMES = 5
+"""How often each object is read with each number of connections. Where first bytes are late at
+random, the best of two medians of few batches would be better than either number of connections."""
 
 
 class Server:
-    """A bucket, read with blocking sockets in threads and nothing else."""
+    """A bucket, read with blocking sockets in threads and nothing else, over all rounds."""
 
     def __init__(self, url: str, bucket: str, env: Mapping[str, str]) -> None:
         self._s3 = S3Server(url, dict(env))
         self._bucket = bucket
         self._url = url
+        self._seconds: dict[int, list[float]] = {}
 
-    def read_s(self, prefix: str, per_batch: int) -> list[float]:
-        """Seconds for each `per_batch` objects under `prefix`, with the best number of connections.
+    def told(self) -> dict[str, Any]:
+        """Of all batches so far, with the number of connections that was best: that number, how
+        many batches it read, and their median."""
+        if not self._seconds:
+            return {"connections": None, "batches": 0, "median_ms": None}
+        best = min(self._seconds, key=lambda count: statistics.median(self._seconds[count]))
+        seconds = self._seconds[best]
+        median_ms = round(1e3 * statistics.median(seconds), 1)
+        return {"connections": best, "batches": len(seconds), "median_ms": median_ms}
+
+    def read(self, prefix: str, per_batch: int) -> None:
+        """Read all objects under `prefix` some times, `per_batch` after one another, with each
+        number of connections in turn.
 
         More connections than objects in a batch are not opened.
         """
@@ -36,11 +52,11 @@ class Server:
         counts = sorted({min(count, per_batch) for count in AT_ONCE})
         connections = [RawConnection(self._url, number) for number in range(counts[-1])]
         try:
-            tried = [
-                [_batch_s(connections[:count], heads[b], buffers[b]) for b in batches]
-                for count in counts
-            ]
-            return min(tried, key=statistics.median)
+            for _ in range(TIMES):
+                for count in counts:
+                    self._seconds.setdefault(count, []).extend(
+                        _batch_s(connections[:count], heads[b], buffers[b]) for b in batches
+                    )
         finally:
             for connection in connections:
                 connection.close()

@@ -43,7 +43,6 @@ from s3kv.objects.s3.s3_store import open_store
 from s3kv.types import ChunkKey, TensorSpec
 
 ROWS = ("plain whole", "plain ranges", "whole", "ranges")
-HASH = hashlib.sha256(b"benchmark").digest()
 NAMESPACE, SHARD = "0" * 32, "h0-7of8-l0-31of32"
 GIVE_UP_S = 600.0
 
@@ -114,7 +113,8 @@ async def measure(store: Store, shape: Shape, object_bytes: int, rounds: int) ->
     """Times of objects of one size."""
     url = store.url or ""
     count = max(1, object_bytes // Config(bucket=store.bucket).range_bytes)
-    target = f"/{store.bucket}/" + Namespace("benchmark", NAMESPACE).chunk(ChunkKey(0, HASH), SHARD)
+    key = ChunkKey(0, hashlib.sha256(b"%d" % object_bytes).digest())
+    target = f"/{store.bucket}/" + Namespace("benchmark", NAMESPACE).chunk(key, SHARD)
     taken: dict[str, list[float]] = {name: [] for name in ROWS}
     with closing(Slab.create(object_bytes)) as slab:
         clients = {
@@ -123,7 +123,7 @@ async def measure(store: Store, shape: Shape, object_bytes: int, rounds: int) ->
         }
         for client in clients.values():
             await client.start()
-        await clients["whole"].move(wire.Upload(1, 0, HASH, 0))
+        await clients["whole"].move(wire.Upload(1, 0, key.block_hash, 0))
         plain = {
             "plain whole": Plain(url, target, cut(object_bytes, 1), slab.view),
             "plain ranges": Plain(url, target, cut(object_bytes, count), slab.view),
@@ -133,7 +133,7 @@ async def measure(store: Store, shape: Shape, object_bytes: int, rounds: int) ->
                 if name in plain:
                     seconds = await asyncio.to_thread(plain[name].fetch)
                 else:
-                    seconds = await clients[name].move(wire.Fetch(1, 0, HASH, 0))
+                    seconds = await clients[name].move(wire.Fetch(1, 0, key.block_hash, 0))
                 if number:  # the first opens connections
                     taken[name].append(seconds)
             say(f"{object_bytes >> 20} MiB, round {number} of {rounds}")
@@ -164,14 +164,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--mib", type=int, nargs="+", default=[8, 32, 80])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="32 MiB, three rounds")
+    parser.add_argument("--quick", action="store_true", help="8 and 32 MiB, three rounds")
     parser.add_argument("--tail", action="store_true", help="first bytes are late at random")
     parser.add_argument("--json", type=Path)
     add_server(parser)
     parser.set_defaults(shaped=True, sigma=0.0)
     options = parser.parse_args(arguments)
     if options.quick:
-        options.mib, options.rounds = [32], 3
+        options.mib, options.rounds = [8, 32], 3
     if options.tail:
         options.sigma = SIGMA
     with s3(options) as store:

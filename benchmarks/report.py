@@ -30,6 +30,7 @@ RENDERED = {
     "engine": results.engine,
     "peers": results.peers,
     "planner": results.planner,
+    "short": results.short,
     "slow": results.slow,
 }
 
@@ -75,6 +76,7 @@ PROGRAMS = (
     Program("objects", server=True),
     Program("encoder", server=True),
     Program("engine", server=True),
+    Program("short", server=True),
     Program("slow", server=True),
     Program("peers", server=True),
     Program("trace", trace=True),

@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,12 +26,49 @@ from benchmarks import origin
 from benchmarks.shaped import BUCKET, NAME, Running, Shape, add_options, shape_of, shaped
 from lab.certificates import self_signed
 from lab.engine import Engine
-from lab.models import MAX_TOKENS, prompts
+from lab.models import FAT, Preset, prompts
 from lab.s3 import REGION, S3Server, moto_process
 
 CHUNK_TOKENS = 128
 SHORT_TOKENS = 100
 """Of a prompt that no cache can hit or save: shorter than a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Size of the model and its prompts. host_gib: host memory of a connector. give_up_s: for each
+    engine of a round."""
+
+    preset: Preset
+    prompts: int
+    prompt_tokens: int
+    host_gib: int
+    give_up_s: float
+
+    @property
+    def chunks_per_prompt(self) -> int:
+        return self.prompt_tokens // CHUNK_TOKENS
+
+    @property
+    def chunk_bytes(self) -> int:
+        return CHUNK_TOKENS * self.preset.kv_bytes_per_token
+
+    @property
+    def kv_bytes(self) -> int:
+        """Room for the KV of all prompts at once."""
+        nbytes = self.prompts * self.prompt_tokens * self.preset.kv_bytes_per_token
+        return max(2**30, nbytes * 4 // 3)
+
+    def told(self) -> str:
+        """For a result."""
+        per_token = self.preset.kv_bytes_per_token
+        return f"{self.prompts} x {self.prompt_tokens} tokens, {per_token} B/token"
+
+
+SMALL = Size(FAT, 6, 1_600, 2, 200.0)
+_FATTER = replace(FAT, name="fatter", layers=32, max_tokens=8_192)
+LARGE = Size(_FATTER, 2, 8_000, 4, 600.0)
+"""128 KiB of KV per token, as Llama-3-8B has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +161,16 @@ def _look_up(shape: Shape) -> None:
         sys.exit(f"{NAME} has to have {shape.addresses} addresses: add to /etc/hosts{lines}")
 
 
-def connector(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def connector(
+    settings: Mapping[str, Any], prefix: str, host_gib: int = SMALL.host_gib
+) -> dict[str, Any]:
     """s3kv's, as the engine's kv_transfer_config."""
     return {
         "kv_connector": "S3KVConnector",
         "kv_connector_module_path": "s3kv.connectors",
         "kv_role": "kv_both",
         "kv_connector_extra_config": dict(settings)
-        | {"prefix": prefix, "chunk_tokens": CHUNK_TOKENS, "host_bytes": "2GiB"},
+        | {"prefix": prefix, "chunk_tokens": CHUNK_TOKENS, "host_bytes": f"{host_gib}GiB"},
     }
 
 
@@ -142,20 +181,18 @@ def warm_engine(
     connector: Mapping[str, Any] | None,
     env: Mapping[str, str],
     python: str = sys.executable,
-    kv_bytes: int = 2**30,
-    max_tokens: int = MAX_TOKENS,
+    size: Size = SMALL,
 ) -> Iterator[Engine]:
-    """An engine that has written to all of its KV cache of `kv_bytes`, so that no page of it is
-    touched for the first time while something is measured, and has answered prompts no connector
-    cares for. max_tokens: of the longest request."""
+    """An engine that has written to all of its KV cache, so that no page of it is touched for the
+    first time while something is measured, and has answered prompts no connector cares for."""
     engine = Engine(
         model,
         log_path=log_path,
         connector=connector,
         env=env,
         python=python,
-        kv_cache_memory_bytes=kv_bytes,
-        max_model_len=max_tokens,
+        kv_cache_memory_bytes=size.kv_bytes,
+        max_model_len=size.preset.max_tokens,
         max_num_batched_tokens=2_048,
     )
     with engine:

@@ -19,6 +19,7 @@ def page() -> str:
             "engine-shaped": engine(recorded("engine-shaped.json")),
             "engine-large": engine(recorded("engine-large.json")),
             "encoder": encoder(recorded("encoder-rgw.json")),
+            "short": short(recorded("short.json")),
             "slow": slow(recorded("slow-rgw.json")),
             "planner": planner(recorded("planner.json")),
             "trace": trace(recorded("trace-session.json")),
@@ -74,7 +75,6 @@ def engine(result: dict[str, Any]) -> str:
         ("served from the engine's own cache", median["local"]),
         ("the same objects read by plain sockets, without an engine", median["raw"]),
     ]
-    short = result["short_requests_per_s"]
     return "\n".join(
         [
             f"{result['machine']}; {result['prompts']}, one after another.",
@@ -82,12 +82,34 @@ def engine(result: dict[str, Any]) -> str:
             "| | median per request | relative to computing |",
             "|---|---|---|",
             *(f"| {name} | {ms:,.0f} ms | {_ratio(ms / median['none'])} |" for name, ms in rows),
-            "",
-            "Many short prompts at once, with nothing to hit or save: "
-            f"{short['none']} requests per second without the connector, {short['s3kv']} with it "
-            f"({result['short_throughput_ratio']}).",
         ]
     )
+
+
+def short(result: dict[str, Any]) -> str:
+    names = {
+        "none": "no connector",
+        "again": "no connector, once more",
+        "empty": "a connector whose hooks do nothing",
+        "own": "s3kv",
+    }
+    lines = [
+        f"{result['machine']}; {result['prompts']}; {result['turns']} turns on each of "
+        f"{result['engines']} engines.",
+        "",
+        "| | requests per second | relative to none | 95 % confidence interval |",
+        "|---|---|---|---|",
+    ]
+    for name, told in names.items():
+        ratio = result["ratio"].get(name, {"median": 1.0, "interval_95": None})
+        interval = ratio["interval_95"]
+        cells = [
+            f"{result['requests_per_s'][name]:.2f}",
+            f"{ratio['median']:.3f}",
+            "{:.3f} to {:.3f}".format(*interval) if interval else "–",
+        ]
+        lines.append(f"| {told} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def encoder(result: dict[str, Any]) -> str:
@@ -185,7 +207,7 @@ def peers(result: dict[str, Any]) -> str:
             late = f"{max(saved):.1f} s" if saved else "–"
             warm = _warm(states.get("warm", {"failed": []}), none)
             lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
-    lines += ["", f"Plain sockets, without an engine: {result['raw_read_median_ms']:,.0f} ms."]
+    lines += ["", f"Plain sockets, without an engine: {result['raw']['median_ms']:,.0f} ms."]
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
     out += [
         f"`{name}`, {state}: {'; '.join(dict.fromkeys(told['failed']))}"

@@ -1,7 +1,8 @@
 """s3kv beside other connectors, on one machine, in one run: `python -m benchmarks.peers`.
 
 One request after another: prompts of 1,600 tokens, 64 KiB of KV per token, eight tokens out, the
-median over all prompts and rounds. Every round starts, in turn,
+median over all prompts and rounds. With `--large` prompts have 8,000 tokens of 128 KiB. Every round
+starts, in turn,
 
     none     an engine without a connector: a cold pass, then the same prompts again, which hit the
              engine's own prefix cache (`local`)
@@ -43,15 +44,15 @@ from urllib.parse import urlsplit
 from benchmarks.deadline import begin, ends, say
 from benchmarks.floor import Server
 from benchmarks.peers import contenders
-from benchmarks.peers.bench import CHUNKS, Bench, Make
+from benchmarks.peers.bench import Bench, Make
 from benchmarks.peers.contenders import Bucket
-from benchmarks.rig import CHUNK_TOKENS, add_server, machine, publish, s3
+from benchmarks.rig import LARGE, SMALL, add_server, machine, publish, s3
 from lab.distance import distant
-from lab.models import FAT, build
+from lab.models import build
 from lab.s3 import S3Server
 
-GIVE_UP_S = 1_200.0
-"""Per round; one with all contenders takes four minutes."""
+ENGINES = 9
+"""Of a round with all contenders."""
 VERSIONS = """
 import sys
 from importlib.metadata import packages_distributions, version
@@ -67,16 +68,16 @@ def _versions(python: str, *modules: str) -> dict[str, str]:
 
 
 def _entered(
-    options: argparse.Namespace, folder: Path, bucket: Bucket, model: Path
+    options: argparse.Namespace, folder: Path, bucket: Bucket, model: Path, host_gib: int
 ) -> tuple[list[Make], dict[str, str], dict[str, str]]:
     """Who takes part, in which versions, and who does not and why."""
     makes: list[Make] = [
-        lambda run: contenders.s3kv(bucket, run),
-        lambda run: contenders.offloading_fs(folder, run.replace("/", "-")),
+        lambda run: contenders.s3kv(bucket, run, host_gib),
+        lambda run: contenders.offloading_fs(folder, run.replace("/", "-"), host_gib),
     ]
     versions, left_out = _versions(sys.executable, "vllm"), {}
     if nixl := options.nixl_python:
-        makes.append(lambda run: contenders.offloading_obj(bucket, run, nixl))
+        makes.append(lambda run: contenders.offloading_obj(bucket, run, host_gib, nixl))
         versions |= _versions(nixl, "nixl")
     else:
         left_out["offloading-obj"] = "no --nixl-python"
@@ -85,7 +86,9 @@ def _entered(
     else:
         lmcache = options.lmcache_python
         makes.append(
-            lambda run: contenders.lmcache(bucket, folder, model, run.replace("/", "-"), lmcache)
+            lambda run: contenders.lmcache(
+                bucket, folder, model, run.replace("/", "-"), host_gib, lmcache
+            )
         )
         versions |= _versions(lmcache, "lmcache")
     return makes, versions, left_out
@@ -101,6 +104,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
     parser.add_argument("--json", type=Path, help="a file for the result")
     parser.add_argument("--nixl-python", help="the interpreter of an environment with nixl")
     parser.add_argument("--lmcache-python", help="the interpreter of an environment with lmcache")
@@ -134,19 +138,27 @@ def main() -> None:
     ):
         folder = Path(name)
         rounds = 1 if options.quick else options.rounds
-        begin(store.name, rounds * GIVE_UP_S)
+        size = LARGE if options.large else SMALL
+        begin(store.name, rounds * ENGINES * size.give_up_s)
         s3_server = S3Server(url or None, store.s3.env)
         virtual_host = options.lmcache_host
         if virtual_host and (options.delay_ms or options.shaped):
             virtual_host = f"{virtual_host.partition(':')[0]}:{urlsplit(url).port}"
         bucket = Bucket(s3_server, store.bucket, virtual_host, store.ca_bundle)
-        model = build(folder, FAT)
-        makes, versions, left_out = _entered(options, folder, bucket, model)
-        bench = Bench(folder, store.env, makes, model)
-        bucket.touch("peers/touch", CHUNKS, CHUNK_TOKENS * FAT.kv_bytes_per_token)
+        model = build(folder, size.preset)
+        makes, versions, left_out = _entered(options, folder, bucket, model, size.host_gib)
+        bench = Bench(
+            folder,
+            store.env,
+            makes,
+            model,
+            size,
+            server=Server(url, bucket.name, s3_server.env),
+        )
+        bucket.touch("peers/touch", size.prompts * size.chunks_per_prompt, size.chunk_bytes)
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
-            bench.round(Server(url, bucket.name, s3_server.env))
+            bench.round()
         about: dict[str, Any] = {"benchmark": "peers", **store.told(), "machine": machine()}
         about["delay_ms"] = options.delay_ms
         who = {"versions": versions, "left_out": left_out}

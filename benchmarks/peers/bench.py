@@ -17,13 +17,10 @@ import psutil
 from benchmarks.floor import Server
 from benchmarks.peers.contenders import Contender
 from benchmarks.peers.proof import faults
-from benchmarks.rig import CHUNK_TOKENS, SHORT_TOKENS, warm_engine
+from benchmarks.rig import SHORT_TOKENS, Size, warm_engine
 from lab.engine import Answer, Engine, EngineFailed
-from lab.models import FAT, prompts
+from lab.models import prompts
 
-PROMPTS = 6
-PROMPT_TOKENS = 1_600
-CHUNKS = PROMPTS * (PROMPT_TOKENS // CHUNK_TOKENS)
 SAVING_TIMEOUT_S = 60.0
 
 Make = Callable[[str], Contender]
@@ -53,18 +50,28 @@ class Passes:
 
 
 class Bench:
-    def __init__(self, folder: Path, env: dict[str, str], makes: list[Make], model: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        env: dict[str, str],
+        makes: list[Make],
+        model: Path,
+        size: Size,
+        server: Server,
+    ) -> None:
         self._folder = folder
         self._env = env
         self._makes = makes
         self._model = model
-        self._prompts = prompts(PROMPTS, PROMPT_TOKENS, seed=7)
+        self._size = size
+        self._server = server
+        self._prompts = prompts(size.prompts, size.prompt_tokens, seed=7)
+        self._chunks = size.prompts * size.chunks_per_prompt
         self._rounds = 0
         self.passes: dict[str, dict[str, Passes]] = {}
         self.saved: dict[str, dict[str, list[float]]] = {}
-        self.raw_s: list[float] = []
 
-    def round(self, raw: Server) -> None:
+    def round(self) -> None:
         run = f"peers/{uuid.uuid4().hex[:8]}"
         computed, local = self._without()
         turn = self._rounds % len(self._makes)
@@ -73,14 +80,14 @@ class Bench:
             try:
                 self._with(contender, computed, local)
                 if contender.name == "s3kv":
-                    self.raw_s += raw.read_s(f"{run}/s3kv", CHUNKS // PROMPTS)
+                    self._server.read(f"{run}/s3kv", self._size.chunks_per_prompt)
             finally:
                 contender.forget()
         self._rounds += 1
 
     def _without(self) -> tuple[list[Answer], list[Answer]]:
         log_path = self._folder / "none.log"
-        with warm_engine(self._model, log_path, None, self._env) as engine:
+        with warm_engine(self._model, log_path, None, self._env, size=self._size) as engine:
             computed = self._pass("none", "computed", engine)
             local = self._pass("none", "local", engine)
         return computed, local
@@ -92,7 +99,9 @@ class Bench:
             connector, python = contender.connector, contender.python
             passes = self._passes(contender.name, state)
             try:
-                with warm_engine(self._model, log_path, connector, env, python) as engine:
+                with warm_engine(
+                    self._model, log_path, connector, env, python, size=self._size
+                ) as engine:
                     answers = self._pass(contender.name, state, engine)
                     hits = _connector_hits(engine)
                     if state == "cold":
@@ -109,7 +118,7 @@ class Bench:
         before_s = _cpu_s(engine)
         answers = engine.generate(self._prompts)
         passes = self._passes(name, state)
-        passes.cpu_s.append((_cpu_s(engine) - before_s) / PROMPTS)
+        passes.cpu_s.append((_cpu_s(engine) - before_s) / len(answers))
         passes.seconds += [answer.seconds for answer in answers]
         passes.ttft_s += [answer.ttft_s or 0.0 for answer in answers]
         times = " ".join(f"{answer.seconds:.2f}" for answer in answers)
@@ -122,9 +131,11 @@ class Bench:
     def _wait_until_saved(self, contender: Contender, engine: Engine) -> list[str]:
         """Connectors that save on the engine's steps need steps: short prompts make them."""
         start = time.monotonic()
-        while len(chunks := contender.saved()) < CHUNKS:
+        while len(chunks := contender.saved()) < self._chunks:
             if time.monotonic() - start > SAVING_TIMEOUT_S:
-                return [f"{len(chunks)} of {CHUNKS} chunks saved {SAVING_TIMEOUT_S:g} s after"]
+                return [
+                    f"{len(chunks)} of {self._chunks} chunks saved {SAVING_TIMEOUT_S:g} s after"
+                ]
             engine.generate(prompts(1, SHORT_TOKENS, seed=time.monotonic_ns()))
         told = self.saved.setdefault(contender.name, {"after_last_answer_s": [], "mib": []})
         told["after_last_answer_s"].append(round(time.monotonic() - start, 2))
@@ -133,9 +144,9 @@ class Bench:
 
     def result(self) -> dict[str, Any]:
         return {
-            "prompts": f"{PROMPTS} x {PROMPT_TOKENS} tokens, {FAT.kv_bytes_per_token} B/token",
+            "prompts": self._size.told(),
             "rounds": self._rounds,
-            "raw_read_median_ms": _ms(statistics.median(self.raw_s)) if self.raw_s else None,
+            "raw": self._server.told(),
             "passes": {
                 name: {state: passes.told() for state, passes in states.items()}
                 for name, states in self.passes.items()

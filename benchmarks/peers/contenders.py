@@ -1,6 +1,6 @@
 """The connectors that are compared: how each is configured, and where it leaves what it saves.
 
-Every one gets 2 GiB of host memory and chunks of 128 tokens, and otherwise its defaults.
+Every one gets the same host memory and chunks of 128 tokens, and otherwise its defaults.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 from benchmarks.rig import CHUNK_TOKENS, connector
 from lab.s3 import REGION, S3Server
-
-HOST_GIB = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +62,20 @@ class Contender:
     ends: bool = True
 
 
-def s3kv(bucket: Bucket, run: str) -> Contender:
+def s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
     settings = {"bucket": bucket.name, "endpoint_url": bucket.server.url}
     if bucket.ca_bundle:
         settings["ca_bundle"] = bucket.ca_bundle
     prefix = f"{run}/s3kv"
     return Contender(
         "s3kv",
-        connector(settings, prefix),
+        connector(settings, prefix, host_gib),
         saved=lambda: bucket.server.objects(bucket.name, prefix),
         forget=lambda: bucket.empty(prefix),
     )
 
 
-def offloading_obj(bucket: Bucket, run: str, python: str) -> Contender:
+def offloading_obj(bucket: Bucket, run: str, host_gib: int, python: str) -> Contender:
     """vLLM's OffloadingConnector with the `obj` tier: NIXL's OBJ plugin, the C++ AWS SDK."""
     prefix = f"{run}/obj"
     store = {
@@ -91,7 +89,7 @@ def offloading_obj(bucket: Bucket, run: str, python: str) -> Contender:
         store |= {"scheme": "https", "ca_bundle": bucket.ca_bundle}
     return Contender(
         "offloading-obj",
-        _offloading({"type": "obj", "prefix": prefix, "store_config": store}),
+        _offloading({"type": "obj", "prefix": prefix, "store_config": store}, host_gib),
         saved=lambda: bucket.under(prefix),
         forget=lambda: bucket.empty(prefix),
         # Without it vLLM 0.32 ends the engine at the first transfer that succeeds: vllm#55576.
@@ -100,25 +98,27 @@ def offloading_obj(bucket: Bucket, run: str, python: str) -> Contender:
     )
 
 
-def offloading_fs(folder: Path, run: str) -> Contender:
+def offloading_fs(folder: Path, run: str, host_gib: int) -> Contender:
     """vLLM's OffloadingConnector with the `fs` tier: files in a local folder."""
     root = folder / f"fs-{run}"
     root.mkdir()
     return Contender(
         "offloading-fs",
-        _offloading({"type": "fs", "root_dir": str(root)}),
+        _offloading({"type": "fs", "root_dir": str(root)}, host_gib),
         saved=lambda: {str(p): p.stat().st_size for p in root.rglob("*.bin")},
         forget=lambda: shutil.rmtree(root),
     )
 
 
-def lmcache(bucket: Bucket, folder: Path, model: Path, run: str, python: str) -> Contender:
+def lmcache(
+    bucket: Bucket, folder: Path, model: Path, run: str, host_gib: int, python: str
+) -> Contender:
     """LMCacheConnectorV1, in the engine's process, with its S3 remote (awscrt)."""
     prefix = str(model).replace("/", "_")  # keys start with the model's path, and nothing else
     settings = {
         "chunk_size": CHUNK_TOKENS,
         "local_cpu": False,
-        "max_local_cpu_size": HOST_GIB,
+        "max_local_cpu_size": host_gib,
         "remote_url": f"s3://{bucket.virtual_host}",
         "remote_serde": "naive",
         "extra_config": {
@@ -157,7 +157,7 @@ _PLAIN_S3 = {
 }
 
 
-def _offloading(tier: dict[str, Any]) -> dict[str, Any]:
+def _offloading(tier: dict[str, Any], host_gib: int) -> dict[str, Any]:
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -165,7 +165,7 @@ def _offloading(tier: dict[str, Any]) -> dict[str, Any]:
             "spec_name": "TieringOnCpu",
             "spec_module_path": "benchmarks.peers.offloading_on_cpu",
             "block_size": CHUNK_TOKENS,
-            "cpu_bytes_to_use": HOST_GIB * 2**30,
+            "cpu_bytes_to_use": host_gib * 2**30,
             "secondary_tiers": [tier],
         },
     }

@@ -53,7 +53,8 @@ from s3kv.types import ChunkKey, ItemShape
 _PAUSE_FIRST_S = 0.1
 _PAUSE_MAX_S = 30.0
 _CHECK_S = 1.0
-"""Interval at which `poll` checks that the process is alive, and pings it."""
+"""Interval at which `poll` checks that the process is alive, and pings it. If the process owes no
+answer, `poll` reads the stream only then."""
 _SILENCE_MAX_S = 30.0
 """Time after which an unanswered ping means that the process hangs; its loop never blocks."""
 _GRACE_S = 2.0
@@ -252,8 +253,12 @@ class IoClient:
             self.flush()
             if linger_s and self._orders.any_outstanding:
                 _await_input(self._child, linger_s)
-            self._receive(self._child)
-            self._look_after(self._child)
+            now_s = self._clock()
+            is_due = now_s - self._checked_s >= _CHECK_S
+            if is_due or self._expects_a_message:
+                self._receive(self._child)
+            if is_due:
+                self._look_after(self._child, now_s)
         if self._state is State.DYING:
             self._bury()
         if self._state is State.DOWN and self._clock() >= self._restart_s:
@@ -281,6 +286,13 @@ class IoClient:
         """Send the suspects whose turn has come, once the process has sent `Ready`."""
         if self._ready is not None and self._state is State.UP:
             self._outbox += self._orders.release()
+
+    @property
+    def _expects_a_message(self) -> bool:
+        """Whether the process owes an answer. In most steps it does not, and they are spared the
+        system call."""
+        is_asked = self._ready is None or self._pinged_s is not None
+        return is_asked or self._orders.any_outstanding
 
     def _receive(self, child: Child) -> None:
         try:
@@ -313,9 +325,8 @@ class IoClient:
             self.counters[name] += value - self._told.get(name, 0)
         self._told = stats.counters
 
-    def _look_after(self, child: Child) -> None:
-        now_s = self._clock()
-        if self._state is not State.UP or now_s - self._checked_s < _CHECK_S:
+    def _look_after(self, child: Child, now_s: float) -> None:
+        if self._state is not State.UP:
             return
         self._checked_s = now_s
         if child.is_dead():

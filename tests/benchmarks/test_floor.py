@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.floor import AT_ONCE, Server
+from benchmarks.floor import AT_ONCE, TIMES, Server
 from lab.s3 import moto_process
 
 
@@ -12,5 +12,10 @@ def test_a_server_that_closes_every_connection_is_read_to_the_end() -> None:
         client.create_bucket(Bucket="bench")
         for number in range(2 * max(AT_ONCE)):
             client.put_object(Bucket="bench", Key=f"p/{number:02}.safetensors", Body=b"a" * 100_000)
-        batches = Server(s3.url, "bench", s3.env).read_s("p/", 2 * max(AT_ONCE))
-    assert [seconds > 0 for seconds in batches] == [True]
+        server = Server(s3.url, "bench", s3.env)
+        assert server.told() == {"connections": None, "batches": 0, "median_ms": None}
+        server.read("p/", 2 * max(AT_ONCE))
+    told = server.told()
+    assert told["batches"] == TIMES
+    assert told["connections"] in AT_ONCE
+    assert told["median_ms"] > 0

@@ -27,6 +27,7 @@ from s3kv.errors import (
 from s3kv.host.slab import Slab
 from s3kv.io import client as client_module
 from s3kv.io import wire
+from s3kv.io.child import Child
 from s3kv.io.client import IoClient, State
 from s3kv.messages import JobEnd
 from s3kv.types import Outcome
@@ -326,6 +327,32 @@ def test_a_killed_process_is_replaced_and_its_jobs_fail_once(
     assert bytes(rig.slot(slab, 1)) == stubborn.body
     stats = client.statistics()
     assert (stats.starts, stats.deaths, stats.outstanding) == (2, 1, 0)
+
+
+def test_an_idle_client_reads_only_when_it_checks_its_process(
+    endpoint: str, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, reads = Clock(), 0
+    client = open_client(endpoint, clock=clock)
+    client.wait_ready(30.0)
+    receive = Child.receive
+
+    def counted(child: Child) -> list[Any]:
+        nonlocal reads
+        reads += 1
+        return receive(child)
+
+    monkeypatch.setattr(Child, "receive", counted)
+    for _ in range(100):
+        assert client.poll() == []
+    assert reads == 0
+    pid = client.statistics().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert client.poll() == []
+    assert client.statistics().state is State.UP
+    clock.now_s += 1.0
+    until(lambda: client.poll() or client.statistics().state is State.DOWN)
 
 
 def test_jobs_given_while_it_is_down_fail_at_the_next_poll(open_client: Open) -> None:
