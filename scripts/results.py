@@ -208,6 +208,10 @@ def peers(result: dict[str, Any]) -> str:
             warm = _warm(states.get("warm", {"failed": []}), none)
             lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
     lines += ["", f"Plain sockets, without an engine: {result['raw']['median_ms']:,.0f} ms."]
+    ours = {state: told.get("cpu_ms_by_process", {}) for state, told in passes["s3kv"].items()}
+    if all("s3kv.io" in told for told in ours.values()):
+        told = ", ".join(f"{state} {told['s3kv.io']:,.0f} ms" for state, told in ours.items())
+        lines[-1] += f" CPU time of s3kv's I/O process: {told}."
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
     out += [
         f"`{name}`, {state}: {'; '.join(dict.fromkeys(told['failed']))}"

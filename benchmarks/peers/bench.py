@@ -33,8 +33,8 @@ class Passes:
 
     seconds: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    """Processor time of the engine and all its processes, per prompt."""
+    cpu_s: list[dict[str, float]] = field(default_factory=list)
+    """Processor time per prompt, by process: the engine's own, and the others by module."""
     faults: list[str] = field(default_factory=list)
 
     def told(self) -> dict[str, Any]:
@@ -44,7 +44,11 @@ class Passes:
             "median_ms": _ms(statistics.median(self.seconds)),
             "ttft_median_ms": _ms(statistics.median(self.ttft_s)),
             "slowest_ms": _ms(max(self.seconds)),
-            "cpu_ms_per_prompt": _ms(statistics.mean(self.cpu_s)),
+            "cpu_ms_per_prompt": _ms(statistics.mean(sum(cpu.values()) for cpu in self.cpu_s)),
+            "cpu_ms_by_process": {
+                name: _ms(statistics.mean(cpu.get(name, 0.0) for cpu in self.cpu_s))
+                for name in sorted(set().union(*self.cpu_s))
+            },
             "all_ms": [round(1e3 * s) for s in self.seconds],
         }
 
@@ -118,7 +122,10 @@ class Bench:
         before_s = _cpu_s(engine)
         answers = engine.generate(self._prompts)
         passes = self._passes(name, state)
-        passes.cpu_s.append((_cpu_s(engine) - before_s) / len(answers))
+        used_s = _cpu_s(engine)
+        passes.cpu_s.append(
+            {name: (used_s[name] - before_s.get(name, 0.0)) / len(answers) for name in used_s}
+        )
         passes.seconds += [answer.seconds for answer in answers]
         passes.ttft_s += [answer.ttft_s or 0.0 for answer in answers]
         times = " ".join(f"{answer.seconds:.2f}" for answer in answers)
@@ -159,13 +166,15 @@ def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 1)
 
 
-def _cpu_s(engine: Engine) -> float:
-    total_s = 0.0
+def _cpu_s(engine: Engine) -> dict[str, float]:
+    used_s: dict[str, float] = {}
     for process in engine.processes():
         with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total_s += times.user + times.system
-    return total_s
+            times, command = process.cpu_times(), process.cmdline()
+            module = command[command.index("-m") + 1] if "-m" in command else process.name()
+            name = "engine" if module == "lab.entry" else module
+            used_s[name] = used_s.get(name, 0.0) + times.user + times.system
+    return used_s
 
 
 def _connector_hits(engine: Engine) -> int:

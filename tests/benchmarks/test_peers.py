@@ -47,8 +47,11 @@ def test_a_hit_in_a_cache_of_the_engine_does_not_count() -> None:
 
 
 def test_a_pass_with_a_fault_is_told_without_a_time() -> None:
-    passes = Passes(seconds=[0.3], ttft_s=[0.1], cpu_s=[0.2])
+    passes = Passes(seconds=[0.3], ttft_s=[0.1], cpu_s=[{"engine": 0.2}, {"engine": 0.3}])
+    passes.cpu_s[0]["s3kv.io"] = 0.1
     assert passes.told()["median_ms"] == 300.0
+    assert passes.told()["cpu_ms_per_prompt"] == 300.0
+    assert passes.told()["cpu_ms_by_process"] == {"engine": 250.0, "s3kv.io": 50.0}
     passes.faults.append("prompt 0: other tokens than without a connector")
     assert passes.told() == {"failed": ["prompt 0: other tokens than without a connector"]}
 
