@@ -11,7 +11,8 @@ engine serves them again and again, and changes its connector between passes (`l
 
 A pass is 48 prompts, a turn is a pass with each. Turns rotate the order. A ratio divides the
 requests per second of a pass by those of `none` in the same turn. The figure is the median over the
-turns of all engines, with the 95 % confidence interval that the order of the values gives.
+turns of all engines, with the 95 % confidence interval that the order of the values gives. A pass
+counts only if the engine has asked a connector where it has one, and asked none where it has none.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from lab.models import FAT, build, prompts
 PROMPTS, OUT_TOKENS, AT_ONCE = 48, 16, 8
 PASSES = {"none": "none", "again": "none", "empty": "empty", "own": "own"}
 """Names of the passes of a turn, each with its connector in `lab.connectors`."""
+QUERIES = "vllm:external_prefix_cache_queries_total"
+"""Tokens that the engine has asked its connector for."""
 ENGINE_S, TURN_S = 300.0, 120.0
 
 Turn = dict[str, float]
@@ -51,12 +54,14 @@ Turn = dict[str, float]
 def turn(engine: Engine, asked: Sequence[Sequence[int]], first: int) -> Turn:
     """One turn. first: number of the pass to begin with."""
     rates: Turn = {}
-    names = list(PASSES)
+    names, queries = list(PASSES), engine.metrics().get(QUERIES, 0.0)
     for name in names[first:] + names[:first]:
         engine.call("lab.connectors:use", connector=PASSES[name])
         start_s = time.monotonic()
         engine.generate(asked, max_tokens=OUT_TOKENS, concurrency=AT_ONCE)
         rates[name] = len(asked) / (time.monotonic() - start_s)
+        queries, before = engine.metrics().get(QUERIES, 0.0), queries
+        assert (queries > before) == (PASSES[name] != "none"), f"{name}: {before}, then {queries}"
     return rates
 
 
