@@ -120,8 +120,8 @@ def tiers() -> str:
 
 
 def engine_bars() -> str:
-    """Time per request of `benchmarks/results/engine-rgw.json`."""
-    result = recorded("engine-rgw.json")
+    """Time per request of `benchmarks/results/engine-shaped.json`."""
+    result = recorded("engine-shaped.json")
     rows = (
         ("none", "computed, no connector", svg.GREY),
         ("cold", "computed, saving to S3", svg.GREY),
@@ -140,7 +140,7 @@ def engine_bars() -> str:
         ]
     about = (
         f"Median per request, {result['prompts']},",
-        f"{result['machine']}, Ceph on the same cores",
+        f"{result['machine']}, a server with the shape of S3",
     )
     return svg.document(
         360,

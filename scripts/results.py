@@ -62,7 +62,11 @@ def kept(result: dict[str, Any]) -> str:
 def peers_page() -> str:
     """docs/peers-benchmark.md."""
     document = ROOT / "docs" / "peers-benchmark.md"
-    results = {"peers": "peers-rgw.json", "peers-shaped": "peers-shaped.json"}
+    results = {
+        "peers": "peers-rgw.json",
+        "peers-large": "peers-large.json",
+        "peers-shaped": "peers-shaped.json",
+    }
     return filled(document, {mark: peers(recorded(name)) for mark, name in results.items()})
 
 
@@ -82,7 +86,18 @@ def engine(result: dict[str, Any]) -> str:
             "| | median per request | relative to computing |",
             "|---|---|---|",
             *(f"| {name} | {ms:,.0f} ms | {_ratio(ms / median['none'])} |" for name, ms in rows),
+            "",
+            _over_floor("A hit", median["warm"], median["local"], result["raw"]),
         ]
+    )
+
+
+def _over_floor(hit: str, warm_ms: float, local_ms: float, raw: dict[str, Any]) -> str:
+    """The time of a hit, relative to what nothing can do without."""
+    over = _ratio(warm_ms / (local_ms + raw["median_ms"]))
+    return (
+        f"{hit} takes {over} times as long as the engine's own cache and the plain sockets "
+        f"together, of which {raw['connections']} at a time are best."
     )
 
 
@@ -110,6 +125,53 @@ def short(result: dict[str, Any]) -> str:
         ]
         lines.append(f"| {told} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def speed() -> str:
+    """What the README says of all this."""
+    engine, short = recorded("engine-shaped.json"), recorded("short.json")
+    beside = {
+        place: recorded(f"peers-{place}.json")["passes"] for place in ("shaped", "large", "rgw")
+    }
+    hits = [
+        (
+            told,
+            *(
+                _ratio(passes[name]["warm"]["median_ms"] / passes["none"]["local"]["median_ms"])
+                for passes in beside.values()
+            ),
+        )
+        for name, told in (
+            ("s3kv", "s3kv"),
+            ("offloading-obj", "vLLM's OffloadingConnector with NIXL"),
+            ("lmcache", "LMCache"),
+        )
+    ]
+    median = engine["median_ms"]
+    costs = median["cold"] / median["none"]
+    return "\n".join(
+        [
+            "| | median per request |",
+            "|---|---|",
+            f"| computed, no connector | {median['none']:,.0f} ms |",
+            f"| computed, saving to S3 | {median['cold']:,.0f} ms ({_ratio(costs)} ×) |",
+            f"| served from S3 by a new process | {median['warm']:,.0f} ms |",
+            f"| served from the engine's own cache | {median['local']:,.0f} ms |",
+            "| the same objects read by plain sockets, without an engine "
+            f"| {median['raw']:,.0f} ms |",
+            "| short prompts, nothing to hit or save "
+            f"| {short['ratio']['own']['median']:.3f} × the throughput without a connector "
+            f"({short['ratio']['empty']['median']:.3f} with one whose hooks do nothing) |",
+            "",
+            "[Beside the connectors of others](docs/peers-benchmark.md), on the same work in one "
+            "run, the time of a request that hits, as a multiple of one that hits the engine's own "
+            "cache:",
+            "",
+            "| | shape of S3 | 8,000 tokens of 128 KiB | Ceph on the same machine |",
+            "|---|---|---|---|",
+            *(f"| {' | '.join(row)} |" for row in hits),
+        ]
+    )
 
 
 def encoder(result: dict[str, Any]) -> str:
@@ -207,11 +269,17 @@ def peers(result: dict[str, Any]) -> str:
             late = f"{max(saved):.1f} s" if saved else "–"
             warm = _warm(states.get("warm", {"failed": []}), none)
             lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
-    lines += ["", f"Plain sockets, without an engine: {result['raw']['median_ms']:,.0f} ms."]
-    ours = {state: told.get("cpu_ms_by_process", {}) for state, told in passes["s3kv"].items()}
-    if all("s3kv.io" in told for told in ours.values()):
-        told = ", ".join(f"{state} {told['s3kv.io']:,.0f} ms" for state, told in ours.items())
-        lines[-1] += f" CPU time of s3kv's I/O process: {told}."
+    raw, ours = result["raw"], passes["s3kv"].get("warm", {"failed": []})
+    if "failed" not in ours:
+        local_ms = none["local"]["median_ms"]
+        lines += ["", f"Plain sockets, without an engine: {raw['median_ms']:,.0f} ms."]
+        lines[-1] += " " + _over_floor("A hit of s3kv", ours["median_ms"], local_ms, raw)
+    io_ms = {
+        state: told.get("cpu_ms_by_process", {}).get("s3kv.io", 0.0)
+        for state, told in passes["s3kv"].items()
+    }
+    of_io = ", ".join(f"{state} {ms:,.0f} ms" for state, ms in io_ms.items())
+    lines += ["", f"CPU time of s3kv's I/O process, contained in the above: {of_io}."]
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
     out += [
         f"`{name}`, {state}: {'; '.join(dict.fromkeys(told['failed']))}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from scripts.compatibility import CONTINUOUS, Result, families, recorded, summary
 from scripts.marks import filled
+from scripts.results import speed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,6 +72,7 @@ def readme() -> str:
         "status": table(results),
         "versions": summary(results),
         "families": families(results),
+        "speed": speed(),
     }
     return filled(ROOT / "README.md", parts)
 

@@ -298,7 +298,8 @@ class SchedulerSide(Guarded):
         for new in output.scheduled_new_reqs:
             self._hashes.scheduled(new.req_id, new.mm_features)
             self._traffic.scheduled(new.req_id, new.num_computed_tokens)
-        self.planner.bar(self._hashes.take_barred())
+        if barred := self._hashes.take_barred():
+            self.planner.bar(barred)
         scheduled = scheduled_requests(output, self._sizes)
         plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
         # Two idle steps, because the previous one may still run while this one is planned.

@@ -161,9 +161,9 @@ def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[S
     the second-generation model runner, and as a resumed one on the first. Its blocks are replaced
     in both cases.
     """
-    tokens = output.num_scheduled_tokens
-    tables = None if sizes.is_plain else output.kv_connector_block_state.get_block_ids
-    states = {} if sizes.is_plain else _states_within(output, sizes)
+    tokens, plain = output.num_scheduled_tokens, sizes.is_plain
+    tables = None if plain else output.kv_connector_block_state.get_block_ids
+    states = {} if plain else _states_within(output, sizes)
     for new in output.scheduled_new_reqs:
         yield ScheduledRequest(
             new.req_id,

@@ -290,6 +290,8 @@ class WorkerSide(Guarded):
         """Start the plan's loads. A load that cannot be started ends as failed, because the engine
         waits for its end.
         """
+        if not plan.loads and not plan.abandons:
+            return
         for order in plan.loads:
             blocks = (block for part in order.parts for block in part.block_ids)
             self._load_blocks[order.request_id] = tuple(blocks)
@@ -306,8 +308,13 @@ class WorkerSide(Guarded):
         self._let_launch(self._rank)
         return True
 
-    @guarded(default=lambda: None)
     def save(self, plan: StepPlan) -> None:
+        """Start the plan's saves."""
+        if plan.saves:
+            self._start_saves(plan)
+
+    @guarded(default=lambda: None)
+    def _start_saves(self, plan: StepPlan) -> None:
         if self._rank is None:
             return
         if self._adapters is not None and not self._adapters.may_save:
@@ -346,8 +353,9 @@ class WorkerSide(Guarded):
         """Requests whose load has ended since the last call, and those whose load failed."""
         loaded, failed = self._poll(plan.linger_s)
         # Taken after the poll, because a poll that fails strands the loads in flight.
-        stranded, self._stranded = self._stranded, set()
-        loaded, failed = loaded | stranded, failed | stranded
+        if self._stranded:
+            stranded, self._stranded = self._stranded, set()
+            loaded, failed = loaded | stranded, failed | stranded
         for request_id in loaded:
             blocks = self._load_blocks.pop(request_id, ())
             if request_id in failed:
@@ -390,6 +398,7 @@ class WorkerSide(Guarded):
         if self._rank is None or self._client is None:
             return None
         values = self._meter.grown(self._rank.counters)
-        add(values, self._io_meter.grown(self._client.counters), KV_METRICS)
-        add(values, self._rank.take_seconds(), KV_METRICS)
+        for more in (self._io_meter.grown(self._client.counters), self._rank.take_seconds()):
+            if more:
+                add(values, more, KV_METRICS)
         return S3KVStats(data=values) if values else None

@@ -240,7 +240,7 @@ class IoClient:
         """Send as much of the queue as the socket takes."""
         if self._state is not State.UP or self._child is None:
             return
-        if self._outbox or self._child.has_unsent:
+        if self._has_unsent:
             self._child.send(self._outbox)
             self._outbox.clear()
 
@@ -249,16 +249,15 @@ class IoClient:
 
         linger_s: longest wait for a message of the process while jobs are under way.
         """
+        if not self.is_due:
+            return []
         if self._state is State.UP and self._child is not None:
             self.flush()
             if linger_s and self._orders.any_outstanding:
                 _await_input(self._child, linger_s)
-            now_s = self._clock()
-            is_due = now_s - self._checked_s >= _CHECK_S
-            if is_due or self._expects_a_message:
-                self._receive(self._child)
-            if is_due:
-                self._look_after(self._child, now_s)
+            self._receive(self._child)
+            self._look_after(self._child)
+            self.flush()
         if self._state is State.DYING:
             self._bury()
         if self._state is State.DOWN and self._clock() >= self._restart_s:
@@ -288,11 +287,21 @@ class IoClient:
             self._outbox += self._orders.release()
 
     @property
-    def _expects_a_message(self) -> bool:
-        """Whether the process owes an answer. In most steps it does not, and they are spared the
-        system call."""
-        is_asked = self._ready is None or self._pinged_s is not None
-        return is_asked or self._orders.any_outstanding
+    def is_due(self) -> bool:
+        """Whether there is anything to do for `poll`. In most steps there is not, and they are
+        spared the system calls."""
+        return (
+            self._state is not State.UP
+            or self._ready is None
+            or self._pinged_s is not None
+            or len(self._orders) > 0
+            or self._has_unsent
+            or self._clock() - self._checked_s >= _CHECK_S
+        )
+
+    @property
+    def _has_unsent(self) -> bool:
+        return bool(self._outbox) or (self._child is not None and self._child.has_unsent)
 
     def _receive(self, child: Child) -> None:
         try:
@@ -325,8 +334,9 @@ class IoClient:
             self.counters[name] += value - self._told.get(name, 0)
         self._told = stats.counters
 
-    def _look_after(self, child: Child, now_s: float) -> None:
-        if self._state is not State.UP:
+    def _look_after(self, child: Child) -> None:
+        now_s = self._clock()
+        if self._state is not State.UP or now_s - self._checked_s < _CHECK_S:
             return
         self._checked_s = now_s
         if child.is_dead():

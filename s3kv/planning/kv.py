@@ -308,10 +308,10 @@ class KVPlanner:
         fences = self._fences | self.ledger.fences(written) if written else self._fences
         self._fences = set()
         looked_up, self._looked_up = self._looked_up, {}
-        tokens = 0
+        tokens, requests, may_save = 0, self._requests, self._settings.may_save
         for step in scheduled:
             tokens += step.scheduled_tokens
-            request = self._requests.get(step.request_id)
+            request = requests.get(step.request_id)
             if request is None:
                 continue
             if step.block_ids:
@@ -323,19 +323,10 @@ class KVPlanner:
                 # Another connector loads during the step. Its result is known only after this
                 # step's saves have been sent to the bucket.
                 request.saving.bar()
-            if self._settings.may_save and not request.saving.is_barred:
+            if may_save:
                 self._saves.plan(request, step)
         self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
-        # A fetch that another request has joined since is not cancelled.
-        cancels = [job_id for job_id, job in self._unwanted.items() if not job.waiters]
-        self._unwanted.clear()
-        withdrawals = [
-            job_id
-            for job_id, job in self._overdue.items()
-            if not any(lookup.awaits(position) for lookup, position in job.waiters)
-        ]
-        self._overdue.clear()
         return StepPlan(
             fetches=self.ledger.take_fetches(),
             saves=self.ledger.take_saves(),
@@ -343,10 +334,25 @@ class KVPlanner:
                 now_s, max_saves_inflight=self._settings.max_saves_inflight
             ),
             loads=loads,
-            fences=tuple(sorted(fences)),
-            cancels=tuple(cancels),
-            withdrawals=tuple(withdrawals),
+            fences=tuple(sorted(fences)) if fences else (),
+            cancels=self._take_cancels() if self._unwanted else (),
+            withdrawals=self._take_withdrawals() if self._overdue else (),
             number=self.pace.step_started(now_s, tokens),
+        )
+
+    def _take_cancels(self) -> tuple[int, ...]:
+        """Fetches that no request wants any more. One that another request has joined since is not
+        cancelled."""
+        unwanted, self._unwanted = self._unwanted, {}
+        return tuple(job_id for job_id, job in unwanted.items() if not job.waiters)
+
+    def _take_withdrawals(self) -> tuple[int, ...]:
+        """Fetches that no request awaits any more."""
+        overdue, self._overdue = self._overdue, {}
+        return tuple(
+            job_id
+            for job_id, job in overdue.items()
+            if not any(lookup.awaits(position) for lookup, position in job.waiters)
         )
 
     # --- reports ---------------------------------------------------------------------------

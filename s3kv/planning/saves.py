@@ -37,10 +37,13 @@ class ChunkSaves:
 
         Only known tokens have hashes, so drafts that may be rejected are never saved.
         """
-        saving = request.saving
-        complete = (step.computed_tokens + step.scheduled_tokens) // self._chunk_tokens
-        complete = saving.allowed(complete)
-        if complete <= saving.saved and not saving.undecided:
+        saving, size = request.saving, self._chunk_tokens
+        tokens = step.computed_tokens + step.scheduled_tokens
+        # So it is in nearly every step of a request that decodes.
+        if tokens < (saving.saved + 1) * size and not saving.undecided:
+            return
+        complete = saving.allowed(tokens // size)
+        if saving.is_barred or (complete <= saving.saved and not saving.undecided):
             return
         complete = min(complete, len(request.hashes.read()))
         chunks = saving.take(complete)

@@ -174,22 +174,16 @@ class RankWorker:
         linger_s: how long to wait for a load to end or, if no copy is under way, for a fetch or an
             upload.
         """
-        if linger_s and self._loading:
-            self._copies.wait_load(linger_s)
-        ends = self._copies.poll()
-        for end in ends.saved:
-            self._copy_ended(end)
-        for request_id, ok in ends.loaded:
-            self._loaded_or_failed(request_id, ok)
-        if self._copies.refused:
-            self.counters["batches_refused"] = self._copies.refused
+        if self._loading or self._saves:
+            if linger_s and self._loading:
+                self._copies.wait_load(linger_s)
+            self._collect_copies()
         copying = self._loading or self._saves
         for done in self._client.poll(0.0 if copying else linger_s):
             self._jobs.remove(done.job_id)
             self._end(done)
             if done.reason:
                 self.counters[f"{done.kind.value}_corrupt_{done.reason}"] += 1
-        self._client.flush()
 
     def take_report(self) -> StepReport | None:
         """The ends since the last call, and the number of the plan begun since; None if there is
@@ -257,6 +251,15 @@ class RankWorker:
         self._copies.fence(
             copy for job in job_ids for copy in range(job * per_save, (job + 1) * per_save)
         )
+
+    def _collect_copies(self) -> None:
+        ends = self._copies.poll()
+        for end in ends.saved:
+            self._copy_ended(end)
+        for request_id, ok in ends.loaded:
+            self._loaded_or_failed(request_id, ok)
+        if self._copies.refused:
+            self.counters["batches_refused"] = self._copies.refused
 
     def _copy_ended(self, end: SavedEnd) -> None:
         """Take in the end of a copy. The save ends with the last of its copies."""

@@ -47,7 +47,7 @@ def test_every_event_of_a_request_is_in_its_picture() -> None:
 
 
 def test_the_bars_are_as_long_as_the_times_recorded() -> None:
-    medians = pictures.recorded("engine-rgw.json")["median_ms"]
+    medians = pictures.recorded("engine-shaped.json")["median_ms"]
     bars = [
         float(e.get("width", "0"))
         for e in ET.fromstring(pictures.engine_bars()).iter("{http://www.w3.org/2000/svg}rect")

@@ -136,9 +136,11 @@ def test_loads_and_saves_are_timed_and_weighed() -> None:
 
 def test_refused_batches_are_counted() -> None:
     rig = Rig()
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
     rig.rank.poll()
     assert "batches_refused" not in rig.rank.counters
     rig.copies.refused = 3
+    rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.25)], [])
     rig.rank.poll()
     rig.rank.poll()
     assert rig.rank.counters["batches_refused"] == 3
