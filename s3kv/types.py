@@ -6,9 +6,10 @@ Nothing here acts, and nothing here imports torch, vLLM, asyncio or a network cl
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _TARGET_CHUNK_TOKENS = 256
 
@@ -19,6 +20,21 @@ ENGINE_LOG = "s3kv.engine"
 def default_chunk_tokens(block_tokens: int) -> int:
     """Tokens per chunk if no setting says so: the multiple of the block size nearest to 256."""
     return max(1, round(_TARGET_CHUNK_TOKENS / block_tokens)) * block_tokens
+
+
+class Tally(Counter[str]):
+    """Counters by name. `version` grows with every change, so that a reader who comes in every step
+    need not compare them all."""
+
+    version = 0
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self.version += 1
+        super().__setitem__(name, value)
+
+    def update(self, *more: Any, **named: int) -> None:
+        self.version += 1  # the first one does not pass by `__setitem__`
+        super().update(*more, **named)
 
 
 class ChunkKey(NamedTuple):

@@ -369,9 +369,12 @@ class WorkerSide(Guarded):
 
     @guarded(default=lambda: (set(), set()))
     def _poll(self, linger_s: float) -> tuple[set[str], set[str]]:
-        assert self._rank is not None
-        self._rank.poll(linger_s)
-        return self._rank.take_loaded()
+        rank = self._rank
+        assert rank is not None
+        if rank.is_quiet:
+            return set(), set()
+        rank.poll(linger_s)
+        return rank.take_loaded()
 
     @guarded(default=lambda: None)
     def report(self) -> WorkerReport | None:

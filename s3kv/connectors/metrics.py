@@ -25,6 +25,7 @@ from s3kv.metrics import (
     labels_of,
     name_of,
 )
+from s3kv.types import Tally
 
 try:
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -122,13 +123,15 @@ class Meter:
         keys = (key for name, metric in metrics.items() for key in metric.keys(name))
         self._shares = {key: ((key, 1),) for key in keys} | dict(shares or {})
         self._seen: dict[str, int] = {}
+        self._version = 0
 
-    def grown(self, counters: Mapping[str, int]) -> Values:
+    def grown(self, counters: Tally) -> Values:
         """The growth since the last call. It costs one comparison if no counter has grown, because
         it is called in every step.
         """
-        if dict.__eq__(self._seen, counters):  # a Counter's own == is written in Python
+        if counters.version == self._version:
             return {}
+        self._version = counters.version
         grown: Values = {}
         for name, value in counters.items() - self._seen.items():
             more = value - self._seen.get(name, 0)

@@ -28,7 +28,6 @@ import dataclasses
 import enum
 import select
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ from s3kv.io.child import Child
 from s3kv.io.formats import Formats
 from s3kv.io.orders import Orders
 from s3kv.messages import JobEnd
-from s3kv.types import ChunkKey, ItemShape
+from s3kv.types import ChunkKey, ItemShape, Tally
 
 _PAUSE_FIRST_S = 0.1
 _PAUSE_MAX_S = 30.0
@@ -108,7 +107,7 @@ class IoClient:
         module: str = "s3kv.io",
         processors: Collection[int] | None = None,
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters = Tally()
         """Sums over all processes so far, at most about one second old."""
         self._hello = hello
         self._slab = slab

@@ -78,7 +78,7 @@ class ECPlanner:
     ) -> None:
         self.ledger = ledger
         self.pace = pace
-        self.counters: Counter[str] = ledger.counters
+        self.counters = ledger.counters
         self._settings = settings
         most = min(settings.max_item_bytes, ledger.table.largest_bytes)
         self._sizes = ItemSizes(settings.dtype, settings.width, most, widths)

@@ -67,7 +67,7 @@ class KVPlanner:
         check_groups(settings.groups)
         self.ledger = ledger
         self.pace = pace
-        self.counters: Counter[str] = ledger.counters
+        self.counters = ledger.counters
         self._settings = settings
         self._chunk_tokens = settings.groups[0].chunk_tokens
         self._saves = ChunkSaves(

@@ -25,7 +25,6 @@ Used from one thread. Time comes in as an argument (seconds, monotonic).
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -37,7 +36,7 @@ from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.residency import Residency, ResidencyLog
 from s3kv.planning.uploads import Unsaved, UploadRetries
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import ChunkKey, Outcome, Tally
 
 _AGAIN_PER_STEP = 32
 """Most given-up uploads that are ordered again in one step. An order takes the engine's thread 3 to
@@ -112,7 +111,7 @@ class Ledger:
         self.breaker = breaker
         self.unsaved = Unsaved()
         """Resident entries whose upload was given up. Call `unsaved.hit` when one is used."""
-        self.counters: Counter[str] = Counter()
+        self.counters = Tally()
         self._world_size = world_size
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[ChunkKey, Job] = {}

@@ -9,7 +9,6 @@ are all the scheduler knows of this rank.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from s3kv.messages import (
     StepPlan,
     StepReport,
 )
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import ChunkKey, Outcome, Tally
 
 _GIVE_UP_S = 5.0
 
@@ -56,7 +55,7 @@ class RankWorker:
         clock: Callable[[], float],
         members: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters = Tally()
         self._seconds: dict[str, list[float]] = {}
         self._clock = clock
         self._copies = copies
@@ -91,7 +90,8 @@ class RankWorker:
         The saves of the last plan that the engine has passed over end as failed. A rank that is not
         the last pipeline stage gets none to execute if the engine speculates.
         """
-        self.refuse([*self._owed.values()])
+        if self._owed:
+            self.refuse([*self._owed.values()])
         self._owed = {order.job_id: order for order in plan.saves}
         self._report.number = plan.number
         if plan.fences:
@@ -205,6 +205,12 @@ class RankWorker:
         loaded, self._loaded = self._loaded, set()
         failed, self._failed = self._failed, set()
         return loaded, failed
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether `poll` and `take_loaded` have nothing to do. In most steps they have not."""
+        busy = self._loading or self._saves or self._jobs or self._loaded
+        return not busy and not self._client.is_due
 
     def give_up_loads(self) -> set[str]:
         """Wait for the copies, and return the requests whose loads were not reported as ended. Used

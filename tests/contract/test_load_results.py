@@ -29,6 +29,8 @@ BY_BLOCK = VERSION < (0, 30)
 class Rank:
     """Loads whatever it is told to; `ends` says how, and `breaks` what a bug of ours would do."""
 
+    is_quiet = False
+
     def __init__(self) -> None:
         self.ends: dict[str, bool] = {}
         self.breaks = False

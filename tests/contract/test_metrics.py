@@ -3,7 +3,6 @@ aggregation and serialisation, into the registry that `/metrics` shows."""
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +27,7 @@ from s3kv.connectors.metrics import (
 )
 from s3kv.connectors.plugin import register
 from s3kv.metrics import EC_METRICS, KV_METRICS, labels_of
+from s3kv.types import Tally
 
 TABLES = {"kv": KV_METRICS, "ec": EC_METRICS}
 
@@ -194,7 +194,7 @@ def test_what_is_in_no_table_is_not_exported(exported: Exported) -> None:
 
 def test_counters_are_handed_over_once() -> None:
     meter = Meter()
-    counters = {"saves": 2, "evictions": 0, "no_metric": 5}
+    counters = Tally(saves=2, evictions=0, no_metric=5)
     assert meter.grown(counters) == {"saves": 2}
     assert meter.grown(counters) == {}
     counters["saves"] += 1
