@@ -63,6 +63,8 @@ class Copies:
 
 
 class Client:
+    is_due = False
+
     def __init__(self) -> None:
         self.ends: list[JobEnd] = []
         self.waits: list[float] = []
@@ -132,6 +134,29 @@ def test_loads_and_saves_are_timed_and_weighed() -> None:
     assert rig.rank.take_loaded() == ({"good", "bad"}, {"bad"})
     assert rig.rank.take_seconds() == {"load_seconds": [0.5], "save_seconds": [0.25]}
     assert rig.rank.take_seconds() == {}
+
+
+def test_a_rank_is_quiet_once_every_end_has_been_taken() -> None:
+    rig = Rig()
+    assert rig.rank.is_quiet
+    rig.client.is_due = True
+    assert not rig.rank.is_quiet
+    rig.client.is_due = False
+    rig.rank.load([LoadOrder("r", (LoadPart(0, 0, 0, (1,)),))])
+    assert not rig.rank.is_quiet, "a load is under way"
+    rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
+    rig.rank.poll()
+    assert not rig.rank.is_quiet, "its end has not been taken"
+    rig.rank.take_loaded()
+    assert rig.rank.is_quiet
+    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    assert not rig.rank.is_quiet, "a save is under way"
+    rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.25)], [])
+    rig.rank.poll()
+    assert not rig.rank.is_quiet, "its upload is under way"
+    rig.client.ends = [JobEnd(1, JobKind.UPLOAD, Outcome.OK)]
+    rig.rank.poll()
+    assert rig.rank.is_quiet
 
 
 def test_refused_batches_are_counted() -> None:
