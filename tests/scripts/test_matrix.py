@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -99,8 +100,15 @@ def collected() -> list[str]:
     """Every test of the areas' files, as pytest names it."""
     files = sorted({test.partition("::")[0] for area in RECORDED for test in area.tests})
     command = ["-m", "pytest", "--collect-only", "-q", "-m", "nightly or long or not long", *files]
+    # Options of the caller's own, such as -v, would change what it prints.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
     )
     return [line for line in done.stdout.splitlines() if "::" in line]
 

@@ -12,7 +12,7 @@ from lab.models import prompts
 
 
 def test_vllms_offloading_connector_hits_on_a_cpu(tiny: Path, tmp_path: Path) -> None:
-    contender = contenders.offloading_fs(tmp_path, "run")
+    contender = contenders.offloading_fs(tmp_path, "run", host_gib=2)
     asks = prompts(3, 2 * CHUNK_TOKENS + 50, seed=3)
     with Engine(
         tiny, connector=contender.connector, log_path=tmp_path / "engine.log", env=contender.env
