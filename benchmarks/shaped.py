@@ -19,8 +19,8 @@ line, takes another rate of all connections as a line, and ends with its stdin.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import io
+import itertools
 import math
 import os
 import random
@@ -49,6 +49,7 @@ NAME = "s3.shaped.test"
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code></Error>"
 _NO_KEY = b"<Error><Code>NoSuchKey</Code></Error>"
 _COPIED = b"<CopyObjectResult/>"
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,18 +254,18 @@ def _receive(connection: socket.socket, links: Sequence[Link], message: Message)
     if message.headers.get("expect") == "100-continue":
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
     file = io.FileIO(os.memfd_create("object"), "r+")
-    digest = hashlib.md5(usedforsecurity=False)
-    body, message.rest = message.rest[:left], message.rest[left:]
+    buffer = memoryview(bytearray(min(PIECE_BYTES, nbytes)))
+    body, message.rest = memoryview(message.rest[:left]), message.rest[left:]
     while left:
-        body = body or connection.recv(min(PIECE_BYTES, left))
+        body = body or buffer[: connection.recv_into(buffer[:left])]
         if not body:
             raise ConnectionError("the client has gone")
         _pass(links, len(body))
         file.write(body)
-        digest.update(body)
         left -= len(body)
-        body = b""
-    return Object(file, nbytes, f'"{digest.hexdigest()}"')
+        body = buffer[:0]
+    # A number is no digest of the bytes, which would cost more than all the rest.
+    return Object(file, nbytes, f'"{next(_NUMBERS):032x}"')
 
 
 def _pass(links: Sequence[Link], nbytes: int) -> None:
