@@ -46,6 +46,7 @@ PASSES = {"none": "none", "again": "none", "empty": "empty", "own": "own"}
 QUERIES = "vllm:external_prefix_cache_queries_total"
 """Tokens that the engine has asked its connector for."""
 ENGINE_S, TURN_S = 300.0, 120.0
+"""Longest time that an engine may take to start, and a turn to end."""
 
 Turn = dict[str, float]
 """Requests per second of each pass."""
@@ -66,9 +67,8 @@ def turn(engine: Engine, asked: Sequence[Sequence[int]], first: int) -> Turn:
 
 
 def median(values: Sequence[float]) -> dict[str, Any]:
-    """The median, and its 95 % confidence interval: the values between which it lies unless the
-    sample is a very uneven one (https://en.wikipedia.org/wiki/Order_statistic). Few values have no
-    such interval."""
+    """The median and its 95 % confidence interval, by the normal approximation of the binomial
+    distribution (https://en.wikipedia.org/wiki/Order_statistic). None for too few values."""
     ordered, count = sorted(values), len(values)
     low = math.floor(count / 2 - 1.96 * math.sqrt(count) / 2)
     told: dict[str, Any] = {"median": round(statistics.median(ordered), 4), "interval_95": None}

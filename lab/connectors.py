@@ -13,23 +13,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from lab.neighbours import Neighbour
 
-OWN, EMPTY, NONE = "own", "empty", "none"
-
 
 def use(engine: Any, connector: str) -> None:
-    """For `Engine.call`, of an engine that has a connector and no request: serve with it (OWN),
-    with one whose hooks do nothing (EMPTY), or with NONE.
+    """For `Engine.call`, of an engine that has a connector and no request: serve with it
+    ("own"), with one whose hooks do nothing ("empty"), or with "none".
 
-    vLLM asks for its connector in each step, so an engine with NONE does what one does that was
-    started without. What its own connector started, such as threads, stays.
+    vLLM looks for its connector in each step, so "none" is as good as an engine that was started
+    without one. Threads and processes of its own connector stay.
     """
     scheduler = engine.engine_core.engine_core.scheduler
     if not hasattr(scheduler, "connectors"):
         config, caches = engine.vllm_config, scheduler.kv_cache_config
         scheduler.connectors = {
-            OWN: (scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT),
-            EMPTY: tuple(Neighbour(config, role, caches) for role in KVConnectorRole),
-            NONE: (None, None),
+            "own": (scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT),
+            "empty": tuple(Neighbour(config, role, caches) for role in KVConnectorRole),
+            "none": (None, None),
         }
     mine, workers = scheduler.connectors[connector]
     scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = mine, workers

@@ -65,10 +65,7 @@ def kept(result: dict[str, Any]) -> str:
 def peers_page() -> str:
     """docs/peers-benchmark.md."""
     document = ROOT / "docs" / "peers-benchmark.md"
-    results = {
-        "peers": "peers-rgw.json",
-        "peers-shaped": "peers-shaped.json",
-    }
+    results = {"peers": "peers-rgw.json", "peers-shaped": "peers-shaped.json"}
     return filled(document, {mark: peers(recorded(name)) for mark, name in results.items()})
 
 
@@ -135,7 +132,7 @@ def short(result: dict[str, Any]) -> str:
 
 def speed() -> str:
     """What the README says of all this."""
-    engine, short = recorded("engine-shaped.json"), recorded("short.json")
+    ratios = {name: told["median"] for name, told in recorded("short.json")["ratio"].items()}
     beside = [recorded(f"peers-{place}.json")["passes"] for place in ("shaped", "rgw")]
     hits = [
         (told, *(_over_local(each[name].get("warm", FAILED), each["none"]) for each in beside))
@@ -145,25 +142,16 @@ def speed() -> str:
             ("lmcache", "LMCache"),
         )
     ]
-    median = engine["median_ms"]
-    costs = median["cold"] / median["none"]
     return "\n".join(
         [
-            "| | median per request |",
-            "|---|---|",
-            f"| computed, no connector | {median['none']:,.0f} ms |",
-            f"| computed, saving to S3 | {median['cold']:,.0f} ms ({_ratio(costs)} ×) |",
-            f"| served from S3 by a new process | {median['warm']:,.0f} ms |",
-            f"| served from the engine's own cache | {median['local']:,.0f} ms |",
-            "| the same objects read by plain sockets, without an engine "
-            f"| {median['raw']:,.0f} ms |",
-            "| short prompts, nothing to hit or save "
-            f"| {short['ratio']['own']['median']:.3f} × the throughput without a connector "
-            f"({short['ratio']['empty']['median']:.3f} with one whose hooks do nothing) |",
+            engine(recorded("engine-shaped.json")),
             "",
-            "[Beside the connectors of others](docs/peers-benchmark.md), on the same work in one "
-            "run, the time of a request that hits, as a multiple of one that hits the engine's own "
-            "cache:",
+            f"Short prompts, with nothing to hit or save, have {ratios['own']:.3f} of the "
+            f"throughput without a connector, and {ratios['empty']:.3f} with one whose hooks do "
+            "nothing.",
+            "",
+            "A request that hits takes so many times as long as one that hits the engine's own "
+            "cache, measured [beside the connectors of others](docs/peers-benchmark.md):",
             "",
             "| | shape of S3 | Ceph on the same machine |",
             "|---|---|---|",
@@ -295,21 +283,21 @@ def peers(result: dict[str, Any]) -> str:
 def _over_local(told: dict[str, Any], none: dict[str, Any]) -> str:
     """A warm pass, relative to the engine's own cache."""
     if "failed" in told:
-        return "failed"
+        return "not timed"
     return _ratio(told["median_ms"] / none["local"]["median_ms"])
 
 
 def _pass(told: dict[str, Any]) -> str:
     """The cells of a cold pass: median, processor time."""
     if "failed" in told:
-        return "failed | –"
+        return "not timed | –"
     return f"{told['median_ms']:,.0f} ms | {told['cpu_ms_per_prompt']:,.0f} ms"
 
 
 def _warm(told: dict[str, Any], none: dict[str, Any]) -> str:
     """The cells of a warm pass: median, over the engine's own cache, slowest, processor time."""
     if "failed" in told:
-        return "failed | – | – | –"
+        return "not timed | – | – | –"
     ratio = _over_local(told, none)
     median, slowest, cpu = (
         f"{told[name]:,.0f} ms" for name in ("median_ms", "slowest_ms", "cpu_ms_per_prompt")
