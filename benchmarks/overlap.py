@@ -171,8 +171,9 @@ class Wire:
         late = self._lateness
         seconds = NETWORK.latency_s(self._rng)
         late.sent()
-        if late.late_s is not None and seconds > late.late_s and late.take():
-            seconds = min(seconds, late.late_s + NETWORK.latency_s(self._rng))
+        late_s = late.late_s(AT_ONCE)
+        if seconds > late_s and late.take():
+            seconds = min(seconds, late_s + NETWORK.latency_s(self._rng))
         late.began(seconds)
         return seconds
 

@@ -131,10 +131,11 @@ class FixedWindow(Window):
     def throttled(self, sent_s: float, now_s: float) -> None: ...
 
 
+HEDGE_PERCENT = Config(bucket="tail").hedge_percent
 VARIANTS: dict[str, tuple[float, type[Window]]] = {
-    "hedging, window": (3.0, Window),
+    "hedging, window": (HEDGE_PERCENT, Window),
     "window": (0.0, Window),
-    "hedging": (3.0, FixedWindow),
+    "hedging": (HEDGE_PERCENT, FixedWindow),
     "neither": (0.0, FixedWindow),
 }
 """Name to `hedge_percent` and the window."""

@@ -113,9 +113,10 @@ class Config:
     given up."""
     max_attempts: Positive = 3
     """Most attempts of one fetch before it counts as failed. None begins after max_wait_ms."""
-    hedge_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 3.0
+    hedge_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 10.0
     """Largest share of fetches that are sent a second time because their first byte is late: later
-    than 1.5 times the 95th percentile, and until 32 are measured, than 300 ms. 0: none."""
+    than 1.5 times the 95th percentile, and for the last two under way, than three times the median.
+    Until 32 are measured, that is 300 and 100 ms. 0: none."""
     max_inflight_requests: Positive = 32
     """Most requests to the store at once, per worker; fewer while it throttles."""
     max_inflight_bytes: Mebibytes = 2**30

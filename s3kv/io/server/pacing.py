@@ -26,6 +26,13 @@ _FIRST_LATE_S = _FACTOR * 0.2
 """The threshold until there are enough samples: AWS names 100 to 200 ms for first bytes ("Best
 practices design patterns: optimizing Amazon S3 performance"). Without it, the first prefix of an
 engine would wait for its slowest read."""
+_LAST = 2
+"""Number of reads without a first byte that counts as the last ones. A prefix waits for them alone,
+so they are late earlier."""
+_LAST_FACTOR = 3.0
+"""The last reads are late after three times the median, if that is earlier."""
+_FIRST_LAST_LATE_S = 0.1
+"""Their threshold until there are enough samples: the lower figure that AWS names."""
 _BURST = 8.0
 
 
@@ -69,15 +76,15 @@ class Window:
 
 
 class Lateness:
-    """Hedging threshold (from recent first-byte times) and budget. Pure.
+    """Hedging thresholds (from recent first-byte times) and budget. Pure.
 
-    percent: share of all reads that may have a second request. The budget starts with 8 requests
-    and never accumulates more: a store in trouble must not suddenly get twice the requests.
+    percent: share of all reads that may have a second request; 0: none may. The budget starts with
+    8 requests and never accumulates more: a store in trouble must not suddenly get twice the
+    requests.
     """
 
     def __init__(self, percent: float) -> None:
-        self.late_s: float | None = _FIRST_LATE_S if percent > 0 else None
-        """The threshold; None if no read may be hedged."""
+        self._late_s, self._last_late_s = _FIRST_LATE_S, _FIRST_LAST_LATE_S
         self._share = percent / 100
         self._reads = 0
         self._budget = _BURST if percent > 0 else 0.0
@@ -92,10 +99,14 @@ class Lateness:
         """Note the time of a first byte."""
         self._samples.append(seconds)
         known = len(self._samples)
-        if self.late_s is None or known < _FEWEST_SAMPLES:
-            return
-        if known == _FEWEST_SAMPLES or self._reads % 16 == 0:
-            self.late_s = _FACTOR * sorted(self._samples)[int(_QUANTILE * known)]
+        if known == _FEWEST_SAMPLES or (known > _FEWEST_SAMPLES and self._reads % 16 == 0):
+            ordered = sorted(self._samples)
+            self._late_s = _FACTOR * ordered[int(_QUANTILE * known)]
+            self._last_late_s = min(self._late_s, _LAST_FACTOR * ordered[known // 2])
+
+    def late_s(self, unanswered: int) -> float:
+        """Time after which a read is late, while so many have no first byte."""
+        return self._last_late_s if unanswered <= _LAST else self._late_s
 
     def take(self) -> bool:
         """Spend budget on a second request. Returns False if there is none left."""
@@ -105,13 +116,57 @@ class Lateness:
         return True
 
 
+class Unanswered:
+    """Reads without a first byte. Tells each of them once when it is late. Belongs to one asyncio
+    loop."""
+
+    def __init__(self, lateness: Lateness) -> None:
+        self._lateness = lateness
+        self._sent_s: dict[asyncio.Future[None], float] = {}
+        """When they were sent, oldest first, by the future that is done once the read is late."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._sent_s)
+
+    def sent(self) -> asyncio.Future[None]:
+        """Note a read that is sent now. Returns the future that is done once it is late."""
+        read: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sent_s[read] = _now_s()
+        if self._timer is None:
+            self._look()
+        return read
+
+    def answered(self, read: asyncio.Future[None]) -> None:
+        """Note a read's first byte, or its end. Idempotent."""
+        if self._sent_s.pop(read, None) is not None and len(self) <= _LAST:
+            self._look()
+
+    def _look(self) -> None:
+        """Tell the reads that are late, and look again when the next one is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        late_s = self._lateness.late_s(len(self))
+        for read, sent_s in self._sent_s.items():
+            if read.done():
+                continue
+            if _now_s() < sent_s + late_s:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_at(sent_s + late_s, self._look)
+                return
+            read.set_result(None)
+
+
 class Pacing:
     """The window and the hedging of one store. Belongs to one asyncio loop."""
 
     def __init__(self, max_requests: int, hedge_percent: float) -> None:
         self.window = Window(max_requests)
         self.throttled = self.hedges = self.hedges_won = 0
+        self._hedging = hedge_percent > 0
         self._lateness = Lateness(hedge_percent)
+        self._unanswered = Unanswered(self._lateness)
         self._running = 0
 
     async def send(self, request: Callable[[], Awaitable[T]]) -> T:
@@ -132,21 +187,25 @@ class Pacing:
     async def read(self, get: Callable[[Claim], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Send a read, and a second one if the first is late before `until_s` on the loop's clock.
         get: sends a read, and calls its claim before it writes, as `ObjectStore.get_into` does."""
+        if not self._hedging:
+            return await self.send(lambda: get(lambda: True))
+        self._lateness.sent()
+        late = self._unanswered.sent()
 
         async def timed(claim: Claim) -> T:
             sent_s = _now_s()
 
             def begin() -> bool:
                 self._lateness.began(_now_s() - sent_s)
+                self._unanswered.answered(late)
                 return claim()
 
             return await self.send(lambda: get(begin))
 
-        self._lateness.sent()
-        if self._lateness.late_s is None:
-            return await timed(lambda: True)
-        may_hedge = partial(self._may_hedge, until_s)
-        answer, won = await hedged(timed, self._lateness.late_s, may_hedge)
+        try:
+            answer, won = await hedged(timed, late, partial(self._may_hedge, until_s))
+        finally:
+            self._unanswered.answered(late)
         self.hedges_won += won
         return answer
 
@@ -159,11 +218,11 @@ class Pacing:
 
 async def hedged(
     request: Callable[[Claim], Coroutine[Any, Any, T]],
-    late_s: float,
+    late: asyncio.Future[None],
     may_hedge: Callable[[], bool],
 ) -> tuple[T, bool]:
-    """Run `request`, and a second one if the object has not begun to arrive after `late_s` and
-    `may_hedge` allows it. Returns the outcome and whether the second request produced it.
+    """Run `request`, and a second one if the object has not begun to arrive when `late` is done
+    and `may_hedge` allows it. Returns the outcome and whether the second request produced it.
 
     Both requests share one buffer. The first to receive the head of its answer claims it before any
     byte of the body is written; the other is cancelled then, so that it takes no more of the
@@ -193,7 +252,7 @@ async def hedged(
 
     send()
     try:
-        await _first_of(*requests, claimed, timeout_s=late_s)
+        await _first_of(*requests, claimed, late)
         if not requests[0].done() and not claimed.done() and may_hedge():
             send()
         winner = await _winner_of(requests, claimed)
@@ -221,8 +280,8 @@ async def _winner_of(
     return winner
 
 
-async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> None:
-    await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+async def _first_of(*awaited: asyncio.Future[Any]) -> None:
+    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _now_s() -> float:

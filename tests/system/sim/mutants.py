@@ -174,9 +174,11 @@ def reads_again_what_was_bad(patch: Patch) -> None:
 
 @mutant
 def lets_a_second_request_go_on_and_write(patch: Patch) -> None:
-    async def hedged(request: Any, late_s: float, may_hedge: Callable[[], bool]) -> Any:
+    async def hedged(
+        request: Any, late: asyncio.Future[None], may_hedge: Callable[[], bool]
+    ) -> Any:
         requests = {asyncio.ensure_future(request(lambda: True))}
-        await asyncio.wait(requests, timeout=late_s)
+        await asyncio.wait({*requests, late}, return_when=asyncio.FIRST_COMPLETED)
         if may_hedge():
             requests.add(asyncio.ensure_future(request(lambda: True)))
         ended, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreThrottled, StoreUnavailable
-from s3kv.io.server.pacing import Lateness, Pacing, Window, hedged
+from s3kv.io.server.pacing import Lateness, Pacing, Unanswered, Window, hedged
 from s3kv.objects.store import Claim, ObjectInfo
 
 Play = Callable[[Claim], Awaitable[int]]
@@ -92,11 +92,17 @@ def lateness(percent: float = 3.0, requests: int = 1000) -> Lateness:
     return it
 
 
+MANY, LAST = 3, 2
+"""Reads without a first byte: many, and the last ones."""
+
+
 def test_before_there_is_a_measure_late_is_what_is_late_at_s3() -> None:
     it = lateness(requests=31)
-    assert it.late_s == pytest.approx(0.3)
+    assert it.late_s(MANY) == pytest.approx(0.3)
+    assert it.late_s(LAST) == pytest.approx(0.1)
     it.began(0.01)
-    assert it.late_s == pytest.approx(1.5 * 0.1)
+    assert it.late_s(MANY) == pytest.approx(1.5 * 0.1)
+    assert it.late_s(LAST) == it.late_s(1) == pytest.approx(3 * 0.01)
 
 
 def test_the_first_reads_may_be_sent_again() -> None:
@@ -109,7 +115,8 @@ def test_late_is_what_few_others_are() -> None:
     for i in range(320):
         it.sent()
         it.began(i % 100 / 1000)
-    assert it.late_s == pytest.approx(1.5 * 0.095, abs=0.01)
+    assert it.late_s(MANY) == pytest.approx(1.5 * 0.095, abs=0.01)
+    assert it.late_s(LAST) == pytest.approx(1.5 * 0.095, abs=0.01)  # thrice the median is later
 
 
 def test_only_a_few_percent_are_sent_again() -> None:
@@ -127,9 +134,67 @@ def test_what_was_not_needed_is_not_saved_up() -> None:
 
 
 def test_none_are_when_it_is_turned_off() -> None:
-    it = lateness(percent=0.0)
-    assert it.late_s is None
-    assert not it.take()
+    assert not lateness(percent=0.0).take()
+
+
+class Reads:
+    """Reads without a first byte, at a store where the last ones are late after 60 ms, and the
+    others after five minutes."""
+
+    def __init__(self) -> None:
+        lateness = Lateness(100.0)
+        for number in range(32):
+            lateness.began(0.02 if number < 20 else 200.0)
+        self.them = Unanswered(lateness)
+
+    def send(self, count: int) -> list[asyncio.Future[None]]:
+        return [self.them.sent() for _ in range(count)]
+
+
+async def test_the_last_reads_are_late_earlier() -> None:
+    reads = Reads()
+    first, second, third = reads.send(3)
+    await asyncio.sleep(0.1)
+    assert not any(read.done() for read in (first, second, third))
+    reads.them.answered(second)
+    assert first.done()
+    assert third.done()
+    assert not second.done()
+
+
+async def test_a_read_that_is_the_last_from_the_start_is_late_by_the_clock() -> None:
+    (read,) = Reads().send(1)
+    await asyncio.wait_for(read, 30)
+
+
+async def test_a_read_is_not_late_because_others_were_the_last_before() -> None:
+    reads = Reads()
+    (first,) = reads.send(1)
+    rest = reads.send(3)
+    await asyncio.sleep(0.1)
+    assert not any(read.done() for read in (first, *rest))
+
+
+async def test_all_reads_are_late_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lateness, "late_s", lambda self, unanswered: 0.02)
+    reads = Reads()
+    early = reads.send(5)
+    await asyncio.sleep(0.01)
+    late = reads.send(5)
+    await asyncio.wait_for(asyncio.gather(*early, *late), 30)
+
+
+async def test_reads_are_counted_until_their_first_byte() -> None:
+    reads = Reads()
+    first, second = reads.send(2)
+    assert len(reads.them) == 2
+    reads.them.answered(first)
+    reads.them.answered(first)
+    assert len(reads.them) == 1
+    await asyncio.wait_for(second, 30)
+    assert len(reads.them) == 1
+    reads.them.answered(second)
+    assert len(reads.them) == 0
 
 
 class Requests:
@@ -191,7 +256,9 @@ def body(
 
 async def run(requests: Requests, late_s: float = 0.01, may: bool = True) -> tuple[int, bool]:
     try:
-        return await hedged(requests, late_s, lambda: may)
+        late = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(late_s, late.set_result, None)
+        return await hedged(requests, late, lambda: may)
     finally:
         assert requests.running == 0, "something may still write"
 
