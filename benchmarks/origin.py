@@ -40,6 +40,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "peers": _SERVING,
     "planner": ("s3kv/host", "s3kv/planning"),
     "replicas": (*_LIMITED, "benchmarks/simulation/replicas.py", "benchmarks/simulation/scaled.py"),
+    "saving": _SERVING,
     "short": _SERVING,
     "slow": _SERVING,
     "throttled": _LIMITED,

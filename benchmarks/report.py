@@ -30,6 +30,7 @@ RENDERED = {
     "engine": results.engine,
     "peers": results.peers,
     "planner": results.planner,
+    "saving": results.saving,
     "short": results.short,
     "slow": results.slow,
 }
@@ -77,6 +78,7 @@ PROGRAMS = (
     Program("encoder", server=True),
     Program("engine", server=True),
     Program("short", server=True),
+    Program("saving", server=True),
     Program("slow", server=True),
     Program("peers", server=True),
     Program("trace", trace=True),

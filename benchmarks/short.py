@@ -23,7 +23,8 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,27 @@ ENGINE_S, TURN_S = 300.0, 120.0
 """Longest time that an engine may take to start, and a turn to end."""
 
 Turn = dict[str, float]
-"""Requests per second of each pass."""
+"""The figure of each pass."""
 
 
-def turn(engine: Engine, asked: Sequence[Sequence[int]], first: int) -> Turn:
-    """One turn. first: number of the pass to begin with."""
-    rates: Turn = {}
+def turn(engine: Engine, measure: Callable[[str], float], number: int) -> Turn:
+    """Turn `number`: a pass with each connector. measure: lets the engine serve the prompts of a
+    pass with this connector, and returns the pass's figure."""
+    figures: Turn = {}
     names, queries = list(PASSES), engine.metrics().get(QUERIES, 0.0)
+    first = number % len(names)
     for name in names[first:] + names[:first]:
         engine.call("lab.connectors:use", connector=PASSES[name])
-        start_s = time.monotonic()
-        engine.generate(asked, max_tokens=OUT_TOKENS, concurrency=AT_ONCE)
-        rates[name] = len(asked) / (time.monotonic() - start_s)
+        figures[name] = measure(PASSES[name])
         queries, before = engine.metrics().get(QUERIES, 0.0), queries
         assert (queries > before) == (PASSES[name] != "none"), f"{name}: {before}, then {queries}"
-    return rates
+    return figures
+
+
+def ratios(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
+    """The median of every pass's figure relative to that of `none` in the same turn."""
+    others = [name for name in PASSES if name != "none"]
+    return {name: median([each[name] / each["none"] for each in turns]) for name in others}
 
 
 def median(values: Sequence[float]) -> dict[str, Any]:
@@ -75,6 +82,12 @@ def median(values: Sequence[float]) -> dict[str, Any]:
     if low >= 1:
         told["interval_95"] = [round(ordered[low - 1], 4), round(ordered[count - low], 4)]
     return told
+
+
+def _requests_per_s(engine: Engine, asked: Sequence[Sequence[int]], connector: str) -> float:
+    start_s = time.monotonic()
+    engine.generate(asked, max_tokens=OUT_TOKENS, concurrency=AT_ONCE)
+    return len(asked) / (time.monotonic() - start_s)
 
 
 @ends(600)
@@ -96,12 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for number in range(engines):
             say(f"engine {number + 1} of {engines}")
             with warm_engine(model, Path(folder) / "engine.log", ours, store.env) as engine:
-                measured += [turn(engine, asked, n % len(PASSES)) for n in range(turns)]
-        ratios = {
-            name: [each[name] / each["none"] for each in measured]
-            for name in PASSES
-            if name != "none"
-        }
+                rate = partial(_requests_per_s, engine, asked)
+                measured += [turn(engine, rate, n) for n in range(turns)]
         publish(
             {
                 "benchmark": "short",
@@ -115,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     name: round(statistics.median(each[name] for each in measured), 2)
                     for name in PASSES
                 },
-                "ratio": {name: median(values) for name, values in ratios.items()},
+                "ratio": ratios(measured),
                 "all_requests_per_s": [
                     {name: round(rate, 2) for name, rate in each.items()} for each in measured
                 ],

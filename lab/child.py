@@ -109,11 +109,10 @@ class Child:
     async def handle(self, command: Message) -> None:
         try:
             value = await getattr(self, "do_" + command["op"])(**command["args"])
+            self.answer({"id": command["id"], "value": value})  # raises if JSON has no such value
         except Exception as error:  # noqa: BLE001 - the driver raises it, with this text
             traceback.print_exc()
             self.answer({"id": command["id"], "error": f"{type(error).__name__}: {error}"})
-        else:
-            self.answer({"id": command["id"], "value": value})
 
     async def do_generate(self, requests: list[Message], concurrency: int) -> list[Message]:
         gate = asyncio.Semaphore(concurrency)
@@ -191,7 +190,8 @@ class Child:
                 name = sample.name
                 if rest:
                     name += "{" + ",".join(f"{key}={sample.labels[key]}" for key in rest) + "}"
-                values[name] = values.get(name, 0.0) + sample.value
+                # Other packages' values may be numpy's, which JSON does not have.
+                values[name] = values.get(name, 0.0) + float(sample.value)
         return values
 
     async def do_reset_prefix_cache(self, connector: bool) -> bool:
