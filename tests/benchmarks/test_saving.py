@@ -12,6 +12,7 @@ from scripts import results
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_the_quick_benchmark_ends(tmp_path: Path) -> None:
     saving.main(["--quick", "--json", str(tmp_path / "result")])
     result = json.loads((tmp_path / "result").read_text())

@@ -28,6 +28,7 @@ def test_few_values_have_no_interval() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_the_quick_benchmark_ends(tmp_path: Path) -> None:
     short.main(["--quick", "--json", str(tmp_path / "result")])
     result = json.loads((tmp_path / "result").read_text())
