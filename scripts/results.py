@@ -113,7 +113,7 @@ CONNECTORS = {
     "empty": "a connector whose hooks do nothing",
     "own": "s3kv",
 }
-"""The passes of `benchmarks.short`."""
+"""The passes of `benchmarks/turns.py`."""
 
 
 def short(result: dict[str, Any]) -> str:
@@ -169,8 +169,8 @@ def speed() -> str:
             "",
             f"Short prompts, with nothing to hit or save, have {ratios['own']:.3f} of the "
             f"throughput without a connector, and {ratios['empty']:.3f} with one whose hooks do "
-            f"nothing. A few prompts that are saved take {_ratio(saved)} times as long as without "
-            "a connector, measured in one engine.",
+            f"nothing. Prompts that are saved, a few at a time, take {_ratio(saved)} times as long "
+            "as in the same engine without a connector.",
             "",
             "A request that hits takes so many times as long as one that hits the engine's own "
             "cache, measured [beside the connectors of others](docs/peers-benchmark.md):",

@@ -1,0 +1,47 @@
+"""The benchmarks of one engine whose connector comes and goes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks import saving, short, turns
+from scripts import results
+
+SEED = 5
+
+
+def test_the_interval_has_the_true_median_nineteen_times_of_twenty() -> None:
+    rng = random.Random(SEED)
+    inside = 0
+    for _ in range(1_000):
+        low, high = turns.median([rng.lognormvariate(0, 0.1) for _ in range(30)])["interval_95"]
+        inside += low <= 1.0 <= high
+    assert 930 <= inside <= 985, f"seed {SEED}"
+
+
+def test_few_values_have_no_interval() -> None:
+    assert turns.median([1.0, 3.0, 2.0]) == {"median": 2.0, "interval_95": None}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("benchmark", "figure", "table"),
+    [(short, "requests_per_s", results.short), (saving, "median_ms", results.saving)],
+    ids=["short", "saving"],
+)
+def test_the_quick_benchmark_ends(
+    benchmark: ModuleType, figure: str, table: Callable[[dict[str, Any]], str], tmp_path: Path
+) -> None:
+    benchmark.main(["--quick", "--json", str(tmp_path / "result")])
+    result = json.loads((tmp_path / "result").read_text())
+    assert set(result["ratio"]) == {"again", "empty", "own"}
+    assert all(value > 0 for value in result[figure].values())
+    assert "| s3kv | " in table(result)
