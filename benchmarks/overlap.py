@@ -23,6 +23,7 @@ loads that take no time, which no way of overlapping loads can better.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -207,6 +208,7 @@ def offer(fetched: Sequence[Fetched], case: Case, pace: Pace) -> Offer:
             now_s,
             expected_s=pace.fetch_s(left, rounds=0),
             patience_s=pace.patience_s(left),
+            likely_compute_s=(count - ready) * case.compute_s,
             missing_compute_s=(count - ready) * case.compute_s,
             wanted_compute_s=count * case.compute_s,
             max_wait_s=SETTINGS.max_wait_ms / 1000,
@@ -215,7 +217,8 @@ def offer(fetched: Sequence[Fetched], case: Case, pace: Pace) -> Offer:
         chunk = fetched[number]
         if found is None and limit_s < chunk.arrived_s:
             found = Offer(max(now_s, limit_s), ready)
-            pace.gave_up(found.at_s - wait.arrival_s, left)
+            if limit_s > -math.inf:
+                pace.gave_up(found.at_s - wait.arrival_s, left)
         now_s = chunk.arrived_s
         arrived.add(number)
         wait.arrived(now_s)

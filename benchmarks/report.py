@@ -73,6 +73,7 @@ PROGRAMS = (
     Program("ranges"),
     Program("first", quick=("--quick", "--tls")),
     Program("throttled"),
+    Program("lookups"),
     Program("overlap"),
     Program("objects", server=True),
     Program("encoder", server=True),

@@ -17,6 +17,7 @@ Scheduler process, one thread. Time comes in as an argument (seconds, monotonic)
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from s3kv.messages import FetchOrder, ItemLoad, ItemPlan, ItemReport, ItemSave, 
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.ledger import ChunkState, Job, Ledger
 from s3kv.planning.pace import Wait
-from s3kv.types import ChunkKey, ItemShape
+from s3kv.types import ChunkKey, ItemShape, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,10 @@ class ECPlanner:
         if now_s < limit_s:
             request.wait.sleep(limit_s)
             return True
-        self._stop_waiting(request, request_id, now_s)
+        if -math.inf < limit_s and request.wait.arrival_s < now_s:
+            self.pace.gave_up(now_s - request.wait.arrival_s)
+            self._news += 1
+        self._stop_waiting(request, request_id)
         return False
 
     def _ask(self, request_id: str, request: _ItemRequest, wanted: Wanted, now_s: float) -> None:
@@ -186,21 +190,20 @@ class ECPlanner:
         missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
         ahead = (job.about for job in self.ledger.jobs if job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
+        missing_compute_s = self.pace.encode_s(missing_rows)
         return request.wait.limit_s(
             now_s,
             expected_s=self.pace.fetch_s(bytes_ahead),
             patience_s=self.pace.patience_s(bytes_ahead),
-            missing_compute_s=self.pace.encode_s(missing_rows),
+            likely_compute_s=missing_compute_s,
+            missing_compute_s=missing_compute_s,
             wanted_compute_s=self.pace.encode_s(request.wait.wanted),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
 
-    def _stop_waiting(self, request: _ItemRequest, request_id: str, now_s: float) -> None:
+    def _stop_waiting(self, request: _ItemRequest, request_id: str) -> None:
         self.counters["deadline_cuts"] += 1
-        if request.wait.arrival_s < now_s:
-            self.pace.gave_up(now_s - request.wait.arrival_s)
-            self._news += 1
         for identifier, job in request.pending.items():
             job.waiters.remove((request_id, identifier))
             self._late.add(job.job_id)
@@ -321,6 +324,8 @@ class ECPlanner:
             self._sizes.arrived(job.about, end.nbytes)
             self.counters["fetch_bytes"] += end.nbytes
             self.pace.fetched(end.nbytes, end.seconds)
+        elif end.outcome is Outcome.MISSING:
+            self.pace.absent(end.seconds)
         for request_id, identifier in job.waiters:
             request = self._requests[request_id]
             del request.pending[identifier]

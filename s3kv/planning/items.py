@@ -85,8 +85,12 @@ class EncodingPace:
         """Note an item that arrived `seconds` after its request was sent."""
         self._fetch.add(nbytes, seconds)
 
+    def absent(self, seconds: float) -> None:
+        """Note an answer that an item is not there, `seconds` after its request was sent."""
+        self._fetch.absent(seconds)
+
     def gave_up(self, waited_s: float) -> None:
-        """Note a wait that was given up after `waited_s`, with a fetch still on its way."""
+        """Note a wait whose time ran out after `waited_s`, with a fetch still on its way."""
         self._fetch.gave_up(waited_s)
 
     def fetch_s(self, nbytes: int) -> float | None:

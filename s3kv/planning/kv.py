@@ -10,6 +10,7 @@ for them, verified and in host memory, and keeps these leased until the load or 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from s3kv.planning.requests import (
     ScheduledRequest,
 )
 from s3kv.planning.saves import ChunkSaves
+from s3kv.types import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +214,15 @@ class KVPlanner:
         wait, pace, size = request.wait, self.pace, self._chunk_tokens
         wait.begin(now_s, request.hashes.count - lookup.ready)
         # Chunks of other requests also arrive before the last of these.
-        ahead = self.ledger.fetches_ahead_of(lookup.pending.values())
+        ahead = self.ledger.fetches_ahead_of(lookup.awaited)
         missing = ahead + lookup.unasked
+        unproven = lookup.unproven
+        likely = lookup.missing - unproven + pace.likely(unproven, now_s - wait.asked_s)
         limit_s = wait.limit_s(
             now_s,
             expected_s=pace.fetch_s(missing, rounds=lookup.rounds),
             patience_s=pace.patience_s(missing),
+            likely_compute_s=pace.compute_s(likely * size),
             missing_compute_s=pace.compute_s(lookup.missing * size),
             wanted_compute_s=pace.compute_s(wait.wanted * size),
             max_wait_s=self._settings.max_wait_s,
@@ -230,7 +235,7 @@ class KVPlanner:
                 wait.wake()
             return True
         self.counters["deadline_cuts"] += 1
-        if wait.arrival_s < now_s:
+        if -math.inf < limit_s and wait.arrival_s < now_s:
             pace.gave_up(now_s - wait.arrival_s, ahead)
         return False
 
@@ -369,9 +374,12 @@ class KVPlanner:
                 self._fetch_ended(job, now_s)
 
     def _fetch_ended(self, job: Job, now_s: float) -> None:
-        if job.outcomes[JobKind.FETCH].is_success:
+        outcome = job.outcomes[JobKind.FETCH]
+        if outcome.is_success:
             ended_with = self.ledger.fetches_inflight + 1
             self.pace.fetched(job.seconds, began_with=job.began_with, ended_with=ended_with)
+        elif outcome is Outcome.MISSING:
+            self.pace.absent(job.seconds)
         for lookup, position in job.waiters:
             lookup.fetch_ended(position, job, now_s)
 

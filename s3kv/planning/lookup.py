@@ -8,7 +8,7 @@ request is joined; no chunk is requested twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -168,6 +168,25 @@ class Lookup:
     def missing(self) -> int:
         """Number of chunks that it lacks and may yet get."""
         return self._end - self.ready
+
+    @property
+    def unproven(self) -> int:
+        """Number of the missing chunks that the bucket may not have either, because it does not
+        have the chunk at `end`: those after the last one that is known to be there."""
+        if self.end is None:
+            return 0
+        is_present, known = self.ledger.index.is_present, self.hashes.known
+        for position in range(self.end - 1, self.ready - 1, -1):
+            if position in self.early or is_present(ChunkKey(self.group.number, known[position])):
+                return self.end - 1 - position
+        return self.end - self.ready
+
+    @property
+    def awaited(self) -> Iterable[Job]:
+        """The fetches under way that still count."""
+        if self.end is None:
+            return self.pending.values()
+        return [job for position, job in self.pending.items() if position < self.end]
 
     @property
     def unasked(self) -> int:

@@ -2,7 +2,8 @@
 
 Every wait has a deadline. A request waits for its missing chunks only while
 
-1. fetching them is expected to take at most `GAIN` of the time to compute them,
+1. fetching them is expected to take at most `GAIN` of the time to compute those that the bucket is
+   expected to have; a fetch that is late (`LATE`) counts as one that has just begun,
 2. it has waited less than the time to compute all chunks it wanted when the wait began,
 3. its last arrival is recent: within twice the expected time of a fetch, or within half of the
    time to compute what is missing, if that is more, but not than `PATIENCE_S`; while no fetch has
@@ -11,8 +12,13 @@ Every wait has a deadline. A request waits for its missing chunks only while
 
 So no request waits for a bucket that is known to be slow; its chunks arrive later and serve others.
 A request loses time only before the first measurement, or when the bucket becomes slow, and at most
-the time to compute the chunks. A wait that was given up is a measurement, too: a fetch is then
+the time to compute the chunks. A wait whose time ran out is a measurement, too: a fetch is then
 expected to take twice as long as that wait, and longer after each further one, until one arrives.
+So is an answer that a chunk is not there: no fetch is expected to take less time.
+
+Where one chunk is missing, those before it may be, too, because a prefix is stored from its front.
+Any length up to the missing chunk is taken to be as likely as any other. A long one becomes more
+likely as time passes, because an answer that a chunk is not there comes sooner than a chunk does.
 """
 
 from __future__ import annotations
@@ -26,6 +32,10 @@ from s3kv.planning.states import IdentityEnum, Transitions
 GAIN = 0.9
 """Largest expected fetch time that is worth a wait, as a share of the computing time. The rest is a
 margin for error."""
+
+LATE = 1.5
+"""Time after which a fetch is late, as a share of the expected one. All that is known of a late
+fetch is that it is a slow one, and slow ones may take as long again."""
 
 PATIENCE_S = 1.0
 """Patience before the first measurement: ten times the first-byte time of a healthy S3."""
@@ -60,11 +70,14 @@ class FetchTime:
 
     It is the least-squares line through the recent fetches; older ones weigh less. If one
     connection is the limit, only the latency shows; on a full network, only the time per unit.
-    Waits that were given up are a lower bound until a fetch arrives.
+    Until a fetch arrives, waits whose time ran out are a lower bound, and so are absences: answers
+    that something is not there.
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self.absence_s: float | None = None
+        """Mean time of an absence; None before the first."""
+        self._count = self._absences = 0
         self._n = self._seconds = self._variance = self._covariance = 0.0
         self._at_least_s = 0.0
 
@@ -79,8 +92,15 @@ class FetchTime:
         self._variance = (1 - weight) * (self._variance + weight * more_n * more_n)
         self._covariance = (1 - weight) * (self._covariance + weight * more_n * more_s)
 
+    def absent(self, seconds: float) -> None:
+        """Note an absence that took `seconds`."""
+        self._absences += 1
+        before_s = self.absence_s or 0.0
+        weight = max(_SMOOTHING, 1 / self._absences)
+        self.absence_s = before_s + weight * (seconds - before_s)
+
     def gave_up(self, waited_s: float) -> None:
-        """Note a wait that was given up after `waited_s`. Each further one doubles the estimate."""
+        """Note a wait that ran out after `waited_s`. Each further one doubles the estimate."""
         self._at_least_s = 2 * max(self._at_least_s, waited_s)
 
     def measured(self, n: float) -> float | None:
@@ -96,7 +116,7 @@ class FetchTime:
         """Expected seconds; None before the first measurement."""
         measured_s = self.measured(n)
         if measured_s is None:
-            return self._at_least_s or None
+            return max(self._at_least_s, self.absence_s or 0.0) or None
         return max(measured_s, self._at_least_s)
 
     def patience_s(self, n: float) -> float:
@@ -139,8 +159,12 @@ class Pace:
         """
         self._fetch.add(self._concurrency(began_with, ended_with), seconds)
 
+    def absent(self, seconds: float) -> None:
+        """Note an answer that a chunk is not there, `seconds` after its request was sent."""
+        self._fetch.absent(seconds)
+
     def gave_up(self, waited_s: float, chunks: int) -> None:
-        """Note a wait that was given up after `waited_s`; the last of `chunks` had not arrived."""
+        """Note a wait whose time ran out after `waited_s`; the last of `chunks` had not arrived."""
         self._fetch.gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
 
     def _concurrency(self, began_with: int, ended_with: int) -> float:
@@ -177,7 +201,7 @@ class Pace:
         self._token_seconds = kept * self._token_seconds + tokens * seconds
         self._prefill_tokens_per_s = self._squared_tokens / self._token_seconds
 
-    def compute_s(self, tokens: int) -> float:
+    def compute_s(self, tokens: float) -> float:
         """Expected time to prefill `tokens`."""
         return tokens / self._prefill_tokens_per_s
 
@@ -191,6 +215,21 @@ class Pace:
         if full_s is None or alone_s is None:
             return None
         return full_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
+
+    def likely(self, chunks: int, waited_s: float) -> float:
+        """Expected number of `chunks` that the bucket has, where it does not have the next one and
+        has answered for none of them after `waited_s`.
+
+        With the time of an absence exponential, and that of a fetch as much longer as fetches are
+        measured to be, the odds of each absence more are `ratio`.
+        """
+        absence_s = self._fetch.absence_s
+        if not chunks or not absence_s:
+            return chunks
+        longer_s = max(0.0, (self._fetch.measured(1) or 0.0) - absence_s)
+        ratio = math.exp(-min(waited_s, longer_s) / absence_s)
+        odds = [ratio**absent for absent in range(chunks + 1)]
+        return sum((chunks - absent) * share for absent, share in enumerate(odds)) / sum(odds)
 
     def patience_s(self, chunks: int) -> float:
         """Longest time to wait without an arrival while `chunks` are on their way."""
@@ -287,15 +326,18 @@ class Wait:
         *,
         expected_s: float | None,
         patience_s: float,
+        likely_compute_s: float,
         missing_compute_s: float,
         wanted_compute_s: float,
         max_wait_s: float,
         gate: bool,
     ) -> float:
-        """Time until which it may last if nothing new happens. A time not after now means: stop.
+        """Time until which it may last if nothing new happens. A time not after now means: stop,
+        and -inf that it is no longer expected to pay.
 
         expected_s: time from `asked_s` until everything missing has arrived; None if unknown.
         patience_s: longest time without an arrival, if little is missing.
+        likely_compute_s: time to compute what of it the bucket is expected to have.
         missing_compute_s: time to compute what is missing.
         wanted_compute_s: time to compute all that was `wanted`.
         gate: whether the first three conditions of the rule apply.
@@ -303,10 +345,12 @@ class Wait:
         hard_s = self.started_s + max_wait_s
         if not gate:
             return hard_s
-        if expected_s is not None:
-            remaining_s = expected_s - (now_s - self.asked_s)
-            if remaining_s >= GAIN * missing_compute_s:
+        worth_s = GAIN * likely_compute_s
+        if expected_s is not None and expected_s >= worth_s:
+            late_s = max(self.asked_s, self.arrival_s) + LATE * expected_s
+            if now_s >= late_s or self.asked_s + expected_s - now_s >= worth_s:
                 return -math.inf
+            hard_s = min(hard_s, late_s)
         patience_s = max(patience_s, min(PATIENCE_S, PATIENCE_COMPUTE * missing_compute_s))
         return min(hard_s, self.started_s + wanted_compute_s, self.arrival_s + patience_s)
 

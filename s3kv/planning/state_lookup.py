@@ -41,6 +41,11 @@ class StateLookup(Lookup):
         return self.end is None and any(self.ready <= p < self.aim for p in self.pending)
 
     @property
+    def unproven(self) -> int:
+        """None: a state is stored without those before it."""
+        return 0
+
+    @property
     def unasked(self) -> int:
         """None: the chunks that are not requested are expected to be missing."""
         return 0

@@ -323,6 +323,15 @@ def test_a_bucket_known_to_be_slower_than_the_encoder_is_not_waited_for() -> Non
     assert len(desk.orders) == 1, "but asked, for the next one"
 
 
+def test_a_bucket_whose_answers_take_longer_than_encoding_is_not_waited_for() -> None:
+    desk = Desk()
+    assert not desk.ensure("r", A), "a second to encode"
+    desk.answer(seconds=1.2)
+    assert desk.ensure("r", A)
+    assert desk.ensure("s", B), "nothing has been fetched, but an absence has been told"
+    assert len(desk.orders) == 1
+
+
 def test_more_is_expected_of_a_bucket_that_is_slow_but_worth_it() -> None:
     desk = Desk(max_wait_s=100.0, slab_bytes=64 * 2**20)
     large, next_one = wanted("large", rows=5_000), wanted("next", rows=5_000)  # 50 s to encode

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from s3kv.planning.kv import NOTHING, WAIT, Answer
-from s3kv.planning.pace import GAIN, PATIENCE_S, FetchTime, Pace, Wait
+from s3kv.planning.pace import GAIN, LATE, PATIENCE_S, FetchTime, Pace, Wait
 from s3kv.types import Outcome
 from tests.unit.planning.desk import MISSING, Desk
 
@@ -269,6 +271,104 @@ def test_only_what_arrives_counts_as_speed() -> None:
     assert desk.planner.pace.statistics().fetch_s is None
 
 
+def test_an_answer_that_nothing_is_there_bounds_a_fetch_until_one_arrives() -> None:
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    pace.absent(0.2)
+    pace.absent(0.4)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.3)
+    pace.gave_up(0.2, 1)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.4)
+    pace.fetched(0.1, began_with=1, ended_with=1)
+    assert pace.fetch_s(1, 0) == pytest.approx(0.1)
+
+
+def test_a_bucket_whose_answers_take_longer_than_computing_is_not_waited_for() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True)
+    desk.add("first", "zzzz")
+    assert desk.lookup("first") == WAIT
+    desk.end(desk.plan().fetches, MISSING, seconds=0.5)
+    desk.add("r", "aaaa")  # half a second to compute
+    assert desk.lookup("r") == NOTHING
+    desk.add("long", "bbbbcccc")
+    assert desk.lookup("long") == WAIT
+
+
+def test_before_an_absent_chunk_every_length_is_as_likely() -> None:
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    assert pace.likely(3, 1.0) == 3, "nothing is known of absences yet"
+    pace.absent(0.1)
+    assert pace.likely(0, 0.0) == 0
+    for waited_s in (0.0, 1.0):
+        assert pace.likely(1, waited_s) == pytest.approx(1 / 2)
+        assert pace.likely(4, waited_s) == pytest.approx(2)
+
+
+def test_where_fetches_take_longer_than_absences_silence_is_a_good_sign() -> None:
+    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
+    pace.absent(0.1)
+    pace.fetched(0.5, began_with=1, ended_with=1)
+    assert pace.likely(4, 0.0) == pytest.approx(2)
+    assert pace.likely(1, 0.1) == pytest.approx(1 / (1 + math.exp(-1)))
+    assert pace.likely(4, 0.1) > 2.9
+    # From 0.4 s on a chunk that is there may have had its first byte as late as that, too.
+    assert pace.likely(4, 0.4) == pace.likely(4, 60.0) > 3.9
+
+
+@pytest.mark.parametrize(("absent", "answer"), [(5, WAIT), (2, WAIT), (1, NOTHING)])
+def test_an_absent_chunk_ends_a_wait_for_the_few_before_it(absent: int, answer: Answer) -> None:
+    """Half of them are expected to be there, and computing a chunk takes half a second."""
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
+    desk.add("r", "aaaabbbbccccddddeeeeffff")
+    assert desk.lookup("r") == WAIT
+    fetches = desk.plan().fetches
+    desk.end(fetches[absent], MISSING, seconds=0.3)
+    assert desk.lookup("r") == answer
+    desk.end(fetches[0])
+    desk.planner.finished("r")
+    desk.add("next", "aaaab")
+    assert desk.lookup("next") == Answer(False, 4), "what comes later serves the next request"
+
+
+def test_a_chunk_that_is_there_shows_that_those_before_it_are() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
+    desk.add("r", "aaaabbbbcccc")
+    assert desk.lookup("r") == WAIT
+    fetches = desk.plan().fetches
+    desk.end(fetches[1], seconds=0.3)
+    desk.end(fetches[2], MISSING, seconds=0.3)
+    assert desk.lookup("r") == WAIT, "for the first, of which nothing is known but that"
+    assert desk.planner._requests["r"].lookups[0].unproven == 0
+
+
+def test_a_read_that_is_late_is_not_expected_soon() -> None:
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
+    desk.add("r", "aaaabbbbcccc")
+    assert desk.lookup("r") == WAIT
+    fetches = desk.plan().fetches
+    desk.now_s = 0.2
+    desk.end(fetches[1:], MISSING, seconds=0.3)
+    assert desk.lookup("r") == WAIT, "the first is due in 0.1 s, and worth 0.25 s"
+    desk.now_s = LATE * 0.3 - 0.01
+    assert desk.lookup("r") == WAIT
+    desk.now_s = LATE * 0.3
+    assert desk.lookup("r") == NOTHING
+    desk.add("next", "xxxxyyyyzzzz")
+    assert desk.lookup("next") == WAIT, "a wait that stopped paying is no measurement"
+    assert desk.planner.pace.fetch_s(1, 0) == pytest.approx(0.3)
+
+
+def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
+    """Five are on their way, and take longer than computing them; the first alone does not."""
+    desk = measured(seconds_per_chunk=0.2, probe_chunks=8)
+    for n in (1, 2, 3, 4):
+        desk.planner.pace.fetched(0.2 * n, began_with=n, ended_with=n)
+    desk.add("r", "aaaabbbbccccddddeeee")
+    assert desk.lookup("r") == WAIT
+    fetches = desk.plan().fetches
+    desk.end(fetches[1], MISSING)
+    assert desk.planner.ledger.fetches_ahead_of(desk.planner._requests["r"].lookups[0].awaited) == 1
+
+
 def test_latency_and_bandwidth_are_told_apart() -> None:
     """Fetches that take 0.1 s each and 0.02 s for each that shares the network with them."""
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=32)
@@ -302,6 +402,7 @@ def test_the_deadline_is_the_earlier_of_two(gate: bool, until_s: float) -> None:
         100.5,
         expected_s=None,
         patience_s=1.0,
+        likely_compute_s=0.5,
         missing_compute_s=0.5,
         wanted_compute_s=1.0,
         max_wait_s=10.0,
