@@ -122,13 +122,16 @@ class Meter:
     ) -> None:
         keys = (key for name, metric in metrics.items() for key in metric.keys(name))
         self._shares = {key: ((key, 1),) for key in keys} | dict(shares or {})
+        self._counters: Tally | None = None
         self._seen: dict[str, int] = {}
         self._version = 0
 
     def grown(self, counters: Tally) -> Values:
-        """The growth since the last call. It costs one comparison if no counter has grown, because
-        it is called in every step.
+        """The growth since the last call, all of it if `counters` are others than last time. It
+        costs two comparisons if no counter has grown, because it is called in every step.
         """
+        if counters is not self._counters:
+            self._counters, self._seen, self._version = counters, {}, 0
         if counters.version == self._version:
             return {}
         self._version = counters.version

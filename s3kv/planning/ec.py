@@ -136,9 +136,13 @@ class ECPlanner:
             request.wait.sleep(limit_s)
             return True
         if -math.inf < limit_s and request.wait.arrival_s < now_s:
-            self.pace.gave_up(now_s - request.wait.arrival_s)
+            self.pace.fetch.gave_up(now_s - request.wait.arrival_s)
             self._news += 1
-        self._stop_waiting(request, request_id)
+        self.counters["deadline_cuts"] += 1
+        for identifier, job in request.pending.items():
+            job.waiters.remove((request_id, identifier))
+            self._late.add(job.job_id)
+        request.pending.clear()
         return False
 
     def _ask(self, request_id: str, request: _ItemRequest, wanted: Wanted, now_s: float) -> None:
@@ -193,21 +197,14 @@ class ECPlanner:
         missing_compute_s = self.pace.encode_s(missing_rows)
         return request.wait.limit_s(
             now_s,
-            expected_s=self.pace.fetch_s(bytes_ahead),
-            patience_s=self.pace.patience_s(bytes_ahead),
+            expected_s=self.pace.fetch.at(bytes_ahead),
+            patience_s=self.pace.fetch.patience_s(bytes_ahead),
             likely_compute_s=missing_compute_s,
             missing_compute_s=missing_compute_s,
             wanted_compute_s=self.pace.encode_s(request.wait.wanted),
             max_wait_s=self._settings.max_wait_s,
             gate=self._settings.recompute_gate,
         )
-
-    def _stop_waiting(self, request: _ItemRequest, request_id: str) -> None:
-        self.counters["deadline_cuts"] += 1
-        for identifier, job in request.pending.items():
-            job.waiters.remove((request_id, identifier))
-            self._late.add(job.job_id)
-        request.pending.clear()
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended or was aborted. Cancels fetches without other waiters,
@@ -323,9 +320,9 @@ class ECPlanner:
         if end.outcome.is_success:
             self._sizes.arrived(job.about, end.nbytes)
             self.counters["fetch_bytes"] += end.nbytes
-            self.pace.fetched(end.nbytes, end.seconds)
+            self.pace.fetch.add(end.nbytes, end.seconds)
         elif end.outcome is Outcome.MISSING:
-            self.pace.absent(end.seconds)
+            self.pace.fetch.absent(end.seconds)
         for request_id, identifier in job.waiters:
             request = self._requests[request_id]
             del request.pending[identifier]

@@ -73,33 +73,13 @@ class ItemSizes:
 class EncodingPace:
     """Speeds of one engine. encode_rows_per_s: value assumed before the first measurement."""
 
-    __slots__ = ("_encode_measured", "_encode_rows_per_s", "_fetch")
+    __slots__ = ("_encode_measured", "_encode_rows_per_s", "fetch")
 
     def __init__(self, *, encode_rows_per_s: float) -> None:
         self._encode_rows_per_s = encode_rows_per_s
         self._encode_measured = False
-        self._fetch = FetchTime()
-        """A latency, and a time for each byte."""
-
-    def fetched(self, nbytes: int, seconds: float) -> None:
-        """Note an item that arrived `seconds` after its request was sent."""
-        self._fetch.add(nbytes, seconds)
-
-    def absent(self, seconds: float) -> None:
-        """Note an answer that an item is not there, `seconds` after its request was sent."""
-        self._fetch.absent(seconds)
-
-    def gave_up(self, waited_s: float) -> None:
-        """Note a wait whose time ran out after `waited_s`, with a fetch still on its way."""
-        self._fetch.gave_up(waited_s)
-
-    def fetch_s(self, nbytes: int) -> float | None:
-        """Expected time until `nbytes` have arrived; None before the first measurement."""
-        return self._fetch.at(nbytes)
-
-    def patience_s(self, nbytes: int) -> float:
-        """Longest time to wait without an arrival while `nbytes` are on their way."""
-        return self._fetch.patience_s(nbytes)
+        self.fetch = FetchTime()
+        """Of an item, by the bytes that arrive up to its end."""
 
     def encoded(self, rows: int, seconds: float) -> None:
         """Note that the encoder took `seconds` for `rows` rows."""

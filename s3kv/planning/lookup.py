@@ -267,20 +267,28 @@ class Lookup:
             self._lease_early(position, entry)
             return True
         in_window = position < self.ready + self.window
+        job: Job | None
         if state is ChunkState.FETCHING and in_window:
             job = ledger.fetch_job(key)
         elif state is ChunkState.ABSENT and (in_window or self._is_known(position, key)):
             refusal = ledger.refusal(key, now_s, known=not in_window)
             if refusal is FetchRefusal.ABSENT:
                 self.end = position
-            # If the fetch cannot be ordered now, the next lookup tries again.
-            fetch = None if refusal else ledger.plan_fetch(key)
-            if fetch is None:
-                return False
-            job = fetch
-            if ledger.residency is not None:
-                ledger.residency.origin(key, JobKind.FETCH, self.request_id, position)
+            job = None if refusal else self._order(position, key)
         else:
+            job = None
+        return self._join(position, job)
+
+    def _order(self, position: int, key: ChunkKey) -> Job | None:
+        """Order the fetch of a chunk. None: there is no room, and the next lookup tries again."""
+        job, residency = self.ledger.plan_fetch(key), self.ledger.residency
+        if job is not None and residency is not None:
+            residency.origin(key, JobKind.FETCH, self.request_id, position)
+        return job
+
+    def _join(self, position: int, job: Job | None) -> bool:
+        """Wait for the chunk at `position`. Returns False, and does nothing, without a job."""
+        if job is None:
             return False
         job.waiters.append((self, position))
         self.pending[position] = job

@@ -95,9 +95,8 @@ class FetchTime:
     def absent(self, seconds: float) -> None:
         """Note an absence that took `seconds`."""
         self._absences += 1
-        before_s = self.absence_s or 0.0
         weight = max(_SMOOTHING, 1 / self._absences)
-        self.absence_s = before_s + weight * (seconds - before_s)
+        self.absence_s = weight * seconds + (1 - weight) * (self.absence_s or 0.0)
 
     def gave_up(self, waited_s: float) -> None:
         """Note a wait that ran out after `waited_s`. Each further one doubles the estimate."""

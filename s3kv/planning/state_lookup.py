@@ -114,23 +114,14 @@ class StateLookup(Lookup):
         key = ChunkKey(self.group.number, self.hashes.known[position])
         state = ledger.state(key)
         if state is ChunkState.FETCHING:
-            job = ledger.fetch_job(key)
-        elif state is not ChunkState.ABSENT:
+            return self._join(position, ledger.fetch_job(key))
+        if state is not ChunkState.ABSENT:
             return False
-        else:
-            refusal = ledger.refusal(key, now_s)
-            if refusal is FetchRefusal.ABSENT:
-                self.gone.add(position)
-                return True
-            fetch = None if refusal else ledger.plan_fetch(key)
-            if fetch is None:
-                return False
-            job = fetch
-            if ledger.residency is not None:
-                ledger.residency.origin(key, JobKind.FETCH, self.request_id, position)
-        job.waiters.append((self, position))
-        self.pending[position] = job
-        return True
+        refusal = ledger.refusal(key, now_s)
+        if refusal is FetchRefusal.ABSENT:
+            self.gone.add(position)
+            return True
+        return self._join(position, None if refusal else self._order(position, key))
 
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
         """Take in the end of a fetch that this lookup has ordered or joined."""

@@ -201,6 +201,17 @@ def test_counters_are_handed_over_once() -> None:
     assert meter.grown(counters) == {"saves": 1}
 
 
+def test_counters_of_a_planner_that_replaces_another_are_handed_over_whole() -> None:
+    """The late hello of a worker under `MultiConnector` makes a planner that does load and save."""
+    meter = Meter()
+    first, second = Tally(), Tally()
+    first["saves"] = 3
+    assert meter.grown(first) == {"saves": 3}
+    second["saves"] = 2  # the same version as the first
+    assert meter.grown(second) == {"saves": 2}
+    assert meter.grown(second) == {}
+
+
 def test_a_counter_can_be_part_of_several_metrics() -> None:
     meter = Meter(shares=KV_SHARES)
     counters = Tally(saves_dropped=5, saves_without_room=2, fetches_spared=3, fetch_missing=4)

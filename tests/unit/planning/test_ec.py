@@ -6,8 +6,8 @@ import pytest
 
 from s3kv.messages import ItemLoad, ItemReport, ItemSave
 from s3kv.objects.item_format import object_bytes
-from s3kv.planning.items import EncodingPace, Wanted
-from s3kv.planning.pace import PATIENCE_S
+from s3kv.planning.items import Wanted
+from s3kv.planning.pace import PATIENCE_S, FetchTime
 from s3kv.types import Outcome
 from tests.unit.planning.ec_desk import MIB, WIDTH, Desk, nbytes, wanted
 
@@ -318,7 +318,7 @@ def test_nobody_waits_for_a_bucket_that_gives_no_sign_of_life() -> None:
 
 def test_a_bucket_known_to_be_slower_than_the_encoder_is_not_waited_for() -> None:
     desk = Desk()
-    desk.planner.pace.fetched(nbytes(A), 2.0)
+    desk.planner.pace.fetch.add(nbytes(A), 2.0)
     assert desk.ensure("r", A)
     assert len(desk.orders) == 1, "but asked, for the next one"
 
@@ -335,7 +335,7 @@ def test_a_bucket_whose_answers_take_longer_than_encoding_is_not_waited_for() ->
 def test_more_is_expected_of_a_bucket_that_is_slow_but_worth_it() -> None:
     desk = Desk(max_wait_s=100.0, slab_bytes=64 * 2**20)
     large, next_one = wanted("large", rows=5_000), wanted("next", rows=5_000)  # 50 s to encode
-    desk.planner.pace.fetched(nbytes(large), 10.0)
+    desk.planner.pace.fetch.add(nbytes(large), 10.0)
     assert not desk.ensure("r", large)
     desk.now_s = 19.9
     assert not desk.ensure("r", large), "twice what is expected"
@@ -346,13 +346,13 @@ def test_more_is_expected_of_a_bucket_that_is_slow_but_worth_it() -> None:
     desk.now_s = 60.0
     assert desk.ensure("s", next_one)
     assert desk.ensure("t", wanted("third", rows=5_000))
-    desk.planner.pace.fetched(nbytes(large), 10.0)
+    desk.planner.pace.fetch.add(nbytes(large), 10.0)
     assert not desk.ensure("u", wanted("fourth", rows=5_000)), "it answers again"
 
 
 def test_what_was_waited_already_is_not_expected_again() -> None:
     desk = Desk()
-    desk.planner.pace.fetched(nbytes(A), 0.8)  # 0.9 s is where waiting for it stops to pay
+    desk.planner.pace.fetch.add(nbytes(A), 0.8)  # 0.9 s is where waiting for it stops to pay
     assert not desk.ensure("r", A, wanted("b"))
     desk.bucket.add(A.key)
     desk.now_s = 0.75
@@ -362,7 +362,7 @@ def test_what_was_waited_already_is_not_expected_again() -> None:
 
 def test_without_the_gate_only_max_wait_counts() -> None:
     desk = Desk(recompute_gate=False, max_wait_s=30.0)
-    desk.planner.pace.fetched(nbytes(A), 20.0)
+    desk.planner.pace.fetch.add(nbytes(A), 20.0)
     assert not desk.ensure("r", A)
     desk.now_s = 29.9
     assert not desk.ensure("r", A)
@@ -377,11 +377,11 @@ def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
     desk.bucket |= {A.key, B.key}
     thoughts = 0
 
-    def counted(pace: EncodingPace, nbytes: int) -> None:
+    def counted(fetch: FetchTime, nbytes: float) -> None:
         nonlocal thoughts
         thoughts += 1
 
-    monkeypatch.setattr(EncodingPace, "fetch_s", counted)
+    monkeypatch.setattr(FetchTime, "at", counted)
     assert not desk.ensure("r", A, B)
     for _ in range(5):
         desk.now_s += 0.01
@@ -400,7 +400,7 @@ def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
 def test_an_encoder_that_turns_out_fast_is_measured() -> None:
     desk = Desk()
     desk.planner.on_report(ItemReport(encoded_rows=1000, encode_seconds=0.1))
-    desk.planner.pace.fetched(nbytes(A), 0.05)
+    desk.planner.pace.fetch.add(nbytes(A), 0.05)
     assert desk.ensure("r", A), "100 rows take 10 ms now"
 
 

@@ -53,6 +53,6 @@ def test_the_first_measured_encoding_replaces_the_assumed_speed() -> None:
 
 def test_nothing_is_expected_of_fetches_before_one_has_ended() -> None:
     pace = EncodingPace(encode_rows_per_s=1.0)
-    assert pace.fetch_s(1000) is None
-    pace.fetched(1000, 0.5)
-    assert pace.fetch_s(1000) is not None
+    assert pace.fetch.at(1000) is None
+    pace.fetch.add(1000, 0.5)
+    assert pace.fetch.at(1000) is not None
