@@ -385,7 +385,7 @@ class SchedulerSide(Guarded):
     @guarded(default=dict)
     def _changed_gauges(self) -> Values:
         self._stirred = False
-        ledger, speed = self.planner.ledger, self.planner.pace.statistics().prefill_tokens_per_s
+        ledger, speed = self.planner.ledger, self.planner.pace.prefill_tokens_per_s
         held = ledger.table.statistics()
         values = memory_gauges(KV_METRICS, held, self._slot_bytes, ledger.breaker)
         # Rounded to three digits, because every large step changes the measured speed.

@@ -212,7 +212,7 @@ class KVPlanner:
     def _waits(self, request: PlannedRequest, lookup: Lookup, now_s: float) -> bool:
         """Whether the request waits for the missing chunks of `lookup`."""
         wait, pace, size = request.wait, self.pace, self._chunk_tokens
-        wait.begin(now_s, request.hashes.count - lookup.ready)
+        wait.begin(now_s, request.hashes.count - lookup.secured)
         # Chunks of other requests also arrive before the last of these.
         ahead = self.ledger.fetches_ahead_of(lookup.awaited)
         missing = ahead + lookup.unasked
@@ -379,7 +379,7 @@ class KVPlanner:
             ended_with = self.ledger.fetches_inflight + 1
             self.pace.fetched(job.seconds, began_with=job.began_with, ended_with=ended_with)
         elif outcome is Outcome.MISSING:
-            self.pace.absent(job.seconds)
+            self.pace.fetch.absent(job.seconds)
         for lookup, position in job.waiters:
             lookup.fetch_ended(position, job, now_s)
 

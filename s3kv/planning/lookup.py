@@ -124,7 +124,8 @@ class Lookup:
 
     Chunk positions count from the start of the prompt. Chunks `first … ready` are resident, and
     leased until the engine decides; `ready … asked` have been requested; chunks from `end` on are
-    not requested. window: chunks after `ready` that may be requested without being known.
+    not requested. As of the last `collect` the engine's own cache has `own` chunks, and `aim` may
+    be resumed after. window: chunks after `ready` that may be requested without being known.
     """
 
     request_id: str
@@ -138,6 +139,8 @@ class Lookup:
     ready: int = 0
     asked: int = 0
     end: int | None = None
+    own: int = 0
+    aim: int = 0
     leases: list[Entry] = field(default_factory=list)
     """Leases of the chunks `first … ready`, or none."""
     early: dict[int, Entry] = field(default_factory=dict)
@@ -165,9 +168,15 @@ class Lookup:
         return self.state is _OPEN and (self.end is None or position < self.end)
 
     @property
+    def secured(self) -> int:
+        """Number of chunks from the start that need not be computed, whatever comes of those on
+        their way. Without the rest of a window none can be resumed after but the engine's own."""
+        return self.own if self.group.reach_tokens else self.ready
+
+    @property
     def missing(self) -> int:
-        """Number of chunks that it lacks and may yet get."""
-        return self._end - self.ready
+        """Number of chunks that the engine computes unless the lookup gets what it lacks."""
+        return self.limit - self.secured
 
     @property
     def unproven(self) -> int:
@@ -191,7 +200,7 @@ class Lookup:
     @property
     def unasked(self) -> int:
         """Number of chunks that it has yet to request."""
-        return max(0, self._end - self.asked)
+        return max(0, self.limit - self.asked)
 
     @property
     def rounds(self) -> int:
@@ -199,8 +208,9 @@ class Lookup:
         return (self.unasked // self.window).bit_length()
 
     @property
-    def _end(self) -> int:
-        return self.hashes.count if self.end is None else self.end
+    def limit(self) -> int:
+        """Number of chunks that may yet be resumed after."""
+        return self.aim if self.end is None else min(self.end, self.aim)
 
     # --- collecting ------------------------------------------------------------------------
 
@@ -213,7 +223,7 @@ class Lookup:
         fetches, all before `end`. In a full group, resident chunks after `end` are leased, too.
         """
         self._step(LookupEvent.COLLECT)
-        first = local_tokens // self.group.chunk_tokens
+        first = self.own = local_tokens // self.group.chunk_tokens
         hashes = self.hashes.loadable()
         end = len(hashes)
         if self.group.kind is not _FULL:
@@ -221,12 +231,12 @@ class Lookup:
             end = min(end, self.hashes.before_the_last)
             first = max(first, cover(self.group, end * self.group.chunk_tokens).chunks.start)
             hashes = hashes[:end]
+        self.aim = end
         if first != self.first:
             self._give_back()
             self.first = self.ready = self.asked = first
         self._lease(hashes)
-        if self.end is not None and self.end < end:
-            end = self.end
+        end = self.limit
         counters = self.ledger.counters
         full = counters["fetches"] + orders
         pending = len(self.pending)
@@ -295,8 +305,7 @@ class Lookup:
         return True
 
     def _is_known(self, position: int, key: ChunkKey) -> bool:
-        near = position < self.ready + KNOWN_WINDOW_CHUNKS
-        return near and self.ledger.index.is_present(key)
+        return position < self.ready + KNOWN_WINDOW_CHUNKS and self.ledger.index.is_present(key)
 
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
         """Take in the end of a fetch that this lookup has ordered or joined."""

@@ -126,15 +126,6 @@ class FetchTime:
         return max(PATIENCE_MIN_S, PATIENCE_FETCHES * measured_s)
 
 
-@dataclass(frozen=True, slots=True)
-class PaceStatistics:
-    fetch_s: float | None
-    """Expected time of a fetch without others beside it."""
-    fetch_full_s: float | None
-    """Expected time of a fetch while `fetches_at_once` are under way."""
-    prefill_tokens_per_s: float
-
-
 class Pace:
     """Speeds of one engine. Times are seconds of one monotonic clock, passed in.
 
@@ -142,10 +133,11 @@ class Pace:
     """
 
     def __init__(self, *, prefill_tokens_per_s: float, fetches_at_once: int) -> None:
-        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self.prefill_tokens_per_s = prefill_tokens_per_s
         self._squared_tokens = self._token_seconds = 0.0
         self._fetches_at_once = fetches_at_once
-        self._fetch = FetchTime()
+        self.fetch = FetchTime()
+        """Of a chunk, by the fetches under way beside it."""
         self._steps: deque[tuple[int, float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
         """Those that are measured: number, start in seconds, tokens."""
         self._step_number = 0
@@ -156,15 +148,11 @@ class Pace:
 
         began_with, ended_with: fetches under way at its start and end, this one included.
         """
-        self._fetch.add(self._concurrency(began_with, ended_with), seconds)
-
-    def absent(self, seconds: float) -> None:
-        """Note an answer that a chunk is not there, `seconds` after its request was sent."""
-        self._fetch.absent(seconds)
+        self.fetch.add(self._concurrency(began_with, ended_with), seconds)
 
     def gave_up(self, waited_s: float, chunks: int) -> None:
         """Note a wait whose time ran out after `waited_s`; the last of `chunks` had not arrived."""
-        self._fetch.gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
+        self.fetch.gave_up(waited_s / max(1.0, chunks / self._fetches_at_once))
 
     def _concurrency(self, began_with: int, ended_with: int) -> float:
         most = self._fetches_at_once
@@ -198,19 +186,19 @@ class Pace:
         kept = math.exp(-tokens / _SETTLING_TOKENS)
         self._squared_tokens = kept * self._squared_tokens + tokens * tokens
         self._token_seconds = kept * self._token_seconds + tokens * seconds
-        self._prefill_tokens_per_s = self._squared_tokens / self._token_seconds
+        self.prefill_tokens_per_s = self._squared_tokens / self._token_seconds
 
     def compute_s(self, tokens: float) -> float:
         """Expected time to prefill `tokens`."""
-        return tokens / self._prefill_tokens_per_s
+        return tokens / self.prefill_tokens_per_s
 
     def fetch_s(self, chunks: int, rounds: int) -> float | None:
         """Expected time until the last of `chunks` has arrived; None before the first measurement.
 
         rounds: number of times that an answer must arrive before more chunks can be requested.
         """
-        full_s = self._fetch.at(self._concurrency(chunks, 1))
-        alone_s = self._fetch.at(1)
+        full_s = self.fetch.at(self._concurrency(chunks, 1))
+        alone_s = self.fetch.at(1)
         if full_s is None or alone_s is None:
             return None
         return full_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
@@ -222,24 +210,17 @@ class Pace:
         With the time of an absence exponential, and that of a fetch as much longer as fetches are
         measured to be, the odds of each absence more are `ratio`.
         """
-        absence_s = self._fetch.absence_s
+        absence_s = self.fetch.absence_s
         if not chunks or not absence_s:
             return chunks
-        longer_s = max(0.0, (self._fetch.measured(1) or 0.0) - absence_s)
+        longer_s = max(0.0, (self.fetch.measured(1) or 0.0) - absence_s)
         ratio = math.exp(-min(waited_s, longer_s) / absence_s)
         odds = [ratio**absent for absent in range(chunks + 1)]
         return sum((chunks - absent) * share for absent, share in enumerate(odds)) / sum(odds)
 
     def patience_s(self, chunks: int) -> float:
         """Longest time to wait without an arrival while `chunks` are on their way."""
-        return self._fetch.patience_s(self._concurrency(chunks, 1))
-
-    def statistics(self) -> PaceStatistics:
-        return PaceStatistics(
-            self._fetch.measured(1),
-            self._fetch.measured(self._fetches_at_once),
-            self._prefill_tokens_per_s,
-        )
+        return self.fetch.patience_s(self._concurrency(chunks, 1))
 
 
 class WaitState(IdentityEnum):

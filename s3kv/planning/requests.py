@@ -239,7 +239,10 @@ class PlannedRequest:
 
     def collect(self, now_s: float, orders: int) -> Lookup | None:
         """Collect in every group, for the longest prefix that all groups may yet have resident.
-        Returns the first lookup that still waits for a chunk; None if no lookup waits."""
+        Returns the first lookup that still waits for a chunk; None if no lookup waits.
+
+        Windows are requested together with what another lookup waits for, as if all of that were
+        there. Otherwise they would arrive later by the time of a fetch."""
         is_full = self.lookups[0].group.kind is GroupKind.FULL
         chunks = None if is_full else self.hashes.before_the_last
         settled = False
@@ -248,6 +251,7 @@ class PlannedRequest:
             for lookup in self.lookups:
                 lookup.collect(self.local_tokens, chunks, now_s, orders)
                 if lookup.waits:
+                    self._hope(lookup, now_s, orders)
                     return lookup
                 if chunks is None:
                     chunks = lookup.ready
@@ -256,6 +260,14 @@ class PlannedRequest:
             # An engine that has lost tokens since the last lookup may load fewer.
             self.ready = min(chunks or 0, self.hashes.count)
         return None
+
+    def _hope(self, awaited: Lookup, now_s: float, orders: int) -> None:
+        """Request the windows for the end of what `awaited` waits for, once."""
+        if awaited.unasked or awaited.has_more:
+            return
+        for lookup in self.lookups[self.lookups.index(awaited) + 1 :]:
+            if lookup.group.kind is not GroupKind.STATE and lookup.end is None:
+                lookup.collect(self.local_tokens, awaited.limit, now_s, orders)
 
     def offer(self) -> int:
         """Hold the chunks that all groups have ready. Returns the tokens to offer, or 0."""

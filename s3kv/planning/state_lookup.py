@@ -30,8 +30,6 @@ class StateLookup(Lookup):
     """
 
     window: int = 1
-    aim: int = 0
-    """Number of chunks that may be resumed after, as of the last `collect`."""
     gone: set[int] = field(default_factory=set)
     """Positions of chunks that the bucket does not have, or that could not be fetched."""
 
@@ -41,17 +39,13 @@ class StateLookup(Lookup):
         return self.end is None and any(self.ready <= p < self.aim for p in self.pending)
 
     @property
-    def unproven(self) -> int:
-        """None: a state is stored without those before it."""
-        return 0
-
-    @property
     def unasked(self) -> int:
         """None: the chunks that are not requested are expected to be missing."""
         return 0
 
     @property
-    def _end(self) -> int:
+    def limit(self) -> int:
+        """Number of chunks that may yet be resumed after."""
         return max(self.aim, self.ready)
 
     def collect(

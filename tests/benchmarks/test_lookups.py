@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import lookups
 from benchmarks.lookups import Case
-from s3kv.planning.pace import Pace
+from s3kv.planning.pace import FetchTime, Pace
 
 
 def test_what_is_there_spares_time_and_what_is_not_costs_some() -> None:
@@ -25,7 +25,7 @@ def test_a_new_prompt_waits_less_because_of_the_chunks_behind_its_first(
     case = Case("tail", 12.0, 32, 0)
     now = lookups.ratios(case, 20, seed=0)
     monkeypatch.setattr(Pace, "likely", lambda self, chunks, waited_s: chunks)
-    monkeypatch.setattr(Pace, "absent", lambda self, seconds: None)
+    monkeypatch.setattr(FetchTime, "absent", lambda self, seconds: None)
     before = lookups.ratios(case, 20, seed=0)
     assert fmean(now) < 1.05 < 1.08 < fmean(before)
 

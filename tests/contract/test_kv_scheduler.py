@@ -72,7 +72,7 @@ def test_the_time_of_a_step_is_known_though_idle_steps_are_not_told_of(
         now_s += 0.5
         report = WorkerReport(StepReport(number=number))
         scheduler.on_output(KVConnectorOutput(kv_connector_worker_meta=report))
-    assert scheduler.planner.pace.statistics().prefill_tokens_per_s == pytest.approx(2_000)
+    assert scheduler.planner.pace.prefill_tokens_per_s == pytest.approx(2_000)
     assert scheduler.broken is None
 
 

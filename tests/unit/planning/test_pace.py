@@ -123,13 +123,14 @@ def test_chunks_of_others_are_ahead_in_the_queue() -> None:
 
 def test_who_does_not_wait_has_measured_nothing() -> None:
     desk = measured(seconds_per_chunk=0.6)
-    before = desk.planner.pace.statistics()
+    before = desk.planner.pace.fetch_s(1, 0), desk.planner.pace.prefill_tokens_per_s
     desk.now_s = 10.0
     for letter in "abcdefgh":
         desk.add(letter, letter * 4)
         assert desk.lookup(letter) == NOTHING
         desk.now_s += 0.001
-    assert desk.planner.pace.statistics() == before
+    pace = desk.planner.pace
+    assert (pace.fetch_s(1, 0), pace.prefill_tokens_per_s) == before
 
 
 def test_who_gives_up_has_measured_a_slow_bucket() -> None:
@@ -225,10 +226,10 @@ def test_without_the_gate_a_slow_bucket_is_waited_for() -> None:
 def test_prefill_is_measured_and_decode_is_not() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
     pace.step_ended(1.0, pace.step_started(0.0, 4))
-    assert pace.statistics().prefill_tokens_per_s == 8.0
+    assert pace.prefill_tokens_per_s == 8.0
     for step in range(20):
         pace.step_ended(step + 0.5, pace.step_started(step, 1_000))
-    assert pace.statistics().prefill_tokens_per_s == pytest.approx(2_000, rel=0.01)
+    assert pace.prefill_tokens_per_s == pytest.approx(2_000, rel=0.01)
 
 
 def test_a_step_planned_ahead_starts_when_the_one_before_has_ended() -> None:
@@ -238,7 +239,7 @@ def test_a_step_planned_ahead_starts_when_the_one_before_has_ended() -> None:
         following = pace.step_started(step - 0.9, 1_000)
         pace.step_ended(float(step), under_way)
         under_way = following
-    assert pace.statistics().prefill_tokens_per_s == pytest.approx(1_000)
+    assert pace.prefill_tokens_per_s == pytest.approx(1_000)
 
 
 def test_a_step_starts_when_one_that_is_not_measured_has_ended() -> None:
@@ -246,7 +247,7 @@ def test_a_step_starts_when_one_that_is_not_measured_has_ended() -> None:
     number = pace.step_started(0.0, 1_000)
     pace.step_ended(0.5, None)
     pace.step_ended(1.0, number)
-    assert pace.statistics().prefill_tokens_per_s == pytest.approx(2_000)
+    assert pace.prefill_tokens_per_s == pytest.approx(2_000)
 
 
 @pytest.mark.parametrize("untold", [(0,), (0, 0, 1), (1_600,), (1_600,) * 20])
@@ -260,7 +261,7 @@ def test_steps_whose_end_is_not_told_of_do_not_count(untold: tuple[int, ...]) ->
         pace.step_ended(step + 0.6, number)
         pace.step_started(step + 0.6, 1)  # the first token that is decoded
         pace.step_ended(step + 0.61, None)
-    assert pace.statistics().prefill_tokens_per_s == pytest.approx(2_000)
+    assert pace.prefill_tokens_per_s == pytest.approx(2_000)
 
 
 def test_only_what_arrives_counts_as_speed() -> None:
@@ -268,13 +269,13 @@ def test_only_what_arrives_counts_as_speed() -> None:
     desk.add("r", "aaaa")
     desk.lookup("r")
     desk.end(desk.plan().fetches, MISSING, seconds=30.0)
-    assert desk.planner.pace.statistics().fetch_s is None
+    assert desk.planner.pace.fetch.measured(1) is None
 
 
 def test_an_answer_that_nothing_is_there_bounds_a_fetch_until_one_arrives() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    pace.absent(0.2)
-    pace.absent(0.4)
+    pace.fetch.absent(0.2)
+    pace.fetch.absent(0.4)
     assert pace.fetch_s(1, 0) == pytest.approx(0.3)
     pace.gave_up(0.2, 1)
     assert pace.fetch_s(1, 0) == pytest.approx(0.4)
@@ -296,7 +297,7 @@ def test_a_bucket_whose_answers_take_longer_than_computing_is_not_waited_for() -
 def test_before_an_absent_chunk_every_length_is_as_likely() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
     assert pace.likely(3, 1.0) == 3, "nothing is known of absences yet"
-    pace.absent(0.1)
+    pace.fetch.absent(0.1)
     assert pace.likely(0, 0.0) == 0
     for waited_s in (0.0, 1.0):
         assert pace.likely(1, waited_s) == pytest.approx(1 / 2)
@@ -305,7 +306,7 @@ def test_before_an_absent_chunk_every_length_is_as_likely() -> None:
 
 def test_where_fetches_take_longer_than_absences_silence_is_a_good_sign() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    pace.absent(0.1)
+    pace.fetch.absent(0.1)
     pace.fetched(0.5, began_with=1, ended_with=1)
     assert pace.likely(4, 0.0) == pytest.approx(2)
     assert pace.likely(1, 0.1) == pytest.approx(1 / (1 + math.exp(-1)))
@@ -429,9 +430,9 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
 def test_the_first_measurement_replaces_the_assumption() -> None:
     pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=4)
     pace.step_ended(1.0, pace.step_started(0.0, 1_000))
-    assert pace.statistics().prefill_tokens_per_s == 1_000
+    assert pace.prefill_tokens_per_s == 1_000
     pace.step_ended(1.2, pace.step_started(1.0, 100))
-    assert 980 < pace.statistics().prefill_tokens_per_s < 1_000, "a small step weighs little"
+    assert 980 < pace.prefill_tokens_per_s < 1_000, "a small step weighs little"
 
 
 def prefill(pace: Pace, *steps: tuple[int, float]) -> None:
@@ -460,4 +461,4 @@ def test_the_first_long_prompt_corrects_the_speed_of_short_ones() -> None:
 def test_short_prompts_between_long_ones_change_little(short_tokens_per_s: float) -> None:
     pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=4)
     prefill(pace, *[*[(100, short_tokens_per_s)] * 20, (1_600, 8_000.0)] * 5)
-    assert pace.statistics().prefill_tokens_per_s == pytest.approx(8_000, rel=0.2)
+    assert pace.prefill_tokens_per_s == pytest.approx(8_000, rel=0.2)

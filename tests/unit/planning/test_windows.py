@@ -1,0 +1,102 @@
+"""When the chunks of windows are requested, and how long a request waits for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.kv import NOTHING, WAIT, Answer
+from s3kv.planning.lookup import Lookup
+from s3kv.planning.requests import PlannedRequest
+from tests.unit.planning.desk import CHUNK, MISSING, Desk
+
+FULL = GroupSpec(2, CHUNK)
+WINDOW = GroupSpec(2, CHUNK, GroupKind.WINDOW, 7, number=1)
+"""The two chunks before the length."""
+STATE = GroupSpec(4, CHUNK, GroupKind.STATE, number=1)
+LETTERS = "abcdefgh"
+PROMPT = "".join(letter * CHUNK for letter in LETTERS) + "z"
+
+
+def desk_with(*groups: GroupSpec, probe_chunks: int = 16) -> Desk:
+    """Computing a chunk takes half a second, and all fetches take 1.2 s, measured."""
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=probe_chunks, groups=groups, slots=60)
+    for fetches in (1, 2, 3, 4):
+        desk.planner.pace.fetched(1.2, began_with=fetches, ended_with=fetches)
+    desk.add("r", PROMPT)
+    return desk
+
+
+def lookup(desk: Desk) -> Answer:
+    answer = desk.planner.lookup("r", 0, desk.now_s, tokens=len(PROMPT))
+    desk.planner.check()
+    return answer
+
+
+def asked(desk: Desk, group: GroupSpec) -> list[int]:
+    """Positions of the chunks of a group that wait for their answers."""
+    number = [lookup.group for lookup in lookups(desk)].index(group)
+    return sorted(lookups(desk)[number].pending)
+
+
+def lookups(desk: Desk) -> tuple[Lookup, ...]:
+    return desk.planner._requests["r"].lookups
+
+
+def test_a_window_is_requested_together_with_the_prefix() -> None:
+    desk = desk_with(FULL, WINDOW)
+    assert lookup(desk) == WAIT
+    assert (asked(desk, FULL), asked(desk, WINDOW)) == ([*range(8)], [6, 7])
+    desk.end(desk.plan().fetches, seconds=1.2)
+    assert lookup(desk) == Answer(False, 8 * CHUNK), "after one round of answers"
+
+
+def test_a_window_is_requested_elsewhere_where_the_prefix_ends_before() -> None:
+    desk = desk_with(FULL, WINDOW)
+    assert lookup(desk) == WAIT
+    fetches = desk.plan().fetches
+    desk.end(fetches[5], MISSING)
+    desk.end([*fetches[:5], *fetches[6:8]])
+    desk.end(fetches[8:], MISSING)
+    assert lookup(desk) == WAIT
+    assert asked(desk, WINDOW) == [3, 4]
+    desk.end(desk.plan().fetches)
+    assert lookup(desk) == Answer(False, 5 * CHUNK)
+    assert desk.pinned() == 5 + 2
+
+
+@pytest.mark.parametrize("probe_chunks", [5, 7])
+def test_no_window_is_requested_where_the_end_of_the_prefix_is_not(probe_chunks: int) -> None:
+    desk = desk_with(FULL, WINDOW, probe_chunks=probe_chunks)
+    assert lookup(desk) == WAIT
+    assert (len(asked(desk, FULL)), asked(desk, WINDOW)) == (probe_chunks, [])
+
+
+def test_no_state_is_requested_before_the_prefix_is_known() -> None:
+    desk = desk_with(FULL, STATE)
+    assert lookup(desk) == WAIT
+    assert asked(desk, STATE) == []
+
+
+def test_what_a_window_is_worth_is_the_prefix_that_it_lets_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight chunks are in host memory and take four seconds to compute. Two of the window are on
+    their way, which take 1.2 s to fetch, and one to compute."""
+    monkeypatch.setattr(PlannedRequest, "_hope", lambda *args: None)
+    desk = desk_with(FULL, WINDOW)
+    assert lookup(desk) == WAIT
+    desk.end(desk.plan().fetches)
+    assert lookup(desk) == WAIT
+    assert (asked(desk, FULL), asked(desk, WINDOW)) == ([], [6, 7])
+    assert lookups(desk)[1].missing == 8
+    desk.end(desk.plan().fetches)
+    assert lookup(desk) == Answer(False, 8 * CHUNK)
+
+
+def test_a_model_of_windows_alone_waits_for_as_much() -> None:
+    desk = desk_with(GroupSpec(2, CHUNK, GroupKind.WINDOW, 7))
+    assert lookup(desk) == WAIT
+    assert desk.planner._requests["r"].wait.wanted == 8
+    desk.now_s = 3.0
+    assert lookup(desk) == NOTHING, "twice 1.2 s, and no answer"
