@@ -241,8 +241,8 @@ class PlannedRequest:
         """Collect in every group, for the longest prefix that all groups may yet have resident.
         Returns the first lookup that still waits for a chunk; None if no lookup waits.
 
-        Windows are requested together with what another lookup waits for, as if all of that were
-        there. Otherwise they would arrive later by the time of a fetch."""
+        Windows are requested together with the prefix that another lookup waits for, as if all of
+        it were there. Otherwise they would arrive later by the time of a fetch."""
         is_full = self.lookups[0].group.kind is GroupKind.FULL
         chunks = None if is_full else self.hashes.before_the_last
         settled = False
@@ -262,7 +262,8 @@ class PlannedRequest:
         return None
 
     def _hope(self, awaited: Lookup, now_s: float, orders: int) -> None:
-        """Request the windows for the end of what `awaited` waits for, once."""
+        """Request what the lookups behind `awaited` need at its end. Those that have found a chunk
+        missing, and states, are left until the prefix is known."""
         if awaited.unasked or awaited.has_more:
             return
         for lookup in self.lookups[self.lookups.index(awaited) + 1 :]:
