@@ -21,7 +21,6 @@ OLDER: dict[str, str] = {
     "encoder-rgw.json": BEFORE,
     "engine-rgw.json": BEFORE,
     "engine-shaped.json": WINDOWS,
-    "peers-large.json": "new prompts wait less for the bucket since",
     "peers-rgw.json": BEFORE,
     "peers-shaped.json": WINDOWS,
     "replicas.json": "the check at start has got an argument since, and is still one request",
