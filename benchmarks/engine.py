@@ -108,7 +108,7 @@ class Bench:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--quick", action="store_true", help="one round, few prompts")
     parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
     parser.add_argument("--json", type=Path)
     add_server(parser)
@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with s3(options) as store, tempfile.TemporaryDirectory() as folder:
         rounds = 1 if options.quick else options.rounds
         size = LARGE if options.large else SMALL
+        size = size.quick() if options.quick else size
         begin(store.name, 3 * rounds * size.give_up_s)
         bench = Bench(Path(folder), store, size)
         for number in range(rounds):

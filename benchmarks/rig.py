@@ -34,6 +34,9 @@ SHORT_TOKENS = 100
 """Of a prompt that no cache can hit or save: shorter than a chunk."""
 
 
+QUICK_PROMPTS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """Size of the model and its prompts. host_gib: host memory of a connector. give_up_s: for each
@@ -58,6 +61,10 @@ class Size:
         """Room for the KV of all prompts at once."""
         nbytes = self.prompts * self.prompt_tokens * self.preset.kv_bytes_per_token
         return max(2**30, nbytes * 4 // 3)
+
+    def quick(self) -> Size:
+        """The same with a few prompts, for a run that only shows that everything works."""
+        return replace(self, prompts=min(self.prompts, QUICK_PROMPTS))
 
     def told(self) -> str:
         """For a result."""

@@ -103,7 +103,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--quick", action="store_true", help="one round, few prompts")
     parser.add_argument("--large", action="store_true", help="8,000 tokens of 128 KiB a prompt")
     parser.add_argument("--json", type=Path, help="a file for the result")
     parser.add_argument("--nixl-python", help="the interpreter of an environment with nixl")
@@ -139,6 +139,7 @@ def main() -> None:
         folder = Path(name)
         rounds = 1 if options.quick else options.rounds
         size = LARGE if options.large else SMALL
+        size = size.quick() if options.quick else size
         begin(store.name, rounds * ENGINES * size.give_up_s)
         s3_server = S3Server(url or None, store.s3.env)
         virtual_host = options.lmcache_host
