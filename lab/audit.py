@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.llm_engine import LLMEngine
 
 
-def audit(engine: LLMEngine, timeout_s: float = 30.0) -> dict[str, Any]:
+def audit(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
     """Wait until the connector is at rest, check the planner's books, tell what there is.
 
     left: what an engine without requests has none of once all has ended, counted. broken: the
@@ -44,7 +44,7 @@ def audit(engine: LLMEngine, timeout_s: float = 30.0) -> dict[str, Any]:
     }
 
 
-def audit_items(engine: LLMEngine, timeout_s: float = 30.0) -> dict[str, Any]:
+def audit_items(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
     """The same for the EC connector: no request, lease, fetch or upload may be left."""
     if engine.has_unfinished_requests():
         raise RuntimeError("requests are being served; audit the engine when they are answered")

@@ -55,6 +55,9 @@ ENGINE_ARGS: dict[str, Any] = {
     "seed": 0,
 }
 
+PATIENCE_S = 300.0
+"""Longest wait for an answer. A shared machine may stand still for minutes."""
+
 
 class EngineFailed(Exception):
     """The engine died, refused a command, or did not answer in time. Carries the log's tail."""
@@ -103,7 +106,7 @@ class Pending:
         self._engine = engine
         self._number = number
 
-    def result(self, timeout_s: float = 120.0) -> Any:
+    def result(self, timeout_s: float = PATIENCE_S) -> Any:
         return self._engine._wait_for(self._number, timeout_s)
 
     def done(self) -> bool:
@@ -139,7 +142,7 @@ class Engine:
         second_runner: bool = False,
         env: Mapping[str, str] | None = None,
         python: str = sys.executable,
-        start_timeout_s: float = 200.0,
+        start_timeout_s: float = PATIENCE_S,
         **engine_args: Any,
     ) -> None:
         self.log_path = log_path
@@ -165,8 +168,10 @@ class Engine:
 
     def start(self) -> None:
         """Start the process and wait until the engine is ready to serve."""
+        # Interrupted before it returns, a launch leaves a process that ends with its empty input.
+        started = self.launch()
         try:
-            self.launch().result(self._start_timeout_s)
+            started.result(self._start_timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -187,12 +192,12 @@ class Engine:
         self._write(self._settings)
         return Pending(self, 0)
 
-    def shutdown(self, timeout_s: float = 30.0) -> None:
+    def shutdown(self, timeout_s: float = PATIENCE_S) -> None:
         """Shut down cleanly. Raises `EngineFailed` when a process of the engine is still there."""
         try:
             self._wait_for(self._send("shutdown", {}), timeout_s)
             self._process.wait(timeout_s)
-            left = self._wait_until_gone(timeout_s=5.0)
+            left = self._wait_until_gone(timeout_s=100.0)
             if left:
                 raise EngineFailed(f"still running after the shutdown: {left}")
         except subprocess.TimeoutExpired:
@@ -260,7 +265,7 @@ class Engine:
         *,
         max_tokens: int = 8,
         concurrency: int = 1,
-        timeout_s: float = 120.0,
+        timeout_s: float = PATIENCE_S,
     ) -> list[Answer]:
         """Serve requests, at most `concurrency` at once; answers in the order of the requests.
 

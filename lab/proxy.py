@@ -72,7 +72,7 @@ class Proxy:
     def statistics(self) -> ProxyStatistics:
         return ProxyStatistics(**self._ask({"op": "statistics"}))
 
-    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 30.0) -> None:
+    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 200.0) -> None:
         """Until that many requests have been struck by faults of this kind, in all.
 
         Raises AssertionError when that does not happen in time.

@@ -160,6 +160,7 @@ class _Cluster:
     def _ask_monitor(self, *command: str, attempts: int = 5) -> bytes:
         """The answer to a command that may be given twice. A busy monitor refuses some."""
         for _ in range(attempts - 1):
+            self._check()
             with contextlib.suppress(RuntimeError):
                 return self._run("ceph", "--connect-timeout", "30", *command)
             time.sleep(1)
@@ -182,10 +183,15 @@ class _Cluster:
     def _wait(self, what: str, ready: Callable[[], bool], timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not ready():
-            dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
-            if dead or time.monotonic() > deadline:
-                raise RuntimeError(f"{what} does not start; ended: {dead}; logs: {self._home}")
+            self._check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what} does not start; logs: {self._home}")
             time.sleep(0.1)
+
+    def _check(self) -> None:
+        dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+        if dead:
+            raise RuntimeError(f"ended: {dead}; logs: {self._home}")
 
 
 def _answers(url: str) -> bool:

@@ -10,8 +10,6 @@ import pytest
 from benchmarks import first
 from tests import servers
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ import pytest
 from benchmarks import report
 from tests.project import ROOT
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_results_failures_and_what_is_left_out_are_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

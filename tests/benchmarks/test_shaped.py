@@ -24,8 +24,6 @@ from tests.unit.objects.suite import pattern
 FAST = Shape(connection_mb_s=0, host_mb_s=0, first_byte_ms=0, sigma=0)
 FAST_OPTIONS = ["--shaped", "--connection-mb-s", "0", "--host-mb-s", "0", "--first-byte-ms", "0"]
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(autouse=True)
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:

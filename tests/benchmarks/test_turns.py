@@ -31,7 +31,6 @@ def test_few_values_have_no_interval() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("benchmark", "figure", "table"),
     [(short, "requests_per_s", results.short), (saving, "median_ms", results.saving)],

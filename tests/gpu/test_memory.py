@@ -76,7 +76,6 @@ def test_memcheck_finds_nothing() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "settings", ["expandable_segments:True", "backend:cudaMallocAsync", "max_split_size_mb:32"]
 )

@@ -32,7 +32,7 @@ def test_the_tests_of_a_group_run_in_one_process(tmp_path: Path) -> None:
     (tmp_path / "test_six.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup"]
-    subprocess.run([*command, "--rootdir", str(tmp_path), str(tmp_path)], check=True, timeout=50)
+    subprocess.run([*command, "--rootdir", str(tmp_path), str(tmp_path)], check=True, timeout=200)
     workers = [path.read_text() for path in tmp_path.glob("*.worker")]
     assert len(workers) == 6
     assert len(set(workers)) == 1

@@ -19,7 +19,7 @@ from tests.project import ROOT, declared, extras
 
 STEM = f"vllm_s3kv-{s3kv.__version__}"
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300), pytest.mark.xdist_group("packaging")]
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("packaging")]
 
 
 def run(*command: str | Path, cwd: Path) -> str:

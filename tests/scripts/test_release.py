@@ -52,7 +52,6 @@ def test_checksums_are_what_sha256sum_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_twine_accepts_what_is_built(tmp_path: Path) -> None:
     pytest.importorskip("twine")
     archives = release.build(tmp_path)
@@ -63,7 +62,6 @@ def test_twine_accepts_what_is_built(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *archives], check=True)
 
 
-@pytest.mark.timeout(300)
 def test_the_demo_may_not_run_another_s3kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the checkout's nor, as here, one that only the engine's environment has."""
     venv.create(tmp_path / "env", with_pip=False)

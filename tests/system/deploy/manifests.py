@@ -118,7 +118,7 @@ def render(folder: Path) -> Rendered:
         pytest.fail("no kubectl") if os.environ.get("CI") else pytest.skip("no kubectl")
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)],
-        capture_output=True, text=True, check=False, timeout=50,
+        capture_output=True, text=True, check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return Rendered(list(yaml.safe_load_all(done.stdout)))

@@ -13,7 +13,7 @@ import pytest
 from tests.system.deploy.manifests import KUBERNETES, Pod, render
 from tests.system.deploy.test_charts import llm_d, production_stack
 
-pytestmark = [pytest.mark.infra, pytest.mark.timeout(300), pytest.mark.xdist_group("deploy")]
+pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("deploy")]
 SETTINGS = (KUBERNETES / "base" / "kv-transfer-config.json").read_text()
 GROUP = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "engine-0.engine"}
 """What the controller of a LeaderWorkerSet sets, here for a follower."""

@@ -26,7 +26,7 @@ from tests.system.e2e.pictures import Pictures
 from tests.versions import since
 
 HERE = Path(__file__).parent
-START_AND_STOP_S = 240
+START_AND_STOP_S = 400
 
 
 needs_second_runner = since(0, 30, "a CPU engine that starts without a warm-up")
@@ -242,11 +242,11 @@ def patient_for(s3: S3Server, bucket: str, *, fails: bool = False) -> dict[str, 
     settings: dict[str, Any] = {
         "chunk_tokens": 128,
         "recompute_gate": False,
-        "max_wait_ms": 100_000,
+        "max_wait_ms": 250_000,
         "probe_chunks": 1,
     }
     if not fails:
-        settings |= {"first_byte_timeout_ms": 90_000, "request_timeout_ms": 90_000}
+        settings |= {"first_byte_timeout_ms": 240_000, "request_timeout_ms": 240_000}
     return changed(connector_for(s3, bucket), **settings)
 
 

@@ -37,10 +37,10 @@ def ec_connector(
         "host_bytes": "16MiB",
         "staging_bytes": "16MiB",
         "recompute_gate": False,
-        "max_wait_ms": 100_000,
+        "max_wait_ms": 250_000,
         # Ranks that wait for each other leave a busy machine's server without a processor.
-        "first_byte_timeout_ms": 90_000,
-        "request_timeout_ms": 90_000,
+        "first_byte_timeout_ms": 240_000,
+        "request_timeout_ms": 240_000,
     }
     return {
         "ec_connector": "S3ECConnector",

@@ -40,7 +40,7 @@ def running(mark: str) -> list[psutil.Process]:
 
 def left_running(mark: str) -> list[psutil.Process]:
     """What is still there when whatever was killed in its own start has had time to notice."""
-    _, left = psutil.wait_procs(running(mark), timeout=30)
+    _, left = psutil.wait_procs(running(mark), timeout=100)
     return left
 
 

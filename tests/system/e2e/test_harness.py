@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,14 @@ def test_failures_are_told_with_the_log(tiny: Path, tmp_path: Path) -> None:
         engine.processes()[0].send_signal(signal.SIGKILL)
         with pytest.raises(EngineFailed, match="ended"):
             pending.result(timeout_s=30.0)
+
+
+def test_an_interrupt_of_the_launch_is_passed_on(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(tiny, log_path=tmp_path / "engine.log").start()

@@ -95,8 +95,8 @@ async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
         bucket_bytes=BUDGET_BYTES,
         bucket_min_age_s=0.0,
         max_item_bytes=2**22,
-        first_byte_timeout_ms=90_000,
-        request_timeout_ms=90_000,
+        first_byte_timeout_ms=240_000,
+        request_timeout_ms=240_000,
     )
     rows = TensorRows((1_024,), torch.float32, host_bytes=96 * 2**20)
     foreign = {"keeper.json", "s3kv-of-others/v2/x.safetensors", "s3kv/notes.txt"}

@@ -20,8 +20,6 @@ from tests.servers import forget_credentials
 from tests.system.infra.applied import NAME, PREFIX, PROVIDER, WITHOUT_LIFECYCLE, Applied, applied
 from tests.system.infra.terraform import Terraform, copy_module
 
-pytestmark = pytest.mark.timeout(300)  # the first test of the file applies the module
-
 KEY = f"{PREFIX}/v2/chunk"
 ELSEWHERE = "team/other/chunk"
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from tests.system.infra.expected import all_differences, differences
 from tests.system.infra.mistakes import mistakes
 from tests.system.infra.terraform import Plan, Terraform, copy_module, read_plans, show_plans
-
-pytestmark = pytest.mark.timeout(300)
 
 TOLD = {
     "a move to Glacier": "eks: resources aws_s3_bucket_lifecycle_configuration.this rule 0"

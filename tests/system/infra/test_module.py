@@ -28,8 +28,6 @@ from tests.system.infra.terraform import (
     read_complaints,
 )
 
-pytestmark = pytest.mark.timeout(300)  # seconds for every command, minutes on a busy machine
-
 
 def test_the_files_are_formatted(terraform: Terraform) -> None:
     done = format_check(terraform, MODULE)

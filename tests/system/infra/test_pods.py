@@ -12,7 +12,6 @@ import pytest
 from tests.system.deploy.manifests import KUBERNETES, Rendered, render
 from tests.system.infra.terraform import Plan
 
-pytestmark = pytest.mark.timeout(300)
 WRITTEN, PLANNED = "us-east-1", "eu-west-1"
 """The region in the manifests, as in the example, and that of all plans in the module's tests."""
 

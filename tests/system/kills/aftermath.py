@@ -58,7 +58,7 @@ def shared_files(pids: list[int]) -> set[str]:
     return found
 
 
-def wait_until(what: str, true: Callable[[], object], timeout_s: float = 90.0) -> None:
+def wait_until(what: str, true: Callable[[], object], timeout_s: float = 250.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline_s, f"never happened: {what}"

@@ -19,7 +19,7 @@ import pytest
 from scripts import site as script
 from tests.project import ROOT
 
-pytestmark = [pytest.mark.infra, pytest.mark.timeout(300), pytest.mark.xdist_group("site")]
+pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("site")]
 PHONE, LAPTOP, WIDE = 390, 1300, 1920
 WIDTHS = (PHONE, LAPTOP, WIDE)
 LOOK = Path(__file__).with_name("boxes.js").read_text().partition("\n")[2]

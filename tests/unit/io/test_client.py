@@ -35,7 +35,6 @@ from tests.servers import BUCKET, KEYS, boto_client, moto_server, set_credential
 from tests.unit.io import rig
 from tests.unit.io.stubborn import StubbornServer, stubborn_server
 
-pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[3]
 
 

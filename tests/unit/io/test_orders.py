@@ -23,8 +23,6 @@ from tests.unit.io import rig
 from tests.unit.io.delicate import POISON
 from tests.unit.io.stubborn import stubborn_server
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def slab() -> Iterator[Slab]:

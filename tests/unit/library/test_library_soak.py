@@ -256,7 +256,6 @@ async def compare_the_bucket(store: TieredStore) -> None:
     assert sum(tensor_hits) > TENSORS // 4
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("calls", "cut"),
     [(200, 0.3), pytest.param(5_000, 0.6, marks=[pytest.mark.long, pytest.mark.timeout(900)])],

@@ -25,8 +25,6 @@ from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import served
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @pytest.fixture
 def slab() -> Iterator[Slab]:

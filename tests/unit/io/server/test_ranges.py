@@ -23,7 +23,6 @@ from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import served
 
-pytestmark = pytest.mark.timeout(60)
 RANGE_BYTES = 4096
 RANGES = rig.FORMAT.object_bytes // RANGE_BYTES
 KEY = rig.object_key(1)

@@ -27,7 +27,6 @@ from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey, Outcome, TensorSpec
 from tests.unit.io.rig import Worker, served
 
-pytestmark = pytest.mark.timeout(60)
 NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
 HEADS, LAYERS, BLOCKS, TOKENS, CONTENT = 4, 2, 2, 32, 16
 PAGES = Pages("HNC")

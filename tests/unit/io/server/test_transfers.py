@@ -22,7 +22,6 @@ from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker, served
 
-pytestmark = pytest.mark.timeout(30)
 KEY = rig.object_key(1)
 GOOD = rig.sealed(1)
 BAD = GOOD[:-1] + bytes([GOOD[-1] ^ 1])
