@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 from botocore.loaders import JSONFileLoader
+from hypothesis import settings
 
 from tests.rgw import Gateway, missing_programs, rgw_server
 
 ON_REQUEST = ("long", "nightly")
 SYSTEM, BENCHMARKS = (Path(__file__).parent / folder for folder in ("system", "benchmarks"))
+
+# An example takes as long as the machine lets it.
+settings.register_profile("s3kv", deadline=None)
+settings.load_profile("s3kv")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts us in the background has it ignored, and so would all that tests start.

@@ -148,9 +148,8 @@ def fingerprint(
         "speculative": _speculative(config, vllm_config),
         "attention": fields(vllm_config.attention_config, _ATTENTION),
         "diffusion": fields(getattr(vllm_config, "diffusion_config", None), _DIFFUSION),
-        "worker": fields(parallel, _WORKER),
         "kv_cache": {
-            "dtype": cache.cache_dtype,
+            "dtype": f"{cache.cache_dtype}{_fnuz()}",
             "unquantized_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", ())),
             "layout": getattr(kv_cache_config, "kv_cache_layout", None),
             "page": dict(page),
@@ -165,6 +164,13 @@ def fingerprint(
         "chunk_tokens": sizes.chunk_tokens,
         "hash": _hash_identity(cache.prefix_caching_hash_algo, sizes.hash_tokens),
     }
+
+
+def _fnuz() -> str:
+    """A mark of the platforms that read other numbers from the 8 bits of an fp8: AMD's gfx94x."""
+    from vllm.platforms import current_platform
+
+    return " fnuz" if current_platform.is_fp8_fnuz() else ""
 
 
 def _stages(vllm_config: VllmConfig, pages: Pages | None) -> dict[str, Any]:
@@ -198,8 +204,14 @@ def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
         "lora": fields(vllm_config.lora_config, _LORA),
         "kernels": fields(getattr(vllm_config, "kernel_config", None), _KERNELS),
         "additional": digest_of(plain(additional)) if additional else None,
-        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        "worker": fields(vllm_config.parallel_config, _WORKER),
+        "environment": {n: _content(os.environ[n]) for n in ENVIRONMENT if n in os.environ},
     }
+
+
+def _content(value: str) -> str | None:
+    """What a variable says: vLLM reads the values of some from a file, if they name one."""
+    return file_digest(value) if os.path.isfile(value) else value
 
 
 def _multimodal(model: ModelConfig) -> dict[str, Any] | None:

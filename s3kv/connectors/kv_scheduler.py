@@ -319,6 +319,8 @@ class SchedulerSide(Guarded):
         is_ours = isinstance(report, WorkerReport)
         self.planner.step_ended(now_s, report.report.number if is_ours else None)
         if is_ours:
+            if report.broken:
+                self.broken = "report"
             self._stirred |= bool(report.report.ends or report.hellos)
             if report.hellos:
                 self._report_late(report.hellos)

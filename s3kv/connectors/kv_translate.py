@@ -247,16 +247,19 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """The workers' report to the scheduler. vLLM merges the reports of all ranks into one.
 
     hellos: those that vLLM did not collect before the first step. adapters: None without LoRA.
+    broken: a worker has failed, and would fail every load.
     """
 
     report: StepReport
     hellos: tuple[WorkerHello, ...] = ()
     adapters: AdapterReport | None = None
+    broken: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)
         self.report.merge(other.report)
         self.hellos += other.hellos
+        self.broken |= other.broken
         if self.adapters is not None and other.adapters is not None:
             self.adapters.merge(other.adapters)
         else:

@@ -376,7 +376,7 @@ class WorkerSide(Guarded):
         rank.poll(linger_s)
         return rank.take_loaded()
 
-    @guarded(default=lambda: None)
+    @guarded(default=lambda: WorkerReport(StepReport(), broken=True))
     def report(self) -> WorkerReport | None:
         report = self._rank.take_report() if self._rank is not None else None
         adapters = self._adapters.report() if self._adapters is not None else None

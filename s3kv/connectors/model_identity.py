@@ -80,9 +80,18 @@ def model_identity(
         "quantization": model.quantization,
         "quantization_config": plain(getattr(model, "quantization_config", None)),
         "disable_sliding_window": model.disable_sliding_window,
-        # vLLM scales these embeddings by `max_model_len`.
-        "max_model_len": model.max_model_len if "longrope" in text else None,
+        "max_model_len": _by_length(model, text),
     }
+
+
+def _by_length(model: ModelConfig, text: str) -> list[Any] | int | None:
+    """The part of the identity that depends on `max_model_len`: some position embeddings, and the
+    scale of Llama 4's queries, unless the generation config turns that on or off."""
+    if "llama4" in text:
+        said = model.try_get_generation_config() | (model.override_generation_config or {})
+        return [model.max_model_len, said.get("attn_temperature_tuning")]
+    scaled = "longrope" in text or '"dynamic"' in text
+    return model.max_model_len if scaled else None
 
 
 def processor_identity(model: ModelConfig) -> dict[str, Any] | None:

@@ -155,7 +155,9 @@ def adapter_digest(path: str, method: str = SAMPLED) -> Digest | None:
 def _files(directory: Path, suffixes: str | tuple[str, ...] = "") -> list[Path]:
     if not directory.is_dir():
         return []
-    return [p for p in directory.iterdir() if p.name.endswith(suffixes) and p.is_file()]
+    # Some models have weights in folders of their own: Cosmos3, Kimi-Audio.
+    found = [*directory.iterdir(), *directory.glob("*/*.safetensors")]
+    return [p for p in found if p.name.endswith(suffixes) and p.is_file()]
 
 
 def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
@@ -163,7 +165,7 @@ def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
 
     Reads in several threads. Raises `OSError` for files that cannot be read.
     """
-    ordered = sorted(files, key=lambda p: p.name)
+    ordered = sorted(files, key=lambda p: (p.name, p.parent.name))
     stamps = [stamp(file) for file in ordered]
     plans = _plans(ordered, [found.size for found in stamps], method)
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -30,7 +30,8 @@ def main() -> int:
     # Ctrl-C and systemd's stop reach every process at once. The worker decides what they mean: it
     # may want its chunks uploaded first. This process ends when the worker is gone.
     for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+        # Not SIG_IGN, which the helper programs of credentials would inherit.
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     log_to_worker()
     sock = socket.socket(fileno=arguments.fd)

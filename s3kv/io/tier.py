@@ -129,7 +129,8 @@ def try_bucket(client: IoClient, config: Config) -> bool | None:
     Returns whether the namespace has objects; None if the bucket does not answer. Raises what
     `IoClient.wait_ready` raises, after which the client is closed.
     """
-    ready = client.wait_ready(config.start_timeout_ms / 1000)
+    # The process itself gives up first, and says why. It needs time to start, too.
+    ready = client.wait_ready(config.start_timeout_ms / 1000 + 10.0)
     if ready.trouble is not None:
         logger.warning("s3kv serves without the bucket for now: %s", ready.message)
         return None

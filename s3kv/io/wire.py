@@ -32,8 +32,13 @@ MAX_FRAME_BYTES = 2**20
 _MESSAGES_PER_FRAME = 1024
 """Most messages in a frame. It keeps frames of job messages (under 200 bytes each, `JobEnd` with a
 detail under 800) below the maximum."""
-MAX_DETAIL_CHARS = 700
+MAX_DETAIL_BYTES = 700
 """Longest detail sent. It fits a key of about 150 characters and the advice at the end."""
+
+
+def carried(detail: str) -> str:
+    """As much of a text as a message carries. It may come from anywhere."""
+    return detail.encode("utf-8", "replace")[:MAX_DETAIL_BYTES].decode("utf-8", "ignore")
 
 
 class WireError(S3KVError):

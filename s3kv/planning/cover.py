@@ -8,7 +8,7 @@ the one state after the last token. Positions count from the start of the prompt
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +99,16 @@ def cover(group: GroupSpec, tokens: int) -> Cover:
     per_chunk = group.chunk_tokens // group.block_tokens
     chunks = range(start // per_chunk, -(-end // per_chunk) if start < end else start // per_chunk)
     return Cover(range(start, end), chunks)
+
+
+def blocks_after(
+    groups: Sequence[GroupSpec], tokens: int, tables: Sequence[Sequence[int]]
+) -> Iterator[int]:
+    """The blocks after the first `tokens`, of all KV-cache groups of the engine. tables: the blocks
+    of a request in each of them."""
+    for group in groups:
+        for member in group.members:
+            yield from tables[member][tokens // group.block_tokens :]
 
 
 def blocks_of_chunk(group: GroupSpec, position: int) -> range:

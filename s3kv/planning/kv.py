@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
-from s3kv.planning.cover import GroupSpec, check_groups
+from s3kv.planning.cover import GroupSpec, blocks_after, check_groups
 from s3kv.planning.ledger import Job, Ledger
 from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
 from s3kv.planning.pace import Pace
@@ -272,6 +272,7 @@ class KVPlanner:
         null = self._settings.null_block
         assert null is None or null not in filled, "the engine gave no block for what it loads"
         self._fences |= self.ledger.fences(filled)
+        self._saves.written(filled)
         self._loads.append(LoadOrder(request_id, tuple(parts)))
         bucket_tokens = request.bucket_tokens(external_tokens)
         self.counters["hit_tokens_bucket"] += bucket_tokens
@@ -279,11 +280,7 @@ class KVPlanner:
 
     def _fences_behind(self, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
         """Saves that still read any of these blocks after the first `tokens`."""
-        fences: set[int] = set()
-        for group in self._settings.groups:
-            for member in group.members:
-                fences |= self.ledger.fences(block_ids[member][tokens // group.block_tokens :])
-        return fences
+        return self.ledger.fences(blocks_after(self._settings.groups, tokens, block_ids))
 
     def bucket_tokens(self, request_id: str, external_tokens: int) -> int:
         """Number of loaded tokens that were fetched for this request; the rest were resident."""
@@ -313,7 +310,8 @@ class KVPlanner:
         fences = self._fences | self.ledger.fences(written) if written else self._fences
         self._fences = set()
         looked_up, self._looked_up = self._looked_up, {}
-        tokens, requests, may_save = 0, self._requests, self._settings.may_save
+        tokens, requests, saves = 0, self._requests, self._saves
+        saving: list[tuple[PlannedRequest, ScheduledRequest]] = []
         for step in scheduled:
             tokens += step.scheduled_tokens
             request = requests.get(step.request_id)
@@ -323,13 +321,13 @@ class KVPlanner:
                 request.saving.place(step)
                 first_written = step.computed_tokens if step.replaces else 0
                 fences |= self._fences_behind(first_written, step.block_ids)
+                saves.written(blocks_after(self._settings.groups, first_written, step.block_ids))
             own_tokens = looked_up.get(step.request_id) if step.replaces else None
             if own_tokens is not None and step.computed_tokens > own_tokens:
-                # Another connector loads during the step. Its result is known only after this
-                # step's saves have been sent to the bucket.
-                request.saving.bar()
-            if may_save:
-                self._saves.plan(request, step)
+                saves.doubt(blocks_after(self._settings.groups, own_tokens, step.block_ids))
+            saving.append((request, step))
+        if self._settings.may_save:
+            saves.plan(saving)
         self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
         return StepPlan(

@@ -25,7 +25,7 @@ Used from one thread. Time comes in as an argument (seconds, monotonic).
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -153,7 +153,7 @@ class Ledger:
         """Whether blocks are still being copied. An idle engine has to keep polling meanwhile."""
         return bool(self._saving_blocks) or bool(self._save_orders)
 
-    def fences(self, block_ids: Sequence[int]) -> set[int]:
+    def fences(self, block_ids: Iterable[int]) -> set[int]:
         """Saves that still read any of these blocks, which are about to be overwritten."""
         saving = self._saving_blocks
         if not saving:

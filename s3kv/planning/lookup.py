@@ -160,8 +160,8 @@ class Lookup:
 
     @property
     def waits(self) -> bool:
-        """Whether its next chunk is on its way and still counts (is before `end`)."""
-        return self.ready in self.pending and (self.end is None or self.ready < self.end)
+        """Whether its next chunk is on its way and still counts (is before `limit`)."""
+        return self.ready in self.pending and self.ready < self.limit
 
     def awaits(self, position: int) -> bool:
         """Whether the lookup still needs the chunk at `position`."""
@@ -193,9 +193,8 @@ class Lookup:
     @property
     def awaited(self) -> Iterable[Job]:
         """The fetches under way that still count."""
-        if self.end is None:
-            return self.pending.values()
-        return [job for position, job in self.pending.items() if position < self.end]
+        limit = self.limit
+        return [job for position, job in self.pending.items() if position < limit]
 
     @property
     def unasked(self) -> int:
@@ -220,7 +219,7 @@ class Lookup:
         """Lease resident chunks from the first missing one on, and request more.
 
         aim: length to resume at, in chunks; None: all that may be loaded. Orders at most `orders`
-        fetches, all before `end`. In a full group, resident chunks after `end` are leased, too.
+        fetches, all before `end`. A full group leases resident chunks between `end` and `aim`, too.
         """
         self._step(LookupEvent.COLLECT)
         first = self.own = local_tokens // self.group.chunk_tokens
@@ -231,6 +230,10 @@ class Lookup:
             end = min(end, self.hashes.before_the_last)
             first = max(first, cover(self.group, end * self.group.chunk_tokens).chunks.start)
             hashes = hashes[:end]
+        elif aim is not None:
+            # Chunks after those that all groups can have make room for those that they need.
+            hashes = hashes[:aim]
+            self._shorten(aim)
         self.aim = end
         if first != self.first:
             self._give_back()
@@ -254,9 +257,8 @@ class Lookup:
         self.leases += entries
         self.ready += len(entries)
         self.asked = max(self.asked, self.ready)
-        if self.early and entries:
-            for position in [p for p in self.early if p < self.ready]:
-                self.ledger.table.unpin(self.early.pop(position))
+        for position in [p for p in self.early if p < self.ready]:
+            self.ledger.table.unpin(self.early.pop(position))
 
     def _lease_early(self, position: int, entry: Entry) -> None:
         """Keep a resident chunk until the ready ones reach it."""
@@ -277,7 +279,7 @@ class Lookup:
             self._lease_early(position, entry)
             return True
         in_window = position < self.ready + self.window
-        job: Job | None
+        job: Job | None = None
         if state is ChunkState.FETCHING and in_window:
             job = ledger.fetch_job(key)
         elif state is ChunkState.ABSENT and (in_window or self._is_known(position, key)):
@@ -285,8 +287,6 @@ class Lookup:
             if refusal is FetchRefusal.ABSENT:
                 self.end = position
             job = None if refusal else self._order(position, key)
-        else:
-            job = None
         return self._join(position, job)
 
     def _order(self, position: int, key: ChunkKey) -> Job | None:
@@ -298,11 +298,10 @@ class Lookup:
 
     def _join(self, position: int, job: Job | None) -> bool:
         """Wait for the chunk at `position`. Returns False, and does nothing, without a job."""
-        if job is None:
-            return False
-        job.waiters.append((self, position))
-        self.pending[position] = job
-        return True
+        if job is not None:
+            job.waiters.append((self, position))
+            self.pending[position] = job
+        return job is not None
 
     def _is_known(self, position: int, key: ChunkKey) -> bool:
         return position < self.ready + KNOWN_WINDOW_CHUNKS and self.ledger.index.is_present(key)
@@ -327,14 +326,18 @@ class Lookup:
     # --- answers ---------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Stop waiting: `ready` is final."""
-        self.end = self.ready
+        """Stop waiting: `ready` is final, and a window is not requested for a shorter prefix."""
+        self.end = self.ready if self.group.kind is _FULL else 0
 
     def hold(self, chunks: int) -> None:
         """Keep only the leases of the ready chunks before `chunks`, for an offer."""
         self._step(LookupEvent.HOLD)
         self._give_back_early()
-        while self.ready > chunks:
+        self._shorten(chunks)
+
+    def _shorten(self, chunks: int) -> None:
+        """Give back the leases of the ready chunks from `chunks` on."""
+        while self.leases and self.ready > chunks:
             self.ledger.table.unpin(self.leases.pop())
             self.ready -= 1
 
@@ -345,8 +348,7 @@ class Lookup:
         request's blocks in every KV-cache group of the engine."""
         group = self.group
         is_full = group.kind is _FULL
-        whole = end_tokens == self.ready * group.chunk_tokens
-        assert is_full or whole, "a window fits the length offered, and no other"
+        assert is_full or end_tokens == self.ready * group.chunk_tokens, "no other fits a window"
         per_chunk = group.chunk_tokens // group.block_tokens
         needed = cover(group, end_tokens).blocks
         start, end = max(needed.start, begin_tokens // group.block_tokens), needed.stop
@@ -376,11 +378,10 @@ class Lookup:
 
     def forget_fetches(self) -> list[Job]:
         """Stop waiting for all fetches under way. Returns their jobs."""
-        jobs = list(self.pending.values())
-        for position, job in self.pending.items():
+        dropped, self.pending = self.pending, {}
+        for position, job in dropped.items():
             job.waiters.remove((self, position))
-        self.pending.clear()
-        return jobs
+        return list(dropped.values())
 
     def _give_back(self) -> None:
         for entry in self.leases:
@@ -391,10 +392,9 @@ class Lookup:
         self._give_back_early()
 
     def _give_back_early(self) -> None:
-        if self.early:
-            for entry in self.early.values():
-                self.ledger.table.unpin(entry)
-            self.early.clear()
+        for entry in self.early.values():
+            self.ledger.table.unpin(entry)
+        self.early.clear()
 
     def _step(self, event: LookupEvent) -> None:
         self.state = LOOKUP_TRANSITIONS.after(self.state, event)

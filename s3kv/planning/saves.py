@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from s3kv.messages import JobKind
@@ -31,12 +31,32 @@ class ChunkSaves:
         self._chunk_tokens = groups[0].chunk_tokens
         self._max_saves_inflight = max_saves_inflight
         self._null_block = null_block
+        self._doubtful: set[int] = set()
+        """Blocks that another connector has loaded within a step. The engine shares them at once.
+        That they are wrong it may learn only after the saves of that step have been uploaded."""
 
-    def plan(self, request: PlannedRequest, step: ScheduledRequest) -> None:
+    def doubt(self, blocks: Iterable[int]) -> None:
+        """Save nothing of requests with any of these blocks, which another connector loads."""
+        self._doubtful.update(blocks)
+        self._doubtful.discard(self._null_block)
+
+    def written(self, blocks: Iterable[int]) -> None:
+        """Trust these blocks, which s3kv loads or the engine computes."""
+        if self._doubtful:
+            self._doubtful.difference_update(blocks)
+
+    def plan(self, steps: Iterable[tuple[PlannedRequest, ScheduledRequest]]) -> None:
         """Save the chunks that are complete after this step, have a hash, and may be saved.
 
         Only known tokens have hashes, so drafts that may be rejected are never saved.
         """
+        doubtful = self._doubtful
+        for request, step in steps:
+            if doubtful and step.replaces and not doubtful.isdisjoint(chain(*step.block_ids)):
+                request.saving.bar()
+            self._plan(request, step)
+
+    def _plan(self, request: PlannedRequest, step: ScheduledRequest) -> None:
         saving, size = request.saving, self._chunk_tokens
         tokens = step.computed_tokens + step.scheduled_tokens
         # So it is in nearly every step of a request that decodes.

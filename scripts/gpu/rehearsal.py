@@ -103,7 +103,8 @@ def _pretend() -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
-        raise RuntimeError(f"vLLM has chosen {type(current_platform).__name__}")
+        chosen = type(current_platform).__name__
+        raise RuntimeError(f"vLLM has chosen {chosen}: give --pack, made by scripts.gpu.pack")
     # vLLM's own operators, attention among them, are registered for the tensors of this rehearsal.
     type(current_platform).dispatch_key = "CPU"
 

@@ -202,9 +202,14 @@ class GpuCopier:
         layout = self._layouts[group]
         blocks = range(layout.num_blocks) if idle is None else idle
 
+        # An object may take several slots.
+        distance = self._places.pinned_bytes // self._places.slot_bytes
+        places = self._places.num_slots // distance
+
         def part(chunk: int) -> LoadPart:
-            slot = chunk % self._places.num_slots
-            return LoadPart(group, slot, 0, spread_blocks(slot, layout.blocks_per_chunk, blocks))
+            place = chunk % places
+            spread = spread_blocks(place, layout.blocks_per_chunk, blocks)
+            return LoadPart(group, place * distance, 0, spread)
 
         def start(path: Path, chunk: int) -> None:
             copy = self.copy_out if direction is CopyDirection.OUT else self.copy_in

@@ -186,7 +186,7 @@ class Keeper:
 
     def _tell(self, lease: Lease | None) -> None:
         after_s = None if lease is None else lease.refresh_after_s
-        self._on_refresh_after(math.inf if after_s is None else after_s)
+        self._on_refresh_after(after_s or math.inf)  # anybody may have written 0
 
     # --- the sweep -------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ _MAX_SIBLINGS = 32
 """Most siblings read: one small object each, once in the life of a namespace."""
 _MAX_FIELDS_TOLD = 8
 _MAX_VALUE_CHARS = 60
+_MAX_NAME_CHARS = 1000
 _ABSENT = "-"
 
 
@@ -106,21 +107,21 @@ def leaves(text: bytes) -> dict[str, str] | None:
     who may write to the bucket may have written it."""
     try:
         tree = json.loads(text)
-        return _flat(tree) if isinstance(tree, Mapping) else None
+        return _flat(tree, "", {}) if isinstance(tree, Mapping) else None
     except (ValueError, RecursionError):
         return None
 
 
-def _flat(tree: Any, name: str = "") -> dict[str, str]:
+def _flat(tree: Any, name: str, flat: dict[str, str]) -> dict[str, str]:
     if isinstance(tree, Mapping) and tree:
         items = list(tree.items())
     elif isinstance(tree, list) and tree:
         items = list(enumerate(tree))
     else:
-        return {name: json.dumps(tree)}
-    flat: dict[str, str] = {}
+        items = []
+        flat[name] = json.dumps(tree)
     for key, value in items:
-        flat |= _flat(value, f"{name}.{key}" if name else str(key))
+        _flat(value, (f"{name}.{key}" if name else str(key))[:_MAX_NAME_CHARS], flat)
     return flat
 
 

@@ -148,7 +148,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is None:
             return
         raw = self._transport.get_extra_info("socket")
-        with suppress(OSError, ValueError):  # closed already
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # closed already; None without TLS's own
             same = socket.socket(fileno=raw.fileno())
             try:
                 same.shutdown(socket.SHUT_RDWR)
@@ -202,7 +204,7 @@ class Connection(asyncio.BufferedProtocol):
     def _unsent(self) -> int:
         """Bytes that the kernel has taken and the peer has not acknowledged. On a slow link these
         are megabytes, which take longer than any answer should."""
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             return 0
         count = bytearray(4)
         fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)

@@ -142,14 +142,15 @@ class Exchange:
                     del self._text[TEXT_LIMIT_BYTES:]
                     self._finish(reusable=False)
             elif isinstance(event, h11.EndOfMessage):
-                self._finish(self._keeps_alive())
+                self._finish(self._keeps_alive() and not self._parser.trailing_data[0])
             elif event is h11.NEED_DATA or event is h11.PAUSED:
                 return None
         return None
 
     def _receive_in_place(self, into: memoryview, head: h11.Response) -> None:
-        length = dict(head.headers).get(b"content-length")
-        if length is None:
+        headers = dict(head.headers)
+        length = headers.get(b"content-length")
+        if length is None or b"transfer-encoding" in headers:  # which would take precedence
             raise BadAnswer("an object without Content-Length")
         self._wanted = int(length)
         allowed = self._claim is None or self._claim()

@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
+import h11
+
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects.http.connection import Connection, Lost, Stale
 from s3kv.objects.http.exchange import BadAnswer, Request, Response
@@ -95,7 +97,12 @@ class Pool:
         close idle connections at any moment. Any other failure raises `StoreUnavailable`; a closed
         pool raises `StoreError`.
         """
-        head = request.head()
+        try:
+            head = request.head()
+        except h11.LocalProtocolError:  # whose message shows the header, which may be a secret
+            raise StoreError(
+                "HTTP forbids a header: do the credentials end in a line break?"
+            ) from None
         async with self._permits:
             used = self._take_idle()
             if used is not None:

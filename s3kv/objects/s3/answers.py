@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
@@ -29,6 +29,8 @@ from s3kv.errors import (
 from s3kv.objects.store import ObjectInfo
 
 _XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_UNREADABLE = (ElementTree.ParseError, LookupError, ValueError)
+"""Raised for a document that is no XML, has another encoding, or lacks a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def whole_of(call: Call, first: int, nbytes: int, received: int, headers: Mappin
     """Length of the whole object of which `nbytes` from number `first` on were requested.
     received: length of the answer's body. Raises `StoreUnranged` if it is not that range."""
     told = headers.get("content-range", "")
-    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", told)
+    match = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})", told)
     told_range = match and range(int(match[1]), int(match[2]) + 1)
     if match and told_range == range(first, first + nbytes) and received == nbytes:
         return int(match[3])
@@ -131,7 +133,7 @@ def _seconds(date: str | None) -> float | None:
     """An HTTP date in seconds since the epoch; None if it is not one."""
     try:
         return None if date is None else parsedate_to_datetime(date).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
@@ -147,19 +149,21 @@ def read_page(body: bytes, call: Call) -> ListingPage:
     """One page of ListObjectsV2. Raises `StoreUnavailable` if the document cannot be read."""
     try:
         root = _root(body, "ListBucketResult")
+        # AWS and MinIO write a space as "+". Some servers ignore that the names are to be encoded.
+        name = unquote_plus if root.findtext("{*}EncodingType") == "url" else str
         return ListingPage(
-            [_listed(item) for item in root.iterfind("{*}Contents")],
-            [unquote(_text(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")],
+            [_listed(item, name) for item in root.iterfind("{*}Contents")],
+            [name(_text(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")],
             root.findtext("{*}NextContinuationToken") or "",
         )
-    except (ElementTree.ParseError, ValueError) as error:
+    except _UNREADABLE as error:
         raise StoreUnavailable(f"{call}: the listing cannot be read: {error}") from error
 
 
-def _listed(item: ElementTree.Element) -> ObjectInfo:
+def _listed(item: ElementTree.Element, name: Callable[[str], str]) -> ObjectInfo:
     modified = datetime.fromisoformat(_text(item, "LastModified").replace("Z", "+00:00"))
     return ObjectInfo(
-        unquote(_text(item, "Key")),
+        name(_text(item, "Key")),
         int(_text(item, "Size")),
         modified.timestamp(),
         item.findtext("{*}ETag") or "",
@@ -186,7 +190,7 @@ def read_deletion(body: bytes, call: Call) -> Sequence[str]:
     try:
         root = _root(body, "DeleteResult")
         errors = {_text(item, "Key"): _members(item) for item in root.iterfind("{*}Error")}
-    except (ElementTree.ParseError, ValueError) as error:
+    except _UNREADABLE as error:
         raise StoreUnavailable(f"{call}: the answer cannot be read: {error}") from error
     return left_by_deletion(errors, call)
 
@@ -225,7 +229,7 @@ def read_error(body: bytes) -> Mapping[str, str]:
     """The members of an S3 error document; empty if the body is not one."""
     try:
         root = ElementTree.fromstring(body)
-    except ElementTree.ParseError:
+    except _UNREADABLE:
         return {}
     if root.tag.rpartition("}")[2] != "Error":
         return {}
@@ -282,7 +286,7 @@ def error_about(
         return StoreThrottled(f"{what}: the store asks for fewer requests", code=code)
     if status >= 500 and status != 501:
         return StoreUnavailable(f"{what}: the server failed", code=code)
-    if code in _TRANSIENT:
+    if code in _TRANSIENT or status == 408:
         return StoreUnavailable(f"{what}: may work when sent again", code=code)
     if code in _REFUSED or status in (413, 414):
         return StoreRefused(f"{what}: the store takes no such object or key", code=code)

@@ -36,6 +36,8 @@ five minutes earlier; requests use the old ones meanwhile."""
 _LOOK_AGAIN_S = 1.0
 """Least time between two searches for credentials, or two sessions. A bucket policy that refuses
 everything must not make us search for every request."""
+_LOOK_S = 10.0
+"""Longest wait for a source of credentials. The search goes on, for later requests."""
 _RENEW_S = 60.0
 """Time before its end at which a session is replaced: a request signed in time may arrive late."""
 
@@ -83,12 +85,15 @@ class Credentials:
             if not _ends_within(source, _RENEW_NOW_S):
                 return keys
         try:
-            return await self._look.result()
+            return await asyncio.wait_for(self._look.result(), _LOOK_S)
         except (
             botocore.exceptions.HTTPClientError,
             botocore.parsers.ResponseParserError,  # STS, or what answers in its place
+            asyncio.TimeoutError,
+            OSError,  # a helper program, or the file with a token, is gone
+            ValueError,  # a helper's answer cannot be read
         ) as error:
-            raise StoreUnavailable(f"credentials could not be fetched: {error}") from error
+            raise StoreUnavailable(f"credentials could not be fetched: {error!r}") from error
         except (
             botocore.exceptions.BotoCoreError,
             botocore.exceptions.ClientError,  # from STS

@@ -213,7 +213,7 @@ class FastClient:
 
     async def head(self, key: str) -> ObjectInfo:
         response, _ = await self._send("s3:GetObject", "HEAD", key)
-        return info_of(key, int(response.headers["content-length"]), response.headers)
+        return info_of(key, int(response.headers.get("content-length", 0)), response.headers)
 
     async def delete(self, key: str, if_etag: str | None) -> None:
         headers = {"If-Match": if_etag} if if_etag else {}

@@ -151,7 +151,7 @@ class SdkClient:
     async def head(self, key: str) -> ObjectInfo:
         told = await self._do("s3:GetObject", key, "head_object", {}, verb="HEAD")
         headers = told["ResponseMetadata"]["HTTPHeaders"]
-        return info_of(key, int(headers["content-length"]), headers)
+        return info_of(key, int(headers.get("content-length", 0)), headers)
 
     async def delete(self, key: str, if_etag: str | None) -> None:
         condition = {"IfMatch": if_etag} if if_etag else {}

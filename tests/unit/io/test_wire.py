@@ -74,7 +74,7 @@ def test_hello_carries_the_settings_and_the_formats() -> None:
 
 
 def test_thousands_of_messages_fit_into_frames_in_order() -> None:
-    detail = "x" * wire.MAX_DETAIL_CHARS
+    detail = "x" * wire.MAX_DETAIL_BYTES
     messages = [JobEnd(i, JobKind.FETCH, Outcome.FAILED, detail=detail) for i in range(5000)]
     assert wire.FrameReader(wire.Up).feed(wire.encode(messages)) == messages
 
