@@ -37,7 +37,7 @@ MAX_DETAIL_BYTES = 700
 
 
 def carried(detail: str) -> str:
-    """As much of a text as a message carries. It may come from anywhere."""
+    """Return as much of a text, which may come from anywhere, as a message carries."""
     return detail.encode("utf-8", "replace")[:MAX_DETAIL_BYTES].decode("utf-8", "ignore")
 
 

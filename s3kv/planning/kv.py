@@ -327,7 +327,8 @@ class KVPlanner:
                 saves.doubt(blocks_after(self._settings.groups, own_tokens, step.block_ids))
             saving.append((request, step))
         if self._settings.may_save:
-            saves.plan(saving)
+            for request, step in saving:
+                saves.plan(request, step)
         self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
         return StepPlan(

@@ -45,18 +45,14 @@ class ChunkSaves:
         if self._doubtful:
             self._doubtful.difference_update(blocks)
 
-    def plan(self, steps: Iterable[tuple[PlannedRequest, ScheduledRequest]]) -> None:
+    def plan(self, request: PlannedRequest, step: ScheduledRequest) -> None:
         """Save the chunks that are complete after this step, have a hash, and may be saved.
 
         Only known tokens have hashes, so drafts that may be rejected are never saved.
         """
         doubtful = self._doubtful
-        for request, step in steps:
-            if doubtful and step.replaces and not doubtful.isdisjoint(chain(*step.block_ids)):
-                request.saving.bar()
-            self._plan(request, step)
-
-    def _plan(self, request: PlannedRequest, step: ScheduledRequest) -> None:
+        if doubtful and step.replaces and not doubtful.isdisjoint(chain(*step.block_ids)):
+            request.saving.bar()
         saving, size = request.saving, self._chunk_tokens
         tokens = step.computed_tokens + step.scheduled_tokens
         # So it is in nearly every step of a request that decodes.

@@ -367,6 +367,18 @@ def test_workers_that_do_not_fit_together_turn_the_cache_off(
     assert scheduler.lookup(request("r"), 0) == (0, False)
 
 
+def test_after_a_worker_has_failed_nothing_is_offered_and_no_adapter_waited_for() -> None:
+    scheduler = side(recompute_gate=False)
+    waiting = request("r")
+    scheduler.on_new_request(waiting)
+    assert scheduler.lookup(waiting, 0) == (None, False)
+    report = WorkerReport(StepReport()).aggregate(WorkerReport(StepReport(), broken=True))
+    scheduler.on_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    assert scheduler.broken is not None
+    assert scheduler.lookup(waiting, 0) == (0, False)
+    assert scheduler.plan(step()) == StepPlan()
+
+
 # --- adapters ---------------------------------------------------------------------------------
 
 ADAPTER = LoRARequest("a", 1, "/nowhere")

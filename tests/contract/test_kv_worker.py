@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,25 @@ def test_who_has_no_bucket_in_the_first_step_does_not_report(
     assert worker.report() is None
     assert worker.broken is None
     assert "serves without its cache" in caplog.text
+
+
+def test_a_worker_that_has_failed_says_so_in_every_report(tiny_config: Any) -> None:
+    class Failing(Rank):
+        counters: Counter[str] = Counter()
+
+        def begin(self, plan: StepPlan) -> None:
+            raise ZeroDivisionError
+
+        def give_up_loads(self) -> set[str]:
+            return set()
+
+    worker = side(tiny_config, Failing())
+    worker.begin(PLAN)
+    assert worker.broken == "begin"
+    for _ in range(2):
+        report = worker.report()
+        assert report is not None
+        assert report.broken
 
 
 def step(worker: WorkerSide) -> None:

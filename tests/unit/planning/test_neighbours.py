@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from s3kv.messages import SaveOrder
 from s3kv.planning.kv import NOTHING
-from tests.unit.planning.desk import Desk
+from s3kv.planning.requests import ScheduledRequest
+from tests.unit.planning.desk import MISSING, Desk
 
 
 def saving() -> tuple[Desk, SaveOrder]:
@@ -75,3 +78,63 @@ def test_a_planner_that_takes_over_serves_whoever_comes_from_then_on() -> None:
     assert plan.fences == (save.job_id,)
     assert desk.lookup("first") == NOTHING
     desk.planner.finished("first")
+
+
+def another_loads(desk: Desk) -> ScheduledRequest:
+    """Another connector loads the first eight tokens of "a" within the step, into blocks 1 to 4."""
+    desk.add("a", "aaaabbbbcc")
+    assert desk.lookup("a") == NOTHING
+    desk.admit("a", [1, 2, 3, 4, 5])
+    return ScheduledRequest("a", ([1, 2, 3, 4, 5],), True, 8, 2)
+
+
+def shares(desk: Desk) -> ScheduledRequest:
+    """The engine has these tokens for "b" in its own cache: they are the same blocks."""
+    desk.add("b", "aaaabbbbdddd")
+    assert desk.lookup("b", local_tokens=8) == NOTHING
+    desk.admit("b", [1, 2, 3, 4, 6, 7])
+    return ScheduledRequest("b", ([1, 2, 3, 4, 6, 7],), True, 8, 4)
+
+
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)])
+def test_what_is_loaded_while_the_step_runs_is_not_saved_for_another_request(order: slice) -> None:
+    desk = Desk(may_load=False)
+    steps = [another_loads(desk), shares(desk)]
+    assert desk.plan(*steps[order]).saves == ()
+
+
+def test_nor_is_it_saved_in_the_next_step() -> None:
+    """It may be planned before the engine knows how the load has ended."""
+    desk = Desk(may_load=False)
+    desk.plan(another_loads(desk))
+    assert desk.plan(shares(desk)).saves == ()
+
+
+def test_blocks_that_are_computed_are_saved_again() -> None:
+    desk = Desk(may_load=False)
+    desk.plan(another_loads(desk))
+    desk.planner.finished("a")
+    desk.add("b", "xxxxyyyy")
+    desk.lookup("b")
+    desk.admit("b", [1, 2, 3, 4])
+    assert len(desk.run("b", [1, 2, 3, 4], 0, 8, new=True).saves) == 2
+
+
+def test_blocks_that_are_loaded_from_here_are_trusted_again() -> None:
+    desk = Desk()
+    desk.make_resident("xxxxyyyy")
+    desk.add("a", "aaaabbbbcc")
+    desk.lookup("a")
+    desk.end(desk.plan().fetches, MISSING)
+    assert desk.lookup("a") == NOTHING
+    desk.admit("a", [1, 2, 3, 4, 5])
+    desk.run("a", [1, 2, 3, 4, 5], 8, 2, new=True)
+    desk.planner.finished("a")
+    desk.add("b", "xxxxyyyyzzzz")
+    while desk.lookup("b").wait:
+        desk.end(desk.plan().fetches, MISSING)
+    desk.admit("b", [1, 2, 3, 4], 8)
+    desk.plan()
+    desk.planner.loaded(["b"])
+    desk.admit("b", [1, 2, 3, 4, 6, 7])
+    assert len(desk.run("b", [1, 2, 3, 4, 6, 7], 8, 4, new=True).saves) == 1

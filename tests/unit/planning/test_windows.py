@@ -8,6 +8,7 @@ from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.lookup import Lookup
 from s3kv.planning.requests import PlannedRequest
+from s3kv.types import ChunkKey
 from tests.unit.planning.desk import CHUNK, MISSING, Desk
 
 FULL = GroupSpec(2, CHUNK)
@@ -100,3 +101,56 @@ def test_a_model_of_windows_alone_waits_for_as_much() -> None:
     assert desk.planner._requests["r"].wait.wanted == 8
     desk.now_s = 3.0
     assert lookup(desk) == NOTHING, "twice 1.2 s, and no answer"
+
+
+def test_a_window_of_a_longer_prefix_is_not_waited_for() -> None:
+    """The prefix proves to be shorter than was hoped, and all that it needs has arrived."""
+    desk = desk_with(FULL, WINDOW)
+    assert lookup(desk) == WAIT
+    fetches = desk.plan().fetches
+    desk.end(fetches[6:8], MISSING)
+    desk.end(fetches[:6])
+    assert lookup(desk) == WAIT
+    desk.end(desk.plan().fetches)
+    assert asked(desk, WINDOW) == [6, 7], "on their way, and not needed"
+    assert lookup(desk) == Answer(False, 6 * CHUNK)
+    assert desk.planner.counters["deadline_cuts"] == 0
+
+
+def test_a_window_that_comes_too_late_is_not_looked_for_at_shorter_prefixes() -> None:
+    desk = desk_with(FULL, WINDOW)
+    assert lookup(desk) == WAIT
+    fetches = desk.plan().fetches
+    desk.end(fetches[:8], seconds=1.2)
+    ordered = desk.planner.counters["fetches"]
+    while lookup(desk) == WAIT:
+        desk.now_s += 0.1
+    assert desk.planner.counters["fetches"] == ordered
+    assert desk.planner.counters["deadline_cuts"] == 1
+
+
+def test_a_window_at_a_shorter_prefix_counts_if_it_is_there() -> None:
+    desk = desk_with(FULL, WINDOW)
+    for chunk in (2, 3):
+        job = desk.planner.ledger.plan_fetch(ChunkKey(1, desk.hashes["r"][2 * chunk + 1]))
+        assert job is not None
+    desk.end(desk.plan().fetches)
+    assert lookup(desk) == WAIT
+    desk.end([fetch for fetch in desk.plan().fetches if fetch.key.group == 0])
+    while (answer := lookup(desk)) == WAIT:
+        desk.now_s += 0.1
+    assert answer == Answer(False, 4 * CHUNK)
+
+
+@pytest.mark.parametrize("chunks", [3, 8])
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_without_room_for_a_window_the_prefix_is_shorter(chunks: int, free: int) -> None:
+    """No place is free beside those of the prefix, or one, or two: enough for the window."""
+    desk = Desk(max_wait_s=50.0, gate=False, groups=(FULL, WINDOW), slots=chunks + free)
+    desk.add("r", PROMPT[: chunks * CHUNK] + "z")
+    while (answer := lookup(desk)) == WAIT:
+        fetches = desk.plan().fetches
+        assert fetches, "it waits for chunks on their way"
+        desk.end(fetches)
+    assert answer == Answer(False, (chunks - 2 + free) * CHUNK)
+    assert desk.planner.counters["fetches"] <= chunks + 2
