@@ -134,7 +134,9 @@ def test_who_has_no_bucket_in_the_first_step_does_not_report(
 
 def test_a_worker_that_has_failed_says_so_in_every_report(tiny_config: Any) -> None:
     class Failing(Rank):
-        counters: Counter[str] = Counter()
+        def __init__(self) -> None:
+            super().__init__()
+            self.counters: Counter[str] = Counter()
 
         def begin(self, plan: StepPlan) -> None:
             raise ZeroDivisionError
