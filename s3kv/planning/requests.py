@@ -251,7 +251,7 @@ class PlannedRequest:
             for lookup in self.lookups:
                 lookup.collect(self.local_tokens, chunks, now_s, orders)
                 if lookup.waits:
-                    self._hope(lookup, now_s, orders)
+                    self._prefetch_windows(lookup, now_s, orders)
                     return lookup
                 if chunks is None:
                     chunks = lookup.ready
@@ -261,7 +261,7 @@ class PlannedRequest:
             self.ready = min(chunks or 0, self.hashes.count)
         return None
 
-    def _hope(self, awaited: Lookup, now_s: float, orders: int) -> None:
+    def _prefetch_windows(self, awaited: Lookup, now_s: float, orders: int) -> None:
         """Request what the lookups behind `awaited` need at its end. Those that have found a chunk
         missing, and states, are left until the prefix is known."""
         if awaited.unasked or awaited.has_more:

@@ -84,7 +84,7 @@ def test_what_a_window_is_worth_is_the_prefix_that_it_lets_resume(
 ) -> None:
     """Eight chunks are in host memory and take four seconds to compute. Two of the window are on
     their way, which take 1.2 s to fetch, and one to compute."""
-    monkeypatch.setattr(PlannedRequest, "_hope", lambda *args: None)
+    monkeypatch.setattr(PlannedRequest, "_prefetch_windows", lambda *args: None)
     desk = desk_with(FULL, WINDOW)
     assert lookup(desk) == WAIT
     desk.end(desk.plan().fetches)
