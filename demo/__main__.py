@@ -5,28 +5,45 @@ It imports what they need within `main`, so that Ctrl-C in the first moments is 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Callable
+from types import FrameType
+
+_INTERRUPTED = "Interrupted. Nothing of it is left running.\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo that the arguments name; its exit status, or 130 on Ctrl-C."""
+    """Run the demo that the arguments name; its exit status, or 130 on Ctrl-C and SIGTERM."""
     try:
+        _on_interrupt(_leave)  # torch and numpy swallow a KeyboardInterrupt while they are imported
+        from demo import chat, restart
         from lab.engine import EngineFailed
 
+        _on_interrupt(signal.default_int_handler)
         try:
             if arguments[:1] == ["chat"]:
-                from demo import chat
-
                 return chat.main(arguments[1:])
-            from demo import restart
-
             return restart.main(arguments)
         except EngineFailed as failure:
             print(failure, file=sys.stderr)
             return 1
     except KeyboardInterrupt:
-        print("Interrupted. Nothing of it is left running.", file=sys.stderr)
+        sys.stderr.write(_INTERRUPTED)
         return 130
+
+
+def _on_interrupt(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Meet Ctrl-C and SIGTERM alike."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
+def _leave(*_: object) -> None:
+    """End at once: nothing runs yet that would have to be ended first."""
+    os.write(2, _INTERRUPTED.encode())
+    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 A dozen conversations share a system prompt. One replica is killed in the middle, and replaced. Then
 the same happens without s3kv. Exit status: 0, or 1 when nothing came from the bucket to the
-replacement, or 130 on Ctrl-C.
+replacement, or 130 on Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations

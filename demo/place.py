@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from botocore.exceptions import BotoCoreError, ClientError
+
 from lab.s3 import S3Server, moto_process
+
+_UNUSABLE = (BotoCoreError, ClientError, ValueError)
+"""What boto3 raises: for an endpoint that is no URL, it is a ValueError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +50,29 @@ class Place:
 
 @contextmanager
 def place_to_use() -> Iterator[Place]:
-    """The user's bucket, or one of our own that is gone afterwards."""
+    """The user's bucket, or one of our own that is gone afterwards.
+
+    Raises `SystemExit`, with what to print, if the user's bucket cannot be listed.
+    """
     prefix = f"s3kv-demo/{uuid.uuid4().hex[:8]}"
-    bucket = os.environ.get("S3KV_BUCKET")
+    bucket = os.environ.get("S3KV_BUCKET") or None
     if bucket is None:
         with moto_process() as server:
             server.client().create_bucket(Bucket="demo")
             yield Place(server, "demo", prefix)
         return
-    server = S3Server(os.environ.get("AWS_ENDPOINT_URL"), {})
+    server = S3Server(os.environ.get("AWS_ENDPOINT_URL") or None, {})
+    try:
+        server.everything(bucket, prefix + "/")
+    except _UNUSABLE as error:
+        raise SystemExit(
+            f"S3KV_BUCKET is {bucket!r}: {error}. `s3kv doctor --bucket {bucket}` says what to do"
+        ) from None
     try:
         yield Place(server, bucket, prefix)
     finally:
-        for key in server.everything(bucket, prefix + "/"):
-            server.client().delete_object(Bucket=bucket, Key=key)
+        try:
+            for key in server.everything(bucket, prefix + "/"):
+                server.client().delete_object(Bucket=bucket, Key=key)
+        except _UNUSABLE as error:
+            print(f"{error}: s3://{bucket}/{prefix}/ is left behind", file=sys.stderr)

@@ -4,7 +4,8 @@
     S3KV_BUCKET=my-bucket [AWS_ENDPOINT_URL=…] make demo your bucket; what it writes, it removes
     make demo KEEP=1                                     and keep the bucket until Enter is pressed
 
-Exit status: 0, or 1 when the tokens differ or nothing came from the bucket, or 130 on Ctrl-C.
+Exit status: 0, or 1 when the tokens differ or nothing came from the bucket, or 130 on Ctrl-C
+and SIGTERM.
 """
 
 from __future__ import annotations

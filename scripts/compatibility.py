@@ -80,7 +80,7 @@ def beneath(results: list[Result]) -> str:
         ran = f"{result['build']}, torch {result['torch']}, s3kv at {', '.join(commits)}"
         lines.append(f"- **{result['vllm']}**: {ran}.")
         if lacking := _lacking(*result["cells"]):
-            lines.append(f"  Skipped, because it lacks it: {', '.join(lacking)}.")
+            lines.append(f"  Skipped, because this version lacks: {', '.join(lacking)}.")
         lines += [
             f"  Failed: `{test}`." for cell in result["cells"] for test in sorted(cell["failed"])
         ]

@@ -154,8 +154,8 @@ def _verdict(name: str, result: dict[str, Any]) -> str:
     (ours,) = (v for v in result["verdicts"] if v["host_gib"] == Setup().host_gib)
     grid = {(r["bucket_gib"], r["save"]) for r in result["runs"] if r["bucket_gib"]}
     return (
-        f"{name[0].upper()}{name[1:]}: {ours['bucket_gib']:,.0f} GiB net {ours['net_of_best']:.3f} "
-        f"of the most that any of {len(grid)} combinations nets, and have "
+        f"{name[0].upper()}{name[1:]}: {ours['bucket_gib']:,.0f} GiB nets "
+        f"{ours['net_of_best']:.3f} of the most that any of {len(grid)} combinations nets, and has "
         f"{ours['hits_of_unbound']:.3f} of the hits of a bucket without a bound. "
         f"`{result['command']}`, at {result['commit']}."
     )

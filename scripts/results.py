@@ -102,8 +102,8 @@ def _over_floor(hit: str, warm_ms: float, local_ms: float, raw: dict[str, Any]) 
     """The time of a hit, relative to what nothing can do without."""
     over = _ratio(warm_ms / (local_ms + raw["median_ms"]))
     return (
-        f"{hit} takes {over} times as long as the engine's own cache and the plain sockets "
-        f"together, of which {raw['connections']} at a time are best."
+        f"{hit} takes {over} times as long as a hit in the engine's own cache plus reading "
+        f"the same objects by plain sockets ({raw['connections']} at once, the fastest)."
     )
 
 
@@ -167,13 +167,13 @@ def speed() -> str:
         [
             engine(recorded("engine-shaped.json")),
             "",
-            f"Short prompts, with nothing to hit or save, have {ratios['own']:.3f} of the "
-            f"throughput without a connector, and {ratios['empty']:.3f} with one whose hooks do "
-            f"nothing. Prompts that are saved, a few at a time, take {_ratio(saved)} times as long "
-            "as in the same engine without a connector.",
+            f"With s3kv, short prompts, with nothing to hit or save, reach {ratios['own']:.3f} of "
+            "the throughput without a connector; a connector whose hooks do nothing reaches "
+            f"{ratios['empty']:.3f}. Prompts that are saved, a few at a time, take {_ratio(saved)} "
+            "times as long as in the same engine without a connector.",
             "",
-            "A request that hits takes so many times as long as one that hits the engine's own "
-            "cache, measured [beside the connectors of others](docs/peers-benchmark.md):",
+            "How many times as long a hit takes as one in the engine's own cache, measured "
+            "[beside the connectors of others](docs/peers-benchmark.md):",
             "",
             "| | shape of S3 | the same, 8,000 tokens of 128 KiB | Ceph on the same machine |",
             "|---|---|---|---|",

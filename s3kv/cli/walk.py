@@ -84,10 +84,10 @@ async def resolve(store: ObjectStore, prefix: str, start: str) -> keys.Namespace
     names = await _names(store, prefix)
     fitting = [name for name in names if name.startswith(start)]
     if len(fitting) != 1:
-        told = ", ".join(fitting or names) or "none at all"
+        told = f" of {', '.join(fitting or names)}" if names else " (there are none)"
         raise ConfigError(
             f"NAMESPACE is {start!r}, and {len(fitting)} namespaces under {prefix}/ begin with it: "
-            f"allowed is the beginning of exactly one of {told}"
+            f"allowed is the beginning of exactly one{told}"
         )
     try:
         return keys.Namespace(prefix, fitting[0])

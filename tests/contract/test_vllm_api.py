@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from typing import Any
+from typing import Any, get_args
 
+import click
 import msgspec
 import pytest
 import vllm
@@ -314,6 +315,16 @@ def test_what_tells_adapters_apart_in_vllms_own_cache() -> None:
         for name, number, path in (("a", 1, "/x"), ("a", 2, "/x"), ("b", 1, "/x"), ("a", 1, "/y"))
     }
     assert len(names) == (3 if VERSION >= (0, 31) else 2), moved("adapters' hashes", ADAPTERS)
+
+
+def test_doctor_knows_every_hash_of_prefixes() -> None:
+    from vllm.config.cache import PrefixCachingHashAlgo
+
+    from s3kv.cli.doctor.command import doctor
+
+    (known,) = (option.type for option in doctor.params if option.name == "hash_algo")
+    assert isinstance(known, click.Choice)
+    assert set(get_args(PrefixCachingHashAlgo)) <= set(known.choices)
 
 
 @since(0, 32, "`CacheHitSource`")

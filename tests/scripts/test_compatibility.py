@@ -88,7 +88,7 @@ def test_the_version_that_every_change_runs_on_needs_no_record() -> None:
 def test_what_a_version_lacks_and_what_failed_is_named() -> None:
     told = compatibility.beneath([OLD, NEW])
     assert "**0.29.0**: CPU build, torch 2.13.0, s3kv at c0ffee." in told
-    assert "because it lacks it: a hook, images." in told
+    assert "because this version lacks: a hook, images." in told
     assert "Failed: `t::b`." in told
 
 

@@ -45,6 +45,7 @@ _STYLES: dict[Status, str] = {
 )
 @click.option(
     "--hash-algo",
+    type=click.Choice(("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")),
     default="sha256",
     show_default=True,
     help="The engine's --prefix-caching-hash-algo.",

@@ -52,14 +52,15 @@ def command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_ctrl_c_ends_everything_with_one_line() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_everything_with_one_line(number: signal.Signals) -> None:
     demo = start_demo()
     assert demo.stdout is not None
     demo.stdout.readline()
     while not any("lab.entry" in command_line(child) for child in children_of(demo)):
         assert demo.poll() is None
     children = children_of(demo)
-    demo.send_signal(signal.SIGINT)
+    demo.send_signal(number)
     _, errors = demo.communicate(timeout=1000)
     assert demo.returncode == 130, errors
     assert errors.splitlines() == ["Interrupted. Nothing of it is left running."]
@@ -80,3 +81,4 @@ def test_what_is_left_for_the_command_line_can_be_read(tmp_path: Path) -> None:
     assert f"cd {tmp_path}" in told
     assert 'export AWS_ACCESS_KEY_ID="testing"' in told
     assert all(f"s3kv {command} --config demo.json" in told for command in stay.COMMANDS)
+    assert "--over 1h --gpu-dollars-per-hour 4 --prefill-tokens-per-s 8000\n" in told

@@ -17,7 +17,7 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.cli.bench import Measurement, Speed, Speeds, expect, percentile
 from s3kv.config import Config
-from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from tests import servers
 from tests.rgw import Gateway
 from tests.unit.cli.conftest import Run
@@ -132,6 +132,18 @@ async def test_the_first_error_is_told_and_not_that_of_cleaning_up() -> None:
 
     with pytest.raises(StoreUnavailable, match="s3:PutObject"):
         await measured(Missing())
+
+
+async def test_figures_outlive_a_writer_that_may_not_delete(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Lasting(MemoryStore):
+        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+            raise StoreDenied("s3:DeleteObject")
+
+    assert (await measured(Lasting(clock=lambda: 0.0))).get.requests == 10
+    told = "s3kv: s3:DeleteObject; s3kv/bench/1/ is left behind\n"
+    assert capsys.readouterr().err == told
 
 
 async def test_as_many_at_once_as_asked_for() -> None:

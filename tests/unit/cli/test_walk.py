@@ -71,6 +71,11 @@ async def test_a_beginning_that_does_not_name_one_namespace(start: str) -> None:
         await walk.resolve(await filled(), "s3kv", start)
 
 
+async def test_a_beginning_where_there_is_no_namespace() -> None:
+    with pytest.raises(ConfigError, match=r"exactly one \(there are none\)$"):
+        await walk.resolve(MemoryStore(), "s3kv", "a")
+
+
 @pytest.mark.parametrize(
     ("age_s", "name"),
     [
