@@ -81,8 +81,14 @@ async def end_it(pool: Pool) -> None:
     await connection.closed
 
 
+async def ask_what_is_unsent(pool: Pool) -> None:
+    (connection,) = pool._idle
+    assert connection._unsent() == 0
+    await connection.closed
+
+
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("act", [request_again, close, end_it])
+@pytest.mark.parametrize("act", [request_again, close, end_it, ask_what_is_unsent])
 def test_a_lost_connection_is_left_alone(
     act: Callable[[Pool], Coroutine[Any, Any, None]],
     new_loop: Callable[[], asyncio.AbstractEventLoop],
