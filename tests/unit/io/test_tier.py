@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,14 @@ from typing import Any
 import pytest
 
 from s3kv.config import Config
-from s3kv.errors import ConfigError, IoProcessError, StoreMissing
+from s3kv.errors import ConfigError, IoProcessError, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier, try_bucket
 from s3kv.io.wire import Hello
 from s3kv.objects.keys import fingerprint_digest
 from s3kv.types import TensorSpec
-from tests.servers import BUCKET, REGION, moto_server, set_credentials
+from tests.servers import BUCKET, REGION, forget_credentials, moto_server, set_credentials
 from tests.unit.io import rig
 
 IDENTITY = {"model": "m", "layers": [1, 2]}
@@ -196,3 +198,43 @@ def test_a_bucket_that_is_not_needed_is_said_to_be_away(
     hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
     open_tier(config, SLAB_BYTES, hello).close()
     assert "serves without the bucket for now" in caplog.text
+
+
+@pytest.fixture
+def silent(config: Config) -> Iterator[Config]:
+    """A bucket whose server takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        waits = {"first_byte_timeout_ms": 60_000, "start_timeout_ms": 300}
+        yield dataclasses.replace(config, endpoint_url=url, **waits)
+
+
+def test_a_server_that_says_nothing_delays_a_start_and_no_more(silent: Config) -> None:
+    config = dataclasses.replace(silent, on_unavailable="serve")
+    tier = open_tier(config, SLAB_BYTES, introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS}))
+    tier.close()
+    assert tier.known is None
+
+
+def test_a_server_that_says_nothing_is_given_up_by_name_of_the_setting(silent: Config) -> None:
+    config = dataclasses.replace(silent, on_unavailable="fail")
+    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    with pytest.raises(StoreUnavailable, match=r"start_timeout_ms \(300\)"):
+        open_tier(config, SLAB_BYTES, hello)
+
+
+def test_helper_programs_of_credentials_can_be_stopped(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The I/O process itself stays when its group is told to stop."""
+    helper, seen, settings = (tmp_path / name for name in ("helper", "seen", "config"))
+    keys = '{"Version": 1, "AccessKeyId": "testing", "SecretAccessKey": "testing-secret"}'
+    helper.write_text(f"#!/bin/sh\ngrep SigIgn /proc/self/status > '{seen}'\necho '{keys}'\n")
+    helper.chmod(0o700)
+    settings.write_text(f"[default]\ncredential_process = {helper}\n")
+    forget_credentials(monkeypatch)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(settings))
+    open_tier(config, SLAB_BYTES, introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})).close()
+    ignored = int(seen.read_text().split()[1], 16)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert not ignored >> (number - 1) & 1, number.name

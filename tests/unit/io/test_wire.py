@@ -7,7 +7,7 @@ import tracemalloc
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from s3kv.config import Config
@@ -75,6 +75,27 @@ def test_hello_carries_the_settings_and_the_formats() -> None:
 
 def test_thousands_of_messages_fit_into_frames_in_order() -> None:
     detail = "x" * wire.MAX_DETAIL_BYTES
+    messages = [JobEnd(i, JobKind.FETCH, Outcome.FAILED, detail=detail) for i in range(5000)]
+    assert wire.FrameReader(wire.Up).feed(wire.encode(messages)) == messages
+
+
+@given(st.text(st.characters(exclude_categories=())))
+@example("credentials file /tmp/\udcff is unreadable")
+@example("\U0001f600" * 1000)
+@example("x" + "\U0001f600" * 1000)
+@example("plain")
+def test_any_text_is_carried_as_far_as_there_is_room(text: str) -> None:
+    """Paths that are not UTF-8, and what a server says, are parts of messages."""
+    detail = wire.carried(text)
+    assert len(detail.encode()) <= wire.MAX_DETAIL_BYTES
+    sent = JobEnd(1, JobKind.FETCH, Outcome.FAILED, detail=detail)
+    assert wire.FrameReader(wire.Up).feed(wire.encode([sent])) == [sent]
+    if text.isascii():
+        assert detail == text[: wire.MAX_DETAIL_BYTES]
+
+
+def test_thousands_of_the_longest_details_fit_into_frames() -> None:
+    detail = wire.carried("\U0001f600" * 1000)
     messages = [JobEnd(i, JobKind.FETCH, Outcome.FAILED, detail=detail) for i in range(5000)]
     assert wire.FrameReader(wire.Up).feed(wire.encode(messages)) == messages
 

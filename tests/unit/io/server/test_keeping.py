@@ -373,6 +373,19 @@ def test_a_lease_that_cannot_be_read_is_somebodys_until_it_is_old(
     assert len(fleet.sweepers) == 1
 
 
+@pytest.mark.parametrize("after", ["0", "0.0", "-0.0"])
+def test_a_lease_that_lets_objects_no_age_refreshes_none(after: str, fleet: Fleet) -> None:
+    """Anybody may have written it, and the age of an object is divided by it."""
+    lease = f'{{"holder": "x", "refresh_after_s": {after}}}'.encode()
+    fleet.bucket._objects[keys.keeper("s3kv")] = (lease, EPOCH_S)
+    fleet.start(1, max_bytes=BUDGET)
+    (engine,) = fleet.engines
+    engine.refresh_after_s = 1.0
+    fleet.loop.run_until(LEASE_S - 1)
+    assert fleet.sweepers == []
+    assert engine.refresh_after_s == math.inf
+
+
 def test_who_may_not_delete_says_so_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     fleet.start(1, max_bytes=BUDGET)

@@ -15,7 +15,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, introduce
+from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, introduce, leaves
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
@@ -140,6 +140,36 @@ async def test_manifests_of_others_are_not_trusted(body: bytes) -> None:
     assert "\x1b" not in said
     assert "\n" not in said
     assert len(said) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("opening", "values", "closing"),
+    [
+        (b'{"' + b"k" * 20_000 + b'":', 100, b"}"),
+        (b'{"k":' * 900, 100, b"}" * 900),
+    ],
+    ids=["a long name", "deep"],
+)
+def test_the_names_of_the_fields_of_others_are_cut_short(
+    opening: bytes, values: int, closing: bytes
+) -> None:
+    """Or those of a manifest with a long one and many values would be gigabytes."""
+    found = leaves(opening + b"[" + b",".join([b"1"] * values) + b"]" + closing)
+    assert found
+    assert max(map(len, found)) <= 1000
+
+
+def test_every_value_has_the_names_of_all_around_it() -> None:
+    tree = {"a": {"b": [1, {"c": None}]}, "d": [], "e": {}, "": {"f": "x"}, "g": [[2, 3]]}
+    assert leaves(json.dumps(tree).encode()) == {
+        "a.b.0": "1",
+        "a.b.1.c": "null",
+        "d": "[]",
+        "e": "{}",
+        "f": '"x"',
+        "g.0.0": "2",
+        "g.0.1": "3",
+    }
 
 
 async def test_a_manifest_that_is_damaged_is_said_to_be() -> None:

@@ -136,6 +136,20 @@ async def test_what_is_uploaded_is_fetched(slab: Slab) -> None:
         assert rig.object_key(3) in ends[3].detail
 
 
+@pytest.mark.parametrize("words", ["no file /tmp/\udcff", "\U0001f600" * 1000])
+async def test_a_job_ends_whatever_its_error_says(slab: Slab, words: str) -> None:
+    store = FailingStore(StoreUnavailable(words), StoreError(words))
+    settings = {"on_unavailable": "serve", "max_attempts": 1}
+    async with served(lambda _: store, slab, **settings) as (worker, _):
+        answer = await worker.hear()
+        assert isinstance(answer, wire.Ready)
+        assert (answer.trouble, answer.message[:5]) == ("unavailable", words[:5])
+        worker.say(rig.fetch(1))
+        end = (await worker.done(1))[1]
+        assert end.outcome is Outcome.FAILED
+        await worker.settled()
+
+
 async def test_an_object_that_is_not_what_its_key_says_is_corrupt(slab: Slab) -> None:
     store = MemoryStore()
     good = rig.sealed(1)

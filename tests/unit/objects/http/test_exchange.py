@@ -120,6 +120,23 @@ def test_bytes_after_the_answer_make_the_connection_useless() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("GET", b"HTTP/1.1 404 -\r\nContent-Length: 3\r\n\r\nno!" + OK + b"hello"),
+        ("HEAD", OK + b"hello"),
+        ("DELETE", b"HTTP/1.1 204 -\r\n\r\n" + OK + b"hello"),
+    ],
+    ids=["an error", "no body", "nothing"],
+)
+def test_so_do_bytes_after_an_answer_without_a_buffer(method: str, answer: bytes) -> None:
+    """They would be taken for the answer to the next request."""
+    exchange = Exchange(method, None)
+    feed(exchange, answer, 1000)
+    assert exchange.response is not None
+    assert not exchange.reusable
+
+
+@pytest.mark.parametrize(
     ("arrived", "words"),
     [
         (OK + b"hel", "ended after 3 of 5 bytes"),
@@ -142,6 +159,15 @@ def test_an_object_needs_its_length() -> None:
     exchange = Exchange("GET", memoryview(bytearray(5)))
     with pytest.raises(BadAnswer, match="Content-Length"):
         feed(exchange, b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello", 1000)
+
+
+def test_an_object_in_chunks_is_refused_whatever_length_it_has_besides() -> None:
+    """Or the chunks' own sizes would be received as a part of the object."""
+    buffer = bytearray(b"untouched")
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with pytest.raises(BadAnswer, match="Content-Length"):
+        feed(Exchange("GET", memoryview(buffer)), head + b"5\r\nhello\r\n0\r\n\r\n", 1000)
+    assert bytes(buffer) == b"untouched"
 
 
 def test_the_head_of_a_request_announces_its_body() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 
@@ -407,6 +408,16 @@ async def test_cancelled_put_sends_no_more() -> None:
     sent = data[data.index(b"\r\n\r\n") + 4 :]
     assert 0 < len(sent) < len(body)
     assert sent.count(0x11) == len(sent)
+
+
+async def test_a_header_with_a_line_break_is_refused_and_not_shown() -> None:
+    """Credentials that end in one were written with `echo`, say. Errors end up in logs."""
+    headers = {"Host": "test", "X-Amz-Security-Token": "what-nobody-may-see\n"}
+    request = Request("GET", "/k", headers)
+    async with pool_on(say(ok(b"never asked"))) as pool:
+        with pytest.raises(StoreError, match="line break") as caught:
+            await pool.request(request)
+    assert "what-nobody-may-see" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("nbytes", [0, 10, 3 * 2**20 + 1])

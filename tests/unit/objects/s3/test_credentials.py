@@ -14,6 +14,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.objects.s3 import credentials
 from s3kv.objects.s3.s3_store import open_store
 from s3kv.objects.store import BulkStore
 from tests import servers
@@ -246,3 +247,59 @@ async def test_an_answer_of_sts_that_cannot_be_read_is_an_outage(
         monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/s3kv")
         with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
             await read(store)
+
+
+EXPIRES_SOON = json.dumps(
+    {
+        "Version": 1,
+        "AccessKeyId": "helper",
+        "SecretAccessKey": "x",
+        "SessionToken": "session",
+        "Expiration": "soon",
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "helper",
+    ["/nonexistent/helper", "/bin/echo rubbish", f"/bin/echo '{EXPIRES_SOON}'"],
+    ids=["gone", "rubbish", "bad date"],
+)
+async def test_a_helper_program_that_is_broken_is_an_outage(
+    helper: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What botocore raises then are none of its own errors."""
+    servers.forget_credentials(monkeypatch)
+    settings = tmp_path / "config"
+    settings.write_text(f"[default]\ncredential_process = {helper}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(settings))
+    async with guarded("any") as (_, store):
+        with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
+            await read(store)
+
+
+async def test_a_token_file_that_is_not_there_yet_is_an_outage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    servers.forget_credentials(monkeypatch)
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/s3kv")
+    async with guarded("any") as (_, store):
+        with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
+            await read(store)
+
+
+async def test_a_source_that_hangs_is_an_outage_until_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with container(monkeypatch) as endpoint, guarded("container0") as (_, store):
+        endpoint.open.clear()
+        monkeypatch.setattr(credentials, "_LOOK_S", 0.01)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
+                await read(store)
+        await endpoint.asked.wait()
+        monkeypatch.setattr(credentials, "_LOOK_S", 60.0)
+        endpoint.open.set()
+        assert await read(store) == len(OBJECT)
+        assert len(endpoint.tokens) == 1, "the search went on"

@@ -247,6 +247,23 @@ async def test_broken_answers_are_the_same_kind_of_error(answer: bytes) -> None:
             assert [store.traffic.requests for store in stores] == [{"GET|none": 1}] * 2
 
 
+@pytest.mark.parametrize("framing", ["Transfer-Encoding: chunked", "Connection: close"])
+async def test_an_object_whose_length_is_not_told_has_one_all_the_same(framing: str) -> None:
+    """HTTP lets an answer to HEAD leave it out, as proxies do that compress."""
+    told = f"HTTP/1.1 200 X\r\n{framing}\r\nLast-Modified: Sun, 09 Sep 2001 01:46:40 GMT\r\n\r\n"
+
+    async def serve(reader: Any, writer: Any) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(told.encode())
+        await writer.drain()
+
+    async with servers.scripted_server(serve) as port:
+        config = Config(bucket="bkt", endpoint_url=f"http://127.0.0.1:{port}")
+        async with both(config) as stores:
+            found = [await store.head("k") for store in stores]
+            assert found == [ObjectInfo("k", 0, 1e9)] * 2
+
+
 SILENT = {
     "no answer": b"",
     "head and silence": b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n",
