@@ -18,7 +18,7 @@ from s3kv.io.process_log import log_to_worker
 from s3kv.io.server.process import serve
 from s3kv.objects.s3.s3_store import open_store
 
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> int:
@@ -29,10 +29,10 @@ def main() -> int:
     arguments = parser.parse_args()
     # Ctrl-C and systemd's stop reach every process at once. The worker decides what they mean: it
     # may want its chunks uploaded first. This process ends when the worker is gone.
-    for number in _IGNORED:
+    for number in _HANDLED:
         # Not SIG_IGN, which the helper programs of credentials would inherit.
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     log_to_worker()
     sock = socket.socket(fileno=arguments.fd)
     slab = Slab.attach(arguments.slab_fd)

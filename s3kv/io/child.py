@@ -30,8 +30,8 @@ class Child:
     blocks.
 
     It stays in the worker's process group: a signal that a terminal or a supervisor sends to the
-    group reaches both, and SIGKILL leaves neither. It ignores SIGINT, SIGTERM and SIGHUP. What it
-    prints is logged in this process (`io.process_log`).
+    group reaches both, and SIGKILL leaves neither. SIGINT, SIGTERM and SIGHUP do not end it.
+    What it prints is logged in this process (`io.process_log`).
     """
 
     def __init__(self, slab_fd: int, module: str) -> None:
@@ -138,7 +138,7 @@ def _spawn(sock_fd: int, slab_fd: int, module: str) -> subprocess.Popen[Any]:
     command = [sys.executable, "-m", module]
     command += ["--fd", str(sock_fd), "--slab-fd", str(slab_fd), "--parent-pid", str(os.getpid())]
     # Blocked signals stay blocked across exec, so a Ctrl-C cannot kill the process before it
-    # ignores the signal; the process then unblocks them.
+    # handles the signal; the process then unblocks them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _DEFERRED)
     try:
         return subprocess.Popen(

@@ -124,7 +124,7 @@ class Tier:
 
 
 def try_bucket(client: IoClient, config: Config) -> bool | None:
-    """Wait until the I/O process has tried the bucket, for at most `start_timeout_ms`.
+    """Wait until the I/O process has tried the bucket, for `start_timeout_ms` and its own start.
 
     Returns whether the namespace has objects; None if the bucket does not answer. Raises what
     `IoClient.wait_ready` raises, after which the client is closed.

@@ -148,9 +148,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is None:
             return
         raw = self._transport.get_extra_info("socket")
-        with suppress(
-            OSError, ValueError, AttributeError
-        ):  # closed already; None without TLS's own
+        # Closed already. Over TLS, `raw` is None then until `connection_lost`.
+        with suppress(OSError, ValueError, AttributeError):
             same = socket.socket(fileno=raw.fileno())
             try:
                 same.shutdown(socket.SHUT_RDWR)

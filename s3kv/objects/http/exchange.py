@@ -151,7 +151,7 @@ class Exchange:
         headers = dict(head.headers)
         length = headers.get(b"content-length")
         if length is None or b"transfer-encoding" in headers:  # which would take precedence
-            raise BadAnswer("an object without Content-Length")
+            raise BadAnswer("an object in chunks, or without Content-Length")
         self._wanted = int(length)
         allowed = self._claim is None or self._claim()
         if not allowed or self._wanted > len(into):

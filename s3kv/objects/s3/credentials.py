@@ -38,6 +38,9 @@ _LOOK_AGAIN_S = 1.0
 everything must not make us search for every request."""
 _LOOK_S = 10.0
 """Longest wait for a source of credentials. The search goes on, for later requests."""
+_NO_ANSWER = (asyncio.TimeoutError, OSError, ValueError)
+"""Raised by `_LOOK_S`, by a helper program or the file of a token that is gone, and by an answer of
+a helper that cannot be read."""
 _RENEW_S = 60.0
 """Time before its end at which a session is replaced: a request signed in time may arrive late."""
 
@@ -89,11 +92,8 @@ class Credentials:
         except (
             botocore.exceptions.HTTPClientError,
             botocore.parsers.ResponseParserError,  # STS, or what answers in its place
-            asyncio.TimeoutError,
-            OSError,  # a helper program, or the file with a token, is gone
-            ValueError,  # a helper's answer cannot be read
         ) as error:
-            raise StoreUnavailable(f"credentials could not be fetched: {error!r}") from error
+            raise StoreUnavailable(f"credentials could not be fetched: {error}") from error
         except (
             botocore.exceptions.BotoCoreError,
             botocore.exceptions.ClientError,  # from STS
@@ -102,6 +102,8 @@ class Credentials:
             raise StoreDenied(
                 f"no valid credentials could be had: {error}", code="bad-credentials"
             ) from error
+        except _NO_ANSWER as error:
+            raise StoreUnavailable(f"credentials could not be fetched: {error!r}") from error
 
     def _look_now(self) -> ReadOnlyCredentials:
         source: Any = (
@@ -170,7 +172,7 @@ class SessionCredentials:
         self._opened_s = _now_s()
         what = f"s3express:CreateSession on {self._config.bucket}"
         try:
-            told = await self._create.result()
+            told = await asyncio.wait_for(self._create.result(), _LOOK_S)
         except (
             botocore.exceptions.HTTPClientError,
             botocore.exceptions.ConnectionError,
@@ -185,6 +187,8 @@ class SessionCredentials:
         except botocore.exceptions.BotoCoreError as error:
             why = f"{what}: no valid credentials could be had: {error}"
             raise StoreDenied(why, code="bad-credentials") from error
+        except _NO_ANSWER as error:
+            raise StoreUnavailable(f"{what}: {error!r}") from error
         keys = ReadOnlyCredentials(
             told["AccessKeyId"], told["SecretAccessKey"], told["SessionToken"]
         )

@@ -276,6 +276,9 @@ async def test_a_helper_program_that_is_broken_is_an_outage(
     async with guarded("any") as (_, store):
         with pytest.raises(StoreUnavailable, match="credentials could not be fetched"):
             await read(store)
+    directory = Config(bucket="b--usw2-az1--x-s3", region="us-west-2")
+    with pytest.raises(StoreUnavailable, match="CreateSession"):
+        await credentials.SessionCredentials(directory).frozen()
 
 
 async def test_a_token_file_that_is_not_there_yet_is_an_outage(
