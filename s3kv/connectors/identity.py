@@ -205,13 +205,14 @@ def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
         "kernels": fields(getattr(vllm_config, "kernel_config", None), _KERNELS),
         "additional": digest_of(plain(additional)) if additional else None,
         "worker": fields(vllm_config.parallel_config, _WORKER),
-        "environment": {n: _content(os.environ[n]) for n in ENVIRONMENT if n in os.environ},
+        "environment": {n: _content(n) for n in ENVIRONMENT if n in os.environ},
     }
 
 
-def _content(value: str) -> str | None:
-    """What a variable says: vLLM reads the values of some from a file, if they name one."""
-    return file_digest(value) if os.path.isfile(value) else value
+def _content(name: str) -> str | None:
+    """What a variable says: vLLM reads a ..._CONFIG from a file, if the value names one."""
+    value = os.environ[name]
+    return file_digest(value) if name.endswith("_CONFIG") and os.path.isfile(value) else value
 
 
 def _multimodal(model: ModelConfig) -> dict[str, Any] | None:

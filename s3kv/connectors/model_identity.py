@@ -88,10 +88,11 @@ def _by_length(model: ModelConfig, text: str) -> list[Any] | int | None:
     """The part of the identity that depends on `max_model_len`: some position embeddings, and the
     scale of Llama 4's queries, unless the generation config turns that on or off."""
     if "llama4" in text:
-        said = model.try_get_generation_config() | (model.override_generation_config or {})
+        found = _or_warn(model.model, model.try_get_generation_config)
+        said = {"attn_temperature_tuning": "unread"} if found is None else found
+        said = said | (model.override_generation_config or {})
         return [model.max_model_len, said.get("attn_temperature_tuning")]
-    scaled = "longrope" in text or '"dynamic"' in text
-    return model.max_model_len if scaled else None
+    return model.max_model_len if "longrope" in text or '"dynamic"' in text else None
 
 
 def processor_identity(model: ModelConfig) -> dict[str, Any] | None:
@@ -171,7 +172,7 @@ def _file_digest(path: Path) -> str:
 def _or_warn(path: str, read: Callable[[], T]) -> T | None:
     try:
         return read()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         logger.warning(
             "s3kv cannot look at the model's files in %s (%s): set another model_id whenever they "
             "change",

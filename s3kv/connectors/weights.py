@@ -157,7 +157,7 @@ def _files(directory: Path, suffixes: str | tuple[str, ...] = "") -> list[Path]:
         return []
     # Some models have weights in folders of their own: Cosmos3, Kimi-Audio.
     found = [*directory.iterdir(), *directory.glob("*/*.safetensors")]
-    return [p for p in found if p.name.endswith(suffixes) and p.is_file()]
+    return sorted(p for p in found if p.name.endswith(suffixes) and p.is_file())
 
 
 def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
@@ -165,7 +165,7 @@ def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
 
     Reads in several threads. Raises `OSError` for files that cannot be read.
     """
-    ordered = sorted(files, key=lambda p: (p.name, p.parent.name))
+    ordered = sorted(files)
     stamps = [stamp(file) for file in ordered]
     plans = _plans(ordered, [found.size for found in stamps], method)
     with ThreadPoolExecutor(_THREADS) as pool:

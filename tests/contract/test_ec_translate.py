@@ -49,6 +49,8 @@ def vllm_config(**changes: Any) -> Any:
         "tensor_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "enable_tower_connector_lora": None,
+        "worker_cls": "auto",
+        "worker_extension_cls": "",
     } | changes
     multimodal = SimpleNamespace(**{k: v for k, v in tree.items() if k.startswith("mm_")})
     lora = tree["enable_tower_connector_lora"]
@@ -62,6 +64,8 @@ def vllm_config(**changes: Any) -> Any:
             pipeline_parallel_size=1,
             prefill_context_parallel_size=tree["prefill_context_parallel_size"],
             data_parallel_rank=0,
+            worker_cls=tree["worker_cls"],
+            worker_extension_cls=tree["worker_extension_cls"],
         ),
         load_config=SimpleNamespace(load_format="dummy"),
         lora_config=None if lora is None else SimpleNamespace(enable_tower_connector_lora=lora),
@@ -105,6 +109,8 @@ def test_every_difference_that_matters_is_another_namespace() -> None:
         {"hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 1})},
         {"hf_image_processor_config": {"size": 336}},
         {"mm_processor_kwargs": {"num_crops": 4}},
+        {"worker_cls": "mine.Worker"},
+        {"worker_extension_cls": "mine.More"},
     ):
         assert fingerprint(**change) != base, change
     assert fingerprint(tensor_parallel_size=4) == base, "every rank has the whole output"

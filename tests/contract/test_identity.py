@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 
 from lab import models
 from s3kv.config import Config
@@ -116,6 +118,35 @@ def longrope(e: Engine) -> None:
     hf(rope_parameters={"rope_type": "longrope"})(e)
 
 
+UNSCALED = {"attn_temperature_tuning": False}
+
+
+def dynamic_rope(e: Engine) -> None:
+    hf(rope_parameters={"rope_type": "dynamic", "factor": 4.0})(e)
+
+
+def llama4(e: Engine) -> None:
+    hf(model_type="llama4", text_config={"model_type": "llama4_text"})(e)
+
+
+def gfx94x(e: Engine) -> None:
+    e.patch.setattr(type(current_platform), "is_fp8_fnuz", lambda *args: True)
+
+
+HUMMING = "VLLM_HUMMING_INPUT_QUANT_CONFIG"
+
+
+def humming(text: str, name: str = "humming") -> Callable[[Engine], None]:
+    """A number format that a variable says by the name of a file."""
+
+    def change(e: Engine) -> None:
+        path = e.folder.parent / name
+        path.write_text(text)
+        e.patch.setenv(HUMMING, str(path))
+
+    return change
+
+
 def dummy(e: Engine) -> None:
     e.set(e.vllm.load_config, load_format="dummy")
 
@@ -189,6 +220,7 @@ CHANGES: list[tuple[str, str, Callable[[Engine], Any]]] = [
         lambda e: e.set(e.vllm, lora_config=SimpleNamespace(lora_dtype="float32")),
     ),
     ("kv_cache.dtype", "kv dtype", cache(cache_dtype="fp8_e4m3")),
+    ("kv_cache.dtype", "what an fp8 means", gfx94x),
     ("kv_cache.unquantized_layers", "kv dtype", cache(kv_cache_dtype_skip_layers=["1"])),
     ("kv_cache.layout", "layout", lambda e: e.set(e.cache, kv_cache_layout="LHBNC")),
     ("kv_cache.page", "page", lambda e: setattr(e, "page", PAGE | {"chunk_blocks": 4})),
@@ -224,6 +256,11 @@ TOGETHER: list[tuple[str, Callable[[Engine], Any], Callable[[Engine], Any]]] = [
     ("multimodal.encoder_scales", scales("1"), scales("2")),
     ("multimodal.language_model_only", sees(), sees(language_model_only=True)),
     ("model.max_model_len", longrope, model(max_model_len=100_000)),
+    ("model.max_model_len", dynamic_rope, model(max_model_len=100_000)),
+    ("model.max_model_len", llama4, model(max_model_len=100_000)),
+    ("model.max_model_len", llama4, model(override_generation_config=UNSCALED)),
+    ("model.max_model_len", llama4, write("generation_config.json", json.dumps(UNSCALED))),
+    (f"environment.{HUMMING}", humming('{"dtype": "int8"}'), humming('{"dtype": "int4"}')),
     ("model.dummy_seed", dummy, model(seed=7)),
     (
         "ranks.layers",
@@ -280,6 +317,9 @@ def test_the_same_engine_elsewhere_is_the_same(engine: Engine, tmp_path: Path) -
     before = engine.fingerprint()
     shutil.copytree(tmp_path / "model", tmp_path / "elsewhere")
     engine.set(engine.model, model=str(tmp_path / "elsewhere"), max_model_len=1024, seed=9)
+    # Only Llama 4 reads this for more than how tokens are chosen.
+    engine.set(engine.model, override_generation_config=UNSCALED)
+    write("generation_config.json", json.dumps(UNSCALED))(engine)
     engine.set(engine.vllm.cache_config, gpu_memory_utilization=0.5)
     os.utime(tmp_path / "elsewhere" / "model.safetensors", (1, 1))
     assert engine.fingerprint() == before
@@ -293,3 +333,38 @@ def test_a_second_start_is_the_same(directory: Path, tiny_config: Any) -> None:
         for c in (tiny_config, configured(path))
     )
     assert canonical_json(first) == canonical_json(second)
+
+
+def test_the_mark_of_another_fp8_is_on_no_other_platform(engine: Engine) -> None:
+    assert leaves(engine.fingerprint())["kv_cache.dtype"] == engine.vllm.cache_config.cache_dtype
+
+
+def test_a_file_that_a_variable_names_counts_by_its_content_alone(
+    engine: Engine, tmp_path: Path
+) -> None:
+    humming("{}")(engine)
+    before = engine.fingerprint()
+    humming("{}", "elsewhere")(engine)
+    assert engine.fingerprint() == before
+    engine.patch.setenv(HUMMING, '{"dtype": "int8"}')
+    engine.patch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    # vLLM reads no file for this one.
+    (tmp_path / "1").write_text("written by mistake")
+    engine.patch.chdir(tmp_path)
+    assert engine.fingerprint()["environment"] == {
+        HUMMING: '{"dtype": "int8"}',
+        "VLLM_USE_DEEP_GEMM": "1",
+    }
+
+
+def test_a_generation_config_that_cannot_be_read_is_none_that_says_nothing(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> dict[str, Any]:
+        raise ValueError("no such repository")
+
+    llama4(engine)
+    before = engine.fingerprint()
+    engine.set(engine.model, try_get_generation_config=refuse)
+    assert engine.fingerprint() != before
+    assert "no such repository" in caplog.text

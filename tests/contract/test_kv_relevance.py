@@ -42,7 +42,7 @@ HOLDERS = {
     "DiffusionConfig": "diffusion_config",
 }
 NOT_AS_IT_STANDS = {"model.runner", "model.convert", "model.max_model_len"}
-"""Places that bear a field's name: vLLM resolves the first two, the last matters to long rope."""
+"""Places that bear a field's name: vLLM resolves the first two, the last matters to some models."""
 
 
 @pytest.fixture

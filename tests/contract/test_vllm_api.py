@@ -101,6 +101,7 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
             "model_impl",
             "disable_sliding_window",
             "max_model_len",
+            "override_generation_config",
             "seed",
             "multimodal_config",
         },
@@ -169,6 +170,8 @@ CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (BASE, "KVConnectorWorkerMetadata.aggregate", ("other",), "s3kv/connectors/kv_translate.py"),
     ("vllm.config", "KVTransferConfig.is_kv_producer", None, CONNECTOR),
     ("vllm.config", "KVTransferConfig.is_kv_consumer", None, CONNECTOR),
+    ("vllm.config", "ModelConfig.try_get_generation_config", (), IDENTITY),
+    ("vllm.platforms", "Platform.is_fp8_fnuz", None, IDENTITY),
     ("vllm.distributed.parallel_state", "get_tp_group", (), WORKER),
     ("vllm.distributed.parallel_state", "get_pp_group", (), WORKER),
     (

@@ -201,10 +201,9 @@ class GpuCopier:
         """
         layout = self._layouts[group]
         blocks = range(layout.num_blocks) if idle is None else idle
-
-        # An object may take several slots.
+        # An object may take several slots, and be as long as the slab.
         distance = self._places.pinned_bytes // self._places.slot_bytes
-        places = self._places.num_slots // distance
+        places = max(1, self._places.num_slots // distance)
 
         def part(chunk: int) -> LoadPart:
             place = chunk % places

@@ -250,6 +250,31 @@ def test_no_weights_have_no_digest(model: Model, tmp_path: Path) -> None:
     assert digest(moved) == digest(single), "one file is the same under any name"
 
 
+def in_folders(place: Path, **content: bytes) -> Path:
+    """Weights in folders of their own, each in a file of one name."""
+    for name, data in content.items():
+        (place / name).mkdir(parents=True, exist_ok=True)
+        write_tensors(place / name / "model.safetensors", {"w": data})
+    return place
+
+
+def test_weights_in_folders_of_their_own_count(tmp_path: Path) -> None:
+    place = in_folders(tmp_path / "model", transformer=b"11", vision=b"22")
+    seen = [digest(place)]
+    in_folders(place, transformer=b"33")
+    seen.append(digest(place))
+    in_folders(place, transformer=b"22", vision=b"33")
+    seen.append(digest(place))
+    in_folders(place, transformer=b"33", vision=b"22")
+    assert seen[1] == digest(place)
+    assert None not in seen
+    assert len(set(seen)) == 3
+    files = sorted(place.glob("*/*"))
+    assert digest_files(files).hexadecimal == digest_files(files[::-1]).hexadecimal == seen[1]
+    write_tensors(place / "model.safetensors", {"w": b"44"})
+    assert digest(place) not in seen
+
+
 # --- remembered -------------------------------------------------------------------------------
 
 
@@ -289,6 +314,22 @@ def test_files_that_nobody_changed_are_not_read_again(
     assert weights_digest(str(place), cache=cache) != before, "the change time cannot be set"
     assert weights_digest(str(place), cache=cache) != before
     assert len(calls) == 3
+
+
+def test_folders_that_change_places_are_read_again(
+    tmp_path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files keep their names, inodes and times. A directory lists them in any order."""
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *args: sorted(listed(*args), reverse=True))
+    place = in_folders(tmp_path / "model", first=b"11", second=b"22")
+    calls = reads(monkeypatch)
+    before = weights_digest(str(place), cache=cache)
+    assert weights_digest(str(place), cache=cache) == before
+    for name, other in (("first", "third"), ("second", "first"), ("third", "second")):
+        (place / name).rename(place / other)
+    assert weights_digest(str(place), cache=cache) != before
+    assert len(calls) == 2
 
 
 def _damage(file: Path) -> None:

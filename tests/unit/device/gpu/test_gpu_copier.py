@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 from collections.abc import Callable
 from itertools import chain, count
 
@@ -17,6 +18,8 @@ from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gather import Stack
 from s3kv.device.gpu.gpu_copier import GpuCopier, faster, seconds_per_chunk, spread_blocks
 from s3kv.device.gpu.interface import BatchRefused, Copies
+from s3kv.device.layout import PageLayout
+from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import LoadPart
 from tests.unit.device.caches import ORDERS, Shape, build, moves, places
 from tests.unit.device.devices import Device
@@ -105,6 +108,33 @@ def test_the_faster_path_is_taken_and_the_caches_stay_as_they_are(
     copies = BlockCopies(copier)
     assert copies.statistics().choices == copier.choices
     copies.close()
+
+
+@pytest.mark.parametrize(
+    ("slots", "begins"), [(31, {0}), (32, {0}), (63, {0}), (64, {0, 32}), (100, {0, 32, 64})]
+)
+def test_objects_of_several_slots_are_measured_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, slots: int, begins: set[int]
+) -> None:
+    """Objects of 31 pages, each at a multiple of the next power of two."""
+    seen = set()
+    locate = ChunkPlaces.locate
+
+    def seeing(where: ChunkPlaces, part: LoadPart) -> tuple[PageLayout, int]:
+        seen.add(part.slot)
+        return locate(where, part)
+
+    monkeypatch.setattr(ChunkPlaces, "locate", seeing)
+    caches = build(Shape("LBNHC", layers=4, blocks=64), "cpu", torch.Generator().manual_seed(5))
+    layout, page = caches.layout(), 4096
+    header_bytes = 31 * page - layout.payload_bytes
+    slab = memoryview(mmap.mmap(-1, slots * page))
+    where = ChunkPlaces({0: layout}, slab, page, {0: header_bytes})
+    before = caches.memory()
+    copier = GpuCopier(where, SimulatedGpu(11), clock=count().__next__)
+    assert caches.memory() == before
+    assert seen == begins
+    copier.close()
 
 
 def test_only_idle_blocks_are_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
