@@ -309,9 +309,10 @@ class KVPlanner:
         blocks that the engine writes to, beside those of `scheduled`."""
         fences = self._fences | self.ledger.fences(written) if written else self._fences
         self._fences = set()
-        looked_up, self._looked_up = self._looked_up, {}
-        tokens, requests, saves = 0, self._requests, self._saves
-        saving: list[tuple[PlannedRequest, ScheduledRequest]] = []
+        if self._looked_up:
+            scheduled = list(scheduled)
+            self._doubt_loads(scheduled)
+        tokens, requests, may_save = 0, self._requests, self._settings.may_save
         for step in scheduled:
             tokens += step.scheduled_tokens
             request = requests.get(step.request_id)
@@ -321,14 +322,11 @@ class KVPlanner:
                 request.saving.place(step)
                 first_written = step.computed_tokens if step.replaces else 0
                 fences |= self._fences_behind(first_written, step.block_ids)
-                saves.written(blocks_after(self._settings.groups, first_written, step.block_ids))
-            own_tokens = looked_up.get(step.request_id) if step.replaces else None
-            if own_tokens is not None and step.computed_tokens > own_tokens:
-                saves.doubt(blocks_after(self._settings.groups, own_tokens, step.block_ids))
-            saving.append((request, step))
-        if self._settings.may_save:
-            for request, step in saving:
-                saves.plan(request, step)
+                self._saves.written(
+                    blocks_after(self._settings.groups, first_written, step.block_ids)
+                )
+            if may_save:
+                self._saves.plan(request, step)
         self._go_on(now_s)
         loads, self._loads = tuple(self._loads), []
         return StepPlan(
@@ -343,6 +341,15 @@ class KVPlanner:
             withdrawals=self._take_withdrawals() if self._overdue else (),
             number=self.pace.step_started(now_s, tokens),
         )
+
+    def _doubt_loads(self, scheduled: Iterable[ScheduledRequest]) -> None:
+        """Save nothing that another connector loads during the step, for any request."""
+        looked_up, self._looked_up = self._looked_up, {}
+        for step in scheduled:
+            own_tokens = looked_up.get(step.request_id) if step.replaces else None
+            if own_tokens is not None and step.computed_tokens > own_tokens:
+                self._requests[step.request_id].saving.bar()
+                self._saves.doubt(blocks_after(self._settings.groups, own_tokens, step.block_ids))
 
     def _take_cancels(self) -> tuple[int, ...]:
         """Fetches that no request wants any more. One that another request has joined since is not
