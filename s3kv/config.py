@@ -214,7 +214,7 @@ class Config:
     """Action if the bucket cannot be used at start: fail, or serve without it and keep trying."""
     start_timeout_ms: Positive = 20_000
     """Longest wait for the bucket at start."""
-    drain_timeout_s: Seconds = 5.0
+    drain_timeout_s: Seconds = 4.0
     """Longest time given to unfinished uploads at shutdown. `vllm serve` kills its engine at once
     by default; give it a `--shutdown-timeout` to make it wait."""
 

@@ -280,7 +280,8 @@ def test_a_server_that_is_given_time_finishes_its_uploads(
 ) -> None:
     """With `--shutdown-timeout`, an end in the middle of uploads loses nothing."""
     with valve(port_of(s3)) as slow:
-        connector = changed(patient, endpoint_url=slow.url, max_wait_ms=2_000)
+        settings = {"max_wait_ms": 2_000, "drain_timeout_s": 50.0}
+        connector = changed(patient, endpoint_url=slow.url, **settings)
         time_to_drain = ("--shutdown-timeout", "60")
         log = tmp_path / "server.log"
         with vllm_serve(tiny, connector, s3.env, log, *time_to_drain) as server:
