@@ -13,7 +13,6 @@ def play(machine: type[RuleBasedStateMachine], *, games: int, steps: int) -> Non
         settings=settings(
             max_examples=games,
             stateful_step_count=steps,
-            deadline=None,
             print_blob=True,
             suppress_health_check=[HealthCheck.too_slow],  # two cores may be busy with other tests
         ),

@@ -92,7 +92,7 @@ def _by_length(model: ModelConfig, text: str) -> list[Any] | int | None:
         said = {"attn_temperature_tuning": "unread"} if found is None else found
         said = said | (model.override_generation_config or {})
         return [model.max_model_len, said.get("attn_temperature_tuning")]
-    return model.max_model_len if "longrope" in text or '"dynamic"' in text else None
+    return model.max_model_len if "longrope" in text or 'type": "dynamic"' in text else None
 
 
 def processor_identity(model: ModelConfig) -> dict[str, Any] | None:

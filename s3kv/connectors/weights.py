@@ -49,7 +49,10 @@ SAMPLED, FULL = METHODS = ("sampled", "full")
 _VERSION = 2
 """Version of the method. Digests of different versions are never equal."""
 
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
+_PATTERNS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors.index.json"),
+    "*/*.safetensors",  # Some models have weights in folders of their own: Cosmos3, Kimi-Audio.
+)
 _BLOCK_BYTES = 1024
 _WHOLE_DIRECTORY_BYTES = 16 * 2**20
 _WHOLE_FILE_BYTES = 2**20
@@ -116,7 +119,7 @@ def weights_digest(
     files that cannot be read. `python -m benchmarks.digests` measures the time.
     """
     place = Path(path)
-    files = [place] if place.is_file() else _files(place, _SUFFIXES)
+    files = [place] if place.is_file() else _files(place, *_PATTERNS)
     if not files:
         return None
     cache = DigestCache.of_this_user() if cache is None else cache
@@ -148,16 +151,14 @@ def adapter_digest(path: str, method: str = SAMPLED) -> Digest | None:
     """Digest of all files of an adapter's directory; None if there is no such directory or no file
     in it. Raises `OSError` for files that cannot be read.
     """
-    files = _files(Path(path))
+    files = _files(Path(path), "*")
     return digest_files(files, method) if files else None
 
 
-def _files(directory: Path, suffixes: str | tuple[str, ...] = "") -> list[Path]:
-    if not directory.is_dir():
-        return []
-    # Some models have weights in folders of their own: Cosmos3, Kimi-Audio.
-    found = [*directory.iterdir(), *directory.glob("*/*.safetensors")]
-    return sorted(p for p in found if p.name.endswith(suffixes) and p.is_file())
+def _files(directory: Path, *patterns: str) -> list[Path]:
+    """The files in a directory that fit any of the patterns; none if there is no such directory."""
+    found = {path for pattern in patterns for path in directory.glob(pattern)}
+    return sorted(path for path in found if path.is_file())
 
 
 def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:

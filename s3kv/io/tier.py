@@ -28,6 +28,10 @@ from s3kv.types import TensorSpec
 
 logger = logging.getLogger("s3kv")
 
+_PROCESS_START_S = 10.0
+"""Time that an I/O process gets to start, before its `start_timeout_ms` begins. So it gives up
+before its worker does, and says why."""
+
 
 def introduce(
     config: Config,
@@ -129,8 +133,7 @@ def try_bucket(client: IoClient, config: Config) -> bool | None:
     Returns whether the namespace has objects; None if the bucket does not answer. Raises what
     `IoClient.wait_ready` raises, after which the client is closed.
     """
-    # The process itself gives up first, and says why. It needs time to start, too.
-    ready = client.wait_ready(config.start_timeout_ms / 1000 + 10.0)
+    ready = client.wait_ready(config.start_timeout_ms / 1000 + _PROCESS_START_S)
     if ready.trouble is not None:
         logger.warning("s3kv serves without the bucket for now: %s", ready.message)
         return None

@@ -36,7 +36,7 @@ MAX_DETAIL_BYTES = 700
 """Longest detail sent. It fits a key of about 150 characters and the advice at the end."""
 
 
-def carried(detail: str) -> str:
+def truncated(detail: str) -> str:
     """Return as much of a text, which may come from anywhere, as a message carries."""
     return detail.encode("utf-8", "replace")[:MAX_DETAIL_BYTES].decode("utf-8", "ignore")
 

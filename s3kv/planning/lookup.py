@@ -348,7 +348,7 @@ class Lookup:
         request's blocks in every KV-cache group of the engine."""
         group = self.group
         is_full = group.kind is _FULL
-        assert is_full or end_tokens == self.ready * group.chunk_tokens, "no other fits a window"
+        assert is_full or end_tokens == self.ready * group.chunk_tokens, "a window fits one length"
         per_chunk = group.chunk_tokens // group.block_tokens
         needed = cover(group, end_tokens).blocks
         start, end = max(needed.start, begin_tokens // group.block_tokens), needed.stop

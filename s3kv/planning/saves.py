@@ -32,8 +32,8 @@ class ChunkSaves:
         self._max_saves_inflight = max_saves_inflight
         self._null_block = null_block
         self._doubtful: set[int] = set()
-        """Blocks that another connector has loaded within a step. The engine shares them at once.
-        That they are wrong it may learn only after the saves of that step have been uploaded."""
+        """Blocks that another connector has loaded within a step. The engine shares them at once,
+        but may learn that they are wrong only after that step's saves have been uploaded."""
 
     def doubt(self, blocks: Iterable[int]) -> None:
         """Save nothing of requests with any of these blocks, which another connector loads."""

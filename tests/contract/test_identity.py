@@ -325,6 +325,14 @@ def test_the_same_engine_elsewhere_is_the_same(engine: Engine, tmp_path: Path) -
     assert engine.fingerprint() == before
 
 
+def test_no_other_thing_that_is_dynamic_depends_on_the_length(engine: Engine) -> None:
+    """Most fp8 checkpoints scale their activations dynamically."""
+    hf(quantization_config={"activation_scheme": "dynamic"})(engine)
+    before = engine.fingerprint()
+    engine.set(engine.model, max_model_len=1024)
+    assert engine.fingerprint() == before
+
+
 def test_a_second_start_is_the_same(directory: Path, tiny_config: Any) -> None:
     path = models.build(directory, models.TINY)
     config, cached = Config(bucket="kv-cache"), groups(FULL)

@@ -101,7 +101,7 @@ def rank_of(derive: Any, spec: Any, order: str, total: int, tp_size: int, rank: 
     return Rank(shard, ChunkFormat("0" * 32, (part,), 0, name), mapping)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     heads=st.integers(1, 8),
     sizes=st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.sampled_from([1, 2, 3, 4, 8])),

@@ -18,8 +18,10 @@ import click
 import msgspec
 import pytest
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from s3kv.config import Config
 from tests.versions import VERSION, newer, since
 
 CONNECTOR = "s3kv/connectors/kv.py"
@@ -344,6 +346,12 @@ def test_each_newer_class_is_found_where_there_is_one() -> None:
 
     assert (kv.KVConnectorTransferResults is not None) == (VERSION >= (0, 30))
     assert (kv.CacheHitSource is not None) == (VERSION >= (0, 32))
+
+
+def test_uploads_have_less_time_than_vllm_gives_a_worker_by_default() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", raising=False)
+        assert Config(bucket="bkt").drain_timeout_s < envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
 
 
 def test_the_version_is_one_we_claim() -> None:

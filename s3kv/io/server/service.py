@@ -225,7 +225,7 @@ class Service:
             trouble, message = _TROUBLE.get(type(error), "unavailable"), str(error)
         else:
             return wire.Ready(True, None, "", known)
-        return wire.Ready(config.on_unavailable == "serve", trouble, wire.carried(message))
+        return wire.Ready(config.on_unavailable == "serve", trouble, wire.truncated(message))
 
     def receive(self, message: wire.Down) -> None:
         """Act on one message. Raises `WireError` for a message that is not allowed now."""
@@ -308,7 +308,7 @@ class Service:
         return job.end(Outcome.FAILED, repr(error))
 
     def _say_ended(self, end: JobEnd) -> None:
-        end.detail = wire.carried(end.detail)
+        end.detail = wire.truncated(end.detail)
         self._send(end)
 
     def _withdraw(self, job_id: int) -> bool:

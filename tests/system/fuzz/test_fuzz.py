@@ -43,7 +43,7 @@ def test_the_seeds_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 @given(data=hostile)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example(data=b"")
 @example(data=b"\xff" * 300)
 def test_hostile_bytes(name: str, data: bytes) -> None:
@@ -52,7 +52,7 @@ def test_hostile_bytes(name: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["header", "frames", "manifests"])
 @given(data=hostile)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(data=b"\xdd\xff\xff\xff\xff")
 @example(data=b"\xc6\xff\xff\xff\xff")
 @example(data=(2**63).to_bytes(8, "little"))
@@ -70,7 +70,7 @@ def test_memory_is_in_proportion(name: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.integrity.mode)
 @given(pieces=edits)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_edit_of_a_good_object_is_accepted(form: ChunkFormat, pieces: bytes) -> None:
     data = edited(GOOD[form], pieces)
     assert (form.check(memoryview(data), len(data), HASH) is None) == (data == GOOD[form])

@@ -275,6 +275,14 @@ def test_weights_in_folders_of_their_own_count(tmp_path: Path) -> None:
     assert digest(place) not in seen
 
 
+def test_a_folder_beside_an_adapter_does_not_count(tmp_path: Path) -> None:
+    """vLLM reads an adapter from its directory alone; trainers keep checkpoints in there."""
+    write_tensors(tmp_path / "adapter_model.safetensors", {"a": b"11"})
+    before = adapter_digest(str(tmp_path))
+    in_folders(tmp_path, checkpoint=b"22")
+    assert adapter_digest(str(tmp_path)) == before
+
+
 # --- remembered -------------------------------------------------------------------------------
 
 

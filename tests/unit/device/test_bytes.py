@@ -52,7 +52,7 @@ def cases(draw: st.DrawFn, order: str, ratio: int) -> tuple[Shape, list[int], li
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 @pytest.mark.parametrize("order", ORDERS)
 def test_what_was_saved_is_loaded(device: Device, order: str, ratio: int) -> None:
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
     @given(case=cases(order, ratio))
     def check(case: tuple[Shape, list[int], list[int], int, int]) -> None:
         save_and_load(device, *case)

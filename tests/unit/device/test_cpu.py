@@ -22,7 +22,7 @@ def test_two_threads_load_what_one_would(
     split = cpu._split
     monkeypatch.setattr(cpu, "_split", lambda *moves: halved.append(1) or split(*moves))
 
-    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(case=cases(order, ratio))
     def check(case: tuple[Shape, list[int], list[int], int, int]) -> None:
         save_and_load(Device("cpu"), *case)

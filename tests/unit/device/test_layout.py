@@ -165,7 +165,7 @@ def runs(layout: PageLayout, block_ids: tuple[int, ...], first_block: int) -> li
     return [Move(*move) for move in zip(*(array.tolist() for array in found), strict=True)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_they_are_the_moves(data: st.DataObject) -> None:
     shape = data.draw(

@@ -183,9 +183,7 @@ class PolicySuite:
     def test_agrees_with_its_model(self) -> None:
         run_state_machine_as_test(
             machine_for(self.name, self.model),
-            settings=settings(
-                max_examples=150, stateful_step_count=60, deadline=None, print_blob=True
-            ),
+            settings=settings(max_examples=150, stateful_step_count=60, print_blob=True),
         )
 
     def test_nothing_to_evict_from_an_empty_policy(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from s3kv.host.room import PAGE_BYTES, EqualSlots, Extents, order_of, region_of, room_for
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(count=st.integers(1, 200), draws=st.lists(st.integers(0, 2**16), max_size=60))
 def test_every_page_has_one_owner_and_all_come_back(count: int, draws: list[int]) -> None:
     extents = Extents(count)
@@ -36,7 +36,7 @@ def test_every_page_has_one_owner_and_all_come_back(count: int, draws: list[int]
     assert extents.allocate(extents.largest) is not None, "it is whole again"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(count=st.integers(1, 130), pages=st.integers(1, 130), seed=st.integers(0, 2**16))
 def test_an_extent_fits_wherever_its_region_is_free(count: int, pages: int, seed: int) -> None:
     """The other direction of what the table relies on: it fails only where no region is free."""

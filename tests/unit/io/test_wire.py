@@ -86,7 +86,7 @@ def test_thousands_of_messages_fit_into_frames_in_order() -> None:
 @example("plain")
 def test_any_text_is_carried_as_far_as_there_is_room(text: str) -> None:
     """Paths that are not UTF-8, and what a server says, are parts of messages."""
-    detail = wire.carried(text)
+    detail = wire.truncated(text)
     assert len(detail.encode()) <= wire.MAX_DETAIL_BYTES
     sent = JobEnd(1, JobKind.FETCH, Outcome.FAILED, detail=detail)
     assert wire.FrameReader(wire.Up).feed(wire.encode([sent])) == [sent]
@@ -95,7 +95,7 @@ def test_any_text_is_carried_as_far_as_there_is_room(text: str) -> None:
 
 
 def test_thousands_of_the_longest_details_fit_into_frames() -> None:
-    detail = wire.carried("\U0001f600" * 1000)
+    detail = wire.truncated("\U0001f600" * 1000)
     messages = [JobEnd(i, JobKind.FETCH, Outcome.FAILED, detail=detail) for i in range(5000)]
     assert wire.FrameReader(wire.Up).feed(wire.encode(messages)) == messages
 

@@ -206,7 +206,7 @@ def raw(tensor: torch.Tensor) -> bytes:
     return torch.cat([tensor.reshape(-1)]).view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(cases=st.lists(strided(), min_size=1, max_size=3), number=st.integers(0, BLOCKS - 1))
 def test_the_moves_are_a_block_s_payload(
     cases: list[tuple[tuple[int, ...], torch.dtype, list[int], int]], number: int

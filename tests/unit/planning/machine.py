@@ -258,7 +258,6 @@ def run(
             stateful_step_count=steps,
             phases=[Phase.generate],
             database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         ),

@@ -9,9 +9,7 @@ from tests.unit.planning.machine import GroupsMachine, PlannerMachine, run
 
 TestPlanner = PlannerMachine.TestCase
 TestPlannerWithGroups = GroupsMachine.TestCase
-TestPlanner.settings = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestPlanner.settings = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 TestPlannerWithGroups.settings = settings(TestPlanner.settings, max_examples=40)
 
 

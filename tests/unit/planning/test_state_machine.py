@@ -367,7 +367,6 @@ def run(examples: int) -> Counter[str]:
             stateful_step_count=60,
             phases=[Phase.generate],
             database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         ),
