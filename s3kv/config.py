@@ -65,6 +65,10 @@ Prefix = Annotated[
         },
     ),
 ]
+Region = Annotated[
+    str,
+    Meta(pattern=r"^\S+\Z", extra={"allowed": "the name of a region, such as 'eu-west-1'"}),
+]
 Url = Annotated[
     str,
     Meta(
@@ -85,7 +89,7 @@ class Config:
     """Name of the bucket, or ARN of an access point. It must exist."""
     prefix: Prefix = "s3kv"
     """Prefix of all keys, so that one bucket can hold more."""
-    region: str | None = None
+    region: Region | None = None
     """AWS region; otherwise the one botocore's own chain finds."""
     endpoint_url: Url | None = None
     """URL of an S3-compatible server; otherwise AWS_ENDPOINT_URL or AWS itself."""

@@ -35,6 +35,9 @@ def main() -> None:
         sys.exit(error.exit_code)
     except click.Abort:
         raise KeyboardInterrupt from None
+    except (OSError, MemoryError) as error:  # a full disk behind stdout, a size beyond the memory
+        sys.stderr.write(f"s3kv: {error if str(error) else 'there is not enough memory'}\n")
+        sys.exit(3)
 
 
 if __name__ == "__main__":

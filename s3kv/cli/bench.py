@@ -19,10 +19,18 @@ import click
 from s3kv.cli import show
 from s3kv.cli.configure import chunk_tokens
 from s3kv.cli.floor import floor_s
-from s3kv.cli.invocation import EPILOG, on_bucket, print_json, size_above_0, with_settings
+from s3kv.cli.invocation import (
+    EPILOG,
+    OwnObjects,
+    on_bucket,
+    print_json,
+    size_above_0,
+    with_settings,
+)
 from s3kv.config import Config, count
-from s3kv.errors import StoreError
+from s3kv.errors import ConfigError, StoreError
 from s3kv.objects.listing import in_lanes, in_turn
+from s3kv.objects.s3.s3_store import MAX_PUT_BYTES
 from s3kv.objects.store import BulkStore, ObjectStore
 
 Floor = Callable[[Sequence[str], int, int], Awaitable[float | None]]
@@ -102,6 +110,9 @@ def bench(config: Config, bytes_per_token: int, prompt_tokens: int, as_json: boo
     the GPU is not included.
     """
     object_bytes = bytes_per_token * chunk_tokens(config)
+    if object_bytes > MAX_PUT_BYTES:
+        told = f"--bytes-per-token makes objects of {show.size(object_bytes)}: allowed is at most "
+        raise ConfigError(told + show.size(MAX_PUT_BYTES))
     chunks = max(1, prompt_tokens // chunk_tokens(config))
     speeds = on_bucket(config, partial(_measure, config, object_bytes, chunks))
     expected = expect(config, speeds, chunks, prompt_tokens)
@@ -140,7 +151,7 @@ class Measurement:
     floor: Floor
     clock_s: Callable[[], float]
     on_progress: show.Report
-    _written: set[str] = field(default_factory=set)
+    _own: OwnObjects = field(default_factory=OwnObjects, init=False)
 
     async def run(self, requests: int, small_requests: int) -> Speeds:
         """Run the measurement, and delete what it wrote. requests: of each direction. Raises
@@ -162,23 +173,20 @@ class Measurement:
         buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _ in keys]
         few = memoryview(bytearray(1024))
         small_key = f"{self.prefix}/small"
+        put = partial(self._own.put, self.store)
 
         written = await self._timed(
-            "PUT", lambda lane: self._put(keys[lane], buffers[lane]), requests, at_once, nbytes
+            "PUT", lambda lane: put(keys[lane], buffers[lane]), requests, at_once, nbytes
         )
         read = await self._timed(
             "GET", lambda lane: self._get(keys[lane], buffers[lane]), requests, at_once, nbytes
         )
         floor_s = await self.floor(keys, requests, nbytes)
-        await self._put(small_key, few)
+        await put(small_key, few)
         small = await self._timed(
             "small GET", lambda _: self._get(small_key, few), small_requests, 1, len(few)
         )
         return Speeds(nbytes, at_once, written, read, small, floor_s)
-
-    async def _put(self, key: str, data: memoryview) -> None:
-        self._written.add(key)  # before: what is interrupted may have been written
-        await self.store.put(key, data, if_absent=False)
 
     async def _get(self, key: str, buffer: memoryview) -> None:
         info = await self.store.get_into(key, buffer)
@@ -191,7 +199,7 @@ class Measurement:
     async def _timed(
         self,
         what: str,
-        call: Callable[[int], Awaitable[None]],
+        call: Callable[[int], Awaitable[object]],
         requests: int,
         at_once: int,
         nbytes: int,
@@ -211,8 +219,8 @@ class Measurement:
         return Speed(requests, requests * nbytes, seconds, p50, p95, p99, most)
 
     async def _clean(self) -> None:
-        for key in sorted(self._written):
-            await self.store.delete(key)
+        for key in sorted(self._own.puts):
+            await self._own.delete(self.store, key)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -46,11 +46,8 @@ def months(
     bucket without a budget; one with a budget is taken to be always as full as it ever was. Raises
     `ConfigError` for what is no such result."""
     try:
-        runs = [
-            run
-            for run in result["runs"]
-            if run["host_gib"] and run.get("save", "all") == "all"  # s3kv saves everything
-        ]
+        # s3kv saves everything.
+        runs = [r for r in result["runs"] if r["host_gib"] and r.get("save", "all") == "all"]
         seconds = float(result["seconds"])
         found = []
         for run in runs:

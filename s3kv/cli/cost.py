@@ -21,6 +21,7 @@ from s3kv.cli.billing import BilledTraffic, Part, Savings
 from s3kv.cli.budgets import BudgetMonth
 from s3kv.cli.invocation import (
     EXIT_CODES,
+    FiniteRange,
     ServerError,
     duration,
     json_option,
@@ -40,7 +41,7 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
     for field in reversed(dataclasses.fields(Prices)):
         option = click.option(
             f"--price-{field.name}",
-            type=click.FloatRange(0),
+            type=FiniteRange(0),
             metavar="DOLLARS",
             help=f"Price of {field.metadata['doc']}.",
         )
@@ -73,7 +74,7 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option(
     "--keep-days",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     default=7,
     show_default=True,
     help="Without --stored: days that objects stay, by the bucket's lifecycle rule.",
@@ -89,12 +90,12 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
 @_price_options
 @click.option(
     "--gpu-dollars-per-hour",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     help="Price of one engine with all its GPUs, to say what the cache saves.",
 )
 @click.option(
     "--prefill-tokens-per-s",
-    type=click.FloatRange(0, min_open=True),
+    type=FiniteRange(0, min_open=True),
     help="Prompt tokens such an engine computes in a second, to say what the cache saves.",
 )
 @json_option

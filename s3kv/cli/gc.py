@@ -10,15 +10,7 @@ from functools import partial
 import click
 
 from s3kv.cli import show, walk
-from s3kv.cli.invocation import (
-    EPILOG,
-    duration,
-    now_s,
-    on_bucket,
-    print_json,
-    size,
-    with_settings,
-)
+from s3kv.cli.invocation import EPILOG, duration, now_s, on_bucket, print_json, size, with_settings
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.objects.store import BulkStore

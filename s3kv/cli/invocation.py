@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,8 +19,8 @@ import click
 
 from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreError
-from s3kv.objects.s3.s3_store import open_store
-from s3kv.objects.store import BulkStore
+from s3kv.objects.s3.s3_store import MAX_PUT_BYTES, open_store
+from s3kv.objects.store import BulkStore, ObjectStore
 
 FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
 EXIT_CODES = """\b
@@ -128,6 +130,26 @@ def size_above_0(text: str) -> int:
     return nbytes
 
 
+def object_size(text: str) -> int:
+    """Type of an option: the size of an object, in bytes. Raises `click.BadParameter`."""
+    nbytes = size(text)
+    if nbytes > MAX_PUT_BYTES:
+        raise click.BadParameter(f"{text!r} is more than one PUT carries: allowed is at most 5GiB")
+    return nbytes
+
+
+class FiniteRange(click.FloatRange):
+    """Type of an option: a number within bounds that is neither infinite nor NaN."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
+
+
 @contextlib.contextmanager
 def reporting_errors() -> Iterator[None]:
     """Turn our errors into one line on stderr and an exit code."""
@@ -153,6 +175,31 @@ def on_bucket(config: Config, work: Callable[[BulkStore], Awaitable[_T]]) -> _T:
             await store.close()
 
     return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class OwnObjects:
+    """The objects that a command writes to a bucket and deletes again. Belongs to one asyncio loop.
+
+    A server may carry out a PUT that was broken off, after a DELETE that was sent later. So a PUT
+    goes on when its caller is cancelled, as by Ctrl-C, and is waited for before its object is
+    deleted. Methods raise `StoreError`.
+    """
+
+    puts: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
+    """The latest PUT of each key."""
+
+    async def put(
+        self, store: ObjectStore, key: str, data: memoryview, *, if_absent: bool = False
+    ) -> bool:
+        self.puts[key] = put = asyncio.ensure_future(store.put(key, data, if_absent=if_absent))
+        return await asyncio.shield(put)
+
+    async def delete(self, store: ObjectStore, key: str) -> None:
+        """Delete an object, if it was written."""
+        if key in self.puts:
+            await asyncio.wait([self.puts[key]])
+            await store.delete(key)
 
 
 def now_s() -> float:

@@ -68,17 +68,14 @@ def is_watched() -> bool:
 def bars(clock_s: Callable[[], float] | None = None) -> Iterator[Report]:
     """Progress bars on stderr with the rate and, if the total is known, the time left; removed at
     the end; none if stderr is not a terminal."""
-    columns = (
+    tasks: dict[str, TaskID] = {}
+    console = Console(stderr=True)
+    progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         _RateColumn(),
         TimeRemainingColumn(),
-    )
-    tasks: dict[str, TaskID] = {}
-    console = Console(stderr=True)
-    progress = Progress(
-        *columns,
         console=console,
         transient=True,
         get_time=clock_s,

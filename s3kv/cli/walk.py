@@ -61,9 +61,8 @@ class NamespaceContent:
         self.oldest_s = min(self.oldest_s, info.modified_s)
         self.newest_s = max(self.newest_s, info.modified_s)
         age_s = now_s - info.modified_s
-        self.bytes_by_age[next(name for name, below_s in AGES.items() if age_s < below_s)] += (
-            info.nbytes
-        )
+        name = next(name for name, below_s in AGES.items() if age_s < below_s)
+        self.bytes_by_age[name] += info.nbytes
 
 
 async def namespaces(store: ObjectStore, prefix: str) -> list[NamespaceContent]:

@@ -5,12 +5,14 @@ Its objects are outside every namespace and are deleted at the end.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from statistics import median
 
 from s3kv.cli.doctor.findings import Finding, Status, is_permission, remedy_for
+from s3kv.cli.invocation import OwnObjects
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.objects.s3.address import find_address, zone_of
@@ -82,6 +84,7 @@ class BucketExamination:
     wall_s: Callable[[], float]
     _findings: dict[str, Finding] = field(default_factory=dict, init=False)
     _store: ObjectStore = field(init=False)
+    _own: OwnObjects = field(default_factory=OwnObjects, init=False)
 
     def __post_init__(self) -> None:
         self._store = self.open_store(self.config)
@@ -93,6 +96,9 @@ class BucketExamination:
         """
         try:
             await self._run(read_only=read_only)
+        except asyncio.CancelledError:
+            await _error_of(self._own.delete(self._store, self.key))
+            raise
         finally:
             await self._store.close()
         for check in _CHECKS:
@@ -265,12 +271,12 @@ class BucketExamination:
         key, content = f"{self.key}-large", memoryview(bytearray(self.bandwidth_bytes))
         try:
             begin_s = self.clock_s()
-            await self._store.put(key, content, if_absent=False)
+            await self._own.put(self._store, key, content)
             written_s = self.clock_s()
             await self._store.get_into(key, content)
             read_s = self.clock_s()
         finally:
-            left = await _error_of(self._store.delete(key))
+            left = await _error_of(self._own.delete(self._store, key))
         up, down = (
             self.bandwidth_bytes / 1e6 / max(seconds, 1e-9)
             for seconds in (written_s - begin_s, read_s - written_s)
@@ -294,7 +300,7 @@ class BucketExamination:
         return self._findings[check].status == "ok"
 
     async def _write(self, store: ObjectStore) -> bool:
-        return await store.put(self.key, memoryview(_CONTENT), if_absent=True)
+        return await self._own.put(store, self.key, memoryview(_CONTENT), if_absent=True)
 
     async def _succeeds_with(
         self, config: Config, call: Callable[[ObjectStore], Awaitable[object]]

@@ -15,7 +15,7 @@ from s3kv.cli import show
 from s3kv.cli.doctor import host
 from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
 from s3kv.cli.doctor.findings import Finding, Status, is_healthy
-from s3kv.cli.invocation import EPILOG, FOUND, now_s, print_json, size, with_settings
+from s3kv.cli.invocation import EPILOG, FOUND, now_s, object_size, print_json, with_settings
 from s3kv.config import Config
 from s3kv.objects.s3.s3_store import open_store
 
@@ -31,7 +31,7 @@ _STYLES: dict[Status, str] = {
 @click.option("--read-only", is_flag=True, help="Write nothing, for hosts that only read.")
 @click.option(
     "--bandwidth",
-    type=size,
+    type=object_size,
     default="8MiB",
     show_default=True,
     help="Send and read this much to measure throughput; 0 measures none.",

@@ -180,6 +180,29 @@ async def test_what_fails_leaves_nothing() -> None:
     assert [info async for info in store.list("")] == []
 
 
+async def test_an_interrupted_put_is_carried_out_before_its_object_is_deleted() -> None:
+    class Slow(MemoryStore):
+        began = asyncio.Event()
+
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            async def carry_out() -> bool:
+                await asyncio.sleep(0.02 * int(key[-1]))
+                return await MemoryStore.put(self, key, data, if_absent=if_absent)
+
+            self.began.set()
+            # A server goes on with what it has received, whatever becomes of the connection.
+            return await asyncio.shield(carry_out())
+
+    store = Slow(clock=lambda: 0.0)
+    measuring = asyncio.ensure_future(measured(store))
+    await store.began.wait()
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
+    await asyncio.sleep(0.2)
+    assert [info async for info in store.list("")] == []
+
+
 async def test_what_does_not_come_back_is_said() -> None:
     class Losing(MemoryStore):
         async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:

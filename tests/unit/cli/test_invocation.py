@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from s3kv.cli.__main__ import main
+from s3kv.cli.app import cli
 from s3kv.cli.invocation import read_settings
 from s3kv.errors import ConfigError
 
@@ -61,6 +64,51 @@ def start(
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | dict(variables or {})
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+BUCKET = ["--bucket", "bkt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ls", *BUCKET, "--region", ""], "region is '': allowed is the name of a region"),
+        (["cost", "--keep-days", "inf"], "'inf' is not a finite number"),
+        (["cost", "--price-get", "nan"], "'nan' is not a finite number"),
+        (["cost", "--keep-days", "0"], "not in the range"),
+        (["doctor", *BUCKET, "--bandwidth", "5.1GiB"], "allowed is at most 5GiB"),
+        (["bench", *BUCKET, "--bytes-per-token", "0"], "'0' is 0: allowed is"),
+        (["bench", *BUCKET, "--bytes-per-token", "21MiB"], "5.2 GiB: allowed is at most 5.0 GiB"),
+    ],
+)
+def test_values_no_command_can_use_are_refused_before_anything_is_sent(
+    arguments: list[str], said: str
+) -> None:
+    result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (MemoryError(), "there is not enough memory"),
+    ],
+)
+def test_no_traceback_when_the_disk_or_the_memory_is_full(
+    error: Exception,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("s3kv.cli.app.cli", fail)
+    with pytest.raises(SystemExit, match="3"):
+        main()
+    assert capsys.readouterr().err == f"s3kv: {said}\n"
 
 
 @pytest.mark.parametrize("package", ["click", "rich"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ from s3kv.cli.doctor.bucket import BucketExamination
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
-from s3kv.objects.store import ObjectInfo, ObjectStore
+from s3kv.objects.store import Claim, ObjectInfo, ObjectStore
 from tests import servers
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
@@ -162,6 +163,41 @@ async def test_what_cannot_be_deleted_after_all_is_named() -> None:
     found = await examined(Sticky(clock=lambda: 0.0))
     assert found["bandwidth"].status == "warning"
     assert "s3kv/doctor/1-large is left behind" in found["bandwidth"].detail
+
+
+@pytest.mark.parametrize("at", ["put", "get_into", "head"])
+async def test_ctrl_c_leaves_nothing(at: str) -> None:
+    class Interrupted(MemoryStore):
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            async def carry_out() -> bool:
+                interrupt("put")
+                await asyncio.sleep(0.01)
+                return await MemoryStore.put(self, key, data, if_absent=if_absent)
+
+            # A server goes on with what it has received, whatever becomes of the connection.
+            return await asyncio.shield(carry_out())
+
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            interrupt("get_into")
+            return await super().get_into(key, buffer, claim)
+
+        async def head(self, key: str) -> ObjectInfo | None:
+            interrupt("head")
+            await asyncio.sleep(0)
+            return await super().head(key)
+
+    def interrupt(here: str) -> None:
+        if here == at:
+            examining.cancel()
+
+    store = Interrupted(clock=lambda: 0.0)
+    examining = asyncio.ensure_future(examined(store))
+    with pytest.raises(asyncio.CancelledError):
+        await examining
+    await asyncio.sleep(0.1)
+    assert [info async for info in store.list("")] == []
 
 
 @pytest.mark.parametrize("style", ["path", "virtual"])
