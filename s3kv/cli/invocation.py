@@ -183,16 +183,16 @@ class OwnObjects:
 
     A server may carry out a PUT that was broken off, after a DELETE that was sent later. So a PUT
     goes on when its caller is cancelled, as by Ctrl-C, and is waited for before its object is
-    deleted. Methods raise `StoreError`.
+    deleted. puts: the latest PUT of each key. Methods raise `StoreError`.
     """
 
     puts: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
-    """The latest PUT of each key."""
 
     async def put(
         self, store: ObjectStore, key: str, data: memoryview, *, if_absent: bool = False
     ) -> bool:
         self.puts[key] = put = asyncio.ensure_future(store.put(key, data, if_absent=if_absent))
+        put.add_done_callback(lambda put: put.cancelled() or put.exception())  # or asyncio logs it
         return await asyncio.shield(put)
 
     async def delete(self, store: ObjectStore, key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -198,6 +199,26 @@ async def test_ctrl_c_leaves_nothing(at: str) -> None:
         await examining
     await asyncio.sleep(0.1)
     assert [info async for info in store.list("")] == []
+
+
+async def test_ctrl_c_during_a_put_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(MemoryStore):
+        began = asyncio.Event()
+
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            self.began.set()
+            await asyncio.sleep(0.01)
+            raise StoreUnavailable("gone to lunch")
+
+    store = Failing(clock=lambda: 0.0)
+    examining = asyncio.ensure_future(examined(store))
+    await store.began.wait()
+    examining.cancel()
+    await asyncio.wait([examining])
+    assert examining.cancelled()
+    del examining
+    gc.collect()  # asyncio tells of an error that nobody has asked for when it frees the task
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("style", ["path", "virtual"])
