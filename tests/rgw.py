@@ -28,7 +28,9 @@ PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-ad
 KEYS = {"AWS_ACCESS_KEY_ID": "s3kvaccess", "AWS_SECRET_ACCESS_KEY": "s3kvsecretsecretsecret"}
 
 # One copy of everything, four placement groups a pool, no warnings about either; and intervals
-# that are seconds in a data centre shortened for a cluster that lives for a minute.
+# that are seconds in a data centre shortened for a cluster that lives for a minute. The heartbeat
+# grace is long because the lease for reading is four fifths of it: a lone daemon whose lease has
+# run out while the machine stood still never serves a request again ("waiting for readable").
 CONFIGURATION = """\
 [global]
 fsid = {fsid}
@@ -58,6 +60,7 @@ mon max pg per osd = 1000
 mon data avail crit = 0
 paxos propose interval = 0.05
 paxos min wait = 0.01
+osd heartbeat grace = 86400
 [mon.a]
 host = localhost
 mon data = {home}/mon
