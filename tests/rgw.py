@@ -29,8 +29,8 @@ KEYS = {"AWS_ACCESS_KEY_ID": "s3kvaccess", "AWS_SECRET_ACCESS_KEY": "s3kvsecrets
 
 # One copy of everything, four placement groups a pool, no warnings about either; and intervals
 # that are seconds in a data centre shortened for a cluster that lives for a minute. The heartbeat
-# grace is long because the lease for reading is four fifths of it: a lone daemon whose lease has
-# run out while the machine stood still never serves a request again ("waiting for readable").
+# grace is a day, in seconds, because the lease for reading is four fifths of it: a lone daemon
+# whose lease runs out while the machine stands still may never serve a request again.
 CONFIGURATION = """\
 [global]
 fsid = {fsid}

@@ -22,15 +22,15 @@ from s3kv.cli.floor import floor_s
 from s3kv.cli.invocation import (
     EPILOG,
     OwnObjects,
+    check_object_size,
     on_bucket,
     print_json,
     size_above_0,
     with_settings,
 )
 from s3kv.config import Config, count
-from s3kv.errors import ConfigError, StoreError
+from s3kv.errors import StoreError
 from s3kv.objects.listing import in_lanes, in_turn
-from s3kv.objects.s3.s3_store import MAX_PUT_BYTES
 from s3kv.objects.store import BulkStore, ObjectStore
 
 Floor = Callable[[Sequence[str], int, int], Awaitable[float | None]]
@@ -110,9 +110,7 @@ def bench(config: Config, bytes_per_token: int, prompt_tokens: int, as_json: boo
     the GPU is not included.
     """
     object_bytes = bytes_per_token * chunk_tokens(config)
-    if object_bytes > MAX_PUT_BYTES:
-        told = f"--bytes-per-token makes objects of {show.size(object_bytes)}: allowed is at most "
-        raise ConfigError(told + show.size(MAX_PUT_BYTES))
+    check_object_size("--bytes-per-token", object_bytes)
     chunks = max(1, prompt_tokens // chunk_tokens(config))
     speeds = on_bucket(config, partial(_measure, config, object_bytes, chunks))
     expected = expect(config, speeds, chunks, prompt_tokens)

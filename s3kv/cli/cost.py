@@ -39,13 +39,12 @@ _RARELY_BILLED = ("upload", "retrieval")
 
 def _price_options(command: Callable[..., None]) -> Callable[..., None]:
     for field in reversed(dataclasses.fields(Prices)):
-        option = click.option(
+        command = click.option(
             f"--price-{field.name}",
             type=FiniteRange(0),
             metavar="DOLLARS",
             help=f"Price of {field.metadata['doc']}.",
-        )
-        command = option(command)
+        )(command)
     return command
 
 
@@ -143,11 +142,9 @@ def cost(
         traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
         held = billing.steady_bytes(traffic, keep_days) if stored is None else stored
         parts = billing.bill(traffic, held, chosen)
-        saved = None
+        saved = paid = None
         if gpu_dollars_per_hour is not None and prefill_tokens_per_s is not None:
             saved = billing.savings(traffic, prefill_tokens_per_s, gpu_dollars_per_hour)
-        paid = None
-        if saved is not None:
             by_bucket = saved.dollars * saved.tokens_bucket / max(1.0, saved.tokens)
             paid = budgets.paid_bytes(parts, by_bucket)
         document = _document(traffic, parts, saved, paid)

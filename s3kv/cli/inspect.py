@@ -22,8 +22,7 @@ from s3kv.objects.integrity import Integrity
 from s3kv.objects.store import ObjectStore
 
 MAX_OBJECT_BYTES = 2**30
-"""Larger than any chunk; the most that an object in somebody's bucket makes this process allocate.
-"""
+"""Larger than any chunk; the most that somebody's object makes this process allocate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import click
 
+from s3kv.cli import show
 from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreError
 from s3kv.objects.s3.s3_store import MAX_PUT_BYTES, open_store
@@ -28,7 +29,7 @@ EXIT CODES
     0  all is well
     1  something was found: a fault, a damaged object, no such object
     2  the command was used wrongly, or a setting is wrong
-    3  the bucket, or the server named, could not be asked: the message says why
+    3  the bucket, or the server named, could not be asked, or disk or memory is full
   130  interrupted (Ctrl-C)"""
 EPILOG = f"""{EXIT_CODES}
 
@@ -130,20 +131,17 @@ def size_above_0(text: str) -> int:
     return nbytes
 
 
-def object_size(text: str) -> int:
-    """Type of an option: the size of an object, in bytes. Raises `click.BadParameter`."""
-    nbytes = size(text)
+def check_object_size(option: str, nbytes: int) -> None:
+    """Raise `ConfigError` if the option asks for objects that are larger than one PUT carries."""
     if nbytes > MAX_PUT_BYTES:
-        raise click.BadParameter(f"{text!r} is more than one PUT carries: allowed is at most 5GiB")
-    return nbytes
+        told = f"{option} makes objects of {show.size(nbytes)}: allowed is at most "
+        raise ConfigError(told + show.size(MAX_PUT_BYTES))
 
 
 class FiniteRange(click.FloatRange):
     """Type of an option: a number within bounds that is neither infinite nor NaN."""
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)

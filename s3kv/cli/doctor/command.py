@@ -15,7 +15,15 @@ from s3kv.cli import show
 from s3kv.cli.doctor import host
 from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
 from s3kv.cli.doctor.findings import Finding, Status, is_healthy
-from s3kv.cli.invocation import EPILOG, FOUND, now_s, object_size, print_json, with_settings
+from s3kv.cli.invocation import (
+    EPILOG,
+    FOUND,
+    check_object_size,
+    now_s,
+    print_json,
+    size,
+    with_settings,
+)
 from s3kv.config import Config
 from s3kv.objects.s3.s3_store import open_store
 
@@ -31,7 +39,7 @@ _STYLES: dict[Status, str] = {
 @click.option("--read-only", is_flag=True, help="Write nothing, for hosts that only read.")
 @click.option(
     "--bandwidth",
-    type=object_size,
+    type=size,
     default="8MiB",
     show_default=True,
     help="Send and read this much to measure throughput; 0 measures none.",
@@ -62,6 +70,7 @@ def doctor(
     engine needs. It imports neither torch nor vLLM; if torch is installed, a separate process asks
     it about the GPU.
     """
+    check_object_size("--bandwidth", bandwidth)
     client = examine_client(config)
     bucket = BucketExamination(
         open_store,
@@ -72,8 +81,7 @@ def doctor(
         wall_s=now_s,
     )
     findings = [client, *asyncio.run(bucket.run(read_only=read_only))]
-    facts = host.look(os.environ)
-    findings += host.examine(config, facts, workers=workers, algorithm=hash_algo)
+    findings += host.examine(config, host.look(os.environ), workers=workers, algorithm=hash_algo)
     healthy = is_healthy(findings)
     if as_json:
         print_json({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})

@@ -166,12 +166,12 @@ async def test_what_cannot_be_deleted_after_all_is_named() -> None:
     assert "s3kv/doctor/1-large is left behind" in found["bandwidth"].detail
 
 
-@pytest.mark.parametrize("at", ["put", "get_into", "head"])
+@pytest.mark.parametrize("at", ["put", "get_into", "head", "put of the large object"])
 async def test_ctrl_c_leaves_nothing(at: str) -> None:
     class Interrupted(MemoryStore):
         async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
             async def carry_out() -> bool:
-                interrupt("put")
+                interrupt("put of the large object" if key.endswith("-large") else "put")
                 await asyncio.sleep(0.01)
                 return await MemoryStore.put(self, key, data, if_absent=if_absent)
 
