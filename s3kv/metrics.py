@@ -86,6 +86,14 @@ MISSES: Mapping[str, str] = {
 }
 """The planners' counters of chunks or items wanted and not served, and the reason of each."""
 
+UNSAVED: Mapping[str, str] = {
+    "saves_without_room": "memory_full",
+    "saves_without_blocks": "blocks_gone",
+    "saves_believed_present": "believed_present",
+}
+"""The KV planner's counters of chunks computed and not saved, and the reason of each. Those of
+`saves_dropped` in none of them are "inflight"."""
+
 _REASONS = tuple(dict.fromkeys(MISSES.values()))
 
 _ENGINE: Mapping[str, Metric] = {
@@ -196,8 +204,9 @@ KV_METRICS: Mapping[str, Metric] = {
     "saves": Metric("Chunks ordered saved."),
     "saves_dropped": Metric(
         "Chunks not saved. inflight: max_saves_inflight were on their way to the bucket. "
-        "memory_full: every slot of host memory was in use.",
-        labels={"reason": ("inflight", "memory_full")},
+        "memory_full: every slot of host memory was in use. blocks_gone: the engine had given up "
+        "blocks of the chunk. believed_present: the bucket had lost the chunk meanwhile.",
+        labels={"reason": ("inflight", *UNSAVED.values())},
     ),
     "batches_refused": Metric(
         "Batches of copies that a GPU's driver refused; after three in a row none is asked for."

@@ -21,6 +21,7 @@ from s3kv.metrics import (
     KV_METRICS,
     MISSES,
     NAMESPACE,
+    UNSAVED,
     Metric,
     labels_of,
     name_of,
@@ -172,7 +173,10 @@ KV_SHARES = with_misses(
         # The ranks count and report these.
         **{name: () for name in KV_METRICS if name.startswith(("fetch_", "upload_"))},
         "saves_dropped": (("saves_dropped|inflight", 1),),
-        "saves_without_room": (("saves_dropped|inflight", -1), ("saves_dropped|memory_full", 1)),
+        **{
+            name: (("saves_dropped|inflight", -1), (f"saves_dropped|{reason}", 1))
+            for name, reason in UNSAVED.items()
+        },
     }
 )
 """The KV planner's counters, mapped to the keys of the metrics."""

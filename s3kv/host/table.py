@@ -23,8 +23,9 @@ class TableError(AssertionError):
 
     Raised for an event that `TRANSITIONS` does not list for the entry's state (an entry that is
     gone is FREE), `unpin` of an unpinned entry, `reserve` of a key that has an entry, and `commit`
-    of more bytes than were reserved. The table is unchanged then. The error is a bug of the caller,
-    to be fixed and not handled; it is no `S3KVError`, so that no handler catches it by accident.
+    of more bytes than were reserved, or of a replaced entry. The table is unchanged then. The error
+    is a bug of the caller, to be fixed and not handled; it is no `S3KVError`, so that no handler
+    catches it by accident.
     """
 
 
@@ -139,7 +140,9 @@ class Table:
                     ┌─ abandon ◀─┐           ┌─ mark_dirty ◀─┐
         FREE ─ reserve ▶ RESERVED ┴ commit ▶ DIRTY ─ mark_clean ▶ CLEAN ─ evict ▶ FREE
 
-    A key has at most one entry. Breaking a rule raises `TableError` and changes nothing.
+    A key has at most one entry. `reserve(…, replace=True)` gives the key of an entry that is still
+    being filled to a new one; the replaced entry keeps its place until it is abandoned. Breaking a
+    rule raises `TableError` and changes nothing.
 
     Used from one thread only. `room` must be empty; the table owns it. eviction: the policy, as the
     setting has it. nbytes: by group, what `reserve` takes if not told; otherwise it takes one unit.
@@ -183,14 +186,17 @@ class Table:
 
     # ---- events
 
-    def reserve(self, key: ChunkKey, nbytes: int | None = None) -> Reservation | None:
+    def reserve(
+        self, key: ChunkKey, nbytes: int | None = None, *, replace: bool = False
+    ) -> Reservation | None:
         """Reserve a place of `nbytes` (default: the length for the key's group) to fill with `key`.
         Returns None, and changes nothing, if all that could make room is reserved, dirty or pinned,
-        or if the room is too small.
+        or if the room is too small. replace: the key may have an entry that is being filled.
         """
         held = self._groups.setdefault(key.group, {})
-        if key.block_hash in held:
-            raise TableError(f"reserve of {key}: it already has {held[key.block_hash]}")
+        known = held.get(key.block_hash)
+        if known is not None and not (replace and known.state is _RESERVED):
+            raise TableError(f"reserve of {key}: it already has {known}")
         room, unit_bytes = self._room, self._room.unit_bytes
         evicted: Sequence[ChunkKey] = ()
         if nbytes is None:
@@ -212,6 +218,8 @@ class Table:
         length, if less than was reserved.
         """
         state = self._next(entry, "commit dirty" if dirty else "commit")
+        if self.lookup(entry.key) is not entry:
+            raise TableError(f"commit of {entry}: it has been replaced")
         if nbytes is not None and nbytes != entry.nbytes:
             self._shrink(entry, nbytes)
         self._enter(entry, state)
@@ -302,17 +310,18 @@ class Table:
     def check(self) -> None:
         """Recompute all state. Raises `AssertionError` where it differs. For tests."""
         entries = list(self._at.values())
-        by_key = {entry.key: entry for entry in entries}
         index = {
             ChunkKey(group, block_hash): entry
             for group, held in self._groups.items()
             for block_hash, entry in held.items()
         }
+        replaced = [entry for entry in entries if index.get(entry.key) is not entry]
         self._room.check()
         assert all(e.state is not _FREE for e in entries), "an entry that is gone has a place"
         assert all(e.number == n for n, e in self._at.items()), "an entry is at another place"
-        assert index == by_key, "the index by key is wrong"
-        assert len(index) == len(entries), "two entries have one key"
+        assert all(self._at.get(e.number) is e for e in index.values()), "a key of no entry"
+        assert all(e.key == key for key, e in index.items()), "the index by key is wrong"
+        assert all(e.state is _RESERVED for e in replaced), "two entries have one key"
         units = _units_by_state(entries)
         units[_FREE] = self._room.count - sum(units)
         assert units == self._units, "units by state: miscounted"
@@ -351,7 +360,8 @@ class Table:
 
     def _release(self, entry: Entry, state: EntryState) -> None:
         key = entry.key
-        del self._groups[key.group][key.block_hash]
+        if self.lookup(key) is entry:
+            del self._groups[key.group][key.block_hash]
         del self._at[entry.number]
         self._enter(entry, state)
         self._room.free(entry.number)

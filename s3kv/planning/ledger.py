@@ -15,7 +15,9 @@ These rules make it safe:
 - A place belongs to one entry from the plan that reserves it until every rank has reported every
   end of the job. Only after that is its memory untouched.
 - An entry is usable only in DIRTY and CLEAN, which every rank has confirmed.
-- Each key has at most one job: a request for a key on its way joins the job's waiters.
+- A key on its way is not requested again: a request for it joins the job's waiters.
+- A key that is computed while it is being fetched is saved beside the fetch, which then fills a
+  place without a key and ends for nothing. So no answer of the bucket decides whether it is kept.
 - Unsaved entries (`planning.uploads`) may be evicted, so an outage does not fill host memory with
   data that cannot be uploaded. An upload that can never work is given up at once, for good.
 
@@ -68,7 +70,8 @@ class Job:
     job_id: int
     key: ChunkKey
     entry: Entry | None
-    """Entry that the job fills or reads; None for a fetch to a place outside the table."""
+    """Entry that the job fills or reads; None for a fetch to a place outside the table, and once a
+    fetch has ended beside which its key was saved."""
     reports_left: dict[JobKind, int]
     nbytes: int | None = None
     """Bytes that have arrived, for a fetch of unknown length; otherwise None."""
@@ -85,6 +88,9 @@ class Job:
     """Waiters that joined the fetch, handed back with its end. Opaque to the ledger."""
     about: Any = None
     """The caller's note. Opaque to the ledger."""
+    is_computed: bool = False
+    """The key of this fetch was computed meanwhile, and not saved, because the bucket was believed
+    to hold it."""
 
     @property
     def is_fetch(self) -> bool:
@@ -210,10 +216,11 @@ class Ledger:
     def plan_save(
         self, key: ChunkKey, block_ids: tuple[int, ...], nbytes: int | None = None
     ) -> bool:
-        """Order the copy of the blocks and its upload. Returns False, and orders nothing, if there
-        is no room. nbytes: as for `Table.reserve`.
+        """Order the copy of the blocks of an absent key, or of one that is being fetched, and its
+        upload. Returns False, and orders nothing, if there is no room. nbytes: as for
+        `Table.reserve`.
         """
-        entry = self.reserve(key, nbytes)
+        entry = self.reserve(key, nbytes, replace=True)
         if entry is None:
             self.counters["saves_without_room"] += 1
             return False
@@ -226,6 +233,11 @@ class Ledger:
             self._saving_blocks[block] = (*self._saving_blocks.get(block, ()), job.job_id)
         self._save_orders.append(SaveOrder(job.job_id, key, entry.number, block_ids))
         return True
+
+    def save_dropped(self, reason: str) -> None:
+        """Count a save that is not ordered. reason: the counter of its reason."""
+        self.counters["saves_dropped"] += 1
+        self.counters[reason] += 1
 
     def plan_upload(self, key: ChunkKey, *, tried: bool = False) -> None:
         """Order the upload of a clean entry, which becomes dirty. tried: the upload was given up
@@ -243,9 +255,12 @@ class Ledger:
         job.attempt = attempt
         self._uploads.append(UploadOrder(job.job_id, entry.key, entry.number))
 
-    def reserve(self, key: ChunkKey, nbytes: int | None = None) -> Entry | None:
-        """Reserve a place that the caller fills without a job; account for evicted entries."""
-        reservation = self.table.reserve(key, nbytes)
+    def reserve(
+        self, key: ChunkKey, nbytes: int | None = None, *, replace: bool = False
+    ) -> Entry | None:
+        """Reserve a place that the caller fills without a job; account for evicted entries. For the
+        arguments see `Table.reserve`."""
+        reservation = self.table.reserve(key, nbytes, replace=replace)
         if reservation is None:
             return None
         for evicted in reservation.evicted:
@@ -272,7 +287,10 @@ class Ledger:
         for retry in self._retries.take_due(now_s):
             entry = self.table.lookup(retry.key)
             assert entry is not None, "a dirty entry cannot leave its place"
-            self._upload(entry, retry.attempt)
+            if self.index.is_present(retry.key):  # a fetch beside which it was saved has found it
+                self._end_save(entry)
+            else:
+                self._upload(entry, retry.attempt)
         if self.unsaved.wanted:
             most = min(_AGAIN_PER_STEP, max_saves_inflight - self.saves_inflight)
             for key in self.unsaved.take(most, self.breaker, now_s):
@@ -298,7 +316,8 @@ class Ledger:
         if any(job.reports_left.values()):
             return None
         del self._jobs[job.job_id]
-        del self._job_of[job.key]
+        if self._job_of.get(job.key) is job:
+            del self._job_of[job.key]
         if JobKind.FETCH in job.outcomes:
             self._fetched(job, now_s)
         else:
@@ -321,16 +340,24 @@ class Ledger:
         outcome = job.outcomes[JobKind.FETCH]
         self.counters[f"fetch_{outcome.name.lower()}"] += 1
         self.breaker.saw(outcome, now_s)
+        is_replaced = job.entry is not None and self.table.lookup(job.key) is not job.entry
+        if job.entry is not None and (is_replaced or not outcome.is_success):
+            self.table.abandon(job.entry)
+        if is_replaced:
+            job.entry = None
         if outcome.is_success:
             if job.entry is not None:
                 self.table.commit(job.entry, dirty=False, nbytes=job.nbytes)
                 self._note(job.key, Residency.HOST_STORED)
             self._note(job.key, Residency.BUCKET_STORED)
             self.index.note_present(job.key)
+            self.unsaved.discard(job.key)
             return
-        if job.entry is not None:
-            self.table.abandon(job.entry)
+        if is_replaced:
+            return  # The save's end decides what is known of the key.
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
+            if job.is_computed:
+                self.save_dropped("saves_believed_present")
             if self.residency is not None and self.index.is_present(job.key):
                 self._note(job.key, Residency.BUCKET_REMOVED)
             self.index.note_absent(job.key, now_s)
@@ -360,8 +387,11 @@ class Ledger:
             self._note(job.key, Residency.HOST_ONLY)
             if outcome is not Outcome.INVALID:
                 self.unsaved.add(job.key)
+        self._end_save(job.entry)
+
+    def _end_save(self, entry: Entry) -> None:
         self.saves_inflight -= 1
-        self.table.mark_clean(job.entry)
+        self.table.mark_clean(entry)
 
     def _note(self, key: ChunkKey, residency: Residency) -> None:
         if self.residency is not None:
@@ -386,7 +416,10 @@ class Ledger:
         dirty = {e.key for e in self.table.entries() if e.state is EntryState.DIRTY}
         assert saving >= len(dirty), "a dirty entry is on its way nowhere"
         assert self._landings == {job.key for job in jobs if job.entry is None}
-        assert {job.key for job in jobs} == set(self._job_of)
+        assert all(self._jobs[job.job_id] is job for job in self._job_of.values())
+        beside = [job for job in jobs if self._job_of.get(job.key) is not job]
+        assert all(job.is_fetch for job in beside), "two jobs fill one entry"
+        assert all(self.table.lookup(job.key) is not job.entry for job in beside)
         for key in self.unsaved:
             entry = self.table.lookup(key)
             assert entry is not None, f"{key} is unsaved and not resident"

@@ -309,18 +309,20 @@ class Lookup:
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
         """Take in the end of a fetch that this lookup has ordered or joined."""
         del self.pending[position]
-        outcome = job.outcomes[JobKind.FETCH]
-        if outcome is Outcome.CANCELLED:
-            # Another request cancelled the fetch just before this one joined. Request it again.
-            self.asked = min(self.asked, position)
-        elif not outcome.is_success:
-            self.end = position if self.end is None else min(self.end, position)
-        elif self.state is _OPEN and job.entry is not None:
-            self._lease_early(position, job.entry)
-            self.fetched.add(position)
+        outcome, entry = job.outcomes[JobKind.FETCH], self.ledger.table.lookup(job.key)
+        if entry is not None and entry.is_resident and self.state is _OPEN:
+            self._lease_early(position, entry)
+            if entry is job.entry:  # else another request has computed it meanwhile
+                self.fetched.add(position)
             self.window *= 2
             self.wait.arrived(now_s)
             return
+        if outcome is Outcome.CANCELLED or entry is not None:
+            # Another request cancelled the fetch just before this one joined, or computes the chunk
+            # meanwhile. Request it again.
+            self.asked = min(self.asked, position)
+        elif not outcome.is_success:
+            self.end = position if self.end is None else min(self.end, position)
         self.wait.wake()
 
     # --- answers ---------------------------------------------------------------------------

@@ -134,10 +134,7 @@ class Saving:
     block_ids: list[list[int]] = field(default_factory=list)
     state: SavingState = _OPEN
     saved: int = 0
-    """Position up to which all chunks have been decided on (saved or not), except `undecided`."""
-    undecided: list[tuple[int, int]] = field(default_factory=list)
-    """Chunks (group, position) that were computed while they were being fetched. They are saved if
-    the fetch fails."""
+    """Position up to which all chunks have been decided on (saved or not)."""
 
     @property
     def is_barred(self) -> bool:
@@ -161,19 +158,11 @@ class Saving:
                 known.extend(new)
 
     def take(self, complete: int) -> list[tuple[int, int]]:
-        """Take the chunks (group, position) before `complete` to save now. After a preemption,
-        undecided ones may first have to be computed again."""
+        """Take the chunks (group, position) before `complete` to save now."""
         self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.SAVE)
-        due = [chunk for chunk in self.undecided if chunk[1] < complete]
-        self.undecided = [chunk for chunk in self.undecided if chunk[1] >= complete]
-        groups = range(self.groups)
-        due += [(group, p) for p in range(self.saved, complete) for group in groups]
+        due = [(group, p) for p in range(self.saved, complete) for group in range(self.groups)]
         self.saved = max(self.saved, complete)
         return due
-
-    def undecide(self, group: int, position: int) -> None:
-        """Put back a chunk that was taken: it is saved only if its fetch fails."""
-        self.undecided.append((group, position))
 
 
 @dataclass(slots=True, eq=False)

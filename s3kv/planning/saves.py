@@ -11,6 +11,8 @@ from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.requests import PlannedRequest, ScheduledRequest
 from s3kv.types import ChunkKey
 
+_KEPT = (ChunkState.RESIDENT, ChunkState.COPYING)
+
 
 class ChunkSaves:
     """Saves of one engine's requests. max_saves_inflight: most saves under way at a time.
@@ -56,10 +58,10 @@ class ChunkSaves:
         saving, size = request.saving, self._chunk_tokens
         tokens = step.computed_tokens + step.scheduled_tokens
         # So it is in nearly every step of a request that decodes.
-        if tokens < (saving.saved + 1) * size and not saving.undecided:
+        if tokens < (saving.saved + 1) * size:
             return
         complete = saving.allowed(tokens // size)
-        if saving.is_barred or (complete <= saving.saved and not saving.undecided):
+        if saving.is_barred or complete <= saving.saved:
             return
         complete = min(complete, len(request.hashes.read()))
         chunks = saving.take(complete)
@@ -68,7 +70,7 @@ class ChunkSaves:
         tables = saving.block_ids if step.tables is None else step.tables()
         for number, position in chunks:
             if self._is_needed(self._groups[number], position, request, step):
-                self._save(request, number, position, tables)
+                self._save(request, number, position, tables, step)
 
     def _is_needed(
         self, group: GroupSpec, position: int, request: PlannedRequest, step: ScheduledRequest
@@ -92,22 +94,30 @@ class ChunkSaves:
         number: int,
         position: int,
         tables: Sequence[Sequence[int]],
+        step: ScheduledRequest,
     ) -> None:
         group, ledger = self._groups[number], self._ledger
         key = ChunkKey(group.number, request.hashes.known[position])
         state = ledger.state(key)
-        if state is ChunkState.FETCHING:
-            request.saving.undecide(number, position)
-        elif state is ChunkState.RESIDENT:
+        if state is ChunkState.RESIDENT:
             ledger.unsaved.hit(key)
-        if state is not ChunkState.ABSENT or ledger.index.is_present(key):
+        if state in _KEPT:
+            return
+        # A later step is too late for a chunk that is on its way: the request may have none, or no
+        # longer the blocks. The I/O process uploads it only if the bucket turns out to lack it.
+        if ledger.index.is_present(key):
+            if state is ChunkState.FETCHING:
+                ledger.fetch_job(key).is_computed = True
             return
         held = blocks_of_chunk(group, position)
         blocks = tuple(
             chain.from_iterable(tables[member][held.start : held.stop] for member in group.members)
         )
         if self._null_block in blocks or len(blocks) != len(held) * len(group.members):
-            return  # the engine has given up a block that the object needs
+            # The engine has given up a block that the object needs.
+            if (position + 1) * self._chunk_tokens > step.computed_tokens:
+                ledger.save_dropped("saves_without_blocks")
+            return
         full = ledger.saves_inflight >= self._max_saves_inflight
         if full or not ledger.plan_save(key, blocks):
             ledger.counters["saves_dropped"] += 1

@@ -22,7 +22,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from s3kv.errors import StoreDenied, StoreError, StoreRefused, StoreUnavailable
 from s3kv.io.server.jobs import TransferJob
@@ -41,6 +41,10 @@ _BACKOFF_MAX_S = 1.0
 CAPACITY_KEYS = 10_000
 """Most keys remembered, about 3 MB. A bucket with more bad objects has another problem. The oldest
 keys are forgotten; each costs one more request when it is fetched."""
+_FOUND_KEYS = 1_024
+_FOUND_S = 30.0
+"""Time for which a key counts as found after its fetch: longer than a chunk that is computed
+meanwhile takes to be copied, and too short for the object to be deleted as unused."""
 SUSPECT_S = 120.0
 """Time until the second reading: longer than most causes of damaged answers last, and short enough
 that a chunk in use is not computed again for long."""
@@ -81,15 +85,40 @@ class Transfers:
         self._ranged = ranged
         self._shared = shared
         self._quarantine = Quarantine()
+        self._looks: dict[str, asyncio.Task[Any] | None] = {}
+        """Fetches under way, by key."""
+        self._found_s: dict[str, float] = {}
+        """By key: when a fetch found its object. The oldest are first."""
 
     async def run(self, job: TransferJob) -> JobEnd:
         """Move one object. After it has returned, raised or been cancelled, nothing reads or writes
         `job.buffer`."""
-        transfer = self._fetch if job.kind is JobKind.FETCH else self._upload
+        transfer = self._look if job.kind is JobKind.FETCH else self._upload
         try:
             return await transfer(job)
         except StoreError as error:
             return job.end(_outcome_of(error), str(error))
+
+    async def _look(self, job: TransferJob) -> JobEnd:
+        """Fetch, and note the answer for an upload of a chunk that is computed meanwhile."""
+        look = self._looks[job.key] = asyncio.current_task()
+        self._found_s.pop(job.key, None)
+        try:
+            end = await self._fetch(job)
+        finally:
+            if self._looks.get(job.key) is look:
+                del self._looks[job.key]
+        if end.outcome is Outcome.OK:
+            self._found_s[job.key] = _now_s()
+            if len(self._found_s) > _FOUND_KEYS:
+                del self._found_s[next(iter(self._found_s))]
+        return end
+
+    async def _is_found(self, key: str) -> bool:
+        """Whether a fetch has found the object just now. Waits for one that is under way."""
+        if (look := self._looks.get(key)) is not None:
+            await asyncio.wait([look])
+        return _now_s() < self._found_s.pop(key, -math.inf) + _FOUND_S
 
     async def _fetch(self, job: TransferJob) -> JobEnd:
         end = await self._fetch_object(job, delete_corrupt=self._delete_corrupt)
@@ -160,6 +189,8 @@ class Transfers:
         return job.end(Outcome.CORRUPT, f"{said}; {what}", reason=reason)
 
     async def _upload(self, job: TransferJob) -> JobEnd:
+        if await self._is_found(job.key):
+            return job.end(Outcome.EXISTS)
         job.format.seal(job.buffer, job.block_hash)
         write = partial(self._store.put, job.key, job.buffer, if_absent=True)
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))

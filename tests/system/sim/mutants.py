@@ -408,6 +408,7 @@ MUTANTS += [
     planning.resets_without_a_new_salt,
     planning.lets_requests_from_before_a_reset_go_on,
     planning.frees_the_slot_of_a_cancelled_fetch_at_once,
+    planning.loses_what_is_computed_while_it_is_fetched,
 ]
 """Of the planner's own tests, which find them by examples chosen for it; here they have to show in
 the whole."""

@@ -129,7 +129,8 @@ class FleetOracle:
         self._log(f"{what}, ends {done.outcome.name}: {'; '.join(said)}")
         if done.seconds > self._requests * self._reads * REQUEST_BOUND_S + connection.frozen_s:
             self.accuse(f"{what}, took {done.seconds} s")
-        if any(connection.busy[key] for key in (order.object_key, *others)):
+        under_way = connection.busy if order.kind is JobKind.FETCH else connection.writing
+        if any(under_way[key] for key in (order.object_key, *others)):
             self.accuse(f"{what}, has ended, and its request goes on")
         self.seen["bad shards of others"] += any("bad" in answers for answers in others.values())
         if any("deleted" in answers for answers in others.values()):
@@ -140,6 +141,9 @@ class FleetOracle:
             self.accuse(f"{what}, ended {done.outcome.name}, but the bucket said {said} {others}")
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             self._check_fetched(what, order, slab)
+        connection.found.discard(order.object_key)
+        if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
+            connection.found.add(order.object_key)
         end = _LOOKS.get((order.kind, done.outcome))
         if end is not None and done.reason != "quarantined" and not self._deletes:
             connection.ended(order.object_key, end)
@@ -168,6 +172,8 @@ class FleetOracle:
             return _is_good(said) or ("missing" in said and self._is_covered(order, others))
         if done.outcome is Outcome.CORRUPT and "bad range" in said:
             return True
+        if done.outcome is Outcome.EXISTS and not said:
+            return order.object_key in connection.found
         reason = _REASONS[order.kind, done.outcome]
         if reason in said:
             return done.outcome is not Outcome.MISSING or _are_lacking(order, others, connection)

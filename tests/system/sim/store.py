@@ -145,9 +145,13 @@ class Connection:
         self.frozen_s = 0.0
         """How long its process has been stopped so far."""
         self.busy: Counter[str] = Counter()
-        """Operations under way, by key: they may still use their buffer."""
+        self.writing: Counter[str] = Counter()
+        """Operations under way, by key: they may still use their buffer. A chunk may be fetched and,
+        computed meanwhile, written at once, from another buffer."""
         self.bad: set[str] = set()
         """Keys whose object was bad, until one of ours is put there."""
+        self.found: set[str] = set()
+        """Keys whose last fetch was good. An upload that follows needs no answer of its own."""
         self.quarantined: dict[str, float] = {}
         """Keys that must not be asked for, and until when, as far as the oracle has been told."""
         self._bucket = bucket
@@ -275,8 +279,11 @@ class Connection:
             buffer[: len(data)] = data
 
     async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
-        with self._using(key):
+        self.writing[key] += 1
+        try:
             return await self._put(key, data, if_absent)
+        finally:
+            self.writing[key] -= 1
 
     async def _put(self, key: str, data: memoryview, if_absent: bool) -> bool:
         sent = bytes(data)

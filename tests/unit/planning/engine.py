@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from s3kv.messages import StepPlan, StepReport
+from s3kv.planning.cover import cover
 from s3kv.planning.kv import Answer
+from s3kv.planning.ledger import ChunkState
 from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.blocks import BlockPool, Tables, copied
 from tests.unit.planning.oracle import Oracle, objects_of
 from tests.unit.planning.ranks import Bucket, Rank, Write
-from tests.unit.planning.setup import Prefixes, Request, Setup, meaning
+from tests.unit.planning.setup import Prefixes, Request, Setup, hash_of, meaning
 
 
 @dataclass
@@ -72,6 +74,8 @@ class Engine:
         """No step has broken off with a failure."""
         self.pool = BlockPool(setup.blocks, setup.tables, setup.null_block)
         self.oracle = Oracle(setup, self.ranks, self.pool)
+        self._decided: dict[str, int] = {}
+        """By request: the number of its chunks that have been complete before."""
         self._outputs: deque[_Output] = deque()
         self._load_ends: dict[str, list[bool]] = {}
 
@@ -149,8 +153,10 @@ class Engine:
         placed = self._schedule_running(budget, drafts, scheduled, writes, output)
         if placed is not None:
             self._schedule_waiting(placed, scheduled, writes, output)
+        dropped = self.planner.counters["saves_dropped"]
         plan = self.planner.plan(scheduled, self.now_s)
         self.oracle.check_plan(plan, self.loading)
+        self._check_nothing_is_lost(scheduled, self.planner.counters["saves_dropped"] - dropped)
         if not (self.seen["resets"] or self.seen["resets refused"]):
             self.oracle.check_limits(plan, self.running)
         for rank in self.ranks:
@@ -160,6 +166,33 @@ class Engine:
             self.finish_step()
         self.sound = True
         return plan
+
+    def _check_nothing_is_lost(self, scheduled: Iterable[ScheduledRequest], dropped: int) -> None:
+        """Every chunk that this step completes is kept here or believed to be in the bucket, or is
+        counted as dropped."""
+        if self.seen["resets"] or self.seen["resets refused"] or not self.setup.may_save:
+            return
+        running = {request.request_id: request for request in self.running}
+        ledger, size = self.planner.ledger, self.setup.chunk_tokens
+        lost: set[ChunkKey] = set()
+        for step in scheduled:
+            request = running.get(step.request_id)
+            if request is None or self.planner._requests[step.request_id].saving.is_barred:
+                continue
+            known = len(request.hashes) * self.setup.hash_tokens
+            most = request.limits.save_tokens
+            end = min(step.computed_tokens + step.scheduled_tokens, known)
+            end = end if most is None else min(end, most)
+            first = max(step.computed_tokens // size, self._decided.get(step.request_id, 0))
+            self._decided[step.request_id] = max(first, end // size)
+            for place in range(first, end // size):
+                block_hash = hash_of(request.chain[(place + 1) * size - 1])
+                for group in dict.fromkeys(self.setup.tables):
+                    if cover(group, (place + 1) * size).blocks:
+                        lost.add(ChunkKey(group.number, block_hash))
+        kept = (ChunkState.RESIDENT, ChunkState.COPYING)
+        lost = {k for k in lost if ledger.state(k) not in kept and not ledger.index.is_present(k)}
+        assert len(lost) <= dropped, f"computed, not saved, and not counted: {lost}"
 
     def _schedule_running(
         self,

@@ -56,6 +56,8 @@ class Oracle:
         self._ranks = ranks
         self._pool = pool
         self._key_of: dict[int, ChunkKey] = {}
+        self._replaced: set[int] = set()
+        """Fetches whose chunks have been computed and saved beside them."""
         self._told: dict[tuple[int, JobKind], list[Outcome]] = {}
 
     def hear(self, report: StepReport) -> None:
@@ -93,19 +95,24 @@ class Oracle:
             assert waited_s < self._setup.max_wait_s, f"{request.request_id} waits {waited_s} s"
 
     def check_plan(self, plan: StepPlan, loading: dict[str, Request]) -> None:
+        orders = [order for rank in self._ranks for order in rank.orders.values()]
+        fetches = [order for order in orders if isinstance(order, FetchOrder)]
+        under_way = {order.key for order in fetches if order.job_id not in self._replaced}
         for fetch in plan.fetches:
-            orders = [order for rank in self._ranks for order in rank.orders.values()]
-            under_way = [order.key for order in orders if isinstance(order, FetchOrder)]
             assert fetch.key not in under_way, f"{fetch} is on its way already"
+        saved = {save.key for save in plan.saves}
+        beside = [order for order in (*fetches, *plan.fetches) if order.key in saved]
+        self._replaced.update(order.job_id for order in beside)
         for load in plan.loads:
             self._check_load(loading[load.request_id], load)
         for save in plan.saves:
             assert save.key not in self.in_bucket, f"{save}: the bucket is known to have it"
         for upload in plan.uploads:
             assert upload.key not in self.in_bucket, f"{upload}: the bucket is known to have it"
-        jobs: list[FetchOrder | SaveOrder | UploadOrder] = [*plan.fetches, *plan.saves]
-        jobs += plan.uploads
+        jobs: list[FetchOrder | SaveOrder | UploadOrder] = [*plan.saves, *plan.uploads]
         assert len({job.key for job in jobs}) == len(jobs), "two jobs for one chunk"
+        assert len({job.key for job in plan.fetches}) == len(plan.fetches), "fetched twice"
+        jobs += plan.fetches
         self._key_of.update((job.job_id, job.key) for job in jobs)
 
     def check_limits(self, plan: StepPlan, running: Sequence[Request]) -> None:

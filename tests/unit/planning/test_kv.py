@@ -356,42 +356,112 @@ def test_without_leave_to_save_nothing_is_saved() -> None:
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
 
 
-def undecided() -> tuple[Desk, FetchOrder]:
-    """The request has computed two chunks; the fetch of the second is still under way."""
-    desk = Desk(probe_chunks=2)
+def computed_while_fetched(**setup: object) -> tuple[Desk, FetchOrder, SaveOrder]:
+    """The only step of a request has computed two chunks; the second is still being fetched."""
+    desk = Desk(**{"probe_chunks": 2, **setup})
     desk.add("r", "aaaabbbbzzzz")
     desk.lookup("r")
-    first, second = desk.plan().fetches
+    first, fetch = desk.plan().fetches
     desk.end(first, MISSING)
     assert not desk.lookup("r").wait
     desk.admit("r")
-    plan = desk.run("r", [0, 1, 2, 3], 0, 8, new=True)
-    assert desk.keys(plan.saves) == [desk.key("aaaa")]
-    return desk, second
+    first_save, save = desk.run("r", [0, 1, 2, 3], 0, 8, new=True).saves
+    desk.planner.finished("r")
+    assert (save.key, save.block_ids) == (fetch.key, (2, 3))
+    assert len({first_save.slot, save.slot, fetch.slot}) == 3, "the fetch may still write"
+    desk.copied(first_save)
+    desk.uploaded(first_save)
+    return desk, fetch, save
 
 
-def test_a_chunk_computed_during_its_fetch_is_saved_when_that_finds_nothing() -> None:
-    desk, fetch = undecided()
+ENDS = [OK, MISSING, FAILED, Outcome.CORRUPT, Outcome.CANCELLED]
+
+
+@pytest.mark.parametrize("outcome", ENDS)
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_a_chunk_computed_during_its_fetch_is_saved_beside_it(
+    outcome: Outcome, order: tuple[int, ...]
+) -> None:
+    desk, fetch, save = computed_while_fetched()
+    ends = (
+        lambda: desk.end(fetch, outcome),
+        lambda: desk.copied(save),
+        lambda: desk.uploaded(save, Outcome.EXISTS if outcome is OK else OK),
+    )
+    for number in order:
+        ends[number]()
+    desk.add("next", "aaaabbbbzz")
+    assert desk.lookup("next") == Answer(False, 8)
+    assert desk.planner.ledger.index.is_present(save.key)
+    assert desk.planner.counters["saves_dropped"] == 0
+
+
+def test_a_request_that_waits_for_the_fetch_takes_the_copy() -> None:
+    desk, fetch, save = computed_while_fetched()
+    desk.add("next", "aaaabbbbzz")
+    assert desk.lookup("next") == Answer(False, 4), "the copy is under way"
+    desk.copied(save)
+    assert desk.lookup("next") == Answer(False, 8)
     desk.end(fetch, MISSING)
-    (save,) = desk.run("r", [4], 8, 1, new=False).saves
-    assert (save.key, save.block_ids) == (desk.key("aaaabbbb"), (2, 3))
-    assert desk.run("r", [], 9, 1, new=False).saves == ()
+    assert desk.lookup("next") == Answer(False, 8)
 
 
-def test_a_chunk_computed_during_its_fetch_is_not_saved_when_it_arrives() -> None:
-    desk, fetch = undecided()
+def test_a_request_that_has_joined_the_fetch_takes_the_copy() -> None:
+    desk = Desk(probe_chunks=1)
+    for request_id in ("r", "next"):
+        desk.add(request_id, "aaaazz")
+        assert desk.lookup(request_id) == WAIT
+    (fetch,) = desk.plan().fetches
+    desk.admit("r")  # the engine may admit without an answer
+    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
+    desk.copied(save)
+    desk.end(fetch, MISSING)
+    assert desk.lookup("next") == Answer(False, 4)
+    assert desk.planner.bucket_tokens("next", 4) == 0
+
+
+def test_a_copy_that_fails_beside_a_fetch_leaves_the_chunk_to_the_next_request() -> None:
+    desk, fetch, save = computed_while_fetched()
+    desk.end(save, FAILED, kind=JobKind.SAVE)
+    desk.uploaded(save, Outcome.CANCELLED)
     desk.end(fetch)
-    assert desk.run("r", [4], 8, 1, new=False).saves == ()
+    desk.add("next", "aaaabbbbzz")
+    assert desk.lookup("next") == WAIT
+    (again,) = desk.plan().fetches
+    desk.end(again)
+    assert desk.lookup("next") == Answer(False, 8)
 
 
-def test_after_a_preemption_an_undecided_chunk_has_to_be_computed_again_first() -> None:
-    desk, fetch = undecided()
-    desk.end(fetch, MISSING)
+def test_without_room_beside_the_fetch_the_save_is_dropped_and_counted() -> None:
+    desk = Desk(probe_chunks=1, slots=1)
+    desk.add("r", "aaaazz")
     desk.lookup("r")
+    (fetch,) = desk.plan().fetches
     desk.admit("r")
-    assert desk.run("r", [10, 11, 12], 0, 6, new=True).saves == ()
-    saves = desk.run("r", [13], 6, 2, new=False).saves
-    assert [save.block_ids for save in saves] == [(12, 13)]
+    assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
+    assert desk.planner.counters["saves_dropped"] == 1
+    assert desk.planner.counters["saves_without_room"] == 1
+    desk.end(fetch)
+    desk.add("next", "aaaazz")
+    assert desk.lookup("next") == Answer(False, 4), "what is fetched serves others as before"
+
+
+@pytest.mark.parametrize("outcome", [OK, MISSING])
+def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does_not(
+    outcome: Outcome,
+) -> None:
+    desk = Desk(slots=2)
+    desk.make_resident("aaaa")
+    desk.make_resident("bbbbcccc")
+    desk.add("r", "aaaazz")
+    assert desk.lookup("r") == WAIT
+    (fetch,) = desk.plan().fetches
+    desk.admit("r")
+    assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
+    desk.end(fetch, outcome)
+    dropped = int(outcome is MISSING)
+    assert desk.planner.counters["saves_dropped"] == dropped
+    assert desk.planner.counters["saves_believed_present"] == dropped
 
 
 # ---- fences

@@ -12,11 +12,12 @@ import pytest
 
 from s3kv.host.table import Table, TableError
 from s3kv.messages import JobEnd, LoadPart
+from s3kv.planning import saves
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.cover import held_blocks
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import Answer, KVPlanner
-from s3kv.planning.ledger import Job, Ledger
+from s3kv.planning.ledger import ChunkState, Job, Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.pace import Wait
 from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledRequest
@@ -26,9 +27,6 @@ from s3kv.types import ChunkKey
 from tests.unit.planning.machine import GroupsMachine, run
 from tests.unit.planning.test_kv import (
     test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends as finishing,
-)
-from tests.unit.planning.test_kv import (
-    test_after_a_preemption_an_undecided_chunk_has_to_be_computed_again_first as preempted,
 )
 from tests.unit.planning.test_ledger import (
     test_a_store_that_is_back_is_not_stormed as not_stormed,
@@ -161,17 +159,10 @@ def saves_chunks_that_are_not_complete(patch: Patch) -> None:
     patch.setattr(ChunkSaves, "plan", early)
 
 
-@mutant_for(preempted)
-def saves_undecided_chunks_before_they_are_computed_again(patch: Patch) -> None:
-    def early(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
-        undecided = [position for _, position in request.saving.undecided]
-        if undecided:
-            end = self._chunk_tokens * (max(undecided) + 1)
-            scheduled = max(step.scheduled_tokens, end - step.computed_tokens)
-            step = step._replace(scheduled_tokens=scheduled)
-        save(self, request, step)
-
-    patch.setattr(ChunkSaves, "plan", early)
+@mutant
+def loses_what_is_computed_while_it_is_fetched(patch: Patch) -> None:
+    kept = (ChunkState.RESIDENT, ChunkState.COPYING, ChunkState.FETCHING)
+    patch.setattr(saves, "_KEPT", kept)
 
 
 @mutant

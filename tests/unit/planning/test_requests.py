@@ -149,12 +149,11 @@ def test_the_clock_of_a_wait_goes_on_until_it_starts_over() -> None:
     assert (wait.started_s, wait.arrival_s, wait.wanted) == (9.0, 9.0, 5)
 
 
-def test_a_chunk_is_taken_once_unless_it_was_undecided() -> None:
+def test_a_chunk_is_taken_once() -> None:
     saving = Saving(1)
     assert saving.take(2) == [(0, 0), (0, 1)]
-    saving.undecide(0, 1)
     assert saving.take(1) == [], "preempted, and not computed that far again"
-    assert saving.take(3) == [(0, 1), (0, 2)]
+    assert saving.take(3) == [(0, 2)]
     assert saving.take(3) == []
     assert saving.saved == 3
 
