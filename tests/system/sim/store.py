@@ -146,8 +146,8 @@ class Connection:
         """How long its process has been stopped so far."""
         self.busy: Counter[str] = Counter()
         self.writing: Counter[str] = Counter()
-        """Operations under way, by key: they may still use their buffer. A chunk may be fetched and,
-        computed meanwhile, written at once, from another buffer."""
+        """Operations under way, by key: they may still use their buffer. A chunk that is computed
+        while it is fetched is written beside that, from another buffer."""
         self.bad: set[str] = set()
         """Keys whose object was bad, until one of ours is put there."""
         self.found: set[str] = set()
