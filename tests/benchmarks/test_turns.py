@@ -32,14 +32,21 @@ def test_few_values_have_no_interval() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("benchmark", "figure", "table"),
-    [(short, "requests_per_s", results.short), (saving, "median_ms", results.saving)],
+    ("benchmark", "options", "figure", "table"),
+    [
+        (short, [], "requests_per_s", results.short),
+        (saving, ["--max-tokens", "1"], "median_ms", results.saving),
+    ],
     ids=["short", "saving"],
 )
 def test_the_quick_benchmark_ends(
-    benchmark: ModuleType, figure: str, table: Callable[[dict[str, Any]], str], tmp_path: Path
+    benchmark: ModuleType,
+    options: list[str],
+    figure: str,
+    table: Callable[[dict[str, Any]], str],
+    tmp_path: Path,
 ) -> None:
-    benchmark.main(["--quick", "--json", str(tmp_path / "result")])
+    benchmark.main(["--quick", *options, "--json", str(tmp_path / "result")])
     result = json.loads((tmp_path / "result").read_text())
     assert set(result["ratio"]) == {"again", "empty", "own"}
     assert all(value > 0 for value in result[figure].values())

@@ -233,8 +233,7 @@ def changed(connector: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 def patient_for(s3: S3Server, bucket: str, *, fails: bool = False) -> dict[str, Any]:
     """Settings with which neither hits nor saves depend on time: one block per chunk, a wait for
-    every chunk however slow the machine is, and one probe at a time. A chunk whose probe is still
-    on its way when the request ends is not saved.
+    every chunk however slow the machine is, and one probe at a time.
 
     fails: the store may leave requests without an answer. Otherwise an answer may take very long:
     ranks that spin while they wait for each other leave the server without a processor.
