@@ -153,10 +153,12 @@ class Engine:
         placed = self._schedule_running(budget, drafts, scheduled, writes, output)
         if placed is not None:
             self._schedule_waiting(placed, scheduled, writes, output)
-        dropped = self.planner.counters["saves_dropped"]
+        dropped, completed = self.planner.counters["saves_dropped"], self._completed(scheduled)
         plan = self.planner.plan(scheduled, self.now_s)
         self.oracle.check_plan(plan, self.loading)
-        self._check_nothing_is_lost(scheduled, self.planner.counters["saves_dropped"] - dropped)
+        lost = self._lacking(completed)
+        dropped = self.planner.counters["saves_dropped"] - dropped
+        assert len(lost) <= dropped, f"computed, not saved, and not counted: {lost}"
         if not (self.seen["resets"] or self.seen["resets refused"]):
             self.oracle.check_limits(plan, self.running)
         for rank in self.ranks:
@@ -167,14 +169,18 @@ class Engine:
         self.sound = True
         return plan
 
-    def _check_nothing_is_lost(self, scheduled: Iterable[ScheduledRequest], dropped: int) -> None:
-        """Every chunk that this step completes is kept here or believed to be in the bucket, or is
-        counted as dropped."""
+    def _lacking(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those that are neither kept here nor believed to be in the bucket."""
+        ledger, kept = self.planner.ledger, (ChunkState.RESIDENT, ChunkState.COPYING)
+        return {k for k in keys if ledger.state(k) not in kept and not ledger.index.is_present(k)}
+
+    def _completed(self, scheduled: Iterable[ScheduledRequest]) -> set[ChunkKey]:
+        """The chunks to save that this step completes and that nobody has so far."""
+        completed: set[ChunkKey] = set()
         if self.seen["resets"] or self.seen["resets refused"] or not self.setup.may_save:
-            return
+            return completed
         running = {request.request_id: request for request in self.running}
-        ledger, size = self.planner.ledger, self.setup.chunk_tokens
-        lost: set[ChunkKey] = set()
+        size = self.setup.chunk_tokens
         for step in scheduled:
             request = running.get(step.request_id)
             if request is None or self.planner._requests[step.request_id].saving.is_barred:
@@ -189,10 +195,8 @@ class Engine:
                 block_hash = hash_of(request.chain[(place + 1) * size - 1])
                 for group in dict.fromkeys(self.setup.tables):
                     if cover(group, (place + 1) * size).blocks:
-                        lost.add(ChunkKey(group.number, block_hash))
-        kept = (ChunkState.RESIDENT, ChunkState.COPYING)
-        lost = {k for k in lost if ledger.state(k) not in kept and not ledger.index.is_present(k)}
-        assert len(lost) <= dropped, f"computed, not saved, and not counted: {lost}"
+                        completed.add(ChunkKey(group.number, block_hash))
+        return self._lacking(completed)
 
     def _schedule_running(
         self,
