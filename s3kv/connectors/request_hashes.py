@@ -40,9 +40,9 @@ _UNKNOWN_MEDIA = (
     "trust_media_names"
 )
 _UNKNOWN_INPUTS = (
-    "embeddings or token types, because it is not certain which positions they fill: only one of "
-    "prompt_token_ids and prompt_is_token_ids is given, or s3kv does not know how this version of "
-    "vLLM hashes prompts"
+    "prompt embeddings or token types, because block hashes may not cover them: only one of "
+    "prompt_token_ids and prompt_is_token_ids is given, or this version of vLLM hashes prompts in "
+    "a way that s3kv does not know"
 )
 
 
@@ -94,7 +94,8 @@ class DerivedHashes(Sequence[bytes]):
 
 def cover_inputs() -> bool:
     """Make vLLM's block hashes in this process cover the inputs that they leave out (`_left_out`).
-    Returns False, and changes nothing, if this vLLM does not hash prompts in the known way.
+    Returns False, and changes nothing, if this vLLM hashes prompts in a way that s3kv does not
+    know. Called before the engine's first request; later calls change nothing.
 
     Hashes derived later, as for media, would not be enough: vLLM's own cache would still serve one
     such prompt with the blocks of another, and s3kv saves the blocks that a request has.
@@ -121,8 +122,8 @@ def _left_out(request: Request, start: int, end: int) -> list[Any]:
     """The inputs of the model from `start` to `end` that vLLM's block hash leaves out.
 
     It covers the bytes of a prompt's embeddings, and the token ids with 0 where an embedding
-    stands. It leaves out the embeddings' number format, the ids behind them, which some models
-    read, and which positions are embeddings (vllm#56655). It leaves out the types of tokens, too.
+    stands. It covers neither the mask that says which of the two counts (vllm#56655), nor the
+    embeddings' number format, nor the ids behind them, which some models read, nor token types.
     """
     rest: list[Any] = []
     if request.prompt_embeds is not None:
@@ -164,23 +165,22 @@ class RequestHashes:
         features = () if self._trusts else request.mm_features
         may_grow = not self._trusts and getattr(request, "resumable", False)
         contents = self._contents(request) if features or may_grow else []
-        is_adapted = request.lora_request is not None
-        if contents is None or (is_adapted and not adapter):
+        key = b"" if request.lora_request is None else adapter
+        if contents is None or key is None:
             return ()
-        key = adapter if is_adapted and adapter else b""
         hashes: Sequence[bytes] = request.block_hashes
         if not (features or may_grow or key):
             return hashes
         return DerivedHashes(hashes, key, features, contents, self._block_tokens)
 
     def _is_known(self, request: Request) -> bool:
-        """Whether the hashes say what each position of the prompt is. With embeddings and only one
-        of ids and mask, vLLM's two model runners differ in that.
+        """Whether the hashes cover the model's whole input. With embeddings and only one of ids and
+        mask, vLLM's two model runners disagree on that input.
         """
         if not _left_out(request, 0, 0):
             return True
-        is_clear = (request.prompt_token_ids is None) == (request.prompt_is_token_ids is None)
-        return self._covers_inputs and (is_clear or request.prompt_embeds is None)
+        has_both = (request.prompt_token_ids is None) == (request.prompt_is_token_ids is None)
+        return self._covers_inputs and (has_both or request.prompt_embeds is None)
 
     def _contents(self, request: Request) -> list[bytes] | None:
         """The digests of the request's media; None if the request must not be cached."""

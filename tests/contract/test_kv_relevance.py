@@ -66,7 +66,8 @@ NOT_AS_IT_STANDS = {"model.runner", "model.convert", "model.max_model_len"}
 OTHER_VALUES: dict[str, Any] = {
     "EngineCoreRequest.prompt_token_ids": [5] * TOKENS,
     "EngineCoreRequest.prompt_embeds": rows(2),
-    "EngineCoreRequest.prompt_is_token_ids": [False] * TOKENS,
+    # The first id is 0, as which vLLM hashes an embedding.
+    "EngineCoreRequest.prompt_is_token_ids": [0 < position < 40 for position in range(TOKENS)],
     "EngineCoreRequest.mm_features": [],
     "EngineCoreRequest.lora_request": LoRARequest("b", 1, "/a"),
     "EngineCoreRequest.sampling_params": SamplingParams(max_tokens=9),

@@ -141,7 +141,7 @@ def test_embeddings_of_uncertain_places_are_not_cached(caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING, "s3kv"):
         assert list(of.of(request, None)) == list(of.of(request, None)) == []
     assert len(caplog.messages) == 1
-    assert "which positions" in caplog.text
+    assert "only one of prompt_token_ids and prompt_is_token_ids" in caplog.text
 
 
 def test_types_of_tokens_count() -> None:
