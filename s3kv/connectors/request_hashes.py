@@ -7,7 +7,11 @@ a name's content the same. Many engines share a bucket, and it outlives them, so
 - hashes of blocks computed with an adapter include a digest of the files that the workers have
   loaded, see `adapters`;
 - hashes of blocks computed with images include digests of the encoder's input, see `media`;
-- a request is not cached at all if one of the two is unknown.
+- hashes of blocks computed with embeddings include which positions they fill, see
+  `cover_inputs`;
+- a request is not cached at all if one of these is unknown.
+
+tests/contract/kv_relevance/requests.toml classifies every other input of a request.
 """
 
 from __future__ import annotations
@@ -15,8 +19,12 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import wraps
 from hashlib import blake2b
-from typing import TYPE_CHECKING, overload
+from inspect import signature
+from typing import TYPE_CHECKING, Any, overload
+
+from vllm.v1.core import kv_cache_utils
 
 from s3kv.connectors.media import MediaDigests, MediaNames, placed
 
@@ -25,6 +33,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("s3kv")
+
+_UNKNOWN_MEDIA = (
+    "images, because the engine cannot tell their content: it does not have their tensors "
+    "(processor cache of type shm, metadata alone), or one name has stood for two images; see "
+    "trust_media_names"
+)
+_UNKNOWN_INPUTS = (
+    "prompt embeddings or token types, because block hashes may not cover them: only one of "
+    "prompt_token_ids and prompt_is_token_ids is given, or this version of vLLM hashes prompts in "
+    "a way that s3kv does not know"
+)
 
 
 class DerivedHashes(Sequence[bytes]):
@@ -73,6 +92,49 @@ class DerivedHashes(Sequence[bytes]):
         return blake2b(block_hash, key=key, digest_size=32).digest() if key else block_hash
 
 
+def cover_inputs() -> bool:
+    """Make vLLM's block hashes in this process cover the inputs that they leave out (`_left_out`).
+    Returns False, and changes nothing, if this vLLM hashes prompts in a way that s3kv does not
+    know. Called before the engine's first request; later calls change nothing.
+
+    Hashes derived later, as for media, would not be enough: vLLM's own cache would still serve one
+    such prompt with the blocks of another, and s3kv saves the blocks that a request has.
+    """
+    hash_keys: Any = getattr(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", None)
+    if hasattr(hash_keys, "covers_inputs"):
+        return True
+    if hash_keys is None or len(signature(hash_keys).parameters) != 3:
+        return False
+
+    @wraps(hash_keys)
+    def covering(request: Request, start: int, end: int) -> list[Any]:
+        keys: list[Any] = hash_keys(request, start, end)
+        if rest := _left_out(request, start, end):
+            keys = [*keys, ("inputs", blake2b(repr(rest).encode(), digest_size=32).digest())]
+        return keys
+
+    covering.covers_inputs = True  # type: ignore[attr-defined]
+    kv_cache_utils._gen_prompt_embeds_extra_hash_keys = covering
+    return True
+
+
+def _left_out(request: Request, start: int, end: int) -> list[Any]:
+    """The inputs of the model from `start` to `end` that vLLM's block hash leaves out.
+
+    It covers the bytes of a prompt's embeddings, and the token ids with 0 where an embedding
+    stands. It covers neither the mask that says which of the two counts (vllm#56655), nor the
+    embeddings' number format, nor the ids behind them, which some models read, nor token types.
+    """
+    rest: list[Any] = []
+    if request.prompt_embeds is not None:
+        ids, mask = request.prompt_token_ids, request.prompt_is_token_ids
+        rest += [request.prompt_embeds.dtype, ids and ids[start:end], mask and mask[start:end]]
+    extra = request.pooling_params and request.pooling_params.extra_kwargs
+    if extra and "compressed_token_type_ids" in extra:
+        rest.append(extra["compressed_token_type_ids"])
+    return rest
+
+
 class RequestHashes:
     """The hashes of one engine's requests. Used from one thread.
 
@@ -88,7 +150,8 @@ class RequestHashes:
         self._used: dict[str, frozenset[str]] = {}
         """The media names that each living request uses."""
         self._barred: set[str] = set()
-        self._has_warned = False
+        self._covers_inputs = cover_inputs()
+        self._said: set[str] = set()
 
     def of(self, request: Request, adapter: bytes | None) -> Sequence[bytes]:
         """The hashes of the request's blocks; none if the request must not be cached.
@@ -96,17 +159,28 @@ class RequestHashes:
         adapter: the digest of the request's adapter; None if unknown. It is ignored for a request
         without an adapter.
         """
+        if not self._is_known(request):
+            self._warn_once(_UNKNOWN_INPUTS)
+            return ()
         features = () if self._trusts else request.mm_features
         may_grow = not self._trusts and getattr(request, "resumable", False)
         contents = self._contents(request) if features or may_grow else []
-        is_adapted = request.lora_request is not None
-        if contents is None or (is_adapted and not adapter):
+        key = b"" if request.lora_request is None else adapter
+        if contents is None or key is None:
             return ()
-        key = adapter if is_adapted and adapter else b""
         hashes: Sequence[bytes] = request.block_hashes
         if not (features or may_grow or key):
             return hashes
         return DerivedHashes(hashes, key, features, contents, self._block_tokens)
+
+    def _is_known(self, request: Request) -> bool:
+        """Whether the hashes cover the model's whole input. With embeddings and only one of ids and
+        mask, vLLM's two model runners disagree on that input.
+        """
+        if not _left_out(request, 0, 0):
+            return True
+        has_both = (request.prompt_token_ids is None) == (request.prompt_is_token_ids is None)
+        return self._covers_inputs and (has_both or request.prompt_embeds is None)
 
     def _contents(self, request: Request) -> list[bytes] | None:
         """The digests of the request's media; None if the request must not be cached."""
@@ -120,7 +194,7 @@ class RequestHashes:
                 contents.append(content)
             disputed |= self._is_disputed(feature.identifier, content)
         if disputed:
-            self._warn_once()
+            self._warn_once(_UNKNOWN_MEDIA)
         return None if disputed else contents
 
     def _is_disputed(self, name: str, content: bytes | None) -> bool:
@@ -153,12 +227,7 @@ class RequestHashes:
         self._used.pop(request_id, None)
         self._barred.discard(request_id)
 
-    def _warn_once(self) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "s3kv does not cache a request with images, because the engine cannot tell their "
-                "content: it does not have their tensors (processor cache of type shm, metadata "
-                "alone), or one name has stood for two images. This is logged once; see "
-                "trust_media_names"
-            )
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("s3kv does not cache a request with %s. This is logged once", reason)

@@ -111,6 +111,15 @@ def test_what_is_loaded_is_told_by_content(rank: Rank, adapter: Path, tmp_path: 
     assert set(rank.step().by_id) == {1, 3}, "only what is loaded now"
 
 
+def test_how_vllm_is_told_to_read_the_files_counts(read: None, adapter: Path) -> None:
+    digests = set()
+    for fused in (False, True):
+        rank = Rank()
+        rank.manager.load("a", 1, adapter, is_3d_lora_weight=fused)
+        digests.add(rank.step().by_id[1].digest)
+    assert len(digests) == 2
+
+
 def test_files_that_change_later_change_nothing(rank: Rank, adapter: Path) -> None:
     rank.manager.load("a", 1, adapter)
     before = rank.step().by_id

@@ -1,5 +1,6 @@
-"""Of everything that can be set in vLLM or lie in a model's folder it is known whether it changes
-the bytes of a chunk or what they mean; and what is known is what the fingerprint does.
+"""Of everything that can be set in vLLM, lie in a model's folder or come with a request it is known
+whether it changes the bytes of a chunk or what they mean; and what is known is what the fingerprint
+does, and what the hashes of a request do.
 
 A field that a new version of vLLM has and the tables do not is a failure here. To mend it, find out
 what the field does, and give it a row.
@@ -7,6 +8,7 @@ what the field does, and give it a row.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +16,35 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm
+from vllm import PoolingParams, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.sampling_params import StructuredOutputsParams
 
 from s3kv.connectors import identity
+from s3kv.connectors.request_hashes import RequestHashes
 from tests.contract import test_identity
 from tests.contract.fingerprints import Engine, an_engine, drafts, leaves, sees
-from tests.contract.kv_relevance import BLOCK_HASH, FINGERPRINT, NO, Row, table, wrong
+from tests.contract.hashed_requests import BLOCK_TOKENS, TOKENS, arriving, hashed, rows
+from tests.contract.kv_relevance import (
+    BLOCK_HASH,
+    DERIVED,
+    FINGERPRINT,
+    NO,
+    NOT_CACHED,
+    Row,
+    table,
+    wrong,
+)
+from tests.contract.pictures import kwargs_item, picture
 
 PACKAGE = Path(vllm.__file__).parent
 VERSION = ".".join(vllm.__version__.split(".")[:2])
 CONFIG = [row for row in table("config") if row.in_version(VERSION)]
 ENVIRONMENT = [row for row in table("environment") if row.in_version(VERSION)]
+REQUESTS = [row for row in table("requests") if row.in_version(VERSION)]
 FILES = table("files")
 HOLDERS = {
     "VllmConfig": "",
@@ -43,6 +63,25 @@ HOLDERS = {
 }
 NOT_AS_IT_STANDS = {"model.runner", "model.convert", "model.max_model_len"}
 """Places that bear a field's name: vLLM resolves the first two, the last matters to some models."""
+OTHER_VALUES: dict[str, Any] = {
+    "EngineCoreRequest.prompt_token_ids": [5] * TOKENS,
+    "EngineCoreRequest.prompt_embeds": rows(2),
+    # The first id is 0, as which vLLM hashes an embedding.
+    "EngineCoreRequest.prompt_is_token_ids": [0 < position < 40 for position in range(TOKENS)],
+    "EngineCoreRequest.mm_features": [],
+    "EngineCoreRequest.lora_request": LoRARequest("b", 1, "/a"),
+    "EngineCoreRequest.sampling_params": SamplingParams(max_tokens=9),
+    "EngineCoreRequest.pooling_params": PoolingParams(task="classify"),
+    "MultiModalFeatureSpec.data": kwargs_item(pixel_values=torch.ones(3, 32, 32)),
+    "MultiModalFeatureSpec.mm_position": PlaceholderRange(0, 90),
+    "PlaceholderRange.offset": 3,
+    "PlaceholderRange.length": 90,
+    "PlaceholderRange.is_embed": torch.arange(100) < 50,
+    "SamplingParams.structured_outputs": StructuredOutputsParams(regex="a"),
+    "SamplingParams.extra_args": {"another": 1},
+    "PoolingParams.extra_kwargs": {"compressed_token_type_ids": 8},
+}
+"""Of fields of a request that cannot be just anything else."""
 
 
 @pytest.fixture
@@ -80,7 +119,15 @@ def test_a_field_that_is_new_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "cache.py").write_text("class CacheConfig:\n    new_format: str = 'a'\n")
     (tmp_path / "envs.py").write_text("environment_variables: dict = {'VLLM_NEW': 1}\n")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "request.py").write_text(
+        "class LoRARequest:\n    scale: float = 1.0\n"
+        "    def __init__(self) -> None:\n        self.rank, self.kind = 8, 'a'\n"
+    )
     found = wrong(tmp_path, VERSION)
+    for field in ("scale", "rank", "kind"):
+        assert f"requests.toml: LoRARequest.{field} has no row" in found
+    assert f"requests.toml: Request.prompt_embeds is not in vLLM {VERSION}" in found
     assert "config.toml: CacheConfig.new_format has no row" in found
     assert "environment.toml: VLLM_NEW has no row" in found
     assert f"config.toml: CacheConfig.cache_dtype is not in vLLM {VERSION}" in found
@@ -160,3 +207,61 @@ def test_files_are_in_the_fingerprint_where_their_rows_say_so(engine: Engine) ->
         else:
             assert after == before, row
         (engine.folder / name).unlink()
+
+
+def hashes_with(row: Row | None) -> list[bytes]:
+    """Hashes of a request that has everything, with another value of the row's field."""
+    group = "" if row is None else row.group
+    parts: dict[str, Any] = {
+        "PlaceholderRange": PlaceholderRange(0, 100),
+        "MultiModalFeatureSpec": picture("a"),
+        "LoRARequest": LoRARequest("a", 1, "/a"),
+        "SamplingParams": SamplingParams(max_tokens=8),
+        "PoolingParams": PoolingParams(task="classify"),
+    }
+    if row is not None and group in parts:
+        if dataclasses.is_dataclass(parts[group]):
+            parts[group] = dataclasses.replace(parts[group], **{row.name: other_value(row)})
+        else:
+            setattr(parts[group], row.name, other_value(row))
+    if group != "MultiModalFeatureSpec":
+        parts["MultiModalFeatureSpec"].mm_position = parts["PlaceholderRange"]
+    whole = {
+        "prompt_embeds": rows(),
+        "prompt_is_token_ids": [position < 40 for position in range(TOKENS)],
+        "mm_features": [parts["MultiModalFeatureSpec"]],
+        "lora_request": parts["LoRARequest"],
+        "sampling_params": parts["SamplingParams"],
+        "cache_salt": "a",
+    }
+    if group == "PoolingParams":
+        whole |= {"sampling_params": None, "pooling_params": parts[group]}
+    if row is not None and group == "EngineCoreRequest":
+        whole[row.name] = other_value(row)
+    of = RequestHashes(trust_media_names=False, block_tokens=BLOCK_TOKENS)
+    return list(of.of(hashed(arriving(**whole)), b"digest of the adapter"))
+
+
+def other_value(row: Row) -> Any:
+    return OTHER_VALUES.get(f"{row.group}.{row.name}", "another")
+
+
+def test_a_field_of_a_request_is_in_its_hashes_where_its_row_says_so() -> None:
+    """Of those that a client gives. How adapters are read is in test_adapter_loads.py."""
+    before = hashes_with(None)
+    assert len(before) == TOKENS // BLOCK_TOKENS
+    counts = dict.fromkeys((BLOCK_HASH, DERIVED, NO), 0)
+    for row in REQUESTS:
+        given = row.group in {name.partition(".")[0] for name in OTHER_VALUES} | {"LoRARequest"}
+        if not given or row.where == NOT_CACHED or row.name == "is_3d_lora_weight":
+            continue
+        counts[row.where] += 1
+        after = hashes_with(row)
+        if row.where == NO:
+            assert after == before, row
+        else:
+            assert len(after) == len(before), row
+            assert not set(after) & set(before), row
+    assert counts[BLOCK_HASH] > 5
+    assert counts[DERIVED] > 5
+    assert counts[NO] > 50

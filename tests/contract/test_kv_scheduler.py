@@ -36,6 +36,8 @@ def request(name: str, chunks: int = 2) -> Any:
         num_tokens=16 * len(hashes),
         skip_reading_prefix_cache=False,
         lora_request=None,
+        prompt_embeds=None,
+        pooling_params=None,
         mm_features=[],
         kv_transfer_params=None,
     )

@@ -28,6 +28,8 @@ def request(name: str, *features: MultiModalFeatureSpec, resumable: bool = False
         block_hashes=list(HASHES),
         mm_features=list(features),
         lora_request=None,
+        prompt_embeds=None,
+        pooling_params=None,
         resumable=resumable,
     )
 

@@ -1,13 +1,20 @@
-"""Requests whose hashes do not say enough: those with an adapter. For images see test_media.py."""
+"""Requests whose hashes do not say enough: those with an adapter, and those with embeddings. For
+images see test_media.py."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from vllm import PoolingParams
 from vllm.lora.request import LoRARequest
+from vllm.v1.core import kv_cache_utils
 
 from s3kv.connectors.request_hashes import DerivedHashes, RequestHashes
+from tests.contract.hashed_requests import TOKENS, arriving, hashed, rows
 from tests.contract.pictures import picture
 
 HASHES = [bytes([n]) * 32 for n in range(10)]
@@ -23,6 +30,8 @@ def request(*features: Any, adapter: Any = None) -> Any:
         block_hashes=HASHES,
         mm_features=list(features),
         lora_request=adapter,
+        prompt_embeds=None,
+        pooling_params=None,
     )
 
 
@@ -71,3 +80,92 @@ def test_derived_hashes_follow_the_list_they_are_made_of() -> None:
     assert len(derived[3::2]) == 4
     assert list(derived) == list(DerivedHashes(HASHES, b"key"))
     assert derived[0] != DerivedHashes(HASHES, b"other")[0]
+
+
+# --- prompts with embeddings ---------------------------------------------------------------
+
+
+def mixed(*, embedded: range, ids: list[int] | None = None, **more: Any) -> list[bytes]:
+    """Hashes of a prompt whose positions in `embedded` are embeddings."""
+    fields = {
+        "prompt_token_ids": [0] * TOKENS if ids is None else ids,
+        "prompt_embeds": rows(),
+        "prompt_is_token_ids": [position not in embedded for position in range(TOKENS)],
+    }
+    return list(answers().of(hashed(arriving(**fields | more)), None))
+
+
+def test_which_positions_are_embeddings_counts_from_there_on() -> None:
+    """vLLM's hashes of all these prompts are the same (vllm#56655)."""
+    whole = range(TOKENS)
+    none, first, second, longer, every = (
+        mixed(embedded=positions)
+        for positions in (range(0), whole[16:32], whole[40:56], whole[40:80], whole)
+    )
+    assert none[:1] == first[:1]
+    assert none[:2] == second[:2]
+    assert second[:3] == longer[:3] != none[:3]
+    assert len({*none, *first, *second, *longer, *every}) == 10 + 9 + 8 + 7 + 10
+    assert mixed(embedded=whole[16:32]) == first
+
+
+def test_a_prompt_of_embeddings_alone_is_cached_by_their_content() -> None:
+    def alone(embeds: Any) -> list[bytes]:
+        request = hashed(arriving(prompt_token_ids=None, prompt_embeds=embeds))
+        return list(answers().of(request, None))
+
+    one, longer = alone(rows()), alone(torch.cat([rows(), rows(2)]))
+    assert len(one) == 10
+    assert one == alone(rows()) == longer[:10]
+    different = [
+        one,
+        alone(rows(2)),
+        mixed(embedded=range(0)),
+        alone(rows(dtype=torch.float16)),
+        alone(rows(dtype=torch.float16).view(torch.bfloat16)),  # the same bytes
+    ]
+    assert len({hashes[0] for hashes in different}) == len(different)
+
+
+def test_token_ids_behind_embeddings_count() -> None:
+    """Some models read them beside the embeddings, and the first-generation runner the positions of
+    their placeholders."""
+    ids = [7] * TOKENS
+    assert mixed(embedded=range(TOKENS), ids=ids)[0] != mixed(embedded=range(TOKENS))[0]
+
+
+def test_embeddings_of_uncertain_places_are_not_cached(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's runners compute different things from ids and embeddings without a mask."""
+    of = answers()
+    request = hashed(arriving(prompt_embeds=rows()))
+    with caplog.at_level(logging.WARNING, "s3kv"):
+        assert list(of.of(request, None)) == list(of.of(request, None)) == []
+    assert len(caplog.messages) == 1
+    assert "only one of prompt_token_ids and prompt_is_token_ids" in caplog.text
+
+
+def test_types_of_tokens_count() -> None:
+    """Of a pooling model, which vLLM gives to the model beside the tokens."""
+
+    def typed(**extra: int) -> list[bytes]:
+        params = PoolingParams(task="classify", extra_kwargs=extra or None)
+        request = hashed(arriving(sampling_params=None, pooling_params=params))
+        return list(answers().of(request, None))
+
+    different = [typed(), *(typed(compressed_token_type_ids=number) for number in (0, 8, 24))]
+    assert len({hashes[0] for hashes in different}) == len(different)
+    assert typed(compressed_token_type_ids=8) == different[2]
+    assert typed(joint_schema=1) == typed() == hashed(arriving()).block_hashes
+
+
+@pytest.mark.parametrize("changed", [None, lambda request: []], ids=["gone", "another call"])
+def test_a_vllm_that_hashes_embeddings_in_another_way_is_left_alone(
+    changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, embedded = hashed(arriving()), hashed(arriving(prompt_embeds=rows()))
+    embedded.prompt_token_ids = None
+    monkeypatch.setattr(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", changed)
+    of = answers()
+    assert list(of.of(plain, None)) == plain.block_hashes
+    assert list(of.of(embedded, None)) == []
+    assert kv_cache_utils._gen_prompt_embeds_extra_hash_keys is changed

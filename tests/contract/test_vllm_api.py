@@ -33,6 +33,7 @@ MEDIA = "s3kv/connectors/media.py"
 LORA = "vllm.lora.worker_manager"
 ADAPTERS = "s3kv/connectors/adapter_loads.py"
 REQUESTS = "s3kv/connectors/request_params.py"
+HASHES = "s3kv/connectors/request_hashes.py"
 METRICS = "s3kv/connectors/metrics.py"
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -192,6 +193,12 @@ CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (LORA, "WorkerLoRAManager._load_adapter", ("lora_request",), ADAPTERS),
     (LORA, "WorkerLoRAManager.list_adapters", (), ADAPTERS),
     ("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",), ADAPTERS),
+    (
+        "vllm.v1.core.kv_cache_utils",
+        "_gen_prompt_embeds_extra_hash_keys",
+        ("request", "start_token_idx", "end_token_idx"),
+        HASHES,
+    ),
     (CACHE, "MLAAttentionSpec", None, TRANSLATE),
     (CACHE, "KVCacheConfig.needs_kv_cache_zeroing", None, TRANSLATE),
     ("vllm.config", "VllmConfig.use_v2_model_runner", None, TRANSLATE),

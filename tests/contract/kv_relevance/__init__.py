@@ -14,6 +14,27 @@ from tests.project import tomllib
 
 HERE = Path(__file__).parent
 FINGERPRINT, BLOCK_HASH, REFUSED, NO = "fingerprint", "block hash", "refused", "no"
+DERIVED, NOT_CACHED = "derived", "not cached"
+KINDS = (FINGERPRINT, BLOCK_HASH, REFUSED, NO, DERIVED, NOT_CACHED)
+REQUESTS = {
+    "EngineCoreRequest": "v1/engine/__init__.py",
+    "MultiModalFeatureSpec": "multimodal/inputs.py",
+    "PlaceholderRange": "multimodal/inputs.py",
+    "LoRARequest": "lora/request.py",
+    "SamplingParams": "sampling_params.py",
+    "PoolingParams": "pooling_params.py",
+    "Request": "v1/request.py",
+    "StreamingUpdate": "v1/request.py",
+    "SchedulerOutput": "v1/core/sched/output.py",
+    "NewRequestData": "v1/core/sched/output.py",
+    "CachedRequestData": "v1/core/sched/output.py",
+    "CachedRequestState": "v1/worker/gpu_input_batch.py",
+    "InputBatch": "v1/worker/gpu_input_batch.py",
+    "gpu.RequestState": "v1/worker/gpu/states.py",
+    "gpu.InputBatch": "v1/worker/gpu/input_batch.py",
+    "gpu.InputBuffers": "v1/worker/gpu/input_batch.py",
+}
+"""Every class that carries what a model is given of a request, and vLLM's file of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +68,7 @@ def table(name: str) -> list[Row]:
 
 def _rows(group: str, names: str, where: str, why: str) -> Iterator[Row]:
     kind, _, at = where.partition(": ")
-    if kind not in (FINGERPRINT, BLOCK_HASH, REFUSED, NO) or not why:
+    if kind not in KINDS or not why:
         raise ValueError(f"{group}: {names!r} has where={where!r}, why={why!r}")
     for name in names.split():
         plain, _, versions = name.partition("@")
@@ -61,8 +82,14 @@ def wrong(package: Path, version: str) -> list[str]:
     package: the directory that has vLLM's `config` and `envs.py`.
     """
     there = {f"config.toml: {name}" for name in config_fields(package)}
+    there |= {f"requests.toml: {name}" for name in request_fields(package)}
     there |= {f"environment.toml: {name}" for name in environment_variables(package)}
-    told = [f"config.toml: {r.group}.{r.name}" for r in table("config") if r.in_version(version)]
+    told = [
+        f"{name}.toml: {row.group}.{row.name}"
+        for name in ("config", "requests")
+        for row in table(name)
+        if row.in_version(version)
+    ]
     told += [f"environment.toml: {r.name}" for r in table("environment") if r.in_version(version)]
     found = [f"{name} has no row" for name in sorted(there - set(told))]
     found += [f"{name} is not in vLLM {version}" for name in sorted(set(told) - there)]
@@ -72,14 +99,52 @@ def wrong(package: Path, version: str) -> list[str]:
 def config_fields(package: Path) -> set[str]:
     """`Class.field` of every annotated field of every class in vLLM's configuration."""
     return {
-        f"{node.name}.{statement.target.id}"
+        f"{node.name}.{field}"
         for file in (package / "config").glob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
+        for node in _classes(file)
+        for field in _annotated(node)
+    }
+
+
+def request_fields(package: Path) -> set[str]:
+    """`Class.field` of every field of the classes that carry requests, annotated or set when an
+    object is made."""
+    return {
+        f"{group}.{field}"
+        for group, file in REQUESTS.items()
+        for node in _classes(package / file)
+        if node.name == group.removeprefix("gpu.")
+        for field in _annotated(node) | _set_at_first(node)
+    }
+
+
+def _classes(file: Path) -> list[ast.ClassDef]:
+    """The classes of a file; none if there is no such file."""
+    body = ast.parse(file.read_text()).body if file.exists() else []
+    return [node for node in body if isinstance(node, ast.ClassDef)]
+
+
+def _annotated(node: ast.ClassDef) -> set[str]:
+    return {
+        statement.target.id
         for statement in node.body
         if isinstance(statement, ast.AnnAssign)
         and isinstance(statement.target, ast.Name)
         and "ClassVar" not in ast.dump(statement.annotation)
+    }
+
+
+def _set_at_first(node: ast.ClassDef) -> set[str]:
+    """The attributes of `self` that `__init__` sets."""
+    return {
+        place.attr
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        for place in ast.walk(method)
+        if isinstance(place, ast.Attribute)
+        and isinstance(place.ctx, ast.Store)
+        and isinstance(place.value, ast.Name)
+        and place.value.id == "self"
     }
 
 

@@ -27,7 +27,8 @@ def serve(
 ) -> list[Reply]:
     """Serve `asks`, and return a reply to each, as JSON values.
 
-    An ask has a `prompt` (token ids), or `embeds`: the seed and the length of one. It may have
+    An ask has a `prompt` (token ids), or `embeds`: the seed and the length of one, or both, and
+    the `mask` of the positions at which the ids count. It may have
     `sampling` (fields of vLLM's `SamplingParams`, and a `regex`), `salt`, `adapter` (name, number,
     path), `priority`, and `after`: the tokens that all others have before it comes.
     reset_at: when all requests have so many tokens, preempt them and reset the prefix cache; with
@@ -89,6 +90,8 @@ def _add(engine: LLMEngine, name: str, ask: Ask) -> None:
         width = engine.model_config.get_hidden_size()
         values = torch.randn(length, width, generator=torch.Generator().manual_seed(seed))
         prompt = {"prompt_embeds": values.to(engine.model_config.dtype)}
+        if "mask" in ask:
+            prompt |= {"prompt_token_ids": ask["prompt"], "prompt_is_token_ids": ask["mask"]}
     else:
         prompt = {"prompt_token_ids": ask["prompt"]}
     if "salt" in ask:

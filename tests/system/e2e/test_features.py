@@ -169,6 +169,27 @@ def test_prompts_of_embeddings(lives: Lives) -> None:
     assert replies[0]["choices"] != replies[1]["choices"]
 
 
+def test_prompts_of_tokens_and_embeddings(lives: Lives) -> None:
+    """Of the same ids and embeddings, told apart by which of the two counts where. vLLM alone gives
+    all of them the answer of the first (vllm#56655), so its cache is emptied between them.
+    """
+    alone = {"embeds": [3, 400]}
+    masks = [[True] * 400, [n < 200 for n in range(400)], [n >= 200 for n in range(400)]]
+    asks = [alone, *({**alone, "prompt": [0] * 400, "mask": mask} for mask in masks)]
+    expected = []
+    for ask in asks:
+        lives.plain.reset_prefix_cache()
+        expected += choices(served(lives.plain, [ask]))
+    assert len({str(answers) for answers in expected}) == len(asks)
+    for engine in (lives.cold, lives.warm, lives.warm):
+        replies = [reply for ask in asks for reply in served(engine, [ask])]
+        at_rest(engine)
+        assert choices(replies) == expected
+        if engine is lives.warm:
+            assert [reply["cached"] for reply in replies] == [HIT] * len(asks)
+            engine.reset_prefix_cache()
+
+
 def test_salts(lives: Lives) -> None:
     """What is saved with one salt is read by another process with that salt alone."""
     prompt = next(PROMPTS)
