@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from s3kv.config import Config, count
 from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
-from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.guard import Guarded, guarded, planned_slabs, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_groups import states_of
 from s3kv.connectors.kv_shards import equal_ranks, kinds_of_layers, shard_names, shared_pages
@@ -124,6 +125,7 @@ class WorkerSide(Guarded):
             node=memory_near(device),
             processors=beside_the_model() if computes_here else None,
             wait=None,
+            planned=planned_slabs(self._vllm_config),
         )
         self._slab, self._client = tier.slab, tier.client
         copies = BlockCopies.open(
@@ -179,7 +181,9 @@ class WorkerSide(Guarded):
         the end, so that page faults do not slow the first copies.
         """
         self._prefault = threading.Thread(
-            target=slab.prefault, args=(self._closing.is_set,), daemon=True
+            target=slab.prefault,
+            args=(self._closing.is_set, os.sched_getaffinity(0)),
+            daemon=True,
         )
         self._prefault.start()
 
