@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -53,9 +54,9 @@ class MemoryLimits:
             told += f", the container may have {self.container_bytes:,}"
             if self.container_used_bytes is not None:
                 told += f" and uses {self.container_used_bytes:,}"
-        if self.locked_bytes is None:
-            return f"{told}, a process may lock any amount"
-        return f"{told}, a process may lock {self.locked_bytes:,} (ulimit -l)"
+        locked = self.locked_bytes
+        lock = "any amount" if locked is None else f"{locked:,} (ulimit -l)"
+        return f"{told}, a process may lock {lock}"
 
     def shortage(self, planned: Plan, slabs: Collection[tuple[int, int]]) -> str:
         """Why the slabs of this host do not fit; "" if they do. Pure.
@@ -101,22 +102,22 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and use of each cgroup with a limit, from this process's own up to the topmost that is
     mounted here.
     """
-    own = {}
+    own: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        own.update(dict.fromkeys(controllers.split(","), path))
+        own |= dict.fromkeys(controllers.split(","), path)
     for line in _lines(root / "proc/self/mountinfo"):
-        mount, _, kind = line.partition(" - ")
+        mount, _, system = line.partition(" - ")
         top, at = mount.split()[3:5]
-        controller, limit_name, used_names = _CGROUPS.get(kind.split()[0], (None, "", ()))
-        if controller not in own or (controller and controller not in kind.split()[-1].split(",")):
+        kind, *_, options = system.split()
+        controller, limit_name, used_names = _CGROUPS.get(kind, ("none", "", ()))
+        if controller not in own or controller not in ("", *options.split(",")):
             continue
-        try:
-            below = PurePosixPath(own[controller]).relative_to(top)
-        except ValueError:  # another part of the tree is mounted: the container's own cgroup
-            below = PurePosixPath()
-        for level in (below, *below.parents):
-            directory = root / at.lstrip("/") / level
+        # A path that is not below the mount's top leads nowhere: its own group is mounted alone.
+        below = PurePosixPath(os.path.relpath(own[controller], top))
+        for directory in (
+            root / at.lstrip("/") / level for level in (below, *below.parents, PurePosixPath())
+        ):
             limit = "".join(_lines(directory / limit_name))
             if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
                 fields = dict(line.split() for line in _lines(directory / "memory.stat"))

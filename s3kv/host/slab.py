@@ -19,6 +19,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from s3kv.errors import ConfigError
@@ -192,28 +193,17 @@ def allocate(
     processors: Collection[int] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Populate pages by up to eight threads on `processors`; without any, by the calling thread.
+    """Populate pages by up to eight threads on `processors`; by one thread anywhere without any.
 
     `stop` is called every few MiB and ends it early. Returns 0, or an error of `populate`.
     """
-    offsets = iter(range(0, nbytes, PREFAULT_BYTES))
 
-    def work(_: int) -> int:
-        if processors:
-            os.sched_setaffinity(0, processors)  # for this thread only
-        for offset in offsets:
-            if stop():
-                break
-            code = populate(address + offset, min(PREFAULT_BYTES, nbytes - offset))
-            if code:
-                return code
-        return 0
+    def work(offset: int) -> int:
+        return 0 if stop() else populate(address + offset, min(PREFAULT_BYTES, nbytes - offset))
 
-    if not processors:
-        return work(0)
-    threads = min(_THREADS, len(processors))
-    with ThreadPoolExecutor(threads) as pool:
-        return max(pool.map(work, range(threads)))
+    bind = partial(os.sched_setaffinity, 0, processors) if processors else None
+    with ThreadPoolExecutor(min(_THREADS, len(processors) or 1), initializer=bind) as pool:
+        return max(pool.map(work, range(0, nbytes, PREFAULT_BYTES)))
 
 
 def populate(address: int, nbytes: int) -> int:

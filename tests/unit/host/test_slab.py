@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -119,7 +120,7 @@ def test_an_error_of_one_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_prefault_stops_when_told() -> None:
     slab = Slab.create(64 * 2**20)
-    answers = iter([False, False, True])
+    answers = itertools.chain([False, False], itertools.repeat(True))
     slab.prefault(lambda: next(answers))
     assert resident_bytes(slab) == 32 * 2**20
     slab.close()
