@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -11,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 ROOT = Path("/")
-_CGROUPS = {
-    "cgroup2": ("", "memory.max", ("anon", "shmem")),
-    "cgroup": ("memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
-}
-"""By type of file system, for versions 2 and 1: the controller in /proc/self/cgroup, the file with
+_CGROUPS = (
+    ("", "sys/fs/cgroup", "memory.max", ("anon", "shmem")),
+    ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")),
+)
+"""For versions 2 and 1: the controller in /proc/self/cgroup, where its groups are, the file with
 the limit, and the fields of memory.stat for memory that cannot be reclaimed, as file cache can."""
 _UNLIMITED_BYTES = 2**60
 """Limits from this value on mean "unlimited": version 1 writes the largest number of pages."""
@@ -99,25 +98,15 @@ def memory_limits(root: Path = ROOT) -> MemoryLimits:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of each cgroup with a limit, from this process's own up to the topmost that is
-    mounted here.
-    """
+    """Limit and use of each cgroup with a limit, from this process's own up to the topmost here."""
     own: dict[str, str] = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
-    for line in _lines(root / "proc/self/mountinfo"):
-        mount, _, system = line.partition(" - ")
-        top, at = mount.split()[3:5]
-        kind, *_, options = system.split()
-        controller, limit_name, used_names = _CGROUPS.get(kind, ("none", "", ()))
-        if controller not in own or controller not in ("", *options.split(",")):
-            continue
-        # A path that is not below the mount's top leads nowhere: its own group is mounted alone.
-        below = PurePosixPath(os.path.relpath(own[controller], top))
-        for directory in (
-            root / at.lstrip("/") / level for level in (below, *below.parents, PurePosixPath())
-        ):
+        own |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
+    for controller, top, limit_name, used_names in _CGROUPS:
+        # In a container, the path may be the host's; its own group is then at the top.
+        path = PurePosixPath(own.get(controller, ""))
+        for directory in (root / top / level for level in (path, *path.parents)):
             limit = "".join(_lines(directory / limit_name))
             if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
                 fields = dict(line.split() for line in _lines(directory / "memory.stat"))

@@ -139,8 +139,8 @@ class Slab:
         if processors:
             # Without a policy, a page comes from the node of the thread that touches it first.
             logger.info(
-                "s3kv: %s; allocating from processors of that node instead: %d bytes, of which "
-                "100 GiB take up to a minute",
+                "s3kv: %s; allocating from processors of that node instead: %d bytes (100 GiB take "
+                "a minute of processor time)",
                 refusal,
                 self.nbytes,
             )

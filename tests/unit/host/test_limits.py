@@ -21,32 +21,16 @@ def limits_of(tmp_path: Path, files: dict[str, str]) -> MemoryLimits:
     return memory_limits(tmp_path)
 
 
-def mounted(kind: str, top: str, at: str) -> str:
-    """A line of /proc/self/mountinfo, among others."""
-    options = "rw,memory" if kind == "cgroup" else "rw"
-    return (
-        "24 1 0:22 / /proc rw,nosuid - proc proc rw\n"
-        f"31 24 0:28 {top} {at} rw,relatime shared:9 - {kind} cgroup {options}\n"
-        "32 24 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n"
-    )
-
-
 V2 = "sys/fs/cgroup"
 V1 = "sys/fs/cgroup/memory"
-PRIVATE = {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": mounted("cgroup2", "/", f"/{V2}")}
+PRIVATE = {"proc/self/cgroup": "0::/\n"}
 """Version 2, in a container with a cgroup namespace of its own: Docker's and containerd's usual."""
-NESTED = PRIVATE | {"proc/self/cgroup": "0::/pods.slice/pod-1.slice/engine\n"}
+NESTED = {"proc/self/cgroup": "0::/pods.slice/pod-1.slice/engine\n"}
 """Version 2 without one, as with `cgroupns=host` and under systemd."""
 JOB = "/slurm/uid_0/job_1/step_0/task_0"
-SLURM = {
-    "proc/self/cgroup": f"9:name=systemd:/\n4:cpu,cpuacct:/\n3:memory:{JOB}\n0::/\n",
-    "proc/self/mountinfo": mounted("cgroup", "/", f"/{V1}") + mounted("cgroup2", "/", "/unified"),
-}
+SLURM = {"proc/self/cgroup": f"9:name=systemd:/\n4:cpu,cpuacct:/\n3:memory:{JOB}\n0::/\n"}
 """Version 1, in a job of Slurm, on a host that has mounted both versions."""
-DOCKER = {
-    "proc/self/cgroup": "3:memory:/docker/c0ffee\n",
-    "proc/self/mountinfo": mounted("cgroup", "/docker/c0ffee", f"/{V1}"),
-}
+DOCKER = {"proc/self/cgroup": "3:memory:/docker/c0ffee\n"}
 """Version 1, in a container: the cgroup's path is the host's, and only its part is mounted."""
 
 
