@@ -58,7 +58,7 @@ class MemoryLimits:
         return f"{told}, a process may lock {lock}"
 
     def shortage(self, planned: Plan, slabs: Collection[tuple[int, int]]) -> str:
-        """Why the slabs of this host do not fit; "" if they do. Pure.
+        """The reason why the slabs of this host do not fit; "" if they do. Pure.
 
         planned: slabs of one engine. slabs: all that exist, of any engine, each with its size and
         the bytes it has taken so far. These count as wanted and as allowed, so it makes no
@@ -105,8 +105,8 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
         own |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
     for controller, top, limit_name, used_names in _CGROUPS:
         # In a container, the path may be the host's; its own group is then at the top.
-        path = PurePosixPath(own.get(controller, ""))
-        for directory in (root / top / level for level in (path, *path.parents)):
+        group = PurePosixPath(own.get(controller, ""))
+        for directory in (root / top / level for level in (group, *group.parents)):
             limit = "".join(_lines(directory / limit_name))
             if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
                 fields = dict(line.split() for line in _lines(directory / "memory.stat"))
