@@ -1,11 +1,10 @@
 """Guard of the engine: which errors reach it at start, and that none does afterwards.
 
-At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`), as may a host with
-too little memory for all ranks (`planned_slabs`). After that nothing
-raises into the engine. A hook that fails is a bug of s3kv, and the engine must not die of it. So
-the side of the connector in which it failed logs the error once, stops caching for good, and
-answers from then on as if it held nothing (`guarded`). A worker's side tells the scheduler's, which
-then offers nothing.
+At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`), as does a host with
+too little memory for all ranks (`planned_slabs`). After that nothing raises into the engine. A hook
+that fails is a bug of s3kv, and the engine must not die of it. So the side of the connector in
+which it failed logs the error once, stops caching for good, and answers from then on as if it held
+nothing (`guarded`). A worker's side tells the scheduler's, which then offers nothing.
 """
 
 from __future__ import annotations
