@@ -16,7 +16,7 @@ import torch
 
 from s3kv.config import Config, count
 from s3kv.connectors.ec_translate import ItemWorkerReport, item_dtype, worker_rendezvous
-from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.guard import Guarded, guarded, planned_slabs, wait_for_bucket
 from s3kv.connectors.identity import encoder_fingerprint
 from s3kv.connectors.log import leave_to_first_rank
 from s3kv.device.item_copies import ItemCopies, item_copies
@@ -76,7 +76,7 @@ class ECWorkerSide(Guarded):
         identity = encoder_fingerprint(config, vllm_config)
         hello = introduce(config, identity, SHARD, item_dtype=self._dtype_name)
         if may_save and self.counts:
-            self._outbox = self._open_outbox(hello)
+            self._outbox = self._open_outbox(hello, vllm_config)
         if may_load:
             self._taker = self._listen(vllm_config, tp_rank, hello.namespace_digest)
 
@@ -91,7 +91,7 @@ class ECWorkerSide(Guarded):
                 f"({error}): leave it out of ec_transfer_config, or give each engine its own"
             ) from error
 
-    def _open_outbox(self, hello: Hello) -> Outbox:
+    def _open_outbox(self, hello: Hello, vllm_config: VllmConfig) -> Outbox:
         computes_here = self._device.type == "cpu"
         tier = open_tier(
             self._config,
@@ -100,6 +100,7 @@ class ECWorkerSide(Guarded):
             node=memory_near(self._device),
             processors=beside_the_model() if computes_here else None,
             wait=wait_for_bucket,
+            planned=planned_slabs(vllm_config),
         )
         try:
             self._copies.attach(tier.slab.view)

@@ -1,10 +1,10 @@
 """Guard of the engine: which errors reach it at start, and that none does afterwards.
 
-At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`). After that nothing
-raises into the engine. A hook that fails is a bug of s3kv, and the engine must not die of it. So
-the side of the connector in which it failed logs the error once, stops caching for good, and
-answers from then on as if it held nothing (`guarded`). A worker's side tells the scheduler's, which
-then offers nothing.
+At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`), as does a host with
+too little memory for all ranks (`planned_slabs`). After that nothing raises into the engine. A hook
+that fails is a bug of s3kv, and the engine must not die of it. So the side of the connector in
+which it failed logs the error once, stops caching for good, and answers from then on as if it held
+nothing (`guarded`). A worker's side tells the scheduler's, which then offers nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from s3kv.config import Config
 from s3kv.errors import IoProcessError, StoreError
+from s3kv.host.limits import Plan
 from s3kv.io.client import IoClient
 from s3kv.io.tier import try_bucket
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("s3kv")
 
@@ -56,6 +60,31 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
         return cast(Hook, safe)
 
     return wrap
+
+
+def planned_slabs(vllm_config: VllmConfig) -> Plan:
+    """The slabs of both connectors that an engine's processes make on this worker's host.
+
+    vLLM's world group, and so the number, includes the data-parallel ranks of a mixture of experts.
+    vLLM runs those of other models as engines of their own, which do not know of each other.
+    """
+    from vllm.distributed.parallel_state import get_node_count, get_world_group
+
+    kv, ec = vllm_config.kv_transfer_config, vllm_config.ec_transfer_config
+    world, size = get_world_group(), vllm_config.parallel_config.world_size
+    ranks = world.world_size // get_node_count()  # not more than there are, if hosts differ
+    planned: list[tuple[int, int, str]] = []
+    if kv is not None and kv.kv_connector == "S3KVConnector":
+        config = Config.parse(kv.kv_connector_extra_config, "kv_connector_extra_config")
+        planned.append((ranks, config.host_bytes, "host_bytes, per rank"))
+    if ec is not None and ec.ec_connector == "S3ECConnector":
+        config = Config.parse(ec.ec_connector_extra_config, "ec_connector_extra_config")
+        engines = max(ranks // size, int(world.rank % size < ranks))  # with the first rank here
+        planned += [
+            (engines, config.host_bytes, "host_bytes of encoder outputs")
+        ] * ec.is_ec_consumer
+        planned += [(engines, config.staging_bytes, "staging_bytes")] * ec.is_ec_producer
+    return tuple(planned)
 
 
 def wait_for_bucket(client: IoClient, config: Config) -> bool | None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from s3kv.config import Config, count
 from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
-from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.guard import Guarded, guarded, planned_slabs, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_groups import states_of
 from s3kv.connectors.kv_shards import equal_ranks, kinds_of_layers, shard_names, shared_pages
@@ -91,8 +90,6 @@ class WorkerSide(Guarded):
         lora = vllm_config.lora_config
         # Made here, because vLLM loads no adapter before the KV caches exist.
         self._adapters = AdapterLoads(lora, config.weights_digest) if lora is not None else None
-        self._prefault: threading.Thread | None = None
-        self._closing = threading.Event()
         self._fences_at_once = writes_before_fences(vllm_config, kv_cache_config, sizes)
         self._loads_after_writes = writes_after_fences(vllm_config, kv_cache_config, sizes)
         # Before a sleep, vLLM waits for the device and then unmaps the memory. It does not wait
@@ -124,6 +121,7 @@ class WorkerSide(Guarded):
             node=memory_near(device),
             processors=beside_the_model() if computes_here else None,
             wait=None,
+            planned=planned_slabs(self._vllm_config),
         )
         self._slab, self._client = tier.slab, tier.client
         copies = BlockCopies.open(
@@ -139,8 +137,8 @@ class WorkerSide(Guarded):
             members={g.number: g.members for g in groups},
         )
         pinned = copies.statistics().pinned
-        if not pinned:
-            self._start_prefault(tier.slab)
+        if not pinned:  # pinning has mapped the pages; without it, the first copies would
+            tier.slab.prefault(processors=beside_the_model())
         object_bytes = tuple(slots.formats[g.number].object_bytes for g in groups)
         self._hello = WorkerHello(
             hello.namespace_digest,
@@ -174,15 +172,6 @@ class WorkerSide(Guarded):
                 at += layouts[member].payload_bytes
         return begins
 
-    def _start_prefault(self, slab: Slab) -> None:
-        """Start to touch every page of the slab, as pinning would have done. `hello` waits for
-        the end, so that page faults do not slow the first copies.
-        """
-        self._prefault = threading.Thread(
-            target=slab.prefault, args=(self._closing.is_set,), daemon=True
-        )
-        self._prefault.start()
-
     def hello(self) -> WorkerHello:
         """Wait until the bucket has been tried. Raises a `StoreError` if the bucket cannot be used
         and `on_unavailable` is "fail".
@@ -196,14 +185,11 @@ class WorkerSide(Guarded):
         if not self._started:
             known = wait_for_bucket(self._client, self._config)
             self._hello = dataclasses.replace(self._hello, known=known)
-            if self._prefault is not None:
-                self._prefault.join()
             self._started = True
         return self._hello
 
     def shutdown(self) -> None:
         """Finish uploads within `drain_timeout_s`, then release everything. Idempotent."""
-        self._closing.set()
         rank, self._rank = self._rank, None
         if rank is not None:
             left = rank.shutdown(self._config.drain_timeout_s)
@@ -213,8 +199,6 @@ class WorkerSide(Guarded):
                     self._config.drain_timeout_s,
                     count(left, "chunk"),
                 )
-        if self._prefault is not None:
-            self._prefault.join()
         if self._slab is not None:
             self._slab.close()
 

@@ -13,14 +13,17 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 from s3kv.errors import ConfigError
-from s3kv.host.limits import memory_limits
+from s3kv.host.limits import ROOT, Plan, memory_limits
 from s3kv.host.placement import (
     FIRST_TOUCH,
     SETTING,
@@ -39,6 +42,10 @@ _MADV_POPULATE_WRITE = 23
 """madvise(2), Linux 5.14: fault the pages in, writable. Not among the constants of `mmap`."""
 PREFAULT_BYTES = 16 * 2**20
 """Bytes prefaulted between two calls of `stop`: 10 to 40 ms of work."""
+_SCRATCH_BYTES = 2**20
+_THREADS = 8
+"""Most threads that allocate pages."""
+_NAME = "s3kv-slab"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -58,21 +65,26 @@ class Slab:
 
     @classmethod
     def create(
-        cls, nbytes: int, *, node: NodeChoice = FIRST_TOUCH, huge_pages: bool = False
+        cls,
+        nbytes: int,
+        *,
+        node: NodeChoice = FIRST_TOUCH,
+        huge_pages: bool = False,
+        planned: Plan = (),
     ) -> Slab:
         """A new slab of zeros, `nbytes` rounded up to whole pages.
 
         node, huge_pages: the preferred node of its pages, and whether to ask for huge pages. The
         log says whether Linux complied. If Linux refuses the node, the whole slab is allocated
-        here, by a thread on that node if that is allowed.
-        Raises `ConfigError` if this machine or its container does not have that much memory. Linux
-        would notice only later, and kill the process that touches one page too many.
+        here, by threads on that node if that is allowed.
+        planned: all slabs that the engine makes on this host, this one included.
+        Raises `ConfigError` if this machine or its container has too little memory for these, or
+        for the slabs that exist. Linux would notice only later, and kill the process that touches
+        one page too many.
         """
         nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        available = memory_limits().available_bytes
-        if nbytes > available:
-            raise _too_large(nbytes, f"{available:,} bytes are available here")
-        fd = os.memfd_create("s3kv-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        _check_room(planned, (nbytes, 0))
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
             # No holder of the descriptor can shorten the file under another's mapping.
@@ -80,10 +92,12 @@ class Slab:
             slab = cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
-            raise _too_large(nbytes, str(error)) from error
-        size = slab.ask_for_huge_pages() if huge_pages else "pages of the ordinary size"
-        _engine_logger.info("s3kv: %d bytes of host memory %s, %s", nbytes, node.because, size)
+            raise _too_large(f"{nbytes:,} bytes: {error}; {memory_limits()}") from error
         try:
+            # Of processes that pass the first check at the same time, the last sees all slabs here.
+            _check_room(planned)
+            size = slab.ask_for_huge_pages() if huge_pages else "pages of the ordinary size"
+            _engine_logger.info("s3kv: %d bytes of host memory %s, %s", nbytes, node.because, size)
             slab._place(node)
         except BaseException:
             slab.close()
@@ -117,15 +131,20 @@ class Slab:
     def _place(self, choice: NodeChoice) -> None:
         if choice.node is None:
             return
-        refusal = prefer_node(self._address, self.nbytes, choice.node)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        refusal = prefer_node(address, self.nbytes, choice.node)
         if not refusal:
             return
         processors = choice.processors & os.sched_getaffinity(0)
         if processors:
             # Without a policy, a page comes from the node of the thread that touches it first.
-            logger.info("s3kv: %s; allocating from processors of that node instead", refusal)
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(self._prefault_on, processors).result()
+            logger.info(
+                "s3kv: %s; allocating from processors of that node instead: %d bytes (100 GiB take "
+                "a minute of processor time)",
+                refusal,
+                self.nbytes,
+            )
+            self.prefault(processors=processors)
             return
         logger.warning(
             "s3kv: host memory should be %s, but that was refused (%s), and this process may not "
@@ -136,40 +155,22 @@ class Slab:
             refusal,
         )
 
-    def _prefault_on(self, processors: frozenset[int]) -> None:
-        os.sched_setaffinity(0, processors)  # for this thread only
-        self.prefault()
+    def prefault(
+        self, stop: Callable[[], bool] = lambda: False, processors: Collection[int] = ()
+    ) -> None:
+        """Allocate every page and map it into this process, as `allocate` does. The content does
+        not change.
 
-    @property
-    def _address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def prefault(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """Allocate every page and map it into this process. The content does not change.
-
-        Blocks for about a second per GiB, without the GIL, so run it in a thread: copies and
-        receives meanwhile just find some pages missing. `stop` is called every few MiB and ends it
-        early. Pages are allocated once, by the first process to touch them, but each process fills
-        separate page tables: the first write to a page costs about as much as copying four.
-        Registering the slab with CUDA fills them, too. Call `close` only after this has ended.
-        Raises `ConfigError` if the memory is not there.
+        Blocks for about a second per GiB and thread, without the GIL, so run it in a thread: copies
+        and receives meanwhile just find some pages missing. Pages are allocated once, by the first
+        process to touch them, but each process fills separate page tables: the first write to a
+        page costs about as much as copying four. Registering the slab with CUDA fills them, too.
+        Call `close` only after this has ended. Raises `ConfigError` if the memory is not there.
         """
-        # The anchor keeps the mapping alive meanwhile.
-        anchor = ctypes.c_char.from_buffer(self._map)
-        start = ctypes.addressof(anchor)
-        for offset in range(0, self.nbytes, PREFAULT_BYTES):
-            if stop():
-                return
-            piece = min(PREFAULT_BYTES, self.nbytes - offset)
-            code = populate(start + offset, piece)
-            if code == errno.EINVAL:
-                self._touch(offset, piece)
-            elif code:
-                raise _too_large(self.nbytes, os.strerror(code))
-
-    def _touch(self, offset: int, nbytes: int) -> None:
-        """Prefault on older kernels: read a byte of every page."""
-        bytes(self.view[offset : offset + nbytes : _PAGE_BYTES])
+        anchor = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive meanwhile
+        code = allocate(ctypes.addressof(anchor), self.nbytes, processors, stop)
+        if code:
+            raise _too_large(f"{self.nbytes:,} bytes: {os.strerror(code)}")
 
     def close(self) -> None:
         """Release the descriptor and the mapping. Idempotent, never raises.
@@ -186,17 +187,68 @@ class Slab:
             self._map.close()
 
 
+def allocate(
+    address: int,
+    nbytes: int,
+    processors: Collection[int] = (),
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    """Populate pages by up to eight threads on `processors`; by one thread anywhere without any.
+
+    `stop` is called every few MiB and ends it early. Returns 0, or an error of `populate`.
+    """
+
+    def work(offset: int) -> int:
+        return 0 if stop() else populate(address + offset, min(PREFAULT_BYTES, nbytes - offset))
+
+    bind = partial(os.sched_setaffinity, 0, processors) if processors else None
+    with ThreadPoolExecutor(min(_THREADS, len(processors) or 1), initializer=bind) as pool:
+        return max(pool.map(work, range(0, nbytes, PREFAULT_BYTES)))
+
+
 def populate(address: int, nbytes: int) -> int:
     """Allocate pages, and map them into this process, without holding the GIL, as `mmap.madvise`
-    would. Returns 0, or the error: EINVAL where Linux is older than 5.14.
+    would. Returns 0, or the error.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return ctypes.get_errno() if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) else 0
+    code = ctypes.get_errno() if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) else 0
+    if code != errno.EINVAL:
+        return code
+    scratch = ctypes.create_string_buffer(_SCRATCH_BYTES)  # an older kernel: read the pages
+    for at in range(0, nbytes, _SCRATCH_BYTES):
+        ctypes.memmove(scratch, address + at, min(_SCRATCH_BYTES, nbytes - at))
+    return 0
 
 
-def _too_large(nbytes: int, reason: str) -> ConfigError:
+def _check_room(planned: Plan, *wanted: tuple[int, int]) -> None:
+    """Raise `ConfigError` if this host has no room for what is planned, or for the slabs that exist
+    and those `wanted`, of which no page exists yet."""
+    files, limits = slab_files(), memory_limits()
+    slabs: dict[int, tuple[int, int]] = {}
+    for file in files:
+        with contextlib.suppress(OSError):  # closed in the meantime
+            found = os.stat(file)
+            slabs[found.st_ino] = (found.st_size, found.st_blocks * 512)
+    shortage = limits.shortage(planned, [*slabs.values(), *wanted])
+    if shortage:
+        raise _too_large(shortage)
+
+
+def slab_files(root: Path = ROOT) -> list[str]:
+    """The descriptors of slabs in /proc, of every process on this host that this one may look into:
+    those of the same user. root: parent directory of /proc.
+    """
+    files = []
+    for file in glob.iglob(f"{root}/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+            if os.readlink(file).startswith(f"/memfd:{_NAME}"):
+                files.append(file)
+    return files
+
+
+def _too_large(reason: str) -> ConfigError:
     return ConfigError(
-        f"host_bytes asks for {nbytes:,} bytes of memory per worker, but {reason}: set host_bytes "
-        "lower, or give the container more memory"
+        f"too little memory for s3kv: {reason}. Set host_bytes (of encoder outputs: staging_bytes, "
+        "too) lower, or give the container more memory"
     )

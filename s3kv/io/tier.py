@@ -14,6 +14,7 @@ from typing import Any
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError
+from s3kv.host.limits import Plan
 from s3kv.host.placement import FIRST_TOUCH, NodeChoice
 from s3kv.host.room import PAGE_BYTES, order_of
 from s3kv.host.slab import Slab
@@ -148,16 +149,18 @@ def open_tier(
     node: NodeChoice = FIRST_TOUCH,
     processors: Collection[int] | None = None,
     wait: Callable[[IoClient, Config], bool | None] | None = try_bucket,
+    planned: Plan = (),
 ) -> Tier:
     """Make a slab of `nbytes`, start its I/O process, and wait until that has tried the bucket.
 
     hello: the hello, or a function that makes it once the slab exists.
     node: where the memory should be. processors: cores of the I/O process, as in `IoClient`.
+    planned: as in `Slab.create`.
     wait: waits for the bucket; None: the caller does so later.
-    Blocks. Raises `ConfigError` if there is not so much memory, and what `hello`, `IoClient.start`
+    Blocks. Raises `ConfigError` if there is too little memory, and what `hello`, `IoClient.start`
     and `wait` raise. On an error everything is closed.
     """
-    slab = Slab.create(nbytes, node=node, huge_pages=config.huge_pages)
+    slab = Slab.create(nbytes, node=node, huge_pages=config.huge_pages, planned=planned)
     client: IoClient | None = None
     known = None
     try:

@@ -13,22 +13,19 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from s3kv.host.limits import MemoryLimits, memory_limits
-from s3kv.host.slab import PREFAULT_BYTES, populate
+from s3kv.host.slab import allocate
 
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**30
 """Approximate size of one registration. A call takes a fraction of a second per GiB; and a limit is
 hit only once most of the slab is pinned."""
-_THREADS = 8
-"""Most threads that have pages allocated."""
 _TOLD_PIECES = 16
 """Pieces registered between two lines in the log."""
 COST = (
@@ -119,7 +116,9 @@ def register(
     registered: dict[int, int] = {}
     began_s = clock()
     for number, (address, nbytes) in enumerate(_pieces(memory, unit_bytes), start=1):
-        _populate(address, nbytes)
+        # CUDA would have pages allocated on one thread, while it holds a lock of the driver that
+        # other processes wait for. A failure shows when CUDA registers them.
+        allocate(address, nbytes, os.sched_getaffinity(0))
         code = int(_cudart().cudaHostRegister(address, nbytes, 0))
         if code:
             _forget_error(device)
@@ -130,15 +129,6 @@ def register(
             took_s = clock() - began_s
             logger.info("s3kv: pinned %d of %d bytes in %.1f s", done, memory.numel(), took_s)
     return registered, None
-
-
-def _populate(address: int, nbytes: int) -> None:
-    """Have pages allocated by several threads. CUDA would do it on one thread, while it holds a
-    lock of the driver that other processes wait for. A failure shows when CUDA registers them.
-    """
-    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as pool:
-        for begin in range(0, nbytes, PREFAULT_BYTES):
-            pool.submit(populate, address + begin, min(PREFAULT_BYTES, nbytes - begin))
 
 
 def unpin(registered: dict[int, int]) -> None:

@@ -169,13 +169,13 @@ def test_without_the_call_the_pages_are_touched_from_the_node(
     before = os.sched_getaffinity(0)
     there = frozenset({max(before)})
     ran_on: list[set[int]] = []
-    prefault = Slab.prefault
+    populate = slab_module.populate
 
-    def watched(self: Slab) -> None:
+    def watched(address: int, nbytes: int) -> int:
         ran_on.append(os.sched_getaffinity(0))
-        prefault(self)
+        return populate(address, nbytes)
 
-    monkeypatch.setattr(Slab, "prefault", watched)
+    monkeypatch.setattr(slab_module, "populate", watched)
     with caplog.at_level(logging.INFO):
         slab = Slab.create(8 * PAGE, node=NodeChoice(1, "on node 1", there | {4095}))
     assert ran_on == [there]
@@ -196,12 +196,9 @@ def open_slabs() -> int:
 
 @pytest.mark.usefixtures("forbidden")
 def test_memory_that_is_not_there_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Slab) -> None:
-        raise ConfigError("no memory")
-
-    monkeypatch.setattr(Slab, "prefault", fail)
+    monkeypatch.setattr(slab_module, "populate", lambda *_: errno.ENOMEM)
     before = open_slabs()
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"Cannot allocate memory\. Set host_bytes"):
         Slab.create(PAGE, node=NodeChoice(1, "on node 1", frozenset(os.sched_getaffinity(0))))
     assert open_slabs() == before
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import mmap
 import os
 import random
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from s3kv.errors import ConfigError
 from s3kv.host import slab as slab_module
 from s3kv.host.limits import MemoryLimits, memory_limits
-from s3kv.host.slab import Slab
+from s3kv.host.slab import Slab, slab_files
 
 PAGE = mmap.PAGESIZE
 
@@ -83,9 +87,40 @@ def test_prefault_allocates_every_page_and_changes_none(
     slab.close()
 
 
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_several_threads_allocate_at_once(
+    monkeypatch: pytest.MonkeyPatch, old_kernel: bool
+) -> None:
+    """They meet, so it takes two of them at the same time; the second processor may be missing."""
+    meeting, populate = threading.Barrier(2), slab_module.populate
+    before = os.sched_getaffinity(0)
+
+    def met(address: int, nbytes: int) -> int:
+        meeting.wait(60)
+        return populate(address, nbytes)
+
+    monkeypatch.setattr(slab_module, "populate", met)
+    if old_kernel:
+        monkeypatch.setattr(slab_module, "_MADV_POPULATE_WRITE", 9999)
+    slab = Slab.create(4 * slab_module.PREFAULT_BYTES)
+    slab.prefault(processors={min(before), 4095})
+    assert resident_bytes(slab) == slab.nbytes
+    assert os.sched_getaffinity(0) == before
+    slab.close()
+
+
+def test_an_error_of_one_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter([0, errno.ENOMEM, 0, 0])
+    monkeypatch.setattr(slab_module, "populate", lambda *_: next(codes))
+    slab = Slab.create(4 * slab_module.PREFAULT_BYTES)
+    with pytest.raises(ConfigError, match="Cannot allocate memory"):
+        slab.prefault(processors=os.sched_getaffinity(0) | {4095})
+    slab.close()
+
+
 def test_prefault_stops_when_told() -> None:
     slab = Slab.create(64 * 2**20)
-    answers = iter([False, False, True])
+    answers = itertools.chain([False, False], itertools.repeat(True))
     slab.prefault(lambda: next(answers))
     assert resident_bytes(slab) == 32 * 2**20
     slab.close()
@@ -124,20 +159,136 @@ def test_close_without_slices_unmaps() -> None:
 
 
 def test_more_than_there_is_names_the_setting() -> None:
-    with pytest.raises(ConfigError, match=r"host_bytes asks for .* available here.*set host_bytes"):
-        Slab.create(memory_limits().available_bytes * 2)
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match="host_bytes"):
-        Slab.create(2**62)
+    for nbytes in (memory_limits().available_bytes * 2, 2**62):
+        with pytest.raises(
+            ConfigError, match=r"wanted on this host, .* available here.*Set host_by"
+        ):
+            Slab.create(nbytes)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_failing_mapping_names_the_setting_and_leaks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    without_limit = MemoryLimits(2**63, None, None, None)
-    monkeypatch.setattr(slab_module, "memory_limits", lambda: without_limit)
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match="host_bytes"):
-        Slab.create(2**60)
+    with pytest.raises(ConfigError, match=r"Cannot allocate memory.*Set host_bytes"):
+        Slab.create(PAGE)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+# --------------------------------------------------------------------- several slabs on one host
+
+RANK_BYTES = 4 * 2**20
+OTHERS_BYTES = 2**20
+"""Memory that the engine itself uses."""
+
+
+class Host:
+    """A host with a limit, and no processes but this one and its sisters. What its slabs have taken
+    is in use, as the kernel counts it.
+    """
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = root
+        self._sisters: list[subprocess.Popen[str]] = []
+        self.limit_bytes = 2**40
+        self.let_in(os.getpid())
+        self._left = {os.stat(file).st_ino for file in slab_files(root)}
+        """What other tests have left open in this process."""
+        monkeypatch.setattr(slab_module, "slab_files", self.files)
+        monkeypatch.setattr(slab_module, "memory_limits", self.limits)
+
+    def let_in(self, pid: int) -> None:
+        (self._root / "proc").mkdir(exist_ok=True)
+        (self._root / "proc" / str(pid)).symlink_to(f"/proc/{pid}")
+
+    def files(self) -> list[str]:
+        return [file for file in slab_files(self._root) if os.stat(file).st_ino not in self._left]
+
+    def limits(self) -> MemoryLimits:
+        files = {os.stat(file).st_ino: os.stat(file) for file in self.files()}
+        taken = sum(found.st_blocks * 512 for found in files.values())
+        return MemoryLimits(2**62, self.limit_bytes, OTHERS_BYTES + taken, None)
+
+    def sister(self, taken_bytes: int) -> None:
+        """Another rank, which has made its slab and touched some of it."""
+        code = (
+            "import sys; from s3kv.host.slab import Slab\n"
+            f"slab = Slab.create({RANK_BYTES}); slab.view[:{taken_bytes}] = bytes({taken_bytes})\n"
+            "print('made', flush=True); sys.stdin.read()\n"
+        )
+        command = [sys.executable, "-c", code]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        sister = subprocess.Popen(command, **pipes)  # type: ignore[call-overload]
+        self._sisters.append(sister)
+        assert sister.stdout.readline() == "made\n"
+        self.let_in(sister.pid)
+
+    def close(self) -> None:
+        for sister in self._sisters:
+            sister.communicate()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    host = Host(tmp_path, monkeypatch)
+    yield host
+    host.close()
+
+
+@pytest.mark.parametrize("taken_bytes", [None, 0, RANK_BYTES // 2, RANK_BYTES])
+def test_ranks_get_one_answer_whichever_comes_first(host: Host, taken_bytes: int | None) -> None:
+    """None: the sister has no slab yet."""
+    planned = ((2, RANK_BYTES, "host_bytes, per rank"),)
+    if taken_bytes is not None:
+        host.sister(taken_bytes)
+    host.limit_bytes = OTHERS_BYTES + 2 * RANK_BYTES - 1
+    before = mappings()
+    with pytest.raises(ConfigError, match=r"2 × 4,194,304 \(host_bytes, per rank\) = 8,388,608"):
+        Slab.create(RANK_BYTES, planned=planned)
+    assert mappings() == before
+    host.limit_bytes += 1
+    Slab.create(RANK_BYTES, planned=planned).close()
+
+
+@pytest.mark.parametrize("taken_bytes", [0, RANK_BYTES // 2, RANK_BYTES])
+def test_an_engine_sees_the_slabs_of_another(host: Host, taken_bytes: int) -> None:
+    """The other may not have touched its memory yet."""
+    host.sister(taken_bytes)
+    host.limit_bytes = OTHERS_BYTES + 2 * RANK_BYTES - 1
+    with pytest.raises(ConfigError, match=r"2 × 4,194,304 \(slabs on this host\)"):
+        Slab.create(RANK_BYTES)
+    host.limit_bytes += 1
+    Slab.create(RANK_BYTES).close()
+
+
+def test_of_two_that_are_made_at_the_same_time_one_at_least_is_refused(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sister makes hers when this process has found that there is room."""
+    create = os.memfd_create
+
+    def late(*arguments: Any) -> int:
+        host.sister(0)
+        return create(*arguments)
+
+    monkeypatch.setattr(os, "memfd_create", late)
+    host.limit_bytes = OTHERS_BYTES + 2 * RANK_BYTES - 1
+    before = mappings()
+    with pytest.raises(ConfigError, match="slabs on this host"):
+        Slab.create(RANK_BYTES)
+    assert mappings() == before
+
+
+def test_a_process_that_holds_a_slab_twice_counts_once(host: Host) -> None:
+    first = Slab.create(RANK_BYTES)
+    again = Slab.attach(os.dup(first.fd))
+    host.limit_bytes = OTHERS_BYTES + 2 * RANK_BYTES
+    Slab.create(RANK_BYTES).close()
+    for slab in (first, again):
+        slab.close()

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError, IoProcessError, StoreMissing, StoreUnavailable
+from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier, try_bucket
@@ -159,6 +161,17 @@ def test_nothing_is_left_when_the_hello_cannot_be_made(config: Config) -> None:
     with pytest.raises(LookupError):
         open_tier(config, SLAB_BYTES, hello)
     assert seen[0].fd < 0
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_started(config: Config) -> None:
+    """Although this slab alone would fit."""
+    each = memory_limits().available_bytes
+    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    before, children = maps().count("s3kv-slab"), psutil.Process().children()
+    with pytest.raises(ConfigError, match=rf"3 × {each:,} \(host_bytes, per rank\)"):
+        open_tier(config, SLAB_BYTES, hello, planned=((3, each, "host_bytes, per rank"),))
+    assert maps().count("s3kv-slab") <= before
+    assert psutil.Process().children() == children
 
 
 def descriptors() -> set[str]:

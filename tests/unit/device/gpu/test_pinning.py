@@ -154,14 +154,16 @@ def test_pages_are_there_before_cuda_is_asked_and_other_threads_bring_them(
 
     threads: set[int] = set()
 
-    def populate(address: int, nbytes: int) -> int:
+    populate = slab.populate
+
+    def watched(address: int, nbytes: int) -> int:
         threads.add(threading.get_ident())
-        return slab.populate(address, nbytes)
+        return populate(address, nbytes)
 
     monkeypatch.setattr(runtime, "cudaHostRegister", looking)
     monkeypatch.setattr(pinning, "_cudart", lambda: runtime)
-    monkeypatch.setattr(pinning, "populate", populate)
-    monkeypatch.setattr(pinning, "PREFAULT_BYTES", 65536)
+    monkeypatch.setattr(slab, "populate", watched)
+    monkeypatch.setattr(slab, "PREFAULT_BYTES", 65536)
     assert not resident(where)
     pinning.pin(where.memory, where.slot_bytes, where.device)
     assert found == [True]
