@@ -53,8 +53,8 @@ class Transfers:
     `drain_until_s`. No layer above repeats them within that time. The store below repeats none, but
     for the one fresh connection that `ObjectStore` allows.
 
-    rng: for the jitter of the backoff. delete_corrupt: whether `on_corrupt` is "delete". refresher:
-    is told which objects are in use. ranged: reads large objects in ranges; None: nothing does.
+    rng: for the jitter of the backoff. refresher: takes note of the objects in use. delete_corrupt:
+    whether `on_corrupt` is "delete". ranged: reads large objects in ranges; None: nothing does.
     shared: reads chunks out of the objects of ranks of other parallel sizes; None: nothing does.
     """
 
@@ -65,8 +65,8 @@ class Transfers:
         max_attempts: int,
         rng: random.Random,
         *,
+        refresher: Refresher,
         delete_corrupt: bool = False,
-        refresher: Refresher | None = None,
         ranged: RangedReads | None = None,
         shared: SharedReads | None = None,
     ) -> None:
@@ -108,9 +108,8 @@ class Transfers:
             return job.end(Outcome.MISSING, f"{job.key} is not in the bucket")
         if reason is None:
             self._quarantine.lift(job.key)
-            if self._refresher is not None:
-                self._refresher.hit(info)
-            return job.end(Outcome.OK, nbytes=info.nbytes)
+            fresh_s = self._refresher.hit(info)
+            return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=fresh_s)
         said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
         if not delete_corrupt:
             self._quarantine.bad(job.key, _now_s())
@@ -148,7 +147,8 @@ class Transfers:
             if again is None:
                 self._quarantine.lift(job.key)
                 said = f"{said}; a second reading was right"
-                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason)
+                fresh_s = self._refresher.hit(read)
+                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason, fresh_s=fresh_s)
             delete = partial(self._store.delete, job.key, if_etag=info.etag)
             deleted = await self.attempts(delete, until_s=job.due_s)
         except StoreError as error:
@@ -165,11 +165,9 @@ class Transfers:
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
             self._quarantine.exists(job.key)
-            if self._refresher is not None:
-                self._refresher.exists(job.key)
-            return job.end(Outcome.EXISTS)
+            return job.end(Outcome.EXISTS, fresh_s=self._refresher.exists(job.key))
         self._quarantine.lift(job.key)
-        return job.end(Outcome.OK, nbytes=job.nbytes)
+        return job.end(Outcome.OK, nbytes=job.nbytes, fresh_s=self._refresher.written())
 
     async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Await the request `call()`, and repeat it after `StoreUnavailable`: at most
