@@ -112,7 +112,7 @@ def test_what_the_scheduler_ordered_is_saved_and_told(make: Make) -> None:
     assert outbox.sent == [(KEY, Span(0, nbytes), ItemShape(ROWS, nbytes))]
     payload = bytes(outbox.view[HEADER_BYTES:nbytes])
     assert payload == output().view(torch.uint8).numpy().tobytes()
-    assert report.uploaded == [KEY]
+    assert [*report.uploaded] == [KEY]
     assert report.counters == {"encoded": 1, "encoded_rows": ROWS, "upload_ok": 1}
     assert report.encoded_rows == ROWS
     assert report.encode_seconds >= 0
