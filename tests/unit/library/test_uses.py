@@ -109,7 +109,7 @@ async def test_what_may_have_been_deleted_is_not_said_to_be_in_the_bucket(
     objects = Objects(config)
     objects.delete()
     async with asyncio.timeout(60):
-        while store.where(KEY).bucket:
+        while store.where(KEY).bucket:  # noqa: ASYNC110 nothing announces it
             await asyncio.sleep(0.05)
     assert store.where(KEY).bucket is None
     assert await store.put(KEY, block(1))

@@ -11,8 +11,8 @@ from s3kv.messages import ItemReport, JobEnd, JobKind, StepPlan, StepReport, Use
 from s3kv.planning.index import ASK_AGAIN_S
 from s3kv.planning.residency import Change, Residency
 from s3kv.types import Outcome
-from tests.unit.planning.desk import CHUNK, Desk
 from tests.unit.planning import ec_desk
+from tests.unit.planning.desk import CHUNK, Desk
 
 FRESH_S = 100.0
 EXISTS, MISSING = Outcome.EXISTS, Outcome.MISSING
