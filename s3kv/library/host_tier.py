@@ -205,7 +205,7 @@ class HostTier:
         store is closed meanwhile.
         """
         self._order_uploads()
-        while self.ledger.uses_inflight:
+        while self.ledger.uses:
             await self.pump.next_end()
             self.pump.check_open()
         left = list(self._owed)
@@ -314,7 +314,7 @@ class HostTier:
     def _is_busy(self) -> bool:
         self._order_uploads()
         ledger = self.ledger
-        jobs = ledger.fetches_inflight or ledger.saves_inflight or ledger.uses_inflight
+        jobs = ledger.fetches_inflight or ledger.saves_inflight or ledger.uses
         return bool(self._poll_copies() or jobs)
 
     def _on_done(self, end: JobEnd) -> None:

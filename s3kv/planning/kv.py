@@ -268,7 +268,8 @@ class KVPlanner:
             parts += lookup.load_parts(block_ids, request.local_tokens, end)
             self.ledger.table.touch_chain(lookup.leases)
         filled = [block for part in parts for block in part.block_ids]
-        assert self._settings.null_block not in filled, "the engine gave no block for what it loads"
+        null = self._settings.null_block
+        assert null is None or null not in filled, "the engine gave no block for what it loads"
         self._fences |= self.ledger.fences(filled)
         self._saves.written(filled)
         self._loads.append(LoadOrder(request_id, tuple(parts)))
@@ -318,8 +319,7 @@ class KVPlanner:
                 continue
             if step.block_ids:
                 request.saving.place(step)
-                first_written = step.computed_tokens if step.replaces else 0
-                if first_written:
+                if first_written := step.computed_tokens if step.replaces else 0:
                     request.use(first_written, now_s)
                 fences |= self._fences_behind(first_written, step.block_ids)
                 self._saves.written(

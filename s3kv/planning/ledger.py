@@ -87,8 +87,8 @@ class Ledger:
         self._may_save = may_save
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[ChunkKey, Job] = {}
-        self._uses: dict[int, Job] = {}
-        """Questions whether the bucket has a used chunk, beside the key's job if it has one."""
+        self.uses: dict[int, Job] = {}
+        """Uses that the bucket is asked about, beside the key's job if it has one. For reading."""
         self._landings: set[ChunkKey] = set()
         # Several saves read the same block if a reset has renamed its chunk meanwhile.
         self._saving_blocks: dict[int, tuple[int, ...]] = {}
@@ -229,10 +229,14 @@ class Ledger:
         return reservation.entry
 
     def take_fetches(self) -> tuple[FetchOrder, ...]:
+        if not self._fetch_orders:
+            return ()  # in nearly every step
         orders, self._fetch_orders = tuple(self._fetch_orders), []
         return orders
 
     def take_saves(self) -> tuple[SaveOrder, ...]:
+        if not self._save_orders:
+            return ()  # in nearly every step
         orders, self._save_orders = tuple(self._save_orders), []
         return orders
 
@@ -252,6 +256,8 @@ class Ledger:
             for key in self.unsaved.take(most, self.breaker, now_s):
                 self.counters["uploads_again"] += 1
                 self.plan_upload(key, tried=True)
+        if not self._uploads:
+            return ()
         orders, self._uploads = tuple(self._uploads), []
         return orders
 
@@ -260,25 +266,21 @@ class Ledger:
         keys, self.index.due = self.index.due, []
         ends = {JobKind.USE: self._world_size}
         jobs = [Job(next(self._job_ids), key, None, dict(ends)) for key in keys]
-        self._uses.update((job.job_id, job) for job in jobs)
+        self.uses.update((job.job_id, job) for job in jobs)
         return tuple(UseOrder(job.job_id, job.key) for job in jobs)
-
-    @property
-    def uses_inflight(self) -> int:
-        return len(self._uses)
 
     # --- ends ------------------------------------------------------------------------------
 
     def on_end(self, end: JobEnd, now_s: float) -> Job | None:
         """Take in a job's end on some ranks. Returns the job if all ranks are done, else None."""
-        jobs = self._uses if end.kind is JobKind.USE else self._jobs
+        jobs = self.uses if end.kind is JobKind.USE else self._jobs
         job = jobs[end.job_id]
         if job.take(end) and end.kind is JobKind.SAVE:
             self._copied(job)
         if any(job.reports_left.values()):
             return None
         del jobs[job.job_id]
-        if jobs is self._uses:
+        if jobs is self.uses:
             self._asked(job, now_s)
             return job
         del self._job_of[job.key]
