@@ -47,7 +47,9 @@ class Outbox:
 
     def take_ends(self) -> OutboxEnds:
         told, self.untold = self.untold, []
-        return OutboxEnds(Counter({"upload_ok": len(told)} if told else {}), told, {})
+        return OutboxEnds(
+            Counter({"upload_ok": len(told)} if told else {}), dict.fromkeys(told, 60.0), {}
+        )
 
     def close(self, drain_timeout_s: float) -> int:
         return 0
