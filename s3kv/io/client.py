@@ -228,7 +228,7 @@ class IoClient:
     def use(self, job_id: int, key: ChunkKey) -> None:
         """Report a use of the object of `key` that was not read. The end says whether the bucket
         has it: EXISTS or MISSING; CANCELLED if the process has too many to ask for."""
-        self._submit(wire.Use(job_id, key.group, key.block_hash))
+        self._submit(wire.Look(job_id, key.group, key.block_hash))
 
     def cancel(self, job_id: int) -> None:
         """Ask for a job to end soon. It ends as CANCELLED, or as it would have otherwise."""

@@ -6,7 +6,7 @@ A stream socket between the two carries frames in both directions:
     bytes 4..    MessagePack array of messages, each an array whose first item is its tag
 
 The worker sends `Hello` first. The I/O process answers `Ready` once, when it has tried the bucket;
-jobs may be sent before that. Every `Fetch`, `Upload` and `Use` is answered by exactly one `JobEnd`,
+jobs may be sent before that. Every `Fetch`, `Upload` and `Look` is answered by exactly one `JobEnd`,
 every `Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer.
 Objects are in the slab, and are not sent over the socket.
 
@@ -97,9 +97,9 @@ class Upload(msgspec.Struct, frozen=True, array_like=True, tag=2):
     item: ItemShape | None = None
 
 
-class Use(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Report of a use of an object that was not read, and question whether it is still there. Moves
-    nothing. `job_id` is unique as for `Fetch`."""
+class Look(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Request to look at an object that was used and not read: whether it is there, and due for a
+    refresh. Moves nothing. `job_id` is unique as for `Fetch`."""
 
     kind: ClassVar[JobKind] = JobKind.USE
     item: ClassVar[None] = None
@@ -173,8 +173,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 Transfer = Fetch | Upload
-Job = Transfer | Use
-Down = Hello | Fetch | Upload | Use | Cancel | Withdraw | Drain | Ping
+Job = Transfer | Look
+Down = Hello | Fetch | Upload | Look | Cancel | Withdraw | Drain | Ping
 Up = Ready | JobEnd | Drained | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -217,7 +217,7 @@ class Service:
     def receive(self, message: wire.Down) -> None:
         """Act on one message. Raises `WireError` for a message that is not allowed now."""
         match message:
-            case wire.Fetch() | wire.Upload() | wire.Use():
+            case wire.Fetch() | wire.Upload() | wire.Look():
                 self._accept(message)
             case wire.Cancel():
                 self._cancel(message.job_id)
@@ -238,7 +238,7 @@ class Service:
             return
         try:
             key = self._namespace.chunk(ChunkKey(message.group, message.block_hash), self._shard)
-            if isinstance(message, wire.Use):
+            if isinstance(message, wire.Look):
                 self._refresher.use(key, partial(self._use_ended, message))
                 return
             job = self._job(message, key)
@@ -248,7 +248,7 @@ class Service:
         self._queue.add(job)
         self._start_jobs()
 
-    def _use_ended(self, message: wire.Use, outcome: Outcome, fresh_s: float) -> None:
+    def _use_ended(self, message: wire.Look, outcome: Outcome, fresh_s: float) -> None:
         self._say_ended(JobEnd(message.job_id, message.kind, outcome, fresh_s=fresh_s))
 
     def _job(self, message: wire.Transfer, key: str) -> TransferJob:

@@ -204,7 +204,7 @@ class Process:
             key,
             self._hello.shard,
             self._hello.namespace_digest,
-            -1 if isinstance(message, wire.Use) else message.offset,
+            -1 if isinstance(message, wire.Look) else message.offset,
             self._loop.time(),
         )
 

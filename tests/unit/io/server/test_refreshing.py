@@ -454,8 +454,8 @@ async def test_a_copy_that_fails_is_nobody_elses_affair(slab: Slab) -> None:
         assert (await worker.done(1))[2].outcome is Outcome.OK
 
 
-def use(job_id: int) -> wire.Use:
-    return wire.Use(job_id, 0, rig.chunk(job_id).block_hash)
+def use(job_id: int) -> wire.Look:
+    return wire.Look(job_id, 0, rig.chunk(job_id).block_hash)
 
 
 @pytest.mark.parametrize("settings", [{"refresh_after_s": AFTER_S}, {}], ids=["on", "off"])
@@ -466,7 +466,7 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(
     await bucket.fill(1)
     bucket.now_s += 2 * AFTER_S
     async with served(lambda _: bucket, slab, **settings) as (worker, _):
-        worker.say(use(1), use(2), wire.Use(3, 0, b""))
+        worker.say(use(1), use(2), wire.Look(3, 0, b""))
         ends = {}
         while len(ends) < 3:  # the third is answered before the bucket has been tried
             message = await worker.hear()
