@@ -105,7 +105,7 @@ _ENGINE: Mapping[str, Metric] = {
     "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
     "io_hedges_won": Metric("Fetches sent a second time whose second request was the faster."),
     "io_refresh_done": Metric("Objects in use that were rewritten in place."),
-    "io_refresh_failed": Metric("Objects in use whose rewriting failed."),
+    "io_refresh_failed": Metric("Objects in use that could not be rewritten or looked at."),
     "io_refresh_skipped": Metric(
         "Objects in use that were not rewritten here: another replica did, or they were dropped."
     ),

@@ -227,7 +227,7 @@ class IoClient:
 
     def use(self, job_id: int, key: ChunkKey) -> None:
         """Report a use of the object of `key` that was not read. The end says whether the bucket
-        has it: EXISTS or MISSING; CANCELLED if the process has too many to ask for."""
+        has it: EXISTS or MISSING; CANCELLED if it is not known."""
         self._submit(wire.Look(job_id, key.group, key.block_hash))
 
     def cancel(self, job_id: int) -> None:

@@ -6,8 +6,8 @@ A stream socket between the two carries frames in both directions:
     bytes 4..    MessagePack array of messages, each an array whose first item is its tag
 
 The worker sends `Hello` first. The I/O process answers `Ready` once, when it has tried the bucket;
-jobs may be sent before that. Every `Fetch`, `Upload` and `Look` is answered by exactly one `JobEnd`,
-every `Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer.
+jobs may be sent before that. Every `Fetch`, `Upload` and `Look` is answered by one `JobEnd`, every
+`Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer.
 Objects are in the slab, and are not sent over the socket.
 
 Both ends have the same version and run on one machine, so the protocol has no version.

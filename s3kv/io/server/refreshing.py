@@ -38,10 +38,10 @@ _log = logging.getLogger("s3kv.io")
 CERTAIN_AT = 1.25
 """Age from which every hit refreshes, in units of `refresh_after_s`. An object's last write is
 never further than this behind its last use."""
-MAX_WAITING = 1024
 LOOK_S = 3600.0
-"""Longest time that an object in use goes unobserved. Somebody else may delete objects, or begin to
+"""Longest time between two looks at an object in use. Somebody else may delete objects, or begin to
 do so. A HEAD per object and hour costs $0.0003 a month."""
+MAX_WAITING = 1024
 PAUSE_S = 0.1
 """Pause before each copy. Objects that find the queue full are refreshed on a later hit."""
 _UNAVAILABLE_PAUSE_S = 10.0
@@ -113,15 +113,16 @@ class RefreshRule:
 
 
 Answer = Callable[[Outcome, float], None]
-"""Takes the answer to a use: EXISTS, MISSING, FAILED or CANCELLED, and `JobEnd.fresh_s`."""
+"""Takes the answer to a use: EXISTS, MISSING, or CANCELLED (it is not known), and
+`JobEnd.fresh_s`."""
 
 
 class Refresher:
     """Notes the objects to refresh, and refreshes them while `is_idle()`. Answers reported uses,
     one at a time. Belongs to one asyncio loop.
 
-    Counters: `done`: copies. `failed`: attempts. `skipped`: objects that another engine refreshed,
-    that were gone, that were forgotten after a failure, or that found the queue full.
+    Counters: `done`: copies. `failed`: attempts, and looks. `skipped`: objects that another engine refreshed,
+    that were gone, that were forgotten after a failure, or that found a queue full.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Refresher:
         if self._rule.spares():
             answer(Outcome.EXISTS, self.written())
         elif self._uses is None or len(self._uses) >= MAX_WAITING:
+            self.skipped += 1
             answer(Outcome.CANCELLED, 0.0)
         else:
             self._uses.append((key, answer))
@@ -198,7 +200,8 @@ class Refresher:
         try:
             info = await self._store.head(key)
         except StoreError:
-            return Outcome.FAILED, 0.0
+            self.failed += 1
+            return Outcome.CANCELLED, 0.0
         return (Outcome.MISSING, 0.0) if info is None else (Outcome.EXISTS, self.hit(info))
 
     def _note(self, key: str, info: ObjectInfo | None) -> None:

@@ -347,7 +347,8 @@ async def test_a_failed_look_is_an_answer_and_the_end_of_one_use() -> None:
         refresher.use(rig.object_key(1), answers)
     await looked(refresher)
     outcomes = [outcome for outcome, _ in answers.given]
-    assert outcomes == [Outcome.FAILED, Outcome.FAILED, Outcome.EXISTS]
+    assert outcomes == [Outcome.CANCELLED, Outcome.CANCELLED, Outcome.EXISTS]
+    assert refresher.failed == 2
 
 
 async def test_a_look_that_is_cut_short_is_answered_once() -> None:
