@@ -122,7 +122,7 @@ class JobKind(enum.Enum):
     SAVE = "save"
     UPLOAD = "upload"
     USE = "use"
-    """A question about an object that is used and was not read: EXISTS or MISSING. Moves nothing."""
+    """A question about an object that is used and not read: EXISTS or MISSING. Moves nothing."""
 
 
 class JobEnd(msgspec.Struct, array_like=True, tag=1):

@@ -121,8 +121,8 @@ class Refresher:
     """Notes the objects to refresh, and refreshes them while `is_idle()`. Answers reported uses,
     one at a time. Belongs to one asyncio loop.
 
-    Counters: `done`: copies. `failed`: attempts, and looks. `skipped`: objects that another engine refreshed,
-    that were gone, that were forgotten after a failure, or that found a queue full.
+    Counters: `done`: copies. `failed`: attempts, and looks. `skipped`: objects that another engine
+    refreshed, that were gone, that were forgotten after a failure, or that found a queue full.
     """
 
     def __init__(
