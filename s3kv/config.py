@@ -143,10 +143,11 @@ class Config:
     again (needs s3:DeleteObject)."""
 
     refresh_after_s: Seconds = 0.0
-    """Age after which hits begin to renew an object (every hit does from 1.25 times that age on),
-    by a copy onto itself within the store that no request waits for. Lifecycle rules that delete by
-    age then delete only unused objects. A quarter of the bucket's expiry is about right. 0: never.
-    Every copy is billed as a PUT and needs s3:PutObject."""
+    """Age after which uses begin to renew an object (every use does from 1.25 times that age on),
+    by a copy onto itself within the store that no request waits for. Uses in host memory and on the
+    device count, too. Lifecycle rules that delete by age then delete only unused objects. A quarter
+    of the bucket's expiry is about right. 0: never. Every copy is billed as a PUT and needs
+    s3:PutObject."""
 
     bucket_bytes: Annotated[Bytes, Meta(ge=0)] = 0
     """Budget of everything under the prefix. Beyond it the objects used longest ago are deleted, by

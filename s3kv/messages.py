@@ -8,6 +8,7 @@ beyond merging the reports of several ranks.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -46,6 +47,14 @@ class UploadOrder:
     job_id: int
     key: ChunkKey
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class UseOrder:
+    """Order to ask the bucket for a chunk that is used above it. Ends once, as `JobKind.USE`."""
+
+    job_id: int
+    key: ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class StepPlan:
     abandons: tuple[LostLoad, ...] = ()
     linger_s: float = 0.0
     number: int | None = None
+    uses: tuple[UseOrder, ...] = ()
 
 
 EMPTY_PLAN = StepPlan()
@@ -111,6 +121,8 @@ class JobKind(enum.Enum):
     FETCH = "fetch"
     SAVE = "save"
     UPLOAD = "upload"
+    USE = "use"
+    """A question about an object that is used and not read: EXISTS or MISSING. Moves nothing."""
 
 
 class JobEnd(msgspec.Struct, array_like=True, tag=1):
@@ -124,6 +136,8 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
     detail: for a person: why it did not succeed, or that only a second reading did; else empty.
     reason: why an object did not verify (`headers.Refusal`), also if a second reading did verify;
         "quarantined" if the object is known to be bad and was not read; otherwise empty.
+    fresh_s: after a success, the time from which on a use of the object is to be reported, because
+        the object may be due for a refresh, or gone; of several ranks, the shortest.
     """
 
     job_id: int
@@ -134,6 +148,7 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
     ranks: int = 1
     detail: str = ""
     reason: str = ""
+    fresh_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -156,6 +171,7 @@ class StepReport:
         known.nbytes += end.nbytes
         known.seconds = max(known.seconds, end.seconds)
         known.ranks += end.ranks
+        known.fresh_s = min(known.fresh_s, end.fresh_s)
 
     def merge(self, other: StepReport) -> None:
         self.number = other.number if self.number is None else self.number
@@ -199,11 +215,11 @@ class ItemReport:
     """The report of one or more ranks on items: increments since the last report.
 
     encoded_rows, encode_seconds: rows the encoder made, and the time it took. uploaded: keys the
-    bucket is now known to hold. seconds: durations, by metric.
+    bucket is now known to hold, with their `JobEnd.fresh_s`. seconds: durations, by metric.
     """
 
     counters: dict[str, int] = field(default_factory=dict)
-    uploaded: list[ChunkKey] = field(default_factory=list)
+    uploaded: dict[ChunkKey, float] = field(default_factory=dict)
     encoded_rows: int = 0
     encode_seconds: float = 0.0
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -211,7 +227,7 @@ class ItemReport:
     def merge(self, other: ItemReport) -> None:
         for name, value in other.counters.items():
             self.counters[name] = self.counters.get(name, 0) + value
-        self.uploaded += other.uploaded
+        self.uploaded |= other.uploaded
         self.encoded_rows += other.encoded_rows
         self.encode_seconds += other.encode_seconds
         for name, seconds in other.seconds.items():

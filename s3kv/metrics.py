@@ -113,7 +113,7 @@ _ENGINE: Mapping[str, Metric] = {
     "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
     "io_hedges_won": Metric("Fetches sent a second time whose second request was the faster."),
     "io_refresh_done": Metric("Objects in use that were rewritten in place."),
-    "io_refresh_failed": Metric("Objects in use whose rewriting failed."),
+    "io_refresh_failed": Metric("Objects in use that could not be rewritten or looked at."),
     "io_refresh_skipped": Metric(
         "Objects in use that were not rewritten here: another replica did, or they were dropped."
     ),
@@ -221,7 +221,9 @@ KV_METRICS: Mapping[str, Metric] = {
     ),
     **_uploads(", per rank"),
     "uploads_given_up": Metric("Uploads of chunks given up after all tries."),
-    "uploads_again": Metric("Uploads ordered again because a chunk was hit after that."),
+    "uploads_again": Metric(
+        "Uploads ordered again because a chunk was hit after that, or after the bucket had lost it."
+    ),
     "evictions": Metric("Chunks evicted from host memory."),
     "slab_bytes": Metric(
         "Host memory of all ranks by what it holds. filling: being fetched or saved. dirty: not in "
@@ -259,14 +261,16 @@ EC_METRICS: Mapping[str, Metric] = {
         _COPY_S,
     ),
     **_uploads(""),
+    "uploads_again": Metric("Uploads ordered again because the bucket had lost an item in use."),
     "upload_cancelled": Metric("Uploads given up at shutdown."),
     "items_too_large": Metric("Items larger than max_item_bytes or host memory."),
     "items_untrusted": Metric("Items left alone because nothing told their content."),
     "evictions": Metric("Items evicted from host memory."),
     "slab_bytes": Metric(
-        "Host memory of the scheduler's side by what it holds. filling: being fetched.",
+        "Host memory of the scheduler's side by what it holds. filling: being fetched. dirty: gone "
+        "from the bucket, and being uploaded again.",
         "gauge",
-        {"state": ("free", "filling", "clean")},
+        {"state": ("free", "filling", "clean", "dirty")},
     ),
     **_ENGINE,
 }

@@ -65,7 +65,8 @@ class ItemShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """The tiers that hold something. bucket: None if the bucket has not been asked yet."""
+    """The tiers that hold something. bucket: None if the bucket has not been asked yet, or so long
+    ago that it may have deleted it."""
 
     device: bool
     host: bool

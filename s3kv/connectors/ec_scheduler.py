@@ -44,16 +44,18 @@ from s3kv.io.client import IoClient
 from s3kv.io.slab_handover import offer_slab
 from s3kv.io.tier import open_tier
 from s3kv.io.wire import Hello
-from s3kv.messages import ItemLoad, ItemPlan
+from s3kv.messages import ItemLoad, ItemPlan, JobKind
 from s3kv.metrics import EC_METRICS
+from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
-from s3kv.objects.item_format import SHARD
+from s3kv.objects.item_format import HEADER_BYTES, SHARD
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.ec import ECPlanner, ECPlannerSettings
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.items import EncodingPace, Wanted
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.requests import RequestLimits
+from s3kv.types import ItemShape, Span
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -163,6 +165,7 @@ class ECSchedulerSide(Guarded):
             BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=1,
+            may_save=may_save,
         )
         return ECPlanner(
             ledger,
@@ -291,7 +294,7 @@ class ECSchedulerSide(Guarded):
     def on_output(self, output: ECConnectorOutput) -> None:
         report = getattr(output, "ec_connector_worker_meta", None)
         if isinstance(report, ItemWorkerReport):
-            self.planner.on_report(report.report)
+            self.planner.on_report(report.report, time.monotonic())
             add(self._seconds, report.report.seconds, EC_METRICS)
 
     @guarded(default=lambda: None)
@@ -334,7 +337,21 @@ class ECSchedulerSide(Guarded):
             self._client.fetch(order.job_id, order.key, order.offset, order.shape)
         for job_id in self.planner.take_cancels():
             self._client.cancel(job_id)
+        ledger = self.planner.ledger
+        for use in ledger.take_uses():
+            self._client.use(use.job_id, use.key)
+        for upload in ledger.take_uploads(time.monotonic()):
+            entry = ledger.table.lookup(upload.key)
+            assert entry is not None, "a dirty entry cannot leave its place"
+            self._client.upload(upload.job_id, upload.key, entry.offset, self._shape(entry.span))
         self._client.flush()
+
+    def _shape(self, span: Span) -> ItemShape:
+        """The shape of an item in the slab, by its verified header."""
+        assert self._slab is not None
+        header = self._slab.view[span.offset : span.offset + HEADER_BYTES]
+        (tensor,) = read_header(header, object_bytes=span.nbytes).tensors
+        return ItemShape(tensor.shape[0], span.nbytes)
 
     def _hear(self) -> None:
         """Poll the I/O process, once per pass, if it may have sent something."""
@@ -353,6 +370,6 @@ class ECSchedulerSide(Guarded):
         for done in ended:
             if done.reason:
                 self.planner.counters[f"fetch_corrupt_{done.reason}"] += 1
-            if done.outcome.is_success:
+            if done.outcome.is_success and done.kind is JobKind.FETCH:
                 self._seconds.setdefault("fetch_seconds", []).append(done.seconds)
             self.planner.on_end(done, now_s)

@@ -247,7 +247,7 @@ class ECWorkerSide(Guarded):
             return
         ends = self._outbox.take_ends()
         self._counters.update(ends.counters)
-        self._report.uploaded += ends.uploaded
+        self._report.uploaded |= ends.uploaded
         for name, seconds in ends.seconds.items():
             self._report.seconds.setdefault(name, []).extend(seconds)
 

@@ -187,6 +187,7 @@ class SchedulerSide(Guarded):
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=self._world_size,
+            may_save=self._may_save,
             residency=None if self._observers is None else self._observers.log,
         )
         settings = KVPlannerSettings(

@@ -225,6 +225,11 @@ class IoClient:
         """Upload the object at `offset`: room for its header, then its payload. As `fetch`."""
         self._submit(wire.Upload(job_id, key.group, key.block_hash, offset, item))
 
+    def use(self, job_id: int, key: ChunkKey) -> None:
+        """Report a use of the object of `key` that was not read. The end says whether the bucket
+        has it: EXISTS or MISSING; CANCELLED if it is not known."""
+        self._submit(wire.Look(job_id, key.group, key.block_hash))
+
     def cancel(self, job_id: int) -> None:
         """Ask for a job to end soon. It ends as CANCELLED, or as it would have otherwise."""
         if self._orders.cancel(job_id) and self._state is State.UP:

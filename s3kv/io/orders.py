@@ -33,7 +33,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 
 from s3kv.io.formats import Formats
-from s3kv.io.wire import Job, WireError
+from s3kv.io.wire import Job, Look, WireError
 from s3kv.messages import JobEnd, JobKind
 from s3kv.types import ItemShape, Outcome
 
@@ -91,7 +91,8 @@ class Orders:
         """
         if job.job_id in self._outstanding:
             raise ValueError(f"job {job.job_id} has not ended yet")
-        self._formats.of(job)
+        if not isinstance(job, Look):
+            self._formats.of(job)
         if self._suspects.is_condemned(job):
             self._end(job, Outcome.INVALID, _CONDEMNED)
             return False

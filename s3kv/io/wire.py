@@ -6,8 +6,8 @@ A stream socket between the two carries frames in both directions:
     bytes 4..    MessagePack array of messages, each an array whose first item is its tag
 
 The worker sends `Hello` first. The I/O process answers `Ready` once, when it has tried the bucket;
-jobs may be sent before that. Every `Fetch` and every `Upload` is answered by exactly one `JobEnd`,
-every `Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer.
+jobs may be sent before that. Every `Fetch`, `Upload` and `Look` is answered by one `JobEnd`, every
+`Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer.
 Objects are in the slab, and are not sent over the socket.
 
 Both ends have the same version and run on one machine, so the protocol has no version.
@@ -97,6 +97,17 @@ class Upload(msgspec.Struct, frozen=True, array_like=True, tag=2):
     item: ItemShape | None = None
 
 
+class Look(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Request to look at an object that was used and not read: whether it is there, and due for a
+    refresh. Moves nothing. `job_id` is unique as for `Fetch`."""
+
+    kind: ClassVar[JobKind] = JobKind.USE
+    item: ClassVar[None] = None
+    job_id: int
+    group: int
+    block_hash: bytes
+
+
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Request to end a job soon, because it has no waiter left. It still ends with a `JobEnd`."""
 
@@ -161,8 +172,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     counters: dict[str, int]
 
 
-Job = Fetch | Upload
-Down = Hello | Fetch | Upload | Cancel | Withdraw | Drain | Ping
+Transfer = Fetch | Upload
+Job = Transfer | Look
+Down = Hello | Fetch | Upload | Look | Cancel | Withdraw | Drain | Ping
 Up = Ready | JobEnd | Drained | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -80,9 +80,13 @@ class BlockTiers:
         stream = self.stream()
         number = hot.acquire(key, stream)
         if number is not None:
-            self.host.counters["device_hits"] += 1
+            self._hit(key)
             return number
         return await self.host.pump.call(self._acquire(hot, key, stream))
+
+    def _hit(self, key: ChunkKey) -> None:
+        self.host.counters["device_hits"] += 1
+        self.host.hit(key)
 
     def put_block(self, hot: DeviceBlocks, key: ChunkKey, number: int) -> bool:
         stream = self.stream()
@@ -174,7 +178,7 @@ class BlockTiers:
     ) -> bool:
         hot = self.hot
         if hot is not None and (number := hot.acquire(key, stream)) is not None:
-            self.host.counters["device_hits"] += 1
+            self._hit(key)
             return await self._copied_from(hot, number, into, stream, beside)
         slot = await self.host.pinned(key)
         if slot is None:

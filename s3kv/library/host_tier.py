@@ -145,9 +145,12 @@ class HostTier:
         return succeeded(copying)
 
     def hit(self, key: ChunkKey) -> None:
-        """Note a use of a key in host memory. If its upload was given up, try it again."""
-        if key in self.ledger.unsaved:
-            self.ledger.unsaved.hit(key)
+        """Note a use of a key in host memory or on the device. If its upload was given up, try it
+        again. If the bucket may have deleted it meanwhile, ask, so that it is refreshed or uploaded
+        again."""
+        self.ledger.unsaved.hit(key)
+        self.ledger.index.use(key, time.monotonic())
+        if self.ledger.unsaved.wanted or self.ledger.index.due:
             self.pump.wake()
 
     # --- from host memory ------------------------------------------------------------------
@@ -196,10 +199,15 @@ class HostTier:
     # --- the end ---------------------------------------------------------------------------
 
     async def flush(self) -> tuple[bytes, ...]:
-        """Wait until no upload of an earlier put is under way or waits for its next attempt.
-        Returns the hashes that the bucket still lacks, and forgets those that have left host
-        memory. Raises `ClosedError` if the store is closed meanwhile.
+        """Wait until no upload of an earlier put is under way or waits for its next attempt, and
+        no answer is awaited whether the bucket still has a used key. Returns the hashes that the
+        bucket lacks, and forgets those that have left host memory. Raises `ClosedError` if the
+        store is closed meanwhile.
         """
+        self._order_uploads()
+        while self.ledger.uses:
+            await self.pump.next_end()
+            self.pump.check_open()
         left = list(self._owed)
         while True:
             for key in left:
@@ -300,11 +308,14 @@ class HostTier:
         for order in self.ledger.take_uploads(time.monotonic()):
             self._owe(order.key)
             self._upload(order.job_id, order.key)
+        for use in self.ledger.take_uses():
+            self.pump.use(use.job_id, use.key)
 
     def _is_busy(self) -> bool:
         self._order_uploads()
         ledger = self.ledger
-        return bool(self._poll_copies() or ledger.fetches_inflight or ledger.saves_inflight)
+        jobs = ledger.fetches_inflight or ledger.saves_inflight or ledger.uses
+        return bool(self._poll_copies() or jobs)
 
     def _on_done(self, end: JobEnd) -> None:
         if end.reason:
@@ -315,6 +326,8 @@ class HostTier:
         job = self.ledger.on_end(end, time.monotonic())
         if job is not None and end.outcome.is_success:
             self._owed.pop(job.key, None)
+        if job is not None and job.key in self.ledger.unsaved:
+            self._owe(job.key)
         if job is not None and job.is_fetch:
             self._fetched(job, end)
         self.pump.announce()

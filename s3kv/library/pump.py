@@ -161,6 +161,11 @@ class Pump:
         self._client.upload(job_id, key, offset, item)
         self.wake()
 
+    def use(self, job_id: int, key: ChunkKey) -> None:
+        """Report a use as `IoClient.use` does, and send it at once."""
+        self._client.use(job_id, key)
+        self.wake()
+
     def wake(self) -> None:
         """Send the jobs given to the client, and start to poll."""
         self._client.flush()

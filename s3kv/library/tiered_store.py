@@ -251,9 +251,10 @@ class TieredStore(Store):
     async def flush(self) -> Unflushed:
         """Wait until everything put so far is in the bucket or given up.
 
-        A failed upload is tried again for a minute and a half. Returns the hashes that the bucket
-        does not have: those put since the last `flush`, and earlier ones that are still in host
-        memory. The latter are not lost while they stay there.
+        A failed upload is tried again for a minute and a half. What the bucket had long before its
+        put may have been deleted there; the bucket is asked, and gets it again. Returns the hashes
+        that the bucket does not have: those put since the last `flush`, and earlier ones that are
+        still in host memory. The latter are not lost while they stay there.
         """
         self._check_open()
         if self._rows is None:

@@ -149,6 +149,8 @@ class ECPlanner:
         request.asked[wanted.identifier] = wanted
         meanings = self._names.setdefault(wanted.identifier, {})
         meanings[wanted] = meanings.get(wanted, 0) + 1
+        self.ledger.unsaved.hit(wanted.key)
+        self.ledger.index.use(wanted.key, now_s)
         if wanted.identifier in self._on_device:
             return
         held = self.ledger.table.lookup(wanted.key)
@@ -192,7 +194,7 @@ class ECPlanner:
     def _limit_s(self, request: _ItemRequest, now_s: float) -> float:
         last = max(job.job_id for job in request.pending.values())
         missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
-        ahead = (job.about for job in self.ledger.jobs if job.job_id <= last)
+        ahead = (job.about for job in self.ledger.jobs if job.is_fetch and job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
         missing_compute_s = self.pace.encode_s(missing_rows)
         return request.wait.limit_s(
@@ -311,10 +313,12 @@ class ECPlanner:
         return cancels
 
     def on_end(self, end: JobEnd, now_s: float) -> None:
-        """Take in the end of a fetch, after which nothing writes to its place any more."""
-        self._news += 1
+        """Take in the end of a job. After that of a fetch, nothing writes to its place any more."""
         job = self.ledger.on_end(end, now_s)
         assert job is not None, "nobody else reports it"
+        if not job.is_fetch:
+            return
+        self._news += 1
         assert job.entry is not None
         self._late.discard(job.job_id)
         if end.outcome.is_success:
@@ -330,14 +334,14 @@ class ECPlanner:
             if end.outcome.is_success:
                 self._lease(request, identifier, job.entry)
 
-    def on_report(self, report: ItemReport) -> None:
+    def on_report(self, report: ItemReport, now_s: float) -> None:
         """Take in a report of the workers."""
         self.counters.update(report.counters)
         if report.encoded_rows:
             self.pace.encoded(report.encoded_rows, report.encode_seconds)
             self._news += 1
-        for key in report.uploaded:
-            self.ledger.index.note_present(key)
+        for key, fresh_s in report.uploaded.items():
+            self.ledger.index.note_present(key, now_s + fresh_s)
 
     def check(self) -> None:
         """Recompute every index. Raises AssertionError where one differs. For tests."""

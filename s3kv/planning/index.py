@@ -5,12 +5,22 @@ upload and opens the whole fetch window at once. *Absent* (a GET said 404) saves
 while. A wrong hint costs one request or one recomputed chunk, never wrong data, because the object
 of a GET is verified against the full hash. So eight bytes of the hash are enough here, which keeps
 a known chunk under 150 bytes.
+
+The bucket sees no use of a chunk that is served above it, and may have deleted the chunk meanwhile.
+So "present" is good until a time that comes with it. The first use after that puts the chunk on a
+list of those that the bucket is asked about.
 """
 
 from __future__ import annotations
 
+import math
+
 from s3kv.types import ChunkKey
 
+ASK_AGAIN_S = 60.0
+"""Time until the bucket is asked again about a chunk in use, if it has not answered."""
+_USES_AT_ONCE = 4
+"""Most entries of `BucketIndex.due`. Further uses count when they recur."""
 _PREFIX_BYTES = 8
 
 
@@ -18,42 +28,57 @@ class BucketIndex:
     """Verdicts on chunks. Scheduler process, one thread.
 
     Present verdicts are kept in two generations of at most `capacity / 2` each. When the young one
-    is full, it becomes the old one, and the previous old one is forgotten. Absent verdicts expire
+    is full, it becomes the old one, and the previous old one is forgotten. A present verdict that
+    is out of date still counts, but no longer as knowledge (`verdict`). Absent verdicts expire
     after `miss_ttl_s`; there are at most `capacity / 2` of them, too, and the oldest go first.
     Raises `ValueError` for a capacity below 2.
     """
 
-    __slots__ = ("_absent_until", "_generation_size", "_miss_ttl_s", "_old", "_young")
+    __slots__ = ("_absent_until", "_generation_size", "_miss_ttl_s", "_old", "_young", "due")
 
     def __init__(self, *, capacity: int, miss_ttl_s: float) -> None:
         if capacity < 2:
             raise ValueError(f"capacity is {capacity}: allowed is 2 or more")
         self._generation_size = capacity // 2
         self._miss_ttl_s = miss_ttl_s
-        self._young: set[bytes] = set()
-        self._old: set[bytes] = set()
+        self._young: dict[bytes, float] = {}
+        self._old: dict[bytes, float] = {}
+        """The times until which present verdicts are good."""
         self._absent_until: dict[bytes, float] = {}
+        self.due: list[ChunkKey] = []
+        """Chunks in use whose present verdict is out of date. The caller takes them."""
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old) + len(self._absent_until)
 
-    def note_present(self, key: ChunkKey) -> None:
-        """Note that the bucket holds the chunk."""
+    def note_present(self, key: ChunkKey, until_s: float = math.inf) -> None:
+        """Note that the bucket holds the chunk. until_s: time from which it may have expired."""
         prefix = _short(key)
         self._absent_until.pop(prefix, None)
-        if prefix in self._young:
-            return
-        if len(self._young) >= self._generation_size:
-            self._old = self._young
-            self._young = set()
-        self._young.add(prefix)
-        self._old.discard(prefix)
+        if prefix not in self._young:
+            if len(self._young) >= self._generation_size:
+                self._old = self._young
+                self._young = {}
+            self._old.pop(prefix, None)
+        self._young[prefix] = until_s
+
+    def use(self, key: ChunkKey, now_s: float) -> None:
+        """Note that the chunk is served from above the bucket. If the bucket holds it, as far as
+        is known, and the verdict is out of date, the chunk becomes `due`."""
+        if self._until_s(_short(key)) <= now_s and len(self.due) < _USES_AT_ONCE:
+            self.note_present(key, now_s + ASK_AGAIN_S)
+            self.due.append(key)
+
+    def _until_s(self, prefix: bytes) -> float:
+        """The time until which the chunk is known to be present; infinity also if it is not."""
+        until_s = self._young.get(prefix)
+        return self._old.get(prefix, math.inf) if until_s is None else until_s
 
     def note_absent(self, key: ChunkKey, now_s: float) -> None:
         """Note that the bucket said at `now_s` that it has no such chunk."""
         prefix = _short(key)
-        self._young.discard(prefix)
-        self._old.discard(prefix)
+        self._young.pop(prefix, None)
+        self._old.pop(prefix, None)
         self._absent_until.pop(prefix, None)
         self._absent_until[prefix] = now_s + self._miss_ttl_s
         self._forget_expired(now_s)
@@ -69,7 +94,7 @@ class BucketIndex:
     def verdict(self, key: ChunkKey, now_s: float) -> bool | None:
         """The verdict: True for present, False for absent, None if nothing is known."""
         if self.is_present(key):
-            return True
+            return True if now_s < self._until_s(_short(key)) else None
         return False if self.is_absent(key, now_s) else None
 
     def forget(self) -> None:
@@ -77,6 +102,7 @@ class BucketIndex:
         self._young.clear()
         self._old.clear()
         self._absent_until.clear()
+        self.due.clear()
 
     def _forget_expired(self, now_s: float) -> None:
         # The time to live is constant, so insertion order is the order of expiry.

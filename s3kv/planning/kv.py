@@ -58,8 +58,7 @@ class Answer(NamedTuple):
     tokens: int
 
 
-WAIT = Answer(True, 0)
-NOTHING = Answer(False, 0)
+WAIT, NOTHING = Answer(True, 0), Answer(False, 0)
 
 
 class KVPlanner:
@@ -320,7 +319,8 @@ class KVPlanner:
                 continue
             if step.block_ids:
                 request.saving.place(step)
-                first_written = step.computed_tokens if step.replaces else 0
+                if first_written := step.computed_tokens if step.replaces else 0:
+                    request.use(first_written, now_s)
                 fences |= self._fences_behind(first_written, step.block_ids)
                 self._saves.written(
                     blocks_after(self._settings.groups, first_written, step.block_ids)
@@ -340,6 +340,7 @@ class KVPlanner:
             cancels=self._take_cancels() if self._unwanted else (),
             withdrawals=self._take_withdrawals() if self._overdue else (),
             number=self.pace.step_started(now_s, tokens),
+            uses=self.ledger.take_uses() if self.ledger.index.due else (),
         )
 
     def _doubt_loads(self, scheduled: Iterable[ScheduledRequest]) -> None:
@@ -352,8 +353,7 @@ class KVPlanner:
                 self._saves.doubt(blocks_after(self._settings.groups, own_tokens, step.block_ids))
 
     def _take_cancels(self) -> tuple[int, ...]:
-        """Fetches that no request wants any more. One that another request has joined since is not
-        cancelled."""
+        """Fetches that no request wants any more, and that none has joined since."""
         unwanted, self._unwanted = self._unwanted, {}
         return tuple(job_id for job_id, job in unwanted.items() if not job.waiters)
 

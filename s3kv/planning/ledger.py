@@ -6,6 +6,7 @@
     FETCHING ──missing, corrupt, failed──▶ absent      COPYING ──copy failed──▶ absent
     DIRTY ──upload failed──▶ DIRTY, tried again later; given up──▶ CLEAN, and unsaved
     CLEAN and unsaved ──hit, and the bucket takes uploads──▶ DIRTY, tried once
+    CLEAN ──used, and gone from the bucket──▶ CLEAN, unsaved and hit
 
 KV-cache chunks, encoder outputs, and the library's blocks and tensors all follow these rules. The
 table holds the states, and refuses a change that is not an arrow (`host.table.TRANSITIONS`).
@@ -28,14 +29,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 from s3kv.host.table import Entry, EntryState, Table
-from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder
+from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder, UseOrder
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.job import Job as Job
 from s3kv.planning.residency import Residency, ResidencyLog
 from s3kv.planning.uploads import Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome, Tally
@@ -63,43 +63,9 @@ class FetchRefusal(enum.Enum):
     ROOM = "room"
 
 
-@dataclass(slots=True, eq=False)
-class Job:
-    """A job under way. `reports_left`: reports still to come, by kind of end."""
-
-    job_id: int
-    key: ChunkKey
-    entry: Entry | None
-    """Entry that the job fills or reads; None for a fetch to a place outside the table, and once a
-    fetch has ended beside which its key was saved."""
-    reports_left: dict[JobKind, int]
-    nbytes: int | None = None
-    """Bytes that have arrived, for a fetch of unknown length; otherwise None."""
-    block_ids: tuple[int, ...] = ()
-    attempt: int = 0
-    sequence: int = 0
-    """Number of this fetch, in the order in which fetches were ordered, from 1."""
-    began_with: int = 0
-    """Fetches under way when this one was ordered, including it."""
-    seconds: float = 0.0
-    """Longest time that any rank worked on it, without the wait for its turn."""
-    outcomes: dict[JobKind, Outcome] = field(default_factory=dict)
-    waiters: list[Any] = field(default_factory=list)
-    """Waiters that joined the fetch, handed back with its end. Opaque to the ledger."""
-    about: Any = None
-    """The caller's note. Opaque to the ledger."""
-    is_computed: bool = False
-    """The key of this fetch was computed meanwhile, and not saved, because the bucket was believed
-    to hold it."""
-
-    @property
-    def is_fetch(self) -> bool:
-        return JobKind.FETCH in self.outcomes or JobKind.FETCH in self.reports_left
-
-
 class Ledger:
     """Ledger of one table and one bucket. world_size: number of ranks that report every end of a
-    job; 1 without ranks.
+    job; 1 without ranks. may_save: whether objects that are gone may be uploaded again.
     """
 
     def __init__(
@@ -109,6 +75,7 @@ class Ledger:
         breaker: Breaker,
         *,
         world_size: int,
+        may_save: bool = True,
         residency: ResidencyLog | None = None,
     ) -> None:
         self.table = table
@@ -119,8 +86,11 @@ class Ledger:
         """Resident entries whose upload was given up. Call `unsaved.hit` when one is used."""
         self.counters = Tally()
         self._world_size = world_size
+        self._may_save = may_save
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[ChunkKey, Job] = {}
+        self.uses: dict[int, Job] = {}
+        """Uses that the bucket is asked about, beside the key's job if it has one. For reading."""
         self._landings: set[ChunkKey] = set()
         # Several saves read the same block if a reset has renamed its chunk meanwhile.
         self._saving_blocks: dict[int, tuple[int, ...]] = {}
@@ -270,10 +240,14 @@ class Ledger:
         return reservation.entry
 
     def take_fetches(self) -> tuple[FetchOrder, ...]:
+        if not self._fetch_orders:
+            return ()  # in nearly every step
         orders, self._fetch_orders = tuple(self._fetch_orders), []
         return orders
 
     def take_saves(self) -> tuple[SaveOrder, ...]:
+        if not self._save_orders:
+            return ()  # in nearly every step
         orders, self._save_orders = tuple(self._save_orders), []
         return orders
 
@@ -296,26 +270,33 @@ class Ledger:
             for key in self.unsaved.take(most, self.breaker, now_s):
                 self.counters["uploads_again"] += 1
                 self.plan_upload(key, tried=True)
+        if not self._uploads:
+            return ()
         orders, self._uploads = tuple(self._uploads), []
         return orders
+
+    def take_uses(self) -> tuple[UseOrder, ...]:
+        """Orders to ask the bucket about used chunks that it may have deleted (`index.use`)."""
+        keys, self.index.due = self.index.due, []
+        ends = {JobKind.USE: self._world_size}
+        jobs = [Job(next(self._job_ids), key, None, dict(ends)) for key in keys]
+        self.uses.update((job.job_id, job) for job in jobs)
+        return tuple(UseOrder(job.job_id, job.key) for job in jobs)
 
     # --- ends ------------------------------------------------------------------------------
 
     def on_end(self, end: JobEnd, now_s: float) -> Job | None:
         """Take in a job's end on some ranks. Returns the job if all ranks are done, else None."""
-        job = self._jobs[end.job_id]
-        left = job.reports_left[end.kind] - end.ranks
-        assert left >= 0, f"job {end.job_id} ended more often than there are ranks"
-        job.reports_left[end.kind] = left
-        job.outcomes[end.kind] = max(job.outcomes.get(end.kind, Outcome.OK), end.outcome)
-        job.seconds = max(job.seconds, end.seconds)
-        if job.nbytes is not None:
-            job.nbytes += end.nbytes
-        if left == 0 and end.kind is JobKind.SAVE:
+        jobs = self.uses if end.kind is JobKind.USE else self._jobs
+        job = jobs[end.job_id]
+        if job.take(end) and end.kind is JobKind.SAVE:
             self._copied(job)
         if any(job.reports_left.values()):
             return None
-        del self._jobs[job.job_id]
+        del jobs[job.job_id]
+        if jobs is self.uses:
+            self._asked(job, now_s)
+            return job
         if self._job_of.get(job.key) is job:
             del self._job_of[job.key]
         if JobKind.FETCH in job.outcomes:
@@ -349,8 +330,7 @@ class Ledger:
             if job.entry is not None:
                 self.table.commit(job.entry, dirty=False, nbytes=job.nbytes)
                 self._note(job.key, Residency.HOST_STORED)
-            self._note(job.key, Residency.BUCKET_STORED)
-            self.index.note_present(job.key)
+            self._present(job, now_s)
             self.unsaved.discard(job.key)
             return
         if is_replaced:
@@ -358,10 +338,29 @@ class Ledger:
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
             if job.is_computed:
                 self.save_dropped("saves_believed_present")
-            if self.residency is not None and self.index.is_present(job.key):
-                self._note(job.key, Residency.BUCKET_REMOVED)
-            self.index.note_absent(job.key, now_s)
+            self._absent(job.key, now_s)
         self._note(job.key, Residency.NOTHING)
+
+    def _asked(self, job: Job, now_s: float) -> None:
+        """Take in the answer to a use. The verdict may have changed since the question."""
+        outcome = job.outcomes[JobKind.USE]
+        if outcome.is_success and self.index.is_present(job.key):
+            self.index.note_present(job.key, now_s + job.fresh_s)
+        elif outcome is Outcome.MISSING:
+            self._absent(job.key, now_s)
+            entry = self.table.lookup(job.key)
+            if self._may_save and entry is not None and entry.state is EntryState.CLEAN:
+                self.unsaved.add(job.key)
+                self.unsaved.hit(job.key)
+
+    def _present(self, job: Job, now_s: float) -> None:
+        self._note(job.key, Residency.BUCKET_STORED)
+        self.index.note_present(job.key, now_s + job.fresh_s)
+
+    def _absent(self, key: ChunkKey, now_s: float) -> None:
+        if self.residency is not None and self.index.is_present(key):
+            self._note(key, Residency.BUCKET_REMOVED)
+        self.index.note_absent(key, now_s)
 
     def _uploaded(self, job: Job, now_s: float) -> None:
         assert job.entry is not None
@@ -378,8 +377,7 @@ class Ledger:
         if outcome is not Outcome.DENIED:  # credentials that may not write may still read
             self.breaker.saw(outcome, now_s)
         if outcome.is_success:
-            self._note(job.key, Residency.BUCKET_STORED)
-            self.index.note_present(job.key)
+            self._present(job, now_s)
         elif outcome is not Outcome.INVALID and self._retries.failed(job.key, job.attempt, now_s):
             return
         else:

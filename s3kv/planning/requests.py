@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.cover import GroupKind, GroupSpec, cover
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.pace import Wait
 from s3kv.planning.state_lookup import StateLookup
 from s3kv.planning.states import IdentityEnum, Transitions
+from s3kv.types import ChunkKey
 
 
 class ScheduledRequest(NamedTuple):
@@ -213,6 +214,16 @@ class PlannedRequest:
         self.local_tokens = local_tokens
         self.hashes.resumable = None if tokens is None else max(0, tokens - 1) // size
         self.hashes.limit = None if most is None else (local_tokens + most) // size
+
+    def use(self, tokens: int, now_s: float) -> None:
+        """Note the use of the chunks with which the engine begins after `tokens`, wherever they
+        come from."""
+        known = self.hashes.read()
+        for lookup in self.lookups:
+            group, index = lookup.group, lookup.ledger.index
+            needed = cover(group, tokens - tokens % group.chunk_tokens).chunks
+            for position in range(needed.start, min(needed.stop, len(known))):
+                index.use(ChunkKey(group.number, known[position]), now_s)
 
     def start_over(self) -> None:
         """Forget the wait. The engine has preempted the request and asks for its prefix again."""

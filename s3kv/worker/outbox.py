@@ -46,10 +46,11 @@ class _Parcel(NamedTuple):
 
 class OutboxEnds(NamedTuple):
     """Ends since the last call. counters: by outcome, and those of the I/O process. uploaded: keys
-    the bucket now holds. seconds: durations of successful copies and uploads, by metric."""
+    the bucket now holds, with `JobEnd.fresh_s`. seconds: durations of successful copies and
+    uploads, by metric."""
 
     counters: Counter[str]
-    uploaded: list[ChunkKey]
+    uploaded: dict[ChunkKey, float]
     seconds: dict[str, list[float]]
 
 
@@ -100,7 +101,7 @@ class Outbox:
 
     def take_ends(self) -> OutboxEnds:
         """The ends since the last call; frees their places. Does not block."""
-        ends = OutboxEnds(Counter(), [], {})
+        ends = OutboxEnds(Counter(), {}, {})
         while not self._ended.empty():
             self._tell(*self._ended.get(), ends)
         io = self._io
@@ -119,7 +120,7 @@ class Outbox:
         if end.outcome.is_success:
             ends.counters["upload_bytes"] += parcel.shape.nbytes
             ends.seconds.setdefault("upload_seconds", []).append(end.seconds)
-            ends.uploaded.append(parcel.key)
+            ends.uploaded[parcel.key] = end.fresh_s
 
     def close(self, drain_timeout_s: float) -> int:
         """Finish uploads within `drain_timeout_s`, then release everything. Returns the number of

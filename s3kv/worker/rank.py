@@ -23,6 +23,7 @@ from s3kv.messages import (
     SaveOrder,
     StepPlan,
     StepReport,
+    UseOrder,
 )
 from s3kv.types import ChunkKey, Outcome, Tally
 
@@ -105,6 +106,8 @@ class RankWorker:
             self._client.withdraw(job_id)
         for upload in plan.uploads:
             self._upload(upload.job_id, upload.key, upload.slot)
+        for use in plan.uses:
+            self._use(use)
         self._client.flush()
 
     def load(self, orders: Iterable[LoadOrder], *, from_now: bool = False) -> None:
@@ -249,6 +252,13 @@ class RankWorker:
         self._jobs.add(job_id)
         self._client.upload(job_id, key, slot * self._slot_bytes)
 
+    def _use(self, order: UseOrder) -> None:
+        if not self._uploads:
+            self._report.add(JobEnd(order.job_id, JobKind.USE, Outcome.EXISTS))
+            return
+        self._jobs.add(order.job_id)
+        self._client.use(order.job_id, order.key)
+
     def _nbytes(self, group: int, block_ids: tuple[int, ...]) -> int:
         return self._block_bytes[group] * len(block_ids)
 
@@ -300,7 +310,7 @@ class RankWorker:
     def _end(self, end: JobEnd) -> None:
         kind = end.kind.value
         self.counters[f"{kind}_{end.outcome.name.lower()}"] += 1
-        if end.outcome.is_success:
+        if end.outcome.is_success and end.kind is not JobKind.USE:
             self.counters[f"{kind}_bytes"] += end.nbytes
             self._seconds.setdefault(f"{kind}_seconds", []).append(end.seconds)
         self._report.add(end)

@@ -13,8 +13,10 @@ from s3kv.connectors.ec_scheduler import ECSchedulerSide
 from s3kv.connectors.ec_translate import (
     ItemWorkerReport,
 )
+from s3kv.host.slab import Slab
 from s3kv.messages import ItemReport, JobEnd, JobKind
-from s3kv.types import Outcome
+from s3kv.objects.item_format import ItemFormat, object_bytes
+from s3kv.types import ItemShape, Outcome
 from tests.contract.test_ec_translate import HASH, feature, request, vllm_config
 from tests.unit.planning.ec_desk import WIDTH
 
@@ -92,6 +94,12 @@ class Client:
     def fetch(self, job_id: int, *rest: Any) -> None:
         self.told.append(f"fetch {job_id}")
 
+    def use(self, job_id: int, *rest: Any) -> None:
+        self.told.append(f"use {job_id}")
+
+    def upload(self, job_id: int, key: Any, offset: int, shape: ItemShape) -> None:
+        self.told.append(f"upload {job_id} from {offset}: {shape.rows} rows, {shape.nbytes} bytes")
+
     def cancel(self, job_id: int) -> None:
         self.told.append(f"cancel {job_id}")
 
@@ -123,6 +131,34 @@ def test_a_pass_speaks_to_the_io_process_once(side: ECSchedulerSide) -> None:
     assert client.take() == ["poll", "flush"]
     side.on_finished(requests[1])
     assert client.take() == ["cancel 2", "flush"], "there may be no further pass"
+
+
+def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
+    side: ECSchedulerSide,
+) -> None:
+    """From the scheduler's memory, by the header that was verified there."""
+    side._client = client = Client()  # type: ignore[assignment]
+    side._slab = slab = Slab.create(2**22)
+    one = request("r", feature(length=100))
+    assert not side.ensure(one, 0)
+    (order,) = side.planner.take_fetches()
+    nbytes = object_bytes("BF16", 100, WIDTH)
+    layout = ItemFormat("0" * 32, "BF16", ItemShape(100, nbytes))
+    layout.seal(slab.view[order.offset : order.offset + nbytes], order.key.block_hash)
+    arrived = JobEnd(order.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1, fresh_s=0.0)
+    side.planner.on_end(arrived, time.monotonic())
+    assert not side.planner.ledger.uses
+    assert not client.take().count("use 2")
+    side.ensure(request("s", feature(length=100)), 0)
+    side.plan(output())
+    assert "use 2" in client.take()
+    side.planner.on_end(JobEnd(2, JobKind.USE, Outcome.MISSING), time.monotonic())
+    side.plan(output())
+    assert f"upload 3 from {order.offset}: 100 rows, {nbytes} bytes" in client.take()
+    side.planner.on_end(JobEnd(3, JobKind.UPLOAD, Outcome.OK, nbytes), time.monotonic())
+    side.planner.check()
+    assert side.broken is None
+    slab.close()
 
 
 def test_a_prefix_that_is_gone_while_the_request_waits_is_noticed(side: ECSchedulerSide) -> None:

@@ -47,7 +47,9 @@ class Outbox:
 
     def take_ends(self) -> OutboxEnds:
         told, self.untold = self.untold, []
-        return OutboxEnds(Counter({"upload_ok": len(told)} if told else {}), told, {})
+        return OutboxEnds(
+            Counter({"upload_ok": len(told)} if told else {}), dict.fromkeys(told, 60.0), {}
+        )
 
     def close(self, drain_timeout_s: float) -> int:
         return 0
@@ -112,7 +114,7 @@ def test_what_the_scheduler_ordered_is_saved_and_told(make: Make) -> None:
     assert outbox.sent == [(KEY, Span(0, nbytes), ItemShape(ROWS, nbytes))]
     payload = bytes(outbox.view[HEADER_BYTES:nbytes])
     assert payload == output().view(torch.uint8).numpy().tobytes()
-    assert report.uploaded == [KEY]
+    assert [*report.uploaded] == [KEY]
     assert report.counters == {"encoded": 1, "encoded_rows": ROWS, "upload_ok": 1}
     assert report.encoded_rows == ROWS
     assert report.encode_seconds >= 0

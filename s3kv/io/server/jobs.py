@@ -56,10 +56,24 @@ class TransferJob:
         return self.format.object_bytes
 
     def end(
-        self, outcome: Outcome, detail: str = "", *, nbytes: int = 0, reason: str = ""
+        self,
+        outcome: Outcome,
+        detail: str = "",
+        *,
+        nbytes: int = 0,
+        reason: str = "",
+        fresh_s: float = math.inf,
     ) -> JobEnd:
         """The record of its end, without the duration."""
-        return JobEnd(self.job_id, self.kind, outcome, nbytes, detail=detail, reason=reason)
+        return JobEnd(
+            self.job_id,
+            self.kind,
+            outcome,
+            nbytes,
+            detail=detail,
+            reason=reason,
+            fresh_s=fresh_s,
+        )
 
 
 @dataclass(slots=True)

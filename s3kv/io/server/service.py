@@ -35,7 +35,6 @@ from s3kv.io.server.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.costs import Growth, nanodollars, prices_of
 from s3kv.objects.keys import Namespace
-from s3kv.objects.s3.address import zone_of
 from s3kv.objects.store import BulkStore
 from s3kv.types import ChunkKey, Outcome
 
@@ -82,7 +81,8 @@ class Service:
         self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
         self._pacing = Pacing(config.max_inflight_requests, config.hedge_percent)
         keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
-        self._refresher = self._make_refresher(rng, keeps)
+        self._refresh_rule = RefreshRule.of(config, rng)
+        self._refresher = Refresher(store, self._refresh_rule, lambda: self._queue.has_spare)
         self._keeper = self._make_keeper(rng) if keeps else None
         self._transfers = Transfers(
             store,
@@ -104,24 +104,11 @@ class Service:
         self._drain_left: int | None = None
         self._drained = asyncio.Event()
 
-    def _make_refresher(self, rng: random.Random, keeps: bool) -> Refresher | None:
-        refresh_after_s = self._config.refresh_after_s
-        if refresh_after_s == 0 and not keeps:
-            return None
-        if zone_of(self._config.bucket) is not None:
-            _log.warning(
-                "objects in a directory bucket are not refreshed: refresh_after_s has no effect, "
-                "and bucket_bytes and bucket_idle_s delete by the age of the first write"
-            )
-            return None
-        self._refresh_rule = RefreshRule(refresh_after_s or math.inf, rng)
-        return Refresher(self._store, self._refresh_rule, lambda: self._queue.has_spare)
-
     def _make_keeper(self, rng: random.Random) -> Keeper:
         config = self._config
 
         def refresh_after(seconds: float) -> None:
-            if self._refresher is not None and config.refresh_after_s == 0:
+            if self._refresh_rule.is_told:
                 self._refresh_rule.refresh_after_s = seconds
 
         return Keeper(
@@ -155,8 +142,8 @@ class Service:
             return
         self._started = True
         self._start_jobs()
-        if self._refresher is not None:
-            self._run_beside("refreshing", self._refresher.run())
+        self._run_beside("refreshing", self._refresher.run())
+        self._run_beside("looking at objects in use", self._refresher.look())
         if self._keeper is not None:
             self._run_beside("keeping the bucket", self._keeper.run())
         elif self._config.refresh_after_s == 0:
@@ -195,7 +182,7 @@ class Service:
             else:
                 if not told:
                     _log.info("%s", said)
-                if self._refresher is None:
+                if not (self._refresh_rule.refreshes or self._refresh_rule.is_told):
                     return
                 told = True
                 self._refresher.exists(self._namespace.manifest)
@@ -230,7 +217,7 @@ class Service:
     def receive(self, message: wire.Down) -> None:
         """Act on one message. Raises `WireError` for a message that is not allowed now."""
         match message:
-            case wire.Fetch() | wire.Upload():
+            case wire.Fetch() | wire.Upload() | wire.Look():
                 self._accept(message)
             case wire.Cancel():
                 self._cancel(message.job_id)
@@ -250,27 +237,33 @@ class Service:
             self._say_ended(_unsent(message, Outcome.CANCELLED, "shutting down"))
             return
         try:
-            job = self._job(message)
+            key = self._namespace.chunk(ChunkKey(message.group, message.block_hash), self._shard)
+            if isinstance(message, wire.Look):
+                self._refresher.use(key, partial(self._use_ended, message))
+                return
+            job = self._job(message, key)
         except (TypeError, ValueError) as error:
             self._say_ended(_unsent(message, Outcome.INVALID, str(error)))
             return
         self._queue.add(job)
         self._start_jobs()
 
-    def _job(self, message: wire.Job) -> TransferJob:
+    def _use_ended(self, message: wire.Look, outcome: Outcome, fresh_s: float) -> None:
+        self._say_ended(JobEnd(message.job_id, message.kind, outcome, fresh_s=fresh_s))
+
+    def _job(self, message: wire.Transfer, key: str) -> TransferJob:
         """The job that a message requests. Raises `TypeError` or `ValueError` if it is invalid."""
         layout = self._formats.of(message)
-        key = self._namespace.chunk(ChunkKey(message.group, message.block_hash), self._shard)
         buffer = self._slab.view[message.offset : message.offset + layout.object_bytes]
         due_s = self._due_s(message)
         return TransferJob(
             message.job_id, message.kind, key, message.block_hash, layout, buffer, due_s
         )
 
-    def _due_s(self, message: wire.Job) -> float:
+    def _due_s(self, message: wire.Transfer) -> float:
         """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
         item. A chunk's upload has none left: its planner tries again by itself, seconds later,
-        when that is of more use. The planner of items never tries again."""
+        when that is of more use. The outbox of items never tries again."""
         if message.kind is JobKind.UPLOAD and message.item is None:
             return -math.inf
         return asyncio.get_running_loop().time() + self._config.max_wait_ms / 1000
@@ -329,6 +322,7 @@ class Service:
     def _drain(self, timeout_s: float) -> None:
         self._drain_left = 0
         self._queue.in_hurry = True
+        self._refresher.give_up()
         for beside in ("refreshing", "keeping the bucket"):
             if beside in self._background:
                 self._background[beside].cancel()
@@ -363,9 +357,9 @@ class Service:
             "io_window_cuts": pacing.window.cuts,
             "io_hedges": pacing.hedges,
             "io_hedges_won": pacing.hedges_won,
-            "io_refresh_done": refresher.done if refresher else 0,
-            "io_refresh_failed": refresher.failed if refresher else 0,
-            "io_refresh_skipped": refresher.skipped if refresher else 0,
+            "io_refresh_done": refresher.done,
+            "io_refresh_failed": refresher.failed,
+            "io_refresh_skipped": refresher.skipped,
             "io_keeper_sweeps": keeper.sweeps if keeper else 0,
             "io_keeper_failed": keeper.failed if keeper else 0,
             "io_keeper_deleted": keeper.deleted_objects if keeper else 0,

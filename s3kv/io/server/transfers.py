@@ -57,8 +57,8 @@ class Transfers:
     `drain_until_s`. No layer above repeats them within that time. The store below repeats none, but
     for the one fresh connection that `ObjectStore` allows.
 
-    rng: for the jitter of the backoff. delete_corrupt: whether `on_corrupt` is "delete". refresher:
-    is told which objects are in use. ranged: reads large objects in ranges; None: nothing does.
+    rng: for the jitter of the backoff. refresher: takes note of the objects in use. delete_corrupt:
+    whether `on_corrupt` is "delete". ranged: reads large objects in ranges; None: nothing does.
     shared: reads chunks out of the objects of ranks of other parallel sizes; None: nothing does.
     """
 
@@ -69,8 +69,8 @@ class Transfers:
         max_attempts: int,
         rng: random.Random,
         *,
+        refresher: Refresher,
         delete_corrupt: bool = False,
-        refresher: Refresher | None = None,
         ranged: RangedReads | None = None,
         shared: SharedReads | None = None,
     ) -> None:
@@ -87,8 +87,8 @@ class Transfers:
         self._quarantine = Quarantine()
         self._looks: dict[str, asyncio.Task[Any] | None] = {}
         """Fetches under way, by key."""
-        self._found_s: dict[str, float] = {}
-        """By key: when a fetch found its object. The oldest are first."""
+        self._found: dict[str, tuple[float, float]] = {}
+        """By key: when a fetch found its object, and `JobEnd.fresh_s`. The oldest are first."""
 
     async def run(self, job: TransferJob) -> JobEnd:
         """Move one object. After it has returned, raised or been cancelled, nothing reads or writes
@@ -102,23 +102,25 @@ class Transfers:
     async def _look(self, job: TransferJob) -> JobEnd:
         """Fetch, and note the answer for an upload of a chunk that is computed meanwhile."""
         look = self._looks[job.key] = asyncio.current_task()
-        self._found_s.pop(job.key, None)
+        self._found.pop(job.key, None)
         try:
             end = await self._fetch(job)
         finally:
             if self._looks.get(job.key) is look:
                 del self._looks[job.key]
         if end.outcome is Outcome.OK:
-            self._found_s[job.key] = _now_s()
-            if len(self._found_s) > _FOUND_KEYS:
-                del self._found_s[next(iter(self._found_s))]
+            self._found[job.key] = _now_s(), end.fresh_s
+            if len(self._found) > _FOUND_KEYS:
+                del self._found[next(iter(self._found))]
         return end
 
-    async def _is_found(self, key: str) -> bool:
-        """Whether a fetch has found the object just now. Waits for one that is under way."""
+    async def _found_fresh_s(self, key: str) -> float | None:
+        """`JobEnd.fresh_s` of an object that a fetch has found just now; None if none has. Waits for
+        one that is under way."""
         if (look := self._looks.get(key)) is not None:
             await asyncio.wait([look])
-        return _now_s() < self._found_s.pop(key, -math.inf) + _FOUND_S
+        at_s, fresh_s = self._found.pop(key, (-math.inf, 0.0))
+        return fresh_s if _now_s() < at_s + _FOUND_S else None
 
     async def _fetch(self, job: TransferJob) -> JobEnd:
         end = await self._fetch_object(job, delete_corrupt=self._delete_corrupt)
@@ -137,9 +139,8 @@ class Transfers:
             return job.end(Outcome.MISSING, f"{job.key} is not in the bucket")
         if reason is None:
             self._quarantine.lift(job.key)
-            if self._refresher is not None:
-                self._refresher.hit(info)
-            return job.end(Outcome.OK, nbytes=info.nbytes)
+            fresh_s = self._refresher.hit(info)
+            return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=fresh_s)
         said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
         if not delete_corrupt:
             self._quarantine.bad(job.key, _now_s())
@@ -177,7 +178,8 @@ class Transfers:
             if again is None:
                 self._quarantine.lift(job.key)
                 said = f"{said}; a second reading was right"
-                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason)
+                fresh_s = self._refresher.hit(read)
+                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason, fresh_s=fresh_s)
             delete = partial(self._store.delete, job.key, if_etag=info.etag)
             deleted = await self.attempts(delete, until_s=job.due_s)
         except StoreError as error:
@@ -189,18 +191,16 @@ class Transfers:
         return job.end(Outcome.CORRUPT, f"{said}; {what}", reason=reason)
 
     async def _upload(self, job: TransferJob) -> JobEnd:
-        if await self._is_found(job.key):
-            return job.end(Outcome.EXISTS)
+        if (fresh_s := await self._found_fresh_s(job.key)) is not None:
+            return job.end(Outcome.EXISTS, fresh_s=fresh_s)
         job.format.seal(job.buffer, job.block_hash)
         write = partial(self._store.put, job.key, job.buffer, if_absent=True)
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
             self._quarantine.exists(job.key)
-            if self._refresher is not None:
-                self._refresher.exists(job.key)
-            return job.end(Outcome.EXISTS)
+            return job.end(Outcome.EXISTS, fresh_s=self._refresher.exists(job.key))
         self._quarantine.lift(job.key)
-        return job.end(Outcome.OK, nbytes=job.nbytes)
+        return job.end(Outcome.OK, nbytes=job.nbytes, fresh_s=self._refresher.written())
 
     async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Await the request `call()`, and repeat it after `StoreUnavailable`: at most

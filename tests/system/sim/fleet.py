@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from s3kv.config import Config
+from s3kv.io.server.refreshing import LOOK_S
 from tests.system.sim import weather
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary
@@ -46,6 +47,7 @@ class Fleet:
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.rng = random.Random(seed)
+        self.refresh_after_s = 1.0 if seed % 2 else 0.0
         self.loop = VirtualLoop()
         self.seen: Counter[str] = Counter()
         self._log = log
@@ -80,6 +82,7 @@ class Fleet:
             on_corrupt=self.rng.choice(["ignore", "delete"]),
             on_unavailable="serve",
             start_timeout_ms=3_000,
+            refresh_after_s=self.refresh_after_s,
         )
 
     def make_bucket(self, config: Config) -> Bucket:
@@ -129,6 +132,7 @@ class Fleet:
         assert not any(unanswered.values()), f"not answered in time: {unanswered}"
         self.clear_up()
         self._use_again()
+        self._use_above()
         self._end()
 
     def clear_up(self) -> None:
@@ -171,6 +175,30 @@ class Fleet:
                 self.loop.run_until(self.loop.time() + 31.0)
             else:
                 raise AssertionError(f"engine {node.number} never uses the bucket again")
+
+    def _use_above(self) -> None:
+        """What an engine has in memory and uses is in the bucket, whoever deletes it there."""
+        for node in self.nodes:
+            if node.seen["resets here"]:
+                continue
+            keys = self.use(node)
+            for key in keys:
+                self.bucket.lose(key)
+            self.loop.run_until(self.loop.time() + LOOK_S)
+            for _ in range(5):
+                self.use(node)
+                if all(map(self.bucket.has, keys)):
+                    break
+                self.loop.run_until(self.loop.time() + 400.0)
+            else:
+                raise AssertionError(f"engine {node.number} uses what the bucket lacks: {keys}")
+
+    def use(self, node: Node) -> list[str]:
+        """Compute or use one chunk that no other engine has. Returns the keys of its objects."""
+        prompt = [ord("u"), node.number, *[ord("u")] * node.setup.chunk_tokens]
+        self._arrive(node, prompt, 1)
+        self._come_to_rest()
+        return node.keys(self._dictionary.chain(prompt))
 
     def _end(self) -> None:
         for node in self.nodes:

@@ -9,6 +9,7 @@ from typing import Any
 
 from s3kv.io.server import keeping
 from s3kv.io.server.keeping import Keeper, Lease
+from s3kv.io.server.refreshing import Refresher
 from s3kv.io.server.transfers import Transfers
 from s3kv.messages import JobEnd
 from s3kv.objects import keys, listing, sweep
@@ -16,6 +17,7 @@ from s3kv.objects.ages import Cut
 from s3kv.objects.keys import ChunkAddress, Namespace
 from s3kv.objects.store import ObjectInfo, ObjectStore
 from s3kv.objects.sweep import Sweep
+from s3kv.planning.index import BucketIndex
 from s3kv.types import ChunkKey, Outcome
 from tests.system.sim.mutants import Mutant, Patch
 
@@ -126,6 +128,21 @@ def sweeps_once(patch: Patch) -> None:
 @mutant
 def leaves_more_than_the_budget(patch: Patch) -> None:
     patch.setattr(keeping, "LEFT", 1.2)
+
+
+@mutant
+def counts_no_use_above(patch: Patch) -> None:
+    patch.setattr(BucketIndex, "use", lambda self, key, now_s: None)
+
+
+@mutant
+def only_looks_at_what_is_used(patch: Patch) -> None:
+    hit = Refresher.hit
+
+    def idle(self: Refresher, info: ObjectInfo) -> float:
+        return hit(self, dataclasses.replace(info, age_s=None))
+
+    patch.setattr(Refresher, "hit", idle)
 
 
 @mutant

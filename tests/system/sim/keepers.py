@@ -11,6 +11,7 @@ budget. What must hold, beside all that holds of every fleet:
 3. In that turnover the bucket exceeds its budget by no more than what is written between two
    sweeps, and afterwards it returns to it.
 4. A chunk that was deleted is a miss, never an error: every fetch ends as the bucket has answered.
+5. What an engine uses all the time is not deleted as idle, though it is served from memory.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class KeptFleet(Fleet):
         )
 
     def make_bucket(self, config: Config) -> Bucket:
-        self._budget_bytes = config.bucket_bytes
+        self._budget_bytes, self._idle_s = config.bucket_bytes, config.bucket_idle_s
         return Bucket(
             self.rng,
             self.oracle.accuse,
@@ -79,7 +80,6 @@ class KeptFleet(Fleet):
             self.loop.time,
             min_age_s=config.bucket_min_age_s,
             foreign=FOREIGN,
-            is_refreshed=True,
             deletes_on_condition=self.rng.random() < 0.7,
         )
 
@@ -89,6 +89,8 @@ class KeptFleet(Fleet):
     def clear_up(self) -> None:
         super().clear_up()
         self._turn_over()
+        if self._idle_s:
+            self._use_for_long()
 
     def _turn_over(self) -> None:
         """Others write as much as the budget, and engines step now and then."""
@@ -113,6 +115,19 @@ class KeptFleet(Fleet):
         left = FOREIGN - self.bucket.objects._objects.keys()
         assert not left, f"others' objects are gone: {left}"
         self._come_to_rest()
+
+    def _use_for_long(self) -> None:
+        """Engines use their chunk in memory, and nobody reads it from the bucket."""
+        for node in self.nodes:
+            if node.seen["resets here"]:
+                continue
+            keys = self.use(node)
+            until_s = self.loop.time() + 2 * self._idle_s
+            while self.loop.time() < until_s:
+                self._pass(self._idle_s / 20)
+                self.use(node)
+                gone = [key for key in keys if not self.bucket.has(key)]
+                assert not gone, f"engine {node.number} uses what has been deleted: {gone}"
 
     def _pass(self, seconds: float) -> None:
         self.loop.run_until(self.loop.time() + seconds)

@@ -26,6 +26,7 @@ from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace
 from s3kv.planning.breaker import Breaker, BreakerState
+from s3kv.planning.index import BucketIndex
 from s3kv.planning.ledger import Ledger
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker.rank import RankWorker
@@ -390,6 +391,19 @@ def never_tries_an_upload_again(patch: Patch) -> None:
 def has_a_breaker_that_never_closes(patch: Patch) -> None:
     patch.setattr(Breaker, "allows", lambda self, now_s: self.state is BreakerState.CLOSED)
     patch.setattr(Breaker, "succeeded", lambda self: None)
+
+
+@mutant
+def counts_no_use_above(patch: Patch) -> None:
+    patch.setattr(BucketIndex, "use", lambda self, key, now_s: None)
+
+
+@mutant
+def believes_for_ever_what_the_bucket_once_had(patch: Patch) -> None:
+    def faithful(self: Ledger, job: Any, now_s: float) -> None:
+        job.fresh_s = math.inf
+
+    patch.setattr(Ledger, "_asked", faithful)
 
 
 MUTANTS += [

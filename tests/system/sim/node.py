@@ -159,6 +159,7 @@ class Node:
             self.has_work
             or engine.planner.ledger.saves_inflight
             or engine.planner.ledger.fetches_inflight
+            or engine.planner.ledger.uses
             or any(rank.worker.busy or rank.report.ends for rank in self.ranks)
         )
 
@@ -178,7 +179,7 @@ class Node:
     def publish(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:
         """Another replica of the same model, with the same shards or with these, saves the chunks
         of this prompt. Returns the keys."""
-        around, size, keys = self._around, self.setup.chunk_tokens, []
+        around, size = self._around, self.setup.chunk_tokens
         for shard in shards or self.shards():
             layout = format_of(shard, self.setup)
             for end in range(size, len(chain) + 1, size):
@@ -187,9 +188,19 @@ class Node:
                 data = bytearray(layout.header_bytes) + payload
                 block_hash = hash_of(chain[end - 1])
                 layout.seal(memoryview(data), block_hash)
-                name = block_hash.hex()
-                root = shard.namespace.root
-                key = f"{root}{name[:2]}/{name}/g0-{shard.name}.safetensors"
-                around.bucket.publish(key, bytes(data))
-                keys.append(key)
-        return keys
+                around.bucket.publish(_object_key(shard, block_hash), bytes(data))
+        return self.keys(chain, shards)
+
+    def keys(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:
+        """Of the objects of all chunks of this prompt."""
+        size = self.setup.chunk_tokens
+        return [
+            _object_key(shard, hash_of(chain[end - 1]))
+            for shard in shards or self.shards()
+            for end in range(size, len(chain) + 1, size)
+        ]
+
+
+def _object_key(shard: Shard, block_hash: bytes) -> str:
+    name = block_hash.hex()
+    return f"{shard.namespace.root}{name[:2]}/{name}/g0-{shard.name}.safetensors"

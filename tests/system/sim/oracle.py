@@ -7,7 +7,9 @@
    nothing goes on in its name.
 5. An engine deletes its own objects alone, and puts a chunk together only of good ones that hold
    all of it.
-6. What was bad is read once more, later or when an upload finds it there, and then never again.
+6. What an engine uses in memory is in the bucket, too: when somebody has deleted it there, it comes
+   back.
+7. What was bad is read once more, later or when an upload finds it there, and then never again.
    What is deleted has been bad twice.
 """
 
@@ -87,6 +89,8 @@ class FleetOracle:
     ) -> None:
         self.accusations: list[str] = []
         self._deletes = config.on_corrupt == "delete"
+        self._keeps = config.bucket_bytes > 0
+        """Where a keeper deletes nothing, it is not asked about every use."""
         # To delete a bad object: a GET, a HEAD, another GET and a DELETE, each with its attempts.
         # And each GET may be sent a second time.
         self._requests = config.max_attempts * (6 if self._deletes else 2)
@@ -122,6 +126,9 @@ class FleetOracle:
     def job_ended(
         self, order: Order, done: JobEnd, slab: memoryview, connection: Connection
     ) -> None:
+        if order.kind is JobKind.USE:
+            self._use_ended(order, done, connection)
+            return
         said = connection.answers.pop(order.object_key, [])
         others = self._of_others(order, connection)
         self.seen[f"service {order.kind.value} {done.outcome.name} {done.reason}"] += 1
@@ -147,6 +154,15 @@ class FleetOracle:
         end = _LOOKS.get((order.kind, done.outcome))
         if end is not None and done.reason != "quarantined" and not self._deletes:
             connection.ended(order.object_key, end)
+
+    def _use_ended(self, order: Order, done: JobEnd, connection: Connection) -> None:
+        self.seen[f"use {done.outcome.name}"] += 1
+        what = f"job {done.job_id}, a use of {order.object_key}, ends {done.outcome.name}"
+        self._log(what)
+        found = connection.looks.get(order.object_key)
+        wrong = {Outcome.EXISTS: "missing", Outcome.MISSING: "exists"}.get(done.outcome)
+        if wrong is not None and found in (wrong, None) and not self._keeps:
+            self.accuse(f"{what}, but the bucket said {found}")
 
     def _of_others(self, order: Order, connection: Connection) -> dict[str, list[str]]:
         """What the bucket has said of other shards of a fetched chunk."""

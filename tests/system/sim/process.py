@@ -192,11 +192,11 @@ class Process:
             self._service.start()
             return
         assert self._service is not None, "the first message is no Hello"
-        if isinstance(message, wire.Fetch | wire.Upload):
+        if isinstance(message, wire.Job):
             self._note(message)
         self._service.receive(message)
 
-    def _note(self, message: wire.Fetch | wire.Upload) -> None:
+    def _note(self, message: wire.Job) -> None:
         key = ChunkKey(message.group, message.block_hash)
         self.orders[message.job_id] = Order(
             message.kind,
@@ -204,7 +204,7 @@ class Process:
             key,
             self._hello.shard,
             self._hello.namespace_digest,
-            message.offset,
+            -1 if isinstance(message, wire.Look) else message.offset,
             self._loop.time(),
         )
 

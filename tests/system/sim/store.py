@@ -61,8 +61,6 @@ class Bucket:
     min_age_s: float = 0.0
     foreign: frozenset[str] = frozenset()
     deletes_on_condition: bool = True
-    is_refreshed: bool = False
-    """A HEAD need not belong to a job."""
     weather: Weather = CALM
     written: dict[str, bytes] = field(default_factory=dict)
     """What was put last under each key; the object differs from it when it has been damaged."""
@@ -144,6 +142,8 @@ class Connection:
         """What the bucket said of each key, for the oracle, which clears it."""
         self.frozen_s = 0.0
         """How long its process has been stopped so far."""
+        self.looks: dict[str, str] = {}
+        """What a HEAD found last under each key."""
         self.busy: Counter[str] = Counter()
         self.writing: Counter[str] = Counter()
         """Operations under way, by key: they may still use their buffer. A chunk that is computed
@@ -313,9 +313,15 @@ class Connection:
         task.add_done_callback(lambda task: task.result())
 
     async def head(self, key: str) -> ObjectInfo | None:
-        with contextlib.nullcontext() if self._bucket.is_refreshed else self._using(key):
-            await self._begin("get", key)
-            return await self._bucket.objects.head(key)
+        """It need not belong to a job that moves the object, and so is none of its answers."""
+        try:
+            await self._begin("get", key, notes=False)
+        except PlannedDefect as error:
+            # A defect would end all looks at objects in use, and not one alone.
+            raise StoreUnavailable("the bucket is away") from error
+        info = await self._bucket.objects.head(key)
+        self.looks[key] = "missing" if info is None else "exists"
+        return info
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         with self._using(key):
@@ -378,7 +384,7 @@ class Connection:
     async def close(self) -> None:
         await self._sleep(0.0)
 
-    async def _begin(self, direction: str, key: str) -> str:
+    async def _begin(self, direction: str, key: str, *, notes: bool = True) -> str:
         """Wait for the server, and raise what it says if that is an error."""
         weather, rng = self._bucket.weather, self._bucket.rng
         fate = weather.fate(direction, rng)
@@ -386,8 +392,9 @@ class Connection:
             fate = "unavailable"  # a defect would end the keeper, and not one job alone
         await self._sleep(HANG_S if fate == "hang" else weather.latency(rng))
         error = _ERRORS.get(fate)
-        if error is not None:
+        if error is not None and notes:
             self.answers[key].append("denied" if fate == "denied" else "error")
+        if error is not None:
             raise error(f"the bucket is {fate}")
         return fate
 

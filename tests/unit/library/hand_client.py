@@ -29,6 +29,9 @@ class HandClient:
     def upload(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None) -> None:
         self.sent[job_id] = (JobKind.UPLOAD, key, offset, item)
 
+    def use(self, job_id: int, key: ChunkKey) -> None:
+        self.sent[job_id] = (JobKind.USE, key, -1, None)
+
     def cancel(self, job_id: int) -> None:
         self.end(job_id, Outcome.CANCELLED)
 

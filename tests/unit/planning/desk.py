@@ -13,6 +13,7 @@ from s3kv.messages import (
     StepPlan,
     StepReport,
     UploadOrder,
+    UseOrder,
 )
 from s3kv.planning.kv import Answer
 from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
@@ -23,7 +24,7 @@ OK, MISSING, FAILED = Outcome.OK, Outcome.MISSING, Outcome.FAILED
 CHUNK = 4
 """Tokens of a chunk, unless a test says otherwise; two blocks of two."""
 
-Order = FetchOrder | SaveOrder | UploadOrder
+Order = FetchOrder | SaveOrder | UploadOrder | UseOrder
 
 
 class Desk:
@@ -80,9 +81,7 @@ class Desk:
     ) -> None:
         """Orders end, on all ranks: a fetch or an upload, or (by `kind`) one half of a save."""
         report = StepReport()
-        for order in (
-            [orders] if isinstance(orders, FetchOrder | SaveOrder | UploadOrder) else orders
-        ):
+        for order in [orders] if isinstance(orders, Order) else orders:
             what = kind or (JobKind.FETCH if isinstance(order, FetchOrder) else JobKind.UPLOAD)
             count = self.setup.world_size if ranks is None else ranks
             report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count))

@@ -68,11 +68,11 @@ class Oracle:
             if len(outcomes) < len(self._ranks) or kind is JobKind.SAVE:
                 continue
             worst = max(self._told.pop((job_id, kind)))
-            if worst.is_success:
+            if worst.is_success and kind is not JobKind.USE:
                 self.in_bucket.add(self._key_of[job_id])
             elif worst is Outcome.INVALID:
                 self.invalid.add(self._key_of[job_id])
-            elif kind is JobKind.FETCH and worst in (Outcome.MISSING, Outcome.CORRUPT):
+            elif kind is not JobKind.UPLOAD and worst in (Outcome.MISSING, Outcome.CORRUPT):
                 self.in_bucket.discard(self._key_of[job_id])
 
     def check_answer(
@@ -113,7 +113,7 @@ class Oracle:
         assert len({job.key for job in jobs}) == len(jobs), "two jobs for one chunk"
         assert len({job.key for job in plan.fetches}) == len(plan.fetches), "fetched twice"
         jobs += plan.fetches
-        self._key_of.update((job.job_id, job.key) for job in jobs)
+        self._key_of.update((job.job_id, job.key) for job in (*jobs, *plan.uses))
 
     def check_limits(self, plan: StepPlan, running: Sequence[Request]) -> None:
         """Every chunk that is saved belongs to a request that lets it be saved. The hashes are

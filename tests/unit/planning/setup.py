@@ -54,6 +54,7 @@ class Setup:
             BucketIndex(capacity=10_000, miss_ttl_s=self.miss_ttl_s),
             Breaker(threshold=3),
             world_size=self.world_size,
+            may_save=self.may_save,
             residency=ResidencyLog(),
         )
         settings = KVPlannerSettings(

@@ -266,7 +266,7 @@ def test_one_identifier_for_two_sizes_is_promised_to_nobody() -> None:
 
 def test_what_the_bucket_has_is_not_saved_again() -> None:
     desk = Desk()
-    desk.planner.on_report(ItemReport(uploaded=[A.key]))
+    desk.planner.on_report(ItemReport(uploaded={A.key: 60.0}), 0.0)
     assert desk.schedule("r", A).saves == ()
     assert len(desk.schedule("r", B).saves) == 1
 
@@ -391,7 +391,7 @@ def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
     desk.answer()
     assert not desk.ensure("r", A, B)
     assert thoughts == 2
-    desk.planner.on_report(ItemReport(encoded_rows=10_000, encode_seconds=0.01))
+    desk.planner.on_report(ItemReport(encoded_rows=10_000, encode_seconds=0.01), 0.0)
     assert not desk.planner.waits("r", desk.now_s), "the encoder has shown to be faster"
     assert thoughts == 3
     assert desk.ensure("r", A, B)
@@ -399,7 +399,7 @@ def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
 
 def test_an_encoder_that_turns_out_fast_is_measured() -> None:
     desk = Desk()
-    desk.planner.on_report(ItemReport(encoded_rows=1000, encode_seconds=0.1))
+    desk.planner.on_report(ItemReport(encoded_rows=1000, encode_seconds=0.1), 0.0)
     desk.planner.pace.fetch.add(nbytes(A), 0.05)
     assert desk.ensure("r", A), "100 rows take 10 ms now"
 

@@ -94,7 +94,7 @@ class Engine:
         self.steps.append(plan.loads)
         saved = [save.key for save in plan.saves if self.draw.random() < 0.8]
         self.desk.bucket.update(saved)
-        self.desk.planner.on_report(ItemReport(uploaded=saved))
+        self.desk.planner.on_report(ItemReport(uploaded=dict.fromkeys(saved, 60.0)), 0.0)
         self.desk.planner.check()
 
     def _overwrite(self, begin: int, end: int) -> None:

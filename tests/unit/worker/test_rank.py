@@ -19,6 +19,7 @@ from s3kv.messages import (
     StepPlan,
     StepReport,
     UploadOrder,
+    UseOrder,
 )
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker.rank import RankWorker
@@ -70,12 +71,16 @@ class Client:
         self.waits: list[float] = []
 
         self.uploads: list[tuple[Any, ...]] = []
+        self.uses: list[tuple[Any, ...]] = []
 
     def fetch(self, *order: Any) -> None:
         """Ends when a test says so."""
 
     def upload(self, *order: Any) -> None:
         self.uploads.append(order)
+
+    def use(self, *order: Any) -> None:
+        self.uses.append(order)
 
     def flush(self) -> None:
         """Nothing is sent."""
@@ -115,6 +120,36 @@ class Rig:
         self.rank.poll()
         report = self.rank.take_report() or StepReport()
         return {(end.job_id, end.kind, end.outcome) for end in report.ends.values()}
+
+
+def test_uses_are_asked_about_and_move_nothing() -> None:
+    rig = Rig()
+    rig.rank.begin(StepPlan(uses=(UseOrder(7, KEY), UseOrder(8, KEY))))
+    assert rig.client.uses == [(7, KEY), (8, KEY)]
+    assert not rig.rank.is_quiet
+    rig.client.ends = [
+        JobEnd(7, JobKind.USE, Outcome.EXISTS, seconds=0.1, fresh_s=50.0),
+        JobEnd(8, JobKind.USE, Outcome.MISSING),
+    ]
+    rig.rank.poll()
+    report = rig.rank.take_report()
+    assert report is not None
+    assert report.ends[7, JobKind.USE].fresh_s == 50.0
+    assert report.ends[8, JobKind.USE].outcome is Outcome.MISSING
+    assert rig.rank.take_seconds() == {}
+    assert rig.rank.is_quiet
+
+
+def test_of_ranks_that_hold_the_same_one_asks() -> None:
+    rig = Rig(uploads=False)
+    rig.rank.begin(StepPlan(uses=(UseOrder(7, KEY),)))
+    assert rig.client.uses == []
+    report = rig.rank.take_report()
+    assert report is not None
+    other = StepReport()
+    other.add(JobEnd(7, JobKind.USE, Outcome.MISSING, fresh_s=0.0))
+    report.merge(other)
+    assert report.ends[7, JobKind.USE].outcome is Outcome.MISSING
 
 
 def test_loads_and_saves_are_timed_and_weighed() -> None:

@@ -1,0 +1,59 @@
+"""Job of the ledger: work of all ranks on one key, from its order to the last rank's report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from s3kv.host.table import Entry
+from s3kv.messages import JobEnd, JobKind
+from s3kv.types import ChunkKey, Outcome
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job under way. `reports_left`: reports still to come, by kind of end."""
+
+    job_id: int
+    key: ChunkKey
+    entry: Entry | None
+    """Entry that the job fills or reads; None for a fetch to a place outside the table, and once a
+    fetch has ended beside which its key was saved."""
+    reports_left: dict[JobKind, int]
+    nbytes: int | None = None
+    """Bytes that have arrived, for a fetch of unknown length; otherwise None."""
+    block_ids: tuple[int, ...] = ()
+    attempt: int = 0
+    sequence: int = 0
+    """Number of this fetch, in the order in which fetches were ordered, from 1."""
+    began_with: int = 0
+    """Fetches under way when this one was ordered, including it."""
+    fresh_s: float = math.inf
+    """The shortest `JobEnd.fresh_s` of any rank."""
+    seconds: float = 0.0
+    """Longest time that any rank worked on it, without the wait for its turn."""
+    outcomes: dict[JobKind, Outcome] = field(default_factory=dict)
+    waiters: list[Any] = field(default_factory=list)
+    """Waiters that joined the fetch, handed back with its end. Opaque to the ledger."""
+    about: Any = None
+    """The caller's note. Opaque to the ledger."""
+    is_computed: bool = False
+    """The key of this fetch was computed meanwhile, and not saved, because the bucket was believed
+    to hold it."""
+
+    @property
+    def is_fetch(self) -> bool:
+        return JobKind.FETCH in self.outcomes or JobKind.FETCH in self.reports_left
+
+    def take(self, end: JobEnd) -> bool:
+        """Take in its end on some ranks. Returns whether all ranks have reported this kind."""
+        left = self.reports_left[end.kind] - end.ranks
+        assert left >= 0, f"job {end.job_id} ended more often than there are ranks"
+        self.reports_left[end.kind] = left
+        self.outcomes[end.kind] = max(self.outcomes.get(end.kind, Outcome.OK), end.outcome)
+        self.seconds = max(self.seconds, end.seconds)
+        self.fresh_s = min(self.fresh_s, end.fresh_s)
+        if self.nbytes is not None:
+            self.nbytes += end.nbytes
+        return left == 0

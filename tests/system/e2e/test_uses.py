@@ -1,0 +1,61 @@
+"""A prefix that the engine serves from its own cache stays in the bucket."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import models
+from lab.s3 import S3Server
+from tests.system.e2e.conftest import START_AND_STOP_S, Serve, changed
+
+PROMPT = models.prompts(1, 400)[0]
+CHUNKS = 3
+STEPS = 2_000
+"""Requests, at most: many times as many as any store needs to refresh a chunk or take one."""
+
+
+def written(s3: S3Server, bucket: str) -> dict[str, datetime]:
+    """When each chunk was last written."""
+    listed = s3.client().list_objects_v2(Bucket=bucket).get("Contents", ())
+    return {
+        one["Key"]: one["LastModified"] for one in listed if one["Key"].endswith(".safetensors")
+    }
+
+
+@pytest.mark.timeout(START_AND_STOP_S)
+def test_a_prefix_in_the_engines_own_cache_is_refreshed_and_comes_back(
+    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], serve: Serve
+) -> None:
+    with serve(tiny, changed(patient, refresh_after_s=1.0)) as engine:
+        first = engine.generate([PROMPT])
+        answers = first
+        for _ in range(STEPS):
+            answers = engine.generate([PROMPT])
+            if len(written(s3, bucket)) == CHUNKS:
+                break
+        before = written(s3, bucket)
+        assert len(before) == CHUNKS
+        for _ in range(STEPS):
+            answers = engine.generate([PROMPT])
+            now = written(s3, bucket)
+            if all(now[key] > before[key] for key in before):
+                break
+        else:
+            raise AssertionError("the engine uses chunks that are never refreshed")
+        assert answers[0].cached_tokens == CHUNKS * 128
+        for key in before:
+            s3.client().delete_object(Bucket=bucket, Key=key)
+        for _ in range(STEPS):
+            answers = engine.generate([PROMPT])
+            if written(s3, bucket).keys() == before.keys():
+                break
+        else:
+            raise AssertionError("the engine uses chunks that never come back")
+        assert answers[0].tokens == first[0].tokens
+        counted = engine.metrics()
+        assert counted["vllm:s3kv_fetch_ok_total"] == 0, "all was served from above the bucket"
+        assert counted["vllm:s3kv_uploads_again_total"] >= 1

@@ -1,0 +1,118 @@
+"""A block in use stays in the bucket, wherever it is served from, over a real I/O process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.library.tiered_store import TieredStore
+from s3kv.types import Location
+from tests.servers import BUCKET, KEYS, boto_client
+from tests.unit.library.stores import NAMESPACE, SHAPES, block, hash_of, room
+
+KEY = hash_of(1)
+AFTER_S = 1.0
+"""The shortest that a store tells: S3 has whole seconds."""
+
+
+class Objects:
+    """The bucket's objects, seen from outside."""
+
+    def __init__(self, config: Config) -> None:
+        self._client = boto_client(str(config.endpoint_url), KEYS)
+        self._prefix = config.prefix
+
+    def written(self) -> list[Any]:
+        """When each block was last written."""
+        listed = self._client.list_objects_v2(Bucket=BUCKET, Prefix=self._prefix)
+        found = [one for one in listed.get("Contents", ()) if one["Key"].endswith(".safetensors")]
+        return [one["LastModified"] for one in found]
+
+    def delete(self) -> None:
+        """What a lifecycle rule does, or a keeper, or `s3kv gc`."""
+        for one in self._client.list_objects_v2(Bucket=BUCKET, Prefix=self._prefix)["Contents"]:
+            if one["Key"].endswith(".safetensors"):
+                self._client.delete_object(Bucket=BUCKET, Key=one["Key"])
+
+
+@pytest.fixture
+async def store(config: Config) -> AsyncIterator[TieredStore]:
+    """With one block, in all tiers."""
+    config = dataclasses.replace(config, refresh_after_s=AFTER_S)
+    async with TieredStore.open(
+        config, shapes=SHAPES, namespace=NAMESPACE, device_blocks=2
+    ) as store:
+        assert await store.put(KEY, block(1))
+        assert (await store.flush()).blocks == ()
+        assert store.where(KEY) == Location(device=True, host=True, bucket=True)
+        yield store
+
+
+async def from_the_device(store: TieredStore) -> None:
+    number = await store.acquire(KEY)
+    assert number is not None
+    store.release(number)
+
+
+async def from_host_memory(store: TieredStore) -> None:
+    # Everything else of the pool is in use, so the block is not in the pool.
+    held = [number for number in (store.allocate(), store.allocate()) if number is not None]
+    assert not store.where(KEY).device
+    assert await store.get(KEY, room())
+    for number in held:
+        store.release(number)
+
+
+async def put_again(store: TieredStore) -> None:
+    assert await store.put(KEY, block(1))
+
+
+USES = pytest.mark.parametrize("use", [from_the_device, from_host_memory, put_again])
+Use = Callable[[TieredStore], Awaitable[None]]
+
+
+async def use_until(store: TieredStore, use: Use, holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await use(store)
+            await asyncio.sleep(0.05)
+
+
+@USES
+async def test_it_is_refreshed(store: TieredStore, config: Config, use: Use) -> None:
+    objects = Objects(config)
+    first = objects.written()
+    await use_until(store, use, lambda: objects.written() > first)
+
+
+@USES
+async def test_it_is_uploaded_again_after_it_was_deleted(
+    store: TieredStore, config: Config, use: Use
+) -> None:
+    objects = Objects(config)
+    objects.delete()
+    assert objects.written() == []
+    await use_until(store, use, lambda: objects.written() != [])
+    assert (await store.flush()).blocks == ()
+    assert store.where(KEY).bucket is True
+
+
+async def test_what_may_have_been_deleted_is_not_said_to_be_in_the_bucket(
+    store: TieredStore, config: Config
+) -> None:
+    """Unless the bucket says so: a put asks, and a flush waits for the answer."""
+    objects = Objects(config)
+    objects.delete()
+    async with asyncio.timeout(60):
+        while store.where(KEY).bucket:  # noqa: ASYNC110 nothing announces it
+            await asyncio.sleep(0.05)
+    assert store.where(KEY).bucket is None
+    assert await store.put(KEY, block(1))
+    assert (await store.flush()).blocks == ()
+    assert len(objects.written()) == 1
+    assert store.where(KEY).bucket is True
