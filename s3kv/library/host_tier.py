@@ -325,7 +325,7 @@ class BlockTier(HostTier):
 
     def __init__(self, slots: Slots, tier: Tier) -> None:
         room = EqualSlots(slots.count, slots.slot_bytes)
-        super().__init__(Table(room, tier.hello.config.eviction), tier, index_size=2_000_000)
+        super().__init__(Table(room), tier, index_size=2_000_000)
         self.slot_bytes = slots.slot_bytes
         (self.chunk,) = slots.formats.values()
 

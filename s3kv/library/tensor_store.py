@@ -144,4 +144,4 @@ def _divided(config: Config, rows: TensorRows) -> tuple[Table, list[Span]]:
     table_bytes = (rows.host_bytes // PAGE_BYTES - count * berth_pages) * PAGE_BYTES
     offsets = (table_bytes + n * berth_bytes for n in range(count))
     berths = [Span(offset, config.max_item_bytes) for offset in offsets]
-    return Table(Extents.of(table_bytes), config.eviction), berths
+    return Table(Extents.of(table_bytes)), berths

@@ -34,7 +34,7 @@ async def made() -> AsyncIterator[tuple[TensorTier, HandClient]]:
     begin = TABLE_PAGES * PAGE_BYTES
     tier = tier_of(client, begin + BERTHS * BERTH_BYTES, max_item_bytes=BERTH_BYTES)
     berths = [Span(begin + n * BERTH_BYTES, BERTH_BYTES) for n in range(BERTHS)]
-    tensors = TensorTier(ROWS, Table(Extents(TABLE_PAGES), "lru"), berths, tier)
+    tensors = TensorTier(ROWS, Table(Extents(TABLE_PAGES)), berths, tier)
     yield tensors, client
     await tensors.close(0.0)
     assert sorted(tensors._berths) == berths, "every berth is free again"
