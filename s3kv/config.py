@@ -203,7 +203,7 @@ class Config:
     connector only."""
     max_item_bytes: Annotated[Bytes, Meta(ge=2**16, le=2**28)] = 64 * 2**20
     """Largest encoder output that is saved or fetched; give it the same value on all instances. EC
-    connector, and the library's tensors by content hash."""
+    connector only."""
     staging_bytes: Mebibytes = 256 * 2**20
     """Host memory for encoder outputs on their way to the bucket, in one worker. An output that
     finds no room is not saved. EC connector only."""

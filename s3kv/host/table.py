@@ -1,8 +1,7 @@
 """Table of what host memory holds: who has which place, and what may be done with it.
 
 Bookkeeping only: no bytes, no I/O, no clock. Chunks of the KV cache, encoder outputs and the
-library's blocks and tensors follow the same protocol; only the room they lie in differs
-(`host.room`).
+library's blocks follow the same protocol; only the room they lie in differs (`host.room`).
 """
 
 from __future__ import annotations

@@ -301,7 +301,6 @@ class ECPlanner:
 
     def _item_fetch(self, order: FetchOrder) -> ItemFetch:
         job = self.ledger.fetch_job(order.key)
-        assert job.entry is not None
         shape = ItemShape(job.about.rows, job.entry.nbytes)
         return ItemFetch(order.job_id, order.key, job.entry.offset, shape)
 
@@ -315,7 +314,6 @@ class ECPlanner:
         self._news += 1
         job = self.ledger.on_end(end, now_s)
         assert job is not None, "nobody else reports it"
-        assert job.entry is not None
         self._late.discard(job.job_id)
         if end.outcome.is_success:
             self._sizes.arrived(job.about, end.nbytes)

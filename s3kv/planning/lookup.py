@@ -315,7 +315,7 @@ class Lookup:
             self.asked = min(self.asked, position)
         elif not outcome.is_success:
             self.end = position if self.end is None else min(self.end, position)
-        elif self.state is _OPEN and job.entry is not None:
+        elif self.state is _OPEN:
             self._lease_early(position, job.entry)
             self.fetched.add(position)
             self.window *= 2
