@@ -1,6 +1,6 @@
 """A simulated run as the /metrics of a server, for `s3kv cost`.
 
-`python -m benchmarks.counters RESULT [--policy lru] [--host-gib 32] > counters.txt` takes a run of
+`python -m benchmarks.counters RESULT [--host-gib 32] > counters.txt` takes a run of
 what `python -m benchmarks.trace --json RESULT` has written.
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deadline import ends
+from benchmarks.simulation.fleet import OURS
 
 GIB = 2**30
 
@@ -23,26 +24,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("result", type=Path, help="what benchmarks.trace --json has written")
-    parser.add_argument("--policy", help="the run to take, by eviction policy")
     parser.add_argument("--host-gib", type=float, help="the run to take, by host memory")
     options = parser.parse_args(arguments)
     try:
-        print(exposition(chosen(options.result, options.policy, options.host_gib)), end="")
+        print(exposition(chosen(options.result, options.host_gib)), end="")
     except ValueError as error:
         parser.error(str(error))
 
 
-def chosen(result: Path, policy: str | None, host_gib: float | None) -> dict[str, Any]:
-    """The one run with this policy and host memory. Raises `ValueError` if there is not one."""
+def chosen(result: Path, host_gib: float | None) -> dict[str, Any]:
+    """The one run of s3kv with this host memory. Raises `ValueError` if there is not one."""
     found: list[dict[str, Any]] = json.loads(result.read_text())["runs"]
-    runs = [run for run in found if run["host_gib"]]
-    fitting = [run for run in runs if policy in (None, run["policy"])]
-    fitting = [run for run in fitting if host_gib in (None, run["host_gib"])]
+    runs = [run for run in found if run["policy"] == OURS]
+    fitting = [run for run in runs if host_gib in (None, run["host_gib"])]
     if len(fitting) != 1:
-        known = ", ".join(f"{run['policy']} {run['host_gib']:g}" for run in runs)
+        known = ", ".join(f"{run['host_gib']:g}" for run in runs)
         raise ValueError(
-            f"--policy and --host-gib name {len(fitting)} runs of {result}: "
-            f"allowed is one of {known}"
+            f"--host-gib names {len(fitting)} runs of {result}: allowed is one of {known}"
         )
     return fitting[0]
 

@@ -37,7 +37,7 @@ from typing import Any
 from benchmarks.deadline import QUICK_REQUESTS, ends, say
 from benchmarks.rig import publish
 from benchmarks.shaped import SIGMA
-from benchmarks.simulation.fleet import Setup, run
+from benchmarks.simulation.fleet import OURS, Setup, run
 from benchmarks.simulation.wire import Link, Network, Timeline
 from benchmarks.simulation.workload import identity, load
 from s3kv.config import Config
@@ -358,7 +358,7 @@ def fleet(path: Path, requests: int | None) -> dict[str, Any]:
     setup = Setup(first_byte_ms=1e3 * NETWORK.first_byte_s, first_byte_sigma=SIGMA)
     runs = {"as it is": setup, "loads in no time": replace(setup, load_gb_per_s=NO_TIME)}
     with ProcessPoolExecutor() as pool:
-        found = pool.map(partial(run, arrived, policy="lru"), runs.values())
+        found = pool.map(partial(run, arrived, policy=OURS), runs.values())
     told = ("ttft_ms", "wait_ms", "percent")
     rows = {name: {key: one[key] for key in told} for name, one in zip(runs, found, strict=True)}
     return {"trace": identity(path, len(arrived)), "host_gib": setup.host_gib, "runs": rows}

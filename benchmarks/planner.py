@@ -51,7 +51,7 @@ GOALS = {
 
 def make_planner() -> KVPlanner:
     ledger = Ledger(
-        Table(EqualSlots(SLOTS), "lru"),
+        Table(EqualSlots(SLOTS)),
         BucketIndex(capacity=2_000_000, miss_ttl_s=20.0),
         Breaker(threshold=5),
         world_size=1,

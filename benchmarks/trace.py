@@ -1,7 +1,7 @@
 """A production trace against s3kv's planner, in simulated time: `python -m benchmarks.trace --trace
-PATH [--host-gib 8 32 128] [--policies lru sieve] [--json FILE]`.
+PATH [--host-gib 8 32 128] [--json FILE]`.
 
-The planner, its table and policies, and the I/O process's queue are the real ones; engines,
+The planner, its table, and the I/O process's queue are the real ones; engines,
 network and bucket are models (`benchmarks/simulation/`). The trace is in Mooncake's form, one JSON
 object per line: timestamp (ms), input_length, output_length, hash_ids (one id per 512 tokens).
 
@@ -33,15 +33,12 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from benchmarks.deadline import QUICK_REQUESTS, ends, say
 from benchmarks.origin import code, commit
-from benchmarks.simulation.fleet import BASELINES, Setup, run
+from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
 from benchmarks.simulation.workload import command, identity, load
-from s3kv.config import Eviction
-
-POLICIES: tuple[str, ...] = get_args(Eviction)
 
 GRID = ("host_gib", "bucket_gib", "save")
 """Options that may have several values: every combination is a run."""
@@ -91,19 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for values in product(*(getattr(options, name) for name in GRID))
     ]
     wanted = [(setup, name) for name in BASELINES] + [
-        (dataclasses.replace(setup, **place), policy)
-        for place in places
-        for policy in options.policies
+        (dataclasses.replace(setup, **place), OURS) for place in places
     ]
     with ProcessPoolExecutor(options.jobs) as pool:
         results = pool.map(partial(run, arrivals), *zip(*wanted, strict=True))
         runs = [next(results) for _ in BASELINES]
         for place in places:
-            ours = [next(results) for _ in options.policies]
+            ours = next(results)
             title = ", ".join(f"{name} {_told(value)}" for name, value in place.items())
             say(title)
-            print("\n".join(table(title, [*runs[: len(BASELINES)], *ours])), flush=True)
-            runs += ours
+            print("\n".join(table(title, [*runs[: len(BASELINES)], ours])), flush=True)
+            runs.append(ours)
     found = list(verdicts(runs))
     for verdict in found:
         print(f"\n{told(verdict)}")
@@ -129,7 +124,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, required=True, help="a file in Mooncake's form")
     parser.add_argument("--limit", type=int, help="only that many requests, from the start")
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK_REQUESTS} of them")
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a process each")
     parser.add_argument("--json", type=Path, help="write everything there")
     for field in dataclasses.fields(Setup):
@@ -146,16 +140,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def verdicts(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each host memory and policy, what the budget and the rule of `Setup`'s defaults net, as a
+    """For each host memory, what the budget and the rule of `Setup`'s defaults net, as a
     share of the most that any budget and rule net, and their hits in the bucket as a share of those
     without a budget. Nothing where the grid has not all of these.
     """
     default = Setup()
-    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    groups: dict[float, list[dict[str, Any]]] = {}
     for run_ in runs:
         if run_["policy"] not in BASELINES:
-            groups.setdefault((run_["host_gib"], run_["policy"]), []).append(run_)
-    for (host_gib, policy), members in groups.items():
+            groups.setdefault(run_["host_gib"], []).append(run_)
+    for host_gib, members in groups.items():
         places = {(member["bucket_gib"], member["save"]): member for member in members}
         ours = places.get((default.bucket_gib, default.save))
         unbound = places.pop((0, default.save), None)
@@ -167,7 +161,6 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         hits, all_hits = (one["tokens"]["bucket"] for one in (ours, unbound))
         yield {
             "host_gib": host_gib,
-            "policy": policy,
             "bucket_gib": default.bucket_gib,
             "save": default.save,
             "net": net,
@@ -181,7 +174,7 @@ def told(verdict: dict[str, Any]) -> str:
     """A verdict in words."""
     best = verdict["best"]
     return (
-        f"host_gib {verdict['host_gib']:g}, {verdict['policy']}: bucket_gib "
+        f"host_gib {verdict['host_gib']:g}: bucket_gib "
         f"{verdict['bucket_gib']:g}, save {verdict['save']} nets ${verdict['net']:,.2f} a month, "
         f"{verdict['net_of_best']} of the best (bucket_gib {best['bucket_gib']:g}, save "
         f"{best['save']}: ${best['net']:,.2f}), with {verdict['hits_of_unbound']} of the hits of a "

@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from s3kv.config import Config
-    from s3kv.library.tensor_store import TensorRows, TensorStore
     from s3kv.library.tiered_store import TieredStore
-    from s3kv.types import Location, Unflushed
+    from s3kv.types import Location
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Config", "Location", "TensorRows", "TensorStore", "TieredStore", "Unflushed"]
+__all__ = ["Config", "Location", "TieredStore"]
 
 _MODULES = {
     "Config": "s3kv.config",
     "Location": "s3kv.types",
-    "TensorRows": "s3kv.library.tensor_store",
-    "TensorStore": "s3kv.library.tensor_store",
     "TieredStore": "s3kv.library.tiered_store",
-    "Unflushed": "s3kv.types",
 }
 
 _BROUGHT_BY_VLLM = ("numpy", "torch")

@@ -26,7 +26,11 @@ from s3kv.prices import PriceRow
 SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
 """The environment variable that holds the secret of `integrity` if no file does."""
 _SECRET_MIN_BYTES = 16
-_RENAMED = {"trust_client_uuid": "trust_media_names"}
+REMOVED = {
+    "eviction": "host memory is evicted by LRU (docs/decisions/0003-default-eviction-policy.md)",
+    "trust_client_uuid": "it is called 'trust_media_names' now, and both connectors have it",
+}
+"""Settings of earlier versions, and what holds instead."""
 
 _BYTES = {"allowed": "a number of bytes, or text with a unit such as '4GiB'"}
 _UNIT_BYTES = {
@@ -40,7 +44,6 @@ Seconds = Annotated[float, Meta(ge=0.0)]
 Speed = Annotated[float, Meta(ge=1.0)]
 Bytes = Annotated[int, Meta(extra=_BYTES)]
 Mebibytes = Annotated[Bytes, Meta(ge=2**20)]
-Eviction = Literal["lru", "sieve"]
 Bucket = Annotated[
     str,
     # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; other servers
@@ -180,8 +183,6 @@ class Config:
     """Ask Linux for huge pages for host memory, which are allocated and copied faster. Linux gives
     them if shmem_enabled in /sys/kernel/mm/transparent_hugepage is advise; otherwise the pages are
     ordinary ones."""
-    eviction: Eviction = "lru"
-    """Policy that chooses the chunk to evict from host memory."""
 
     max_wait_ms: NotNegative = 10_000
     """Longest wait of a request for the bucket."""
@@ -203,7 +204,7 @@ class Config:
     connector only."""
     max_item_bytes: Annotated[Bytes, Meta(ge=2**16, le=2**28)] = 64 * 2**20
     """Largest encoder output that is saved or fetched; give it the same value on all instances. EC
-    connector, and the library's tensors by content hash."""
+    connector only."""
     staging_bytes: Mebibytes = 256 * 2**20
     """Host memory for encoder outputs on their way to the bucket, in one worker. An output that
     finds no room is not saved. EC connector only."""
@@ -270,11 +271,8 @@ class Config:
         source: their name in messages.
         """
         for name in raw:
-            if name in _RENAMED:
-                raise ConfigError(
-                    f"unknown setting {name!r} in {source}: it is called {_RENAMED[name]!r} now, "
-                    "and both connectors have it"
-                )
+            if name in REMOVED:
+                raise ConfigError(f"{name} in {source} was removed: {REMOVED[name]}")
             if name not in _ANNOTATIONS:
                 near = difflib.get_close_matches(str(name), _ANNOTATIONS, n=1)
                 advice = (

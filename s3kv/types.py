@@ -73,17 +73,6 @@ class Location:
     bucket: bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class Unflushed:
-    """The hashes of what was put and is not in the bucket. False when there are none."""
-
-    blocks: tuple[bytes, ...]
-    tensors: tuple[bytes, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.blocks or self.tensors)
-
-
 class Outcome(enum.IntEnum):
     """The outcome of a job. A larger value is worse, so the outcome over all ranks is the
     maximum.

@@ -72,7 +72,7 @@ ENGINES = (
     Engine("70B, four GPUs", 80 * 2 * 256 * 2, 4, 3_000, 12.0),
     Engine("the same, KV in fp8", 80 * 2 * 256, 4, 3_000, 12.0),
 )
-RUN = ("benchmarks/results/trace-session.json", "--policy", "lru", "--host-gib", "32")
+RUN = ("benchmarks/results/trace-session.json", "--host-gib", "32")
 COMMAND = (
     "cost --metrics counters.txt --over 1h --keep-days 1 --gpu-dollars-per-hour 3 "
     "--prefill-tokens-per-s 8000"
@@ -190,8 +190,8 @@ def table() -> str:
 
 def bill() -> str:
     """What `COMMAND` prints."""
-    file, _, policy, _, host_gib = RUN
-    run = counters.chosen(ROOT / file, policy, float(host_gib))
+    file, _, host_gib = RUN
+    run = counters.chosen(ROOT / file, float(host_gib))
     with tempfile.TemporaryDirectory() as directory:
         written = Path(directory) / "counters.txt"
         written.write_text(counters.exposition(run))

@@ -10,8 +10,7 @@ from itertools import pairwise
 from types import ModuleType
 
 from s3kv import config, errors, types
-from s3kv.device import tensors as device_tensors
-from s3kv.library import base, tensor_store, tiered_store
+from s3kv.library import tiered_store
 
 LINE = 88
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -31,24 +30,12 @@ PUBLIC: tuple[tuple[ModuleType, str, str, tuple[str, ...]], ...] = (
             "allocate",
             "put_block",
             "release",
-            "put_tensor",
-            "get_tensor",
-            "where_tensor",
             "counters",
-            "tensor_counters",
             "flush",
             "close",
         ),
     ),
-    (
-        tensor_store,
-        "TensorStore",
-        "s3kv",
-        ("open", "put", "get", "where", "counters", "flush", "close"),
-    ),
-    (device_tensors, "TensorRows", "s3kv", ()),
     (types, "Location", "s3kv", ()),
-    (types, "Unflushed", "s3kv", ()),
     (config, "Config", "s3kv", ("parse",)),
 )
 """Where a class is written, its name, where users import it from, and which of its methods."""
@@ -69,7 +56,7 @@ def section(module: ModuleType, name: str, imported: str, methods: tuple[str, ..
         lines += ["```python", *fields.values(), "```", ""]
     if name == "Config":
         lines += ["The fields are the settings: [configuration](configuration.md).", ""]
-    found = _functions(_class(base, "Store")) | _functions(node)
+    found = _functions(node)
     for method in methods:
         lines += [f"### {name}.{method}", "", "```python", signature(found[method]), "```", ""]
         taken = found[method].args
@@ -163,7 +150,7 @@ def _errors() -> str:
 
 _BEGIN = """# The library
 
-The same tiers without vLLM, for tensors by hash. Two programs that run:
+The same tiers without vLLM, for blocks by hash. Two programs that run:
 [README](../README.md#without-vllm). Rendered from the docstrings by `scripts/reference.py`. What is
 not here may change in any release.
 """

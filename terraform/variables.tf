@@ -321,7 +321,7 @@ locals {
   setting_names = [
     "addressing_style", "bucket_bytes", "bucket_idle_s", "bucket_min_age_s", "ca_bundle",
     "checksum", "chunk_tokens", "client", "connect_timeout_ms", "drain_timeout_s",
-    "encode_tokens_per_s", "endpoint_url", "eviction", "first_byte_timeout_ms", "hedge_percent",
+    "encode_tokens_per_s", "endpoint_url", "first_byte_timeout_ms", "hedge_percent",
     "host_bytes", "huge_pages", "integrity", "integrity_secret_file", "max_attempts",
     "max_inflight_bytes", "max_inflight_requests", "max_item_bytes", "max_saves_inflight",
     "max_wait_ms", "min_bytes_per_s", "miss_ttl_s", "model_id", "on_corrupt", "on_unavailable",

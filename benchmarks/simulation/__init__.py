@@ -4,7 +4,7 @@
     wire.py       time, the network, the bucket and each engine's I/O process
     gpu.py        the engine's own prefix cache
     engine.py     vLLM's loop, as far as a KV connector sees it
-    belady.py     the best that any eviction policy could have done
+    belady.py     the best that any order of eviction could have done
     expiry.py     a bucket with a budget, swept and refreshed as s3kv does it
     fleet.py      one run of it all, and what came of it
 

@@ -1,4 +1,4 @@
-"""One run: a trace, a fleet, an eviction policy; and what came of it, as plain figures."""
+"""One run: a trace and a fleet, with s3kv or without; and what came of it, as plain figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def option(default: Any, doc: str, choices: tuple[str, ...] = ()) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Everything but the trace and the policy."""
+    """Everything but the trace and the policy: `OURS`, or one of `BASELINES`."""
 
     engines: int = option(8, "engines that share the bucket, one worker each")
     routing: str = option(
@@ -101,6 +101,8 @@ class Setup:
         )
 
 
+OURS = "lru"
+"""Run with s3kv, named after its eviction policy: recorded results also have others."""
 BASELINES = ("no cache", "device only")
 """Runs without s3kv: with no prefix cache at all, and with the engine's own."""
 
@@ -112,7 +114,7 @@ _MONTH_S = 365 / 12 * 86_400
 
 
 def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any]:
-    """Figures of one run, the same for the same arguments. `policy` may be one of `BASELINES`."""
+    """Figures of one run, the same for the same arguments. policy: `OURS` or a baseline."""
     longest = max(a.prompt_tokens + a.output_tokens for a in arrivals)
     if longest > setup.pages * CHUNK_TOKENS:
         raise ValueError(f"gpu_gib is {setup.gpu_gib}: a request of {longest} tokens does not fit")
@@ -173,7 +175,7 @@ def make_planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
     """As `s3kv.connectors.kv_scheduler` makes it, with the defaults of `s3kv.config`."""
     is_on = policy not in BASELINES
     ledger = Ledger(
-        Table(EqualSlots(setup.slots), policy if is_on else "lru"),
+        Table(EqualSlots(setup.slots)),
         BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
         Breaker(threshold=_BREAKER_FAILURES),
         world_size=1,

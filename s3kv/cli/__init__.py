@@ -2,6 +2,5 @@
 `pip install 'vllm-s3kv[cli]'`.
 
 Each command is in the module of its name (`config` in `configure`); `walk` lists a bucket for them,
-`invocation` has the options they share, `show` prints. `floor` is the baseline of `bench`,
-`billing` computes for `cost`.
+`invocation` has the options they share, `show` prints, `billing` computes for `cost`.
 """

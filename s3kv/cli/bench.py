@@ -18,7 +18,6 @@ import click
 
 from s3kv.cli import show
 from s3kv.cli.configure import chunk_tokens
-from s3kv.cli.floor import floor_s
 from s3kv.cli.invocation import (
     EPILOG,
     OwnObjects,
@@ -33,8 +32,6 @@ from s3kv.errors import StoreError
 from s3kv.objects.listing import in_lanes, in_turn
 from s3kv.objects.store import BulkStore, ObjectStore
 
-Floor = Callable[[Sequence[str], int, int], Awaitable[float | None]]
-"""Seconds for that many GETs of these keys, each of that many bytes; None if not measurable."""
 _SMALL_REQUESTS = 32
 _CLEANING_TIMEOUT_S = 30.0
 
@@ -59,27 +56,23 @@ class Speed:
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """Results of a measurement. object_bytes: length of each object. at_once: requests at once.
-    small_get: GETs of 1 KiB one after another. floor_s: seconds that plain sockets took for the
-    same GETs; None if only AWS's SDK gets through."""
+    small_get: GETs of 1 KiB one after another."""
 
     object_bytes: int
     at_once: int
     put: Speed
     get: Speed
     small_get: Speed
-    floor_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """Expected times for a prompt whose chunks are all in the bucket. known_ms: if the cache knows
-    that they are; unknown_ms: if it asks for a few first. floor_ms: through plain sockets, None if
-    only AWS's SDK gets through. computed_ms: without the cache."""
+    that they are; unknown_ms: if it asks for a few first. computed_ms: without the cache."""
 
     chunks: int
     known_ms: float
     unknown_ms: float
-    floor_ms: float | None
     computed_ms: float
 
 
@@ -104,10 +97,9 @@ def bench(config: Config, bytes_per_token: int, prompt_tokens: int, as_json: boo
     """Measure how long this host takes to read a prompt from this bucket.
 
     Sends as many PUTs, and then as many GETs, of a chunk's size as the prompt has chunks, with as
-    many at once as one worker has (at most max_inflight_bytes). It reads through the client of the
-    cache and, for comparison, through plain sockets. Its objects are under PREFIX/bench/ID and are
-    deleted at the end, also on Ctrl-C. Requests and bytes are billed like any others. The copy to
-    the GPU is not included.
+    many at once as one worker has (at most max_inflight_bytes), through the client of the cache.
+    Its objects are under PREFIX/bench/ID and are deleted at the end, also on Ctrl-C. Requests and
+    bytes are billed like any others. The copy to the GPU is not included.
     """
     object_bytes = bytes_per_token * chunk_tokens(config)
     check_object_size("--bytes-per-token", object_bytes)
@@ -127,7 +119,6 @@ async def _measure(config: Config, object_bytes: int, chunks: int, store: BulkSt
             f"{config.prefix}/bench/{uuid4().hex}",
             object_bytes,
             config.fetches_at_once(object_bytes),
-            floor=partial(floor_s, config),
             clock_s=time.perf_counter,
             on_progress=on_progress,
         )
@@ -146,7 +137,6 @@ class Measurement:
     prefix: str
     object_bytes: int
     at_once: int
-    floor: Floor
     clock_s: Callable[[], float]
     on_progress: show.Report
     _own: OwnObjects = field(default_factory=OwnObjects, init=False)
@@ -179,12 +169,11 @@ class Measurement:
         read = await self._timed(
             "GET", lambda lane: self._get(keys[lane], buffers[lane]), requests, at_once, nbytes
         )
-        floor_s = await self.floor(keys, requests, nbytes)
         await put(small_key, few)
         small = await self._timed(
             "small GET", lambda _: self._get(small_key, few), small_requests, 1, len(few)
         )
-        return Speeds(nbytes, at_once, written, read, small, floor_s)
+        return Speeds(nbytes, at_once, written, read, small)
 
     async def _get(self, key: str, buffer: memoryview) -> None:
         info = await self.store.get_into(key, buffer)
@@ -239,7 +228,6 @@ def expect(config: Config, speeds: Speeds, chunks: int, prompt_tokens: int) -> E
         chunks=chunks,
         known_ms=known_ms,
         unknown_ms=known_ms + doublings * speeds.small_get.p50_ms,
-        floor_ms=None if speeds.floor_s is None else speeds.floor_s * 1e3,
         computed_ms=prompt_tokens / config.prefill_tokens_per_s * 1e3,
     )
 
@@ -252,15 +240,11 @@ def _show(config: Config, speeds: Speeds, expected: Expectation, prompt_tokens: 
         _row("GET of 1 KiB, one after another", speeds.small_get)[:-1],
     )
     show.print_table(["", *show.numbers("p50", "p95", "p99", "max", "throughput")], rows)
-    floor = ""
-    if expected.floor_ms is not None:
-        floor = f"  {expected.floor_ms:,.0f} ms through plain sockets, for comparison\n"
     click.echo(
         f"A prompt of {count(prompt_tokens, 'token')}, {count(expected.chunks, 'chunk')}, is in "
         "host memory after\n"
         f"  {expected.known_ms:,.0f} ms when the cache knows that the bucket has it\n"
         f"  {expected.unknown_ms:,.0f} ms when it has to find out\n"
-        f"{floor}"
         f"  {expected.computed_ms:,.0f} ms computed instead, at prefill_tokens_per_s "
         f"{config.prefill_tokens_per_s:,.0f} (--set)"
     )

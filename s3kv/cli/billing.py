@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from s3kv.errors import ConfigError
@@ -143,3 +144,11 @@ def savings(
     bucket, host = traffic.tokens_bucket / months, traffic.tokens_host / months
     hours = (bucket + host) / prefill_tokens_per_s / 3600
     return Savings(bucket, host, hours, hours * dollars_per_hour)
+
+
+def paid_bytes(parts: Sequence[Part], spared: float) -> float | None:
+    """Largest size of a bucket at which the computing that it spares, in dollars a month, pays for
+    it; None if storage is free. parts: its bill."""
+    storage = next(part for part in parts if part.name == "storage")
+    others = sum(part.dollars for part in parts) - storage.dollars
+    return max(0.0, spared - others) / storage.price * GIB if storage.price else None

@@ -1,4 +1,4 @@
-"""`s3kv config`: the options for vLLM, the JSON of both connectors, for a shell or a container."""
+"""`s3kv config`: the options for vLLM, the JSON of both connectors, for a shell."""
 
 from __future__ import annotations
 
@@ -34,23 +34,13 @@ _BLOCK_TOKENS = 16
     help="The instance writes to the bucket (producer), reads from it (consumer), or does both.",
 )
 @click.option(
-    "--format",
-    "form",
-    type=click.Choice(["shell", "kubernetes"]),
-    default="shell",
-    show_default=True,
-    help="Print arguments for a shell, or YAML for a Kubernetes container.",
-)
-@click.option(
     "--bytes-per-token",
     type=size_above_0,
     metavar="SIZE",
     help="KV bytes of a token on one worker, to say how many tokens host_bytes holds.",
 )
 @with_settings
-def configure(
-    config: Config, as_json: bool, role: Role, form: str, bytes_per_token: int | None
-) -> None:
+def configure(config: Config, as_json: bool, role: Role, bytes_per_token: int | None) -> None:
     """Print the arguments for vLLM: --kv-transfer-config and --ec-transfer-config.
 
     The first is for every model, the second for multi-modal ones, beside the first or alone. The
@@ -63,8 +53,7 @@ def configure(
         named = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
         print_json(named | {"host_memory": held})
         return
-    render = as_kubernetes if form == "kubernetes" else as_arguments
-    click.echo(render(options, [] if held is None else _explain(held)))
+    click.echo(as_arguments(options, [] if held is None else _explain(held)))
 
 
 def connectors(config: Config, role: Role) -> Options:
@@ -80,16 +69,6 @@ def as_arguments(options: Options, comments: Sequence[str]) -> str:
     """One line for each option, quoted for a shell. Comments go before them."""
     lines = [f"# {comment}" for comment in comments]
     lines += [f"{name} {shlex.quote(_compact(value))}" for name, value in options.items()]
-    return "\n".join(lines)
-
-
-def as_kubernetes(options: Options, comments: Sequence[str]) -> str:
-    """YAML: the `args` of a container whose image runs `vllm serve`."""
-    lines = [*(f"# {comment}" for comment in comments), "args:"]
-    for name, value in options.items():
-        # Kubernetes replaces $(NAME) in arguments; $$( stands for the bare characters.
-        text = _compact(value).replace("$(", "$$(").replace("'", "''")
-        lines += [f"  - {name}", f"  - '{text}'"]
     return "\n".join(lines)
 
 

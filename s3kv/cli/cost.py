@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -16,9 +15,8 @@ import click
 from rich.table import Column
 
 from s3kv import prices
-from s3kv.cli import billing, budgets, show
+from s3kv.cli import billing, show
 from s3kv.cli.billing import BilledTraffic, Part, Savings
-from s3kv.cli.budgets import BudgetMonth
 from s3kv.cli.invocation import (
     EXIT_CODES,
     FiniteRange,
@@ -53,20 +51,15 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
     "--metrics",
     "sources",
     multiple=True,
+    required=True,
     metavar="FILE|URL",
     help="The /metrics of a vLLM server; give it once for each server.",
 )
 @click.option(
-    "--simulation",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Instead of --metrics: what `python -m benchmarks.trace --json` wrote, with several "
-    "values of --bucket-gib. Compares these budgets.",
-)
-@click.option(
     "--over",
     type=duration,
-    help="With --metrics: period of the counts (90m, 24h, 7d), since the servers started.",
+    required=True,
+    help="Period of the counts (90m, 24h, 7d), since the servers started.",
 )
 @click.option(
     "--stored", type=size, help="Size of the bucket, as `s3kv ls --summary` prints it (1.5TiB)."
@@ -100,8 +93,7 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
 @json_option
 def cost(
     sources: Sequence[str],
-    simulation: Path | None,
-    over: float | None,
+    over: float,
     stored: int | None,
     keep_days: float,
     table: str,
@@ -113,32 +105,14 @@ def cost(
     """Estimate what the bucket costs in a month, and what the cache saves.
 
     The counts are those of running servers. The estimate takes the whole month to be like the
-    period of the counts. The result ends with the bucket_bytes to set: of simulated budgets the one
-    that nets the most, for running servers the largest that pays.
+    period of the counts. With the price and the speed of an engine, the result ends with the
+    largest bucket_bytes that pays.
     """
     with reporting_errors():
-        if bool(sources) == (simulation is not None):
-            raise ConfigError("give either --metrics or --simulation")
         if (gpu_dollars_per_hour is None) != (prefill_tokens_per_s is None):
             raise ConfigError("--gpu-dollars-per-hour and --prefill-tokens-per-s go together")
         changed = {k.removeprefix("price_"): v for k, v in own_prices.items() if v is not None}
         chosen = dataclasses.replace(prices.TABLE[table], **changed)
-        if simulation is not None:
-            if gpu_dollars_per_hour is None or prefill_tokens_per_s is None:
-                raise ConfigError(
-                    "--simulation needs --gpu-dollars-per-hour and --prefill-tokens-per-s"
-                )
-            found = budgets.months(
-                _decoded(simulation),
-                chosen,
-                keep_days=keep_days,
-                prefill_tokens_per_s=prefill_tokens_per_s,
-                dollars_per_hour=gpu_dollars_per_hour,
-            )
-            print_json(_compared(found)) if as_json else _compare(found)
-            return
-        if over is None:
-            raise ConfigError("--metrics needs --over")
         traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
         held = billing.steady_bytes(traffic, keep_days) if stored is None else stored
         parts = billing.bill(traffic, held, chosen)
@@ -146,64 +120,17 @@ def cost(
         if gpu_dollars_per_hour is not None and prefill_tokens_per_s is not None:
             saved = billing.savings(traffic, prefill_tokens_per_s, gpu_dollars_per_hour)
             by_bucket = saved.dollars * saved.tokens_bucket / max(1.0, saved.tokens)
-            paid = budgets.paid_bytes(parts, by_bucket)
+            paid = billing.paid_bytes(parts, by_bucket)
         document = _document(traffic, parts, saved, paid)
         print_json(document) if as_json else _show(parts, saved, paid)
 
 
-def _decoded(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_read(str(file), "--simulation"))
-    except ValueError as error:
-        raise ConfigError(f"--simulation {str(file)!r} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--simulation {str(file)!r} is no result of benchmarks.trace")
-    return found
-
-
-def _compared(found: Sequence[BudgetMonth]) -> dict[str, Any]:
-    rows = [{**asdict(one), "net": one.net} for one in found]
-    return {"budgets": rows, "best": asdict(budgets.best(found)), "prices_as_of": prices.AS_OF}
-
-
-def _compare(found: Sequence[BudgetMonth]) -> None:
-    most = budgets.most_hits(found)
-    rows = [
-        (
-            _budget(one),
-            show.size(round(one.host_gib * billing.GIB)),
-            one.policy,
-            _percent(one.tokens, most.tokens),
-            *(f"{dollars:,.0f}" for dollars in (one.requests, one.storage, one.spared, one.net)),
-        )
-        for one in found
-    ]
-    titles = ("hits", "requests", "storage", "spared", "net")
-    show.print_table(["bucket_bytes", "host_bytes", "eviction", *show.numbers(*titles)], rows)
-    best = budgets.best(found)
-    if best.net <= 0:
-        click.echo("No budget pays: the bucket costs more than the computing that it spares.")
-        return
-    click.echo(
-        f"Dollars a month. bucket_bytes of {_budget(best)} nets the most, ${best.net:,.0f}, with "
-        f"{_percent(best.tokens, most.tokens)} of the most hits."
-    )
-
-
-def _budget(one: BudgetMonth) -> str:
-    return show.size(round(one.bucket_gib * billing.GIB)) if one.bucket_gib else "none"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
-
-
-def _read(source: str, option: str = "--metrics") -> str:
+def _read(source: str) -> str:
     if not re.match(r"https?://", source):
         try:
             return Path(source).read_text("utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{option} {source!r} cannot be read: {error}") from error
+            raise ConfigError(f"--metrics {source!r} cannot be read: {error}") from error
     try:
         with urllib.request.urlopen(source, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode(errors="replace"))

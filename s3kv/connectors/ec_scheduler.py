@@ -161,7 +161,7 @@ class ECSchedulerSide(Guarded):
             may_save=may_save,
         )
         ledger = Ledger(
-            Table(Extents.of(config.host_bytes if may_load else 0), config.eviction),
+            Table(Extents.of(config.host_bytes if may_load else 0)),
             BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=1,

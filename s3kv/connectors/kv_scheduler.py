@@ -183,7 +183,7 @@ class SchedulerSide(Guarded):
         config = self._config
         room = room_for(slots, slot_bytes, object_bytes)
         ledger = Ledger(
-            Table(room, config.eviction, dict(enumerate(object_bytes))),
+            Table(room, dict(enumerate(object_bytes))),
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=self._world_size,

@@ -1,9 +1,8 @@
-"""Tensor descriptions of a store: the named tensors of a block and their bytes, or rows."""
+"""Tensor descriptions of a store: the named tensors of a block and their bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from operator import index
 
@@ -94,38 +93,6 @@ class BlockTensors:
             views[name] = payload[offset : offset + nbytes].view(dtype).view(shape)
             offset += nbytes
         return views
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRows:
-    """The common shape and dtype of the tensors of a store, and the memory for them.
-
-    shape: of one row; a tensor is [rows, *shape], with at least one row.
-    host_bytes: memory for all of them, up to a quarter of it for those arriving from the bucket.
-    Raises `ValueError` for a dtype that the object format does not have, and for an empty row.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    host_bytes: int = 2**30
-
-    def __post_init__(self) -> None:
-        dtype_name(self.dtype)
-        object.__setattr__(self, "shape", _sizes("a row", self.shape))
-
-    @property
-    def row_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    def check(self, tensor: torch.Tensor) -> None:
-        """Raise `ValueError` unless this is such a tensor."""
-        fits = tensor.ndim == 1 + len(self.shape) and tuple(tensor.shape[1:]) == self.shape
-        if not fits or not len(tensor) or tensor.dtype != self.dtype or tensor.is_meta:
-            sizes = ", ".join(str(n) for n in ("rows", *self.shape))
-            raise ValueError(
-                f"the tensor is {tuple(tensor.shape)} {tensor.dtype}: allowed is [{sizes}] "
-                f"{self.dtype} with 1 row or more, as the store was opened for"
-            )
 
 
 def _sizes(what: str, shape: Iterable[int]) -> tuple[int, ...]:

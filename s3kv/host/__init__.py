@@ -1,1 +1,1 @@
-"""Host memory: the slab, the tables of what it holds, and the eviction policies."""
+"""Host memory: the slab, the tables of what it holds, and their order of eviction."""

@@ -1,8 +1,7 @@
 """Table of what host memory holds: who has which place, and what may be done with it.
 
 Bookkeeping only: no bytes, no I/O, no clock. Chunks of the KV cache, encoder outputs and the
-library's blocks and tensors follow the same protocol; only the room they lie in differs
-(`host.room`).
+library's blocks follow the same protocol; only the room they lie in differs (`host.room`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from s3kv.host.policy import make_policy
+from s3kv.host.lru import LRU
 from s3kv.host.room import Room
 from s3kv.types import ChunkKey, Span
 
@@ -126,7 +125,7 @@ class Table:
     The protocol:
 
     1. `reserve(key, nbytes)` hands out a place that is free, or that is made free by evicting what
-       the policy gives up first. The place is the caller's alone, to be filled.
+       was used least recently. The place is the caller's alone, to be filled.
     2. `commit(entry, dirty=…)` says that it is filled and verified: the entry is resident, and
        all may use it. `abandon(entry)` says instead that filling it failed *and that nothing writes
        to it any more*; the place is free.
@@ -144,16 +143,16 @@ class Table:
     being filled to a new one; the replaced entry keeps its place until it is abandoned. Breaking a
     rule raises `TableError` and changes nothing.
 
-    Used from one thread only. `room` must be empty; the table owns it. eviction: the policy, as the
-    setting has it. nbytes: by group, what `reserve` takes if not told; otherwise it takes one unit.
+    Used from one thread only. `room` must be empty; the table owns it. nbytes: by
+    group, what `reserve` takes if not told; otherwise it takes one unit.
     """
 
-    __slots__ = ("_at", "_evictions", "_groups", "_nbytes", "_pinned", "_policy", "_room", "_units")
+    __slots__ = ("_at", "_evictions", "_groups", "_lru", "_nbytes", "_pinned", "_room", "_units")
 
-    def __init__(self, room: Room, eviction: str, nbytes: Mapping[int, int] | None = None) -> None:
+    def __init__(self, room: Room, nbytes: Mapping[int, int] | None = None) -> None:
         self._room = room
         self._nbytes = dict(nbytes or {})
-        self._policy = make_policy(eviction, room.count)
+        self._lru = LRU()
         # One dict of block hashes per group, not one of ChunkKeys: bytes cache their hash and
         # tuples do not, and the planner looks up bare hashes without wrapping them.
         self._groups: dict[int, dict[bytes, Entry]] = {}
@@ -223,7 +222,7 @@ class Table:
         if nbytes is not None and nbytes != entry.nbytes:
             self._shrink(entry, nbytes)
         self._enter(entry, state)
-        self._policy.inserted(entry.number)
+        self._lru.inserted(entry.number)
 
     def abandon(self, entry: Entry) -> None:
         """Free `entry`: it was not filled, and nothing will write to its place any more."""
@@ -282,11 +281,11 @@ class Table:
     def touch_chain(self, entries: Sequence[Entry]) -> None:
         """Note the use of these resident entries of one prompt, given from head to tail.
 
-        The policy gets them from tail to head, so that a tail is evicted before its head.
+        They count as used from tail to head, so that a tail is evicted before its head.
         """
         for entry in entries:
             self._next(entry, "touch")
-        touched = self._policy.touched
+        touched = self._lru.touched
         for entry in reversed(entries):
             touched(entry.number)
 
@@ -330,8 +329,8 @@ class Table:
         assert pinned == self._pinned, "pinned units by state: miscounted"
         assert all(e.is_resident for e in entries if e.pins), "what is not resident is pinned"
         resident = {entry.number for entry in entries if entry.is_resident}
-        assert len(self._policy) == len(resident), "the policy holds more or less than is resident"
-        assert all(n in self._policy for n in resident), "the policy lacks what is resident"
+        assert len(self._lru) == len(resident), "the queue holds more or less than is resident"
+        assert all(n in self._lru for n in resident), "the queue lacks what is resident"
 
     # ---- inside
 
@@ -373,14 +372,14 @@ class Table:
         # Counted rather than searched: with a slab full of dirty entries every save comes here.
         if units > self._room.largest or self._units[_CLEAN] == self._pinned[_CLEAN]:
             return ()
-        first = self._policy.evict(self._evictable(units))
+        first = self._lru.evict(self._evictable(units))
         if first is None:
             return ()
         keys = []
         for number in self._room.clearing(first, units):
             victim = self._at[number]
             if number != first:
-                self._policy.removed(number)
+                self._lru.removed(number)
             self._release(victim, TRANSITIONS["evict"][victim.state])
             keys.append(victim.key)
         self._evictions += len(keys)

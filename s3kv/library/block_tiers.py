@@ -21,7 +21,7 @@ from s3kv.errors import CopyError
 from s3kv.host.table import Entry
 from s3kv.library.caller_streams import Beside, CallerStream
 from s3kv.library.device_tier import DeviceBlocks
-from s3kv.library.host_tier import BlockTier
+from s3kv.library.host_tier import HostTier
 from s3kv.library.pump import carried, claimed, in_thread
 from s3kv.messages import SaveOrder
 from s3kv.planning.ledger import ChunkState
@@ -38,7 +38,7 @@ class BlockTiers:
     hot: the device tier; None without one. Closing `host` closes `hot` before the slab.
     """
 
-    def __init__(self, tensors: BlockTensors, host: BlockTier, hot: DeviceBlocks | None) -> None:
+    def __init__(self, tensors: BlockTensors, host: HostTier, hot: DeviceBlocks | None) -> None:
         self.host = host
         self.hot = hot
         self._tensors = tensors

@@ -1,7 +1,6 @@
-"""Host tier: a store's entries in host memory, and the jobs that move them to and from the bucket.
+"""Host tier: a store's blocks in host memory, and the jobs that move them to and from the bucket.
 
-The ledger decides (`planning.ledger`); the caller's asyncio loop drives it through a `Pump`. Blocks
-and tensors use the same calls; `TensorTier` has the differences for tensors.
+The ledger decides (`planning.ledger`); the caller's asyncio loop drives it through a `Pump`.
 """
 
 from __future__ import annotations
@@ -23,31 +22,29 @@ from s3kv.messages import JobEnd, JobKind, SaveOrder
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.ledger import ChunkState, Job, Ledger
-from s3kv.types import ChunkKey, ItemShape, Outcome
+from s3kv.types import ChunkKey, Outcome
 
 logger = logging.getLogger("s3kv")
 
 _BREAKER_FAILURES = 5
+_INDEX_BLOCKS = 2_000_000
+"""Most blocks whose presence in the bucket is remembered."""
 _OWED_MAX = 1_000_000
 """Most hashes recorded for `flush`, about 200 MB. Further ones replace the oldest, which happens if
 the bucket stays unreachable and `flush` is never called."""
 
 
 class HostTier:
-    """The host tier of a store. Call all methods on the thread of the loop that opened it.
-
-    An owner that makes copies uses `pump`, and `watch` to have them polled.
-    table: places in the slab of `tier`. index_size: most keys whose presence in the bucket is
-    remembered.
+    """The host tier of a store, made by `open`. Call all methods on the thread of the loop that
+    opened it. An owner that makes copies uses `pump`, and `watch` to have them polled.
     """
 
-    what = "blocks"
-    """The tier's content, as the log names it."""
-
-    def __init__(self, table: Table, tier: Tier, index_size: int) -> None:
+    def __init__(self, slots: Slots, tier: Tier) -> None:
+        self.slot_bytes = slots.slot_bytes
+        (self.chunk,) = slots.formats.values()
         self.ledger = Ledger(
-            table,
-            BucketIndex(capacity=index_size, miss_ttl_s=tier.hello.config.miss_ttl_s),
+            Table(EqualSlots(slots.count, slots.slot_bytes)),
+            BucketIndex(capacity=_INDEX_BLOCKS, miss_ttl_s=tier.hello.config.miss_ttl_s),
             Breaker(threshold=_BREAKER_FAILURES),
             world_size=1,
         )
@@ -56,6 +53,20 @@ class HostTier:
         self._owed: dict[ChunkKey, None] = {}
         """Hashes that were put and are not in the bucket yet, oldest first."""
         self._poll_copies: Callable[[], bool] = bool
+
+    @classmethod
+    async def open(cls, hello: Hello, node: NodeChoice) -> HostTier:
+        """Open a tier with as many slots as fit into `host_bytes`, and an I/O process that has
+        tried the bucket. node: NUMA node for the memory. Raises `ConfigError` if no slot fits, and
+        a `StoreError` if the bucket cannot be used.
+        """
+        slots = Slots.of(hello)
+        return cls(slots, await opened(hello, slots.nbytes, node))
+
+    def payload(self, slot: int) -> memoryview:
+        """The bytes of the block in a slot, shared with the I/O process."""
+        start = slot * self.slot_bytes + self.chunk.header_bytes
+        return self.slab.view[start : start + self.chunk.payload_bytes]
 
     def watch(self, poll: Callable[[], bool], close: Callable[[], object]) -> None:
         """Call `poll` about every millisecond while it returns True, which means that a copy is
@@ -85,21 +96,16 @@ class HostTier:
     # --- to host memory --------------------------------------------------------------------
 
     async def put_by(
-        self,
-        key: ChunkKey,
-        fill: Callable[[SaveOrder], Awaitable[bool]],
-        nbytes: int | None = None,
-        *,
-        wait: bool = False,
+        self, key: ChunkKey, fill: Callable[[SaveOrder], Awaitable[bool]], *, wait: bool = False
     ) -> bool:
         """Copy `key` to host memory, if it is not there. Returns whether it is there afterwards.
 
         fill: copies it to the place of the order, ends the order with `copied`, and returns whether
-            the copy succeeded. nbytes: length of the object, if it is not that of a slot.
+            the copy succeeded.
         wait: wait for room instead of returning False.
         """
         while not await self._settled(key):
-            order = self.reserve(key, nbytes)
+            order = self.reserve(key)
             if order is not None:
                 kept = await fill(order)
                 if not kept:  # the caller is told here, so `flush` need not report it
@@ -113,11 +119,11 @@ class HostTier:
         self.hit(key)
         return True
 
-    def reserve(self, key: ChunkKey, nbytes: int | None = None) -> SaveOrder | None:
+    def reserve(self, key: ChunkKey) -> SaveOrder | None:
         """Reserve a place until `copied`, for the copy of a key that is not in host memory. None if
         there is no room.
         """
-        if not self.ledger.plan_save(key, (), nbytes):
+        if not self.ledger.plan_save(key, ()):
             return None
         (order,) = self.ledger.take_saves()
         self._owe(key)
@@ -139,7 +145,7 @@ class HostTier:
         try:
             await carried(copying)
         except RuntimeError as error:
-            logger.warning("s3kv: %s were not kept, their copy failed: %s", self.what, error)
+            logger.warning("s3kv: a block was not kept, its copy failed: %s", error)
         finally:
             self.copied(order, succeeded(copying))
         return succeeded(copying)
@@ -194,7 +200,11 @@ class HostTier:
             return self.ledger.fetch_job(key)
         if self.pump.is_closing or self.ledger.refusal(key, time.monotonic()) is not None:
             return None
-        return self._order_fetch(key)
+        job = self.ledger.plan_fetch(key)
+        for order in self.ledger.take_fetches():
+            assert job is not None
+            self.pump.fetch(order.job_id, order.key, job.entry.offset)
+        return job
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -230,30 +240,10 @@ class HostTier:
         """Close as `Pump.close` does. Logs how many entries the bucket lacks."""
         await self.pump.close(drain_timeout_s)
         if self._owed:
-            count = len(self._owed)
             logger.warning(
-                "s3kv: closed with %d %s that the bucket does not have", count, self.what
+                "s3kv: closed with %d blocks that the bucket does not have", len(self._owed)
             )
             self._owed.clear()
-
-    # --- what tensors do differently -------------------------------------------------------
-
-    def _shape(self, entry: Entry) -> ItemShape | None:
-        """The shape to send to the I/O process; None for a chunk."""
-        return None
-
-    def _order_fetch(self, key: ChunkKey) -> Job | None:
-        """Order the fetch of an absent key. None if there is no room."""
-        job = self.ledger.plan_fetch(key)
-        for order in self.ledger.take_fetches():
-            assert job is not None
-            assert job.entry is not None
-            self.pump.fetch(order.job_id, order.key, job.entry.offset)
-        return job
-
-    def _fetched(self, job: Job, end: JobEnd) -> None:
-        """Take in the end of a fetch."""
-        self._arrived(job, job.entry if end.outcome.is_success else None)
 
     # --- inside ----------------------------------------------------------------------------
 
@@ -302,7 +292,7 @@ class HostTier:
     def _upload(self, job_id: int, key: ChunkKey) -> None:
         entry = self.ledger.table.lookup(key)
         assert entry is not None, "a dirty entry cannot leave its place"
-        self.pump.upload(job_id, key, entry.offset, self._shape(entry))
+        self.pump.upload(job_id, key, entry.offset)
 
     def _order_uploads(self) -> None:
         for order in self.ledger.take_uploads(time.monotonic()):
@@ -329,29 +319,5 @@ class HostTier:
         if job is not None and job.key in self.ledger.unsaved:
             self._owe(job.key)
         if job is not None and job.is_fetch:
-            self._fetched(job, end)
+            self._arrived(job, job.entry if end.outcome.is_success else None)
         self.pump.announce()
-
-
-class BlockTier(HostTier):
-    """The host tier of blocks of one size, made by `open`."""
-
-    def __init__(self, slots: Slots, tier: Tier) -> None:
-        room = EqualSlots(slots.count, slots.slot_bytes)
-        super().__init__(Table(room, tier.hello.config.eviction), tier, index_size=2_000_000)
-        self.slot_bytes = slots.slot_bytes
-        (self.chunk,) = slots.formats.values()
-
-    @classmethod
-    async def open(cls, hello: Hello, node: NodeChoice) -> BlockTier:
-        """Open a tier with as many slots as fit into `host_bytes`, and an I/O process that has
-        tried the bucket. node: NUMA node for the memory. Raises `ConfigError` if no slot fits, and
-        a `StoreError` if the bucket cannot be used.
-        """
-        slots = Slots.of(hello)
-        return cls(slots, await opened(hello, slots.nbytes, node))
-
-    def payload(self, slot: int) -> memoryview:
-        """The bytes of the block in a slot, shared with the I/O process."""
-        start = slot * self.slot_bytes + self.chunk.header_bytes
-        return self.slab.view[start : start + self.chunk.payload_bytes]

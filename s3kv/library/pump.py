@@ -24,7 +24,7 @@ from s3kv.host.placement import FIRST_TOUCH, NodeChoice
 from s3kv.io.tier import Tier, open_tier
 from s3kv.io.wire import Hello
 from s3kv.messages import JobEnd
-from s3kv.types import ChunkKey, ItemShape
+from s3kv.types import ChunkKey
 
 logger = logging.getLogger("s3kv")
 
@@ -148,17 +148,15 @@ class Pump:
 
     # --- jobs ------------------------------------------------------------------------------
 
-    def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None) -> None:
+    def fetch(self, job_id: int, key: ChunkKey, offset: int) -> None:
         """Order a fetch as `IoClient.fetch` does, and send it at once."""
         self._fetches.add(job_id)
-        self._client.fetch(job_id, key, offset, item)
+        self._client.fetch(job_id, key, offset)
         self.wake()
 
-    def upload(
-        self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None
-    ) -> None:
+    def upload(self, job_id: int, key: ChunkKey, offset: int) -> None:
         """Order an upload as `IoClient.upload` does, and send it at once."""
-        self._client.upload(job_id, key, offset, item)
+        self._client.upload(job_id, key, offset)
         self.wake()
 
     def use(self, job_id: int, key: ChunkKey) -> None:

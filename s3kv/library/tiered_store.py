@@ -18,14 +18,12 @@ An engine with a paged cache gives the store that cache, and computes on its blo
         store.put_block(block_hash, block)
     store.release(block)
 
-Beside such blocks the store can keep tensors of any number of rows by the hash of their content
-(`tensors`). It uses the slab, I/O process, object format and ledger that the connectors use under
-vLLM, driven by the caller's asyncio loop. All methods are for code that runs in that loop.
+It uses the slab, I/O process, object format and ledger that the connectors use under vLLM, driven
+by the caller's asyncio loop. All methods are for code that runs in that loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from operator import index
@@ -39,20 +37,18 @@ from s3kv.device.selection import chosen_device, memory_near
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import ConfigError
 from s3kv.io.tier import introduce
-from s3kv.library.base import Opening, Store, plain_namespace
 from s3kv.library.block_tiers import BlockTiers
 from s3kv.library.caller_streams import CallerStream
 from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
-from s3kv.library.host_tier import BlockTier
+from s3kv.library.host_tier import HostTier
+from s3kv.library.opening import Opening, plain_namespace
 from s3kv.library.pump import carried, in_thread
-from s3kv.library.tensor_store import TensorRows, TensorStore
-from s3kv.objects.keys import WHOLE
-from s3kv.types import Location, Unflushed
+from s3kv.objects.keys import WHOLE, checked_key
+from s3kv.types import ChunkKey, Location
 
 
-class TieredStore(Store):
-    """A store of equally shaped blocks by hash, and of tensors with rows if it was opened for them.
-    It is made by `open` and ended by `close`.
+class TieredStore:
+    """A store of equally shaped blocks by hash. It is made by `open` and ended by `close`.
 
     A hash is 1 to 64 `bytes`. Another type raises `TypeError`; so do a bytearray and a memoryview,
     because they may change. Another length raises `ValueError`.
@@ -63,17 +59,13 @@ class TieredStore(Store):
 
     After `close` has been called, every method but `close` raises `ClosedError`; `counters` can
     still be read. In a store opened without blocks on a device, the methods for them raise
-    `ConfigError`, and so do those for tensors in a store opened without `tensors`.
+    `ConfigError`.
     """
 
-    def __init__(
-        self, tensors: BlockTensors, tiers: BlockTiers, rows: TensorStore | None = None
-    ) -> None:
-        super().__init__(GROUP, tiers.host, *(() if rows is None else (rows.tier,)))
+    def __init__(self, tensors: BlockTensors, tiers: BlockTiers) -> None:
         self._tensors = tensors
         self._tiers = tiers
         self._host = tiers.host
-        self._rows = rows
 
     @classmethod
     def open(
@@ -86,7 +78,6 @@ class TieredStore(Store):
         device_blocks: int = 0,
         pools: Mapping[str, torch.Tensor] | None = None,
         pool_blocks: Iterable[int] | None = None,
-        tensors: TensorRows | None = None,
     ) -> Opening[TieredStore]:
         """Open a store on a bucket. Await the result, or enter it with `async with`, which closes
         the store.
@@ -102,8 +93,6 @@ class TieredStore(Store):
         pool_blocks: the numbers of the blocks that the store may use; None for all. On a GPU the
             store measures its ways to copy on these blocks, so they must not be used otherwise
             from the call on.
-        tensors: the rows that `put_tensor` and `get_tensor` take, and their memory, which is not
-            part of `host_bytes`; None for none. They have an I/O process of their own.
         Raises `ConfigError`, also for a namespace of other values, and for blocks that the device
         has no memory for; `TypeError` for arguments of another type; `ValueError` for shapes that
         the object format cannot hold, and for pools that do not hold such blocks;
@@ -122,17 +111,13 @@ class TieredStore(Store):
             }
             hello = introduce(config, identity, WHOLE, {GROUP: blocks.specs})
             near = memory_near(memory.device if memory is not None else torch.device("cpu"))
-            host = await BlockTier.open(hello, near)
+            host = await HostTier.open(hello, near)
             try:
                 hot = None if memory is None else await _on_device(memory, pool_blocks, host)
-                tiers = BlockTiers(blocks, host, hot)
-                if tensors is None:
-                    return cls(blocks, tiers)
-                rows = await TensorStore.open(config, tensors, namespace=namespace)
             except BaseException:
                 await host.close(0.0)
                 raise
-            return cls(blocks, tiers, rows)
+            return cls(blocks, BlockTiers(blocks, host, hot))
 
         return Opening(opened())
 
@@ -180,9 +165,9 @@ class TieredStore(Store):
 
     def where(self, block_hash: bytes) -> Location:
         """The tiers that hold the block, as far as is known without asking the bucket."""
-        key = self._key(block_hash)
-        hot = self._tiers.hot
-        return self._location(key, device=hot is not None and hot.holds(key))
+        key, host, hot = self._key(block_hash), self._host, self._tiers.hot
+        on_device = hot is not None and hot.holds(key)
+        return Location(device=on_device, host=host.holds(key), bucket=host.in_bucket(key))
 
     # --- blocks of the pool ----------------------------------------------------------------
 
@@ -225,30 +210,14 @@ class TieredStore(Store):
         """
         self._pool().release(block, self._tiers.stream())
 
-    # --- tensors with rows -----------------------------------------------------------------
-
-    async def put_tensor(
-        self, content_hash: bytes, tensor: torch.Tensor, *, wait: bool = False
-    ) -> bool:
-        """Keep a tensor as `TensorStore.put` does."""
-        return await self._opened_rows().put(content_hash, tensor, wait=wait)
-
-    async def get_tensor(
-        self, content_hash: bytes, device: str | torch.device | None = None
-    ) -> torch.Tensor | None:
-        """Get a tensor as `TensorStore.get` does."""
-        return await self._opened_rows().get(content_hash, device)
-
-    def where_tensor(self, content_hash: bytes) -> Location:
-        """The tiers that hold a tensor, as `TensorStore.where` gives them."""
-        return self._opened_rows().where(content_hash)
+    # --- the store itself ------------------------------------------------------------------
 
     @property
-    def tensor_counters(self) -> Mapping[str, int]:
-        """The same counts for `put_tensor` and `get_tensor`."""
-        return self._opened_rows().counters
+    def counters(self) -> Mapping[str, int]:
+        """Counts of events so far, by the names of the metrics. Can be read after `close`, too."""
+        return self._host.counters
 
-    async def flush(self) -> Unflushed:
+    async def flush(self) -> tuple[bytes, ...]:
         """Wait until everything put so far is in the bucket or given up.
 
         A failed upload is tried again for a minute and a half. What the bucket had long before its
@@ -256,23 +225,33 @@ class TieredStore(Store):
         that the bucket does not have: those put since the last `flush`, and earlier ones that are
         still in host memory. The latter are not lost while they stay there.
         """
-        self._check_open()
-        if self._rows is None:
-            return Unflushed(await self._tiers.flush(), ())
-        return Unflushed(*await asyncio.gather(self._tiers.flush(), self._rows.flush()))
+        self._host.pump.check_open()
+        return await self._tiers.flush()
+
+    async def close(self) -> None:
+        """End all work under way and give everything back. Uploads get the time they need, up to
+        `drain_timeout_s`; the log says how much did not get to the bucket.
+
+        Fetches are cancelled, and calls that wait for one get a miss. Calls that wait for room or
+        in `flush` raise `ClosedError`. Idempotent. A cancelled `close`, too, ends only when the
+        store is closed.
+        """
+        await self._host.close()
+
+    async def __aenter__(self) -> TieredStore:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _opened_rows(self) -> TensorStore:
-        if self._rows is None:
-            raise ConfigError(
-                "this store was opened for blocks alone: say TieredStore.open(..., "
-                "tensors=TensorRows(shape of one row, dtype)) to keep tensors by content hash"
-            )
-        return self._rows
+    def _key(self, block_hash: bytes) -> ChunkKey:
+        self._host.pump.check_open()
+        return checked_key(GROUP, block_hash)
 
     def _pool(self) -> DeviceBlocks:
-        self._check_open()
+        self._host.pump.check_open()
         if self._tiers.hot is None:
             raise ConfigError(
                 "this store was opened without blocks on a device: say TieredStore.open(..., "
@@ -297,7 +276,7 @@ def _device_memory(
 
 
 async def _on_device(
-    pools: BlockPools, numbers: Iterable[int] | None, host: BlockTier
+    pools: BlockPools, numbers: Iterable[int] | None, host: HostTier
 ) -> DeviceBlocks:
     ours = range(pools.count) if numbers is None else [index(number) for number in numbers]
     if min(ours, default=0) < 0 or max(ours, default=0) >= pools.count:

@@ -303,7 +303,6 @@ class ECPlanner:
 
     def _item_fetch(self, order: FetchOrder) -> ItemFetch:
         job = self.ledger.fetch_job(order.key)
-        assert job.entry is not None
         shape = ItemShape(job.about.rows, job.entry.nbytes)
         return ItemFetch(order.job_id, order.key, job.entry.offset, shape)
 
@@ -319,7 +318,6 @@ class ECPlanner:
         if not job.is_fetch:
             return
         self._news += 1
-        assert job.entry is not None
         self._late.discard(job.job_id)
         if end.outcome.is_success:
             self._sizes.arrived(job.about, end.nbytes)

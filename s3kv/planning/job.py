@@ -17,9 +17,8 @@ class Job:
 
     job_id: int
     key: ChunkKey
-    entry: Entry | None
-    """Entry that the job fills or reads; None for a fetch to a place outside the table, and once a
-    fetch has ended beside which its key was saved."""
+    held: Entry | None
+    """Entry that the job fills or reads; None for a use."""
     reports_left: dict[JobKind, int]
     nbytes: int | None = None
     """Bytes that have arrived, for a fetch of unknown length; otherwise None."""
@@ -41,6 +40,12 @@ class Job:
     is_computed: bool = False
     """The key of this fetch was computed meanwhile, and not saved, because the bucket was believed
     to hold it."""
+
+    @property
+    def entry(self) -> Entry:
+        """`held` of a job that is no use."""
+        assert self.held is not None
+        return self.held
 
     @property
     def is_fetch(self) -> bool:

@@ -8,7 +8,7 @@
     CLEAN and unsaved ──hit, and the bucket takes uploads──▶ DIRTY, tried once
     CLEAN ──used, and gone from the bucket──▶ CLEAN, unsaved and hit
 
-KV-cache chunks, encoder outputs, and the library's blocks and tensors all follow these rules. The
+KV-cache chunks, encoder outputs, and the library's blocks all follow these rules. The
 table holds the states, and refuses a change that is not an arrow (`host.table.TRANSITIONS`).
 COPYING and FETCHING are its RESERVED; the job that fills the place tells them apart.
 
@@ -91,7 +91,6 @@ class Ledger:
         self._job_of: dict[ChunkKey, Job] = {}
         self.uses: dict[int, Job] = {}
         """Uses that the bucket is asked about, beside the key's job if it has one. For reading."""
-        self._landings: set[ChunkKey] = set()
         # Several saves read the same block if a reset has renamed its chunk meanwhile.
         self._saving_blocks: dict[int, tuple[int, ...]] = {}
         self._job_ids = count(1)
@@ -108,8 +107,7 @@ class Ledger:
     def state(self, key: ChunkKey) -> ChunkState:
         entry = self.table.lookup(key)
         if entry is None:
-            is_landing = self._landings and key in self._landings
-            return ChunkState.FETCHING if is_landing else ChunkState.ABSENT
+            return ChunkState.ABSENT
         if entry.state is not EntryState.RESERVED:
             return ChunkState.RESIDENT
         return ChunkState.FETCHING if self._job_of[key].is_fetch else ChunkState.COPYING
@@ -153,30 +151,17 @@ class Ledger:
         """Order the fetch of an absent key. nbytes: largest length of the object, if the length is
         known only at the end. Returns None, and orders nothing, if there is no room.
         """
-        entry = self.reserve(key, nbytes)
+        entry = self._reserve(key, nbytes)
         if entry is None:
             self.counters["fetches_without_room"] += 1
             return None
-        job = self._fetch(key, entry)
-        job.nbytes = None if nbytes is None else 0
-        self._fetch_orders.append(FetchOrder(job.job_id, key, entry.number))
-        return job
-
-    def plan_landing(self, key: ChunkKey) -> Job:
-        """Register the fetch of an absent key to a place outside the table. The caller sends the
-        order. The place is the caller's again when the job has ended.
-        """
-        self._landings.add(key)
-        job = self._fetch(key, None)
-        job.nbytes = 0
-        return job
-
-    def _fetch(self, key: ChunkKey, entry: Entry | None) -> Job:
         job = self._register(key, entry, {JobKind.FETCH: self._world_size})
+        job.nbytes = None if nbytes is None else 0
         self.fetches_inflight += 1
         self.counters["fetches"] += 1
         job.sequence = self.counters["fetches"]
         job.began_with = self.fetches_inflight
+        self._fetch_orders.append(FetchOrder(job.job_id, key, entry.number))
         return job
 
     def fetch_job(self, key: ChunkKey) -> Job:
@@ -190,7 +175,7 @@ class Ledger:
         upload. Returns False, and orders nothing, if there is no room. nbytes: as for
         `Table.reserve`.
         """
-        entry = self.reserve(key, nbytes, replace=True)
+        entry = self._reserve(key, nbytes, replace=True)
         if entry is None:
             self.counters["saves_without_room"] += 1
             return False
@@ -225,11 +210,10 @@ class Ledger:
         job.attempt = attempt
         self._uploads.append(UploadOrder(job.job_id, entry.key, entry.number))
 
-    def reserve(
+    def _reserve(
         self, key: ChunkKey, nbytes: int | None = None, *, replace: bool = False
     ) -> Entry | None:
-        """Reserve a place that the caller fills without a job; account for evicted entries. For the
-        arguments see `Table.reserve`."""
+        """Reserve a place, and account for evicted entries. As `Table.reserve`."""
         reservation = self.table.reserve(key, nbytes, replace=replace)
         if reservation is None:
             return None
@@ -311,23 +295,19 @@ class Ledger:
             if others:
                 self._saving_blocks[block] = others
         if job.outcomes[JobKind.SAVE].is_success:
-            assert job.entry is not None
             self.table.commit(job.entry, dirty=True)
             self._note(job.key, Residency.HOST_STORED)
 
     def _fetched(self, job: Job, now_s: float) -> None:
         self.fetches_inflight -= 1
-        self._landings.discard(job.key)
         outcome = job.outcomes[JobKind.FETCH]
         self.counters[f"fetch_{outcome.name.lower()}"] += 1
         self.breaker.saw(outcome, now_s)
-        is_replaced = job.entry is not None and self.table.lookup(job.key) is not job.entry
-        if job.entry is not None and (is_replaced or not outcome.is_success):
+        is_replaced = self.table.lookup(job.key) is not job.entry
+        if is_replaced or not outcome.is_success:
             self.table.abandon(job.entry)
-        if is_replaced:
-            job.entry = None
         if outcome.is_success:
-            if job.entry is not None:
+            if not is_replaced:
                 self.table.commit(job.entry, dirty=False, nbytes=job.nbytes)
                 self._note(job.key, Residency.HOST_STORED)
             self._present(job, now_s)
@@ -363,7 +343,6 @@ class Ledger:
         self.index.note_absent(key, now_s)
 
     def _uploaded(self, job: Job, now_s: float) -> None:
-        assert job.entry is not None
         if not job.outcomes.get(JobKind.SAVE, Outcome.OK).is_success:
             # One rank could not copy; the uploads of the other ranks have ended.
             self.saves_inflight -= 1
@@ -378,12 +357,13 @@ class Ledger:
             self.breaker.saw(outcome, now_s)
         if outcome.is_success:
             self._present(job, now_s)
-        elif outcome is not Outcome.INVALID and self._retries.failed(job.key, job.attempt, now_s):
-            return
-        else:
+        elif not self.index.is_present(job.key):  # else a fetch has found it meanwhile
+            is_final = outcome is Outcome.INVALID
+            if not is_final and self._retries.failed(job.key, job.attempt, now_s):
+                return
             self.counters["uploads_given_up"] += 1
             self._note(job.key, Residency.HOST_ONLY)
-            if outcome is not Outcome.INVALID:
+            if not is_final:
                 self.unsaved.add(job.key)
         self._end_save(job.entry)
 
@@ -395,7 +375,7 @@ class Ledger:
         if self.residency is not None:
             self.residency.change(key, residency)
 
-    def _register(self, key: ChunkKey, entry: Entry | None, ends: dict[JobKind, int]) -> Job:
+    def _register(self, key: ChunkKey, entry: Entry, ends: dict[JobKind, int]) -> Job:
         job = Job(next(self._job_ids), key, entry, ends)
         self._jobs[job.job_id] = self._job_of[key] = job
         return job
@@ -408,12 +388,11 @@ class Ledger:
         assert fetching == self.fetches_inflight, (fetching, self.fetches_inflight)
         saving = len(jobs) - fetching + len(self._retries)
         assert saving == self.saves_inflight, (saving, self.saves_inflight)
-        placed = [job.entry for job in jobs if job.entry is not None]
-        filling = sum(e.units for e in placed if e.state is EntryState.RESERVED)
+        reserved = (job.entry for job in jobs if job.entry.state is EntryState.RESERVED)
+        filling = sum(entry.units for entry in reserved)
         assert filling == self.table.statistics().reserved, "a reserved place has no job"
         dirty = {e.key for e in self.table.entries() if e.state is EntryState.DIRTY}
         assert saving >= len(dirty), "a dirty entry is on its way nowhere"
-        assert self._landings == {job.key for job in jobs if job.entry is None}
         assert all(self._jobs[job.job_id] is job for job in self._job_of.values())
         beside = [job for job in jobs if self._job_of.get(job.key) is not job]
         assert all(job.is_fetch for job in beside), "two jobs fill one entry"

@@ -121,7 +121,7 @@ class StateLookup(Lookup):
         """Take in the end of a fetch that this lookup has ordered or joined."""
         del self.pending[position]
         outcome = job.outcomes[JobKind.FETCH]
-        if outcome.is_success and self.is_open and job.entry is not None:
+        if outcome.is_success and self.is_open and job.entry.is_resident:
             self._lease_early(position, job.entry)
             self.fetched.add(position)
             self.wait.arrived(now_s)

@@ -97,7 +97,7 @@ def test_a_grid_ends_with_a_verdict(tmp_path: Path) -> None:
     out = tmp_path / "grid.json"
     path = write_trace(tmp_path / "trace.jsonl")
     grid = ["--bucket-gib", "0", "1", "4096", "--save", "all", "second_use"]
-    common = ["--trace", str(path), "--engines", "2", "--host-gib", "1", "--policies", "lru"]
+    common = ["--trace", str(path), "--engines", "2", "--host-gib", "1"]
     trace.main([*common, *grid, "--json", str(out)])
     assert '"net_of_best"' in out.read_text()
     assert len(load(path)) == 48

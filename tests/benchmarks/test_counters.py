@@ -29,7 +29,8 @@ SIMULATED = {
             "gib_up": 10.0,
             "gib_stored": 9.0,
         },
-        {"policy": "sieve", "host_gib": 8.0, "requests": {}, "tokens": {}},
+        {"policy": "lru", "host_gib": 32.0, "requests": {}, "tokens": {}},
+        {"policy": "s3fifo", "host_gib": 8.0, "requests": {}, "tokens": {}},
     ]
 }
 
@@ -42,7 +43,7 @@ def result(tmp_path: Path) -> Path:
 
 
 def test_the_traffic_is_that_of_the_run(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    counters.main([str(result), "--policy", "lru"])
+    counters.main([str(result), "--host-gib", "8"])
     traffic = traffic_of_metrics(capsys.readouterr().out, 3600.0)
     assert (traffic.puts, traffic.gets) == (100, 1000)
     assert (traffic.bytes_up, traffic.bytes_down) == (10 * GIB, 60 * GIB)
@@ -51,13 +52,13 @@ def test_the_traffic_is_that_of_the_run(result: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_that_is_not_named(result: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options in ([], ["--policy", "fifo"]):
+    for options in ([], ["--host-gib", "16"]):
         with pytest.raises(SystemExit, match="2"):
             counters.main([str(result), *options])
-        assert "allowed is one of lru 8, sieve 8" in capsys.readouterr().err
+        assert "allowed is one of 8, 32" in capsys.readouterr().err
 
 
 def test_the_results_in_the_repository_can_be_read() -> None:
     results = ROOT / "benchmarks" / "results" / "trace-session.json"
-    run = counters.chosen(results, "lru", 32.0)
+    run = counters.chosen(results, 32.0)
     assert traffic_of_metrics(counters.exposition(run), 3600.0).puts == 164_636

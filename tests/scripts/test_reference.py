@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from s3kv.config import Config
-from s3kv.library.tensor_store import TensorStore
 from s3kv.library.tiered_store import TieredStore
 from scripts import reference
 
 
-@pytest.mark.parametrize("described", [TieredStore, TensorStore, Config])
+@pytest.mark.parametrize("described", [TieredStore, Config])
 def test_every_public_method_is_described(described: type[Any]) -> None:
     (methods,) = (m for _, name, _, m in reference.PUBLIC if name == described.__name__)
     internal = {"fetches_at_once", "read_integrity_secret"} if described is Config else set()

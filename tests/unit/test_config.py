@@ -8,9 +8,10 @@ from typing import Any, get_args
 
 import pytest
 
-from s3kv.config import Config, allowed, parse_bytes
+from s3kv.config import REMOVED, Config, allowed, parse_bytes
 from s3kv.errors import ConfigError
 from s3kv.prices import TABLE, PriceRow
+from tests.project import ROOT
 
 
 def parse(**settings: Any) -> Config:
@@ -28,8 +29,8 @@ def parse(**settings: Any) -> Config:
         ("host_bytes", "4 elephants"),
         ("host_bytes", "1KiB"),
         ("host_bytes", None),
-        ("eviction", "random"),
-        ("eviction", None),
+        ("client", "boto3"),
+        ("client", None),
         ("recompute_gate", "yes"),
         ("recompute_gate", 1),
         ("prefill_tokens_per_s", 0.5),
@@ -62,6 +63,15 @@ def test_only_a_near_name_is_suggested(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown setting '{name}'.*Known: .*bucket") as raised:
         parse(**{name: 1})
     assert "did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_told_with_the_reason(name: str) -> None:
+    told = f"{name} in the settings was removed: {REMOVED[name]}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        parse(**{name: 1})
+    for page in re.findall(r"docs/[\w/.-]+\.md", told):
+        assert (ROOT / page).is_file()
 
 
 def test_a_missing_bucket_is_told() -> None:
@@ -133,8 +143,8 @@ def test_other_text_is_no_number_of_bytes(text: str) -> None:
 def test_the_constructor_checks_as_parse_does() -> None:
     with pytest.raises(ConfigError, match="pool_size is 0: allowed is a whole number, 1 or more"):
         Config(bucket="kv-cache", pool_size=0)
-    with pytest.raises(ConfigError, match="eviction is 'random': allowed is 'lru' or 'sieve'"):
-        dataclasses.replace(parse(), eviction="random")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="checksum is 'never': allowed is 'when_req"):
+        dataclasses.replace(parse(), checksum="never")  # type: ignore[arg-type]
 
 
 def test_there_is_a_price_list_for_each_that_the_setting_allows() -> None:

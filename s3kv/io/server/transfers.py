@@ -115,8 +115,8 @@ class Transfers:
         return end
 
     async def _found_fresh_s(self, key: str) -> float | None:
-        """`JobEnd.fresh_s` of an object that a fetch has found just now; None if none has. Waits for
-        one that is under way."""
+        """`JobEnd.fresh_s` of an object that a fetch has found just now; None if none has. Waits
+        for one that is under way."""
         if (look := self._looks.get(key)) is not None:
             await asyncio.wait([look])
         at_s, fresh_s = self._found.pop(key, (-math.inf, 0.0))

@@ -148,7 +148,7 @@ class Life:
     def _make_planner(self) -> KVPlanner:
         config = self.config
         ledger = Ledger(
-            Table(EqualSlots(SLOTS), config.eviction),
+            Table(EqualSlots(SLOTS)),
             BucketIndex(capacity=1000, miss_ttl_s=config.miss_ttl_s),
             Breaker(threshold=5),
             world_size=len(self._urls),

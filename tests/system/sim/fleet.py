@@ -101,7 +101,6 @@ class Fleet:
             gate=rng.random() < 0.3,
             max_saves_inflight=rng.randint(2, 8),
             miss_ttl_s=rng.choice([0.1, 1.0, 20.0]),
-            eviction=rng.choice(["lru", "sieve"]),
             steps_ahead=rng.randint(0, 1),
         )
         # The last engine serves another model, from the same prompts.

@@ -346,7 +346,7 @@ def never_tells_that_a_load_failed(patch: Patch) -> None:
 @mutant
 def evicts_what_is_leased(patch: Patch) -> None:
     def ruthless(self: Table, units: int) -> list[ChunkKey]:
-        number = self._policy.evict(lambda n: self._at[n].state is EntryState.CLEAN)
+        number = self._lru.evict(lambda n: self._at[n].state is EntryState.CLEAN)
         if number is None:
             return []
         entry = self._at[number]

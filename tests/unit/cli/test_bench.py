@@ -40,7 +40,6 @@ def test_what_it_measures(run: Run, boto: Any) -> None:
         assert 0 < found[direction]["p50_ms"] <= found[direction]["p99_ms"]
     assert found["prompt"]["chunks"] == 20
     assert found["prompt"]["computed_ms"] == pytest.approx(5200 / 8000 * 1e3)
-    assert found["prompt"]["floor_ms"] > 0
     assert left(boto) == []
 
 
@@ -49,7 +48,6 @@ def test_as_text(run: Run) -> None:
     assert result.exit_code == 0, result.output
     assert "GET of 128.0 KiB, 2 at once" in result.stdout
     assert "A prompt of 600 tokens, 2 chunks" in result.stdout
-    assert "through plain sockets" in result.stdout
 
 
 @pytest.mark.infra
@@ -95,27 +93,22 @@ def speed(seconds: float, p50_ms: float) -> Speed:
 def test_a_prefix_that_is_not_known_costs_a_wait_for_each_doubling(
     at_once: int, chunks: int, doublings: int
 ) -> None:
-    speeds = Speeds(2**20, at_once, speed(9, 9), speed(0.5, 80), speed(1, 20), floor_s=0.4)
+    speeds = Speeds(2**20, at_once, speed(9, 9), speed(0.5, 80), speed(1, 20))
     config = Config(bucket="bkt", prefill_tokens_per_s=1e4, probe_chunks=8)
     expected = expect(config, speeds, chunks, 25_600)
     assert expected.known_ms == pytest.approx(500)
     assert expected.unknown_ms == pytest.approx(500 + doublings * 20)
-    assert expected.floor_ms == pytest.approx(400)
     assert expected.computed_ms == pytest.approx(2_560)
 
 
 async def measured(store: MemoryStore, requests: int = 10) -> Speeds:
     ticks = iter(range(10_000))
 
-    async def floor(keys: object, requests: int, nbytes: int) -> float:
-        return 1.0
-
     measurement = Measurement(
         store,
         "s3kv/bench/1",
         object_bytes=100,
         at_once=3,
-        floor=floor,
         clock_s=lambda: float(next(ticks)),
         on_progress=lambda *_: None,
     )

@@ -1,4 +1,4 @@
-"""`s3kv config`: what it prints is what vLLM, a shell and Kubernetes read back."""
+"""`s3kv config`: what it prints is what vLLM and a shell read back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from s3kv.cli.app import cli
@@ -31,21 +30,12 @@ MEANT = Config(bucket="my-bucket", prefix="it's/$(HOME)", host_bytes=1536 * 2**2
 
 
 def test_a_shell_reads_it_back() -> None:
-    result = run(*AWKWARD)
+    result = run(*AWKWARD, "--role", "consumer")
     words = shlex.split(result.stdout, comments=True)
     options = {name: json.loads(value) for name, value in zip(words[::2], words[1::2], strict=True)}
     assert settings_of(options) == (MEANT, MEANT)
-    assert options["--kv-transfer-config"]["kv_role"] == "kv_both"
-
-
-def test_kubernetes_reads_it_back() -> None:
-    result = run(*AWKWARD, "--format", "kubernetes", "--role", "consumer")
-    words = yaml.safe_load(result.stdout)["args"]
-    values = [json.loads(value.replace("$$(", "$(")) for value in words[1::2]]
-    options = dict(zip(words[::2], values, strict=True))
-    assert settings_of(options) == (MEANT, MEANT)
+    assert options["--kv-transfer-config"]["kv_role"] == "kv_consumer"
     assert options["--ec-transfer-config"]["ec_role"] == "ec_consumer"
-    assert not any("$(" in word.replace("$$(", "") for word in words)
 
 
 def test_defaults_are_left_out() -> None:
@@ -71,9 +61,7 @@ def test_what_host_memory_holds() -> None:
         "tokens": 32_512,
         "host_bytes": 4 * 2**30,
     }
-    text = run("--bytes-per-token", "128KiB", "--format", "kubernetes").stdout
-    assert "about 127 chunks: 32,512 tokens" in text
-    assert yaml.safe_load(text)["args"][0] == "--kv-transfer-config"
+    assert "about 127 chunks: 32,512 tokens" in run("--bytes-per-token", "128KiB").stdout
     shell = run("--bytes-per-token", "64KiB", "--set", "chunk_tokens=512").stdout
     assert "# One chunk is 512 tokens, 32.0 MiB, one object." in shell
     assert shlex.split(shell, comments=True)[0] == "--kv-transfer-config"

@@ -175,7 +175,8 @@ def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--over", "1h"], "either --metrics or --simulation"),
+        (["--over", "1h"], "Missing option '--metrics'"),
+        (["--metrics", "/dev/null"], "Missing option '--over'"),
         (["--over", "soon", "--metrics", "-"], "not a time such as"),
         (["--over", "1h", "--metrics", "/nowhere"], "cannot be read"),
         (["--over", "1h", "--metrics", "/dev/null"], "no metric named vllm:s3kv_"),
@@ -192,66 +193,8 @@ def test_wrong_use(options: list[str], said: str) -> None:
     assert said in result.stderr
 
 
-def simulated(bucket_gib: float, tokens: int, puts: int, gib: float) -> dict[str, Any]:
-    """A run of an hour. Each object has 1/16 GiB."""
-    verbs = ("get_hit", "get_404", "get_cancelled", "put_new", "put_exists")
-    counts = ("refreshes", "refused", "heads", "lists", "lease_puts", "sweeps", "deleted")
-    return {
-        "policy": "lru",
-        "host_gib": 32.0,
-        "bucket_gib": bucket_gib,
-        "tokens": {"bucket": tokens, "host": 10**9},
-        "requests": {**dict.fromkeys(verbs, 0), "put_new": puts, "get_hit": 10_000},
-        "kept": {**dict.fromkeys(counts, 0), "refreshes": 900 * bool(bucket_gib), "lists": 100},
-        "gib_up": puts / 16,
-        "gib_down": 0.0,
-        "gib_stored": gib,
-    }
-
-
-@pytest.fixture
-def simulation(tmp_path: Path) -> str:
-    runs = [
-        {"policy": "no cache", "host_gib": 0},
-        simulated(0, 10_000_000, 99_900, 1_000.0),
-        simulated(100.0, 5_000_000, 99_900, 100.0),
-        simulated(1_000.0, 9_000_000, 99_900, 1_000.0),
-        # The best of all, by a rule that s3kv does not have.
-        simulated(1_000.0, 9_900_000, 900, 10.0) | {"save": "second_use"},
-    ]
-    file = tmp_path / "trace.json"
-    file.write_text(json.dumps({"seconds": 3_600.0, "runs": runs}))
-    return str(file)
-
-
 ENGINE = ("--gpu-dollars-per-hour", "3.6", "--prefill-tokens-per-s", "1000")
 """A dollar for a million tokens."""
-
-
-def test_the_budgets_of_a_simulation_by_hand(simulation: str) -> None:
-    found = document("--simulation", simulation, "--keep-days", "2", *ENGINE)
-    small, large, none = found["budgets"]
-    assert [one["bucket_gib"] for one in (small, large, none)] == [100.0, 1_000.0, 0]
-    # 730 hours: 100.9 × $0.005 (99,900 PUTs, 900 refreshes, 100 lists), 10 × $0.0004
-    assert small["requests"] == pytest.approx(730 * (100.9 * 0.005 + 10 * 0.0004))
-    assert none["requests"] == pytest.approx(730 * (100.0 * 0.005 + 10 * 0.0004))
-    assert (small["storage"], large["storage"]) == pytest.approx((2.3, 23.0))
-    assert none["storage"] == pytest.approx(99_900 / 16 * 48 * 0.023)
-    # What host memory spares is not the bucket's.
-    assert (small["spared"], large["spared"]) == pytest.approx((730 * 5, 730 * 9))
-    for one in (small, large, none):
-        assert one["net"] == pytest.approx(one["spared"] - one["requests"] - one["storage"])
-    assert found["best"]["bucket_gib"] == 1_000.0
-
-
-def test_the_budget_that_nets_the_most_is_named(simulation: str) -> None:
-    result = run("--simulation", simulation, *ENGINE)
-    assert result.exit_code == 0
-    assert "bucket_bytes of 1000.0 GiB nets the most, $6,17" in result.output
-    assert "with 90 % of the most hits" in result.output
-    dear = run("--simulation", simulation, *ENGINE, "--price-storage", "60")
-    assert "bucket_bytes of 100.0 GiB nets" not in dear.output
-    assert "No budget pays" in dear.output
 
 
 def test_the_largest_bucket_that_pays(metrics: str) -> None:
@@ -261,28 +204,3 @@ def test_the_largest_bucket_that_pays(metrics: str) -> None:
     assert "bucket_bytes of at most 9.7 TiB" in run(*given).output
     assert "not even pay for its requests" in run(*given, "--price-put", "1").output
     assert document(*given, "--price-storage", "0")["paid_bytes"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "either --metrics or --simulation"),
-        (("--simulation", "SIMULATION", "--metrics", "x"), "either --metrics or --simulation"),
-        (("--simulation", "SIMULATION"), "needs --gpu-dollars-per-hour"),
-        (("--metrics", "x"), "needs --over"),
-        (("--simulation", "/nowhere", *ENGINE), "cannot be read"),
-        (("--simulation", __file__, *ENGINE), "is not JSON"),
-    ],
-)
-def test_what_does_not_go_together(arguments: tuple[str, ...], said: str, simulation: str) -> None:
-    result = run(*(simulation if word == "SIMULATION" else word for word in arguments))
-    assert result.exit_code == 2
-    assert said in result.output
-
-
-def test_a_result_of_something_else(tmp_path: Path) -> None:
-    file = tmp_path / "other.json"
-    file.write_text('{"benchmark": "tail"}')
-    result = run("--simulation", str(file), *ENGINE)
-    assert result.exit_code == 2
-    assert "benchmarks.trace" in result.output

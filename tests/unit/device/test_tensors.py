@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from s3kv.device.tensors import BlockTensors, TensorRows, dtype_name
+from s3kv.device.tensors import BlockTensors, dtype_name
 from s3kv.types import item_bytes
 
 SHAPES = {"k": ((2, 3), torch.bfloat16), "v": ((4,), torch.float32)}
@@ -59,29 +59,8 @@ def test_other_tensors_are_refused(given: dict[str, torch.Tensor], said: str) ->
         BlockTensors(SHAPES).check(given)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(0, 4),
-        torch.zeros(4),
-        torch.zeros(2, 5),
-        torch.zeros(2, 4, 1),
-        torch.zeros(2, 4).half(),
-    ],
-    ids=str,
-)
-def test_rows_of_another_kind_are_refused(tensor: torch.Tensor) -> None:
-    rows = TensorRows((4,), torch.float32)
-    rows.check(torch.zeros(2, 4))
-    assert rows.row_bytes == 16
-    with pytest.raises(ValueError, match=r"allowed is \[rows, 4\] torch.float32"):
-        rows.check(tensor)
-
-
 @pytest.mark.parametrize("shape", [(3, 0), (3, -1)])
 def test_what_holds_nothing_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"a row of shape \(3, .*holds nothing"):
-        TensorRows(shape, torch.float32)
     with pytest.raises(ValueError, match=r"'k' of shape \(3, .*holds nothing"):
         BlockTensors({"k": (shape, torch.float32)})
 
@@ -89,15 +68,12 @@ def test_what_holds_nothing_is_refused(shape: tuple[int, ...]) -> None:
 def test_sizes_of_any_kind_become_plain_numbers() -> None:
     """Messages to the I/O process carry nothing else, and tuples are compared with them."""
     given: Any = [True, numpy.int64(4)]
-    assert repr(TensorRows(given, torch.float32).shape) == "(1, 4)"
     (spec,) = BlockTensors({"k": (given, torch.float32)}).specs
     assert repr(spec.shape) == "(1, 4)"
 
 
 @pytest.mark.parametrize("shape", [(4.0,), 4, "4", (None,)])
 def test_sizes_that_are_no_numbers_are_refused(shape: Any) -> None:
-    with pytest.raises(TypeError, match=r"integer|iterable"):
-        TensorRows(shape, torch.float32)
     with pytest.raises(TypeError, match=r"integer|iterable"):
         BlockTensors({"k": (shape, torch.float32)})
 
@@ -111,7 +87,5 @@ def test_a_name_that_is_no_text_is_refused() -> None:
 def test_a_tensor_on_meta_is_refused() -> None:
     """torch copies to it, and nothing is there afterwards."""
     tensor = torch.zeros(1, 4, device="meta")
-    with pytest.raises(ValueError, match=r"allowed is \[rows, 4\]"):
-        TensorRows((4,), torch.float32).check(tensor)
     with pytest.raises(ValueError, match=r"on meta: expected is \(1, 4\) torch.float32 in memory"):
         BlockTensors({"k": ((1, 4), torch.float32)}).check({"k": tensor})

@@ -30,8 +30,8 @@ def key(number: int, group: int = 0) -> ChunkKey:
     return ChunkKey(group, number.to_bytes(4, "big"))
 
 
-def make_table(count: int, policy: str = "lru") -> Table:
-    return Table(EqualSlots(count), policy)
+def make_table(count: int) -> Table:
+    return Table(EqualSlots(count))
 
 
 def reserve(table: Table, of: ChunkKey) -> Entry:
@@ -270,8 +270,8 @@ def test_a_chain_with_an_entry_that_is_gone_touches_nothing() -> None:
         lambda table: setattr(table._at[0], "state", CLEAN),
         lambda table: setattr(table._at[0], "key", key(7)),
         lambda table: setattr(table._at[0], "units", 2),
-        lambda table: table._policy.removed(1),
-        lambda table: table._policy.inserted(0),
+        lambda table: table._lru.removed(1),
+        lambda table: table._lru.inserted(0),
         lambda table: table._units.__setitem__(0, 5),
         lambda table: table._pinned.__setitem__(2, 1),
     ],
@@ -300,120 +300,116 @@ class Modelled:
         return self.state is CLEAN and not self.pins
 
 
-def machine_for(policy: str) -> type[RuleBasedStateMachine]:
-    class SlotMachine(RuleBasedStateMachine):
-        """The model is a dict of what each key holds. Handles are never forgotten, so that every
-        event is also tried with stale ones; whatever the transition table forbids must be refused.
-        """
+class SlotMachine(RuleBasedStateMachine):
+    """The model is a dict of what each key holds. Handles are never forgotten, so that every
+    event is also tried with stale ones; whatever the transition table forbids must be refused.
+    """
 
-        @initialize(count=st.integers(1, 8))
-        def start(self, count: int) -> None:
-            self.count = count
-            self.table = make_table(count, policy)
-            self.entries: dict[ChunkKey, Modelled] = {}
-            self.handles: list[tuple[ChunkKey, Entry]] = []
+    @initialize(count=st.integers(1, 8))
+    def start(self, count: int) -> None:
+        self.count = count
+        self.table = make_table(count)
+        self.entries: dict[ChunkKey, Modelled] = {}
+        self.handles: list[tuple[ChunkKey, Entry]] = []
 
-        def find(self, number: int) -> tuple[ChunkKey, Entry, Modelled | None]:
-            of, slot = self.handles[number % len(self.handles)]
-            entry = self.entries.get(of)
-            return of, slot, entry if entry is not None and entry.slot is slot else None
+    def find(self, number: int) -> tuple[ChunkKey, Entry, Modelled | None]:
+        of, slot = self.handles[number % len(self.handles)]
+        entry = self.entries.get(of)
+        return of, slot, entry if entry is not None and entry.slot is slot else None
 
-        @rule(number=st.integers(0, 11), group=st.integers(0, 1))
-        def reserve(self, number: int, group: int) -> None:
+    @rule(number=st.integers(0, 11), group=st.integers(0, 1))
+    def reserve(self, number: int, group: int) -> None:
+        of = key(number, group)
+        if of in self.entries:
+            with pytest.raises(TableError):
+                self.table.reserve(of)
+            return
+        has_room = len(self.entries) < self.count
+        reservation = self.table.reserve(of)
+        if reservation is None:
+            assert not has_room
+            assert not any(entry.is_evictable for entry in self.entries.values())
+            return
+        slot, evicted = reservation
+        assert len(evicted) == (0 if has_room else 1)
+        for gone in evicted:
+            entry = self.entries.pop(gone)
+            assert entry.is_evictable
+            assert entry.slot.number == slot.number
+        self.entries[of] = Modelled(slot, RESERVED)
+        self.handles.append((of, slot))
+
+    @rule(event=st.sampled_from(sorted(EVENTS)), number=st.integers(0, 200))
+    def event(self, event: str, number: int) -> None:
+        if not self.handles:
+            return
+        of, slot, entry = self.find(number)
+        after = TRANSITIONS[event].get(entry.state) if entry is not None else None
+        if entry is None or after is None:
+            with pytest.raises(TableError):
+                EVENTS[event](self.table, slot)
+            return
+        EVENTS[event](self.table, slot)
+        entry.state = after
+        entry.pins += event == "pin"
+        if after is FREE:
+            del self.entries[of]
+
+    @rule(number=st.integers(0, 200))
+    def unpin(self, number: int) -> None:
+        if not self.handles:
+            return
+        _, slot, entry = self.find(number)
+        if entry is None or not entry.pins:
+            with pytest.raises(TableError):
+                self.table.unpin(slot)
+            return
+        self.table.unpin(slot)
+        entry.pins -= 1
+
+    @rule(numbers=st.lists(st.integers(0, 11), max_size=8), group=st.integers(0, 1))
+    def prefix(self, numbers: list[int], group: int) -> None:
+        expected = []
+        for number in numbers:
+            entry = self.entries.get(key(number, group))
+            if entry is None or entry.state is RESERVED:
+                break
+            expected.append(entry.slot)
+        hashes = [key(number).block_hash for number in numbers]
+        assert prefix(self.table, hashes, group=group) == expected
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        for number, group in itertools.product(range(12), range(2)):
             of = key(number, group)
-            if of in self.entries:
-                with pytest.raises(TableError):
-                    self.table.reserve(of)
-                return
-            has_room = len(self.entries) < self.count
-            reservation = self.table.reserve(of)
-            if reservation is None:
-                assert not has_room
-                assert not any(entry.is_evictable for entry in self.entries.values())
-                return
-            slot, evicted = reservation
-            assert len(evicted) == (0 if has_room else 1)
-            for gone in evicted:
-                entry = self.entries.pop(gone)
-                assert entry.is_evictable
-                assert entry.slot.number == slot.number
-            self.entries[of] = Modelled(slot, RESERVED)
-            self.handles.append((of, slot))
+            entry, slot = self.entries.get(of), self.table.lookup(of)
+            assert slot is (entry.slot if entry is not None else None)
+            if entry is not None and slot is not None:
+                assert (slot.state, slot.pins, slot.key) == (entry.state, entry.pins, of)
 
-        @rule(event=st.sampled_from(sorted(EVENTS)), number=st.integers(0, 200))
-        def event(self, event: str, number: int) -> None:
-            if not self.handles:
-                return
-            of, slot, entry = self.find(number)
-            after = TRANSITIONS[event].get(entry.state) if entry is not None else None
-            if entry is None or after is None:
-                with pytest.raises(TableError):
-                    EVENTS[event](self.table, slot)
-                return
-            EVENTS[event](self.table, slot)
-            entry.state = after
-            entry.pins += event == "pin"
-            if after is FREE:
-                del self.entries[of]
+    @invariant()
+    def conserves_slots(self) -> None:
+        counts = self.table.statistics()
+        assert counts.free + counts.reserved + counts.clean + counts.dirty == self.count
+        entries = self.entries.values()
+        assert counts.evictable == sum(entry.is_evictable for entry in entries)
+        assert counts.pinned == sum(entry.pins > 0 for entry in entries)
+        assert counts.dirty == sum(entry.state is DIRTY for entry in entries)
 
-        @rule(number=st.integers(0, 200))
-        def unpin(self, number: int) -> None:
-            if not self.handles:
-                return
-            _, slot, entry = self.find(number)
-            if entry is None or not entry.pins:
-                with pytest.raises(TableError):
-                    self.table.unpin(slot)
-                return
-            self.table.unpin(slot)
-            entry.pins -= 1
-
-        @rule(numbers=st.lists(st.integers(0, 11), max_size=8), group=st.integers(0, 1))
-        def prefix(self, numbers: list[int], group: int) -> None:
-            expected = []
-            for number in numbers:
-                entry = self.entries.get(key(number, group))
-                if entry is None or entry.state is RESERVED:
-                    break
-                expected.append(entry.slot)
-            hashes = [key(number).block_hash for number in numbers]
-            assert prefix(self.table, hashes, group=group) == expected
-
-        @invariant()
-        def agrees_with_the_model(self) -> None:
-            for number, group in itertools.product(range(12), range(2)):
-                of = key(number, group)
-                entry, slot = self.entries.get(of), self.table.lookup(of)
-                assert slot is (entry.slot if entry is not None else None)
-                if entry is not None and slot is not None:
-                    assert (slot.state, slot.pins, slot.key) == (entry.state, entry.pins, of)
-
-        @invariant()
-        def conserves_slots(self) -> None:
-            counts = self.table.statistics()
-            assert counts.free + counts.reserved + counts.clean + counts.dirty == self.count
-            entries = self.entries.values()
-            assert counts.evictable == sum(entry.is_evictable for entry in entries)
-            assert counts.pinned == sum(entry.pins > 0 for entry in entries)
-            assert counts.dirty == sum(entry.state is DIRTY for entry in entries)
-
-        @invariant()
-        def is_consistent(self) -> None:
-            self.table.check()
-
-    return SlotMachine
+    @invariant()
+    def is_consistent(self) -> None:
+        self.table.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "sieve"])
-def test_agrees_with_a_model(policy: str) -> None:
-    play(machine_for(policy), games=150, steps=60)
+def test_agrees_with_a_model() -> None:
+    play(SlotMachine, games=150, steps=60)
 
 
 # ---- entries of unequal sizes
 
 
-def of_pages(count: int, policy: str = "lru") -> Table:
-    return Table(Extents(count), policy)
+def of_pages(count: int) -> Table:
+    return Table(Extents(count))
 
 
 def filled(table: Table, number: int, nbytes: int) -> Entry:
@@ -423,15 +419,14 @@ def filled(table: Table, number: int, nbytes: int) -> Entry:
     return reservation.entry
 
 
-@pytest.mark.parametrize("eviction", ["lru", "sieve"])
 @pytest.mark.parametrize("seed", range(8))
-def test_no_history_makes_the_slab_smaller(eviction: str, seed: int) -> None:
+def test_no_history_makes_the_slab_smaller(seed: int) -> None:
     """Sizes from one page to half of the slab, dirty ones, pins that come and go: every placement
     that fails has something in its way, none evicts more than it may, and in the end the largest
     entry still fits.
     """
     draw = random.Random(seed)
-    table = of_pages(1024, eviction)
+    table = of_pages(1024)
     filling: list[Entry] = []
     held: list[Entry] = []
     for number in range(600):

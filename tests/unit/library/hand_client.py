@@ -12,22 +12,22 @@ from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Tier, introduce
 from s3kv.messages import JobEnd, JobKind
-from s3kv.types import ChunkKey, ItemShape, Outcome
+from s3kv.types import ChunkKey, Outcome
 
 
 @dataclass
 class HandClient:
-    """sent: the jobs under way, by id: kind, key, place in the slab, shape."""
+    """sent: the jobs under way, by id: kind, key, place in the slab."""
 
-    sent: dict[int, tuple[JobKind, ChunkKey, int, ItemShape | None]] = field(default_factory=dict)
+    sent: dict[int, tuple[JobKind, ChunkKey, int]] = field(default_factory=dict)
     ended: list[JobEnd] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
-    def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None) -> None:
-        self.sent[job_id] = (JobKind.FETCH, key, offset, item)
+    def fetch(self, job_id: int, key: ChunkKey, offset: int) -> None:
+        self.sent[job_id] = (JobKind.FETCH, key, offset)
 
-    def upload(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None) -> None:
-        self.sent[job_id] = (JobKind.UPLOAD, key, offset, item)
+    def upload(self, job_id: int, key: ChunkKey, offset: int) -> None:
+        self.sent[job_id] = (JobKind.UPLOAD, key, offset)
 
     def use(self, job_id: int, key: ChunkKey) -> None:
         self.sent[job_id] = (JobKind.USE, key, -1, None)
@@ -58,10 +58,6 @@ class HandClient:
         if job_id in self.sent:
             kind, *_ = self.sent.pop(job_id)
             self.ended.append(JobEnd(job_id, kind, outcome, nbytes))
-
-    def fetches(self) -> dict[ChunkKey, int]:
-        """The fetches under way: job by key."""
-        return {key: job for job, (kind, key, *_) in self.sent.items() if kind is JobKind.FETCH}
 
 
 def tier_of(client: HandClient, nbytes: int, **settings: Any) -> Tier:

@@ -15,15 +15,11 @@ import pytest
 import torch
 
 from s3kv.config import Config
-from s3kv.library.tensor_store import TensorRows
 from s3kv.library.tiered_store import TieredStore
 from tests.servers import BUCKET, REGION, moto_server, set_credentials
 
 SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((4, 64), torch.float32)}
 NAMESPACE = {"model": "test"}
-WIDTH = 48
-ROWS = TensorRows((WIDTH,), torch.bfloat16, host_bytes=2**19)
-MAX_ITEM_BYTES = 2**16
 
 
 @contextmanager
@@ -36,7 +32,7 @@ def fresh_bucket(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[C
             prefix=uuid.uuid4().hex,
             endpoint_url=url,
             region=REGION,
-            **{"host_bytes": 2**20, "max_item_bytes": MAX_ITEM_BYTES, **settings},
+            **{"host_bytes": 2**20, **settings},
         )
 
 
@@ -58,7 +54,7 @@ def room() -> dict[str, torch.Tensor]:
 
 
 def opening(config: Config, **more: Any) -> Any:
-    return TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, tensors=ROWS, **more)
+    return TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, **more)
 
 
 def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -68,17 +64,11 @@ def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
 
 def opening_big(config: Config, nbytes: int) -> Any:
     shapes = {"big": ((nbytes,), torch.uint8)}
-    return TieredStore.open(config, shapes=shapes, namespace=NAMESPACE, tensors=ROWS)
+    return TieredStore.open(config, shapes=shapes, namespace=NAMESPACE)
 
 
 def new_pools(blocks: int) -> dict[str, torch.Tensor]:
     return {n: torch.zeros((blocks, *s), dtype=dtype) for n, (s, dtype) in SHAPES.items()}
-
-
-def rows(number: int, count: int = 7) -> torch.Tensor:
-    """Its content follows from its number."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn((count, WIDTH), generator=generator).to(torch.bfloat16)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

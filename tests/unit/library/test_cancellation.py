@@ -18,7 +18,6 @@ from tests.unit.library.stores import (
     new_pools,
     opening,
     room,
-    rows,
     same,
     slow_threads,
 )
@@ -58,18 +57,6 @@ async def test_a_cancelled_put_keeps_what_the_tensors_held_or_nothing(
             into = room()
             if await other.get(hash_of(number), into):
                 assert same(into, block(number)), "what is sealed in the bucket"
-
-
-async def test_a_cancelled_put_tensor_keeps_what_the_tensor_held_or_nothing(
-    store: TieredStore,
-) -> None:
-    threads = slow_threads()
-    for number in range(3):
-        tensor = rows(number)
-        put = store.put_tensor(hash_of(number), tensor)
-        await cancelled_in_its_copy(threads, put, lambda tensor=tensor: tensor.fill_(7))
-        got = await store.get_tensor(hash_of(number))
-        assert got is None or torch.equal(got, rows(number))
 
 
 async def test_nothing_writes_to_the_tensors_of_a_get_that_was_cancelled(
@@ -152,20 +139,13 @@ async def test_a_copy_that_fails_in_a_cancelled_call_is_told_in_the_log(
 async def test_a_cancelled_reader_leaves_the_fetch_to_the_others(config: Config) -> None:
     async with await opening(config) as store:
         assert await store.put(hash_of(1), block(1))
-        assert await store.put_tensor(hash_of(1), rows(1))
     async with await opening(config) as store:
         gets = [asyncio.create_task(store.get(hash_of(1), room())) for _ in range(4)]
-        tensors = [asyncio.create_task(store.get_tensor(hash_of(1))) for _ in range(4)]
         await asyncio.sleep(0)
         gets[0].cancel()
-        tensors[0].cancel()
         assert all(await asyncio.gather(*gets[1:]))
-        for tensor in await asyncio.gather(*tensors[1:]):
-            assert tensor is not None
-            assert torch.equal(tensor, rows(1))
         assert gets[0].cancelled()
-        assert tensors[0].cancelled()
-        assert store.counters["fetches"] == store.tensor_counters["fetches"] == 1
+        assert store.counters["fetches"] == 1
 
 
 @pytest.mark.parametrize("turns", [0, 3])
@@ -174,7 +154,6 @@ async def test_a_store_outlives_the_end_of_every_task(config: Config, turns: int
     pools = new_pools(4)
     async with await opening(config, pools=pools) as store:
         assert await store.put(hash_of(0), block(0))
-        assert await store.put_tensor(hash_of(0), rows(0))
         await store.flush()
     async with await opening(config, pools=pools) as store:
         calls = [
@@ -183,8 +162,6 @@ async def test_a_store_outlives_the_end_of_every_task(config: Config, turns: int
                 store.put(hash_of(1), block(1)),
                 store.get(hash_of(0), room()),
                 store.acquire(hash_of(0)),
-                store.put_tensor(hash_of(1), rows(1)),
-                store.get_tensor(hash_of(0)),
             )
         ]
         for _ in range(turns):
@@ -194,12 +171,8 @@ async def test_a_store_outlives_the_end_of_every_task(config: Config, turns: int
         await asyncio.gather(*calls, return_exceptions=True)
         for number in (0, 1):
             assert await store.put(hash_of(number), block(number))
-            assert await store.put_tensor(hash_of(number), rows(number))
         assert not await store.flush()
         for number in (0, 1):
             into = room()
             assert await store.get(hash_of(number), into)
             assert same(into, block(number))
-            got = await store.get_tensor(hash_of(number))
-            assert got is not None
-            assert torch.equal(got, rows(number))

@@ -1,4 +1,4 @@
-"""Host memory of blocks and of tensors: what is put, found, flushed and waited for."""
+"""Host memory of blocks: what is put, found, flushed and waited for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from lab.faults import Fault
+from lab.faults import Fault, s3_error
 from lab.proxy import Proxy
 from s3kv.config import Config
+from s3kv.types import Location
+from tests.servers import BUCKET, KEYS, boto_client
 from tests.unit.library.stores import (
     big,
     block,
@@ -17,7 +19,6 @@ from tests.unit.library.stores import (
     opening,
     opening_big,
     room,
-    rows,
     same,
 )
 
@@ -51,17 +52,13 @@ async def test_flush_names_what_the_bucket_did_not_take(
     async with await opening(config) as store:
         between.fault(Fault(kind="refuse"))
         assert await store.put(hash_of(1), block(1))
-        assert await store.put_tensor(hash_of(2), rows(2))
         left = await store.flush()
-        assert (left.blocks, left.tensors) == ((hash_of(1),), (hash_of(2),))
-        assert left
+        assert left == (hash_of(1),)
         assert await store.flush() == left, "still in host memory, and still not in the bucket"
         between.lift()
         assert await store.put(hash_of(3), block(3))
-        assert await store.put_tensor(hash_of(3), rows(3))
         assert not await store.flush(), "one upload that works opens the way for the others"
         assert store.where(hash_of(1)).bucket
-        assert store.where_tensor(hash_of(2)).bucket
 
 
 async def test_a_hit_uploads_what_an_outage_has_kept_from_the_bucket(
@@ -71,15 +68,12 @@ async def test_a_hit_uploads_what_an_outage_has_kept_from_the_bucket(
     async with await opening(config) as store:
         between.fault(Fault(kind="refuse"))
         assert await store.put(hash_of(1), block(1))
-        assert await store.put_tensor(hash_of(1), rows(1))
         assert await store.flush()
         between.lift()
         assert await store.put(hash_of(2), block(2))
-        assert await store.put_tensor(hash_of(2), rows(2))
         async with asyncio.timeout(30):
-            while not (store.where(hash_of(1)).bucket and store.where_tensor(hash_of(1)).bucket):
+            while not store.where(hash_of(1)).bucket:
                 assert await store.get(hash_of(1), room())
-                assert await store.get_tensor(hash_of(1)) is not None
                 await asyncio.sleep(0.02)
 
 
@@ -106,3 +100,85 @@ async def test_a_prefetch_leaves_room_and_a_put_can_wait_for_it(
         between.lift()
         assert await waiting
         assert not store.where(hash_of(4)).host
+
+
+@pytest.mark.parametrize(
+    ("fault", "end", "told"),
+    [
+        (Fault(kind="refuse"), "failed", "upload failed"),
+        (s3_error(500, "InternalError", verbs=("PUT",)), "failed", "upload failed"),
+        (s3_error(403, "AccessDenied", verbs=("PUT",)), "denied", "s3:PutObject"),
+    ],
+)
+async def test_an_upload_that_fails_is_told_and_tried_again_when_the_bucket_is_back(
+    behind: tuple[Proxy, Config],
+    short_pauses: None,
+    caplog: pytest.LogCaptureFixture,
+    fault: Fault,
+    end: str,
+    told: str,
+) -> None:
+    between, config = behind
+    numbers = (21, 22, 23)
+    async with opening(config) as store:
+        between.fault(fault)
+        for number in numbers:
+            assert await store.put(hash_of(number), block(number))
+        assert set(await store.flush()) == set(map(hash_of, numbers))
+        assert store.counters[f"upload_{end}"] == 3 * len(numbers)
+        assert store.counters["uploads_given_up"] == len(numbers)
+        for number in numbers:
+            assert store.where(hash_of(number)) == Location(device=False, host=True, bucket=None)
+            assert await store.get(hash_of(number), room())
+        said = [r.getMessage() for r in caplog.records if told in r.getMessage()]
+        assert len(said) == 1, "once, however often it happens"
+
+        between.lift()
+        assert await store.put(hash_of(24), block(24))
+        assert await store.flush() == ()
+    async with opening(config) as store:
+        for number in numbers:
+            into = room()
+            assert await store.get(hash_of(number), into)
+            assert same(into, block(number))
+
+
+async def test_a_block_whose_upload_failed_makes_room_for_others(
+    behind: tuple[Proxy, Config], short_pauses: None
+) -> None:
+    """Nothing stays pinned for a bucket that is gone: memory never fills up for good."""
+    between, config = behind
+    a_quarter = 220_000
+    async with opening_big(config, a_quarter) as store:
+        between.fault(Fault(kind="refuse"))
+        for number in range(10):
+            assert await store.put(hash_of(number), big(number, a_quarter))
+            await store.flush()
+        assert store.counters["saves_dropped"] == 0
+        assert store.counters["evictions"] > 0
+        assert not await store.get(hash_of(0), big(0, a_quarter))
+
+
+async def test_many_writers_of_one_block_cause_one_upload(config: Config) -> None:
+    async with opening(config) as store:
+        puts = (store.put(hash_of(7), block(7)) for _ in range(8))
+        assert await asyncio.gather(*puts) == [True] * 8
+        await store.flush()
+        assert store.counters["saves"] == store.counters["upload_ok"] == 1
+
+
+async def test_a_damaged_object_is_a_miss(config: Config) -> None:
+    async with opening(config) as store:
+        assert await store.put(hash_of(12), block(12))
+    client = boto_client(str(config.endpoint_url), KEYS)
+    found = client.list_objects_v2(Bucket=BUCKET, Prefix=f"{config.prefix}/")["Contents"]
+    (address,) = (e["Key"] for e in found if not e["Key"].endswith("manifest.json"))
+    data = client.get_object(Bucket=BUCKET, Key=address)["Body"].read()
+    flipped = bytes([*data[:-1], data[-1] ^ 1])
+    for bad, reason in ((flipped, "digest"), (data[:-1], "length"), (data + data, "length")):
+        client.put_object(Bucket=BUCKET, Key=address, Body=bad)
+        async with opening(config) as store:
+            assert not await store.get(hash_of(12), room())
+            corrupt = {n for n, count in store.counters.items() if "fetch_corrupt_" in n and count}
+            assert corrupt == {f"fetch_corrupt_{reason}"}
+            assert store.where(hash_of(12)).bucket is False

@@ -43,7 +43,7 @@ class Desk:
             "may_save": True,
         }
         ledger = Ledger(
-            Table(Extents.of(slab_bytes), "lru"),
+            Table(Extents.of(slab_bytes)),
             BucketIndex(capacity=1000, miss_ttl_s=20.0),
             Breaker(threshold=3),
             world_size=1,

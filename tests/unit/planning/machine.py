@@ -41,7 +41,6 @@ setups = st.builds(
     max_wait_s=st.sampled_from([0.0, 2.0, 5.0, 50.0]),
     gate=st.booleans(),
     max_saves_inflight=st.integers(1, 6),
-    eviction=st.sampled_from(["lru", "sieve"]),
     steps_ahead=st.integers(0, 1),
 )
 
@@ -231,7 +230,6 @@ def groups_of_several(draw: st.DrawFn) -> Setup:
         max_wait_s=draw(st.sampled_from([0.0, 2.0, 5.0, 50.0])),
         gate=draw(st.booleans()),
         max_saves_inflight=draw(st.sampled_from([2, 6, 12])),
-        eviction=draw(st.sampled_from(["lru", "sieve"])),
         steps_ahead=draw(st.integers(0, 1)),
     )
 

@@ -32,7 +32,6 @@ class Setup:
     gate: bool = False
     max_saves_inflight: int = 4
     miss_ttl_s: float = 20.0
-    eviction: str = "lru"
     groups: tuple[GroupSpec, ...] = ()
     """None: one of full attention."""
     may_load: bool = True
@@ -50,7 +49,7 @@ class Setup:
 
     def planner(self) -> KVPlanner:
         ledger = Ledger(
-            Table(EqualSlots(self.slots), self.eviction),
+            Table(EqualSlots(self.slots)),
             BucketIndex(capacity=10_000, miss_ttl_s=self.miss_ttl_s),
             Breaker(threshold=3),
             world_size=self.world_size,

@@ -10,17 +10,14 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 
 import s3kv
 from lab.faults import Fault
 from lab.proxy import Proxy
 from s3kv.config import Config
 from s3kv.errors import ClosedError, ConfigError, CopyError, UnsupportedError
-from s3kv.library.tensor_store import TensorRows, TensorStore
 from s3kv.library.tiered_store import TieredStore
 from tests.unit.library.stores import (
-    NAMESPACE,
     SHAPES,
     big,
     block,
@@ -29,7 +26,6 @@ from tests.unit.library.stores import (
     opening,
     opening_big,
     room,
-    rows,
     same,
 )
 
@@ -57,21 +53,15 @@ async def test_a_hash_that_is_none_is_refused_at_the_call(config: Config) -> Non
             return store.put_block(key, number)
 
         async def where(key: Any) -> object:
-            return store.where(key), store.where_tensor(key)
-
-        async def where_tensor(key: Any) -> object:
-            return store.where_tensor(key)
+            return store.where(key)
 
         calls = (
             lambda key: store.put(key, block(1)),
             lambda key: store.get(key, room()),
             store.acquire,
-            lambda key: store.put_tensor(key, rows(1)),
-            store.get_tensor,
             prefetch,
             put_block,
             where,
-            where_tensor,
         )
         for call in calls:
             for wrong in NO_HASHES:
@@ -95,8 +85,6 @@ async def test_after_close_every_method_says_so(config: Config) -> None:
         store.put(hash_of(1), block(1), wait=True),
         store.get(hash_of(1), room()),
         store.acquire(hash_of(1)),
-        store.put_tensor(hash_of(1), rows(1)),
-        store.get_tensor(hash_of(1)),
         store.flush(),
     ]
     for call in calls:
@@ -106,7 +94,6 @@ async def test_after_close_every_method_says_so(config: Config) -> None:
     for method in (
         lambda: store.prefetch([hash_of(1)]),
         lambda: store.where(hash_of(1)),
-        lambda: store.where_tensor(hash_of(1)),
         store.allocate,
         lambda: store.put_block(hash_of(1), number),
         lambda: store.release(number),
@@ -124,7 +111,6 @@ def test_in_another_loop_every_method_says_so(config: Config) -> None:
         for call in (
             store.put(hash_of(1), block(1)),
             store.get(hash_of(1), room()),
-            store.put_tensor(hash_of(1), rows(1)),
             store.flush(),
         ):
             with pytest.raises(RuntimeError, match="for the loop that opened it"):
@@ -157,7 +143,6 @@ async def test_close_ends_the_calls_under_way(
         assert await store.put(hash_of(number), big(number, a_half))
     room_waiter = asyncio.create_task(store.put(hash_of(3), big(3, a_half), wait=True))
     flushing = asyncio.create_task(store.flush())
-    tensor = asyncio.create_task(store.get_tensor(hash_of(4)))
     await asyncio.sleep(0.02)
     closing = asyncio.create_task(store.close())
     await asyncio.sleep(0)
@@ -170,7 +155,6 @@ async def test_close_ends_the_calls_under_way(
         for task in (room_waiter, flushing):
             with pytest.raises(ClosedError):
                 await task
-        assert await tensor is None
     assert "closed with 2 blocks that the bucket does not have" in caplog.text
 
 
@@ -196,8 +180,6 @@ async def test_what_cannot_be_opened_says_why_in_our_words(config: Config) -> No
         ConfigError, match=r"namespace has 65\d+ bytes as JSON: allowed are at most 65536"
     ):
         await TieredStore.open(config, shapes=SHAPES, namespace={"model": "m" * 2**16})
-    with pytest.raises(ConfigError, match=r"max_item_bytes is 65536: allowed is \d+ or more"):
-        await TensorStore.open(config, TensorRows((2**20,), torch.uint8), namespace=NAMESPACE)
     for device in ("cuda:99", "xpu", "nonsense"):
         with pytest.raises(UnsupportedError, match="allowed is 'cpu' or"):
             await opening(config, device=device, device_blocks=2)
@@ -211,8 +193,6 @@ async def test_a_device_that_cannot_be_used_or_refuses_is_told_in_our_words(
 
     async with opening(config) as store:
         assert await store.put(hash_of(1), block(1))
-        with pytest.raises(UnsupportedError, match="allowed is 'cpu' or"):
-            await store.get_tensor(hash_of(1), device="cuda:99")
         with monkeypatch.context() as broken:
             broken.setattr("s3kv.device.tensors.BlockTensors.copy_in", refuse)
             with pytest.raises(CopyError, match="out of memory"):
@@ -224,9 +204,7 @@ async def test_a_device_that_cannot_be_used_or_refuses_is_told_in_our_words(
 
 def test_the_names_of_the_library_are_in_the_package_without_torch() -> None:
     code = (
-        "import sys, s3kv\n"
-        "from s3kv import Config, Location, Unflushed\n"
-        "assert 'torch' not in sys.modules\n"
+        "import sys, s3kv\nfrom s3kv import Config, Location\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert s3kv.TieredStore is TieredStore

@@ -1,65 +1,19 @@
-"""Base of the library's stores: how they are opened, how they check a hash, and how they end."""
+"""Opening of a store: with `await` or `async with`, and under a namespace of plain values."""
 
 from __future__ import annotations
 
-import asyncio
 import reprlib
 from collections.abc import Coroutine, Generator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from s3kv.errors import ConfigError
-from s3kv.library.host_tier import HostTier
-from s3kv.objects.keys import canonical_json, checked_key, fingerprint_digest
-from s3kv.types import ChunkKey, Location
+from s3kv.objects.keys import canonical_json, fingerprint_digest
 
-S = TypeVar("S", bound="Store")
+S = TypeVar("S", bound=AbstractAsyncContextManager[Any])
 
 MAX_NAMESPACE_BYTES = 64 * 2**10
 """Longest namespace, as JSON. It travels to the I/O process in one frame, and into the manifest."""
-
-
-class Store:
-    """A store on a bucket, made by `open` and ended by `close`. All methods are for the loop that
-    opened it.
-
-    hosts: the host tiers of the store. The first is the one that `counters` and `where` speak of.
-    """
-
-    def __init__(self, group: int, *hosts: HostTier) -> None:
-        self._group = group
-        self._hosts = hosts
-
-    async def __aenter__(self: S) -> S:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """Counts of events so far, by the names of the metrics. Can be read after `close`, too."""
-        return self._hosts[0].counters
-
-    async def close(self) -> None:
-        """End all work under way and give everything back. Uploads get the time they need, up to
-        `drain_timeout_s`; the log says how much did not get to the bucket.
-
-        Fetches are cancelled, and calls that wait for one get a miss. Calls that wait for room or
-        in `flush` raise `ClosedError`. Idempotent. A cancelled `close`, too, ends only when the
-        store is closed.
-        """
-        await asyncio.gather(*(host.close() for host in self._hosts))
-
-    def _key(self, content_hash: bytes) -> ChunkKey:
-        self._check_open()
-        return checked_key(self._group, content_hash)
-
-    def _check_open(self) -> None:
-        self._hosts[0].pump.check_open()
-
-    def _location(self, key: ChunkKey, *, device: bool = False) -> Location:
-        host = self._hosts[0]
-        return Location(device=device, host=host.holds(key), bucket=host.in_bucket(key))
 
 
 class Opening(Coroutine[Any, Any, S]):
@@ -84,7 +38,7 @@ class Opening(Coroutine[Any, Any, S]):
         return self._store
 
     async def __aexit__(self, *_: object) -> None:
-        await self._store.close()
+        await self._store.__aexit__(None, None, None)
 
     def send(self, value: Any) -> Any:
         return self._opening.send(value)
