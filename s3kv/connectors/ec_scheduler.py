@@ -23,7 +23,7 @@ from s3kv.connectors.ec_translate import (
     wanted,
     worker_rendezvous,
 )
-from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.guard import Guarded, Linger, guarded, is_in_lockstep, wait_for_bucket
 from s3kv.connectors.log import EncoderTrafficLine, encoder_start_line, log_encoder_traffic
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import (
@@ -66,7 +66,6 @@ logger = logging.getLogger("s3kv")
 _INDEX_ITEMS = 500_000
 _BREAKER_FAILURES = 5
 _LINGER_S = 0.001
-"""Longest sleep of an engine that only waits for items. Without it the engine would spin."""
 _LOOK_AFTER_S = 1.0
 """Longest time between two polls of an idle I/O process."""
 
@@ -113,7 +112,8 @@ class ECSchedulerSide(Guarded):
         self._asked: dict[str, _Asked] = {}
         self._promised: dict[str, ItemLoad] = {}
         self._due: dict[str, ItemLoad] = {}
-        self._heard = self._was_idle = False
+        self._heard = False
+        self._linger = Linger(_LINGER_S, in_lockstep=is_in_lockstep(vllm_config))
         self._polled_s = 0.0
         if may_load:
             self._start(may_save)
@@ -279,11 +279,8 @@ class ECSchedulerSide(Guarded):
         plan = self.planner.plan(output.free_encoder_mm_hashes)
         self._order()
         self._heard = False
-        # Two idle steps, because the previous one may still run while this one is planned.
-        idle = output.total_num_scheduled_tokens == 0
-        if idle and self._was_idle and self.planner.fetches_inflight:
-            self._poll(_LINGER_S)
-        self._was_idle = idle
+        if pause_s := self._linger.pause_s(output, waits=self.planner.fetches_inflight > 0):
+            self._poll(pause_s)
         log_encoder_traffic(self._traffic, self.planner, time.monotonic())
         return plan
 

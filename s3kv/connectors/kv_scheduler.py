@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.adapters import KnownAdapters
-from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.guard import Guarded, Linger, guarded
 from s3kv.connectors.kv_groups import NULL_BLOCK
 from s3kv.connectors.kv_translate import (
     KVGeometry,
@@ -58,8 +58,6 @@ _INDEX_CHUNKS = 2_000_000
 million chunks of 256 tokens are 512 million tokens."""
 
 _LINGER_S = 0.004
-"""Pause of an idle engine step while requests wait for s3kv; delays a new request by at most this.
-Without it vLLM's loop polls every 1.3 ms, and takes a third of a core from the I/O process."""
 
 _BREAKER_FAILURES = 5
 """Failures in a row that open the breaker."""
@@ -78,6 +76,7 @@ class SchedulerSide(Guarded):
         *,
         may_load: bool,
         may_save: bool,
+        in_lockstep: bool = False,
         observers: Observers | None = None,
     ) -> None:
         self._config = config
@@ -101,6 +100,7 @@ class SchedulerSide(Guarded):
             trust_media_names=config.trust_media_names, block_tokens=sizes.hash_tokens
         )
         self._observers = observers
+        self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
         self._traffic = TrafficLine()
         self._own_tokens = 0
         """Tokens in the engine's own cache of the request that was looked up last."""
@@ -109,7 +109,6 @@ class SchedulerSide(Guarded):
         self._failed: set[str] = set()
         """Requests whose load has failed on some rank and has not ended yet."""
         self._unplanned: list[LostLoad] = []
-        self._was_idle = False
 
     @property
     def planner(self) -> KVPlanner:
@@ -302,11 +301,8 @@ class SchedulerSide(Guarded):
             self.planner.bar(barred)
         scheduled = scheduled_requests(output, self._sizes)
         plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
-        # Two idle steps, because the previous one may still run while this one is planned.
-        idle = output.total_num_scheduled_tokens == 0
-        if idle and self._was_idle and self.planner.has_arrivals_inflight:
-            plan = replace(plan, linger_s=_LINGER_S)
-        self._was_idle = idle
+        if pause_s := self._linger.pause_s(output, waits=self.planner.has_arrivals_inflight):
+            plan = replace(plan, linger_s=pause_s)
         if self._observers is not None:
             self._observers.read()
         log_traffic(self._traffic, self.planner, time.monotonic())
