@@ -211,6 +211,9 @@ KV_METRICS: Mapping[str, Metric] = {
         _COPY_S,
     ),
     **_uploads(", per rank"),
+    "upload_cancelled": Metric(
+        "Uploads given up at shutdown, or not begun because the chunk was not copied, per rank."
+    ),
     "uploads_given_up": Metric("Uploads of chunks given up after all tries."),
     "uploads_again": Metric("Uploads ordered again because a chunk was hit after that."),
     "evictions": Metric("Chunks evicted from host memory."),

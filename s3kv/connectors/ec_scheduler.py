@@ -83,7 +83,7 @@ class _Asked:
     settled: bool = False
 
 
-_SHARES = with_misses({"saves_dropped": (("saves_dropped|memory_full", 1),)})
+SHARES = with_misses({"saves_dropped": (("saves_dropped|memory_full", 1),)})
 
 
 class ECSchedulerSide(Guarded):
@@ -100,7 +100,7 @@ class ECSchedulerSide(Guarded):
         self._digests = MediaDigests()
         self._has_tower_lora = has_tower_lora(vllm_config)
         self._said_adapter = False
-        self._meter = Meter(EC_METRICS, _SHARES)
+        self._meter = Meter(EC_METRICS, SHARES)
         self._io_meter = Meter(EC_METRICS)
         self._gauges = Gauges()
         self._traffic = EncoderTrafficLine()

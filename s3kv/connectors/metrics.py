@@ -7,6 +7,7 @@ nothing has happened has none. For EC connectors vLLM does this since 0.32.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,7 @@ from s3kv.metrics import (
     labels_of,
     name_of,
 )
-from s3kv.types import Tally
+from s3kv.types import Outcome, Tally
 
 try:
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -38,6 +39,8 @@ except ImportError:  # pragma: no cover - vLLM 0.29 and 0.30 ask for no such sta
 if TYPE_CHECKING:
     from s3kv.host.table import TableStatistics
     from s3kv.planning.breaker import Breaker
+
+logger = logging.getLogger("s3kv")
 
 Values = dict[str, Any]
 """Values by the keys of `s3kv.metrics`. The value of a histogram is a list of observations."""
@@ -114,7 +117,8 @@ class Meter:
     """Meter of a set of counters: returns how much they have grown since the last call.
 
     shares: for counters that the table has under another name, or that are part of several
-        metrics. A counter that is neither there nor in the table is left out.
+        metrics, or of none. A counter that is neither there nor in the table is left out, and
+        logged as an error.
     """
 
     def __init__(
@@ -139,7 +143,10 @@ class Meter:
         for name, value in counters.items() - self._seen.items():
             more = value - self._seen.get(name, 0)
             self._seen[name] = value
-            for key, sign in self._shares.get(name, ()):
+            if name not in self._shares:
+                self._shares[name] = ()
+                logger.error("s3kv has no metric for its counter %r: please report this bug", name)
+            for key, sign in self._shares[name]:
                 grown[key] = grown.get(key, 0) + sign * more
         return {key: value for key, value in grown.items() if value}
 
@@ -170,7 +177,9 @@ def with_misses(shares: Shares) -> Shares:
 KV_SHARES = with_misses(
     {
         # The ranks count and report these.
-        **{name: () for name in KV_METRICS if name.startswith(("fetch_", "upload_"))},
+        **{f"fetch_{outcome.name.lower()}": () for outcome in Outcome},
+        **{f"upload_{outcome.name.lower()}": () for outcome in Outcome},
+        "saves_failed": (),
         "saves_dropped": (("saves_dropped|inflight", 1),),
         "saves_without_room": (("saves_dropped|inflight", -1), ("saves_dropped|memory_full", 1)),
     }
