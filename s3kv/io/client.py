@@ -274,7 +274,7 @@ class IoClient:
             process=self._stats,
         )
 
-    def _submit(self, job: wire.Job) -> None:
+    def _submit(self, job: wire.Order) -> None:
         why_down = "" if self._state is State.UP else f"the I/O process is {self._state.value}"
         if self._orders.add(job, why_down):
             self._outbox.append(job)

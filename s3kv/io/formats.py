@@ -37,7 +37,7 @@ class Formats:
         self._slab_bytes = slab_bytes
         self._chunks = chunk_formats(hello)
 
-    def of(self, job: wire.Job) -> Format:
+    def of(self, job: wire.Order) -> Format:
         """The format of the object this job moves.
 
         Raises `TypeError` or `ValueError` for a job that cannot be carried out: an invalid block
@@ -52,13 +52,13 @@ class Formats:
             raise ValueError(f"bytes {job.offset} to {end} are outside the slab")
         return layout
 
-    def _chunk(self, job: wire.Job) -> ChunkFormat:
+    def _chunk(self, job: wire.Order) -> ChunkFormat:
         layout = self._chunks.get(job.group)
         if layout is None:
             raise ValueError(f"group {job.group!r} is none of {sorted(self._chunks)}")
         return layout
 
-    def _item(self, job: wire.Job) -> ItemFormat:
+    def _item(self, job: wire.Order) -> ItemFormat:
         hello, shape = self._hello, job.item
         assert shape is not None
         if hello.item_dtype is None:

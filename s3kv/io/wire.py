@@ -161,7 +161,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     counters: dict[str, int]
 
 
-Job = Fetch | Upload
+Order = Fetch | Upload
 Down = Hello | Fetch | Upload | Cancel | Withdraw | Drain | Ping
 Up = Ready | JobEnd | Drained | Stats
 

@@ -243,7 +243,7 @@ class Service:
             case wire.Hello():
                 raise wire.WireError("a second Hello")
 
-    def _accept(self, message: wire.Job) -> None:
+    def _accept(self, message: wire.Order) -> None:
         if message.job_id in self._queue:
             raise wire.WireError(f"job {message.job_id} has not ended and was sent again")
         if self._drain_left is not None:
@@ -257,7 +257,7 @@ class Service:
         self._queue.add(job)
         self._start_jobs()
 
-    def _job(self, message: wire.Job) -> TransferJob:
+    def _job(self, message: wire.Order) -> TransferJob:
         """The job that a message requests. Raises `TypeError` or `ValueError` if it is invalid."""
         layout = self._formats.of(message)
         key = self._namespace.chunk(ChunkKey(message.group, message.block_hash), self._shard)
@@ -267,7 +267,7 @@ class Service:
             message.job_id, message.kind, key, message.block_hash, layout, buffer, due_s
         )
 
-    def _due_s(self, message: wire.Job) -> float:
+    def _due_s(self, message: wire.Order) -> float:
         """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
         item. A chunk's upload has none left: its planner tries again by itself, seconds later,
         when that is of more use. The planner of items never tries again."""
@@ -393,5 +393,5 @@ class Service:
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
 
 
-def _unsent(message: wire.Job, outcome: Outcome, detail: str) -> JobEnd:
+def _unsent(message: wire.Order, outcome: Outcome, detail: str) -> JobEnd:
     return JobEnd(message.job_id, message.kind, outcome, detail=detail)
