@@ -3,7 +3,8 @@
 **KV events for routers** (`--kv-events-config`) are in vLLM's format, beside those that vLLM itself
 publishes for the GPU: the chunks in host memory and in the bucket. A chunk is announced as the
 blocks it consists of, with the hashes and tokens of vLLM's own events. So a router that follows the
-one kind can follow the other. The medium is "CPU" for host memory and "STORAGE" for the bucket. The
+one kind can follow the other. It has to count announcements, because chunks may share their first
+blocks, and a block is to be had with its chunk alone (docs/operating.md). The medium is "CPU" for host memory and "STORAGE" for the bucket. The
 bucket belongs to the fleet: an engine announces the chunks that it has uploaded or fetched, and
 withdraws a chunk when it finds it gone. It does not see what other engines do.
 

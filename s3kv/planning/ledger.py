@@ -93,8 +93,7 @@ class Job:
 
 class Ledger:
     """Ledger of one table and one bucket. world_size: number of ranks that report every end of a
-    job; 1 without ranks.
-    """
+    job; 1 without ranks."""
 
     def __init__(
         self,
@@ -331,7 +330,7 @@ class Ledger:
         if job.entry is not None:
             self.table.abandon(job.entry)
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            if self.residency is not None and self.index.is_present(job.key):
+            if self.index.is_present(job.key):
                 self._note(job.key, Residency.BUCKET_REMOVED)
             self.index.note_absent(job.key, now_s)
         self._note(job.key, Residency.NOTHING)
@@ -365,6 +364,9 @@ class Ledger:
 
     def _note(self, key: ChunkKey, residency: Residency) -> None:
         if self.residency is not None:
+            # Readers count: the bucket's last announcement is withdrawn before the next one.
+            if residency is Residency.BUCKET_STORED and self.index.is_present(key):
+                self.residency.change(key, Residency.BUCKET_REMOVED)
             self.residency.change(key, residency)
 
     def _register(self, key: ChunkKey, entry: Entry | None, ends: dict[JobKind, int]) -> Job:
