@@ -211,9 +211,7 @@ KV_METRICS: Mapping[str, Metric] = {
         _COPY_S,
     ),
     **_uploads(", per rank"),
-    "upload_cancelled": Metric(
-        "Uploads given up at shutdown, or not begun because the chunk was not copied, per rank."
-    ),
+    "upload_cancelled": Metric("Uploads given up at shutdown or after a failed copy, per rank."),
     "uploads_given_up": Metric("Uploads of chunks given up after all tries."),
     "uploads_again": Metric("Uploads ordered again because a chunk was hit after that."),
     "evictions": Metric("Chunks evicted from host memory."),
@@ -264,8 +262,6 @@ EC_METRICS: Mapping[str, Metric] = {
     ),
     **_ENGINE,
 }
-"""The metrics of the EC connector. Encoder outputs are the same on all ranks; one of them
-counts.
-"""
+"""The metrics of the EC connector. Encoder outputs are the same on all ranks; one counts."""
 
 assert set(_REFUSED) == {*get_args(Mismatch), "quarantined"}

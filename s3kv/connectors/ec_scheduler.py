@@ -24,7 +24,7 @@ from s3kv.connectors.ec_translate import (
     worker_rendezvous,
 )
 from s3kv.connectors.guard import Guarded, Linger, guarded, is_in_lockstep, wait_for_bucket
-from s3kv.connectors.log import EncoderTrafficLine, encoder_start_line, log_encoder_traffic
+from s3kv.connectors.log import EncoderTrafficLine, encoder_start_line, log_traffic
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import (
     Gauges,
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("s3kv")
 
 _INDEX_ITEMS = 500_000
-_BREAKER_FAILURES = 5
 _LINGER_S = 0.001
 _LOOK_AFTER_S = 1.0
 """Longest time between two polls of an idle I/O process."""
@@ -161,7 +160,7 @@ class ECSchedulerSide(Guarded):
         ledger = Ledger(
             Table(Extents.of(config.host_bytes if may_load else 0), config.eviction),
             BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s),
-            Breaker(threshold=_BREAKER_FAILURES),
+            Breaker(),
             world_size=1,
         )
         return ECPlanner(
@@ -281,7 +280,7 @@ class ECSchedulerSide(Guarded):
         self._heard = False
         if pause_s := self._linger.pause_s(output, waits=self.planner.fetches_inflight > 0):
             self._poll(pause_s)
-        log_encoder_traffic(self._traffic, self.planner, time.monotonic())
+        log_traffic(self._traffic, self.planner, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -297,7 +296,7 @@ class ECSchedulerSide(Guarded):
         self._stirred = True
         self.planner.finished(request.request_id)
         self._order()
-        log_encoder_traffic(self._traffic, self.planner, time.monotonic(), finished=True)
+        log_traffic(self._traffic, self.planner, time.monotonic(), finished=request.request_id)
 
     def stats(self) -> S3ECStats | None:
         values = self._meter.grown(self.planner.counters)

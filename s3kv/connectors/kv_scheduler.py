@@ -25,7 +25,7 @@ from s3kv.connectors.kv_translate import (
     scheduled_requests,
     written_blocks,
 )
-from s3kv.connectors.log import TrafficLine, log_start, log_traffic
+from s3kv.connectors.log import TrafficLine, log_traffic, start_line
 from s3kv.connectors.metrics import KV_SHARES, Gauges, Meter, S3KVStats, Values, memory_gauges
 from s3kv.connectors.observers import Observers
 from s3kv.connectors.request_hashes import RequestHashes
@@ -58,9 +58,6 @@ _INDEX_CHUNKS = 2_000_000
 million chunks of 256 tokens are 512 million tokens."""
 
 _LINGER_S = 0.004
-
-_BREAKER_FAILURES = 5
-"""Failures in a row that open the breaker."""
 
 
 class SchedulerSide(Guarded):
@@ -162,7 +159,8 @@ class SchedulerSide(Guarded):
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in hellos), strict=True)))
         roles = {"may_load": self._may_load, "may_save": self._may_save}
-        log_start(self._config, hellos, self._sizes.groups, **roles)
+        level, line = start_line(self._config, hellos, self._sizes.groups, **roles)
+        logger.log(level, "%s", line)
         return self._make_planner(slots, hellos[0].slot_bytes, object_bytes)
 
     def _report_late(self, hellos: Sequence[WorkerHello]) -> None:
@@ -184,7 +182,7 @@ class SchedulerSide(Guarded):
         ledger = Ledger(
             Table(room, config.eviction, dict(enumerate(object_bytes))),
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
-            Breaker(threshold=_BREAKER_FAILURES),
+            Breaker(),
             world_size=self._world_size,
             residency=None if self._observers is None else self._observers.log,
         )
@@ -286,8 +284,7 @@ class SchedulerSide(Guarded):
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of a step. If the planner has failed, the plan abandons the loads promised since
-        the last plan.
-        """
+        the last plan."""
         plan = self._plan(output)
         unplanned, self._unplanned = self._unplanned, []
         return plan if plan is not None else StepPlan(abandons=tuple(unplanned))

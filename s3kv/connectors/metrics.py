@@ -94,17 +94,13 @@ def add(values: Values, more: Mapping[str, Any], metrics: Mapping[str, Metric]) 
 
 
 class S3KVStats(Sums, KVConnectorStats):
-    """The KV connector's increments since the last report, of any number of ranks and both
-    sides.
-    """
+    """The KV connector's increments since the last report, of all ranks and both sides."""
 
     metrics = KV_METRICS
 
 
 class S3ECStats(Sums, ECConnectorStats):
-    """The EC connector's increments since the last report. The scheduler's side reports for
-    both.
-    """
+    """The EC connector's increments since the last report. The scheduler reports for both sides."""
 
     metrics = EC_METRICS
 

@@ -27,7 +27,6 @@ from s3kv.types import ChunkKey, ItemShape, Outcome
 
 logger = logging.getLogger("s3kv")
 
-_BREAKER_FAILURES = 5
 _OWED_MAX = 1_000_000
 """Most hashes recorded for `flush`, about 200 MB. Further ones replace the oldest, which happens if
 the bucket stays unreachable and `flush` is never called."""
@@ -48,7 +47,7 @@ class HostTier:
         self.ledger = Ledger(
             table,
             BucketIndex(capacity=index_size, miss_ttl_s=tier.hello.config.miss_ttl_s),
-            Breaker(threshold=_BREAKER_FAILURES),
+            Breaker(),
             world_size=1,
         )
         self.pump = Pump(tier, self._on_done, self._is_busy)

@@ -16,7 +16,6 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from s3kv.connectors import observers
 from s3kv.connectors.kv_translate import KVGeometry
 from s3kv.connectors.observers import KVEvents, RequestSpans
 from s3kv.messages import JobKind
@@ -159,14 +158,6 @@ def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None
     desk.end(desk.plan().fetches, Outcome.MISSING)
     follow()
     assert not any(counts[block] for block in blocks)
-
-
-def test_fields_that_this_vllm_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = observers._FIELDS[BlockStored] - {"locality", "group_idx"}
-    monkeypatch.setitem(observers._FIELDS, BlockStored, older)
-    (stored,) = published(request(), Residency.HOST_STORED)
-    assert stored.locality is None
-    assert stored.group_idx is None
 
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
