@@ -41,7 +41,7 @@ _UNIT_BYTES = {
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0.0)]
-Speed = Annotated[float, Meta(ge=1.0)]
+TokensPerSecond = Annotated[float, Meta(ge=1.0)]
 Bytes = Annotated[int, Meta(extra=_BYTES)]
 Mebibytes = Annotated[Bytes, Meta(ge=2**20)]
 Bucket = Annotated[
@@ -189,7 +189,7 @@ class Config:
     recompute_gate: bool = True
     """Stop waiting as soon as computing the rest is expected to be faster. Off: wait up to
     max_wait_ms for every chunk."""
-    prefill_tokens_per_s: Speed = 8_000.0
+    prefill_tokens_per_s: TokensPerSecond = 8_000.0
     """Prefill speed assumed until it has been measured."""
     probe_chunks: Positive = 64
     """Chunks of a prefix fetched at once while the bucket's content is unknown. The number doubles
@@ -199,7 +199,7 @@ class Config:
     max_saves_inflight: Positive = 256
     """Most chunks on their way to the bucket at once; saves beyond that are dropped and counted."""
 
-    encode_tokens_per_s: Speed = 4_000.0
+    encode_tokens_per_s: TokensPerSecond = 4_000.0
     """Encoder speed assumed until it has been measured, in embeddings of images, audio or video. EC
     connector only."""
     max_item_bytes: Annotated[Bytes, Meta(ge=2**16, le=2**28)] = 64 * 2**20

@@ -134,7 +134,7 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
         first attempt to the end, including retries, excluding the wait for its turn.
     ranks: number of ranks that it covers.
     detail: for a person: why it did not succeed, or that only a second reading did; else empty.
-    reason: why an object did not verify (`headers.Refusal`), also if a second reading did verify;
+    reason: why an object did not verify (`headers.Mismatch`), also if a second reading did verify;
         "quarantined" if the object is known to be bad and was not read; otherwise empty.
     fresh_s: after a success, the time from which on a use of the object is to be reported, because
         the object may be due for a refresh, or gone; of several ranks, the shortest.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, get_args
 
-from s3kv.objects.headers import Refusal
+from s3kv.objects.headers import Mismatch
 from s3kv.objects.traffic import ANSWERS, VERBS
 from s3kv.planning.breaker import BreakerState
 
@@ -71,8 +71,8 @@ _REFUSED: Mapping[str, str] = {
     "digest": "Objects whose digest does not fit: damaged, or forged",
     "quarantined": "Objects not asked for because they are known to be bad",
 }
-"""The parts of `fetch_corrupt` (`headers.Refusal`), which also counts second readings that verified
-after all; and, not part of it, the requests that the quarantine spared."""
+"""The parts of `fetch_corrupt` (`headers.Mismatch`), which also counts second readings that
+verified after all; and, not part of it, the requests that the quarantine spared."""
 
 MISSES: Mapping[str, str] = {
     "fetch_missing": "absent",
@@ -220,6 +220,7 @@ KV_METRICS: Mapping[str, Metric] = {
         _COPY_S,
     ),
     **_uploads(", per rank"),
+    "upload_cancelled": Metric("Uploads given up at shutdown or after a failed copy, per rank."),
     "uploads_given_up": Metric("Uploads of chunks given up after all tries."),
     "uploads_again": Metric(
         "Uploads ordered again because a chunk was hit after that, or after the bucket had lost it."
@@ -274,8 +275,6 @@ EC_METRICS: Mapping[str, Metric] = {
     ),
     **_ENGINE,
 }
-"""The metrics of the EC connector. Encoder outputs are the same on all ranks; one of them
-counts.
-"""
+"""The metrics of the EC connector. Encoder outputs are the same on all ranks; one counts."""
 
-assert set(_REFUSED) == {*get_args(Refusal), "quarantined"}
+assert set(_REFUSED) == {*get_args(Mismatch), "quarantined"}

@@ -17,7 +17,7 @@ from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.objects import keys
 from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.headers import CodecError, Header, Refusal, read_header
+from s3kv.objects.headers import CodecError, Header, Mismatch, read_header
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.store import ObjectStore
 
@@ -52,7 +52,7 @@ class Inspection:
     key: str
     nbytes: int
     header: Header | None
-    refusal: Refusal | None
+    refusal: Mismatch | None
     statistics: list[TensorStatistics] | None = None
     """None if they were not asked for, or if the header cannot be read."""
 

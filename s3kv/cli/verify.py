@@ -24,7 +24,7 @@ from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, wit
 from s3kv.config import Config, count
 from s3kv.io.server.manifest import leaves
 from s3kv.objects import listing
-from s3kv.objects.headers import Refusal
+from s3kv.objects.headers import Mismatch
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
 from s3kv.objects.store import BulkStore, ObjectInfo, ObjectStore
@@ -40,7 +40,7 @@ class Damage:
     """A damaged object. refusal: the reason. deleted: whether it has been deleted."""
 
     key: str
-    refusal: Refusal
+    refusal: Mismatch
     deleted: bool = False
 
 
@@ -152,7 +152,7 @@ class Verifier:
 
     async def _verify(self, _: int, pick: Pick) -> None:
         address, info = pick
-        refusal: Refusal | Literal["gone"] | None = "algorithm"
+        refusal: Mismatch | Literal["gone"] | None = "algorithm"
         if await self._can_judge(address.namespace):
             refusal = await self._refusal(address, info)
             if refusal not in (None, "gone", "algorithm"):
@@ -176,7 +176,7 @@ class Verifier:
 
     async def _refusal(
         self, address: ChunkAddress, info: ObjectInfo
-    ) -> Refusal | Literal["gone"] | None:
+    ) -> Mismatch | Literal["gone"] | None:
         if info.nbytes > MAX_OBJECT_BYTES:
             return "length"
         buffer = memoryview(bytearray(info.nbytes))

@@ -1,6 +1,6 @@
 """S3ECConnector: vLLM's EC connector interface (0.29 to 0.33), dispatched to the two sides.
 
-This module holds no state and makes no decision. docs/encoder-outputs.md explains the hooks.
+This module makes no decision. docs/encoder-outputs.md explains the hooks.
 """
 
 from __future__ import annotations

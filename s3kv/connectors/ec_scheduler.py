@@ -23,8 +23,8 @@ from s3kv.connectors.ec_translate import (
     wanted,
     worker_rendezvous,
 )
-from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
-from s3kv.connectors.log import EncoderTrafficLine, encoder_start_line, log_encoder_traffic
+from s3kv.connectors.guard import Guarded, Linger, guarded, is_in_lockstep, wait_for_bucket
+from s3kv.connectors.log import EncoderTrafficLine, encoder_start_line, log_traffic
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import (
     Gauges,
@@ -66,9 +66,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("s3kv")
 
 _INDEX_ITEMS = 500_000
-_BREAKER_FAILURES = 5
 _LINGER_S = 0.001
-"""Longest sleep of an engine that only waits for items. Without it the engine would spin."""
 _LOOK_AFTER_S = 1.0
 """Longest time between two polls of an idle I/O process."""
 
@@ -86,7 +84,7 @@ class _Asked:
     settled: bool = False
 
 
-_SHARES = with_misses({"saves_dropped": (("saves_dropped|memory_full", 1),)})
+SHARES = with_misses({"saves_dropped": (("saves_dropped|memory_full", 1),)})
 
 
 class ECSchedulerSide(Guarded):
@@ -103,7 +101,7 @@ class ECSchedulerSide(Guarded):
         self._digests = MediaDigests()
         self._has_tower_lora = has_tower_lora(vllm_config)
         self._said_adapter = False
-        self._meter = Meter(EC_METRICS, _SHARES)
+        self._meter = Meter(EC_METRICS, SHARES)
         self._io_meter = Meter(EC_METRICS)
         self._gauges = Gauges()
         self._traffic = EncoderTrafficLine()
@@ -115,7 +113,8 @@ class ECSchedulerSide(Guarded):
         self._asked: dict[str, _Asked] = {}
         self._promised: dict[str, ItemLoad] = {}
         self._due: dict[str, ItemLoad] = {}
-        self._heard = self._was_idle = False
+        self._heard = False
+        self._linger = Linger(_LINGER_S, in_lockstep=is_in_lockstep(vllm_config))
         self._polled_s = 0.0
         if may_load:
             self._start(may_save)
@@ -163,7 +162,7 @@ class ECSchedulerSide(Guarded):
         ledger = Ledger(
             Table(Extents.of(config.host_bytes if may_load else 0)),
             BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s),
-            Breaker(threshold=_BREAKER_FAILURES),
+            Breaker(),
             world_size=1,
             may_save=may_save,
         )
@@ -282,12 +281,9 @@ class ECSchedulerSide(Guarded):
         plan = self.planner.plan(output.free_encoder_mm_hashes)
         self._order()
         self._heard = False
-        # Two idle steps, because the previous one may still run while this one is planned.
-        idle = output.total_num_scheduled_tokens == 0
-        if idle and self._was_idle and self.planner.fetches_inflight:
-            self._poll(_LINGER_S)
-        self._was_idle = idle
-        log_encoder_traffic(self._traffic, self.planner, time.monotonic())
+        if pause_s := self._linger.pause_s(output, waits=self.planner.fetches_inflight > 0):
+            self._poll(pause_s)
+        log_traffic(self._traffic, self.planner, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -303,7 +299,7 @@ class ECSchedulerSide(Guarded):
         self._stirred = True
         self.planner.finished(request.request_id)
         self._order()
-        log_encoder_traffic(self._traffic, self.planner, time.monotonic(), finished=True)
+        log_traffic(self._traffic, self.planner, time.monotonic(), finished=request.request_id)
 
     def stats(self) -> S3ECStats | None:
         values = self._meter.grown(self.planner.counters)

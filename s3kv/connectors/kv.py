@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from s3kv.config import Config
+from s3kv.connectors.guard import is_in_lockstep
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello, check_supported, geometry
 from s3kv.connectors.kv_worker import WorkerSide
@@ -85,6 +86,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
                 sizes,
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
+                in_lockstep=is_in_lockstep(vllm_config),
                 observers=Observers.wanted(vllm_config, sizes),
             )
         else:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.adapters import KnownAdapters
-from s3kv.connectors.guard import Guarded, guarded
+from s3kv.connectors.guard import Guarded, Linger, guarded
 from s3kv.connectors.kv_groups import NULL_BLOCK
 from s3kv.connectors.kv_translate import (
     KVGeometry,
@@ -25,7 +25,7 @@ from s3kv.connectors.kv_translate import (
     scheduled_requests,
     written_blocks,
 )
-from s3kv.connectors.log import TrafficLine, log_start, log_traffic
+from s3kv.connectors.log import TrafficLine, log_traffic, start_line
 from s3kv.connectors.metrics import KV_SHARES, Gauges, Meter, S3KVStats, Values, memory_gauges
 from s3kv.connectors.observers import Observers
 from s3kv.connectors.request_hashes import RequestHashes
@@ -58,11 +58,6 @@ _INDEX_CHUNKS = 2_000_000
 million chunks of 256 tokens are 512 million tokens."""
 
 _LINGER_S = 0.004
-"""Pause of an idle engine step while requests wait for s3kv; delays a new request by at most this.
-Without it vLLM's loop polls every 1.3 ms, and takes a third of a core from the I/O process."""
-
-_BREAKER_FAILURES = 5
-"""Failures in a row that open the breaker."""
 
 
 class SchedulerSide(Guarded):
@@ -78,6 +73,7 @@ class SchedulerSide(Guarded):
         *,
         may_load: bool,
         may_save: bool,
+        in_lockstep: bool = False,
         observers: Observers | None = None,
     ) -> None:
         self._config = config
@@ -101,6 +97,7 @@ class SchedulerSide(Guarded):
             trust_media_names=config.trust_media_names, block_tokens=sizes.hash_tokens
         )
         self._observers = observers
+        self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
         self._traffic = TrafficLine()
         self._own_tokens = 0
         """Tokens in the engine's own cache of the request that was looked up last."""
@@ -109,7 +106,6 @@ class SchedulerSide(Guarded):
         self._failed: set[str] = set()
         """Requests whose load has failed on some rank and has not ended yet."""
         self._unplanned: list[LostLoad] = []
-        self._was_idle = False
 
     @property
     def planner(self) -> KVPlanner:
@@ -163,7 +159,8 @@ class SchedulerSide(Guarded):
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in hellos), strict=True)))
         roles = {"may_load": self._may_load, "may_save": self._may_save}
-        log_start(self._config, hellos, self._sizes.groups, **roles)
+        level, line = start_line(self._config, hellos, self._sizes.groups, **roles)
+        logger.log(level, "%s", line)
         return self._make_planner(slots, hellos[0].slot_bytes, object_bytes)
 
     def _report_late(self, hellos: Sequence[WorkerHello]) -> None:
@@ -185,7 +182,7 @@ class SchedulerSide(Guarded):
         ledger = Ledger(
             Table(room, dict(enumerate(object_bytes))),
             BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
-            Breaker(threshold=_BREAKER_FAILURES),
+            Breaker(),
             world_size=self._world_size,
             may_save=self._may_save,
             residency=None if self._observers is None else self._observers.log,
@@ -288,8 +285,7 @@ class SchedulerSide(Guarded):
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """The plan of a step. If the planner has failed, the plan abandons the loads promised since
-        the last plan.
-        """
+        the last plan."""
         plan = self._plan(output)
         unplanned, self._unplanned = self._unplanned, []
         return plan if plan is not None else StepPlan(abandons=tuple(unplanned))
@@ -303,11 +299,8 @@ class SchedulerSide(Guarded):
             self.planner.bar(barred)
         scheduled = scheduled_requests(output, self._sizes)
         plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
-        # Two idle steps, because the previous one may still run while this one is planned.
-        idle = output.total_num_scheduled_tokens == 0
-        if idle and self._was_idle and self.planner.has_arrivals_inflight:
-            plan = replace(plan, linger_s=_LINGER_S)
-        self._was_idle = idle
+        if pause_s := self._linger.pause_s(output, waits=self.planner.has_arrivals_inflight):
+            plan = replace(plan, linger_s=pause_s)
         if self._observers is not None:
             self._observers.read()
         log_traffic(self._traffic, self.planner, time.monotonic())

@@ -67,37 +67,20 @@ def start_line(
     *,
     may_load: bool,
     may_save: bool,
-) -> str:
-    """The line of the scheduler when all ranks are ready."""
+) -> tuple[int, str]:
+    """Level and text of the scheduler's line when all ranks are ready. It is a warning if the GPU's
+    driver did not pin all host memory."""
     memory = sum(hello.slot_count * hello.slot_bytes for hello in hellos)
     novelty = _novelty({hello.known for hello in hellos})
-    pinned = {hello.pinned for hello in hellos}
-    if pinned == {None}:  # no GPU
-        kind, note = "", ""
-    elif pinned == {True}:
-        kind, note = "pinned ", ""
-    else:
-        kind, note = "", ", not all of it pinned (copies to and from the GPU are slower)"
-    return (
+    pinned = {hello.pinned for hello in hellos}  # None: no GPU
+    is_slow, kind = False in pinned, "pinned " if pinned == {True} else ""
+    note = ", not all of it pinned (copies to and from the GPU are slower)" if is_slow else ""
+    return logging.WARNING if is_slow else logging.INFO, (
         f"{_whereabouts(config, may_load=may_load, may_save=may_save)}: "
         f"namespace {hellos[0].namespace} ({novelty}), {size(memory)} of {kind}host "
         f"memory on {count(len(hellos), 'rank')}{note}, chunks of {groups[0].chunk_tokens} tokens, "
         f"KV of {' and '.join(dict.fromkeys(map(_attention, groups)))}"
     )
-
-
-def log_start(
-    config: Config,
-    hellos: Sequence[WorkerHello],
-    groups: Sequence[GroupSpec],
-    *,
-    may_load: bool,
-    may_save: bool,
-) -> None:
-    """Log the line of a start; a warning, if the GPU's driver did not pin all host memory."""
-    line = start_line(config, hellos, groups, may_load=may_load, may_save=may_save)
-    slow = any(hello.pinned is False for hello in hellos)
-    logger.log(logging.WARNING if slow else logging.INFO, "%s", line)
 
 
 def encoder_start_line(
@@ -149,8 +132,8 @@ _ENCODER_COUNTERS = (
 )
 
 
-def _is_due(said_s: float | None, now_s: float, *, finished: bool) -> bool:
-    return finished if said_s is None else now_s - said_s >= INTERVAL_S
+def _is_due(said_s: float | None, now_s: float, finished: str | None) -> bool:
+    return finished is not None if said_s is None else now_s - said_s >= INTERVAL_S
 
 
 def _grown(
@@ -230,7 +213,7 @@ class TrafficLine:
         if finished is not None:
             self._end_wait(finished, now_s)
             self._prompts.pop(finished, None)
-        if not _is_due(self._said_s, now_s, finished=finished is not None):
+        if not _is_due(self._said_s, now_s, finished):
             return None
         minute = self._minute
         grown = _grown(counters, minute.counters, _COUNTERS)
@@ -274,12 +257,10 @@ class EncoderTrafficLine:
         bucket: BreakerState,
         now_s: float,
         *,
-        finished: bool = False,
+        finished: str | None = None,
     ) -> str | None:
-        """The line, if one is due and something has happened. counters: the planner's. finished:
-        whether a request has just finished.
-        """
-        if not _is_due(self._said_s, now_s, finished=finished):
+        """The line, if one is due and something has happened. Parameters as of `TrafficLine`."""
+        if not _is_due(self._said_s, now_s, finished):
             return None
         grown = _grown(counters, self._before, _ENCODER_COUNTERS)
         if not any(grown.values()):
@@ -306,19 +287,13 @@ def _encoder_told(grown: Mapping[str, int], bucket: str) -> str:
 
 
 def log_traffic(
-    traffic: TrafficLine, planner: KVPlanner, now_s: float, *, finished: str | None = None
+    traffic: TrafficLine | EncoderTrafficLine,
+    planner: KVPlanner | ECPlanner,
+    now_s: float,
+    *,
+    finished: str | None = None,
 ) -> None:
     """Log the line on the traffic, if one is due. finished: the request that has just finished."""
-    bucket = planner.ledger.breaker.state
-    line = traffic.line(planner.counters, bucket, now_s, finished=finished)
-    if line is not None:
-        logger.info("%s", line)
-
-
-def log_encoder_traffic(
-    traffic: EncoderTrafficLine, planner: ECPlanner, now_s: float, *, finished: bool = False
-) -> None:
-    """The same for encoder outputs. finished: whether a request has just finished."""
     bucket = planner.ledger.breaker.state
     line = traffic.line(planner.counters, bucket, now_s, finished=finished)
     if line is not None:

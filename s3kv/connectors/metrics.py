@@ -7,6 +7,7 @@ nothing has happened has none. For EC connectors vLLM does this since 0.32.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,7 +27,7 @@ from s3kv.metrics import (
     labels_of,
     name_of,
 )
-from s3kv.types import Tally
+from s3kv.types import Outcome, Tally
 
 try:
     from vllm.distributed.ec_transfer.ec_connector.metrics import (
@@ -39,6 +40,8 @@ except ImportError:  # pragma: no cover - vLLM 0.29 and 0.30 ask for no such sta
 if TYPE_CHECKING:
     from s3kv.host.table import TableStatistics
     from s3kv.planning.breaker import Breaker
+
+logger = logging.getLogger("s3kv")
 
 Values = dict[str, Any]
 """Values by the keys of `s3kv.metrics`. The value of a histogram is a list of observations."""
@@ -92,17 +95,13 @@ def add(values: Values, more: Mapping[str, Any], metrics: Mapping[str, Metric]) 
 
 
 class S3KVStats(Sums, KVConnectorStats):
-    """The KV connector's increments since the last report, of any number of ranks and both
-    sides.
-    """
+    """The KV connector's increments since the last report, of all ranks and both sides."""
 
     metrics = KV_METRICS
 
 
 class S3ECStats(Sums, ECConnectorStats):
-    """The EC connector's increments since the last report. The scheduler's side reports for
-    both.
-    """
+    """The EC connector's increments since the last report. The scheduler reports for both sides."""
 
     metrics = EC_METRICS
 
@@ -115,7 +114,8 @@ class Meter:
     """Meter of a set of counters: returns how much they have grown since the last call.
 
     shares: for counters that the table has under another name, or that are part of several
-        metrics. A counter that is neither there nor in the table is left out.
+        metrics, or of none. A counter that is neither there nor in the table is left out, and
+        logged as an error.
     """
 
     def __init__(
@@ -140,7 +140,10 @@ class Meter:
         for name, value in counters.items() - self._seen.items():
             more = value - self._seen.get(name, 0)
             self._seen[name] = value
-            for key, sign in self._shares.get(name, ()):
+            if name not in self._shares:
+                self._shares[name] = ()
+                logger.error("s3kv has no metric for its counter %r: please report this bug", name)
+            for key, sign in self._shares[name]:
                 grown[key] = grown.get(key, 0) + sign * more
         return {key: value for key, value in grown.items() if value}
 
@@ -171,7 +174,9 @@ def with_misses(shares: Shares) -> Shares:
 KV_SHARES = with_misses(
     {
         # The ranks count and report these.
-        **{name: () for name in KV_METRICS if name.startswith(("fetch_", "upload_"))},
+        **{f"fetch_{outcome.name.lower()}": () for outcome in Outcome},
+        **{f"upload_{outcome.name.lower()}": () for outcome in Outcome},
+        "saves_failed": (),
         "saves_dropped": (("saves_dropped|inflight", 1),),
         **{
             name: (("saves_dropped|inflight", -1), (f"saves_dropped|{reason}", 1))

@@ -3,9 +3,11 @@
 **KV events for routers** (`--kv-events-config`) are in vLLM's format, beside those that vLLM itself
 publishes for the GPU: the chunks in host memory and in the bucket. A chunk is announced as the
 blocks it consists of, with the hashes and tokens of vLLM's own events. So a router that follows the
-one kind can follow the other. The medium is "CPU" for host memory and "STORAGE" for the bucket. The
-bucket belongs to the fleet: an engine announces the chunks that it has uploaded or fetched, and
-withdraws a chunk when it finds it gone. It does not see what other engines do.
+one kind can follow the other. It has to count announcements, because chunks may share their first
+blocks, and a block is to be had with its chunk alone (docs/operating.md). The medium is "CPU" for
+host memory and "STORAGE" for the bucket. The bucket belongs to the fleet: an engine announces the
+chunks that it has uploaded or fetched, and withdraws a chunk when it finds it gone. It does not see
+what other engines do.
 
 **Spans** (`--otlp-traces-endpoint`) are in the trace of the request and go through vLLM's own
 OpenTelemetry set-up:
@@ -103,10 +105,6 @@ _EVENTS = {
     Residency.BUCKET_STORED: (kv_events.BlockStored, _STORAGE),
     Residency.BUCKET_REMOVED: (kv_events.BlockRemoved, _STORAGE),
 }
-_FIELDS = {
-    kind: set(kind.__struct_fields__) for kind in (kv_events.BlockStored, kv_events.BlockRemoved)
-}
-"""The fields of each event. Later versions of vLLM have more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +184,16 @@ class KVEvents:
             del self._chunks[change.key]
 
     def _emit(self, chunk: _Chunk, kind: Any, place: dict[str, Any]) -> None:
-        fields = place | {
-            "block_hashes": list(chunk.block_hashes),
-            "parent_block_hash": chunk.parent,
-            "token_ids": list(chunk.token_ids),
-            "block_size": self._sizes.hash_tokens,
-            "group_idx": self._sizes.groups[0].members[0],
-            "lora_id": chunk.lora_id,
-            "lora_name": chunk.lora_name,
-        }
-        known = _FIELDS[kind]
-        self._events.append(kind(**{name: v for name, v in fields.items() if name in known}))
+        fields = place | {"group_idx": self._sizes.groups[0].members[0]}
+        if kind is kv_events.BlockStored:
+            fields |= {
+                "parent_block_hash": chunk.parent,
+                "token_ids": list(chunk.token_ids),
+                "block_size": self._sizes.hash_tokens,
+                "lora_id": chunk.lora_id,
+                "lora_name": chunk.lora_name,
+            }
+        self._events.append(kind(block_hashes=list(chunk.block_hashes), **fields))
 
 
 _NAMES = {JobKind.FETCH: "s3kv.fetch", JobKind.SAVE: "s3kv.upload"}

@@ -73,7 +73,7 @@ _TRUSTED = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "zfs"})
 """Two images that are mounted read-only may have the same times and inodes. A network file system
 may report old times."""
 
-Span = tuple[int, int]
+FileRange = tuple[int, int]
 """Offset and length, in bytes."""
 
 
@@ -179,7 +179,7 @@ def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
     return Digest(whole.hexdigest()[:32], tuple(stamps), nbytes)
 
 
-def _plans(files: Sequence[Path], sizes: Sequence[int], method: str) -> list[list[Span]]:
+def _plans(files: Sequence[Path], sizes: Sequence[int], method: str) -> list[list[FileRange]]:
     """The spans to read of each file."""
     if method == FULL or sum(sizes) <= _WHOLE_DIRECTORY_BYTES:
         return [[(0, size)] for size in sizes]
@@ -192,7 +192,7 @@ def _plans(files: Sequence[Path], sizes: Sequence[int], method: str) -> list[lis
     return [_plan(size, spans, blocks) for size, spans in zip(sizes, tensors, strict=True)]
 
 
-def _plan(size: int, tensors: list[Span] | None, blocks: int) -> list[Span]:
+def _plan(size: int, tensors: list[FileRange] | None, blocks: int) -> list[FileRange]:
     if size <= _WHOLE_FILE_BYTES:
         return [(0, size)]
     if tensors is None:
@@ -204,7 +204,7 @@ def _plan(size: int, tensors: list[Span] | None, blocks: int) -> list[Span]:
     return plan
 
 
-def _spread(offset: int, length: int, blocks: int) -> list[Span]:
+def _spread(offset: int, length: int, blocks: int) -> list[FileRange]:
     """One block in each of `blocks` equal parts of a span. Each starts at an element of any dtype.
 
     The place within the part differs from block to block. With equal distances, all blocks might
@@ -219,7 +219,7 @@ def _spread(offset: int, length: int, blocks: int) -> list[Span]:
     return spans
 
 
-def _tensors(path: Path, size: int) -> list[Span] | None:
+def _tensors(path: Path, size: int) -> list[FileRange] | None:
     """The spans of a safetensors file's header and of each of its tensors; None for a file in
     another format.
     """
@@ -247,7 +247,7 @@ def _tensors(path: Path, size: int) -> list[Span] | None:
     return [(0, start), *spans]
 
 
-def _digest_spans(path: Path, spans: Iterable[Span]) -> bytes:
+def _digest_spans(path: Path, spans: Iterable[FileRange]) -> bytes:
     digest = hashlib.sha256()
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,7 +1,7 @@
 """Copies of encoder outputs between the device and a slab: whole tensors, one at a time.
 
 A save reads the tensor after the engine's earlier work; the engine's later work sees a load's
-result. On a GPU both run on side streams, and the host never waits.
+result. On a GPU both run on side streams, and neither call blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Client of the I/O process, in its worker.
 
 `IoClient` belongs to the worker's engine thread. It starts no thread but the one that logs what the
-process prints (`io.process_log`). Between `wait_ready` and `drain` no call blocks: `fetch`,
-`upload` and `cancel` queue a message, `flush` hands the queue to the kernel, `poll` collects the
-ends of jobs.
+process prints (`io.process_log`). Between `wait_ready` and `drain`, `fetch`, `upload` and `cancel`
+queue a message, `flush` hands the queue to the kernel, `poll` collects the ends of jobs. Of these
+only `poll` blocks: for its `linger_s` and, if the process has died, for up to 0.2 s until its last
+lines are logged, and while the next process is started.
 
 It guarantees, whatever happens to the process:
 
@@ -207,7 +208,7 @@ class IoClient:
             self._bury()
             time.sleep(0.001)
 
-    # While the engine runs: nothing below blocks.
+    # While the engine runs: nothing below blocks but `poll`.
 
     def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None) -> None:
         """Fetch the object of `key` into the slab at `offset`. item: the shape of an item.
@@ -278,7 +279,7 @@ class IoClient:
             process=self._stats,
         )
 
-    def _submit(self, job: wire.Job) -> None:
+    def _submit(self, job: wire.Order) -> None:
         why_down = "" if self._state is State.UP else f"the I/O process is {self._state.value}"
         if self._orders.add(job, why_down):
             self._outbox.append(job)

@@ -33,7 +33,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 
 from s3kv.io.formats import Formats
-from s3kv.io.wire import Job, Look, WireError
+from s3kv.io.wire import Look, Order, WireError
 from s3kv.messages import JobEnd, JobKind
 from s3kv.types import ItemShape, Outcome
 
@@ -59,7 +59,7 @@ class Orders:
         self._formats = formats
         self._complaints = Complaints(clock)
         self._suspects = Suspects()
-        self._outstanding: dict[int, Job] = {}
+        self._outstanding: dict[int, Order] = {}
         self._ended: list[JobEnd] = []
 
     def __len__(self) -> int:
@@ -83,7 +83,7 @@ class Orders:
         """Ids of the successful jobs whose ends have not been taken."""
         return {end.job_id for end in self._ended if end.outcome.is_success}
 
-    def add(self, job: Job, why_down: str) -> bool:
+    def add(self, job: Order, why_down: str) -> bool:
         """Add a job. Returns True if the caller must send it now; otherwise it waits, or has ended.
 
         why_down: why no process can take the job; empty if one can. Raises `ValueError` if a job
@@ -102,7 +102,7 @@ class Orders:
         self._outstanding[job.job_id] = job
         return not self._suspects.hold(job)
 
-    def release(self) -> list[Job]:
+    def release(self) -> list[Order]:
         """Take out the waiting jobs whose turn has come; the caller sends them."""
         return self._suspects.release() if self._suspects.waiting else []
 
@@ -157,7 +157,7 @@ class Orders:
         self._suspects.waiting.clear()
         self._ended.clear()
 
-    def _end(self, job: Job, outcome: Outcome, detail: str) -> None:
+    def _end(self, job: Order, outcome: Outcome, detail: str) -> None:
         self._ended.append(JobEnd(job.job_id, job.kind, outcome, detail=detail))
 
 
@@ -165,7 +165,7 @@ class Suspects:
     """The suspects of one client. A job is in `waiting` from `hold` until `release` or `drop`."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Job] = {}
+        self.waiting: dict[int, Order] = {}
         self._deaths: dict[Cargo, int] = {}
         """Deaths of the process while a suspect was the only one in it, by suspect."""
         self._condemned: dict[Cargo, None] = {}
@@ -173,10 +173,10 @@ class Suspects:
         self._at_once = 1
         self._most_at_once = 1
 
-    def is_condemned(self, job: Job) -> bool:
+    def is_condemned(self, job: Order) -> bool:
         return bool(self._condemned) and _cargo(job) in self._condemned
 
-    def hold(self, job: Job) -> bool:
+    def hold(self, job: Order) -> bool:
         """Keep the job until its turn if it is a suspect. Returns whether it is one."""
         if not self._deaths or _cargo(job) not in self._deaths:
             return False
@@ -187,9 +187,9 @@ class Suspects:
         """Forget a waiting job, so that it is not sent. Returns False if it is not waiting."""
         return self.waiting.pop(job_id, None) is not None
 
-    def release(self) -> list[Job]:
+    def release(self) -> list[Order]:
         """Take out the jobs whose turn has come; fetches first, because requests wait for them."""
-        released: list[Job] = []
+        released: list[Order] = []
         while self.waiting and len(self._sent) < self._at_once:
             waiting = self.waiting.values()
             job = next((j for j in waiting if j.kind is JobKind.FETCH), next(iter(waiting)))
@@ -198,14 +198,14 @@ class Suspects:
             released.append(job)
         return released
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: Order) -> None:
         """Note that the process survived this job, however the job ended."""
         if job.job_id in self._sent:
             self._sent.discard(job.job_id)
             self._deaths.pop(_cargo(job), None)
             self._at_once = min(2 * self._at_once, self._most_at_once)
 
-    def died(self, jobs: Collection[Job], *, crashed: bool) -> None:
+    def died(self, jobs: Collection[Order], *, crashed: bool) -> None:
         """Note that the process died with these jobs in it. Afterwards no job waits.
 
         crashed: whether it ended by itself or broke the protocol; False for a SIGKILL.
@@ -218,13 +218,13 @@ class Suspects:
         self.waiting.clear()
         self._at_once, self._most_at_once = 1, 1 if crashed else _MOST_SUSPECTS
 
-    def _suspect(self, jobs: Iterable[Job]) -> None:
+    def _suspect(self, jobs: Iterable[Order]) -> None:
         for job in jobs:
             self._deaths.setdefault(_cargo(job), 0)
         while len(self._deaths) > _MOST_SUSPECTS:
             del self._deaths[next(iter(self._deaths))]
 
-    def _try(self, job: Job, *, proven: bool) -> None:
+    def _try(self, job: Order, *, proven: bool) -> None:
         cargo = _cargo(job)
         deaths = self._deaths.get(cargo, 0) + 1
         self._deaths[cargo] = deaths
@@ -235,7 +235,7 @@ class Suspects:
                 del self._condemned[next(iter(self._condemned))]
 
 
-def _cargo(job: Job) -> Cargo:
+def _cargo(job: Order) -> Cargo:
     return job.kind, job.group, job.block_hash, job.item
 
 

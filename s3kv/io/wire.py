@@ -173,7 +173,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 Transfer = Fetch | Upload
-Job = Transfer | Look
+Order = Transfer | Look
 Down = Hello | Fetch | Upload | Look | Cancel | Withdraw | Drain | Ping
 Up = Ready | JobEnd | Drained | Stats
 

@@ -1,7 +1,7 @@
 """Device tier of a `TieredStore`: the hashes in a pool's blocks, and copies between blocks and
 slots, which run beside the caller's work.
 
-Streams order the two; the host never waits:
+Streams order the two, not the host:
 
     content of a block   is written on the stream current at `put`; who acquires it waits for that
     next use of a block  writes after the work launched before its releases

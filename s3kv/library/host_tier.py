@@ -26,7 +26,6 @@ from s3kv.types import ChunkKey, Outcome
 
 logger = logging.getLogger("s3kv")
 
-_BREAKER_FAILURES = 5
 _INDEX_BLOCKS = 2_000_000
 """Most blocks whose presence in the bucket is remembered."""
 _OWED_MAX = 1_000_000
@@ -45,7 +44,7 @@ class HostTier:
         self.ledger = Ledger(
             Table(EqualSlots(slots.count, slots.slot_bytes)),
             BucketIndex(capacity=_INDEX_BLOCKS, miss_ttl_s=tier.hello.config.miss_ttl_s),
-            Breaker(threshold=_BREAKER_FAILURES),
+            Breaker(),
             world_size=1,
         )
         self.pump = Pump(tier, self._on_done, self._is_busy)

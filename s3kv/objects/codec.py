@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from s3kv.objects.headers import FORMAT_VERSION, MAX_HEADER_BYTES, CodecError, Refusal, read_header
+from s3kv.objects.headers import FORMAT_VERSION, MAX_HEADER_BYTES, CodecError, Mismatch, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import MAX_HASH_BYTES
 from s3kv.types import TensorSpec
@@ -105,7 +105,7 @@ class ChunkFormat:
         digests = self.digests(range(len(self.segments)), payload, block_hash)
         buffer[: self.header_bytes] = self._header(block_hash, digests)
 
-    def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Refusal | None:
+    def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Mismatch | None:
         """Verify that the first `nbytes` of `buffer` are this format's object for `block_hash`.
 
         nbytes: the object's length as the store reports it; it may exceed `buffer`. Returns None
@@ -119,7 +119,7 @@ class ChunkFormat:
 
     def check_segments(
         self, header: memoryview, numbers: range, payload: memoryview, block_hash: bytes
-    ) -> Refusal | None:
+    ) -> Mismatch | None:
         """Verify some segments of an object without the others, such as those of a part.
 
         header: the object's first `header_bytes`. numbers: consecutive segments. payload: their
@@ -136,7 +136,7 @@ class ChunkFormat:
 
     def compare(
         self, header: memoryview, block_hash: bytes, digests: Sequence[bytes]
-    ) -> Refusal | None:
+    ) -> Mismatch | None:
         """Compare a header with that of an object whose segments have these digests. Returns None
         if they are equal, or else the reason."""
         expected = self._header(block_hash, digests)
@@ -175,13 +175,13 @@ class ChunkFormat:
         text = b"".join((before, block_hash.hex().encode(), between, _joined(digests), after))
         return text.ljust(self.header_bytes)
 
-    def _reason(self, header: memoryview, block_hash: bytes, expected: bytes) -> Refusal:
+    def _reason(self, header: memoryview, block_hash: bytes, expected: bytes) -> Mismatch:
         try:
             said = read_header(header, object_bytes=self.object_bytes)
         except CodecError as error:
             return error.refusal
         meant = self._listed(memoryview(expected), block_hash)
-        differences: tuple[tuple[Refusal, bool], ...] = (
+        differences: tuple[tuple[Mismatch, bool], ...] = (
             ("namespace", said.namespace_digest != self.namespace_digest),
             ("coverage", said.coverage != self.coverage),
             ("shard", said.shard != self.shard),
@@ -220,7 +220,7 @@ class Gathering:
                         range(number, number + 1), payload, self._block_hash
                     )
 
-    def check(self, nbytes: int) -> Refusal | None:
+    def check(self, nbytes: int) -> Mismatch | None:
         """Verify the object like `ChunkFormat.check`, when all of it has arrived."""
         if nbytes != self._chunk.object_bytes or any(self._missing):
             return "length"

@@ -21,7 +21,7 @@ MAX_HEADER_BYTES = 2**20
 model's is far shorter (about 100 bytes per layer)."""
 MAX_DIMENSIONS = 16
 
-Refusal = Literal[
+Mismatch = Literal[
     "length",
     "header",
     "version",
@@ -45,7 +45,7 @@ names the right object, but the object is damaged or forged.
 class CodecError(S3KVError, ValueError):
     """Bytes that are no object of this format; the message says why. Treat them as a miss."""
 
-    def __init__(self, message: str, refusal: Refusal = "header") -> None:
+    def __init__(self, message: str, refusal: Mismatch = "header") -> None:
         super().__init__(message)
         self.refusal = refusal
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.headers import Refusal
+from s3kv.objects.headers import Mismatch
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import WHOLE
 from s3kv.types import ItemShape, TensorSpec, item_bytes
@@ -52,7 +52,7 @@ class ItemFormat:
             raise ValueError(f"{self.shape} of {self.dtype}: not the length of such an item")
         exact.seal(buffer, block_hash)
 
-    def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Refusal | None:
+    def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Mismatch | None:
         """Verify like `ChunkFormat.check`: None if the first `nbytes` of `buffer` are the item."""
         exact = self._exact(nbytes) if nbytes <= self.shape.nbytes else None
         return "length" if exact is None else exact.check(buffer, nbytes, block_hash)

@@ -26,8 +26,7 @@ class BreakerState(enum.Enum):
 
 class Breaker:
     """The breaker of one store. Used from one thread; the caller passes the time. Any answer is a
-    success, "no such object" included.
-    """
+    success, "no such object" included. threshold: failures in a row that open it."""
 
     __slots__ = (
         "_failures",
@@ -42,7 +41,7 @@ class Breaker:
     def __init__(
         self,
         *,
-        threshold: int,
+        threshold: int = 5,
         first_pause_s: float = _FIRST_PAUSE_S,
         longest_pause_s: float = _LONGEST_PAUSE_S,
     ) -> None:

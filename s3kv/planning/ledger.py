@@ -65,8 +65,7 @@ class FetchRefusal(enum.Enum):
 
 class Ledger:
     """Ledger of one table and one bucket. world_size: number of ranks that report every end of a
-    job; 1 without ranks. may_save: whether objects that are gone may be uploaded again.
-    """
+    job; 1 without ranks. may_save: whether objects that are gone may be uploaded again."""
 
     def __init__(
         self,
@@ -373,6 +372,9 @@ class Ledger:
 
     def _note(self, key: ChunkKey, residency: Residency) -> None:
         if self.residency is not None:
+            # Readers count: the bucket's last announcement is withdrawn before the next one.
+            if residency is Residency.BUCKET_STORED and self.index.is_present(key):
+                self.residency.change(key, Residency.BUCKET_REMOVED)
             self.residency.change(key, residency)
 
     def _register(self, key: ChunkKey, entry: Entry, ends: dict[JobKind, int]) -> Job:

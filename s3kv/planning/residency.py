@@ -20,9 +20,11 @@ class Residency(enum.Enum):
     """Every rank holds it in host memory."""
     HOST_REMOVED = "host removed"
     BUCKET_STORED = "bucket stored"
-    """The bucket holds it; logged every time it shows that, for readers who missed the first."""
+    """The bucket holds it; logged every time it shows that, for readers who missed the first. Each
+    time but the first comes after a `BUCKET_REMOVED`, for readers who count."""
     BUCKET_REMOVED = "bucket removed"
-    """The bucket turned out to hold it no longer, or to hold something else."""
+    """The bucket turned out to hold it no longer, or to hold something else; or it has shown it
+    again."""
     HOST_ONLY = "host only"
     """Its upload was given up; only host memory holds it."""
     NOTHING = "nothing"

@@ -1,10 +1,11 @@
 """One rank's worker: carries out step plans and reports how their jobs ended.
 
-It runs on the engine's thread of a worker process and never waits there, except for a fence on a
-device without streams, at shutdown, and where the plan says that the engine has nothing to do.
-Device copies and the I/O process do the work; this joins them: a chunk copied to a slot is handed
-to the I/O process for upload, and an order that cannot be carried out ends as failed. Its reports
-are all the scheduler knows of this rank.
+It runs on the engine's thread of a worker process. `begin` and `save` block there for fences: on a
+GPU until the copies have been launched, on a CPU until they have ended. `poll` blocks where the
+plan says that the engine has nothing to do; the methods with a timeout, and `give_up_loads`, block
+for the copies. Device copies and the I/O process do the work; this joins them: a chunk copied to a
+slot is handed to the I/O process for upload, and an order that cannot be carried out ends as
+failed. Its reports are all the scheduler knows of this rank.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ class Client:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.pauses_s: list[float] = []
 
     def fetch(self, job_id: int, *rest: Any) -> None:
         self.told.append(f"fetch {job_id}")
@@ -108,6 +109,7 @@ class Client:
 
     def poll(self, linger_s: float) -> list[Any]:
         self.told.append("poll")
+        self.pauses_s.append(linger_s)
         return []
 
     def take(self) -> list[str]:
@@ -159,6 +161,24 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     side.planner.check()
     assert side.broken is None
     slab.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_moe", "pauses"), [(1, True, True), (2, False, True), (2, True, False)]
+)
+def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, is_moe: bool, pauses: bool
+) -> None:
+    monkeypatch.setattr(ECSchedulerSide, "_start", lambda self, may_save: None)
+    config = Config(bucket="bkt", host_bytes=2**22, recompute_gate=False)
+    engine = vllm_config(data_parallel_size=ranks, is_moe=is_moe)
+    side = ECSchedulerSide(config, engine, may_load=True, may_save=True)
+    side._client = client = Client()  # type: ignore[assignment]
+    assert not side.ensure(request("r", feature()), 0)
+    for _ in range(3):
+        side.plan(output(tokens=0))
+    assert any(client.pauses_s) == pauses
+    assert side.broken is None
 
 
 def test_a_prefix_that_is_gone_while_the_request_waits_is_noticed(side: ECSchedulerSide) -> None:

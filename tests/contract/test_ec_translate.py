@@ -47,6 +47,8 @@ def vllm_config(**changes: Any) -> Any:
         "mm_processor_cache_gb": 4,
         "enable_prefix_caching": True,
         "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "is_moe": False,
         "prefill_context_parallel_size": 1,
         "enable_tower_connector_lora": None,
         "worker_cls": "auto",
@@ -61,6 +63,7 @@ def vllm_config(**changes: Any) -> Any:
         cache_config=SimpleNamespace(enable_prefix_caching=tree["enable_prefix_caching"]),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=tree["tensor_parallel_size"],
+            data_parallel_size=tree["data_parallel_size"],
             pipeline_parallel_size=1,
             prefill_context_parallel_size=tree["prefill_context_parallel_size"],
             data_parallel_rank=0,

@@ -5,6 +5,8 @@ For the parameters of its hooks see test_hooks.py, for loads and their ends test
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,14 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from s3kv.connectors import S3KVConnector
+from lab import models
+from s3kv.connectors import S3KVConnector, kv
 from s3kv.connectors.adapter_loads import AdapterStep
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello
 from s3kv.connectors.plugin import register
 from s3kv.messages import EMPTY_PLAN, StepPlan
+from tests.contract.configurations import FULL, configured, groups
+from tests.contract.test_kv_scheduler import HELLO, request, step
 from tests.versions import since
 
 
@@ -75,6 +80,49 @@ def test_hellos_of_other_connectors_are_left_out() -> None:
     scheduler = connector(KVConnectorRole.SCHEDULER, side)
     scheduler.set_xfer_handshake_metadata({0: hello, 1: SimpleNamespace()})  # type: ignore[dict-item]
     assert side.told == [("set_workers", ([hello], 2))]
+
+
+EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "pauses"),
+    [(1, EXPERTS, True), (2, {}, True), (2, EXPERTS, False)],
+    ids=["one rank", "ranks of a dense model", "ranks that exchange tokens"],
+)
+def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ranks: int,
+    experts: dict[str, Any],
+    pauses: bool,
+) -> None:
+    """vLLM's engines of a model with experts compute each step together (`execute_dummy_batch`)."""
+    monkeypatch.setattr(kv, "join_vllm_log", lambda: None)  # other tests read the log
+    path = models.build(tmp_path, models.TINY)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | experts))
+    transfer = {
+        "kv_connector": "S3KVConnector",
+        "kv_connector_module_path": "s3kv.connectors",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"bucket": "bucket", "recompute_gate": False},
+    }
+    config = configured(path, data_parallel_size=ranks, kv_transfer_config=transfer)
+    scheduler = S3KVConnector(config, KVConnectorRole.SCHEDULER, groups(FULL))._scheduler
+    scheduler.set_workers([HELLO], 1)
+    waiting = request("r", chunks=16)
+    scheduler.on_new_request(waiting)
+    assert scheduler.lookup(waiting, 0) == (None, False)
+    plans = [scheduler.plan(step()) for _ in range(3)]
+    assert plans[0].fetches
+    assert [plan.linger_s > 0 for plan in plans] == [False, pauses, pauses]
+    assert scheduler.broken is None
 
 
 @since(0, 32, "`CacheHitSource`")

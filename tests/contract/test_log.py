@@ -22,7 +22,6 @@ from s3kv.connectors.log import (
     encoder_start_line,
     join_vllm_log,
     leave_to_first_rank,
-    log_start,
     start_line,
 )
 from s3kv.messages import JobEnd, JobKind, StepReport
@@ -132,7 +131,7 @@ def hello(**more: Any) -> WorkerHello:
 
 def told(*hellos: WorkerHello, groups: tuple[GroupSpec, ...] = (FULL,), **more: Any) -> str:
     config = Config(bucket="my-bucket", **{"endpoint_url": "http://127.0.0.1:9000", **more})
-    return start_line(config, hellos, groups, may_load=True, may_save=True)
+    return start_line(config, hellos, groups, may_load=True, may_save=True)[1]
 
 
 def test_the_line_of_a_start() -> None:
@@ -164,16 +163,16 @@ def test_it_says_whether_the_namespace_is_known(answers: list[bool | None], said
     assert f": namespace ab12 ({said}), " in told(*(hello(known=known) for known in answers))
 
 
-def test_memory_that_is_not_pinned_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_is_not_pinned_is_a_warning() -> None:
     hellos = [hello(pinned=True), hello(pinned=False)]
-    with caplog.at_level(logging.INFO, "s3kv"):
-        for of in (hellos, hellos[:1]):
-            log_start(Config(bucket="bucket"), of, [FULL], may_load=True, may_save=False)
-    slow, fast = caplog.records
-    assert slow.levelno == logging.WARNING
-    assert "host memory on 2 ranks, not all of it pinned" in slow.getMessage()
-    assert fast.levelno == logging.INFO
-    assert " reads bucket bucket " in fast.getMessage()
+    slow, fast = (
+        start_line(Config(bucket="bucket"), of, [FULL], may_load=True, may_save=False)
+        for of in (hellos, hellos[:1])
+    )
+    assert slow[0] == logging.WARNING
+    assert "host memory on 2 ranks, not all of it pinned" in slow[1]
+    assert fast[0] == logging.INFO
+    assert " reads bucket bucket " in fast[1]
 
 
 def test_the_endpoint_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +270,7 @@ def test_encoder_outputs_have_a_line_on_traffic_as_soon_as_a_request_has_finishe
         "deadline_cuts": 2,
     }
     assert traffic.line(counters, UP, 1.0) is None
-    assert traffic.line(counters, UP, 2.0, finished=True) == (
+    assert traffic.line(counters, UP, 2.0, finished="r") == (
         "s3kv: Encoder outputs: Hit rate: 75.1% (bucket: 300 embeddings, host memory: 1 "
         "embedding, encoded: 100 embeddings), Fetched: 3.0 MiB, Uploaded: 1.0 MiB, Waits cut "
         "short: 2, Bucket: answers"
@@ -280,9 +279,9 @@ def test_encoder_outputs_have_a_line_on_traffic_as_soon_as_a_request_has_finishe
 
 def test_that_line_comes_once_a_minute_and_tells_what_is_new() -> None:
     traffic, counters = EncoderTrafficLine(), {"encoded_rows": 100}
-    assert traffic.line(counters, UP, 0.0, finished=True)
+    assert traffic.line(counters, UP, 0.0, finished="r")
     counters = {"encoded_rows": 150, "saves_dropped": 1}
-    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished=True) is None
+    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished="r") is None
     line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
     assert line is not None
     assert "encoded: 50 embeddings)" in line

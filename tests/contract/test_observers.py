@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,12 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from s3kv.connectors import observers
 from s3kv.connectors.kv_translate import KVGeometry
 from s3kv.connectors.observers import KVEvents, RequestSpans
 from s3kv.messages import JobKind
 from s3kv.planning.residency import Change, Origin, Residency
-from s3kv.types import ChunkKey
+from s3kv.types import ChunkKey, Outcome
+from tests.unit.planning.desk import Desk
 
 SECOND = ChunkKey(0, b"second chunk".ljust(32))
 
@@ -102,12 +103,61 @@ def test_a_reset_clears_everything_and_nothing_of_before_is_told_of_later() -> N
     assert isinstance(only, AllBlocksCleared)
 
 
-def test_fields_that_this_vllm_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = observers._FIELDS[BlockStored] - {"locality", "group_idx"}
-    monkeypatch.setitem(observers._FIELDS, BlockStored, older)
-    (stored,) = published(request(), Residency.HOST_STORED)
-    assert stored.locality is None
-    assert stored.group_idx is None
+def counted(stream: KVEvents, counts: Counter[tuple[str, Any]]) -> None:
+    """Follow events as vLLM's OffloadingConnector asks it of a router, and Dynamo and llm-d do: a
+    block is held until it was withdrawn as often as it was announced."""
+    for event in stream.take():
+        assert isinstance(event, BlockStored | BlockRemoved)
+        change = 1 if isinstance(event, BlockStored) else -1
+        for block in event.block_hashes:
+            counts[str(event.medium), block] = max(0, counts[str(event.medium), block] + change)
+
+
+def test_a_router_that_counts_keeps_the_blocks_of_a_chunk_beside_one_that_leaves() -> None:
+    """Prompts that part within a chunk have two chunks with the same first blocks."""
+    stream, counts = KVEvents(KVGeometry(16, 16, 32)), Counter[tuple[str, Any]]()
+    same, *ends = (block.ljust(32) for block in (b"same", b"one", b"other"))
+    keys = [ChunkKey(0, end) for end in ends]
+    for key in keys:
+        subject = request(str(key.block_hash), block_hashes=[same, key.block_hash])
+        stream.add_request(subject)
+        stream.take_in(Origin(key, JobKind.SAVE, subject.request_id, 0))
+        stream.take_in(Change(key, Residency.HOST_STORED))
+    stream.take_in(Change(keys[0], Residency.HOST_REMOVED))
+    counted(stream, counts)
+    left = {("CPU", maybe_convert_block_hash(h)) for h in (same, ends[1])}
+    assert {block for block, count in counts.items() if count} == left
+    stream.take_in(Change(keys[1], Residency.HOST_REMOVED))
+    counted(stream, counts)
+    assert not any(counts.values())
+
+
+def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None:
+    """However often the bucket has shown it before."""
+    desk, sizes = Desk(slots=1), KVGeometry(16, 16, 32)
+    stream, counts = KVEvents(sizes), Counter[tuple[str, Any]]()
+    hashes = [block.ljust(32) for block in (b"first", b"second")]
+    blocks = [("STORAGE", maybe_convert_block_hash(h)) for h in hashes]
+
+    def follow() -> None:
+        residency = desk.planner.ledger.residency
+        assert residency is not None
+        for entry in residency.take():
+            stream.take_in(entry)
+        counted(stream, counts)
+
+    for name in ("for aaaa", "r"):
+        stream.add_request(request(name, block_hashes=hashes))
+    for _ in range(3):
+        desk.make_resident("aaaa")
+        follow()
+        assert all(counts[block] for block in blocks)
+        desk.make_resident("bbbb")  # evicts it
+    desk.add("r", "aaaa")
+    desk.lookup("r")
+    desk.end(desk.plan().fetches, Outcome.MISSING)
+    follow()
+    assert not any(counts[block] for block in blocks)
 
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C

@@ -1,9 +1,11 @@
-"""One name, one thing: no class and no unrelated module of the package shares its name."""
+"""One name, one thing: no type and no unrelated module of the package shares its name."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.project import ROOT
@@ -18,12 +20,36 @@ def repeated(names: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: places for name, places in names.items() if len(places) > 1}
 
 
-def test_no_class_name_means_two_things() -> None:
+def types_named(source: str) -> Iterator[str]:
+    """The names of classes and of aliases: whatever is assigned to a name spelt as a class's is."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+        elif (
+            isinstance(node, ast.Name)
+            and isinstance(node.ctx, ast.Store)
+            and (spelt := re.fullmatch(r"_*([A-Z]\w*[a-z]\w*)", node.id))
+        ):
+            yield spelt[1]
+
+
+def test_classes_and_aliases_are_seen() -> None:
+    source = """
+class _Job: ...
+if TYPE_CHECKING:
+    _Order = Fetch | Upload
+Speed: TypeAlias = Annotated[float, Meta(ge=1.0)]
+Key, T, LIMIT_S = NewType("Key", bytes), TypeVar("T"), 4.0
+def made(): size = Speed(1)
+"""
+    assert sorted(types_named(source)) == ["Job", "Key", "Order", "Speed"]
+
+
+def test_no_type_name_means_two_things() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+        for name in types_named(path.read_text()):
+            places[name].append(str(path.relative_to(ROOT)))
     assert not repeated(places)
 
 

@@ -11,12 +11,11 @@ TABLES = {"kv": KV_METRICS, "ec": EC_METRICS}
 
 
 def test_every_way_a_job_can_end_has_a_metric() -> None:
-    never = {"fetch_exists", "upload_missing", "upload_corrupt", "fetch_cancelled"}
+    never = {"fetch_exists", "upload_missing", "upload_corrupt"}
     for outcome in Outcome:
         for job in ("fetch", "upload"):
             name = f"{job}_{outcome.name.lower()}"
-            kv_only_at_shutdown = name == "upload_cancelled"
-            assert name in never or kv_only_at_shutdown or name in KV_METRICS, name
+            assert name in never or name in KV_METRICS, name
             assert name in never or name in EC_METRICS, name
 
 

@@ -20,14 +20,14 @@ from typing import Any, Protocol, TypeVar
 from s3kv.errors import StoreUnranged
 from s3kv.io.server.jobs import TransferJob
 from s3kv.objects.codec import ChunkFormat, Gathering
-from s3kv.objects.headers import Refusal
+from s3kv.objects.headers import Mismatch
 from s3kv.objects.store import ObjectInfo
 
 _log = logging.getLogger("s3kv.io")
 
 _T = TypeVar("_T")
 
-Reading = tuple[ObjectInfo | None, Refusal | None]
+Reading = tuple[ObjectInfo | None, Mismatch | None]
 """Metadata of an object (None: no such object), and why it does not verify (None: it does)."""
 
 

@@ -230,7 +230,7 @@ class Service:
             case wire.Hello():
                 raise wire.WireError("a second Hello")
 
-    def _accept(self, message: wire.Job) -> None:
+    def _accept(self, message: wire.Order) -> None:
         if message.job_id in self._queue:
             raise wire.WireError(f"job {message.job_id} has not ended and was sent again")
         if self._drain_left is not None:
@@ -387,5 +387,5 @@ class Service:
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
 
 
-def _unsent(message: wire.Job, outcome: Outcome, detail: str) -> JobEnd:
+def _unsent(message: wire.Order, outcome: Outcome, detail: str) -> JobEnd:
     return JobEnd(message.job_id, message.kind, outcome, detail=detail)

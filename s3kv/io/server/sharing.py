@@ -43,7 +43,7 @@ _MOST_SHAPES = 4096
 _AT_ONCE = 4
 """Most chunks rearranged at once. Each takes memory beside the slab: the objects of one cover."""
 
-Cover = list[Rearrangement]
+ShardCover = list[Rearrangement]
 
 
 def shared_reads(
@@ -82,7 +82,7 @@ class SharedReads:
         self._borrow = borrow
         self._give_back = give_back
         self._shapes: set[Shard] = set()
-        self._covers: dict[int, list[Cover]] = {}
+        self._covers: dict[int, list[ShardCover]] = {}
         """By coverage, what the shapes of now amount to."""
         self._look_after_s = -math.inf
         self._looking = asyncio.Lock()
@@ -132,7 +132,7 @@ class SharedReads:
                 break
         return shapes
 
-    def _covers_of(self, job: TransferJob) -> list[Cover]:
+    def _covers_of(self, job: TransferJob) -> list[ShardCover]:
         own = job.format
         assert isinstance(own, ChunkFormat), "items are not divided among ranks"
         if own.coverage not in self._covers:
@@ -144,7 +144,7 @@ class SharedReads:
     async def _read(
         self,
         job: TransferJob,
-        cover: Cover,
+        cover: ShardCover,
         fetch: Callable[[TransferJob], Awaitable[JobEnd]],
     ) -> JobEnd | None:
         own = job.format

@@ -15,7 +15,7 @@ from s3kv.io import wire
 from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, explain, leaves
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.headers import MAX_HEADER_BYTES, CodecError, Refusal, read_header
+from s3kv.objects.headers import MAX_HEADER_BYTES, CodecError, Mismatch, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.types import ItemShape, Outcome, TensorSpec
@@ -104,7 +104,7 @@ def judge(form: ChunkFormat, good: bytes, candidate: bytes) -> str | None:
     refusal = form.check(memoryview(candidate), len(candidate), HASH)
     if refusal is None and candidate != good:
         raise Wrong(f"{form} accepted a forgery")
-    if refusal is not None and refusal not in get_args(Refusal):
+    if refusal is not None and refusal not in get_args(Mismatch):
         raise Wrong(f"{refusal} is no reason")
     head, body = candidate[: form.header_bytes], candidate[form.header_bytes :]
     for numbers in form.parts:

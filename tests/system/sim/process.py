@@ -192,11 +192,11 @@ class Process:
             self._service.start()
             return
         assert self._service is not None, "the first message is no Hello"
-        if isinstance(message, wire.Job):
+        if isinstance(message, wire.Order):
             self._note(message)
         self._service.receive(message)
 
-    def _note(self, message: wire.Job) -> None:
+    def _note(self, message: wire.Order) -> None:
         key = ChunkKey(message.group, message.block_hash)
         self.orders[message.job_id] = Order(
             message.kind,

@@ -16,7 +16,7 @@ from s3kv.io import wire
 from s3kv.io.server import transfers
 from s3kv.io.server.transfers import SUSPECT_S, Quarantine
 from s3kv.messages import JobEnd
-from s3kv.objects.headers import Refusal
+from s3kv.objects.headers import Mismatch
 from s3kv.objects.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
@@ -128,7 +128,7 @@ BAD_OBJECTS: dict[str, bytes] = {
 
 
 def test_every_reason_is_tried() -> None:
-    assert set(BAD_OBJECTS) == set(get_args(Refusal))
+    assert set(BAD_OBJECTS) == set(get_args(Mismatch))
 
 
 @pytest.mark.parametrize("reason", BAD_OBJECTS)
