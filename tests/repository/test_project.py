@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = sorted((ROOT / "s3kv").rglob("*.py"))
 FILE_LINES = 400
 LONGER = {
-    "s3kv/connectors/kv_worker.py": "start, end and hooks of one worker share its rank and client",
     "s3kv/io/client.py": "the states of one I/O process, from its start to its restart",
     "s3kv/planning/kv.py": "the planner's events in the engine's order, which share its books",
 }
