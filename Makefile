@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Which minor version of vLLM; `make test-matrix VERSION=0.30` runs one, and makes .venvs/0.30 for it.
-VERSION ?= 0.29 0.30 0.31 0.32 0.33
+# Which minor version of vLLM; `make test-matrix VERSION=0.31` runs one, and makes .venvs/0.31 for it.
+VERSION ?= 0.31 0.32 0.33
 
 # Makes the environment of the stamp $@ with these extras of ours, and stamps it.
 define environment
@@ -41,7 +41,7 @@ test: $(STAMP) ## the unit and contract tests, and the engine tests that matter 
 test-all: $(STAMP) ## every test but the nightly ones: what CI runs
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m '(long or not long) and not nightly' $(ARGS)
 
-test-matrix: $(VERSION:%=test-matrix-%) ## what holds s3kv to its host on every version of vLLM, or VERSION=0.30: 8 minutes and 4 GB each; writes what docs/compatibility.md shows
+test-matrix: $(VERSION:%=test-matrix-%) ## what holds s3kv to its host on every version of vLLM, or VERSION=0.31: 8 minutes and 4 GB each; writes what docs/compatibility.md shows
 
 .PRECIOUS: .venvs/%/.installed
 test-matrix-%: .venvs/%/.installed

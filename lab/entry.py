@@ -1,7 +1,7 @@
 """The first lines of an engine's process: `python -m lab.entry`.
 
-They take stdout away before vLLM is imported, because 0.29 logs to it meanwhile. What anything
-prints goes to stderr, the log; answers alone go to what was stdout.
+They take stdout away before vLLM is imported, which may print meanwhile. What anything prints goes
+to stderr, the log; answers alone go to what was stdout.
 """
 
 from __future__ import annotations

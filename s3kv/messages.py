@@ -77,14 +77,6 @@ class LoadOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class LostLoad:
-    """A load that the engine waits for but that will not happen. block_ids: its target blocks."""
-
-    request_id: str
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One engine step's instructions, the same for every rank.
 
@@ -94,7 +86,8 @@ class StepPlan:
     withdrawals: fetches that come too late for the requests that asked. They are cancelled if they
         have not been sent yet; otherwise the chunk serves the next request that asks, and its time
         measures the bucket's speed.
-    abandons: loads that the engine waits for but that will not happen; each ends as failed.
+    abandons: requests whose load the engine waits for although it will not happen; each ends as
+        failed.
     linger_s: longest wait of a worker at the end of this step for one of its loads or fetches to
         end, because the engine is otherwise idle.
     number: of a step whose time is measured. The ranks' report repeats it, because vLLM passes on
@@ -108,7 +101,7 @@ class StepPlan:
     fences: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
     withdrawals: tuple[int, ...] = ()
-    abandons: tuple[LostLoad, ...] = ()
+    abandons: tuple[str, ...] = ()
     linger_s: float = 0.0
     number: int | None = None
     uses: tuple[UseOrder, ...] = ()

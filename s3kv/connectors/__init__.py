@@ -14,7 +14,8 @@ What a key stands for: `identity` (the namespace) with `model_identity` and `wei
 `request_hashes` with `media`, and with `adapters` (scheduler) and `adapter_loads` (workers).
 For all sides: `metrics`, `log`, `observers` (KV events and spans), `guard` (errors), `plugin`.
 
-Importing it raises `ImportError` if another package `s3kv` is in the way.
+Importing it raises `ImportError` if another package `s3kv` is in the way, and with a vLLM that is
+too old.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from s3kv.connectors.ec import S3ECConnector as S3ECConnector
     from s3kv.connectors.kv import S3KVConnector as S3KVConnector
 
-vllm_s3kv.check()
+vllm_s3kv.check(serves_vllm=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -69,7 +69,7 @@ class AdapterReport:
 
 
 def hashed_name(adapter: LoRARequest) -> str:
-    """The part of an adapter that vLLM hashes: its name and, from 0.31 on, its path.
+    """The part of an adapter that vLLM hashes: its name and path.
 
     Requests with the same hashed name share blocks in vLLM's own prefix cache.
     """

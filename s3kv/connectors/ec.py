@@ -1,4 +1,4 @@
-"""S3ECConnector: vLLM's EC connector interface (0.29 to 0.33), dispatched to the two sides.
+"""S3ECConnector: vLLM's EC connector interface (0.31 to 0.33), dispatched to the two sides.
 
 This module makes no decision. docs/encoder-outputs.md explains the hooks.
 """
@@ -12,6 +12,10 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorMetadata,
     ECConnectorRole,
 )
+from vllm.distributed.ec_transfer.ec_connector.utils import (
+    PlaceholderMetadataResolver,
+    collect_ec_item_metadata,
+)
 
 from s3kv.config import Config
 from s3kv.connectors.ec_scheduler import ECSchedulerSide
@@ -20,14 +24,6 @@ from s3kv.connectors.ec_worker import ECWorkerSide
 from s3kv.connectors.log import join_vllm_log
 from s3kv.connectors.metrics import S3ECPromMetrics, S3ECStats
 from s3kv.messages import ItemPlan
-
-try:  # vLLM 0.32 and later
-    from vllm.distributed.ec_transfer.ec_connector.utils import (
-        PlaceholderMetadataResolver,
-        collect_ec_item_metadata,
-    )
-except ImportError:  # pragma: no cover
-    PlaceholderMetadataResolver = collect_ec_item_metadata = None
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +48,7 @@ class S3ECConnector(ECConnectorBase):
         directions = {"may_load": self.is_consumer, "may_save": self.is_producer}
         if role is ECConnectorRole.SCHEDULER:
             self._scheduler = ECSchedulerSide(config, vllm_config, **directions)
-            if PlaceholderMetadataResolver is not None and not self.is_consumer:
+            if not self.is_consumer:
                 self._resolver = PlaceholderMetadataResolver(vllm_config.model_config)
         else:
             self._worker = ECWorkerSide(config, vllm_config, **directions)

@@ -288,7 +288,7 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def on_output(self, output: ECConnectorOutput) -> None:
-        report = getattr(output, "ec_connector_worker_meta", None)
+        report = output.ec_connector_worker_meta
         if isinstance(report, ItemWorkerReport):
             self.planner.on_report(report.report, time.monotonic())
             add(self._seconds, report.report.seconds, EC_METRICS)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
-_WorkerMetadata = getattr(base, "ECConnectorWorkerMetadata", object)
-
 _PASSED_THROUGH = "prompt_embeds"
 """The modality that is not encoded, because the client sends the embeddings."""
 
@@ -44,7 +42,7 @@ def check_supported(config: Config, vllm_config: VllmConfig) -> None:
         )
     if model.multimodal_config is None:
         raise UnsupportedError("this model has no encoder; run it without an EC connector")
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+    if parallel.prefill_context_parallel_size > 1:
         raise UnsupportedError("prefill_context_parallel_size > 1 cannot be served yet")
     check_media_names(vllm_config, trusted=config.trust_media_names)
 
@@ -88,21 +86,17 @@ def wanted(feature: MultiModalFeatureSpec, told: str) -> Wanted:
 
 def has_tower_lora(vllm_config: VllmConfig) -> bool:
     lora = vllm_config.lora_config
-    return lora is not None and bool(getattr(lora, "enable_tower_connector_lora", False))
+    return lora is not None and bool(lora.enable_tower_connector_lora)
 
 
 def embedding_width(vllm_config: VllmConfig) -> int:
     """Width of the model's own embeddings. The width of an encoder's output may be a multiple."""
-    model = vllm_config.model_config
-    measure = getattr(model, "get_inputs_embeds_size", None) or model.get_hidden_size
-    return int(measure())
+    return int(vllm_config.model_config.get_inputs_embeds_size())
 
 
 def steps_inflight(vllm_config: VllmConfig) -> int:
     """Number of engine steps that may run at once, plus one spare."""
-    pipeline = vllm_config.parallel_config.pipeline_parallel_size
-    most = getattr(vllm_config, "max_concurrent_batches", None)
-    return 1 + int(most if most is not None else max(2, pipeline + 1))
+    return 1 + int(vllm_config.max_concurrent_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +107,7 @@ class ItemPlanMetadata(base.ECConnectorMetadata):
 
 
 @dataclass(slots=True)
-class ItemWorkerReport(_WorkerMetadata):  # type: ignore[misc, valid-type]
+class ItemWorkerReport(base.ECConnectorWorkerMetadata):
     """The workers' report to the scheduler. vLLM merges the reports of all ranks into one."""
 
     report: ItemReport

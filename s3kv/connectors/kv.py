@@ -1,4 +1,4 @@
-"""S3KVConnector: vLLM's KV connector interface (0.29 to 0.33), dispatched to the two sides.
+"""S3KVConnector: vLLM's KV connector interface (0.31 to 0.33), dispatched to the two sides.
 
 This module makes no decision: it passes each hook on to the scheduler's or the worker's side.
 docs/architecture.md explains the hooks and their order.
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -28,15 +29,6 @@ from s3kv.connectors.media import check_media_names
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.connectors.observers import Observers
 from s3kv.messages import EMPTY_PLAN, StepPlan
-
-try:  # vLLM 0.30 and later
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError:  # pragma: no cover
-    KVConnectorTransferResults = None
-try:  # vLLM 0.32 and later
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # pragma: no cover
-    CacheHitSource = None
 
 SLEEP_IS_TOLD = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM calls the workers' connectors before it unmaps the KV cache's memory, as 0.33
@@ -58,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -136,21 +129,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._worker.save(self._plan)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The requests whose load has ended, for vLLM 0.29. `get_block_ids_with_load_errors`
-        returns the blocks of those that failed.
-        """
-        loaded, _ = self._worker.loaded(self._plan)
-        return None, loaded or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks of failed loads, for vLLM 0.29. Empty if vLLM has `get_transfer_results`,
-        which returns the requests: such a vLLM calls both.
-        """
-        blocks = self._worker.take_failed_blocks()
-        return blocks if KVConnectorTransferResults is None else set()
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         loaded, failed = self._worker.loaded(self._plan)
         return KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
 
@@ -198,7 +177,10 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
-    ) -> dict[Any, int]:
+    ) -> dict[CacheHitSource, int]:
+        # vLLM calls this and has the class from 0.32 on.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         bucket = self._scheduler.bucket_tokens(request, num_external_tokens)
         sources = {
             CacheHitSource.HOST: num_external_tokens - bucket,

@@ -13,8 +13,6 @@ from math import gcd, lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -43,10 +41,6 @@ because it may keep state that is not in the pages. MLA with a window is not amo
 DeepSeek-V4 such layers have other pages."""
 _STATES = {"SHORT_CONV", "GDN_ATTN", "MAMBA2"}
 """Kinds of states that s3kv has been run with on an engine."""
-_TELLS_TABLES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-_TELLS_REQUESTS = hasattr(base, "KVConnectorTransferResults")
-"""vLLM 0.30 and later tell a connector the tables of a step, and take failed loads by request. What
-0.29 takes are blocks, and with several groups it ends on them."""
 
 
 def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -86,7 +80,7 @@ def _check_states(vllm_config: VllmConfig) -> None:
             "this model keeps states, and with speculative decoding they may contain tokens that "
             "are rejected later. Run it without speculative decoding, or without s3kv"
         )
-    if getattr(cache, "use_replayssm", False):
+    if cache.use_replayssm:
         raise UnsupportedError(
             "with --use-replayssm the last tokens are not in the states yet. Run this model "
             "without it, or without s3kv"
@@ -96,15 +90,9 @@ def _check_states(vllm_config: VllmConfig) -> None:
 def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise `UnsupportedError` if s3kv cannot follow tables whose blocks are given up before the
     request ends."""
-    if not (_TELLS_TABLES and _TELLS_REQUESTS):
-        raise UnsupportedError(
-            f"this model has {len(kv_cache_config.kv_cache_groups)} KV-cache groups, with windows "
-            "or states. vLLM 0.29 does not tell a connector which blocks they still have, and ends "
-            f"if a load of theirs fails. Use vLLM 0.30 or later{_one_group_advice(kv_cache_config)}"
-        )
     groups = kv_cache_config.kv_cache_groups
     speculative = vllm_config.speculative_config
-    if any(getattr(group, "is_eagle_group", False) for group in groups) or (
+    if any(group.is_eagle_group for group in groups) or (
         speculative is not None and speculative.use_eagle()
     ):
         raise UnsupportedError(
@@ -114,8 +102,8 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         )
     for layer in layers_of(kv_cache_config):
         if (
-            not getattr(layer, "prefix_cacheable", True)
-            or getattr(layer, "prefix_replay_tokens", 0) > 0
+            not layer.prefix_cacheable
+            or layer.prefix_replay_tokens > 0
             or getattr(layer, "extra_retained_tokens", 0) > 0
         ):
             raise UnsupportedError(
@@ -189,13 +177,12 @@ def states_of(
     layout shows their bytes alone."""
     if group.kind is not GroupKind.STATE:
         return {}
-    rounding = getattr(vllm_config, "mamba_config", None)
     specs = (kv_cache_config.kv_cache_groups[member].kv_cache_spec for member in group.members)
     return {
         "states": {
             "members": [[_state(layer) for layer in _layers(spec)] for spec in specs],
-            "conv_layout": getattr(envs, "VLLM_SSM_CONV_STATE_LAYOUT", None),
-            "rounded_at_random": getattr(rounding, "enable_stochastic_rounding", False),
+            "conv_layout": envs.VLLM_SSM_CONV_STATE_LAYOUT,
+            "rounded_at_random": vllm_config.mamba_config.enable_stochastic_rounding,
         }
     }
 

@@ -33,7 +33,7 @@ from s3kv.connectors.request_params import read_limits
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.host.room import room_for
 from s3kv.host.table import Table
-from s3kv.messages import LostLoad, StepPlan
+from s3kv.messages import StepPlan
 from s3kv.metrics import KV_METRICS
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.cover import GroupKind
@@ -99,20 +99,15 @@ class SchedulerSide(Guarded):
         self._observers = observers
         self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
         self._traffic = TrafficLine()
-        self._own_tokens = 0
-        """Tokens in the engine's own cache of the request that was looked up last."""
-        self._loads: dict[str, LostLoad] = {}
-        """Load under way of each request, in the form in which a lost load is reported."""
-        self._failed: set[str] = set()
-        """Requests whose load has failed on some rank and has not ended yet."""
-        self._unplanned: list[LostLoad] = []
+        self._unplanned: list[str] = []
+        """Requests whose load has been promised since the last plan."""
 
     @property
     def planner(self) -> KVPlanner:
         if self._planner is None:
             raise UnsupportedError(
                 "the workers have not told the scheduler of their host memory: this vLLM does not "
-                "exchange KV-connector handshake metadata (it should: 0.29 to 0.33 do)"
+                "exchange KV-connector handshake metadata (it should: 0.31 to 0.33 do)"
             )
         return self._planner
 
@@ -249,7 +244,6 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: (0, False))
     def lookup(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        self._own_tokens = computed_tokens
         request_id, reads = request.request_id, not request.skip_reading_prefix_cache
         if reads and self.adapters.waits(request_id, time.monotonic()):
             return None, False
@@ -265,11 +259,7 @@ class SchedulerSide(Guarded):
 
     def admitted(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         if external_tokens:
-            begin, end = self._own_tokens, self._own_tokens + external_tokens
-            filled = self._sizes.blocks_between(blocks.get_block_ids(), begin, end)
-            load = LostLoad(request.request_id, filled)
-            self._loads[request.request_id] = load
-            self._unplanned.append(load)
+            self._unplanned.append(request.request_id)
         self._admitted(request, blocks, external_tokens)
 
     @guarded(default=lambda: None)
@@ -322,26 +312,12 @@ class SchedulerSide(Guarded):
                 self.planner.bar(self.adapters.hear(report.adapters))
             self.planner.on_report(report.report, now_s)
             self._traffic.reported(report.report)
-        self._note_failures(output)
         if output.finished_recving:
             self._stirred = True
-            ended = set(output.finished_recving)
-            self.planner.loaded(ended, self._failed & ended)
-            self._failed -= ended
-            for request_id in ended:
-                self._loads.pop(request_id, None)
+            # vLLM reports a failure together with the end of the load on the last rank.
+            self.planner.loaded(output.finished_recving, output.failed_recving)
         if self._observers is not None:
             self._observers.read()
-
-    def _note_failures(self, output: KVConnectorOutput) -> None:
-        """Note failed loads. vLLM 0.29 reports their blocks, later versions their requests. With
-        several ranks, a failure may be reported before the load has ended on all of them.
-        """
-        self._failed.update(getattr(output, "failed_recving", None) or ())
-        blocks = output.invalid_block_ids
-        if blocks:
-            lost = (load for load in self._loads.values() if not blocks.isdisjoint(load.block_ids))
-            self._failed.update(load.request_id for load in lost)
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:

@@ -43,18 +43,15 @@ _ORDERS = {"LBHNC": "HNC", "BLHNC": "HNC", "LHBNC": "HNC", "BHLNC": "HNC"} | {
 def equal_ranks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_size: int) -> int:
     """Number of consecutive tensor-parallel ranks whose KV is equal in every layer.
 
-    Of MLA vLLM says so from 0.31 on. Before that, they are equal if all layers are MLA. A draft
-    model's layers count, too: those with heads of their own differ between the ranks.
-    Of a model with fewer KV heads than ranks vLLM says nothing. It gives each head to consecutive
-    ranks (`QKVParallelLinear`), so they are equal where all layers have the same number of heads.
+    Of MLA vLLM says so. A draft model's layers count, too: those with heads of their own differ
+    between the ranks. Of a model with fewer KV heads than ranks vLLM says nothing. It gives each
+    head to consecutive ranks (`QKVParallelLinear`), so they are equal where all layers have the
+    same number of heads.
     """
-    said: int | None = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if said is not None and said > 1:
-        return said
+    if kv_cache_config.kv_tp_replicas > 1:
+        return int(kv_cache_config.kv_tp_replicas)
     layers = list(layers_of(kv_cache_config))
     kinds = {type(layer).__name__ for layer in layers}
-    if said is None and kinds == {"MLAAttentionSpec"}:
-        return tp_size
     model = vllm_config.model_config
     heads = 0 if model.use_mla else model.get_total_num_kv_heads()
     if not heads or tp_size % heads or not kinds <= _BY_HEADS:
@@ -156,7 +153,7 @@ def _order(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[str
     kinds = sorted({type(layer).__name__ for layer in layers_of(kv_cache_config)} - _KINDS)
     if kinds:
         return f"the model has layers of kind {', '.join(kinds)}", ""
-    layout = getattr(kv_cache_config, "kv_cache_layout", None)
+    layout = kv_cache_config.kv_cache_layout
     order = _ORDERS.get(str(layout))
     if order is None:
         return f"this vLLM names no layout of pages that s3kv knows ({layout})", ""

@@ -4,8 +4,7 @@ the messages that vLLM carries between scheduler and workers.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -60,30 +59,14 @@ class KVGeometry:
         (first, *others) = self.groups
         return not others and len(first.members) == 1 and first.kind is GroupKind.FULL
 
-    def blocks_between(
-        self, tables: Sequence[Sequence[int]], begin: int, end: int
-    ) -> tuple[int, ...]:
-        """The blocks from token `begin` to `end` in all of the engine's groups."""
-        return tuple(
-            block
-            for group in self.groups
-            for member in group.members
-            for block in tables[member][begin // group.block_tokens : end // group.block_tokens]
-        )
-
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise `UnsupportedError` for a model or engine that s3kv cannot serve correctly."""
     check_groups_are_served(vllm_config, kv_cache_config)
     parallel = vllm_config.parallel_config
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, setting, 1) > 1:
+        if getattr(parallel, setting) > 1:
             raise UnsupportedError(f"{setting} > 1 cannot be served yet")
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        raise UnsupportedError(
-            "calculate_kv_scales: every engine would scale its quantised KV differently, by the "
-            "first prompts it saw. Use a checkpoint with scales, or run it without s3kv"
-        )
     _check_hashes_are_stable(vllm_config)
 
 
@@ -118,16 +101,11 @@ def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
     the seed; a random seed is another one at each call.
     """
     from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if hasattr(kv_cache_utils, "resolve_none_hash_seed"):
-        function = get_hash_fn_by_name(algorithm)
-        seeds = {kv_cache_utils.resolve_none_hash_seed(function) for _ in range(2)}
-        random = len(seeds) > 1
-    else:
-        random = algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
-    if random:
+    function = get_hash_fn_by_name(algorithm)
+    if resolve_none_hash_seed(function) != resolve_none_hash_seed(function):
         raise ConfigError(
             f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in every "
             "process. So no process could find what another has put into the bucket. Set "
@@ -138,7 +116,7 @@ def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
 def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVGeometry:
     """The KV geometry. Raises `ConfigError` if chunk_tokens does not fit the block size."""
     block = block_tokens(kv_cache_config)
-    hashed = getattr(kv_cache_config, "hash_block_size", None)
+    hashed = getattr(kv_cache_config, "hash_block_size", None)  # vLLM 0.32 and later
     if hashed is None:
         from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -212,9 +190,8 @@ def _states_within(output: SchedulerOutput, sizes: KVGeometry) -> dict[str, list
 def written_blocks(output: SchedulerOutput) -> list[int]:
     """Blocks that the engine writes to before the forward: it zeroes some, and copies to others.
     They are blocks of scheduled requests or of loads, and named once more to be sure."""
-    copies = getattr(output, "kv_cache_block_copies", None) or ()
-    zeroed = getattr(output, "new_block_ids_to_zero", None) or ()
-    return [*zeroed, *(copy.dst_block_id for copy in copies)]
+    copies = output.kv_cache_block_copies or ()
+    return [*(output.new_block_ids_to_zero or ()), *(copy.dst_block_id for copy in copies)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,9 +84,6 @@ class WorkerSide(Guarded):
         """vLLM has not asked for the hello yet. Under `MultiConnector` it asks only the first
         connector that has one."""
         self._stranded: set[str] = set()
-        self._load_blocks: dict[str, tuple[int, ...]] = {}
-        """By request: the blocks that its load in flight fills."""
-        self._failed_blocks: set[int] = set()
         lora = vllm_config.lora_config
         # Made here, because vLLM loads no adapter before the KV caches exist.
         self._adapters = AdapterLoads(lora, config.weights_digest) if lora is not None else None
@@ -274,14 +271,7 @@ class WorkerSide(Guarded):
         """Start the plan's loads. A load that cannot be started ends as failed, because the engine
         waits for its end.
         """
-        if not plan.loads and not plan.abandons:
-            return
-        for order in plan.loads:
-            blocks = (block for part in order.parts for block in part.block_ids)
-            self._load_blocks[order.request_id] = tuple(blocks)
-        for lost in plan.abandons:
-            self._load_blocks[lost.request_id] = lost.block_ids
-            self._stranded.add(lost.request_id)
+        self._stranded.update(plan.abandons)
         if plan.loads and not self._start_loads(plan):
             self._stranded.update(order.request_id for order in plan.loads)
 
@@ -340,16 +330,7 @@ class WorkerSide(Guarded):
         if self._stranded:
             stranded, self._stranded = self._stranded, set()
             loaded, failed = loaded | stranded, failed | stranded
-        for request_id in loaded:
-            blocks = self._load_blocks.pop(request_id, ())
-            if request_id in failed:
-                self._failed_blocks.update(blocks)
         return loaded, failed
-
-    def take_failed_blocks(self) -> set[int]:
-        """The blocks of the failed loads that `loaded` has returned since the last call."""
-        blocks, self._failed_blocks = self._failed_blocks, set()
-        return blocks
 
     @guarded(default=lambda: (set(), set()))
     def _poll(self, linger_s: float) -> tuple[set[str], set[str]]:

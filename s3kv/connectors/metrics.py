@@ -2,7 +2,7 @@
 
 vLLM asks both sides of a connector for statistics after every step, adds them up, and passes them
 to its loggers and exporters. The statistics are increments since the last report. A step in which
-nothing has happened has none. For EC connectors vLLM does this since 0.32.
+nothing has happened has none.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.distributed.ec_transfer.ec_connector.metrics import (
+    ECConnectorPromMetrics,
+    ECConnectorStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -28,14 +32,6 @@ from s3kv.metrics import (
     name_of,
 )
 from s3kv.types import Outcome, Tally
-
-try:
-    from vllm.distributed.ec_transfer.ec_connector.metrics import (
-        ECConnectorPromMetrics,
-        ECConnectorStats,
-    )
-except ImportError:  # pragma: no cover - vLLM 0.29 and 0.30 ask for no such statistics
-    ECConnectorPromMetrics, ECConnectorStats = KVConnectorPromMetrics, KVConnectorStats
 
 if TYPE_CHECKING:
     from s3kv.host.table import TableStatistics

@@ -1,8 +1,8 @@
 """Hashes of a request's blocks, for the cases in which vLLM's own hashes do not say enough.
 
-vLLM hashes an adapter (LoRA) by its name, from 0.31 on also by its path, but never by its content.
-It hashes an image by its name, which may be the client's. Within one engine the client has to keep
-a name's content the same. Many engines share a bucket, and it outlives them, so:
+vLLM hashes an adapter (LoRA) by its name and path, but never by its content. It hashes an image by
+its name, which may be the client's. Within one engine the client has to keep a name's content the
+same. Many engines share a bucket, and it outlives them, so:
 
 - hashes of blocks computed with an adapter include a digest of the files that the workers have
   loaded, see `adapters`;

@@ -285,7 +285,7 @@ def _check(cache: torch.Tensor, num_blocks: int) -> None:
     if cache.dtype not in _DTYPES:
         raise UnsupportedError("the object format has no such dtype")
     if cache.dim() != len(_DIMENSIONS):
-        raise UnsupportedError("not a view [blocks, heads, tokens, content], as in vLLM >= 0.29")
+        raise UnsupportedError("not a view [blocks, heads, tokens, content], as in vLLM >= 0.31")
     if num_blocks < 1 or cache.shape[0] < num_blocks or cache.shape[0] % num_blocks:
         raise UnsupportedError(f"the rows are not a multiple of the {num_blocks} blocks")
     if cache.numel() == 0:

@@ -28,10 +28,7 @@ SHAPE: dict[str, Any] = {
 }
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
-LATENT = MLAAttentionSpec(
-    **SHAPE | {"num_kv_heads": 1},
-    **({"max_tp_shards": 1} if hasattr(FULL, "max_tp_shards") else {}),
-)
+LATENT = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}, max_tp_shards=1)
 
 
 def groups(*specs: Any) -> KVCacheConfig:

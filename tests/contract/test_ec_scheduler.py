@@ -198,7 +198,7 @@ def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
     other = ItemReport({"encoded": 1}, seconds={"upload_seconds": [0.3]})
     mine = ItemWorkerReport(report).aggregate(ItemWorkerReport(other))
     side.on_output(SimpleNamespace(ec_connector_worker_meta=mine))  # type: ignore[arg-type]
-    side.on_output(SimpleNamespace())  # type: ignore[arg-type]
+    side.on_output(SimpleNamespace(ec_connector_worker_meta=None))  # type: ignore[arg-type]
     stats = side.stats()
     assert stats is not None
     told = {"encoded": 3, "upload_ok": 2, "io_requests|PUT|2xx": 2, "saves_dropped|memory_full": 1}

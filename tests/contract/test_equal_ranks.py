@@ -36,7 +36,6 @@ def test_with_mla_every_rank_holds_one_head_in_an_object_of_its_own_or_in_one_fo
     assert [with_stages.index(name) for name in with_stages] == [0, 0, 2, 2]
 
 
-@pytest.mark.parametrize("says", [True, False], ids=["said by vLLM", "told by the layers"])
 @pytest.mark.parametrize(
     ("layers", "equal"),
     [
@@ -47,16 +46,11 @@ def test_with_mla_every_rank_holds_one_head_in_an_object_of_its_own_or_in_one_fo
     ],
     ids=["latent", "latent and a draft", "full"],
 )
-def test_ranks_are_equal_if_all_layers_are(layers: dict[str, Any], equal: int, says: bool) -> None:
+def test_ranks_are_equal_if_all_layers_are(layers: dict[str, Any], equal: int) -> None:
     spec = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers)
     config = groups(spec)
-    if says:
-        count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
-        if count is None:
-            pytest.skip("this version says nothing")
-        config.kv_tp_replicas = count(config.kv_cache_groups, 4)
-    else:
-        config = SimpleNamespace(kv_cache_groups=config.kv_cache_groups)
+    replicas = grouping_module().kv_cache_groups_tp_replicas
+    config.kv_tp_replicas = replicas(config.kv_cache_groups, 4)
     model = SimpleNamespace(use_mla=True)
     vllm_config: Any = SimpleNamespace(model_config=model)
     assert equal_ranks(vllm_config, config, 4) == equal

@@ -16,6 +16,7 @@ from s3kv.connectors.ec import S3ECConnector
 from s3kv.connectors.kv import S3KVConnector
 from tests.contract.test_vllm_api import (
     CONNECTOR,
+    EC_SCHEDULER,
     METRICS,
     SCHEDULER,
     WORKER,
@@ -25,7 +26,6 @@ from tests.contract.test_vllm_api import (
 from tests.versions import VERSION, newer
 
 EC_CONNECTOR = "s3kv/connectors/ec.py"
-EC_SCHEDULER = "s3kv/connectors/ec_scheduler.py"
 EC_WORKER = "s3kv/connectors/ec_worker.py"
 EC_METRICS = "s3kv/connectors/metrics.py"
 
@@ -43,8 +43,6 @@ HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
     "wait_for_layer_load": (("layer_name",), CONNECTOR),
     "save_kv_layer": (("layer_name", "kv_layer", "attn_metadata", "**kwargs"), CONNECTOR),
     "wait_for_save": ((), WORKER),
-    "get_finished": (("finished_req_ids",), WORKER),
-    "get_block_ids_with_load_errors": ((), WORKER),
     "get_transfer_results": (("finished_req_ids",), WORKER),
     "build_connector_worker_meta": ((), WORKER),
     # scheduler
@@ -77,7 +75,6 @@ HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
     "role": ((), CONNECTOR),
 }
 SINCE = {
-    "get_transfer_results": (0, 30),
     "get_external_cache_hit_sources": (0, 32),
     "supports_sleep_mode": (0, 33),
     "unregister_kv_caches": (0, 33),
@@ -86,6 +83,9 @@ SINCE = {
 
 # Hooks whose defaults are right for s3kv, each read in every version it is in.
 LEFT_ALONE = {
+    # `get_transfer_results` says both, and by request.
+    "get_block_ids_with_load_errors",
+    "get_finished",
     "bind_connector_metadata",
     "bind_kv_cache_manager",
     "clear_connector_metadata",
@@ -141,11 +141,6 @@ EC_HOOKS: dict[str, tuple[tuple[str, ...], str]] = {
     "is_producer": ((), EC_CONNECTOR),
     "role": ((), EC_CONNECTOR),
 }
-EC_SINCE = {
-    "get_ec_connector_stats": (0, 31),
-    "build_ec_connector_stats": (0, 31),
-    "build_prom_metrics": (0, 31),
-}
 EC_LEFT_ALONE = {
     "clear_connector_metadata",
     "get_finished",
@@ -159,7 +154,7 @@ EC_LEFT_ALONE = {
 
 CONNECTORS: list[tuple[type, tuple[type, ...], dict[str, Any], dict[str, Any], set[str]]] = [
     (S3KVConnector, (KVConnectorBase_V1, SupportsHMA), HOOKS, SINCE, LEFT_ALONE),
-    (S3ECConnector, (ECConnectorBase,), EC_HOOKS, EC_SINCE, EC_LEFT_ALONE),
+    (S3ECConnector, (ECConnectorBase,), EC_HOOKS, {}, EC_LEFT_ALONE),
 ]
 PINNED = [
     pytest.param(

@@ -22,7 +22,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from s3kv.config import Config
-from s3kv.connectors import kv_groups
 from s3kv.connectors.kv_groups import (
     check_groups_are_served,
     coverages,
@@ -54,9 +53,6 @@ STATE = MambaSpec(
 )
 KINDS = MambaAttentionBackendEnum
 BOTH = dict.fromkeys("ab", FULL)
-NEW_ENOUGH = pytest.mark.skipif(
-    not (kv_groups._TELLS_TABLES and kv_groups._TELLS_REQUESTS), reason="vLLM 0.29"
-)
 
 # ---------------------------------------------------------------------------- what is served
 
@@ -75,7 +71,6 @@ def test_full_attention_is_served_by_every_version(tiny_config: Any, spec: Any) 
     check_groups_are_served(tiny_config, groups(spec))
 
 
-@NEW_ENOUGH
 @pytest.mark.parametrize(
     "specs",
     [
@@ -99,7 +94,6 @@ def keeps_states(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return tiny_config
 
 
-@NEW_ENOUGH
 @pytest.mark.parametrize("kind", ["SHORT_CONV", "GDN_ATTN", "MAMBA2"])
 def test_states_are_served_alone_and_beside_attention(keeps_states: Any, kind: str) -> None:
     state = dataclasses.replace(STATE, mamba_type=KINDS[kind])
@@ -107,7 +101,6 @@ def test_states_are_served_alone_and_beside_attention(keeps_states: Any, kind: s
         check_groups_are_served(keeps_states, groups(*specs))
 
 
-@NEW_ENOUGH
 def test_states_that_are_not_in_the_block_that_ends_with_them_are_refused(
     keeps_states: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +118,6 @@ def test_states_that_are_not_in_the_block_that_ends_with_them_are_refused(
     check_groups_are_served(keeps_states, groups(STATE, FULL))
 
 
-@NEW_ENOUGH
 def test_what_a_state_is_made_of_is_told_and_for_states_alone(keeps_states: Any) -> None:
     """Their pages are bytes."""
 
@@ -158,12 +150,11 @@ def kimi_linear() -> list[Any]:
         num_kv_heads=1,
         head_size=576,
         dtype=torch.float32,
-        **({"max_tp_shards": 1} if hasattr(FULL, "max_tp_shards") else {}),
+        max_tp_shards=1,
     )
     return [delta] * 3 + [latent]
 
 
-@NEW_ENOUGH
 def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
     """The latent heads are equal on all ranks, and the states are not."""
     cache = groups(*kimi_linear())
@@ -172,9 +163,7 @@ def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
     assert (latent.kind, latent.members) == (GroupKind.FULL, (3,))
     assert (states.kind, states.members) == (GroupKind.STATE, (0, 1, 2))
     assert states.interval_tokens == 4 * 3 * 4 * (3 * 384 + 4 * 32 * 32) // (4 * 576)
-    count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
-    if count is not None:
-        cache.kv_tp_replicas = count(cache.kv_cache_groups, 2)
+    cache.kv_tp_replicas = grouping_module().kv_cache_groups_tp_replicas(cache.kv_cache_groups, 2)
     assert equal_ranks(keeps_states, cache, 2) == 1
 
 
@@ -194,9 +183,7 @@ def test_an_indexer_is_cached_with_its_latent_attention(tiny_config: Any) -> Non
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(list(layers), together)])
     check_groups_are_served(tiny_config, cache)
     assert coverages(cache, 128)[0].kind is GroupKind.FULL
-    count = getattr(grouping_module(), "kv_cache_groups_tp_replicas", None)
-    if count is not None:
-        cache.kv_tp_replicas = count(cache.kv_cache_groups, 8)
+    cache.kv_tp_replicas = grouping_module().kv_cache_groups_tp_replicas(cache.kv_cache_groups, 8)
     model = SimpleNamespace(use_mla=True)
     assert equal_ranks(SimpleNamespace(model_config=model), cache, 8) == 8  # type: ignore[arg-type]
     tensors = {
@@ -257,19 +244,10 @@ def test_other_groups_are_refused_with_the_reason(
         check_groups_are_served(tiny_config, groups(*specs))
 
 
-@NEW_ENOUGH
 def test_layers_whose_windows_vllm_keeps_longer_are_refused(tiny_config: Any) -> None:
     kept = dataclasses.replace(WINDOW, extra_retained_tokens=3)
     with pytest.raises(UnsupportedError, match="does not cache the prefix of these layers"):
         check_groups_are_served(tiny_config, groups(FULL, kept))
-
-
-@NEW_ENOUGH
-def test_windows_with_eagle_are_refused(tiny_config: Any) -> None:
-    cache = groups(FULL, WINDOW)
-    cache.kv_cache_groups[0].is_eagle_group = True
-    with pytest.raises(UnsupportedError, match=r"EAGLE or MTP.*--disable-hybrid-kv-cache-manager"):
-        check_groups_are_served(tiny_config, cache)
 
 
 # ---------------------------------------------------------------------------- what is advised
@@ -280,15 +258,15 @@ def test_windows_with_eagle_are_refused(tiny_config: Any) -> None:
     [((FULL, WINDOW), True), ((FULL, WINDOW, OTHER_WINDOW), False), ((WINDOW,), False)],
     ids=["window", "two-windows", "window-alone"],
 )
-def test_a_version_that_does_not_tell_the_tables_serves_no_windows(
-    tiny_config: Any, specs: tuple[Any, ...], advice: bool, monkeypatch: pytest.MonkeyPatch
+def test_windows_with_eagle_are_refused(
+    tiny_config: Any, specs: tuple[Any, ...], advice: bool
 ) -> None:
     """The option is advised only where vLLM starts with it."""
-    monkeypatch.setattr(kv_groups, "_TELLS_TABLES", False)
-    with pytest.raises(UnsupportedError, match=r"Use vLLM 0\.30 or later") as refused:
-        check_groups_are_served(tiny_config, groups(*specs))
+    cache = groups(*specs)
+    cache.kv_cache_groups[0].is_eagle_group = True
+    with pytest.raises(UnsupportedError, match="EAGLE or MTP") as refused:
+        check_groups_are_served(tiny_config, cache)
     assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) is advice
-    check_groups_are_served(tiny_config, groups(FULL))
 
 
 def test_vllm_does_not_start_with_windows_of_two_sizes_in_one_group() -> None:
@@ -356,8 +334,6 @@ def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any
     sizes = geometry(config, tiny_config, cache)
     assert (sizes.block_tokens, sizes.hash_tokens, sizes.chunk_tokens) == (256, 128, 256)
     assert not sizes.is_plain
-    tables = [7], [1, 2]
-    assert sizes.blocks_between(tables, 0, 256) == (1, 2, 7)
     for chunk_tokens, near in ((384, "256 or 512"), (128, "256")):
         with pytest.raises(ConfigError) as refused:
             geometry(Config(bucket="kv-cache", chunk_tokens=chunk_tokens), tiny_config, cache)

@@ -22,7 +22,7 @@ from s3kv.connectors.kv_translate import (
     writes_before_fences,
     written_blocks,
 )
-from s3kv.errors import ConfigError, UnsupportedError
+from s3kv.errors import ConfigError
 from s3kv.planning.cover import GroupKind, GroupSpec
 from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
 
@@ -37,14 +37,6 @@ def test_random_hashes_are_refused(
     check_supported(tiny_config, groups(FULL))
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     check_supported(configured(model, prefix_caching_hash_algo="xxhash"), groups(FULL))
-
-
-def test_scales_of_one_engines_own_are_refused(
-    tiny_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiny_config.cache_config, "calculate_kv_scales", True, raising=False)
-    with pytest.raises(UnsupportedError, match="calculate_kv_scales"):
-        check_supported(tiny_config, groups(FULL))
 
 
 @pytest.mark.parametrize(

@@ -92,15 +92,9 @@ def engine_step(ranks: list[Any], of_scheduler: Any) -> Any:
     return of_scheduler if of_ranks is None else of_ranks.aggregate(of_scheduler)
 
 
-def payload(stats: Any) -> dict[str, Any]:
-    """What vLLM's scheduler sends of its statistics; 0.29 sends them as they are."""
-    data: dict[str, Any] = stats.to_dict() if hasattr(stats, "to_dict") else stats.data
-    return data
-
-
 def sent(stats: Any) -> dict[str, Any]:
     """From the engine's process to the server's, through vLLM's own encoder."""
-    outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=payload(stats)))
+    outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(kv_connector_stats=stats.to_dict()))
     frames = MsgpackEncoder().encode(outputs)
     received = MsgpackDecoder(EngineCoreOutputs).decode(frames)
     data = received.scheduler_stats.kv_connector_stats
@@ -167,7 +161,7 @@ def test_what_the_log_adds_up_is_not_added_to_what_is_exported(
     log = KVConnectorLogging()  # type: ignore[call-arg]
     log.connector_cls = S3KVConnector
     metrics = prom(exported)
-    steps = [payload(rank()) for _ in range(3)]
+    steps = [rank().to_dict() for _ in range(3)]
     for data in steps:
         log.observe(data)
     for data in steps:

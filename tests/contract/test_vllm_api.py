@@ -36,6 +36,9 @@ ADAPTERS = "s3kv/connectors/adapter_loads.py"
 REQUESTS = "s3kv/connectors/request_params.py"
 HASHES = "s3kv/connectors/request_hashes.py"
 METRICS = "s3kv/connectors/metrics.py"
+GROUPS = "s3kv/connectors/kv_groups.py"
+EC_SCHEDULER = "s3kv/connectors/ec_scheduler.py"
+EC_TRANSLATE = "s3kv/connectors/ec_translate.py"
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 STATS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
@@ -46,7 +49,20 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     (
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        {"scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"},
+        {
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+            "num_scheduled_tokens",
+            "kv_cache_block_copies",
+            "new_block_ids_to_zero",
+            "kv_connector_block_state",
+        },
+        TRANSLATE,
+    ),
+    (
+        "vllm.v1.core.sched.output",
+        "KVConnectorBlockState",
+        {"get_block_ids", "boundary_state_offloads"},
         TRANSLATE,
     ),
     (
@@ -64,12 +80,29 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     (
         "vllm.v1.outputs",
         "KVConnectorOutput",
-        {"finished_recving", "invalid_block_ids", "kv_connector_worker_meta"},
+        {"finished_recving", "failed_recving", "kv_connector_worker_meta"},
         SCHEDULER,
     ),
-    (CACHE, "KVCacheConfig", {"num_blocks", "kv_cache_groups", "kv_cache_layout"}, TRANSLATE),
-    (CACHE, "KVCacheGroupSpec", {"layer_names", "kv_cache_spec"}, WORKER),
-    (CACHE, "FullAttentionSpec", {"block_size"}, TRANSLATE),
+    (
+        BASE,
+        "KVConnectorTransferResults",
+        {"finished_sending", "finished_recving", "failed_recving"},
+        CONNECTOR,
+    ),
+    ("vllm.v1.outputs", "ECConnectorOutput", {"ec_connector_worker_meta"}, EC_SCHEDULER),
+    (
+        CACHE,
+        "KVCacheConfig",
+        {"num_blocks", "kv_cache_groups", "kv_cache_layout", "kv_tp_replicas"},
+        TRANSLATE,
+    ),
+    (CACHE, "KVCacheGroupSpec", {"layer_names", "kv_cache_spec", "is_eagle_group"}, WORKER),
+    (
+        CACHE,
+        "FullAttentionSpec",
+        {"block_size", "prefix_cacheable", "prefix_replay_tokens"},
+        TRANSLATE,
+    ),
     (CACHE, "UniformTypeKVCacheSpecs", {"kv_cache_specs"}, TRANSLATE),
     (STATS, "KVConnectorStats", {"data"}, METRICS),
     (
@@ -78,7 +111,14 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
         {"kv_connector_extra_config", "kv_load_failure_policy"},
         CONNECTOR,
     ),
-    ("vllm.config", "CacheConfig", {"prefix_caching_hash_algo", "cache_dtype"}, TRANSLATE),
+    (
+        "vllm.config",
+        "CacheConfig",
+        {"prefix_caching_hash_algo", "cache_dtype", "mamba_cache_mode", "use_replayssm"},
+        TRANSLATE,
+    ),
+    ("vllm.config.mamba", "MambaConfig", {"enable_stochastic_rounding"}, GROUPS),
+    ("vllm.config", "LoRAConfig", {"enable_tower_connector_lora"}, EC_TRANSLATE),
     ("vllm.config", "DeviceConfig", {"device_type"}, TRANSLATE),
     (
         "vllm.config",
@@ -114,7 +154,14 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     (
         "vllm.config",
         "VllmConfig",
-        {"speculative_config", "lora_config", "load_config", "compilation_config"},
+        {
+            "speculative_config",
+            "lora_config",
+            "load_config",
+            "compilation_config",
+            "mamba_config",
+            "max_concurrent_batches",
+        },
         IDENTITY,
     ),
     ("vllm.config", "ModelConfig", {"enable_sleep_mode"}, WORKER),
@@ -130,14 +177,6 @@ FIELDS: list[tuple[str, str, set[str], str]] = [
     ("vllm.multimodal.inputs", "MultiModalFieldElem", {"data"}, MEDIA),
 ]
 NEWER_FIELDS: list[tuple[tuple[int, int], str, str, set[str], str]] = [
-    ((0, 30), "vllm.v1.outputs", "KVConnectorOutput", {"failed_recving"}, SCHEDULER),
-    (
-        (0, 30),
-        BASE,
-        "KVConnectorTransferResults",
-        {"finished_sending", "finished_recving", "failed_recving"},
-        CONNECTOR,
-    ),
     ((0, 32), CACHE, "KVCacheConfig", {"hash_block_size"}, TRANSLATE),
 ]
 
@@ -155,6 +194,8 @@ CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("kv_cache_config", "vllm_config"),
         TRANSLATE,
     ),
+    ("vllm.v1.core.kv_cache_utils", "resolve_none_hash_seed", ("hash_fn",), TRANSLATE),
+    ("vllm.config", "ModelConfig.get_inputs_embeds_size", (), EC_TRANSLATE),
     (
         "vllm.v1.metrics.utils",
         "create_metric_per_engine",
@@ -230,7 +271,7 @@ def find(module: str, path: str) -> Any:
 
 
 def test_the_block_pool_reaches_us() -> None:
-    """Since 0.30 vLLM hands over the whole cache manager; its default takes the pool out of it."""
+    """vLLM hands over the whole cache manager, and its default takes the pool out of it."""
 
     class Manager:
         block_pool = object()
@@ -241,8 +282,6 @@ def test_the_block_pool_reaches_us() -> None:
         def bind_gpu_block_pool(self, gpu_block_pool: object) -> None:
             self.pool = gpu_block_pool
 
-    if not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"):
-        pytest.skip(newer("`bind_kv_cache_manager`"))
     connector = Connector()
     KVConnectorBase_V1.bind_kv_cache_manager(connector, Manager())  # type: ignore[arg-type]
     assert connector.pool is Manager.block_pool, moved("the block pool is not bound", SCHEDULER)
@@ -329,7 +368,7 @@ def test_what_tells_adapters_apart_in_vllms_own_cache() -> None:
         hashed_name(LoRARequest(name, number, path))
         for name, number, path in (("a", 1, "/x"), ("a", 2, "/x"), ("b", 1, "/x"), ("a", 1, "/y"))
     }
-    assert len(names) == (3 if VERSION >= (0, 31) else 2), moved("adapters' hashes", ADAPTERS)
+    assert len(names) == 3, moved("adapters' hashes", ADAPTERS)
 
 
 def test_doctor_knows_every_hash_of_prefixes() -> None:
@@ -350,14 +389,6 @@ def test_the_tiers_we_name_exist() -> None:
         assert hasattr(CacheHitSource, tier), moved(f"CacheHitSource has no {tier}", CONNECTOR)
 
 
-def test_each_newer_class_is_found_where_there_is_one() -> None:
-    """One missing must not hide the other: 0.30 and 0.31 have the first only."""
-    from s3kv.connectors import kv
-
-    assert (kv.KVConnectorTransferResults is not None) == (VERSION >= (0, 30))
-    assert (kv.CacheHitSource is not None) == (VERSION >= (0, 32))
-
-
 def test_uploads_have_less_time_than_vllm_gives_a_worker_by_default() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", raising=False)
@@ -365,4 +396,4 @@ def test_uploads_have_less_time_than_vllm_gives_a_worker_by_default() -> None:
 
 
 def test_the_version_is_one_we_claim() -> None:
-    assert (0, 29) <= VERSION < (0, 34), moved("outside the range in pyproject.toml", CONNECTOR)
+    assert (0, 31) <= VERSION < (0, 34), moved("outside the range in pyproject.toml", CONNECTOR)

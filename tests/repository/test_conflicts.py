@@ -27,10 +27,10 @@ def environment(folder: Path) -> Path:
     return folder
 
 
-def _describe(folder: Path, name: str, files: list[str]) -> None:
-    about = folder / f"{name}-0.1.5.dist-info"
+def _describe(folder: Path, name: str, files: list[str], version: str = "0.1.5") -> None:
+    about = folder / f"{name}-{version}.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.5\n")
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (about / "RECORD").write_text("".join(f"{file},,\n" for file in files))
 
 
@@ -90,6 +90,20 @@ def test_vllm_logs_it_and_starts_without_us(ours: Path, tmp_path: Path) -> None:
     done = start("import vllm_s3kv; vllm_s3kv.register()", theirs, ours)
     assert done.returncode == 0, done.stderr
     assert "another package s3kv" in done.stderr
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.1+cu129"])
+def test_a_vllm_whose_scheduler_can_stop_is_refused(ours: Path, version: str) -> None:
+    _describe(ours, "vllm", [], version)
+    code = "import sys, vllm_s3kv; vllm_s3kv.register(); assert 'vllm' not in sys.modules"
+    done = start(code, ours)
+    assert done.returncode == 0, "nothing is registered, and engines without s3kv start"
+    for told in (done.stderr, start(CALLS["the connectors"], ours).stderr):
+        assert f"vLLM {version} is not supported" in told
+        assert "keep requests waiting for ever" in told
+        assert "(vllm#57841): use vLLM 0.31 or later" in told
+    for call in ("import s3kv.library", "import s3kv.cli.__main__"):
+        assert start(call, ours).returncode == 0, "they need no vLLM"
 
 
 def test_a_distribution_of_that_name_elsewhere_is_no_conflict(ours: Path, tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ def result(version: str, *cells: dict[str, Any]) -> compatibility.Result:
 
 FIRST, SECOND, THIRD = (area.name for area in AREAS[:3])
 OLD = result(
-    "0.29.0",
-    cell(FIRST, passed=7, newer={"t::a": "newer than vLLM 0.29: a hook"}),
+    "0.31.0",
+    cell(FIRST, passed=7, newer={"t::a": "newer than vLLM 0.31: a hook"}),
     cell(SECOND, passed=1, failed=["t::b"]),
-    cell(THIRD, newer={"t::c": "newer than vLLM 0.29: images"}),
+    cell(THIRD, newer={"t::c": "newer than vLLM 0.31: images"}),
 )
 NEW = result("0.33.0", cell(FIRST, passed=8))
 
@@ -38,7 +38,7 @@ def cells_of(table: str) -> list[list[str]]:
 
 def test_a_cell_says_how_many_tests_have_passed() -> None:
     heads, _, *rows = cells_of(compatibility.table([OLD, NEW]))
-    assert heads == ["0.29.0", "0.33.0"]
+    assert heads == ["0.31.0", "0.33.0"]
     assert rows[0] == ["7 passed", "8 passed"]
     assert rows[1] == ["**1 of 2 failed**", "not run"]
     assert rows[2] == ["lacks images", "not run"]
@@ -87,7 +87,7 @@ def test_the_version_that_every_change_runs_on_needs_no_record() -> None:
 
 def test_what_a_version_lacks_and_what_failed_is_named() -> None:
     told = compatibility.beneath([OLD, NEW])
-    assert "**0.29.0**: CPU build, torch 2.13.0, s3kv at c0ffee." in told
+    assert "**0.31.0**: CPU build, torch 2.13.0, s3kv at c0ffee." in told
     assert "because this version lacks: a hook, images." in told
     assert "Failed: `t::b`." in told
 

@@ -22,7 +22,7 @@ import pytest
 def test_right(): pass
 def test_wrong(): assert False
 def test_worse(broken): pass
-@pytest.mark.skip(reason="newer than vLLM 0.29: a hook")
+@pytest.mark.skip(reason="newer than vLLM 0.31: a hook")
 def test_newer(): pass
 @pytest.mark.nightly
 def test_long(): assert False
@@ -76,7 +76,7 @@ def test_outcomes_are_sorted_by_area(run: object, areas: tuple[Area, Area]) -> N
     cell = cells["file"]
     assert cell.passed == 1
     assert cell.failed == ["test_it.py::test_wrong", "test_it.py::test_worse"]
-    assert cell.newer == {"test_it.py::test_newer": "newer than vLLM 0.29: a hook"}
+    assert cell.newer == {"test_it.py::test_newer": "newer than vLLM 0.31: a hook"}
     assert set(cell.skipped) == {"test_it.py::test_elsewhere", "test_it.py::test_known"}
     assert (cells["other"].passed, cells["other"].failed) == (2, [])
 

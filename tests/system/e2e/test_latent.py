@@ -22,7 +22,6 @@ from tests.system.e2e.conftest import (
     Serve,
     at_rest,
     cached,
-    needs_second_runner,
     tokens,
 )
 from tests.system.e2e.test_failures import wait_until
@@ -113,7 +112,6 @@ def test_every_tier_serves_all_ranks_from_one_object(
     assert count["vllm:s3kv_internal_errors_total"] == 0
 
 
-@needs_second_runner
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 def test_on_the_second_generation_runner(

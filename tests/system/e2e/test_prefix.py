@@ -26,7 +26,6 @@ from tests.system.e2e.conftest import (
     at_rest,
     cached,
     changed,
-    needs_second_runner,
     new_bucket,
     patient_for,
     tokens,
@@ -78,7 +77,7 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
             True,
             id="second-runner",
             # A step takes it three to five times as long.
-            marks=[needs_second_runner, pytest.mark.timeout(2 * START_AND_STOP_S)],
+            marks=[pytest.mark.timeout(2 * START_AND_STOP_S)],
         ),
     ],
 )

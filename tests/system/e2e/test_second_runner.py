@@ -29,7 +29,6 @@ from tests.system.e2e.conftest import (
     Truth,
     at_rest,
     cached,
-    needs_second_runner,
     new_bucket,
     patient_for,
     tokens,
@@ -37,8 +36,6 @@ from tests.system.e2e.conftest import (
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_parallel import shards
-
-pytestmark = needs_second_runner
 
 FLOAT32 = {"dtype": "float32"}
 SECOND = {"second_runner": True, **FLOAT32}

@@ -22,7 +22,6 @@ from tests.system.e2e.conftest import (
     cached,
     changed,
     family_params,
-    needs_second_runner,
     needs_short_convolutions,
     tokens,
 )
@@ -130,7 +129,6 @@ def test_a_shared_prefix_is_hit_by_the_second_question(
     assert tokens(first + second) == tokens(expected)
 
 
-@needs_second_runner
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize("case", family_params(CASES))
 def test_on_the_second_generation_runner(

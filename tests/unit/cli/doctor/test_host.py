@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import vllm_s3kv
 from s3kv.cli.doctor import host
 from s3kv.cli.doctor.findings import Finding
 from s3kv.cli.doctor.host import Host, examine, look
@@ -83,8 +84,9 @@ def test_all_is_well() -> None:
         ({"hash_seed": "random"}, {}, "hash seed", "warning", "unset it"),
         ({"hash_seed": None}, {"algorithm": "xxhash"}, "hash seed", "fault", "or use sha256_cbor"),
         ({"hash_seed": "0"}, {"algorithm": "xxhash_cbor"}, "hash seed", "ok", ""),
-        ({"vllm": "0.28.9"}, {}, "vllm", "fault", "pip install 'vllm>="),
-        ({"vllm": "0.29.0"}, {}, "vllm", "ok", ""),
+        ({"vllm": "0.30.9"}, {}, "vllm", "fault", "pip install 'vllm>="),
+        ({"vllm": "0.31.0"}, {}, "vllm", "ok", ""),
+        ({"vllm": "0.1.dev1+gabc"}, {}, "vllm", "fault", "pip install 'vllm>="),
         ({"vllm": "0.33.1rc1"}, {}, "vllm", "ok", ""),
         ({"vllm": "0.34.0"}, {}, "vllm", "fault", "pip install"),
         ({"vllm": "1.0"}, {}, "vllm", "fault", "pip install"),
@@ -152,7 +154,7 @@ def test_the_version_that_is_here() -> None:
         pytest.skip("vLLM is not installed")
     import vllm
 
-    version = host._vllm_version()
+    version = vllm_s3kv.vllm_version()
     assert version is not None
     assert vllm.__version__.startswith(version.partition("+")[0])
 
@@ -162,7 +164,15 @@ def test_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    assert host._vllm_version() is None
+    assert vllm_s3kv.vllm_version() is None
+
+
+def test_a_vllm_that_is_too_old_is_refused_with_the_reason() -> None:
+    finding = judged(replace(FINE, vllm="0.30.0"))["vllm"]
+    assert finding.detail == vllm_s3kv.refusal("0.30.0")
+    assert "keep requests waiting for ever" in finding.detail
+    for version in (None, "dev", "0.1.dev1+gabc", "0.31.0", "0.34.0", "1.0"):
+        assert vllm_s3kv.refusal(version) == ""
 
 
 def test_torch_is_asked_in_a_process_of_its_own() -> None:
