@@ -210,6 +210,7 @@ class KeptBucket:
         self._refreshers.append(refresher)
         self._keepers.append(keeper)
         self.loop.create_task(refresher.run())
+        self.loop.create_task(refresher.look())
         self.loop.create_task(keeper.run())
 
     @property

@@ -56,24 +56,10 @@ class TransferJob:
         return self.format.object_bytes
 
     def end(
-        self,
-        outcome: Outcome,
-        detail: str = "",
-        *,
-        nbytes: int = 0,
-        reason: str = "",
-        fresh_s: float = math.inf,
+        self, outcome: Outcome, detail: str = "", *, nbytes: int = 0, reason: str = ""
     ) -> JobEnd:
         """The record of its end, without the duration."""
-        return JobEnd(
-            self.job_id,
-            self.kind,
-            outcome,
-            nbytes,
-            detail=detail,
-            reason=reason,
-            fresh_s=fresh_s,
-        )
+        return JobEnd(self.job_id, self.kind, outcome, nbytes, detail=detail, reason=reason)
 
 
 @dataclass(slots=True)

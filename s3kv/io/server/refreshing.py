@@ -3,12 +3,12 @@
 A hit on an object that was last written long ago rewrites it in place: the store copies it onto
 itself, and no bytes move here. Nothing waits for the copy. Copies are sent only while no job waits,
 one at a time and at most ten per second. They affect neither breaker nor window, and are dropped
-when the process ends. An upload that finds its object already there is a use, too, but does not
-tell the object's age, so a HEAD asks for it first.
+when the process ends.
 
 A use in host memory or on the device does not read the object at all. Each hit and upload tells the
 planner for how long such uses need not be reported: until the object is due. A use after that is
-answered by a HEAD, and counts as a hit. If the object is gone, the planner uploads it again.
+answered by a HEAD, and counts as a hit. If the object is gone, the planner uploads it again. An
+upload that finds its object already there is such a use, because it does not tell the age.
 
 Each object is refreshed once per fleet, as far as possible. The copy is conditional on the object
 being unchanged since it was read: of many replicas that read an old object, one rewrites it, and
@@ -138,8 +138,8 @@ class Refresher:
         self._rule = rule
         self._is_idle = is_idle
         self._sleep = sleep
-        self._waiting: dict[str, ObjectInfo | None] = {}
-        """Keys to refresh, with the object's metadata if known."""
+        self._waiting: dict[str, ObjectInfo] = {}
+        """Objects to refresh, by key."""
         self._has_work = asyncio.Event()
         self._uses: deque[tuple[str, Answer]] | None = deque()
         """Reported uses without an answer; None once `give_up` has been called."""
@@ -149,10 +149,14 @@ class Refresher:
     def hit(self, info: ObjectInfo) -> float:
         """Note that the object was read and verified. Returns `JobEnd.fresh_s`."""
         age_s = info.age_s or 0.0
-        if self._rule.wants(age_s):
-            self._note(info.key, info)
-            age_s = 0.0
-        return self._rule.fresh_s(age_s)
+        if not self._rule.wants(age_s):
+            return self._rule.fresh_s(age_s)
+        if len(self._waiting) < MAX_WAITING or info.key in self._waiting:
+            self._waiting.setdefault(info.key, info)
+            self._has_work.set()
+        else:
+            self.skipped += 1
+        return self.written()
 
     def written(self) -> float:
         """`JobEnd.fresh_s` of an object that was written just now."""
@@ -162,7 +166,7 @@ class Refresher:
         """Note that the object exists and is in use. Its age is unknown. Returns `JobEnd.fresh_s`,
         as if it were new: a look at it is noted."""
         if self._rule.refreshes:
-            self._note(key, None)
+            self.use(key, lambda outcome, fresh_s: None)
         return self.written()
 
     def use(self, key: str, answer: Answer) -> None:
@@ -204,15 +208,6 @@ class Refresher:
             return Outcome.CANCELLED, 0.0
         return (Outcome.MISSING, 0.0) if info is None else (Outcome.EXISTS, self.hit(info))
 
-    def _note(self, key: str, info: ObjectInfo | None) -> None:
-        if key in self._waiting:
-            return
-        if len(self._waiting) >= MAX_WAITING:
-            self.skipped += 1
-            return
-        self._waiting[key] = info
-        self._has_work.set()
-
     async def run(self) -> None:
         """Refresh noted objects until cancelled. Raises no `StoreError`."""
         while True:
@@ -225,21 +220,14 @@ class Refresher:
             if not self._waiting:
                 self._has_work.clear()
             try:
-                await self._refresh(key, info)
+                if await self._store.refresh(key, info.modified_s):
+                    self.done += 1
+                    self._was_refused = False
+                else:
+                    self.skipped += 1
             except StoreError as error:
                 self.failed += 1
                 await self._rest(error)
-
-    async def _refresh(self, key: str, info: ObjectInfo | None) -> None:
-        if info is None:
-            info = await self._store.head(key)
-            if info is None or info.age_s is None or not self._rule.wants(info.age_s):
-                return
-        if await self._store.refresh(key, info.modified_s):
-            self.done += 1
-            self._was_refused = False
-        else:
-            self.skipped += 1
 
     async def _rest(self, error: StoreError) -> None:
         """Drop the waiting objects, which would be stale, and pause."""

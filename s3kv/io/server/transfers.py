@@ -139,8 +139,7 @@ class Transfers:
             return job.end(Outcome.MISSING, f"{job.key} is not in the bucket")
         if reason is None:
             self._quarantine.lift(job.key)
-            fresh_s = self._refresher.hit(info)
-            return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=fresh_s)
+            return _fresh(job.end(Outcome.OK, nbytes=info.nbytes), self._refresher.hit(info))
         said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
         if not delete_corrupt:
             self._quarantine.bad(job.key, _now_s())
@@ -178,8 +177,8 @@ class Transfers:
             if again is None:
                 self._quarantine.lift(job.key)
                 said = f"{said}; a second reading was right"
-                fresh_s = self._refresher.hit(read)
-                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason, fresh_s=fresh_s)
+                end = job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason)
+                return _fresh(end, self._refresher.hit(read))
             delete = partial(self._store.delete, job.key, if_etag=info.etag)
             deleted = await self.attempts(delete, until_s=job.due_s)
         except StoreError as error:
@@ -198,9 +197,9 @@ class Transfers:
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
             self._quarantine.exists(job.key)
-            return job.end(Outcome.EXISTS, fresh_s=self._refresher.exists(job.key))
+            return _fresh(job.end(Outcome.EXISTS), self._refresher.exists(job.key))
         self._quarantine.lift(job.key)
-        return job.end(Outcome.OK, nbytes=job.nbytes, fresh_s=self._refresher.written())
+        return _fresh(job.end(Outcome.OK, nbytes=job.nbytes), self._refresher.written())
 
     async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Await the request `call()`, and repeat it after `StoreUnavailable`: at most
@@ -247,6 +246,11 @@ class _Reads:
         buffer = job.buffer[bounds.start : bounds.stop]
         get = partial(self._store.get_range, job.key, bounds.start, buffer)
         return await self._transfers.read(get, job)
+
+
+def _fresh(end: JobEnd, fresh_s: float) -> JobEnd:
+    end.fresh_s = fresh_s
+    return end
 
 
 def _now_s() -> float:

@@ -146,6 +146,7 @@ async def test_of_what_an_upload_found_the_age_is_asked(age: float, copies: int)
     refresher, _ = make(bucket)
     refresher.exists(rig.object_key(1))
     refresher.exists(rig.object_key(2))  # and gone again
+    await looked(refresher)
     await settle(bucket, refresher)
     assert (bucket.asked["head"], bucket.asked["refresh"]) == (2, copies)
 
@@ -164,9 +165,13 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
     bucket = Bucket()
     refresher, _ = make(bucket)
     for number in range(MAX_WAITING + 7):
-        refresher.exists(f"key-{number}")
-        refresher.exists(f"key-{number}")
+        old = ObjectInfo(f"key-{number}", 10, 0.0, age_s=2 * AFTER_S)
+        refresher.hit(old)
+        refresher.hit(old)
     assert refresher.skipped == 14
+    for number in range(MAX_WAITING + 7):
+        refresher.exists(f"key-{number}")
+    assert refresher.skipped == 21
 
 
 @pytest.mark.parametrize(
