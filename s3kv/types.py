@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -35,6 +36,21 @@ class Tally(Counter[str]):
     def update(self, *more: Any, **named: int) -> None:
         self.version += 1  # the first one does not pass by `__setitem__`
         super().update(*more, **named)
+
+
+class OnceAMinute:
+    """Allows each kind of thing at most once a minute. clock: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_s: dict[object, float] = {}
+
+    def allows(self, kind: object) -> bool:
+        now_s = self._clock()
+        if now_s - self._last_s.get(kind, float("-inf")) < 60.0:
+            return False
+        self._last_s[kind] = now_s
+        return True
 
 
 class ChunkKey(NamedTuple):

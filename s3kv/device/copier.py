@@ -28,6 +28,10 @@ class CopyDirection(str, Enum):
     IN = "in"
 
 
+class BatchRefused(RuntimeError):
+    """A GPU's driver refused a batch of copies; some of them may be under way."""
+
+
 class PathChoice(NamedTuple):
     """The path chosen for one group and direction. batch_s, gather_s: measured seconds per chunk on
     each path; None if not measured.
@@ -41,10 +45,21 @@ class PathChoice(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A started copy. Any thread may use it, but only one at a time. nbytes: its length."""
+    """A started copy. Any thread may use it, but only one at a time.
+
+    nbytes: the bytes it moves over the bus; 0 for a copy that has ended already. piece_bytes: the
+    length of a contiguous piece. seconds: the time on the bus; 0 until `done`, or if not measured.
+    """
 
     @property
     def nbytes(self) -> int: ...
+    @property
+    def piece_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+    def begun(self) -> bool:
+        """Whether the bus has come to it. Does not block. Raises as `done` does."""
 
     def done(self) -> bool:
         """Whether all bytes are in place. Does not block. Raises `RuntimeError` when the device

@@ -23,8 +23,10 @@ then undefined. `poll` reports an end only once the copy touches no memory any m
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from s3kv.device.copier import COPY_ERRORS, Copier, Path, PathChoice
-from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue
+from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue, FailureLog
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
@@ -44,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
 """Far longer than one part takes; a thread that has not ended by then hangs in the driver."""
+LONG_FENCE_S = 10.0
 _WAIT_STEP_S = 0.0002
 """Polling interval of a wait; CUDA events cannot be waited for with a timeout."""
 _ROOM_STEP_S = 0.0005
@@ -116,8 +119,9 @@ class BlockCopies:
         self._clock = clock
         self._changed = threading.Condition()
         """Its lock guards everything below, jobs and tickets included."""
-        self._out: CopyQueue[int] = CopyQueue(copier.copy_out)
-        self._in: CopyQueue[str] = CopyQueue(copier.copy_in)
+        self._failures = FailureLog(clock)
+        self._out: CopyQueue[int] = CopyQueue(copier.copy_out, self._failures, clock)
+        self._in: CopyQueue[str] = CopyQueue(copier.copy_in, self._failures, clock)
         self._urgent: deque[CopyJob[Any]] = deque()
         self._loads_in_a_row = 0
         self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
@@ -158,8 +162,8 @@ class BlockCopies:
         """
         try:
             return CopyMark(self._copier.mark(), True)
-        except COPY_ERRORS:
-            logger.exception("s3kv: the device failed; the copies ordered now fail")
+        except COPY_ERRORS as error:
+            self._failures.note("the device failed; the copies ordered now fail", error)
             return CopyMark(None, False)
 
     def save(
@@ -208,7 +212,9 @@ class BlockCopies:
             if not all(job.started for job in jobs):
                 self._counts["fences_waited"] += 1
                 self._hurry(jobs)
-                self._changed.wait_for(lambda: all(job.started for job in jobs))
+                if not self._changed.wait_for(lambda: all(j.started for j in jobs), LONG_FENCE_S):
+                    self._log_copy_thread()
+                    self._changed.wait_for(lambda: all(job.started for job in jobs))
             for job in jobs:
                 job.ticket.fence()
 
@@ -313,6 +319,12 @@ class BlockCopies:
                 self._urgent.append(job)
         self._changed.notify_all()
 
+    def _log_copy_thread(self) -> None:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)) if frame else "it has ended"
+        text = "s3kv: a fence has waited %g s for the copy thread, and goes on waiting:\n%s"
+        logger.warning(text, LONG_FENCE_S, stack)
+
     def _run(self) -> None:
         """Body of the copy thread. However it ends, all its jobs end, too."""
         try:
@@ -365,8 +377,8 @@ class BlockCopies:
             self._loads_in_a_row = self._loads_in_a_row + 1 if queue is self._in else 0
         try:
             ticket, ok = queue.copy(part, job.at), True
-        except COPY_ERRORS:
-            logger.exception("s3kv: copy %s failed at %s", job.ident, part)
+        except COPY_ERRORS as error:
+            self._failures.note(f"copy {job.ident} failed at {part}", error)
             self._settle()
             ticket, ok = FINISHED, False
         with self._changed:
@@ -382,5 +394,5 @@ class BlockCopies:
     def _settle(self) -> None:
         try:
             self._copier.settle()
-        except COPY_ERRORS:
-            logger.exception("s3kv: the device failed; the copies under way are lost")
+        except COPY_ERRORS as error:
+            self._failures.note("the device failed; the copies under way are lost", error)

@@ -15,84 +15,119 @@ started. With two streams and two staging buffers the gather of a chunk overlaps
 before. A load's DMA does not wait for the engine: the slot was filled before the load was ordered,
 and only the pages may still be in use.
 
-Streams wait for each other, and for a staging buffer to be free, by events; the host never waits.
+Streams wait for each other, and for a staging buffer to be free, by events. The host waits only if
+all places for row numbers are taken (`Rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import cycle
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from s3kv.device.gpu.gather import row_numbers, stacks
-from s3kv.device.gpu.interface import Copies, Event, Gpu, Stream
+from s3kv.device.gpu.interface import Copies, Event, Gpu, HostNumbers, Stream
 from s3kv.device.layout import PageLayout
 from s3kv.messages import LoadPart
 
 _BUFFERS = 2
 """Staging buffers per direction: a kernel uses one while the bus uses the other."""
+MOST_ROW_PLACES = 256
+_ROW_PLACES_BYTES = 4 * 2**20
+"""Limits of the pinned memory for row numbers, per direction; several times a full window."""
+
+
+class Points(NamedTuple):
+    """The events of a copy; the same one may stand for several points.
+
+    begun, moved: pass when the bus comes to the copy, and when it has moved it. source_read: passes
+    once the copy's source may be overwritten. finished: passes at the copy's end.
+    """
+
+    begun: Event
+    moved: Event
+    source_read: Event
+    finished: Event
 
 
 class EventTicket:
     """The ticket of a copy on a GPU.
 
-    source_read: passes once the copy's source may be overwritten; often the same as `finished`.
-    finished: passes at the copy's end. events: the pool to which both go back, because making and
-        destroying one costs more than recording it; streams that wait for one still do.
+    events: the pool to which the points go back, because making and destroying an event costs more
+        than recording it; streams that wait for one still do.
     """
 
-    __slots__ = ("_done", "_events", "_finished", "_gpu", "_source_read", "nbytes")
+    __slots__ = ("_done", "_events", "_gpu", "_points", "nbytes", "piece_bytes", "seconds")
 
     def __init__(
-        self, gpu: Gpu, events: list[Event], source_read: Event, finished: Event, nbytes: int
+        self, gpu: Gpu, events: list[Event], points: Points, nbytes: int, pieces: int
     ) -> None:
         self._gpu = gpu
         self._events = events
-        self._source_read = source_read
-        self._finished = finished
+        self._points = points
         self._done = False
         self.nbytes = nbytes
+        self.piece_bytes = nbytes // pieces
+        self.seconds = 0.0
+
+    def begun(self) -> bool:
+        return self._done or self._points.begun.query()
 
     def done(self) -> bool:
-        if not self._done and self._finished.query():
+        if not self._done and self._points.finished.query():
+            self.seconds = self._points.begun.elapsed_time(self._points.moved) / 1e3
             self._done = True
-            self._events.append(self._finished)
-            if self._source_read is not self._finished:
-                self._events.append(self._source_read)
+            self._events.extend(set(self._points))
         return self._done
 
     def fence(self) -> None:
         if not self._done:
-            self._gpu.current_stream().wait(self._source_read)
+            self._gpu.current_stream().wait(self._points.source_read)
 
 
 class StagingBuffer:
-    """Device memory as long as the longest payload, and a place for the row numbers of its chunk.
-
-    stacks: by group, over `memory`. free: passes when the buffer may be written to again. full:
-    passes when it may be read.
+    """Device memory as long as the longest payload. stacks: by group, over `memory`. free: passes
+    when the buffer may be written to again.
     """
 
     def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
         self.memory = gpu.empty(max(layout.payload_bytes for layout in layouts.values()))
         self.stacks = {number: stacks(layout, self.memory) for number, layout in layouts.items()}
-        most_rows = max(
-            layout.blocks_per_chunk * sum(stack.rows_per_block for stack in self.stacks[number])
-            for number, layout in layouts.items()
-        )
-        self.rows = gpu.empty(8 * most_rows).view(torch.int64)
-        self.free, self.full = gpu.new_event(), gpu.new_event()
+        self.free = gpu.new_event()
+
+
+class Rows:
+    """Places in pinned memory for the row numbers of copies that are launched, used in turn, and
+    `here`, the device memory that a kernel fetches them to.
+    """
+
+    def __init__(self, gpu: Gpu, most_rows: int) -> None:
+        self.here = gpu.empty(8 * most_rows).view(torch.int64)
+        count = max(2, min(MOST_ROW_PLACES, _ROW_PLACES_BYTES // (8 * most_rows)))
+        host, device = gpu.host_numbers(count * most_rows)
+        places = zip(host.reshape(count, -1), device.view(count, -1), strict=True)
+        self._turn = cycle([(HostNumbers(*place), gpu.new_event()) for place in places])
+
+    def next(self) -> tuple[HostNumbers, Event]:
+        """A place, and the event that passes when it may be written to."""
+        return next(self._turn)
 
 
 class Staging:
-    """The staging buffers of one direction, used in turn."""
+    """The staging buffers of one direction, used in turn, and its row numbers."""
 
     def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
         self._buffers = [StagingBuffer(gpu, layouts) for _ in range(_BUFFERS)]
         self._turn = cycle(self._buffers)
+        per_block = {
+            number: sum(stack.rows_per_block for stack in parts)
+            for number, parts in self._buffers[0].stacks.items()
+        }
+        self.rows = Rows(
+            gpu, max(rows * layouts[number].blocks_per_chunk for number, rows in per_block.items())
+        )
 
     def next(self) -> StagingBuffer:
         return next(self._turn)
@@ -113,7 +148,7 @@ class Lane:
         self._bus = gpu.new_stream(urgent=self.urgent)
 
     def allocate_staging(self, layouts: Mapping[int, PageLayout]) -> None:
-        """Make `gather` possible. Raises `torch.OutOfMemoryError` if there is no room."""
+        """Make `gather` possible. Raises `RuntimeError` if there is no room."""
         self.staging = Staging(self._gpu, layouts)
         # The current stream may have used the memory before.
         mark = self._gpu.new_event()
@@ -125,24 +160,39 @@ class Lane:
         self._pages.synchronize()
         self._bus.synchronize()
 
-    def _next_buffer(self, part: LoadPart) -> tuple[StagingBuffer, NDArray[np.int64], torch.Tensor]:
-        """The next buffer, the row numbers of the part's blocks, and their place on the device."""
+    def _fetch_rows(self, buffer: StagingBuffer, part: LoadPart) -> torch.Tensor:
+        """The row numbers of the part's blocks on the device, for the work that is launched next on
+        the pages stream. The host waits for that stream if all places are taken.
+        """
         assert self.staging is not None, "gather was not chosen"
-        buffer = self.staging.next()
         numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
-        return buffer, numbers, buffer.rows[: len(numbers)]
+        place, free = self.staging.rows.next()
+        if not free.query():
+            self._pages.synchronize()
+        count = len(numbers)
+        place.host[:count] = numbers
+        here = self.staging.rows.here[:count]
+        self._pages.fetch(here, place.device[:count])
+        self._pages.record(free)
+        return here
 
-    def _ended(self, stream: Stream) -> Event:
+    def _reached(self, stream: Stream) -> Event:
         """An event of the pool behind everything launched on the stream so far."""
-        event = self._events.pop() if self._events else self._gpu.new_event()
+        event = self._events.pop() if self._events else self._gpu.new_event(timed=True)
         stream.record(event)
         return event
 
-    def _ticket(
-        self, layout: PageLayout, part: LoadPart, source_read: Event, finished: Event
+    def _ticket(self, points: Points, nbytes: int, pieces: int = 1) -> EventTicket:
+        return EventTicket(self._gpu, self._events, points, nbytes, pieces)
+
+    def _batch(
+        self, stream: Stream, mark: Event, copies: Copies, nbytes: int, *, stable: bool
     ) -> EventTicket:
-        nbytes = layout.block_bytes * len(part.block_ids)
-        return EventTicket(self._gpu, self._events, source_read, finished, nbytes)
+        stream.wait(mark)
+        begun = self._reached(stream)
+        stream.copy_batch(copies, source_is_stable=stable)
+        end = self._reached(stream)
+        return self._ticket(Points(begun, end, end, end), nbytes, len(copies.sizes))
 
 
 class SaveLane(Lane):
@@ -151,27 +201,27 @@ class SaveLane(Lane):
     def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
         """Copy blocks to the payload at this address, after `mark`."""
         addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
-        self._bus.wait(mark)
         # The source may not be read ahead of the stream: the pages are written until `mark`.
         copies = Copies(payload + offsets, addresses, sizes)
-        self._bus.copy_batch(copies, source_is_stable=False)
-        finished = self._ended(self._bus)
-        return self._ticket(layout, part, finished, finished)
+        return self._batch(self._bus, mark, copies, layout.payload_bytes, stable=False)
 
     def gather(
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
     ) -> EventTicket:
         """Copy as `batch` does. The blocks may be overwritten long before the bus moved them."""
-        buffer, numbers, rows = self._next_buffer(part)
+        assert self.staging is not None, "gather was not chosen"
+        buffer = self.staging.next()
+        rows = self._fetch_rows(buffer, part)
         self._pages.wait(buffer.free)
-        self._pages.upload(rows, numbers)
         self._pages.wait(mark)
         self._pages.gather(buffer.stacks[part.group], rows)
-        source_read = self._ended(self._pages)
+        source_read = self._reached(self._pages)
         self._bus.wait(source_read)
+        begun = self._reached(self._bus)
         self._bus.copy(payload, buffer.memory[: layout.payload_bytes])
         self._bus.record(buffer.free)
-        return self._ticket(layout, part, source_read, self._ended(self._bus))
+        end = self._reached(self._bus)
+        return self._ticket(Points(begun, end, source_read, end), layout.payload_bytes)
 
 
 class LoadLane(Lane):
@@ -180,13 +230,11 @@ class LoadLane(Lane):
     def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
         """Copy the payload at this address, or part of it, to blocks, after `mark`."""
         addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
-        self._pages.wait(mark)
         # Nothing writes to a slot from before a load is ordered until its end is reported, so it
         # may be read ahead, which helps where host memory is coherent with the GPU's.
         copies = Copies(addresses, payload + offsets, sizes)
-        self._pages.copy_batch(copies, source_is_stable=True)
-        finished = self._ended(self._pages)
-        return self._ticket(layout, part, finished, finished)
+        nbytes = layout.block_bytes * len(part.block_ids)
+        return self._batch(self._pages, mark, copies, nbytes, stable=True)
 
     def gather(
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
@@ -194,15 +242,16 @@ class LoadLane(Lane):
         """Copy as `batch` does. The whole payload crosses the bus even for a part of it: that is
         one copy instead of one per layer, and parts are rare.
         """
-        buffer, numbers, rows = self._next_buffer(part)
+        assert self.staging is not None, "gather was not chosen"
+        buffer = self.staging.next()
         self._bus.wait(buffer.free)
-        # Ahead of the payload: behind it, the copy engine may already be at the next chunk's.
-        self._bus.upload(rows, numbers)
+        begun = self._reached(self._bus)
         self._bus.copy(buffer.memory[: layout.payload_bytes], payload)
-        self._bus.record(buffer.full)
-        self._pages.wait(buffer.full)
+        arrived = self._reached(self._bus)
+        rows = self._fetch_rows(buffer, part)
+        self._pages.wait(arrived)
         self._pages.wait(mark)
         self._pages.scatter(buffer.stacks[part.group], rows, part.first_block)
         self._pages.record(buffer.free)
-        finished = self._ended(self._pages)
-        return self._ticket(layout, part, finished, finished)
+        finished = self._reached(self._pages)
+        return self._ticket(Points(begun, arrived, arrived, finished), layout.payload_bytes)

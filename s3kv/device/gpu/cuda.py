@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from s3kv.device.copier import BatchRefused
 from s3kv.device.gpu.gather import Stack, with_rows
-from s3kv.device.gpu.interface import BatchRefused, Copies
+from s3kv.device.gpu.interface import Copies, HostNumbers
 from s3kv.device.gpu.pinning import pin, unpin
 
 _NAME = b"cuMemcpyBatchAsync"
@@ -138,6 +138,17 @@ def _refusal(result: int, failed: int, begin: int, copies: Copies) -> str:
     return f"{text} at {nbytes} bytes from {source:#x} to {destination:#x}"
 
 
+class _Mapped:
+    """Pinned numbers as CUDA's array interface has them: an address of the host is one of the GPU,
+    too. The tensor made of it keeps the memory alive.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers = numbers
+        shape, address = tuple(numbers.shape), (numbers.data_ptr(), False)
+        self.__cuda_array_interface__ = dict(shape=shape, typestr="<i8", data=address, version=3)
+
+
 class CudaStream:
     """A stream of torch's. batch: None where the driver has no such call."""
 
@@ -161,9 +172,9 @@ class CudaStream:
         assert self._batch is not None, "asked for what `no_batch` rules out"
         self._batch(copies, source_is_stable, self._stream.cuda_stream)
 
-    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
-        # Torch's allocator reuses freed pinned memory only once the stream has passed the copy.
-        self.copy(destination, torch.from_numpy(numbers).pin_memory())
+    def fetch(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            torch.add(source, 0, out=destination)  # `copy_` would take a copy engine
 
     def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -202,9 +213,13 @@ class CudaGpu:
         stream: torch.cuda.Stream = torch.cuda.Stream(self._device, priority=priority)
         return CudaStream(stream, self._batch)
 
-    def new_event(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event()
+    def new_event(self, *, timed: bool = False) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed)
         return event
+
+    def host_numbers(self, count: int) -> HostNumbers:
+        numbers = torch.zeros(count, dtype=torch.int64).pin_memory()
+        return HostNumbers(numbers.numpy(), torch.as_tensor(_Mapped(numbers), device=self._device))
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -13,12 +13,13 @@ from contextlib import ExitStack
 
 import torch
 
-from s3kv.device.copier import CopyDirection, Path, PathChoice
+from s3kv.device.copier import BatchRefused, CopyDirection, Path, PathChoice
 from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, SaveLane
-from s3kv.device.gpu.interface import BatchRefused, Event, Gpu
+from s3kv.device.gpu.interface import Event, Gpu
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import LoadPart
+from s3kv.types import OnceAMinute
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class GpuCopier:
         self._slab_address = places.memory.data_ptr()
         self.refused = 0
         self._refused_in_a_row = 0
+        self._due = OnceAMinute(clock)
         with ExitStack() as undo:
             undo.callback(places.close)
             if path is Path.BATCH and gpu.no_batch:
@@ -130,7 +132,8 @@ class GpuCopier:
         except BatchRefused as error:
             self.refused += 1
             self._refused_in_a_row += 1
-            if self._refused_in_a_row >= _MOST_REFUSALS:
+            # Without room, because torch empties its cache before it gives up an allocation.
+            if self._refused_in_a_row >= _MOST_REFUSALS and self._due.allows("staging"):
                 self._stop_batches(error)
             raise
         self._refused_in_a_row = 0
@@ -138,9 +141,10 @@ class GpuCopier:
 
     def _stop_batches(self, error: BatchRefused) -> None:
         """Gather from now on, because a driver that refuses one batch after another will go on."""
-        self._refused_in_a_row = 0
         if not self._may_gather(None):
+            self._drop_staging()
             return
+        self._refused_in_a_row = 0
         self.choices = tuple(choice._replace(path=Path.GATHER) for choice in self.choices)
         self._paths = dict.fromkeys(self._paths, Path.GATHER)
         logger.warning(
@@ -174,10 +178,10 @@ class GpuCopier:
             for lane in (self._out, self._in):
                 if lane.staging is None:
                     lane.allocate_staging(self._layouts)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # also of memory that cannot be pinned
             if path is Path.GATHER:
                 raise
-            logger.warning("s3kv: copies KV blocks in batches; no GPU memory to gather: %s", error)
+            logger.warning("s3kv: copies KV blocks in batches; no memory to gather: %s", error)
             return False
         return True
 

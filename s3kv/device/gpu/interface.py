@@ -7,7 +7,7 @@ this contract allows; the copier's logic relies on the contract alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,16 @@ class Event(Protocol):
         failed.
         """
 
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds of the device from this point to `end`. Both have passed, and are timed."""
+
+
+class HostNumbers(NamedTuple):
+    """Pinned int64 in host memory, as the host sees them, and as kernels read them in place."""
+
+    host: NDArray[np.int64]
+    device: torch.Tensor
+
 
 class Copies(NamedTuple):
     """Contiguous copies, in no order among themselves. The arrays have the same length.
@@ -36,10 +46,6 @@ class Copies(NamedTuple):
     destinations: NDArray[np.int64]
     sources: NDArray[np.int64]
     sizes: NDArray[np.int64]
-
-
-class BatchRefused(RuntimeError):
-    """The driver refused a batch of copies; some of them may be under way."""
 
 
 class Stream(Protocol):
@@ -58,8 +64,10 @@ class Stream(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy flat bytes between device and host; both tensors have the same length."""
 
-    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
-        """Copy numbers to as many int64 on the device. The array may be freed on return."""
+    def fetch(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy numbers from `HostNumbers.device` by a kernel. A copy engine would come to them only
+        behind the copies of other streams.
+        """
 
     def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
         """Copy between device and host by address; only where `Gpu.no_batch` is empty. Raises
@@ -91,7 +99,10 @@ class Gpu(Protocol):
         the lowest priority.
         """
 
-    def new_event(self) -> Event: ...
+    def new_event(self, *, timed: bool = False) -> Event: ...
+
+    def host_numbers(self, count: int) -> HostNumbers:
+        """Raises `RuntimeError` when they cannot be pinned."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory, flat uint8, for use after everything launched on the current stream."""

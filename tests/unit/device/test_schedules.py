@@ -11,7 +11,7 @@ import pytest
 
 from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Staging
+from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Points, Rows, Staging
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.gpu.interface import Copies, Event
 from s3kv.device.layout import PageLayout
@@ -124,11 +124,9 @@ def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
 def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
     init = EventTicket.__init__
 
-    def hasty(
-        self: EventTicket, gpu: Any, events: list[Event], read: Event, end: Event, nbytes: int
-    ) -> None:
-        init(self, gpu, events, read, end, nbytes)
-        events.append(end)
+    def hasty(self: EventTicket, gpu: Any, events: list[Event], points: Points, *rest: Any) -> None:
+        init(self, gpu, events, points, *rest)
+        events.append(points.finished)
 
     patch.setattr(EventTicket, "__init__", hasty)
 
@@ -144,6 +142,17 @@ def has_a_single_turn_for_all_buffers(patch: Patch) -> None:
         return buffer
 
     patch.setattr(Staging, "next", first)
+
+
+@mutant
+def writes_row_numbers_over_those_that_are_not_read(patch: Patch) -> None:
+    real = Rows.next
+
+    def hasty(self: Rows) -> object:
+        place, free = real(self)
+        return place, SimulatedEvent(free.gpu)  # type: ignore[attr-defined]
+
+    patch.setattr(Rows, "next", hasty)
 
 
 @mutant

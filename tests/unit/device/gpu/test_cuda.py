@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from s3kv.device.copier import Path
+from s3kv.device.copier import BatchRefused, Path
 from s3kv.device.copies import BlockCopies, open_copier
 from s3kv.device.gpu import cuda
 from s3kv.device.gpu.cuda import Attributes, BatchCall, CudaGpu, MemoryLocation, NoBatchCall
 from s3kv.device.gpu.gpu_copier import GpuCopier
-from s3kv.device.gpu.interface import BatchRefused, Copies
+from s3kv.device.gpu.interface import Copies
 from s3kv.messages import LoadPart
 from tests.unit.device.caches import Shape, build, places
 
@@ -202,7 +203,13 @@ class AtOnce:
 
     made: ClassVar[list[AtOnce]] = []
 
-    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        priority: int = 0,
+        enable_timing: bool = False,
+    ) -> None:
+        self.is_timed = enable_timing
         self.priority = priority
         self.cuda_stream = 4096 + len(self.made)
         self.made.append(self)
@@ -215,6 +222,11 @@ class AtOnce:
 
     def query(self) -> bool:
         return True
+
+    def elapsed_time(self, end: AtOnce) -> float:
+        assert self.is_timed
+        assert end.is_timed
+        return 0.5
 
     def synchronize(self) -> None:
         return
@@ -239,10 +251,18 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Driver:
     }.items():
         monkeypatch.setattr(torch.cuda, name, instead)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    as_tensor = torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda thing, device: as_tensor(numbers_of(thing)))
     monkeypatch.setattr(cuda, "pin", lambda memory, unit, device: {0: memory.numel()})
     monkeypatch.setattr(cuda, "unpin", dict.clear)
     monkeypatch.setattr(BatchCall, "find", lambda: BatchCall(driver.entry))
     return driver
+
+
+def numbers_of(thing: Any) -> NDArray[Any]:
+    """What numpy makes of CUDA's array interface, which is its own with another name."""
+    holder = SimpleNamespace(__array_interface__=thing.__cuda_array_interface__, keeps=thing)
+    return np.asarray(holder)
 
 
 @pytest.mark.parametrize("path", [*Path, None])
