@@ -28,7 +28,7 @@ _CUDA_VERSION = 12080
 _NO_COPY = ctypes.c_size_t(-1).value
 _ITEM_BYTES = np.dtype(np.int64).itemsize
 
-_MAX_COPIES = 4096
+MOST_COPIES = 4096
 """Most copies in one call. Calls with some 50,000 were reported to crash or hang drivers; a chunk
 of long pieces has hundreds."""
 
@@ -122,10 +122,10 @@ class BatchCall:
         order = self._any_order if source_is_stable else self._in_order
         addresses = [array.__array_interface__["data"][0] for array in copies]
         count = len(copies.sizes)
-        for begin in range(0, count, _MAX_COPIES):
+        for begin in range(0, count, MOST_COPIES):
             self._failed.value = _NO_COPY
             arrays = [address + begin * _ITEM_BYTES for address in addresses]
-            result = self._entry(*arrays, min(_MAX_COPIES, count - begin), *order, stream)
+            result = self._entry(*arrays, min(MOST_COPIES, count - begin), *order, stream)
             if result:
                 raise BatchRefused(_refusal(result, self._failed.value, begin, copies))
 
