@@ -211,10 +211,9 @@ class BlockCopies:
         with self._changed:
             if not all(job.started for job in jobs):
                 self._counts["fences_waited"] += 1
-                self._hurry(jobs)
-                if not self._changed.wait_for(lambda: all(j.started for j in jobs), LONG_FENCE_S):
+                if not self._hurry(jobs, LONG_FENCE_S):
                     self._log_copy_thread()
-                    self._changed.wait_for(lambda: all(job.started for job in jobs))
+                    self._hurry(jobs, None)
             for job in jobs:
                 job.ticket.fence()
 
@@ -238,9 +237,7 @@ class BlockCopies:
         waits for the copies, too. Returns False when time ran out first.
         """
         with self._changed:
-            jobs = self._jobs()
-            self._hurry(jobs)
-            return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
+            return self._hurry(self._jobs(), timeout_s)
 
     def wait_all(self, timeout_s: float) -> bool:
         """Block until every copy has ended, for `poll` to report; False when time ran out first."""
@@ -312,12 +309,14 @@ class BlockCopies:
             else:
                 job.start(FINISHED, ok=True)
 
-    def _hurry(self, jobs: Iterable[CopyJob[Any]]) -> None:
+    def _hurry(self, jobs: Sequence[CopyJob[Any]], timeout_s: float | None) -> bool:
+        """Start these before all others. Returns False when time ran out first."""
         for job in jobs:
             if job in job.queue.waiting:
                 job.queue.waiting.remove(job)
                 self._urgent.append(job)
         self._changed.notify_all()
+        return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
 
     def _log_copy_thread(self) -> None:
         frame = sys._current_frames().get(self._thread.ident or 0)

@@ -25,18 +25,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from s3kv.device.tensors import DTYPES
 from s3kv.errors import UnsupportedError
 from s3kv.types import TensorSpec
 
-_DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 _DIMENSIONS = "BHNC"
 
 
@@ -266,7 +258,7 @@ def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) ->
     dims = merge([Dim(ratio, row_stride_bytes), *map(Dim, sizes, strides), Dim(item, 1)])
     return LayerPages(
         name=name,
-        dtype=_DTYPES[cache.dtype],
+        dtype=DTYPES[cache.dtype],
         order="".join(_DIMENSIONS[d] for d in page_dims),
         page=sizes,
         ratio=ratio,
@@ -282,7 +274,7 @@ def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) ->
 def _check(cache: torch.Tensor, num_blocks: int) -> None:
     if cache.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"KV caches on {cache.device.type!r} are not supported")
-    if cache.dtype not in _DTYPES:
+    if cache.dtype not in DTYPES:
         raise UnsupportedError("the object format has no such dtype")
     if cache.dim() != len(_DIMENSIONS):
         raise UnsupportedError("not a view [blocks, heads, tokens, content], as in vLLM >= 0.29")

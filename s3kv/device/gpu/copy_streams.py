@@ -16,17 +16,19 @@ before. A load's DMA does not wait for the engine: the slot was filled before th
 and only the pages may still be in use.
 
 Streams wait for each other, and for a staging buffer to be free, by events. The host waits only if
-all places for row numbers are taken (`Rows`).
+all places for row numbers are taken (`Staging`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
 
 import torch
 
+from s3kv.device.copier import CopyDirection
 from s3kv.device.gpu.gather import row_numbers, stacks
 from s3kv.device.gpu.interface import Copies, Event, Gpu, HostNumbers, Stream
 from s3kv.device.layout import PageLayout
@@ -34,8 +36,8 @@ from s3kv.messages import LoadPart
 
 _BUFFERS = 2
 """Staging buffers per direction: a kernel uses one while the bus uses the other."""
-MOST_ROW_PLACES = 256
-_ROW_PLACES_BYTES = 4 * 2**20
+MOST_PLACES = 256
+_PLACES_BYTES = 4 * 2**20
 """Limits of the pinned memory for row numbers, per direction; several times a full window."""
 
 
@@ -52,6 +54,7 @@ class Points(NamedTuple):
     finished: Event
 
 
+@dataclass(slots=True)
 class EventTicket:
     """The ticket of a copy on a GPU.
 
@@ -59,32 +62,27 @@ class EventTicket:
         than recording it; streams that wait for one still do.
     """
 
-    __slots__ = ("_done", "_events", "_gpu", "_points", "nbytes", "piece_bytes", "seconds")
-
-    def __init__(
-        self, gpu: Gpu, events: list[Event], points: Points, nbytes: int, pieces: int
-    ) -> None:
-        self._gpu = gpu
-        self._events = events
-        self._points = points
-        self._done = False
-        self.nbytes = nbytes
-        self.piece_bytes = nbytes // pieces
-        self.seconds = 0.0
+    gpu: Gpu
+    events: list[Event]
+    points: Points
+    nbytes: int
+    piece_bytes: int
+    seconds: float = 0.0
+    _done: bool = False
 
     def begun(self) -> bool:
-        return self._done or self._points.begun.query()
+        return self._done or self.points.begun.query()
 
     def done(self) -> bool:
-        if not self._done and self._points.finished.query():
-            self.seconds = self._points.begun.elapsed_time(self._points.moved) / 1e3
+        if not self._done and self.points.finished.query():
+            self.seconds = self.points.begun.elapsed_time(self.points.moved) / 1e3
             self._done = True
-            self._events.extend(set(self._points))
+            self.events.extend(set(self.points))
         return self._done
 
     def fence(self) -> None:
         if not self._done:
-            self._gpu.current_stream().wait(self._points.source_read)
+            self.gpu.current_stream().wait(self.points.source_read)
 
 
 class StagingBuffer:
@@ -98,45 +96,32 @@ class StagingBuffer:
         self.free = gpu.new_event()
 
 
-class Rows:
-    """Places in pinned memory for the row numbers of copies that are launched, used in turn, and
-    `here`, the device memory that a kernel fetches them to.
+class Staging:
+    """The buffers of one direction, used in turn.
+
+    rows: device memory for the row numbers of a copy. places: pinned memory from which a kernel
+    fetches them, one for each copy under way, and the event that passes when it is free.
     """
 
-    def __init__(self, gpu: Gpu, most_rows: int) -> None:
-        self.here = gpu.empty(8 * most_rows).view(torch.int64)
-        count = max(2, min(MOST_ROW_PLACES, _ROW_PLACES_BYTES // (8 * most_rows)))
+    def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
+        buffers = [StagingBuffer(gpu, layouts) for _ in range(_BUFFERS)]
+        self.buffers = cycle(buffers)
+        most_rows = max(
+            layouts[number].blocks_per_chunk * sum(stack.rows_per_block for stack in parts)
+            for number, parts in buffers[0].stacks.items()
+        )
+        self.rows = gpu.empty(8 * most_rows).view(torch.int64)
+        count = max(2, min(MOST_PLACES, _PLACES_BYTES // (8 * most_rows)))
         host, device = gpu.host_numbers(count * most_rows)
         places = zip(host.reshape(count, -1), device.view(count, -1), strict=True)
-        self._turn = cycle([(HostNumbers(*place), gpu.new_event()) for place in places])
-
-    def next(self) -> tuple[HostNumbers, Event]:
-        """A place, and the event that passes when it may be written to."""
-        return next(self._turn)
-
-
-class Staging:
-    """The staging buffers of one direction, used in turn, and its row numbers."""
-
-    def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
-        self._buffers = [StagingBuffer(gpu, layouts) for _ in range(_BUFFERS)]
-        self._turn = cycle(self._buffers)
-        per_block = {
-            number: sum(stack.rows_per_block for stack in parts)
-            for number, parts in self._buffers[0].stacks.items()
-        }
-        self.rows = Rows(
-            gpu, max(rows * layouts[number].blocks_per_chunk for number, rows in per_block.items())
-        )
-
-    def next(self) -> StagingBuffer:
-        return next(self._turn)
+        self.places = cycle([(HostNumbers(*place), gpu.new_event()) for place in places])
 
 
 class Lane:
     """One direction of copies. Used on the copy thread."""
 
     urgent: bool
+    direction: CopyDirection
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -160,21 +145,20 @@ class Lane:
         self._pages.synchronize()
         self._bus.synchronize()
 
-    def _fetch_rows(self, buffer: StagingBuffer, part: LoadPart) -> torch.Tensor:
-        """The row numbers of the part's blocks on the device, for the work that is launched next on
+    def _next_buffer(self, part: LoadPart) -> tuple[StagingBuffer, torch.Tensor]:
+        """The next buffer, and the row numbers of the part's blocks for the work launched next on
         the pages stream. The host waits for that stream if all places are taken.
         """
         assert self.staging is not None, "gather was not chosen"
+        buffer, (place, free) = next(self.staging.buffers), next(self.staging.places)
         numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
-        place, free = self.staging.rows.next()
         if not free.query():
             self._pages.synchronize()
-        count = len(numbers)
-        place.host[:count] = numbers
-        here = self.staging.rows.here[:count]
-        self._pages.fetch(here, place.device[:count])
+        place.host[: len(numbers)] = numbers
+        rows = self.staging.rows[: len(numbers)]
+        self._pages.fetch(rows, place.device[: len(numbers)])
         self._pages.record(free)
-        return here
+        return buffer, rows
 
     def _reached(self, stream: Stream) -> Event:
         """An event of the pool behind everything launched on the stream so far."""
@@ -183,7 +167,7 @@ class Lane:
         return event
 
     def _ticket(self, points: Points, nbytes: int, pieces: int = 1) -> EventTicket:
-        return EventTicket(self._gpu, self._events, points, nbytes, pieces)
+        return EventTicket(self._gpu, self._events, points, nbytes, nbytes // pieces)
 
     def _batch(
         self, stream: Stream, mark: Event, copies: Copies, nbytes: int, *, stable: bool
@@ -196,7 +180,7 @@ class Lane:
 
 
 class SaveLane(Lane):
-    urgent = False
+    urgent, direction = False, CopyDirection.OUT
 
     def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
         """Copy blocks to the payload at this address, after `mark`."""
@@ -209,9 +193,7 @@ class SaveLane(Lane):
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
     ) -> EventTicket:
         """Copy as `batch` does. The blocks may be overwritten long before the bus moved them."""
-        assert self.staging is not None, "gather was not chosen"
-        buffer = self.staging.next()
-        rows = self._fetch_rows(buffer, part)
+        buffer, rows = self._next_buffer(part)
         self._pages.wait(buffer.free)
         self._pages.wait(mark)
         self._pages.gather(buffer.stacks[part.group], rows)
@@ -225,7 +207,7 @@ class SaveLane(Lane):
 
 
 class LoadLane(Lane):
-    urgent = True
+    urgent, direction = True, CopyDirection.IN
 
     def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
         """Copy the payload at this address, or part of it, to blocks, after `mark`."""
@@ -242,13 +224,11 @@ class LoadLane(Lane):
         """Copy as `batch` does. The whole payload crosses the bus even for a part of it: that is
         one copy instead of one per layer, and parts are rare.
         """
-        assert self.staging is not None, "gather was not chosen"
-        buffer = self.staging.next()
+        buffer, rows = self._next_buffer(part)
         self._bus.wait(buffer.free)
         begun = self._reached(self._bus)
         self._bus.copy(buffer.memory[: layout.payload_bytes], payload)
         arrived = self._reached(self._bus)
-        rows = self._fetch_rows(buffer, part)
         self._pages.wait(arrived)
         self._pages.wait(mark)
         self._pages.scatter(buffer.stacks[part.group], rows, part.first_block)

@@ -10,8 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-
-import torch
+from itertools import product
 
 from s3kv.device.copier import BatchRefused, CopyDirection, Path, PathChoice
 from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, SaveLane
@@ -70,12 +69,17 @@ class GpuCopier:
                 raise ValueError(f"copies in batches are not possible here: {gpu.no_batch}")
             self.pinned = gpu.pin(places.memory, places.pinned_bytes)
             undo.callback(gpu.unpin)
-            forced = self._only_path(path)
+            if path is None and gpu.no_batch:
+                logger.info("s3kv: gathers KV blocks before copying them: %s", gpu.no_batch)
+                path = Path.GATHER
             self._out, self._in = SaveLane(gpu), LoadLane(gpu)
             undo.callback(self.settle)
-            if not self._may_gather(forced) or (idle is not None and not idle):
-                forced = forced or Path.BATCH
-            self.choices = self._choose(forced, idle, clock)
+            if not self._may_gather(path) or (idle is not None and not idle):
+                path = path or Path.BATCH
+            self.choices = tuple(
+                PathChoice(*end, path, None, None) if path else self._measure(*end, idle, clock)
+                for end in product(self._layouts, CopyDirection)
+            )
             undo.pop_all()
         self._paths = {(choice.group, choice.direction): choice.path for choice in self.choices}
         self._drop_staging()
@@ -91,17 +95,11 @@ class GpuCopier:
 
     def copy_out(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
-        layout, begin = self._places.locate_whole(part)
-        if (path or self._paths[part.group, CopyDirection.OUT]) is Path.BATCH:
-            return self._batch(self._out, layout, part, begin, mark)
-        return self._out.gather(layout, part, self._payload(layout, begin), mark)
+        return self._copy(self._out, self._places.locate_whole(part), part, mark, path)
 
     def copy_in(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
-        layout, begin = self._places.locate(part)
-        if (path or self._paths[part.group, CopyDirection.IN]) is Path.BATCH:
-            return self._batch(self._in, layout, part, begin, mark)
-        return self._in.gather(layout, part, self._payload(layout, begin), mark)
+        return self._copy(self._in, self._places.locate(part), part, mark, path)
 
     def settle(self) -> None:
         try:
@@ -121,12 +119,18 @@ class GpuCopier:
             self._layouts.clear()
             self._places.close()
 
-    def _payload(self, layout: PageLayout, begin: int) -> torch.Tensor:
-        return self._places.memory[begin : begin + layout.payload_bytes]
-
-    def _batch(
-        self, lane: SaveLane | LoadLane, layout: PageLayout, part: LoadPart, begin: int, mark: Event
+    def _copy(
+        self,
+        lane: SaveLane | LoadLane,
+        place: tuple[PageLayout, int],
+        part: LoadPart,
+        mark: Event,
+        path: Path | None,
     ) -> EventTicket:
+        layout, begin = place
+        if (path or self._paths[part.group, lane.direction]) is Path.GATHER:
+            payload = self._places.memory[begin : begin + layout.payload_bytes]
+            return lane.gather(layout, part, payload, mark)
         try:
             ticket = lane.batch(layout, part, self._slab_address + begin, mark)
         except BatchRefused as error:
@@ -155,18 +159,11 @@ class GpuCopier:
 
     def _drop_staging(self) -> None:
         """Free the GPU memory that no chosen path uses."""
-        for lane, direction in ((self._out, CopyDirection.OUT), (self._in, CopyDirection.IN)):
-            if all(self._paths[group, direction] is Path.BATCH for group in self._layouts):
+        for lane in (self._out, self._in):
+            if all(self._paths[group, lane.direction] is Path.BATCH for group in self._layouts):
                 lane.staging = None
 
     # --- which path ---------------------------------------------------------------------------
-
-    def _only_path(self, path: Path | None) -> Path | None:
-        """The requested path, or the only possible one; None when there is a choice."""
-        if path is None and self._gpu.no_batch:
-            logger.info("s3kv: gathers KV blocks before copying them: %s", self._gpu.no_batch)
-            return Path.GATHER
-        return path
 
     def _may_gather(self, path: Path | None) -> bool:
         """Allocate what staging is missing. False when `path` needs none, or when there is no room
@@ -184,14 +181,6 @@ class GpuCopier:
             logger.warning("s3kv: copies KV blocks in batches; no memory to gather: %s", error)
             return False
         return True
-
-    def _choose(
-        self, forced: Path | None, idle: Sequence[int] | None, clock: Callable[[], float]
-    ) -> tuple[PathChoice, ...]:
-        ends = [(group, direction) for group in self._layouts for direction in CopyDirection]
-        if forced is None:
-            return tuple(self._measure(*end, idle, clock) for end in ends)
-        return tuple(PathChoice(*end, forced, None, None) for end in ends)
 
     def _measure(
         self,

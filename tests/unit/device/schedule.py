@@ -67,7 +67,7 @@ class SteppedCondition:
     def notify_all(self) -> None:
         return
 
-    def wait_for(self, predicate: Callable[[], Any], timeout_s: float = 0.0) -> bool:
+    def wait_for(self, predicate: Callable[[], Any], timeout_s: float | None = None) -> bool:
         while not predicate():
             self.step()
         return True
@@ -148,7 +148,7 @@ class Schedule:
             self.stall()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu_copier, "_CHUNKS", 3)  # no time for more
-            patch.setattr(copy_streams, "MOST_ROW_PLACES", self.random.choice([2, 3, 256]))
+            patch.setattr(copy_streams, "MOST_PLACES", self.random.choice([2, 3, 256]))
             self.copier = GpuCopier(places, self.gpu, path, clock=self.random.random)
         self.now_s = 0.0
         self.copies = stepped(self.copier, self.clock)

@@ -11,7 +11,7 @@ import pytest
 
 from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Points, Rows, Staging
+from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Points, Staging
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.gpu.interface import Copies, Event
 from s3kv.device.layout import PageLayout
@@ -134,25 +134,26 @@ def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
 @mutant
 def has_a_single_turn_for_all_buffers(patch: Patch) -> None:
     """The buffers' events stay where they are, and the memory is always the first one's."""
-    real = Staging.next
+    init = Staging.__init__
 
-    def first(self: Staging) -> object:
-        buffer = real(self)
-        buffer.memory, buffer.stacks = self._buffers[0].memory, self._buffers[0].stacks
-        return buffer
+    def one(self: Staging, *arguments: Any) -> None:
+        init(self, *arguments)
+        buffers = [next(self.buffers) for _ in range(2)]
+        buffers[1].memory, buffers[1].stacks = buffers[0].memory, buffers[0].stacks
 
-    patch.setattr(Staging, "next", first)
+    patch.setattr(Staging, "__init__", one)
 
 
 @mutant
 def writes_row_numbers_over_those_that_are_not_read(patch: Patch) -> None:
-    real = Rows.next
+    init = Staging.__init__
 
-    def hasty(self: Rows) -> object:
-        place, free = real(self)
-        return place, SimulatedEvent(free.gpu)  # type: ignore[attr-defined]
+    def hasty(self: Staging, gpu: Any, *arguments: Any) -> None:
+        init(self, gpu, *arguments)
+        places = self.places
+        self.places = ((place, gpu.new_event()) for place, _ in places)  # type: ignore[assignment]
 
-    patch.setattr(Rows, "next", hasty)
+    patch.setattr(Staging, "__init__", hasty)
 
 
 @mutant

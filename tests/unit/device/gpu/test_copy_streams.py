@@ -150,7 +150,7 @@ def test_a_fence_of_a_gathered_save_waits_for_no_load(load_path: Path) -> None:
 def test_more_copies_than_places_for_row_numbers_wait_for_those_that_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copy_streams, "MOST_ROW_PLACES", 3)
+    monkeypatch.setattr(copy_streams, "MOST_PLACES", 3)
     pinned: list[int] = []
     host_numbers = SimulatedGpu.host_numbers
     monkeypatch.setattr(
