@@ -38,19 +38,18 @@ class Tally(Counter[str]):
         super().update(*more, **named)
 
 
-class OnceAMinute:
-    """Allows each kind of thing at most once a minute. clock: seconds, monotonic."""
+def once_a_minute(clock: Callable[[], float]) -> Callable[[object], bool]:
+    """A function that allows each kind of thing once a minute. clock: seconds, monotonic."""
+    last_s: dict[object, float] = {}
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last_s: dict[object, float] = {}
+    def is_due(kind: object) -> bool:
+        now_s = clock()
+        due = now_s - last_s.get(kind, float("-inf")) >= 60.0
+        if due:
+            last_s[kind] = now_s
+        return due
 
-    def allows(self, kind: object) -> bool:
-        now_s = self._clock()
-        if now_s - self._last_s.get(kind, float("-inf")) < 60.0:
-            return False
-        self._last_s[kind] = now_s
-        return True
+    return is_due
 
 
 class ChunkKey(NamedTuple):

@@ -16,8 +16,8 @@ other saves, a load for a window of other loads, and neither for those that are 
 
 Saves end in the order they were started, and so do loads: `poll` asks for the oldest of each.
 
-A copy that fails ends with ok=False and is logged; the content of its slot, or of its blocks, is
-then undefined. `poll` reports an end only once the copy touches no memory any more, failed or not.
+A copy that fails ends with ok=False, and is logged once a minute; the content of its slot, or its
+blocks, is then undefined. `poll` reports an end only once the copy touches no memory any more.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ LONG_FENCE_S = 10.0
 _WAIT_STEP_S = 0.0002
 """Polling interval of a wait; CUDA events cannot be waited for with a timeout."""
 _ROOM_STEP_S = 0.0005
-"""Polling interval of the copy thread while the window is full. A call to the driver could wait for
-room, but not for an order as well; and each look takes the GIL from the engine for some µs."""
+"""Polling interval of the copy thread while the window is full. Each look holds the GIL some µs."""
 _LOADS_IN_A_ROW = 8
 """Parts of loads that may be started while a save waits its turn."""
 
@@ -245,9 +244,7 @@ class BlockCopies:
         return self._wait_until(lambda: all(job.is_done() for job in jobs), timeout_s)
 
     def wait_load(self, timeout_s: float) -> bool:
-        """Block until `poll` has a load's end to report, or no load is left. Returns False when
-        time ran out first.
-        """
+        """Block until `poll` has a load to report, or none is left. False if time ran out first."""
         loads = self._in
         return self._wait_until(
             lambda: not loads.jobs or bool(loads.started and loads.started[0].is_done()), timeout_s
@@ -259,11 +256,9 @@ class BlockCopies:
         return self._copier.refused
 
     def statistics(self) -> CopyStatistics:
+        pending, copier = len(self._jobs()), self._copier
         return CopyStatistics(
-            **self._counts,
-            pending=len(self._jobs()),
-            pinned=self._copier.pinned,
-            choices=self._copier.choices,
+            **self._counts, pending=pending, pinned=copier.pinned, choices=copier.choices
         )
 
     def close(self) -> None:
@@ -319,17 +314,21 @@ class BlockCopies:
         return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
 
     def _log_copy_thread(self) -> None:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame else "it has ended"
+        stack = traceback.format_stack(sys._current_frames().get(self._thread.ident or 0))
         text = "s3kv: a fence has waited %g s for the copy thread, and goes on waiting:\n%s"
-        logger.warning(text, LONG_FENCE_S, stack)
+        logger.warning(text, LONG_FENCE_S, "".join(stack))
 
     def _run(self) -> None:
         """Body of the copy thread. However it ends, all its jobs end, too."""
         try:
-            if self._enter():
-                while self._await_turn():
-                    self._start_next()
+            self._copier.enter_thread()
+            self._entered.set_result(None)
+            while self._await_turn():
+                self._start_next()
+        except COPY_ERRORS as error:
+            if self._entered.done():
+                raise
+            self._entered.set_exception(error)
         finally:
             self._entered.cancel()
             self._settle()
@@ -338,15 +337,6 @@ class BlockCopies:
                 for job in self._jobs():
                     job.start(FINISHED, ok=False)
                 self._changed.notify_all()
-
-    def _enter(self) -> bool:
-        try:
-            self._copier.enter_thread()
-        except COPY_ERRORS as error:
-            self._entered.set_exception(error)
-            return False
-        self._entered.set_result(None)
-        return True
 
     def _await_turn(self) -> bool:
         """Block until a part may be started. Returns False when it is time to end."""

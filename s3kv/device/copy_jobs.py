@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from s3kv.device.copier import BatchRefused, Ticket
 from s3kv.device.cpu import FINISHED
 from s3kv.messages import LoadPart
-from s3kv.types import OnceAMinute
+from s3kv.types import once_a_minute
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +27,7 @@ _NEWEST = 0.25
 
 
 class CopyMark(NamedTuple):
-    """A point in the engine's work, from `BlockCopies.mark`, for any number of copies. ok: whether
-    the device could record it.
-    """
+    """A point in the engine's work, from `BlockCopies.mark`. ok: the device could record it."""
 
     at: Any
     ok: bool
@@ -41,20 +39,19 @@ class FailureLog:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._due = OnceAMinute(clock)
+        self._is_due = once_a_minute(clock)
 
     def note(self, text: str, error: Exception) -> None:
-        if self._due.allows(type(error)):
+        if self._is_due(type(error)):
             trace = None if isinstance(error, BatchRefused) else error
             logger.error("s3kv: %s: %s", text, error, exc_info=trace)
 
 
 class LaunchWindow:
-    """The copies of one direction that are launched and not finished, in order. Pure but for the
-    tickets' queries. clock: seconds, monotonic.
+    """The copies of one direction that are launched and not finished, in order.
 
-    What is launched can be overtaken by nothing, so as little as keeps the bus busy is. Short
-    pieces take many times as long as long ones; the copies that have ended show how long.
+    What is launched can be overtaken by nothing, so as little as keeps the bus busy is. Copies of
+    short pieces take many times as long as others; those that have ended show how long.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -33,9 +33,7 @@ _DIMENSIONS = "BHNC"
 
 
 class Dim(NamedTuple):
-    """One dimension of a block in device memory. Both fields are in bytes, but for the size of an
-    outer dimension, which is a count.
-    """
+    """One dimension of a block in device memory. The size of an outer one is a count."""
 
     size: int
     stride_bytes: int
@@ -69,9 +67,7 @@ class LayerPages:
 
     @property
     def spec(self) -> TensorSpec:
-        """Its share of a block as a tensor: the page, with the kernel blocks ("B") as its first
-        dimension if a block has several.
-        """
+        """Its share of a block as a tensor: the page, of several kernel blocks ("B") if need be."""
         if self.ratio == 1:
             return TensorSpec(self.name, self.dtype, self.page, (), self.order)
         return TensorSpec(self.name, self.dtype, (self.ratio, *self.page), (), f"B{self.order}")
@@ -195,13 +191,8 @@ class PageLayout:
         return {
             "blocks_per_chunk": self.blocks_per_chunk,
             "layers": [
-                {
-                    "name": spec.name,
-                    "dtype": spec.dtype,
-                    "order": spec.order,
-                    "page": list(spec.shape),
-                }
-                for spec in (layer.spec for layer in self.layers)
+                {"name": s.name, "dtype": s.dtype, "order": s.order, "page": list(s.shape)}
+                for s in (layer.spec for layer in self.layers)
             ],
         }
 

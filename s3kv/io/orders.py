@@ -35,7 +35,7 @@ from collections.abc import Callable, Collection, Iterable
 from s3kv.io.formats import Formats
 from s3kv.io.wire import Job, WireError
 from s3kv.messages import JobEnd, JobKind
-from s3kv.types import ItemShape, OnceAMinute, Outcome
+from s3kv.types import ItemShape, Outcome, once_a_minute
 
 logger = logging.getLogger("s3kv")
 
@@ -244,7 +244,7 @@ class Complaints:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._due = OnceAMinute(clock)
+        self._is_due = once_a_minute(clock)
         self._denied: set[JobKind] = set()
 
     def note(self, end: JobEnd) -> None:
@@ -256,5 +256,5 @@ class Complaints:
         elif outcome is Outcome.DENIED and kind not in self._denied:
             self._denied.add(kind)
             logger.error("s3kv: %s denied; serving goes on without it: %s", kind.value, end.detail)
-        elif outcome in _TROUBLE and self._due.allows((kind, outcome)):
+        elif outcome in _TROUBLE and self._is_due((kind, outcome)):
             logger.warning("s3kv: %s %s: %s", kind.value, outcome.name.lower(), end.detail)

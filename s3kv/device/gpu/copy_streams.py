@@ -24,13 +24,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import cycle
-from typing import NamedTuple
 
 import torch
 
 from s3kv.device.copier import CopyDirection
 from s3kv.device.gpu.gather import row_numbers, stacks
-from s3kv.device.gpu.interface import Copies, Event, Gpu, HostNumbers, Stream
+from s3kv.device.gpu.interface import Copies, Event, Gpu, Stream
 from s3kv.device.layout import PageLayout
 from s3kv.messages import LoadPart
 
@@ -41,48 +40,39 @@ _PLACES_BYTES = 4 * 2**20
 """Limits of the pinned memory for row numbers, per direction; several times a full window."""
 
 
-class Points(NamedTuple):
-    """The events of a copy; the same one may stand for several points.
-
-    begun, moved: pass when the bus comes to the copy, and when it has moved it. source_read: passes
-    once the copy's source may be overwritten. finished: passes at the copy's end.
-    """
-
-    begun: Event
-    moved: Event
-    source_read: Event
-    finished: Event
-
-
 @dataclass(slots=True)
 class EventTicket:
-    """The ticket of a copy on a GPU.
+    """The ticket of a copy on a GPU. The same event may stand for several points.
 
-    events: the pool to which the points go back, because making and destroying an event costs more
-        than recording it; streams that wait for one still do.
+    begun_at, moved: the bus has come to the copy, and has moved it. source_read: the source may be
+    overwritten. finished: the copy's end. events: the pool to which all go back, because making and
+    destroying one costs more than recording it; streams that wait for one still do.
     """
 
     gpu: Gpu
     events: list[Event]
-    points: Points
+    begun_at: Event
+    moved: Event
+    source_read: Event
+    finished: Event
     nbytes: int
     piece_bytes: int
     seconds: float = 0.0
     _done: bool = False
 
     def begun(self) -> bool:
-        return self._done or self.points.begun.query()
+        return self._done or self.begun_at.query()
 
     def done(self) -> bool:
-        if not self._done and self.points.finished.query():
-            self.seconds = self.points.begun.elapsed_time(self.points.moved) / 1e3
+        if not self._done and self.finished.query():
+            self.seconds = self.begun_at.elapsed_time(self.moved) / 1e3
             self._done = True
-            self.events.extend(set(self.points))
+            self.events.extend({self.begun_at, self.moved, self.source_read, self.finished})
         return self._done
 
     def fence(self) -> None:
         if not self._done:
-            self.gpu.current_stream().wait(self.points.source_read)
+            self.gpu.current_stream().wait(self.source_read)
 
 
 class StagingBuffer:
@@ -114,7 +104,7 @@ class Staging:
         count = max(2, min(MOST_PLACES, _PLACES_BYTES // (8 * most_rows)))
         host, device = gpu.host_numbers(count * most_rows)
         places = zip(host.reshape(count, -1), device.view(count, -1), strict=True)
-        self.places = cycle([(HostNumbers(*place), gpu.new_event()) for place in places])
+        self.places = cycle([(*place, gpu.new_event()) for place in places])
 
 
 class Lane:
@@ -150,13 +140,13 @@ class Lane:
         the pages stream. The host waits for that stream if all places are taken.
         """
         assert self.staging is not None, "gather was not chosen"
-        buffer, (place, free) = next(self.staging.buffers), next(self.staging.places)
+        buffer, (host, device, free) = next(self.staging.buffers), next(self.staging.places)
         numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
         if not free.query():
             self._pages.synchronize()
-        place.host[: len(numbers)] = numbers
+        host[: len(numbers)] = numbers
         rows = self.staging.rows[: len(numbers)]
-        self._pages.fetch(rows, place.device[: len(numbers)])
+        self._pages.fetch(rows, device[: len(numbers)])
         self._pages.record(free)
         return buffer, rows
 
@@ -166,28 +156,27 @@ class Lane:
         stream.record(event)
         return event
 
-    def _ticket(self, points: Points, nbytes: int, pieces: int = 1) -> EventTicket:
-        return EventTicket(self._gpu, self._events, points, nbytes, nbytes // pieces)
-
-    def _batch(
-        self, stream: Stream, mark: Event, copies: Copies, nbytes: int, *, stable: bool
-    ) -> EventTicket:
+    def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
+        """Copy between blocks and the payload at this address, after `mark`."""
+        addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
+        # Nothing writes to a slot from before a load is ordered until its end is reported, so it
+        # may be read ahead of the stream, which helps where host memory is coherent with the GPU's.
+        # Pages may not: they are written until `mark`.
+        if self.urgent:
+            stream, copies = self._pages, Copies(addresses, payload + offsets, sizes)
+        else:
+            stream, copies = self._bus, Copies(payload + offsets, addresses, sizes)
         stream.wait(mark)
         begun = self._reached(stream)
-        stream.copy_batch(copies, source_is_stable=stable)
+        stream.copy_batch(copies, source_is_stable=self.urgent)
         end = self._reached(stream)
-        return self._ticket(Points(begun, end, end, end), nbytes, len(copies.sizes))
+        nbytes = layout.block_bytes * len(part.block_ids)
+        pool, piece_bytes = self._events, nbytes // len(sizes)
+        return EventTicket(self._gpu, pool, begun, end, end, end, nbytes, piece_bytes)
 
 
 class SaveLane(Lane):
     urgent, direction = False, CopyDirection.OUT
-
-    def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
-        """Copy blocks to the payload at this address, after `mark`."""
-        addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
-        # The source may not be read ahead of the stream: the pages are written until `mark`.
-        copies = Copies(payload + offsets, addresses, sizes)
-        return self._batch(self._bus, mark, copies, layout.payload_bytes, stable=False)
 
     def gather(
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
@@ -203,20 +192,12 @@ class SaveLane(Lane):
         self._bus.copy(payload, buffer.memory[: layout.payload_bytes])
         self._bus.record(buffer.free)
         end = self._reached(self._bus)
-        return self._ticket(Points(begun, end, source_read, end), layout.payload_bytes)
+        size = layout.payload_bytes
+        return EventTicket(self._gpu, self._events, begun, end, source_read, end, size, size)
 
 
 class LoadLane(Lane):
     urgent, direction = True, CopyDirection.IN
-
-    def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
-        """Copy the payload at this address, or part of it, to blocks, after `mark`."""
-        addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
-        # Nothing writes to a slot from before a load is ordered until its end is reported, so it
-        # may be read ahead, which helps where host memory is coherent with the GPU's.
-        copies = Copies(addresses, payload + offsets, sizes)
-        nbytes = layout.block_bytes * len(part.block_ids)
-        return self._batch(self._pages, mark, copies, nbytes, stable=True)
 
     def gather(
         self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
@@ -234,4 +215,5 @@ class LoadLane(Lane):
         self._pages.scatter(buffer.stacks[part.group], rows, part.first_block)
         self._pages.record(buffer.free)
         finished = self._reached(self._pages)
-        return self._ticket(Points(begun, arrived, arrived, finished), layout.payload_bytes)
+        size, read = layout.payload_bytes, arrived
+        return EventTicket(self._gpu, self._events, begun, arrived, read, finished, size, size)

@@ -1,9 +1,8 @@
 """`CudaGpu`: the `Gpu` of real hardware: torch's streams and events, and one call of the driver.
 
 `cuMemcpyBatchAsync` makes many copies in one call, by the copy engines. We call it through `ctypes`
-with the addresses of arrays, which releases the GIL and converts nothing. NVIDIA's `cuda-bindings`
-finds the function, but would take lists of Python integers. CUDA builds of torch bring that package
-along from 2.11 on.
+with the addresses of arrays, which releases the GIL and converts nothing. NVIDIA's `cuda-bindings`,
+part of CUDA builds of torch from 2.11 on, finds it, but would take lists of Python integers.
 
 We ask for the version of CUDA 12.8, which introduced the call. Later drivers keep it beside that of
 13.0, which has no `failIdx`, so one prototype serves them all.
@@ -13,14 +12,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from s3kv.device.copier import BatchRefused
 from s3kv.device.gpu.gather import Stack, with_rows
-from s3kv.device.gpu.interface import Copies, HostNumbers
+from s3kv.device.gpu.interface import Copies
 from s3kv.device.gpu.pinning import pin, unpin
 
 _NAME = b"cuMemcpyBatchAsync"
@@ -29,8 +30,7 @@ _NO_COPY = ctypes.c_size_t(-1).value
 _ITEM_BYTES = np.dtype(np.int64).itemsize
 
 MOST_COPIES = 4096
-"""Most copies in one call. Calls with some 50,000 were reported to crash or hang drivers; a chunk
-of long pieces has hundreds."""
+"""Most copies in one call. Calls with some 50,000 were reported to crash or hang drivers."""
 
 STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read once the stream reaches the copy."""
@@ -78,9 +78,7 @@ class NoBatchCall(Exception):
 
 
 class BatchCall:
-    """The call itself, for one thread at a time. entry: the driver's function, or anything of type
-    `PROTOTYPE`.
-    """
+    """The call itself, for one thread at a time. entry: the function, of type `PROTOTYPE`."""
 
     def __init__(self, entry: Callable[..., int]) -> None:
         self._entry = entry
@@ -136,17 +134,6 @@ def _refusal(result: int, failed: int, begin: int, copies: Copies) -> str:
         return text
     destination, source, nbytes = (int(array[begin + failed]) for array in copies)
     return f"{text} at {nbytes} bytes from {source:#x} to {destination:#x}"
-
-
-class _Mapped:
-    """Pinned numbers as CUDA's array interface has them: an address of the host is one of the GPU,
-    too. The tensor made of it keeps the memory alive.
-    """
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers = numbers
-        shape, address = tuple(numbers.shape), (numbers.data_ptr(), False)
-        self.__cuda_array_interface__ = dict(shape=shape, typestr="<i8", data=address, version=3)
 
 
 class CudaStream:
@@ -217,9 +204,12 @@ class CudaGpu:
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed)
         return event
 
-    def host_numbers(self, count: int) -> HostNumbers:
+    def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:
         numbers = torch.zeros(count, dtype=torch.int64).pin_memory()
-        return HostNumbers(numbers.numpy(), torch.as_tensor(_Mapped(numbers), device=self._device))
+        # An address of pinned memory is one of the GPU, too. The tensor keeps `numbers` alive.
+        array = {"shape": (count,), "typestr": "<i8", "data": (numbers.data_ptr(), False)}
+        mapped = SimpleNamespace(__cuda_array_interface__=array | {"version": 3}, keeps=numbers)
+        return numbers.numpy(), torch.as_tensor(mapped, device=self._device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

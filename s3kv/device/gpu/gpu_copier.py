@@ -1,7 +1,6 @@
 """Copies for a KV cache in GPU memory: chooses the path of each group and direction by measuring.
 
-The copy thread launches everything. The engine's thread records marks, makes its stream wait, and
-queries events.
+The copy thread launches everything. The engine's thread records marks, fences and queries events.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from s3kv.device.gpu.interface import Event, Gpu
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import LoadPart
-from s3kv.types import OnceAMinute
+from s3kv.types import once_a_minute
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +34,6 @@ _MOST_REFUSALS = 3
 
 class GpuCopier:
     """The `Copier` for GPUs. Pins the slab, and takes over `places` even if the constructor raises.
-
-    Unpinned memory works too: such a copy goes through the driver's bounce buffer, at a third of
-    the speed or less, and blocks the copy thread, not the engine's, until it has ended.
 
     path: the path of all copies; None measures both, for each group and direction, before the first
     copy. Measuring blocks the host for some tenths of a second, overwrites slots, and rewrites
@@ -62,7 +58,7 @@ class GpuCopier:
         self._slab_address = places.memory.data_ptr()
         self.refused = 0
         self._refused_in_a_row = 0
-        self._due = OnceAMinute(clock)
+        self._is_due = once_a_minute(clock)
         with ExitStack() as undo:
             undo.callback(places.close)
             if path is Path.BATCH and gpu.no_batch:
@@ -136,8 +132,8 @@ class GpuCopier:
         except BatchRefused as error:
             self.refused += 1
             self._refused_in_a_row += 1
-            # Without room, because torch empties its cache before it gives up an allocation.
-            if self._refused_in_a_row >= _MOST_REFUSALS and self._due.allows("staging"):
+            # Once a minute: torch empties its cache before it gives up an allocation.
+            if self._refused_in_a_row >= _MOST_REFUSALS and self._is_due("staging"):
                 self._stop_batches(error)
             raise
         self._refused_in_a_row = 0
@@ -146,8 +142,7 @@ class GpuCopier:
     def _stop_batches(self, error: BatchRefused) -> None:
         """Gather from now on, because a driver that refuses one batch after another will go on."""
         if not self._may_gather(None):
-            self._drop_staging()
-            return
+            return self._drop_staging()
         self._refused_in_a_row = 0
         self.choices = tuple(choice._replace(path=Path.GATHER) for choice in self.choices)
         self._paths = dict.fromkeys(self._paths, Path.GATHER)
@@ -166,9 +161,7 @@ class GpuCopier:
     # --- which path ---------------------------------------------------------------------------
 
     def _may_gather(self, path: Path | None) -> bool:
-        """Allocate what staging is missing. False when `path` needs none, or when there is no room
-        and `path` allows batches.
-        """
+        """Allocate missing staging. False if `path` needs none, or allows batches without room."""
         if path is Path.BATCH:
             return False
         try:
@@ -189,9 +182,7 @@ class GpuCopier:
         idle: Sequence[int] | None,
         clock: Callable[[], float],
     ) -> PathChoice:
-        """Measure both paths. `CopyDirection.IN` brings back what `CopyDirection.OUT` has just
-        taken to the same slots.
-        """
+        """Measure both paths. Loads bring back what saves have just taken to the same slots."""
         layout = self._layouts[group]
         blocks = range(layout.num_blocks) if idle is None else idle
         # An object may take several slots, and be as long as the slab.
@@ -218,15 +209,11 @@ class GpuCopier:
             return PathChoice(group, direction, Path.GATHER, None, seconds[Path.GATHER])
         batch_s, gather_s = seconds[Path.BATCH], seconds[Path.GATHER]
         path = faster(batch_s, gather_s)
-        logger.info(
+        text = (
             "s3kv: KV blocks of group %d go %s by %s: a chunk takes %.2f ms by batch, %.2f ms by "
-            "gather",
-            group,
-            direction.value,
-            path.value,
-            1e3 * batch_s,
-            1e3 * gather_s,
         )
+        taken = direction.value, path.value, 1e3 * batch_s, 1e3 * gather_s
+        logger.info(text + "gather", group, *taken)
         return PathChoice(group, direction, path, batch_s, gather_s)
 
 

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from s3kv.device.gpu.gather import Stack, with_rows
-from s3kv.device.gpu.interface import Copies, HostNumbers
+from s3kv.device.gpu.interface import Copies
 
 Step = Callable[[], None]
 NAMES = ("save pages", "save bus", "load pages", "load bus")
@@ -228,9 +230,9 @@ class SimulatedGpu:
         self.events += 1
         return SimulatedEvent(self, timed=timed)
 
-    def host_numbers(self, count: int) -> HostNumbers:
+    def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:
         numbers = torch.full((count,), 2**40)
-        return HostNumbers(numbers.numpy(), numbers)
+        return numbers.numpy(), numbers
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Whoever had the memory before may still be writing to it, on the current stream."""

@@ -11,7 +11,7 @@ import pytest
 
 from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Points, Staging
+from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Staging
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.gpu.interface import Copies, Event
 from s3kv.device.layout import PageLayout
@@ -124,9 +124,9 @@ def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
 def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
     init = EventTicket.__init__
 
-    def hasty(self: EventTicket, gpu: Any, events: list[Event], points: Points, *rest: Any) -> None:
-        init(self, gpu, events, points, *rest)
-        events.append(points.finished)
+    def hasty(self: EventTicket, gpu: Any, events: list[Event], *rest: Any) -> None:
+        init(self, gpu, events, *rest)
+        events.append(self.finished)
 
     patch.setattr(EventTicket, "__init__", hasty)
 
@@ -151,7 +151,7 @@ def writes_row_numbers_over_those_that_are_not_read(patch: Patch) -> None:
     def hasty(self: Staging, gpu: Any, *arguments: Any) -> None:
         init(self, gpu, *arguments)
         places = self.places
-        self.places = ((place, gpu.new_event()) for place, _ in places)  # type: ignore[assignment]
+        self.places = ((*place, gpu.new_event()) for *place, _ in places)  # type: ignore[assignment]
 
     patch.setattr(Staging, "__init__", hasty)
 
