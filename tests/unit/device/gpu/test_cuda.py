@@ -313,3 +313,32 @@ def test_the_slab_is_pinned_until_the_end() -> None:
     assert where.memory.is_pinned()
     copies.close()
     assert not torch.frombuffer(slab, dtype=torch.uint8).is_pinned()
+
+
+@pytest.mark.gpu
+def test_kernels_read_numbers_where_the_host_writes_them() -> None:
+    gpu = CudaGpu(torch.device("cuda", torch.cuda.current_device()))
+    host, device = gpu.host_numbers(4096)
+    assert device.data_ptr() == host.ctypes.data
+    here = torch.zeros(4096, dtype=torch.int64, device="cuda")
+    stream = gpu.new_stream(urgent=False)
+    for begin in (5, 2**40):
+        host[:] = np.arange(begin, begin + 4096)
+        stream.fetch(here, device)
+        stream.synchronize()
+        assert here.tolist() == host.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", Path)
+def test_the_time_of_a_copy_is_measured(path: Path) -> None:
+    caches = build(Shape("LBNHC"), "cuda", torch.Generator().manual_seed(3))
+    where, _ = places(caches, caches.layout())
+    copier = GpuCopier(where, CudaGpu(where.device), path)
+    tickets = [
+        copier.copy_out(LoadPart(0, 0, 0, (0, 1)), copier.mark()),
+        copier.copy_in(LoadPart(0, 0, 0, (2, 3)), copier.mark()),
+    ]
+    copier.settle()
+    assert all(ticket.begun() and ticket.done() and ticket.seconds > 0 for ticket in tickets)
+    copier.close()
