@@ -47,6 +47,9 @@ class NoEvent:
     def query(self) -> bool:
         return True
 
+    def elapsed_time(self, end: NoEvent) -> float:
+        return 0.0
+
 
 class NoStream:
     """Does nothing but the batch call, whose driver does nothing. descriptors: of the last one."""
@@ -85,7 +88,7 @@ class NoGpu:
     def new_stream(self, *, urgent: bool) -> NoStream:
         return self.stream
 
-    def new_event(self) -> NoEvent:
+    def new_event(self, *, timed: bool = False) -> NoEvent:
         return NoEvent()
 
     def pin(self, memory: torch.Tensor, unit_bytes: int) -> bool:

@@ -1,10 +1,12 @@
 """Copies beside a thread that computes in Python: `python -m benchmarks.gpu_busy [--out FILE]`.
 
-An engine's thread spends most of a step in Python, and shares the GIL with the thread that launches
-copies. Random blocks of Llama-3-8B in chunks of 256 tokens, by each path and by the chosen one:
+An engine's thread spends most of a step in Python and in launches of kernels, and shares the GIL
+and the driver's locks with the thread that launches copies. Random blocks of Llama-3-8B in chunks
+of 256 tokens, by each path and by the chosen one:
 
-- thread: how many rounds of a loop in Python a thread manages in a second, alone, and while chunks
-  are saved, or loaded, without a pause; `slower` is what of it is theirs
+- thread: how many rounds of a loop, some Python and the launch of a kernel, a thread manages in a
+  second, alone, and while chunks are saved, or loaded, without a pause; `slower` is what of it is
+  theirs
 - launch: microseconds from a save's order until a fence behind it returns, which it does when the
   copy is launched, with the GIL free and with a busy thread
 - fence: so many saves are queued at once, and the newest is fenced; microseconds of the engine's
@@ -25,6 +27,8 @@ from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
+import torch
+
 from benchmarks.deadline import ends
 from benchmarks.gpu.drag import KINDS, Background
 from benchmarks.gpu.machine import Machine, spread
@@ -35,23 +39,31 @@ from s3kv.device.copies import BlockCopies
 
 BLOCK_TOKENS = 16
 QUEUED = 256
+LAUNCHES_AHEAD = 50
 STEP_S = 1e-3
 """How often the thread that stands for an engine's hooks orders copies and polls."""
 
 
 class BusyThread:
-    """A loop in Python that lets go of the GIL only when another thread asks for it."""
+    """A loop of some Python and the launch of a small kernel, never far ahead of the GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.rounds = 0
+        self._machine = machine
         self._over = False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
-        while not self._over:
-            sum(range(100))
-            self.rounds += 1
+        numbers = torch.zeros(256, device=self._machine.device)
+        with self._machine.new_stream():
+            while not self._over:
+                launched = self._machine.step_ended()
+                for _ in range(LAUNCHES_AHEAD):
+                    sum(range(100))
+                    numbers.add_(1)
+                    self.rounds += 1
+                launched()
 
     def stop(self) -> None:
         self._over = True
@@ -114,7 +126,7 @@ def _thread(rig: CopyRig, copies: BlockCopies, rounds: int, *, seconds: float) -
 
 def _rate_beside(background: Background, seconds: float) -> float:
     """Rounds in a second of a busy thread. Alone it has beside it one that polls as often."""
-    with _busy() as busy:
+    with _busy(background.machine) as busy:
         before, begin_s = busy.rounds, perf_counter()
         while perf_counter() - begin_s < seconds:
             background.keep_going()
@@ -126,7 +138,7 @@ def _rate_beside(background: Background, seconds: float) -> float:
 
 def _launch(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
     alone = _launched(rig, copies, rounds)
-    with _busy():
+    with _busy(rig.machine):
         beside = _launched(rig, copies, rounds)
     return {"alone_us": spread(alone, 1), "beside_busy_us": spread(beside, 1)}
 
@@ -165,8 +177,8 @@ def _fence(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _busy() -> Iterator[BusyThread]:
-    thread = BusyThread()
+def _busy(machine: Machine) -> Iterator[BusyThread]:
+    thread = BusyThread(machine)
     try:
         yield thread
     finally:

@@ -5,7 +5,8 @@ allocated, how long another process takes that maps them after that, and how fas
 is copied in and out. The best of the rounds. A slab is allocated and given back before the one that
 is timed: in a virtual machine the first to use a page waits for the host to have it, too
 (`first_s_per_gib`, the worst of the rounds). With a GPU, and the word `gpu` as third argument: how
-long CUDA takes to register the slab, and how fast 16 MiB at a time go over the bus.
+long CUDA takes to register the slab, how much of the GPU's memory that costs, and how fast 16 MiB
+at a time go over the bus.
 Linux has to give huge pages (/sys/kernel/mm/transparent_hugepage/shmem_enabled); where it does not,
 ordinary ones alone are measured.
 """
@@ -87,9 +88,12 @@ def bus(slab: Slab) -> dict[str, float]:
 
     memory = torch.frombuffer(slab.view, dtype=torch.uint8)
     there = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cuda")
+    free_bytes, _ = torch.cuda.mem_get_info()
     start_s = perf_counter()
     registered, refusal = register(memory, PIECE_BYTES, there.device)
     result = {"register_s_per_gib": (perf_counter() - start_s) * GIB / slab.nbytes}
+    taken_bytes = free_bytes - torch.cuda.mem_get_info()[0]
+    result["gpu_bytes_per_gib"] = taken_bytes * GIB / slab.nbytes
     if refusal is not None:
         sys.exit(f"{refusal.reason}: {refusal.remedy}")
     pieces = memory.split(PIECE_BYTES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -35,6 +36,20 @@ class Tally(Counter[str]):
     def update(self, *more: Any, **named: int) -> None:
         self.version += 1  # the first one does not pass by `__setitem__`
         super().update(*more, **named)
+
+
+def once_a_minute(clock: Callable[[], float]) -> Callable[[object], bool]:
+    """A function that allows each kind of thing once a minute. clock: seconds, monotonic."""
+    last_s: dict[object, float] = {}
+
+    def is_due(kind: object) -> bool:
+        now_s = clock()
+        due = now_s - last_s.get(kind, float("-inf")) >= 60.0
+        if due:
+            last_s[kind] = now_s
+        return due
+
+    return is_due
 
 
 class ChunkKey(NamedTuple):

@@ -20,6 +20,8 @@ _UNDER_WAY = 16
 """Chunks on their way at any time without a pause, so that the bus is never idle."""
 _PACED_BYTES_PER_S = 5e9
 """What an engine saves that prefills 40,000 tokens a second, of 128 KiB each."""
+_SCHEDULED, _SAMPLED = 16 * 1024, 256
+"""Numbers in the small copies of a step: rows of a block table, and a token of each request."""
 _STEPS_AHEAD = 2
 """What an engine launches before it has read what came out of a step."""
 
@@ -30,6 +32,7 @@ class Background:
     """Copies of one of `KINDS`, ordered between an engine's steps."""
 
     def __init__(self, rig: CopyRig, copies: BlockCopies, kind: str) -> None:
+        self.machine = rig.machine
         self._rig = rig
         self._copies = copies
         self._kind = kind
@@ -89,6 +92,25 @@ def decoding(machine: Machine, layers: int, width: int) -> Callable[[], object]:
             state.mul_(torch.rsqrt(state.float().pow(2).mean(-1, keepdim=True) + 1e-5))
 
     return machine.captured(step)
+
+
+def with_small_copies(machine: Machine, step: Callable[[], object]) -> Callable[[], object]:
+    """The step as an engine runs it: what was scheduled goes in before, in two copies, and what was
+    sampled comes out behind, outside its graph. A copy engine is given to one stream's copies as
+    long as they are back to back, however urgent another's are (pytorch/torchrec#4303), so these
+    may wait for chunks.
+    """
+    here = [torch.zeros(size, dtype=torch.int32) for size in (_SCHEDULED, _SCHEDULED, _SAMPLED)]
+    ids, table, sampled = [each.pin_memory() for each in here] if machine.is_gpu else here
+    ids_there, table_there, sampled_there = [each.to(machine.device) for each in here]
+
+    def launch() -> None:
+        ids_there.copy_(ids, non_blocking=True)
+        table_there.copy_(table, non_blocking=True)
+        step()
+        sampled.copy_(sampled_there, non_blocking=True)
+
+    return launch
 
 
 def measure(

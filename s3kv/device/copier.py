@@ -28,10 +28,12 @@ class CopyDirection(str, Enum):
     IN = "in"
 
 
+class BatchRefused(RuntimeError):
+    """A GPU's driver refused a batch of copies; some of them may be under way."""
+
+
 class PathChoice(NamedTuple):
-    """The path chosen for one group and direction. batch_s, gather_s: measured seconds per chunk on
-    each path; None if not measured.
-    """
+    """The path of one group and direction, and the seconds per chunk on each, if measured."""
 
     group: int
     direction: CopyDirection
@@ -41,20 +43,24 @@ class PathChoice(NamedTuple):
 
 
 class Ticket(Protocol):
-    """A started copy. Any thread may use it, but only one at a time. nbytes: its length."""
+    """A started copy. Any thread may use it, but only one at a time.
 
-    @property
-    def nbytes(self) -> int: ...
+    nbytes: the bytes it moves over the bus; 0 for a copy that has ended already. piece_bytes: the
+    length of a contiguous piece. seconds: the time on the bus; 0 until `done`, or if not measured.
+    """
+
+    nbytes: int
+    piece_bytes: int
+    seconds: float
+
+    def begun(self) -> bool:
+        """Whether the bus has come to it. Does not block. Raises as `done` does."""
 
     def done(self) -> bool:
-        """Whether all bytes are in place. Does not block. Raises `RuntimeError` when the device
-        failed.
-        """
+        """Whether all bytes are in place. Does not block. `RuntimeError`: the device failed."""
 
     def fence(self) -> None:
-        """Make the engine's later work wait until the source has been read. Does not block. Must
-        not be called before the copy was started.
-        """
+        """Make the engine's later work wait until the source has been read. Does not block."""
 
 
 class Copier(Protocol):
@@ -69,9 +75,8 @@ class Copier(Protocol):
     """The path of each group and direction; empty if there is only one path."""
 
     def mark(self) -> Any:
-        """The present point in the engine's work, for any number of copies. Called on the engine's
-        thread; does not block. Includes work on other streams only if the current stream already
-        waits for it.
+        """The present point in the engine's work, for any number of copies: on its current stream,
+        and where that already waits on others. Called on the engine's thread; does not block.
         """
 
     def enter_thread(self) -> None:
@@ -84,9 +89,7 @@ class Copier(Protocol):
         """Copy from a slot to blocks, after `mark`. Raises one of `COPY_ERRORS`."""
 
     def settle(self) -> None:
-        """Block until no copy started so far touches memory. Called after an error, when there is
-        no ticket.
-        """
+        """Block until no copy touches memory. Called after an error, when there is no ticket."""
 
     def close(self) -> None:
         """Release everything. Called after the copy thread has ended. Idempotent."""

@@ -16,15 +16,17 @@ other saves, a load for a window of other loads, and neither for those that are 
 
 Saves end in the order they were started, and so do loads: `poll` asks for the oldest of each.
 
-A copy that fails ends with ok=False and is logged; the content of its slot, or of its blocks, is
-then undefined. `poll` reports an end only once the copy touches no memory any more, failed or not.
+A copy that fails ends with ok=False, and is logged once a minute; the content of its slot, or its
+blocks, is then undefined. `poll` reports an end only once the copy touches no memory any more.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from s3kv.device.copier import COPY_ERRORS, Copier, Path, PathChoice
-from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue
+from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue, FailureLog
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
@@ -44,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 5.0
 """Far longer than one part takes; a thread that has not ended by then hangs in the driver."""
+LONG_FENCE_S = 10.0
 _WAIT_STEP_S = 0.0002
 """Polling interval of a wait; CUDA events cannot be waited for with a timeout."""
 _ROOM_STEP_S = 0.0005
-"""Polling interval of the copy thread while the window is full. A call to the driver could wait for
-room, but not for an order as well; and each look takes the GIL from the engine for some µs."""
+"""Polling interval of the copy thread while the window is full. Each look holds the GIL some µs."""
 _LOADS_IN_A_ROW = 8
 """Parts of loads that may be started while a save waits its turn."""
 
@@ -116,8 +118,9 @@ class BlockCopies:
         self._clock = clock
         self._changed = threading.Condition()
         """Its lock guards everything below, jobs and tickets included."""
-        self._out: CopyQueue[int] = CopyQueue(copier.copy_out)
-        self._in: CopyQueue[str] = CopyQueue(copier.copy_in)
+        self._failures = FailureLog(clock)
+        self._out: CopyQueue[int] = CopyQueue(copier.copy_out, self._failures, clock)
+        self._in: CopyQueue[str] = CopyQueue(copier.copy_in, self._failures, clock)
         self._urgent: deque[CopyJob[Any]] = deque()
         self._loads_in_a_row = 0
         self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
@@ -158,8 +161,8 @@ class BlockCopies:
         """
         try:
             return CopyMark(self._copier.mark(), True)
-        except COPY_ERRORS:
-            logger.exception("s3kv: the device failed; the copies ordered now fail")
+        except COPY_ERRORS as error:
+            self._failures.note("the device failed; the copies ordered now fail", error)
             return CopyMark(None, False)
 
     def save(
@@ -207,8 +210,9 @@ class BlockCopies:
         with self._changed:
             if not all(job.started for job in jobs):
                 self._counts["fences_waited"] += 1
-                self._hurry(jobs)
-                self._changed.wait_for(lambda: all(job.started for job in jobs))
+                if not self._hurry(jobs, LONG_FENCE_S):
+                    self._log_copy_thread()
+                    self._hurry(jobs, None)
             for job in jobs:
                 job.ticket.fence()
 
@@ -232,9 +236,7 @@ class BlockCopies:
         waits for the copies, too. Returns False when time ran out first.
         """
         with self._changed:
-            jobs = self._jobs()
-            self._hurry(jobs)
-            return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
+            return self._hurry(self._jobs(), timeout_s)
 
     def wait_all(self, timeout_s: float) -> bool:
         """Block until every copy has ended, for `poll` to report; False when time ran out first."""
@@ -242,9 +244,7 @@ class BlockCopies:
         return self._wait_until(lambda: all(job.is_done() for job in jobs), timeout_s)
 
     def wait_load(self, timeout_s: float) -> bool:
-        """Block until `poll` has a load's end to report, or no load is left. Returns False when
-        time ran out first.
-        """
+        """Block until `poll` has a load to report, or none is left. False if time ran out first."""
         loads = self._in
         return self._wait_until(
             lambda: not loads.jobs or bool(loads.started and loads.started[0].is_done()), timeout_s
@@ -256,11 +256,9 @@ class BlockCopies:
         return self._copier.refused
 
     def statistics(self) -> CopyStatistics:
+        pending, copier = len(self._jobs()), self._copier
         return CopyStatistics(
-            **self._counts,
-            pending=len(self._jobs()),
-            pinned=self._copier.pinned,
-            choices=self._copier.choices,
+            **self._counts, pending=pending, pinned=copier.pinned, choices=copier.choices
         )
 
     def close(self) -> None:
@@ -306,19 +304,31 @@ class BlockCopies:
             else:
                 job.start(FINISHED, ok=True)
 
-    def _hurry(self, jobs: Iterable[CopyJob[Any]]) -> None:
+    def _hurry(self, jobs: Sequence[CopyJob[Any]], timeout_s: float | None) -> bool:
+        """Start these before all others. Returns False when time ran out first."""
         for job in jobs:
             if job in job.queue.waiting:
                 job.queue.waiting.remove(job)
                 self._urgent.append(job)
         self._changed.notify_all()
+        return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
+
+    def _log_copy_thread(self) -> None:
+        stack = traceback.format_stack(sys._current_frames().get(self._thread.ident or 0))
+        text = "s3kv: a fence has waited %g s for the copy thread, and goes on waiting:\n%s"
+        logger.warning(text, LONG_FENCE_S, "".join(stack))
 
     def _run(self) -> None:
         """Body of the copy thread. However it ends, all its jobs end, too."""
         try:
-            if self._enter():
-                while self._await_turn():
-                    self._start_next()
+            self._copier.enter_thread()
+            self._entered.set_result(None)
+            while self._await_turn():
+                self._start_next()
+        except COPY_ERRORS as error:
+            if self._entered.done():
+                raise
+            self._entered.set_exception(error)
         finally:
             self._entered.cancel()
             self._settle()
@@ -327,15 +337,6 @@ class BlockCopies:
                 for job in self._jobs():
                     job.start(FINISHED, ok=False)
                 self._changed.notify_all()
-
-    def _enter(self) -> bool:
-        try:
-            self._copier.enter_thread()
-        except COPY_ERRORS as error:
-            self._entered.set_exception(error)
-            return False
-        self._entered.set_result(None)
-        return True
 
     def _await_turn(self) -> bool:
         """Block until a part may be started. Returns False when it is time to end."""
@@ -365,8 +366,8 @@ class BlockCopies:
             self._loads_in_a_row = self._loads_in_a_row + 1 if queue is self._in else 0
         try:
             ticket, ok = queue.copy(part, job.at), True
-        except COPY_ERRORS:
-            logger.exception("s3kv: copy %s failed at %s", job.ident, part)
+        except COPY_ERRORS as error:
+            self._failures.note(f"copy {job.ident} failed at {part}", error)
             self._settle()
             ticket, ok = FINISHED, False
         with self._changed:
@@ -382,5 +383,5 @@ class BlockCopies:
     def _settle(self) -> None:
         try:
             self._copier.settle()
-        except COPY_ERRORS:
-            logger.exception("s3kv: the device failed; the copies under way are lost")
+        except COPY_ERRORS as error:
+            self._failures.note("the device failed; the copies under way are lost", error)

@@ -10,60 +10,93 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from s3kv.device.copier import Ticket
+from s3kv.device.copier import BatchRefused, Ticket
 from s3kv.device.cpu import FINISHED
 from s3kv.messages import LoadPart
+from s3kv.types import once_a_minute
 
 logger = logging.getLogger(__name__)
 
-WINDOW_BYTES = 64 * 2**20
-"""Bytes of a direction that may be launched and not finished: 1.2 ms of a bus of 54 GB/s, more than
-twice the time in which the copy thread notices that there is room again."""
-WINDOW_COPIES = 2
-"""Copies that may be launched and not finished whatever their size: one runs while the next is
-launched."""
+WINDOW_S = 1.2e-3
+"""Seconds of copies of a direction that may be launched and not finished: more than twice the time
+in which the copy thread notices that there is room again."""
+_ASSUMED_BYTES_PER_S = 64 * 2**20 / WINDOW_S
+"""Until a copy has been measured: 56 GB/s, a PCIe 5 bus."""
+_NEWEST = 0.25
+"""Weight of the newest copy in the mean of those with pieces of about its size."""
 
 
 class CopyMark(NamedTuple):
-    """A point in the engine's work, from `BlockCopies.mark`, for any number of copies. ok: whether
-    the device could record it.
-    """
+    """A point in the engine's work, from `BlockCopies.mark`. ok: the device could record it."""
 
     at: Any
     ok: bool
 
 
+class FailureLog:
+    """Logs each kind of failure at most once a minute, because a broken device fails every copy: a
+    batch that the driver refuses in one line, anything else with a traceback.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._is_due = once_a_minute(clock)
+
+    def note(self, text: str, error: Exception) -> None:
+        if self._is_due(type(error)):
+            trace = None if isinstance(error, BatchRefused) else error
+            logger.error("s3kv: %s: %s", text, error, exc_info=trace)
+
+
 class LaunchWindow:
     """The copies of one direction that are launched and not finished, in order.
 
-    What is launched can be overtaken by nothing, so as little as keeps the bus busy is.
+    What is launched can be overtaken by nothing, so as little as keeps the bus busy is. Copies of
+    short pieces take many times as long as others; those that have ended show how long.
     """
 
-    def __init__(self, nbytes: int = WINDOW_BYTES) -> None:
-        self.nbytes = nbytes
-        self._launched: deque[Ticket] = deque()
-        self._launched_bytes = 0
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = WINDOW_S
+        self._clock = clock
+        self._bytes_per_s: dict[int, float] = {}
+        """By the bits of a piece's length. A mean of rates, in which one hiccup weighs little."""
+        self._launched: deque[tuple[Ticket, float]] = deque()
+        """And how long each is expected to take."""
+        self._begun_s: float | None = None
+        """When the first of them was found to have begun."""
 
     def add(self, ticket: Ticket) -> None:
         if ticket.nbytes:  # a synchronous copy is over
-            self._launched.append(ticket)
-            self._launched_bytes += ticket.nbytes
+            rate = self._bytes_per_s.get(ticket.piece_bytes.bit_length(), _ASSUMED_BYTES_PER_S)
+            self._launched.append((ticket, ticket.nbytes / rate))
 
     def has_room(self) -> bool:
         """Whether another copy may be launched. Asks the device only if the window is full."""
-        if self._fits():
+        if self._left_s() < self.seconds:
             return True
-        while self._launched and _is_over(self._launched[0]):
-            self._launched_bytes -= self._launched.popleft().nbytes
-        return self._fits()
+        while self._launched and _holds(self._launched[0][0].done):
+            self._learn(self._launched.popleft()[0])
+            self._begun_s = None
+        if self._launched and self._begun_s is None and _holds(self._launched[0][0].begun):
+            self._begun_s = self._clock()
+        return self._left_s() < self.seconds
 
-    def _fits(self) -> bool:
-        return len(self._launched) < WINDOW_COPIES or self._launched_bytes < self.nbytes
+    def _left_s(self) -> float:
+        """Seconds until all are expected to have ended, if nothing holds them up."""
+        left_s = sum(expected_s for _, expected_s in self._launched)
+        if self._begun_s is None:
+            return left_s
+        return left_s - min(self._launched[0][1], self._clock() - self._begun_s)
+
+    def _learn(self, ticket: Ticket) -> None:
+        if ticket.seconds:
+            size, rate = ticket.piece_bytes.bit_length(), ticket.nbytes / ticket.seconds
+            mean = self._bytes_per_s.get(size, rate)
+            self._bytes_per_s[size] = mean + _NEWEST * (rate - mean)
 
 
-def _is_over(ticket: Ticket) -> bool:
+def _holds(query: Callable[[], bool]) -> bool:
     try:
-        return ticket.done()
+        return query()
     except RuntimeError:  # the job of this ticket ends as failed, and says so
         return True
 
@@ -106,8 +139,8 @@ class CopyJob(Generic[_Id]):
             return False
         try:
             return self.ticket.done()
-        except RuntimeError:
-            logger.exception("s3kv: the device failed during copy %s", self.ident)
+        except RuntimeError as error:
+            self.queue.failures.note(f"the device failed during copy {self.ident}", error)
             self.ok, self.ticket = False, FINISHED
             return True
 
@@ -115,15 +148,21 @@ class CopyJob(Generic[_Id]):
 class CopyQueue(Generic[_Id]):
     """All jobs of one direction. copy: starts a part of one, after a point in the engine's work."""
 
-    def __init__(self, copy: Callable[[LoadPart, Any], Ticket]) -> None:
+    def __init__(
+        self,
+        copy: Callable[[LoadPart, Any], Ticket],
+        failures: FailureLog,
+        clock: Callable[[], float],
+    ) -> None:
         self.copy = copy
+        self.failures = failures
         self.jobs: dict[_Id, CopyJob[_Id]] = {}
         """All that were not reported."""
         self.waiting: deque[CopyJob[_Id]] = deque()
         """Jobs of which parts have not been started, in the order given."""
         self.started: deque[CopyJob[_Id]] = deque()
         """Jobs to be reported, in the order in which they were started, and so will end."""
-        self.window = LaunchWindow()
+        self.window = LaunchWindow(clock)
 
     def may_start(self) -> bool:
         return bool(self.waiting) and self.window.has_room()

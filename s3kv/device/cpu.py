@@ -1,16 +1,12 @@
 """Copies for a KV cache in host memory: `memmove`, piece by piece, on the copy thread.
 
-Torch is the slower choice. It copies more than 32,768 elements on OpenMP threads of its own, which
-wait for each other at a barrier, on cores the engine is using; one thread can only be set for the
-whole process. Measured on two busy cores with chunks of 16 pages of 512 KiB: `memmove` 12 GB/s
-whatever the number of OpenMP threads; with two of them `copy_` and `index_copy_` 0.5 to 1.5 GB/s.
-`ctypes` releases the GIL during each call, and holds it for 1.5 to 2.5 µs. Saves of 64 KiB pages,
-the smallest that real models have with vLLM's 128-token CPU blocks, reach 0.7 of the speed of one
-large `memmove`, pages of 8 KiB 0.3 (`python -m benchmarks.cpu_copies`). For those torch's
-`index_select` would be twice as fast, which is not worth a second way.
+Torch is the slower choice: it copies on OpenMP threads, which wait for each other on cores that the
+engine uses. On two busy cores, with pages of 512 KiB, `memmove` reaches 12 GB/s, and torch's
+`copy_` 0.5 to 1.5. `ctypes` releases the GIL during each call, and holds it for 1.5 to 2.5 µs.
+Pages of 8 KiB reach 0.3 of the speed of one large `memmove` (`python -m benchmarks.cpu_copies`).
 
 A request waits for a load, so a second thread takes half of it: 14 GB/s instead of 10 with pages of
-512 KiB, 5.6 instead of 4 with pages of 8 KiB. A save is not urgent, and the engine is computing.
+512 KiB. A save is not urgent, and the engine is computing.
 """
 
 from __future__ import annotations
@@ -36,10 +32,13 @@ _SHARED_BYTES = 2**20
 class FinishedTicket:
     """Ticket of a synchronous copy, which has already ended."""
 
-    nbytes = 0
+    nbytes = piece_bytes = 0
+    seconds = 0.0
 
-    def done(self) -> bool:
+    def begun(self) -> bool:
         return True
+
+    done = begun
 
     def fence(self) -> None:
         return

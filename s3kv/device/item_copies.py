@@ -80,9 +80,7 @@ class CudaItems:
         self._slabs: list[torch.Tensor] = []
 
     def attach(self, slab: memoryview) -> None:
-        """Pin the slab: a copy from unpinned memory blocks the engine's thread until it has
-        ended.
-        """
+        """Pin the slab: a copy from unpinned memory blocks the engine's thread to its end."""
         memory = torch.frombuffer(slab, dtype=torch.uint8)
         with torch.cuda.device(self._device):
             self._registered.append(pin(memory, _UNIT_BYTES, self._device))

@@ -25,25 +25,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from s3kv.device.tensors import DTYPES
 from s3kv.errors import UnsupportedError
 from s3kv.types import TensorSpec
 
-_DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 _DIMENSIONS = "BHNC"
 
 
 class Dim(NamedTuple):
-    """One dimension of a block in device memory. Both fields are in bytes, but for the size of an
-    outer dimension, which is a count.
-    """
+    """One dimension of a block in device memory. The size of an outer one is a count."""
 
     size: int
     stride_bytes: int
@@ -77,9 +67,7 @@ class LayerPages:
 
     @property
     def spec(self) -> TensorSpec:
-        """Its share of a block as a tensor: the page, with the kernel blocks ("B") as its first
-        dimension if a block has several.
-        """
+        """Its share of a block as a tensor: the page, of several kernel blocks ("B") if need be."""
         if self.ratio == 1:
             return TensorSpec(self.name, self.dtype, self.page, (), self.order)
         return TensorSpec(self.name, self.dtype, (self.ratio, *self.page), (), f"B{self.order}")
@@ -203,13 +191,8 @@ class PageLayout:
         return {
             "blocks_per_chunk": self.blocks_per_chunk,
             "layers": [
-                {
-                    "name": spec.name,
-                    "dtype": spec.dtype,
-                    "order": spec.order,
-                    "page": list(spec.shape),
-                }
-                for spec in (layer.spec for layer in self.layers)
+                {"name": s.name, "dtype": s.dtype, "order": s.order, "page": list(s.shape)}
+                for s in (layer.spec for layer in self.layers)
             ],
         }
 
@@ -266,7 +249,7 @@ def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) ->
     dims = merge([Dim(ratio, row_stride_bytes), *map(Dim, sizes, strides), Dim(item, 1)])
     return LayerPages(
         name=name,
-        dtype=_DTYPES[cache.dtype],
+        dtype=DTYPES[cache.dtype],
         order="".join(_DIMENSIONS[d] for d in page_dims),
         page=sizes,
         ratio=ratio,
@@ -282,7 +265,7 @@ def _read_layer(name: str, cache: torch.Tensor, num_blocks: int, offset: int) ->
 def _check(cache: torch.Tensor, num_blocks: int) -> None:
     if cache.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"KV caches on {cache.device.type!r} are not supported")
-    if cache.dtype not in _DTYPES:
+    if cache.dtype not in DTYPES:
         raise UnsupportedError("the object format has no such dtype")
     if cache.dim() != len(_DIMENSIONS):
         raise UnsupportedError("not a view [blocks, heads, tokens, content], as in vLLM >= 0.31")

@@ -28,10 +28,7 @@ def look() -> dict[str, Any]:
         "device": None,
         "wanted_bytes": PINNED_BYTES,
         "pinned_bytes": 0,
-        "where": "",
-        "refusal": "",
-        "remedy": "",
-    }
+    } | dict.fromkeys(("where", "refusal", "remedy"), "")
     if not torch.cuda.is_available():
         return found
     device = torch.device("cuda", 0)

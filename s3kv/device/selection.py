@@ -33,8 +33,7 @@ def memory_near(device: torch.device) -> NodeChoice:
     """The NUMA node for host memory that is copied to and from `device`.
 
     For a GPU it is the node the GPU is attached to: a copy by the wrong one crosses the link
-    between sockets, which everything else uses, too. For caches in host memory there is nothing to
-    choose: vLLM's CPU worker has bound itself to a node, strictly, and its I/O process inherits it.
+    between sockets. vLLM's CPU worker has bound itself to a node, and its I/O process inherits it.
     """
     return node_near(pci_address(device)) if device.type == "cuda" else FIRST_TOUCH
 

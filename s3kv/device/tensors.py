@@ -10,7 +10,7 @@ import torch
 
 from s3kv.types import TensorSpec
 
-_NAMES = {
+DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
@@ -27,9 +27,9 @@ _NAMES = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype. Raises `ValueError` for one the format does not have."""
-    if dtype not in _NAMES:
-        raise ValueError(f"{dtype}: allowed is one of {list(_NAMES)}")
-    return _NAMES[dtype]
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype}: allowed is one of {list(DTYPES)}")
+    return DTYPES[dtype]
 
 
 class BlockTensors:
@@ -45,11 +45,11 @@ class BlockTensors:
         for name, (shape, dtype) in shapes.items():
             if not isinstance(name, str):
                 raise TypeError(f"the name {name!r} of a tensor is no text")
-            if dtype not in _NAMES:
-                raise ValueError(f"tensor {name!r} is {dtype}: allowed is one of {list(_NAMES)}")
+            if dtype not in DTYPES:
+                raise ValueError(f"tensor {name!r} is {dtype}: allowed is one of {list(DTYPES)}")
             self._shapes[name] = _sizes(f"tensor {name!r}", shape), dtype
         self.specs = tuple(
-            TensorSpec(name, _NAMES[dtype], shape) for name, (shape, dtype) in self._shapes.items()
+            TensorSpec(name, DTYPES[dtype], shape) for name, (shape, dtype) in self._shapes.items()
         )
         self.payload_bytes = sum(spec.nbytes for spec in self.specs)
 

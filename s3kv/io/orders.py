@@ -35,7 +35,7 @@ from collections.abc import Callable, Collection, Iterable
 from s3kv.io.formats import Formats
 from s3kv.io.wire import Look, Order, WireError
 from s3kv.messages import JobEnd, JobKind
-from s3kv.types import ItemShape, Outcome
+from s3kv.types import ItemShape, Outcome, once_a_minute
 
 logger = logging.getLogger("s3kv")
 
@@ -48,7 +48,6 @@ _MOST_CONDEMNED = 1024
 
 
 _CONDEMNED = "this job crashes the I/O process, so it is not sent any more"
-_SAY_AGAIN_S = 60.0
 _TROUBLE = (Outcome.CORRUPT, Outcome.FAILED, Outcome.INVALID)
 
 
@@ -246,8 +245,7 @@ class Complaints:
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._said_s: dict[tuple[JobKind, Outcome], float] = {}
+        self._is_due = once_a_minute(clock)
         self._denied: set[JobKind] = set()
 
     def note(self, end: JobEnd) -> None:
@@ -259,13 +257,5 @@ class Complaints:
         elif outcome is Outcome.DENIED and kind not in self._denied:
             self._denied.add(kind)
             logger.error("s3kv: %s denied; serving goes on without it: %s", kind.value, end.detail)
-        elif outcome in _TROUBLE and self._is_due(kind, outcome):
+        elif outcome in _TROUBLE and self._is_due((kind, outcome)):
             logger.warning("s3kv: %s %s: %s", kind.value, outcome.name.lower(), end.detail)
-
-    def _is_due(self, kind: JobKind, outcome: Outcome) -> bool:
-        now_s = self._clock()
-        said_s = self._said_s.get((kind, outcome))
-        if said_s is not None and now_s - said_s < _SAY_AGAIN_S:
-            return False
-        self._said_s[kind, outcome] = now_s
-        return True

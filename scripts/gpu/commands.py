@@ -30,22 +30,28 @@ FIRST = (
     Part(
         "tests",
         program=(
-            *("-m", "pytest", "-c", "tests/gpu/bare.ini", "--rootdir", ".", "-m", "gpu"),
-            *("--maxfail", "20", "--junitxml", "{out}/tests.xml"),
+            *("-m", "scripts.gpu.tests", "--out", "{out}/tests.jsonl", "--seconds", "120", "--"),
+            *("-c", "tests/gpu/bare.ini", "--rootdir", ".", "-m", "gpu"),
             *("-k", "not memcheck", "tests/gpu", "tests/unit/device"),
         ),
+        # All are collected; a few run, on the CPU and on the simulated GPU.
         rehearsal=(
-            *("-m", "pytest", "-c", "tests/gpu/bare.ini", "--rootdir", ".", "--collect-only", "-q"),
-            *("--junitxml", "{out}/tests.xml"),
-            *("-k", "not memcheck", "tests/gpu", "tests/unit/device"),
+            *("-m", "scripts.gpu.tests", "--out", "{out}/tests.jsonl", "--seconds", "1100"),
+            *("--limit", "300", "--", "-c", "tests/gpu/bare.ini", "--rootdir", "."),
+            *("-k", "test_a_graph_is_replayed or test_streams_of_an_engine"),
+            *("tests/gpu", "tests/unit/device"),
         ),
         timeout_s=130,
-        files=("tests.xml",),
+        files=("tests.jsonl",),
     ),
     Part(
         "batches, again and again",
-        program=("-m", "tests.gpu.sanitized", *("--kind", "cuda-batch", "--seconds", "60")),
-        rehearsal=("-m", "tests.gpu.sanitized", *("--kind", "cpu", "--seconds", "1")),
+        program=(
+            "-m",
+            "tests.gpu.sanitized",
+            *("--kind", "cuda-batch", "--large", "--seconds", "60"),
+        ),
+        rehearsal=("-m", "tests.gpu.sanitized", *("--kind", "cpu", "--large", "--seconds", "1")),
         timeout_s=90,
     ),
     Part(
@@ -69,29 +75,29 @@ SECOND = (
             f"engine, runner {runner}",
             program=("-m", ENGINE, "--runner", runner, "--out", "{out}"),
             rehearsal=("-m", ENGINE, "--runner", runner, "--out", "{out}", "--dry-run"),
-            timeout_s=140,
+            timeout_s=timeout_s,
             files=(f"gpu-runner-{runner}.json", f"gpu-runner-{runner}.log"),
         )
-        for runner in ("2", "1")
+        for runner, timeout_s in (("2", 200), ("1", 120))
     ),
     Part(
         "beside a busy thread",
-        program=("-m", "benchmarks.gpu_busy", "--out", "{out}/gpu-busy.json", "--seconds", "60"),
+        program=("-m", "benchmarks.gpu_busy", "--out", "{out}/gpu-busy.json", "--seconds", "45"),
         rehearsal=(
             *("-m", "benchmarks.gpu_busy", "--out", "{out}/gpu-busy.json"),
             *("--device", "cpu", "--rounds", "1"),
         ),
-        timeout_s=100,
+        timeout_s=80,
         files=("gpu-busy.json",),
     ),
     Part(
         "path",
-        program=("-m", "benchmarks.gpu_path", "--out", "{out}/gpu-path.json", "--seconds", "60"),
+        program=("-m", "benchmarks.gpu_path", "--out", "{out}/gpu-path.json", "--seconds", "45"),
         rehearsal=(
             *("-m", "benchmarks.gpu_path", "--out", "{out}/gpu-path.json"),
             *("--device", "cpu", "--rounds", "1"),
         ),
-        timeout_s=110,
+        timeout_s=90,
         files=("gpu-path.json",),
     ),
 )

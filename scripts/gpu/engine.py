@@ -4,6 +4,7 @@ A small Llama with random weights answers the same prompts four times: cold; fro
 cache; from s3kv's host memory, after the engine has forgotten its cache and every page is zeroed;
 and from the bucket, in a new engine. Tokens and hits of the last three have to be equal, and
 nothing may be left under way; ends with 1 if it is not so. The bucket is a server of our own here.
+The result is written after each of the four.
 
 --runner: vLLM's model runner of the first generation, or of the second.
 --device cpu: the CPU build of vLLM, to try the program with.
@@ -17,7 +18,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,20 @@ CHUNK_TOKENS = 128
 HIT_TOKENS = 8 * CHUNK_TOKENS
 """The engine computes at least the last token of a prompt: here it is alone in its chunk."""
 PROMPTS = 8
+TIERS = ("cold", "engine", "host", "bucket")
 BUCKET_BYTES = 2**28
 
 ON_CUDA: dict[str, Any] = {
     "attention_backend": "TRITON_ATTN",
     # Every layer by its function in torch: there may be no compiled kernels.
     "compilation_config": {"mode": 0, "custom_ops": ["none"]},
-    "kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}},
+    "kernel_config": {
+        "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
+        # Kernels are compiled when they are needed: the others would take minutes at the start.
+        "enable_jit_warmup": False,
+        "enable_cutedsl_warmup": False,
+        "enable_flashinfer_autotune": False,
+    },
 }
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "benchmark",
@@ -62,10 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             log.write_text("".join(f"{name}: {way}\n" for name, way in found["layers"].items()))
         else:
             with running(processes=1, nbytes=BUCKET_BYTES) as port:
-                found = _served(model, options.runner, options.device, port, log)
+                found = {}
+                for found in _served(model, options.runner, options.device, port, log):
+                    _write(options, found)
+    _write(options, found)
+    return 0 if options.dry_run or well(found) else 1
+
+
+def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
     result = {"runner": options.runner, "device": options.device} | found
-    (options.out / f"gpu-runner-{options.runner}.json").write_text(json.dumps(result, indent=2))
-    return 0 if options.dry_run or well(result) else 1
+    path: Path = options.out / f"gpu-runner-{options.runner}.json"
+    path.write_text(json.dumps(result, indent=2))
 
 
 def connector(port: int) -> dict[str, Any]:
@@ -94,6 +109,7 @@ def environment(runner: str) -> dict[str, str]:
     return CREDENTIALS | {
         "VLLM_USE_V2_MODEL_RUNNER": "1" if runner == "2" else "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",
     }
 
 
@@ -108,7 +124,10 @@ def _rehearsed(model: Path, runner: str, folder: Path) -> dict[str, Any]:
     )
 
 
-def _served(model: Path, runner: str, device: str, port: int, log: Path) -> dict[str, Any]:
+def _served(
+    model: Path, runner: str, device: str, port: int, log: Path
+) -> Iterator[dict[str, Any]]:
+    """What was found so far, after each tier."""
     prompts = models.prompts(PROMPTS, HIT_TOKENS + 1)
     answers: dict[str, list[Answer]] = {}
     audits = []
@@ -122,31 +141,38 @@ def _served(model: Path, runner: str, device: str, port: int, log: Path) -> dict
             **(ON_CUDA if device == "cuda" else {}),
         )
 
-    def serve(engine: Engine, tier: str) -> None:
+    def serve(engine: Engine, tier: str) -> dict[str, Any]:
         """And wait until everything is in the bucket."""
         answers[tier] = engine.generate(prompts)
         audits.append(engine.call("lab.audit:audit"))
+        return compared(answers) | {
+            "left": [{name: n for name, n in audit["left"].items() if n} for audit in audits],
+            "broken": [broken for audit in audits for broken in audit["broken"]],
+            "planner": audits[-1]["planner"],
+            "rank": audits[-1]["rank"],
+        }
 
     with new_engine() as engine:
-        for tier in ("cold", "engine"):
-            serve(engine, tier)
+        for tier in TIERS[:2]:
+            yield serve(engine, tier)
         engine.reset_prefix_cache()
         engine.call("lab.memory:touch_kv_cache")
-        serve(engine, "host")
+        yield serve(engine, "host")
     with new_engine() as engine:
-        serve(engine, "bucket")
-    return _compared(answers) | {
-        "left": [{name: n for name, n in audit["left"].items() if n} for audit in audits],
-        "broken": [broken for audit in audits for broken in audit["broken"]],
-        "planner": audits[-1]["planner"],
-        "rank": audits[-1]["rank"],
-    }
+        yield serve(engine, "bucket")
 
 
-def _compared(answers: dict[str, list[Answer]]) -> dict[str, Any]:
-    loaded = [answers[tier] for tier in ("host", "bucket")]
+def compared(answers: dict[str, list[Answer]]) -> dict[str, Any]:
+    """The answers of the tiers that have been asked. equal: None until all have been, unless one
+    is wrong already.
+    """
+    right = [
+        same(answers["engine"], answers[tier]) and hit(answers[tier])
+        for tier in TIERS[2:]
+        if tier in answers
+    ]
     return {
-        "equal": all(same(answers["engine"], each) and hit(each) for each in loaded),
+        "equal": all(right) if len(answers) == len(TIERS) or not all(right) else None,
         "prompts": PROMPTS,
         "cached_tokens": {tier: [a.cached_tokens for a in each] for tier, each in answers.items()},
         "ttft_ms": {

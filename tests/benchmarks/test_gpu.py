@@ -24,6 +24,7 @@ def test_copies_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "throughput, tiny, 128 tokens",
         "drag, matrix products, 128 tokens",
         "drag, decoding, 128 tokens",
+        "drag, decoding with small copies, 128 tokens",
     ]
     for part in parts.values():
         assert {"batch", "gather", "chosen"} <= set(part)
@@ -44,7 +45,7 @@ def test_copies_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "left out" not in table
     columns = {line.count("|") for line in table.splitlines() if line.startswith("|")}
     assert columns == {9, 7}
-    assert table.count("| gather |") == 4
+    assert table.count("| gather |") == 5
 
 
 def test_a_path_that_is_refused_has_its_row() -> None:
@@ -60,7 +61,7 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
     out = tmp_path / "copies.json"
     result = gpu_copies.main([*CPU, "--seconds", "0", "--out", str(out)])
     assert result["parts"] == {}
-    assert len(json.loads(out.read_text())["left_out"]) == 4
+    assert len(json.loads(out.read_text())["left_out"]) == 5
 
 
 def test_the_path_from_a_bucket_is_measured(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, instead in DOUBLES.items():
         assert hasattr(torch.cuda, name)
         monkeypatch.setattr(torch.cuda, name, instead)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     make = machine.Machine.__init__
 
     def on_paper(self: machine.Machine, device: str) -> None:
@@ -85,11 +86,26 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_part_of_a_gpu_s_run_is_written() -> None:
     result = gpu_copies.main(["--rounds", "1", "--mib", "2"])
     assert result["device"] == "a GPU of paper"
-    assert len(result["parts"]) == 1 + 4 + 2 * 2
-    assert tables.copies(result).count("| chosen |") == 1 + 4 + 2 * 2
+    assert len(result["parts"]) == 1 + 4 + 3 * 2
+    assert tables.copies(result).count("| chosen |") == 1 + 4 + 3 * 2
     path = gpu_path.main(["--rounds", "1", "--mib", "2"])
     assert len(path["parts"]) == 2
     assert "a GPU of paper" in tables.path(path)
+
+
+def test_a_step_has_its_small_copies_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    copy = torch.Tensor.copy_
+
+    def seen(to: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        made.append(f"{source.numel()} numbers")
+        return copy(to, source)
+
+    step = drag.with_small_copies(machine.Machine("cpu"), lambda: made.append("the graph"))
+    monkeypatch.setattr(torch.Tensor, "copy_", seen)
+    step()
+    assert made == ["16384 numbers", "16384 numbers", "the graph", "256 numbers"]
 
 
 def test_the_doubles_take_what_torch_s_take() -> None:

@@ -1,9 +1,10 @@
 """A few copies of every kind, small enough to run under compute-sanitizer:
-`python -m tests.gpu.sanitized [--kind cuda-batch …] [--mib 4] [--seconds 60]`. Ends with 1 where a
-byte is wrong.
+`python -m tests.gpu.sanitized [--kind cuda-batch …] [--mib 4] [--large] [--seconds 60]`. Ends with
+1 where a byte is wrong.
 
 --kind: of device, as in `tests.unit.device.devices`; both paths of a GPU if none is given.
 --mib: of the caches. Large ones do not fit into one piece of an allocator's.
+--large: chunks of the many pieces that real models have instead, too many for a sanitizer.
 --seconds: begin again, with other pages and bytes, until so many have passed.
 """
 
@@ -26,6 +27,12 @@ SHAPES = (
     Shape("LBNHC", layers=3, tokens=16, content=64, heads=2, blocks_per_chunk=4),
     Shape("LHBNC", layers=2, tokens=16, content=64, heads=2, blocks_per_chunk=3),
     Shape("BLNHC", layers=3, tokens=4, content=6, heads=1, pad=1, lead=1, blocks_per_chunk=2),
+)
+LARGE = (
+    # A rank of a 70B model at TP 8, with heads of half their width: 1,280 pieces of 8 KiB.
+    Shape("LBNHC", layers=80, tokens=16, content=256, heads=1, blocks=49, blocks_per_chunk=16),
+    # Heads outermost: 4,352 pieces of 2 KiB, more than the driver is given in one call.
+    Shape("LHBNC", layers=32, tokens=16, content=64, heads=8, blocks=52, blocks_per_chunk=17),
 )
 PAGE_BYTES = 16 * 2 * 64 * 2
 SLOTS = 3
@@ -71,10 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", action="append", choices=KINDS)
     parser.add_argument("--mib", type=int, default=0)
+    parser.add_argument("--large", action="store_true")
     parser.add_argument("--seconds", type=float, default=0)
     options = parser.parse_args(arguments)
     kinds = options.kind or ("cuda-batch", "cuda-gather")
-    shapes = [sized(shape, options.mib) for shape in SHAPES]
+    shapes = LARGE if options.large else [sized(shape, options.mib) for shape in SHAPES]
     end_s = monotonic() + options.seconds
     for seed in count():
         for kind, shape in product(kinds, shapes):

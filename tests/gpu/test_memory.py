@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from s3kv.device.gpu.cuda import BatchCall, NoBatchCall
+from s3kv.device.gpu.cuda import MOST_COPIES, BatchCall, NoBatchCall
 from tests.gpu import sanitized
+from tests.unit.device.caches import build
 
 ROOT = Path(__file__).parents[2]
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which(
@@ -75,7 +77,25 @@ def test_memcheck_finds_nothing() -> None:
     assert done.returncode == 0
 
 
+def test_large_chunks_have_as_many_pieces_as_a_batch_of_a_real_model() -> None:
+    generator = torch.Generator().manual_seed(0)
+    runs = [
+        build(shape, "cpu", generator).layout().runs(range(0, 2 * shape.blocks_per_chunk, 2), 0)
+        for shape in sanitized.LARGE
+    ]
+    assert [(len(each.sizes), set(each.sizes)) for each in runs] == [
+        (1280, {8 * 1024}),
+        (4352, {2 * 1024}),
+    ]
+    assert len(runs[1].sizes) > MOST_COPIES
+
+
+def test_large_chunks_come_back() -> None:
+    assert sanitized.main(["--kind", "simulated-batch", "--large"]) == 0
+
+
 @pytest.mark.gpu
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "settings", ["expandable_segments:True", "backend:cudaMallocAsync", "max_split_size_mb:32"]
 )

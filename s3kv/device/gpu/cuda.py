@@ -1,9 +1,8 @@
 """`CudaGpu`: the `Gpu` of real hardware: torch's streams and events, and one call of the driver.
 
 `cuMemcpyBatchAsync` makes many copies in one call, by the copy engines. We call it through `ctypes`
-with the addresses of arrays, which releases the GIL and converts nothing. NVIDIA's `cuda-bindings`
-finds the function, but would take lists of Python integers. CUDA builds of torch bring that package
-along from 2.11 on.
+with the addresses of arrays, which releases the GIL and converts nothing. NVIDIA's `cuda-bindings`,
+part of CUDA builds of torch from 2.11 on, finds it, but would take lists of Python integers.
 
 We ask for the version of CUDA 12.8, which introduced the call. Later drivers keep it beside that of
 13.0, which has no `failIdx`, so one prototype serves them all.
@@ -13,14 +12,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from s3kv.device.copier import BatchRefused
 from s3kv.device.gpu.gather import Stack, with_rows
-from s3kv.device.gpu.interface import BatchRefused, Copies
+from s3kv.device.gpu.interface import Copies
 from s3kv.device.gpu.pinning import pin, unpin
 
 _NAME = b"cuMemcpyBatchAsync"
@@ -28,9 +29,8 @@ _CUDA_VERSION = 12080
 _NO_COPY = ctypes.c_size_t(-1).value
 _ITEM_BYTES = np.dtype(np.int64).itemsize
 
-_MAX_COPIES = 4096
-"""Most copies in one call. Calls with some 50,000 were reported to crash or hang drivers; a chunk
-of long pieces has hundreds."""
+MOST_COPIES = 4096
+"""Most copies in one call. Calls with some 50,000 were reported to crash or hang drivers."""
 
 STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: the source is read once the stream reaches the copy."""
@@ -78,9 +78,7 @@ class NoBatchCall(Exception):
 
 
 class BatchCall:
-    """The call itself, for one thread at a time. entry: the driver's function, or anything of type
-    `PROTOTYPE`.
-    """
+    """The call itself, for one thread at a time. entry: the function, of type `PROTOTYPE`."""
 
     def __init__(self, entry: Callable[..., int]) -> None:
         self._entry = entry
@@ -122,10 +120,10 @@ class BatchCall:
         order = self._any_order if source_is_stable else self._in_order
         addresses = [array.__array_interface__["data"][0] for array in copies]
         count = len(copies.sizes)
-        for begin in range(0, count, _MAX_COPIES):
+        for begin in range(0, count, MOST_COPIES):
             self._failed.value = _NO_COPY
             arrays = [address + begin * _ITEM_BYTES for address in addresses]
-            result = self._entry(*arrays, min(_MAX_COPIES, count - begin), *order, stream)
+            result = self._entry(*arrays, min(MOST_COPIES, count - begin), *order, stream)
             if result:
                 raise BatchRefused(_refusal(result, self._failed.value, begin, copies))
 
@@ -161,9 +159,9 @@ class CudaStream:
         assert self._batch is not None, "asked for what `no_batch` rules out"
         self._batch(copies, source_is_stable, self._stream.cuda_stream)
 
-    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
-        # Torch's allocator reuses freed pinned memory only once the stream has passed the copy.
-        self.copy(destination, torch.from_numpy(numbers).pin_memory())
+    def fetch(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            torch.add(source, 0, out=destination)  # `copy_` would take a copy engine
 
     def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -202,9 +200,16 @@ class CudaGpu:
         stream: torch.cuda.Stream = torch.cuda.Stream(self._device, priority=priority)
         return CudaStream(stream, self._batch)
 
-    def new_event(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event()
+    def new_event(self, *, timed: bool = False) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=timed)
         return event
+
+    def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:
+        numbers = torch.zeros(count, dtype=torch.int64).pin_memory()
+        # An address of pinned memory is one of the GPU, too. The tensor keeps `numbers` alive.
+        array = {"shape": (count,), "typestr": "<i8", "data": (numbers.data_ptr(), False)}
+        mapped = SimpleNamespace(__cuda_array_interface__=array | {"version": 3}, keeps=numbers)
+        return numbers.numpy(), torch.as_tensor(mapped, device=self._device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

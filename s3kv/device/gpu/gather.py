@@ -2,9 +2,8 @@
 
 A row is a contiguous piece of a block. The addresses of all rows differ by multiples of the
 tensor's stride; most of its rows belong to other blocks, to other layers or to none. A chunk is
-then a list of row numbers, in payload order. The layers are not a dimension of their own, which
-keeps torch's kernels to one launch: their offsets have 32 bits, and two layers of a large cache are
-further apart.
+then a list of row numbers, in payload order. The layers are no dimension of their own: torch's
+kernels, with offsets of 32 bits, would take several launches for a large cache.
 
 The layers of a group are one stack where they are alike and in one buffer. Otherwise each stack has
 a share of every block of the payload.
@@ -63,9 +62,7 @@ class Stack:
             target.copy_(torch.index_select(self.pages, 0, rows).view(target.shape))
 
     def scatter(self, rows: torch.Tensor, first_block: int) -> None:
-        """Write blocks of `chunk`, from its `first_block` on, to the cache. rows: as for `gather`,
-        the numbers of the rows to write.
-        """
+        """Write blocks of `chunk`, from its `first_block` on, to these rows of the cache."""
         self.pages.index_copy_(0, rows, self._blocks(rows, first_block).flatten(0, 1))
 
     def _blocks(self, rows: torch.Tensor, first_block: int) -> torch.Tensor:
@@ -97,9 +94,7 @@ def with_rows(parts: Sequence[Stack], rows: torch.Tensor) -> Iterator[tuple[Stac
 
 
 def _runs(layout: PageLayout) -> Iterator[range]:
-    """Runs of consecutive layers in one storage; a layer that would make the rows shorter begins a
-    new run.
-    """
+    """Runs of consecutive layers in one storage whose rows get no shorter by being together."""
     start = 0
     for i in range(1, len(layout.layers) + 1):
         if i < len(layout.layers) and _alike(layout, start, i):
@@ -121,9 +116,7 @@ def _alike(layout: PageLayout, i: int, k: int) -> bool:
 
 
 class _Rows(NamedTuple):
-    """The rows of a stack. base: the lowest address of one; others are multiples of `step_bytes`
-    further.
-    """
+    """The rows of a stack. base: the lowest address; others are multiples of `step_bytes` on."""
 
     base: int
     step_bytes: int

@@ -1,7 +1,6 @@
 """Copies for a KV cache in GPU memory: chooses the path of each group and direction by measuring.
 
-The copy thread launches everything. The engine's thread records marks, makes its stream wait, and
-queries events.
+The copy thread launches everything. The engine's thread records marks, fences and queries events.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 
-import torch
-
-from s3kv.device.copier import CopyDirection, Path, PathChoice
+from s3kv.device.copier import BatchRefused, CopyDirection, Path, PathChoice
 from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, SaveLane
-from s3kv.device.gpu.interface import BatchRefused, Event, Gpu
+from s3kv.device.gpu.interface import Event, Gpu
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import LoadPart
+from s3kv.types import once_a_minute
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +34,6 @@ _MOST_REFUSALS = 3
 
 class GpuCopier:
     """The `Copier` for GPUs. Pins the slab, and takes over `places` even if the constructor raises.
-
-    Unpinned memory works too: such a copy goes through the driver's bounce buffer, at a third of
-    the speed or less, and blocks the copy thread, not the engine's, until it has ended.
 
     path: the path of all copies; None measures both, for each group and direction, before the first
     copy. Measuring blocks the host for some tenths of a second, overwrites slots, and rewrites
@@ -62,18 +58,24 @@ class GpuCopier:
         self._slab_address = places.memory.data_ptr()
         self.refused = 0
         self._refused_in_a_row = 0
+        self._is_due = once_a_minute(clock)
         with ExitStack() as undo:
             undo.callback(places.close)
             if path is Path.BATCH and gpu.no_batch:
                 raise ValueError(f"copies in batches are not possible here: {gpu.no_batch}")
             self.pinned = gpu.pin(places.memory, places.pinned_bytes)
             undo.callback(gpu.unpin)
-            forced = self._only_path(path)
+            if path is None and gpu.no_batch:
+                logger.info("s3kv: gathers KV blocks before copying them: %s", gpu.no_batch)
+                path = Path.GATHER
             self._out, self._in = SaveLane(gpu), LoadLane(gpu)
             undo.callback(self.settle)
-            if not self._may_gather(forced) or (idle is not None and not idle):
-                forced = forced or Path.BATCH
-            self.choices = self._choose(forced, idle, clock)
+            if not self._may_gather(path) or (idle is not None and not idle):
+                path = path or Path.BATCH
+            self.choices = tuple(
+                PathChoice(*end, path, None, None) if path else self._measure(*end, idle, clock)
+                for end in product(self._layouts, CopyDirection)
+            )
             undo.pop_all()
         self._paths = {(choice.group, choice.direction): choice.path for choice in self.choices}
         self._drop_staging()
@@ -89,17 +91,11 @@ class GpuCopier:
 
     def copy_out(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
-        layout, begin = self._places.locate_whole(part)
-        if (path or self._paths[part.group, CopyDirection.OUT]) is Path.BATCH:
-            return self._batch(self._out, layout, part, begin, mark)
-        return self._out.gather(layout, part, self._payload(layout, begin), mark)
+        return self._copy(self._out, self._places.locate_whole(part), part, mark, path)
 
     def copy_in(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
-        layout, begin = self._places.locate(part)
-        if (path or self._paths[part.group, CopyDirection.IN]) is Path.BATCH:
-            return self._batch(self._in, layout, part, begin, mark)
-        return self._in.gather(layout, part, self._payload(layout, begin), mark)
+        return self._copy(self._in, self._places.locate(part), part, mark, path)
 
     def settle(self) -> None:
         try:
@@ -119,18 +115,25 @@ class GpuCopier:
             self._layouts.clear()
             self._places.close()
 
-    def _payload(self, layout: PageLayout, begin: int) -> torch.Tensor:
-        return self._places.memory[begin : begin + layout.payload_bytes]
-
-    def _batch(
-        self, lane: SaveLane | LoadLane, layout: PageLayout, part: LoadPart, begin: int, mark: Event
+    def _copy(
+        self,
+        lane: SaveLane | LoadLane,
+        place: tuple[PageLayout, int],
+        part: LoadPart,
+        mark: Event,
+        path: Path | None,
     ) -> EventTicket:
+        layout, begin = place
+        if (path or self._paths[part.group, lane.direction]) is Path.GATHER:
+            payload = self._places.memory[begin : begin + layout.payload_bytes]
+            return lane.gather(layout, part, payload, mark)
         try:
             ticket = lane.batch(layout, part, self._slab_address + begin, mark)
         except BatchRefused as error:
             self.refused += 1
             self._refused_in_a_row += 1
-            if self._refused_in_a_row >= _MOST_REFUSALS:
+            # Once a minute: torch empties its cache before it gives up an allocation.
+            if self._refused_in_a_row >= _MOST_REFUSALS and self._is_due("staging"):
                 self._stop_batches(error)
             raise
         self._refused_in_a_row = 0
@@ -138,9 +141,9 @@ class GpuCopier:
 
     def _stop_batches(self, error: BatchRefused) -> None:
         """Gather from now on, because a driver that refuses one batch after another will go on."""
-        self._refused_in_a_row = 0
         if not self._may_gather(None):
-            return
+            return self._drop_staging()
+        self._refused_in_a_row = 0
         self.choices = tuple(choice._replace(path=Path.GATHER) for choice in self.choices)
         self._paths = dict.fromkeys(self._paths, Path.GATHER)
         logger.warning(
@@ -151,43 +154,26 @@ class GpuCopier:
 
     def _drop_staging(self) -> None:
         """Free the GPU memory that no chosen path uses."""
-        for lane, direction in ((self._out, CopyDirection.OUT), (self._in, CopyDirection.IN)):
-            if all(self._paths[group, direction] is Path.BATCH for group in self._layouts):
+        for lane in (self._out, self._in):
+            if all(self._paths[group, lane.direction] is Path.BATCH for group in self._layouts):
                 lane.staging = None
 
     # --- which path ---------------------------------------------------------------------------
 
-    def _only_path(self, path: Path | None) -> Path | None:
-        """The requested path, or the only possible one; None when there is a choice."""
-        if path is None and self._gpu.no_batch:
-            logger.info("s3kv: gathers KV blocks before copying them: %s", self._gpu.no_batch)
-            return Path.GATHER
-        return path
-
     def _may_gather(self, path: Path | None) -> bool:
-        """Allocate what staging is missing. False when `path` needs none, or when there is no room
-        and `path` allows batches.
-        """
+        """Allocate missing staging. False if `path` needs none, or allows batches without room."""
         if path is Path.BATCH:
             return False
         try:
             for lane in (self._out, self._in):
                 if lane.staging is None:
                     lane.allocate_staging(self._layouts)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # also of memory that cannot be pinned
             if path is Path.GATHER:
                 raise
-            logger.warning("s3kv: copies KV blocks in batches; no GPU memory to gather: %s", error)
+            logger.warning("s3kv: copies KV blocks in batches; no memory to gather: %s", error)
             return False
         return True
-
-    def _choose(
-        self, forced: Path | None, idle: Sequence[int] | None, clock: Callable[[], float]
-    ) -> tuple[PathChoice, ...]:
-        ends = [(group, direction) for group in self._layouts for direction in CopyDirection]
-        if forced is None:
-            return tuple(self._measure(*end, idle, clock) for end in ends)
-        return tuple(PathChoice(*end, forced, None, None) for end in ends)
 
     def _measure(
         self,
@@ -196,9 +182,7 @@ class GpuCopier:
         idle: Sequence[int] | None,
         clock: Callable[[], float],
     ) -> PathChoice:
-        """Measure both paths. `CopyDirection.IN` brings back what `CopyDirection.OUT` has just
-        taken to the same slots.
-        """
+        """Measure both paths. Loads bring back what saves have just taken to the same slots."""
         layout = self._layouts[group]
         blocks = range(layout.num_blocks) if idle is None else idle
         # An object may take several slots, and be as long as the slab.
@@ -225,15 +209,11 @@ class GpuCopier:
             return PathChoice(group, direction, Path.GATHER, None, seconds[Path.GATHER])
         batch_s, gather_s = seconds[Path.BATCH], seconds[Path.GATHER]
         path = faster(batch_s, gather_s)
-        logger.info(
+        text = (
             "s3kv: KV blocks of group %d go %s by %s: a chunk takes %.2f ms by batch, %.2f ms by "
-            "gather",
-            group,
-            direction.value,
-            path.value,
-            1e3 * batch_s,
-            1e3 * gather_s,
         )
+        taken = direction.value, path.value, 1e3 * batch_s, 1e3 * gather_s
+        logger.info(text + "gather", group, *taken)
         return PathChoice(group, direction, path, batch_s, gather_s)
 
 

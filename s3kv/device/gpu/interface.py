@@ -7,7 +7,7 @@ this contract allows; the copier's logic relies on the contract alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ class Event(Protocol):
     """
 
     def query(self) -> bool:
-        """Whether the point has passed. Does not block. Raises `RuntimeError` when the device has
-        failed.
-        """
+        """Whether the point has passed. Does not block. `RuntimeError`: the device has failed."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds of the device from this point to `end`. Both have passed, and are timed."""
 
 
 class Copies(NamedTuple):
@@ -36,10 +37,6 @@ class Copies(NamedTuple):
     destinations: NDArray[np.int64]
     sources: NDArray[np.int64]
     sizes: NDArray[np.int64]
-
-
-class BatchRefused(RuntimeError):
-    """The driver refused a batch of copies; some of them may be under way."""
 
 
 class Stream(Protocol):
@@ -58,8 +55,8 @@ class Stream(Protocol):
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy flat bytes between device and host; both tensors have the same length."""
 
-    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
-        """Copy numbers to as many int64 on the device. The array may be freed on return."""
+    def fetch(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `Gpu.host_numbers` by a kernel: copies of other streams may hold a copy engine."""
 
     def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
         """Copy between device and host by address; only where `Gpu.no_batch` is empty. Raises
@@ -87,11 +84,13 @@ class Gpu(Protocol):
         """The stream that the calling thread launches to now."""
 
     def new_stream(self, *, urgent: bool) -> Stream:
-        """A new stream. An urgent one goes before the engine's where both have work; any other has
-        the lowest priority.
-        """
+        """A new stream. An urgent one goes before the engine's, any other has lowest priority."""
 
-    def new_event(self) -> Event: ...
+    def new_event(self, *, timed: bool = False) -> Event: ...
+
+    def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:
+        """Pinned int64 in host memory, as the host sees them, and as kernels read them in place.
+        Raises `RuntimeError` when they cannot be pinned."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Device memory, flat uint8, for use after everything launched on the current stream."""
@@ -100,10 +99,8 @@ class Gpu(Protocol):
         """Prepare the calling thread to launch work."""
 
     def pin(self, memory: torch.Tensor, unit_bytes: int) -> bool:
-        """Pin host memory for asynchronous copies that cross no multiple of `unit_bytes`.
-        Returns False, after a warning, when part of it stays unpinned: copies of that part are
-        slow, but right.
-        """
+        """Pin host memory for asynchronous copies that cross no multiple of `unit_bytes`. Returns
+        False, after a warning, when part stays unpinned: its copies are slow, but right."""
 
     def unpin(self) -> None:
         """Undo `pin`. No copy may be running. Idempotent."""

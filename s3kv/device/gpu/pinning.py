@@ -88,15 +88,11 @@ def pin(memory: torch.Tensor, unit_bytes: int, device: torch.device) -> dict[int
     """Register memory as `register` does, and log a warning for a refusal: {address: bytes}."""
     registered, refusal = register(memory, unit_bytes, device)
     if refusal is not None:
-        logger.warning(
+        text = (
             "s3kv: CUDA pinned only %d of the %d bytes of a slab of host memory: %s. To pin all of "
-            "it, %s. s3kv goes on: %s",
-            sum(registered.values()),
-            memory.numel(),
-            refusal.reason,
-            refusal.remedy,
-            COST,
         )
+        pinned = sum(registered.values()), memory.numel(), refusal.reason
+        logger.warning(text + "it, %s. s3kv goes on: %s", *pinned, refusal.remedy, COST)
     return registered
 
 
@@ -137,12 +133,8 @@ def unpin(registered: dict[int, int]) -> None:
         code = int(_cudart().cudaHostUnregister(address))
         if code:
             _forget_error(torch.device("cuda"))
-            logger.warning(
-                "s3kv: CUDA did not unpin %d bytes (error %d); they stay pinned until this process "
-                "ends",
-                nbytes,
-                code,
-            )
+            text = "s3kv: CUDA did not unpin %d bytes (error %d); they stay pinned until the end"
+            logger.warning(text, nbytes, code)
     registered.clear()
 
 
@@ -159,9 +151,7 @@ def _cudart() -> Any:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clear the error that a failed call has left in CUDA's runtime, which would report it at the
-    engine's next kernel launch.
-    """
+    """Clear the error of a failed call, which CUDA would report at the engine's next launch."""
     major = str(torch.version.cuda).partition(".")[0]
     try:
         # The library that torch has loaded: each copy of the runtime has errors of its own.

@@ -20,7 +20,24 @@ def test_other_tokens_and_shorter_hits_are_noticed() -> None:
     assert not engine.same([whole], [Answer([1, 3], engine.HIT_TOKENS, 0.1, 0.2, "length")])
     assert engine.hit([whole])
     assert not engine.hit([whole, answer(engine.HIT_TOKENS - 1)])
-    good = {"equal": True, "left": [{}, {}], "broken": []}
+    good: dict[str, object] = {"equal": True, "left": [{}, {}], "broken": []}
     assert engine.well(good)
-    for worse in ({"equal": False}, {"left": [{}, {"jobs": 1}]}, {"broken": ["a hook"]}):
+    for worse in (
+        {"equal": False},
+        {"equal": None},
+        {"left": [{}, {"jobs": 1}]},
+        {"broken": ["a hook"]},
+    ):
         assert not engine.well(good | worse)
+
+
+def test_the_tiers_are_compared_as_they_come() -> None:
+    whole, wrong = [answer(engine.HIT_TOKENS)], [answer(0)]
+    answers = {"cold": wrong, "engine": whole}
+    assert engine.compared(answers)["equal"] is None
+    assert engine.compared(answers | {"host": wrong})["equal"] is False
+    answers["host"] = whole
+    assert engine.compared(answers)["equal"] is None
+    assert engine.compared(answers | {"bucket": whole})["equal"] is True
+    assert engine.compared(answers | {"bucket": wrong})["equal"] is False
+    assert list(engine.compared(answers)["cached_tokens"]) == ["cold", "engine", "host"]

@@ -24,7 +24,7 @@ import torch
 from s3kv.device import copies as copies_module
 from s3kv.device.copier import Copier, Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu import gpu_copier
+from s3kv.device.gpu import copy_streams, gpu_copier
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
@@ -67,18 +67,20 @@ class SteppedCondition:
     def notify_all(self) -> None:
         return
 
-    def wait_for(self, predicate: Callable[[], Any], timeout_s: float = 0.0) -> bool:
+    def wait_for(self, predicate: Callable[[], Any], timeout_s: float | None = None) -> bool:
         while not predicate():
             self.step()
         return True
 
 
-def stepped(copier: Copier) -> BlockCopies:
-    """`BlockCopies` whose copy thread starts a part when `_start_next` is called."""
+def stepped(copier: Copier, clock: Callable[[], float] = float) -> BlockCopies:
+    """`BlockCopies` whose copy thread starts a part when `_start_next` is called. clock: stands
+    still unless another is given.
+    """
     doubles = SimpleNamespace(Thread=SteppedThread, Condition=SteppedCondition)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies_module, "threading", doubles)
-        copies = BlockCopies(copier)
+        copies = BlockCopies(copier, clock)
     copies._changed.step = copies._start_next  # type: ignore[attr-defined]
     return copies
 
@@ -130,7 +132,7 @@ class Schedule:
 
     def __init__(self, seed: int, deaf: tuple[str, str] | None = None) -> None:
         self.random = random.Random(seed)
-        self.gpu = SimulatedGpu(self.random.randrange(2**32), deaf=deaf)
+        self.gpu = SimulatedGpu(self.random.randrange(2**32), deaf=deaf, stalls_end=True)
         self.engine = [self.gpu.current, self.gpu.engine_stream()]
         self.groups = [self._group() for _ in range(self.random.choice([1, 2]))]
         slot_bytes = HEADER_BYTES + max(group.layout.payload_bytes for group in self.groups) + 8
@@ -146,10 +148,12 @@ class Schedule:
             self.stall()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu_copier, "_CHUNKS", 3)  # no time for more
+            patch.setattr(copy_streams, "MOST_PLACES", self.random.choice([2, 3, 256]))
             self.copier = GpuCopier(places, self.gpu, path, clock=self.random.random)
-        self.copies = stepped(self.copier)
+        self.now_s = 0.0
+        self.copies = stepped(self.copier, self.clock)
         for queue in (self.copies._out, self.copies._in):
-            queue.window.nbytes = self.random.choice([1, 2**20])
+            queue.window.seconds = self.random.choice([1e-9, 1e-2])
         self.slots = [Slot() for _ in range(SLOTS)]
         self.saves: dict[int, tuple[Slot, bytes]] = {}
         self.loads: dict[str, tuple[int, list[LoadPart]]] = {}
@@ -200,6 +204,10 @@ class Schedule:
             assert set(self.slab[begin : begin + HEADER_BYTES]) == {0xA5}
             assert set(self.slab[begin + self.slot_bytes - 8 : begin + self.slot_bytes]) == {0xA5}
             assert slot.free
+
+    def clock(self) -> float:
+        self.now_s += self.random.choice([0.0, 1e-6, 1e-3])
+        return self.now_s
 
     # --- what the engine does -------------------------------------------------------------------
 

@@ -4,6 +4,10 @@ Each stream is a queue. Nothing runs when it is launched; at every call from the
 as the seed likes run, of any stream whose turn it may be. Sources are read and destinations written
 at that moment, a long copy in several steps, a batch in any order, and a source that was said to be
 stable perhaps long before.
+
+There is one copy engine for each direction. It goes on with a stream as long as that has copies one
+behind the other, as was measured on real ones (pytorch/torchrec#4303); another stream's copy waits
+until then, however urgent it is. Kernels run beside it.
 """
 
 from __future__ import annotations
@@ -29,8 +33,9 @@ NAMES = ("save pages", "save bus", "load pages", "load bus")
 
 
 class SimulatedEvent:
-    def __init__(self, gpu: SimulatedGpu) -> None:
+    def __init__(self, gpu: SimulatedGpu, *, timed: bool = False) -> None:
         self.gpu = gpu
+        self.timed = timed
         self.at: Op | None = None
         self.recorded_on = ""
 
@@ -39,13 +44,25 @@ class SimulatedEvent:
             self.gpu.pass_time()
             return self.at is None or self.at.done
 
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        """As long as the seed likes, up to some ms."""
+        with self.gpu.lock:
+            for event in (self, end):
+                assert event.timed
+                assert event.at is not None
+                assert event.at.done
+            return self.gpu.random.choice([0.0, 0.001, 0.1, 5.0])
+
 
 @dataclass(eq=False)
 class Op:
-    """steps: what is left to do. after: what has to be done before."""
+    """steps: what is left to do. after: what has to be done before. engine: the copy engine that it
+    needs, "in" or "out".
+    """
 
     steps: deque[Step] = field(default_factory=deque)
     after: Op | None = None
+    engine: str = ""
     done: bool = False
 
     @property
@@ -81,7 +98,8 @@ class SimulatedStream:
         def copy(begin: int, end: int) -> Step:
             return lambda: void(destination[begin:end].copy_(source[begin:end]))
 
-        self._launch(copy(*piece) for piece in self.gpu.torn(source.numel()))
+        steps = [copy(*piece) for piece in self.gpu.torn(source.numel())]
+        self._launch(steps, engine=self.gpu.engine_to(destination.data_ptr()))
 
     def copy_batch(self, copies: Copies, source_is_stable: bool) -> None:
         assert not self.gpu.no_batch
@@ -89,7 +107,8 @@ class SimulatedStream:
         assert copies.sizes.min() > 0
         moves = list(zip(*(array.tolist() for array in copies), strict=True))
         self.gpu.random.shuffle(moves)
-        self._launch(self._move(*move, source_is_stable) for move in moves)
+        steps = [self._move(*move, source_is_stable) for move in moves]
+        self._launch(steps, engine=self.gpu.engine_to(moves[0][0]))
 
     def _move(self, destination: int, source: int, nbytes: int, is_stable: bool) -> Step:
         if is_stable and self.gpu.random.random() < 0.5:
@@ -97,8 +116,9 @@ class SimulatedStream:
             return lambda: void(ctypes.memmove(destination, early, nbytes))
         return lambda: void(ctypes.memmove(destination, source, nbytes))
 
-    def upload(self, destination: torch.Tensor, numbers: NDArray[np.int64]) -> None:
-        self.copy(destination, torch.from_numpy(numbers))
+    def fetch(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        assert destination.numel() == source.numel()
+        self._launch([lambda: void(destination.copy_(source))])
 
     def gather(self, stacks: Sequence[Stack], rows: torch.Tensor) -> None:
         def gather(stack: Stack, rows: torch.Tensor, begin: int, end: int) -> Step:
@@ -135,12 +155,27 @@ class SimulatedStream:
     def synchronize(self) -> None:
         with self.gpu.lock:
             while self.queue:
-                assert self.gpu.step(), "the host waits for what does not end"
+                if not self.gpu.step():
+                    assert self.gpu.stalls_end, "the host waits for what does not end"
+                    for stream in self.gpu.streams:
+                        stream.go_on()
 
-    def _launch(self, steps: Iterator[Step] | Sequence[Step] = (), after: Op | None = None) -> Op:
+    def next_engine(self) -> str:
+        """The copy engine that the stream needs next; empty if it needs something else before."""
+        for op in self.queue:
+            if op.steps or not op.ready:
+                return op.engine if op.ready else ""
+        return ""
+
+    def _launch(
+        self,
+        steps: Iterator[Step] | Sequence[Step] = (),
+        after: Op | None = None,
+        engine: str = "",
+    ) -> Op:
         with self.gpu.lock:
             self.gpu.fail_perhaps(self)
-            op = Op(deque(steps), after)
+            op = Op(deque(steps), after, engine)
             self.queue.append(op)
             self.gpu.pass_time()
             return op
@@ -149,7 +184,7 @@ class SimulatedStream:
 class SimulatedGpu:
     """deaf: a stream, and the stream whose events it forgets to wait for; names as in `NAMES`,
     the engine's streams are all "engine". eagerness: of which the seed draws one; how likely
-    another step runs at each call.
+    another step runs at each call. stalls_end: whether a stream's stall ends when the host waits.
 
     All methods may be called from any thread, and only one runs at a time.
     """
@@ -160,7 +195,9 @@ class SimulatedGpu:
         no_batch: str = "",
         deaf: tuple[str, str] | None = None,
         eagerness: Sequence[float] = (0.1, 0.5, 0.9, 0.99),
+        stalls_end: bool = False,
     ) -> None:
+        self.stalls_end = stalls_end
         self.no_batch = no_batch
         self.deaf = deaf
         self.waits: set[tuple[str, str]] = set()
@@ -174,6 +211,10 @@ class SimulatedGpu:
         self.failing = 0
         """After so many launches of the copier's, the next one fails; 0: none does."""
         self.pinned: tuple[int, int] | None = None
+        self.engines: dict[str, SimulatedStream] = {}
+        """The stream that each copy engine goes on with."""
+        self.frozen: set[str] = set()
+        """Names of streams of which nothing runs now: what they do takes that long."""
 
     # --- what a `Gpu` has -----------------------------------------------------------------------
 
@@ -185,9 +226,13 @@ class SimulatedGpu:
         assert urgent == name.startswith("load")
         return self._stream(name)
 
-    def new_event(self) -> SimulatedEvent:
+    def new_event(self, *, timed: bool = False) -> SimulatedEvent:
         self.events += 1
-        return SimulatedEvent(self)
+        return SimulatedEvent(self, timed=timed)
+
+    def host_numbers(self, count: int) -> tuple[NDArray[np.int64], torch.Tensor]:
+        numbers = torch.full((count,), 2**40)
+        return numbers.numpy(), numbers
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Whoever had the memory before may still be writing to it, on the current stream."""
@@ -224,11 +269,13 @@ class SimulatedGpu:
 
     def step(self) -> bool:
         """Run one step of a stream that may; False when none may."""
-        able = [stream for stream in self.streams if stream.queue and stream.queue[0].ready]
+        able = [stream for stream in self.streams if self._may_run(stream)]
         if not able:
             return False
         (stream,) = self.random.choices(able, [stream.weight for stream in able])
         op = stream.queue[0]
+        if op.engine:
+            self.engines[op.engine] = stream
         if op.steps:
             try:
                 with torch.inference_mode():
@@ -238,7 +285,20 @@ class SimulatedGpu:
         if not op.steps:
             op.done = True
             stream.queue.popleft()
+            if op.engine and stream.next_engine() != op.engine:
+                del self.engines[op.engine]
         return True
+
+    def _may_run(self, stream: SimulatedStream) -> bool:
+        if not stream.queue or not stream.queue[0].ready or stream.name in self.frozen:
+            return False
+        return self.engines.get(stream.queue[0].engine, stream) is stream
+
+    def engine_to(self, destination: int) -> str:
+        """The copy engine that writes to this address."""
+        assert self.pinned is not None
+        begin, nbytes = self.pinned
+        return "out" if begin <= destination < begin + nbytes else "in"
 
     def torn(self, length: int) -> list[tuple[int, int]]:
         """[0, length) in up to three pieces, in any order."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from s3kv.device import copies as copies_module
 from s3kv.device.copier import Copier, PathChoice, Ticket
 from s3kv.device.copies import BlockCopies, open_copier
 from s3kv.device.cpu import CpuCopier
@@ -318,8 +319,60 @@ def test_a_bug_in_the_copy_thread_leaves_nobody_waiting() -> None:
         assert len(loaded) == 1
 
 
+def test_a_fence_that_waits_long_says_once_where_the_copy_thread_is(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copies_module, "LONG_FENCE_S", 0.05)
+    with rig(device) as r:
+        r.copies.save(7, 0, 0, [0, 1])
+        assert r.copier.entered.wait(LONG_S)
+        threading.Timer(1.0, r.copier.gate.set).start()  # twenty times as long
+        r.copies.fence([7])
+        assert r.copies.wait_all(LONG_S)
+    (line,) = [record.getMessage() for record in caplog.records if "fence" in record.getMessage()]
+    assert "in _pass" in line, "not the stack of the thread that is held up"
+
+
+def test_a_fence_that_waits_a_moment_says_nothing(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    with rig(device) as r:
+        r.copies.save(7, 0, 0, [0, 1])
+        threading.Timer(0.05, r.copier.gate.set).start()
+        r.copies.fence([7])
+        assert r.copies.wait_all(LONG_S)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("after_start", [False, True])
+def test_a_broken_device_is_logged_once_a_minute(
+    after_start: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
+    copier = GatedCopier(open_copier(places(caches, caches.layout())[0]))
+    copier.gate.set()
+    if after_start:
+        copier.copier.copy_out = lambda part, mark: LostTicket()  # type: ignore[method-assign]
+    else:
+        copier.broken_slots = {0}
+    now_s = 0.0
+    copies = BlockCopies(copier, clock=lambda: now_s)
+    for minute in (1, 2):
+        for job in range(100):
+            copies.save(job, 0, 0, [0, 1])
+        assert copies.wait_all(LONG_S)
+        assert {end.ok for end in copies.poll().saved} == {False}
+        assert [record.exc_info is not None for record in caplog.records] == [True] * minute
+        now_s = 61.0
+    copies.close()
+
+
 class LostTicket:
-    nbytes = 1
+    nbytes = piece_bytes = 1
+    seconds = 0.0
+
+    def begun(self) -> bool:
+        return True
 
     def done(self) -> bool:
         raise RuntimeError("CUDA error: unspecified launch failure")

@@ -10,7 +10,7 @@ import torch
 
 from s3kv.device.copier import Path, PathChoice
 from s3kv.device.copies import BlockCopies
-from s3kv.device.copy_jobs import LaunchWindow
+from s3kv.device.copy_jobs import WINDOW_S, LaunchWindow
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.messages import LoadPart
 from tests.unit.device.caches import Shape, build, places
@@ -26,8 +26,14 @@ IN_WINDOW = 2
 class HeldTicket:
     name: str
     nbytes: int = CHUNK_BYTES
+    piece_bytes: int = CHUNK_BYTES
+    seconds: float = 0.0
+    running: bool = False
     over: bool = False
     lost: bool = False
+
+    def begun(self) -> bool:
+        return self.running
 
     def done(self) -> bool:
         if self.lost:
@@ -163,19 +169,75 @@ def test_a_load_of_many_parts_ends_with_the_last(held: HeldCopier, copies: Block
     assert copies.poll().loaded == [("r", True)]
 
 
-def test_a_window_is_as_many_bytes_as_keep_the_bus_busy_and_two_copies_at_least() -> None:
-    def launched(nbytes: int) -> int:
-        window, count = LaunchWindow(), 0
-        while window.has_room():
-            window.add(HeldTicket("", nbytes))
-            count += 1
-        return count
+def fill(window: LaunchWindow, nbytes: int, piece_bytes: int) -> list[HeldTicket]:
+    """Launch copies until there is no room."""
+    launched: list[HeldTicket] = []
+    while window.has_room():
+        launched.append(HeldTicket("", nbytes, piece_bytes))
+        window.add(launched[-1])
+    return launched
 
-    assert [launched(mib << 20) for mib in (1, 10, 32, 100)] == [64, 7, 2, 2]
+
+def finish(window: LaunchWindow, tickets: list[HeldTicket], bytes_per_s: float) -> None:
+    for ticket in tickets:
+        ticket.seconds, ticket.over = ticket.nbytes / bytes_per_s, True
+    window.has_room()
+
+
+def test_a_window_is_64_mib_until_copies_have_been_measured() -> None:
+    sizes = (1 << 20, 10 << 20, 32 << 20, 100 << 20)
+    assert [len(fill(LaunchWindow(float), size, 4096)) for size in sizes] == [64, 7, 2, 1]
+
+
+@pytest.mark.parametrize(("bytes_per_s", "count"), [(55e9, 63), (12e9, 14), (6e9, 7), (1e8, 1)])
+def test_a_window_takes_as_long_as_copies_of_that_piece_size_show(
+    bytes_per_s: float, count: int
+) -> None:
+    window = LaunchWindow(float)
+    finish(window, fill(window, 2**20, 5000), bytes_per_s)
+    again = fill(window, 2**20, 4097)
+    assert len(again) == count
+    finish(window, again, bytes_per_s)
+    # What short pieces take says nothing of long ones.
+    assert len(fill(window, 2**20, 2**20)) == 64
+
+
+def test_a_window_follows_a_bus_that_others_slow_down_and_no_single_copy() -> None:
+    window = LaunchWindow(float)
+    finish(window, fill(window, 2**20, 4096), 12e9)
+    late = fill(window, 2**20, 4096)
+    late[0].seconds, late[0].over = 1.0, True
+    window.has_room()
+    finish(window, late[1:], 12e9)
+    few = fill(window, 2**20, 4096)
+    assert 12 <= len(few) <= 14
+    for _ in range(20):
+        finish(window, few, 3e9)
+        few = fill(window, 2**20, 4096)
+    assert len(few) == 4
+
+
+def test_the_next_long_copy_is_launched_just_before_the_one_that_runs_ends() -> None:
+    """So the bus is never idle, and what is launched behind it waits for little more than one."""
+    now_s = 0.0
+    window = LaunchWindow(lambda: now_s)
+    finish(window, fill(window, 32 << 20, 4096), 6e9)
+    (running,) = fill(window, 32 << 20, 4096)
+    now_s = 1.0  # it waits for the engine
+    assert not window.has_room()
+    running.running = True
+    assert not window.has_room()
+    now_s = 1.0043  # of 5.6 ms
+    assert not window.has_room()
+    now_s = 1.0045
+    assert window.has_room()
+    window.add(HeldTicket("", 32 << 20, 4096))
+    now_s = 9.0  # a bus that stands still
+    assert not window.has_room()
 
 
 def test_a_device_that_fails_leaves_room() -> None:
-    window = LaunchWindow()
+    window = LaunchWindow(float)
     tickets = [HeldTicket("") for _ in range(2)]
     for ticket in tickets:
         window.add(ticket)
@@ -185,7 +247,7 @@ def test_a_device_that_fails_leaves_room() -> None:
 
 
 def test_what_has_ended_at_once_takes_no_room() -> None:
-    window = LaunchWindow()
+    window = LaunchWindow(float)
     for _ in range(100):
         window.add(HeldTicket("", nbytes=0))
     assert window.has_room()
@@ -198,7 +260,8 @@ def test_a_busy_engine_is_given_a_window_of_copies_and_what_it_fences(path: Path
     caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
     gpu = SimulatedGpu(5)
     copies = stepped(GpuCopier(places(caches, caches.layout())[0], gpu, path))
-    copies._out.window.nbytes = 1
+    chunk_bytes = caches.layout().payload_bytes
+    copies._out.window.seconds = 1.5 * chunk_bytes / (64 << 20) * WINDOW_S
     launched: list[Any] = []
     copy = copies._out.copy
     copies._out.copy = lambda part, at: (launched.append(part.block_ids), copy(part, at))[1]

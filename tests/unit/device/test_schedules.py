@@ -124,11 +124,9 @@ def marks_a_stream_that_is_not_the_current_one(patch: Patch) -> None:
 def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
     init = EventTicket.__init__
 
-    def hasty(
-        self: EventTicket, gpu: Any, events: list[Event], read: Event, end: Event, nbytes: int
-    ) -> None:
-        init(self, gpu, events, read, end, nbytes)
-        events.append(end)
+    def hasty(self: EventTicket, gpu: Any, events: list[Event], *rest: Any) -> None:
+        init(self, gpu, events, *rest)
+        events.append(self.finished)
 
     patch.setattr(EventTicket, "__init__", hasty)
 
@@ -136,14 +134,26 @@ def uses_an_event_again_while_it_is_asked(patch: Patch) -> None:
 @mutant
 def has_a_single_turn_for_all_buffers(patch: Patch) -> None:
     """The buffers' events stay where they are, and the memory is always the first one's."""
-    real = Staging.next
+    init = Staging.__init__
 
-    def first(self: Staging) -> object:
-        buffer = real(self)
-        buffer.memory, buffer.stacks = self._buffers[0].memory, self._buffers[0].stacks
-        return buffer
+    def one(self: Staging, *arguments: Any) -> None:
+        init(self, *arguments)
+        buffers = [next(self.buffers) for _ in range(2)]
+        buffers[1].memory, buffers[1].stacks = buffers[0].memory, buffers[0].stacks
 
-    patch.setattr(Staging, "next", first)
+    patch.setattr(Staging, "__init__", one)
+
+
+@mutant
+def writes_row_numbers_over_those_that_are_not_read(patch: Patch) -> None:
+    init = Staging.__init__
+
+    def hasty(self: Staging, gpu: Any, *arguments: Any) -> None:
+        init(self, gpu, *arguments)
+        places = self.places
+        self.places = ((*place, gpu.new_event()) for *place, _ in places)  # type: ignore[assignment]
+
+    patch.setattr(Staging, "__init__", hasty)
 
 
 @mutant

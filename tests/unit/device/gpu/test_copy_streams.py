@@ -9,10 +9,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
+from s3kv.device.gpu import copy_streams
+from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.messages import LoadPart
 from tests.unit.device.caches import Caches, Shape, build, places
 from tests.unit.device.devices import Device
+from tests.unit.device.simulated import SimulatedGpu
 
 LONG_S = 10.0
 
@@ -117,3 +121,56 @@ def test_caches_made_in_inference_mode_can_be_loaded_into(gpu: Device) -> None:
     assert copies.wait_all(LONG_S)
     assert copies.poll().loaded == [("r", True)]
     copies.close()
+
+
+@pytest.mark.parametrize("load_path", Path)
+def test_a_fence_of_a_gathered_save_waits_for_no_load(load_path: Path) -> None:
+    """Loads keep the copy engine into the GPU busy for as long as it takes."""
+    caches = build(Shape("LBNHC", blocks=12), "cpu", torch.Generator().manual_seed(3))
+    gpu = SimulatedGpu(5, eagerness=[0.0])
+    copier = GpuCopier(places(caches, caches.layout())[0], gpu, Path.GATHER)
+    gpu.synchronize()
+    mark = copier.mark()
+    loads = [copier.copy_in(LoadPart(0, 1, 0, (2, 3)), mark, load_path) for _ in range(4)]
+    while "in" not in gpu.engines:
+        assert gpu.step()
+    gpu.frozen.add(gpu.engines["in"].name)
+    save = copier.copy_out(LoadPart(0, 0, 0, (0, 1)), copier.mark())
+    save.fence()
+    ran: list[str] = []
+    gpu.current.run(lambda: ran.append("the engine's next step"))
+    while gpu.step():
+        pass
+    assert ran, "the fence waits for loads"
+    assert not any(load.done() for load in loads)
+    gpu.frozen.clear()
+    copier.close()
+
+
+def test_more_copies_than_places_for_row_numbers_wait_for_those_that_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copy_streams, "MOST_PLACES", 3)
+    pinned: list[int] = []
+    host_numbers = SimulatedGpu.host_numbers
+    monkeypatch.setattr(
+        SimulatedGpu, "host_numbers", lambda gpu, n: (pinned.append(n), host_numbers(gpu, n))[1]
+    )
+    caches = build(Shape("LBNHC", blocks=40), "cpu", torch.Generator().manual_seed(3))
+    gpu = SimulatedGpu(5, eagerness=[0.0])
+    where, form = places(caches, caches.layout())
+    copier = GpuCopier(where, gpu, Path.GATHER)
+    payload = where.memory.narrow(0, form.header_bytes, caches.layout().payload_bytes)
+    before = payload.clone()
+    blocks = [(2 * number, 2 * number + 1) for number in range(20)]
+    tickets = [copier.copy_in(LoadPart(0, 0, 0, ids), copier.mark()) for ids in blocks]
+    gpu.synchronize()
+    assert all(ticket.done() for ticket in tickets)
+    payload.zero_()
+    for ids in blocks:
+        save = copier.copy_out(LoadPart(0, 0, 0, ids), copier.mark())
+        gpu.synchronize()
+        assert save.done()
+        assert torch.equal(payload, before)
+    assert len(pinned) == 2, "memory is pinned at the start alone, once for each direction"
+    copier.close()

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from s3kv.device.copier import Path
+from s3kv.device.copier import BatchRefused, Path
 from s3kv.device.copies import BlockCopies, open_copier
 from s3kv.device.gpu import cuda
 from s3kv.device.gpu.cuda import Attributes, BatchCall, CudaGpu, MemoryLocation, NoBatchCall
 from s3kv.device.gpu.gpu_copier import GpuCopier
-from s3kv.device.gpu.interface import BatchRefused, Copies
+from s3kv.device.gpu.interface import Copies
 from s3kv.messages import LoadPart
 from tests.unit.device.caches import Shape, build, places
 
@@ -202,7 +203,13 @@ class AtOnce:
 
     made: ClassVar[list[AtOnce]] = []
 
-    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        priority: int = 0,
+        enable_timing: bool = False,
+    ) -> None:
+        self.is_timed = enable_timing
         self.priority = priority
         self.cuda_stream = 4096 + len(self.made)
         self.made.append(self)
@@ -215,6 +222,11 @@ class AtOnce:
 
     def query(self) -> bool:
         return True
+
+    def elapsed_time(self, end: AtOnce) -> float:
+        assert self.is_timed
+        assert end.is_timed
+        return 0.5
 
     def synchronize(self) -> None:
         return
@@ -239,10 +251,18 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Driver:
     }.items():
         monkeypatch.setattr(torch.cuda, name, instead)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    as_tensor = torch.as_tensor
+    monkeypatch.setattr(torch, "as_tensor", lambda thing, device: as_tensor(numbers_of(thing)))
     monkeypatch.setattr(cuda, "pin", lambda memory, unit, device: {0: memory.numel()})
     monkeypatch.setattr(cuda, "unpin", dict.clear)
     monkeypatch.setattr(BatchCall, "find", lambda: BatchCall(driver.entry))
     return driver
+
+
+def numbers_of(thing: Any) -> NDArray[Any]:
+    """What numpy makes of CUDA's array interface, which is its own with another name."""
+    holder = SimpleNamespace(__array_interface__=thing.__cuda_array_interface__, keeps=thing)
+    return np.asarray(holder)
 
 
 @pytest.mark.parametrize("path", [*Path, None])
@@ -293,3 +313,32 @@ def test_the_slab_is_pinned_until_the_end() -> None:
     assert where.memory.is_pinned()
     copies.close()
     assert not torch.frombuffer(slab, dtype=torch.uint8).is_pinned()
+
+
+@pytest.mark.gpu
+def test_kernels_read_numbers_where_the_host_writes_them() -> None:
+    gpu = CudaGpu(torch.device("cuda", torch.cuda.current_device()))
+    host, device = gpu.host_numbers(4096)
+    assert device.data_ptr() == host.ctypes.data
+    here = torch.zeros(4096, dtype=torch.int64, device="cuda")
+    stream = gpu.new_stream(urgent=False)
+    for begin in (5, 2**40):
+        host[:] = np.arange(begin, begin + 4096)
+        stream.fetch(here, device)
+        stream.synchronize()
+        assert here.tolist() == host.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", Path)
+def test_the_time_of_a_copy_is_measured(path: Path) -> None:
+    caches = build(Shape("LBNHC"), "cuda", torch.Generator().manual_seed(3))
+    where, _ = places(caches, caches.layout())
+    copier = GpuCopier(where, CudaGpu(where.device), path)
+    tickets = [
+        copier.copy_out(LoadPart(0, 0, 0, (0, 1)), copier.mark()),
+        copier.copy_in(LoadPart(0, 0, 0, (2, 3)), copier.mark()),
+    ]
+    copier.settle()
+    assert all(ticket.begun() and ticket.done() and ticket.seconds > 0 for ticket in tickets)
+    copier.close()

@@ -13,11 +13,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from s3kv.device.copier import CopyDirection, Path
+from s3kv.device.copier import BatchRefused, CopyDirection, Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gather import Stack
 from s3kv.device.gpu.gpu_copier import GpuCopier, faster, seconds_per_chunk, spread_blocks
-from s3kv.device.gpu.interface import BatchRefused, Copies
+from s3kv.device.gpu.interface import Copies
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.messages import LoadPart
@@ -188,8 +188,14 @@ class Refusing:
         self.places, form = places(self.caches, self.caches.layout())
         self.payload = self.places.memory[form.header_bytes :][: self.caches.layout().payload_bytes]
         self.gpu = SimulatedGpu(11)
-        self.copies = BlockCopies(GpuCopier(self.places, self.gpu, Path.BATCH))
+        self.now_s = 0.0
+        self.copies = BlockCopies(
+            GpuCopier(self.places, self.gpu, Path.BATCH, clock=self.clock), self.clock
+        )
         self.jobs = 0
+
+    def clock(self) -> float:
+        return self.now_s
 
     def save(self, *, refused: bool) -> bool:
         """Whether a save ends well."""
@@ -245,8 +251,45 @@ def test_a_driver_that_refuses_is_asked_again_where_there_is_no_room_to_gather(
     assert not any(rig.save(refused=True) for _ in range(4))
     assert rig.save(refused=False)
     assert rig.paths() == {Path.BATCH}
-    assert "no GPU memory to gather" in caplog.text
+    assert "no memory to gather" in caplog.text
     rig.copies.close()
+
+
+def test_a_driver_that_refuses_all_is_logged_and_memory_asked_for_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch empties its cache, and the engine's, before it gives up an allocation."""
+    rig = Refusing(monkeypatch)
+    asked: list[int] = []
+    monkeypatch.setattr(SimulatedGpu, "empty", lambda gpu, n: (asked.append(n), full(gpu, n))[1])
+    for minute in (1, 2):
+        assert not any(rig.save(refused=True) for _ in range(300))
+        assert len(asked) == minute
+        assert not any(record.exc_info for record in caplog.records)
+        for text in ("CUresult 801", "no memory to gather"):
+            assert caplog.text.count(text) == minute
+        assert len(caplog.records) == 2 * minute
+        rig.now_s += 60.0
+    assert rig.copies.refused == 600
+    monkeypatch.undo()
+    assert not rig.save(refused=True), "this is the one at which memory is asked for"
+    assert rig.save(refused=True)
+    assert rig.paths() == {Path.GATHER}
+    rig.copies.close()
+
+
+def test_memory_that_cannot_be_pinned_keeps_no_batch_from_being_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unpinned(gpu: SimulatedGpu, count: int) -> None:
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(SimulatedGpu, "host_numbers", unpinned)
+    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
+    copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))
+    assert {choice.path for choice in copier.choices} == {Path.BATCH}
+    assert "no memory to gather: CUDA error: operation not supported" in caplog.text
+    copier.close()
 
 
 def full(gpu: SimulatedGpu, nbytes: int) -> torch.Tensor:
@@ -261,7 +304,7 @@ def test_without_room_to_gather_all_goes_in_batches(
     with caplog.at_level(logging.INFO):
         copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))
     assert {choice.path for choice in copier.choices} == {Path.BATCH}
-    assert "no GPU memory to gather: CUDA out of memory" in caplog.text
+    assert "no memory to gather: CUDA out of memory" in caplog.text
     copier.close()
     for gpu, path in ((SimulatedGpu(11, no_batch="old"), None), (SimulatedGpu(11), Path.GATHER)):
         with pytest.raises(torch.OutOfMemoryError):
