@@ -72,7 +72,11 @@ Region = Annotated[
 Url = Annotated[
     str,
     Meta(
-        pattern=r"^https?://[^/\s]", extra={"allowed": "a URL that starts with http:// or https://"}
+        pattern=r"^https?://([A-Za-z0-9.-]+|\[[^]/?#@\s]+\])(:[1-9][0-9]{0,4})?(/[^?#@\s]*)?\Z",
+        extra={
+            "allowed": "a URL such as 'https://store.example:9000', if needed with a path, without "
+            "user, password, query and fragment (credentials are found as by every AWS tool)"
+        },
     ),
 ]
 
@@ -229,7 +233,8 @@ class Config:
             try:
                 value = msgspec.convert(value, annotation)
             except msgspec.ValidationError:
-                raise ConfigError(f"{name} is {given!r}: allowed is {allowed(name)}") from None
+                told = f"{name} is {masked(repr(given))}: allowed is {allowed(name)}"
+                raise ConfigError(told) from None
             object.__setattr__(self, name, value)
         if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
             raise ConfigError(f"ca_bundle is {self.ca_bundle!r}: there is no such file")
@@ -290,6 +295,11 @@ class Config:
 
 
 _ANNOTATIONS: dict[str, Any] = get_type_hints(Config, include_extras=True)
+
+
+def masked(text: str) -> str:
+    """The text without what a URL in it has before its host: a user, and perhaps a password."""
+    return re.sub(r"(//|^(?=[^@]*:)(?!.*//)).*@", r"\1***@", text, flags=re.DOTALL)
 
 
 def parse_bytes(text: str) -> int | None:

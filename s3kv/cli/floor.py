@@ -67,7 +67,8 @@ def _read_all(
 
 def _connect(endpoint: Endpoint, tls: ssl.SSLContext | None) -> socket.socket:
     plain = socket.create_connection((endpoint.host, endpoint.port), timeout=_TIMEOUT_S)
-    return plain if tls is None else tls.wrap_socket(plain, server_hostname=endpoint.host)
+    name = endpoint.host.rstrip(".")
+    return plain if tls is None else tls.wrap_socket(plain, server_hostname=name)
 
 
 def _read(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:

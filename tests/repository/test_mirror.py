@@ -30,6 +30,7 @@ BEHAVIOURS = {
     "objects/http/test_addresses.py",
     "objects/http/test_ready.py",
     "objects/s3/test_conditional_puts.py",
+    "objects/s3/test_front_ends.py",
     "objects/s3/test_sessions.py",
     "objects/test_format_spec.py",
     "objects/test_stores.py",

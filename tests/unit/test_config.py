@@ -104,10 +104,63 @@ def test_a_prefix_has_no_slash_at_an_end(prefix: str) -> None:
         parse(prefix=prefix)
 
 
-@pytest.mark.parametrize("url", ["localhost:9000", "s3://kv-cache", "http://", "https:// a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:9000",
+        "s3://kv-cache",
+        "http://",
+        "https:// a",
+        "https://store?list-type=2",
+        "https://store/base?",
+        "https://store#top",
+        "https://store:",
+        "https://store:0",
+        "https://store:port",
+        "https://[::1",
+        "https://store\\base",
+        "https://store;a",
+        "https://store/a b",
+    ],
+)
 def test_an_endpoint_is_a_url(url: str) -> None:
     with pytest.raises(ConfigError, match=r"endpoint_url is .* allowed is a URL"):
         parse(endpoint_url=url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://store:80",
+        "https://STORE.Example.:443/base/",
+        "http://[::1]:9000",
+        "http://[fe80::1%25eth0]:9000",
+        "http://127.0.0.1:65535",
+    ],
+)
+def test_forms_of_an_endpoint(url: str) -> None:
+    assert parse(endpoint_url=url).endpoint_url == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:Pa55@store:9000",
+        "http://Pa55@store",
+        "https://me:Pa/55@store",
+        "https://me:Pa?55@store",
+        "https://me:7/Pa55@store",
+        "https://me:Pa@55@store",
+        "https://me:Pa 55@store",
+        "https://me:Pa//55@store",
+        "me:Pa55@store:9000",
+        ["http://me:Pa55@store"],
+    ],
+)
+def test_a_password_in_an_endpoint_is_refused_and_not_repeated(url: Any) -> None:
+    with pytest.raises(ConfigError, match=r"endpoint_url is .*store.*: allowed is") as caught:
+        parse(endpoint_url=url)
+    assert not re.search("Pa|55|me:", str(caught.value))
 
 
 def test_a_ca_bundle_is_a_file() -> None:
