@@ -79,6 +79,21 @@ Url = Annotated[
         },
     ),
 ]
+_SSE = "server-side-encryption(-aws-kms-key-id|-bucket-key-enabled)?"
+PutHeaders = Annotated[
+    dict[
+        Annotated[str, Meta(pattern=rf"^x-amz-(acl|storage-class|{_SSE})\Z")],
+        # Nothing that leaves objects unreadable (archives), or lets everybody read them.
+        Annotated[str, Meta(pattern=r"^(?!GLACIER\Z|DEEP_|public-|authenticated-)[!-~]+\Z")],
+    ],
+    Meta(
+        extra={
+            "allowed": "an object of headers and their values: x-amz-server-side-encryption, the "
+            "same with -aws-kms-key-id or -bucket-key-enabled, x-amz-acl (nothing public), "
+            "x-amz-storage-class (no archive)"
+        }
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +123,9 @@ class Config:
     """Verify the server's certificate. Turn off only in a laboratory."""
     checksum: Literal["when_required", "when_supported"] = "when_required"
     """Checksums of requests. Many S3-compatible servers reject when_supported."""
+    put_headers: PutHeaders | None = None
+    """Headers of every write, for buckets whose policy demands them, such as
+    {"x-amz-server-side-encryption": "aws:kms"}. Without it the bucket's own encryption applies."""
     pool_size: Positive = 64
     """Most connections to the store per worker."""
     connect_timeout_ms: Positive = 2_000
@@ -337,8 +355,8 @@ def allowed(setting: str) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(map(repr, get_args(annotation)))
     base, *limits = get_args(annotation) or (annotation,)
-    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[base]
-    words = next((meta.extra["allowed"] for meta in limits if meta.extra), words)
+    kinds = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+    words: str = next((meta.extra["allowed"] for meta in limits if meta.extra), "") or kinds[base]
     for meta in limits:
         words += "" if meta.ge is None else f", {meta.ge:,} or more"
         words += "" if meta.le is None else f", at most {meta.le:,}"

@@ -31,7 +31,7 @@ from s3kv.cli.invocation import (
 from s3kv.config import Config, count
 from s3kv.errors import StoreError
 from s3kv.objects.listing import in_lanes, in_turn
-from s3kv.objects.store import BulkStore, ObjectStore
+from s3kv.objects.store import BulkStore
 
 Floor = Callable[[Sequence[str], int, int], Awaitable[float | None]]
 """Seconds for that many GETs of these keys, each of that many bytes; None if not measurable."""
@@ -142,7 +142,7 @@ class Measurement:
     clock_s: a monotonic clock.
     """
 
-    store: ObjectStore
+    store: BulkStore
     prefix: str
     object_bytes: int
     at_once: int

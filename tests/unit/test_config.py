@@ -163,6 +163,50 @@ def test_a_password_in_an_endpoint_is_refused_and_not_repeated(url: Any) -> None
     assert not re.search("Pa|55|me:", str(caught.value))
 
 
+ENCRYPTION = "x-amz-server-side-encryption"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {ENCRYPTION: "AES256"},
+        {
+            ENCRYPTION: "aws:kms",
+            f"{ENCRYPTION}-aws-kms-key-id": "arn:aws:kms:eu-west-1:111122223333:key/1-2",
+            f"{ENCRYPTION}-bucket-key-enabled": "true",
+        },
+        {"x-amz-acl": "bucket-owner-full-control", "x-amz-storage-class": "GLACIER_IR"},
+        {},
+        None,
+    ],
+)
+def test_headers_of_a_put(headers: Any) -> None:
+    assert parse(put_headers=headers).put_headers == headers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        f"{ENCRYPTION}: AES256",
+        {"X-Amz-Acl": "private"},
+        {f"{ENCRYPTION}-customer-algorithm": "AES256"},
+        {"content-type": "text/plain"},
+        {"x-amz-copy-source": "/a/b"},
+        {ENCRYPTION: ""},
+        {ENCRYPTION: "AES256\r\nx-amz-acl: private"},
+        {ENCRYPTION: "AES256 "},
+        {f"{ENCRYPTION}-bucket-key-enabled": True},
+        {"x-amz-storage-class": "GLACIER"},
+        {"x-amz-storage-class": "DEEP_ARCHIVE"},
+        {"x-amz-acl": "public-read"},
+        {"x-amz-acl": "authenticated-read"},
+    ],
+)
+def test_headers_that_no_put_may_have(headers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"put_headers is .*: allowed is an object of headers"):
+        parse(put_headers=headers)
+
+
 def test_a_ca_bundle_is_a_file() -> None:
     with pytest.raises(ConfigError, match="ca_bundle is '/no/such/file'"):
         parse(ca_bundle="/no/such/file")

@@ -83,10 +83,15 @@ def zone_of(bucket: str) -> str | None:
 def find_address(config: Config) -> Address:
     """Ask botocore where the bucket is. Sends nothing and looks for no credentials.
 
-    Raises `ConfigError` if AWS refuses the bucket's name, if the endpoint holds a user, or if
-    a package that the bucket needs is missing, and `StoreError` if botocore cannot use its
+    Raises `ConfigError` if AWS refuses the bucket's name or headers, if the endpoint holds a user,
+    or if a package that the bucket needs is missing, and `StoreError` if botocore cannot use its
     settings or has no endpoint for them.
     """
+    if config.put_headers and zone_of(config.bucket) is not None:
+        raise ConfigError(
+            f"put_headers is {config.put_headers!r}, and {config.bucket!r} is a directory bucket, "
+            "whose own configuration decides: allowed is no such setting"
+        )
     session = botocore.session.Session()
     try:
         client = session.create_client(

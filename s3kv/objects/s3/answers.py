@@ -107,11 +107,10 @@ _TRANSIENT = frozenset(
 def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
     """Metadata of an object from the headers of an answer."""
     modified_s = _seconds(headers.get("last-modified"))
-    etag = headers.get("etag", "")
-    if modified_s is None:
-        return ObjectInfo(key, nbytes, 0.0, etag)
-    now_s = _seconds(headers.get("date"))
-    return ObjectInfo(key, nbytes, modified_s, etag, now_s and now_s - modified_s)
+    etag, version = headers.get("etag", ""), headers.get("x-amz-version-id", "")
+    now_s = None if modified_s is None else _seconds(headers.get("date"))
+    age_s = now_s and now_s - (modified_s or 0.0)
+    return ObjectInfo(key, nbytes, modified_s or 0.0, etag, age_s, version)
 
 
 def range_of(first: int, nbytes: int) -> str:

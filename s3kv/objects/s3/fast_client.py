@@ -215,9 +215,13 @@ class FastClient:
         response, _ = await self._send("s3:GetObject", "HEAD", key)
         return info_of(key, int(response.headers.get("content-length", 0)), response.headers)
 
-    async def delete(self, key: str, if_etag: str | None) -> None:
+    async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
         headers = {"If-Match": if_etag} if if_etag else {}
-        await self._send("s3:DeleteObject", "DELETE", key, headers=headers)
+        query = {"versionId": version} if version else None
+        response, _ = await self._send(
+            "s3:DeleteObject", "DELETE", key, query=query, headers=headers
+        )
+        return response.headers.get("x-amz-version-id", "")
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         body = deletion(objects)
@@ -262,6 +266,8 @@ class FastClient:
     ) -> tuple[Response, Call]:
         endpoint, pool = self._opened or await self._open()
         call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
+        if method == "PUT":
+            headers = {**(headers or {}), **(self._config.put_headers or {})}
         sign = partial(
             endpoint.sign, method=method, key=key or "", query=query, headers=headers, body=body
         )

@@ -152,9 +152,10 @@ class SdkClient:
         headers = told["ResponseMetadata"]["HTTPHeaders"]
         return info_of(key, int(headers.get("content-length", 0)), headers)
 
-    async def delete(self, key: str, if_etag: str | None) -> None:
-        condition = {"IfMatch": if_etag} if if_etag else {}
-        await self._do("s3:DeleteObject", key, "delete_object", condition)
+    async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
+        names = {n: v for n, v in (("IfMatch", if_etag), ("VersionId", version)) if v}
+        told = await self._do("s3:DeleteObject", key, "delete_object", names)
+        return str(told.get("VersionId", ""))
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         items = [{"Key": o.key} | ({"ETag": o.etag} if o.etag else {}) for o in objects]
@@ -294,6 +295,8 @@ class SdkClient:
         and causes no two more requests. aiohttp's own `Host` may differ from the signed one."""
         params["headers"].pop("Expect", None)
         params["headers"]["Host"] = authority_of(params["url"])
+        if params["method"] == "PUT":
+            params["headers"].update(self._config.put_headers or {})
         context.setdefault("s3_redirect", {})["redirected"] = True
 
     def _make_client(self) -> Any:

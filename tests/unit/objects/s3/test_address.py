@@ -394,3 +394,9 @@ def test_a_password_that_botocore_cannot_read_is_not_repeated(
     with pytest.raises(StoreError, match="botocore's settings cannot be used") as caught:
         find_address(Config(bucket="bkt"))
     assert "Pa" not in str(caught.value)
+
+
+def test_a_directory_bucket_takes_no_headers() -> None:
+    headers = {"x-amz-server-side-encryption": "aws:kms"}
+    with pytest.raises(ConfigError, match=r"put_headers is .*directory bucket"):
+        find_address(Config(bucket="b--use1-az4--x-s3", put_headers=headers))
