@@ -51,6 +51,8 @@ class Fault:
 
     kind: Kind
     verbs: tuple[str, ...] = ()
+    lacks: str = ""
+    """Only requests without this header, "name: value" with the name in lower case."""
     times: int | None = None
     at: int | None = None
     seconds: float = 0.0

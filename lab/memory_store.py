@@ -85,6 +85,9 @@ class MemoryStore:
         gone = [await self.delete(info.key, if_etag=info.etag or None) for info in objects]
         return [info.key for info, went in zip(objects, gone, strict=True) if not went]
 
+    async def erase(self, key: str) -> bool:
+        return await self.delete(key)
+
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         await asyncio.sleep(0)
         # S3 sorts keys by their UTF-8 bytes.

@@ -252,12 +252,15 @@ class Server:
         for writer in tuple(self._open):
             _reset(writer)
 
-    def _take_fault(self, verb: str) -> Fault | None:
+    def _take_fault(self, head: Head) -> Fault | None:
         """The fault that strikes this request."""
         fault = self._fault
         if fault is None or fault.needs_new_connections or self._times == 0:
             return None
-        if fault.verbs and verb not in fault.verbs:
+        if fault.verbs and head.verb not in fault.verbs:
+            return None
+        name, _, value = fault.lacks.partition(": ")
+        if name and head.headers.get(name) == value:
             return None
         if self._times is not None:
             self._times -= 1
@@ -289,7 +292,7 @@ class Server:
         while again:
             head = await read_head(reader)
             self._requests[head.verb] += 1
-            exchange = Exchange(self, writer, head, self._take_fault(head.verb))
+            exchange = Exchange(self, writer, head, self._take_fault(head))
             try:
                 again = await exchange.run(reader, upstream)
             except Broken as broken:

@@ -75,7 +75,26 @@ Region = Annotated[
 Url = Annotated[
     str,
     Meta(
-        pattern=r"^https?://[^/\s]", extra={"allowed": "a URL that starts with http:// or https://"}
+        pattern=r"^https?://([A-Za-z0-9.-]+|\[[^]/?#@\s]+\])(:[1-9][0-9]{0,4})?(/[^?#@\s]*)?\Z",
+        extra={
+            "allowed": "a URL such as 'https://store.example:9000', if needed with a path, without "
+            "user, password, query and fragment (credentials are found as by every AWS tool)"
+        },
+    ),
+]
+_SSE = "server-side-encryption(-aws-kms-key-id|-bucket-key-enabled)?"
+PutHeaders = Annotated[
+    dict[
+        Annotated[str, Meta(pattern=rf"^x-amz-(acl|storage-class|{_SSE})\Z")],
+        # Nothing that leaves objects unreadable (archives), or lets everybody read them.
+        Annotated[str, Meta(pattern=r"^(?!GLACIER\Z|DEEP_|public-|authenticated-)[!-~]+\Z")],
+    ],
+    Meta(
+        extra={
+            "allowed": "an object of headers and their values: x-amz-server-side-encryption, the "
+            "same with -aws-kms-key-id or -bucket-key-enabled, x-amz-acl (nothing public), "
+            "x-amz-storage-class (no archive)"
+        }
     ),
 ]
 
@@ -107,6 +126,9 @@ class Config:
     """Verify the server's certificate. Turn off only in a laboratory."""
     checksum: Literal["when_required", "when_supported"] = "when_required"
     """Checksums of requests. Many S3-compatible servers reject when_supported."""
+    put_headers: PutHeaders | None = None
+    """Headers of every write, for buckets whose policy demands them, such as
+    {"x-amz-server-side-encryption": "aws:kms"}. Without it the bucket's own encryption applies."""
     pool_size: Positive = 64
     """Most connections to the store per worker."""
     connect_timeout_ms: Positive = 2_000
@@ -231,7 +253,8 @@ class Config:
             try:
                 value = msgspec.convert(value, annotation)
             except msgspec.ValidationError:
-                raise ConfigError(f"{name} is {given!r}: allowed is {allowed(name)}") from None
+                told = f"{name} is {masked(repr(given))}: allowed is {allowed(name)}"
+                raise ConfigError(told) from None
             object.__setattr__(self, name, value)
         if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
             raise ConfigError(f"ca_bundle is {self.ca_bundle!r}: there is no such file")
@@ -291,6 +314,11 @@ class Config:
 _ANNOTATIONS: dict[str, Any] = get_type_hints(Config, include_extras=True)
 
 
+def masked(text: str) -> str:
+    """The text without what a URL in it has before its host: a user, and perhaps a password."""
+    return re.sub(r"(//|^(?=[^@]*:)(?!.*//)).*@", r"\1***@", text, flags=re.DOTALL)
+
+
 def parse_bytes(text: str) -> int | None:
     """A number of bytes with or without a unit ("4GiB", "500MB", "4096"); None for other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?b|[kmgt]ib)?\s*", text, re.IGNORECASE)
@@ -326,8 +354,8 @@ def allowed(setting: str) -> str:
     if get_origin(annotation) is Literal:
         return " or ".join(map(repr, get_args(annotation)))
     base, *limits = get_args(annotation) or (annotation,)
-    words = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}[base]
-    words = next((meta.extra["allowed"] for meta in limits if meta.extra), words)
+    kinds = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+    words: str = next((meta.extra["allowed"] for meta in limits if meta.extra), "") or kinds[base]
     for meta in limits:
         words += "" if meta.ge is None else f", {meta.ge:,} or more"
         words += "" if meta.le is None else f", at most {meta.le:,}"

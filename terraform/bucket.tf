@@ -24,7 +24,8 @@ locals {
 }
 
 # No versioning: objects are never overwritten and can be computed again, and old versions would
-# turn every expiry into storage that is still paid for.
+# turn every expiry into storage that is still paid for. A new bucket has none; nothing here turns
+# it off if something else turns it on.
 resource "aws_s3_bucket" "this" {
   count = local.express ? 0 : 1
 

@@ -36,8 +36,8 @@ data "aws_iam_policy_document" "bucket" {
     }
   }
 
-  # A request that names an encryption must name the bucket's. One that names none, as s3kv's,
-  # gets the bucket's anyway, and must pass: StringNotEquals also matches a header that is not
+  # A request that names an encryption must name the bucket's. One that names none, as s3kv's does
+  # without put_headers, gets the bucket's anyway, and must pass: StringNotEquals also matches a header that is not
   # there, with or without IfExists, so "is there" has to be said. A directory bucket refuses
   # another encryption by itself.
   dynamic "statement" {

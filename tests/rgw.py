@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "setpriv")
+KMS_KEY = "s3kv-key"
+"""The id of a key for server-side encryption that the gateway has."""
 KEYS = {"AWS_ACCESS_KEY_ID": "s3kvaccess", "AWS_SECRET_ACCESS_KEY": "s3kvsecretsecretsecret"}
 
 # One copy of everything, four placement groups a pool, no warnings about either; and intervals
@@ -79,6 +81,9 @@ rgw data = {home}/rgw
 rgw frontends = beast endpoint=127.0.0.1:{rgw_port}
 rgw enable usage log = false
 rgw enable ops log = false
+rgw crypt require ssl = false
+rgw crypt s3 kms backend = testing
+rgw crypt s3 kms encryption keys = {kms_key}=YmluCmJvb3N0CmJvb3N0LWJ1aWxkCmNlcGguY29uZgo=
 """
 
 
@@ -102,7 +107,12 @@ def rgw_server(home: Path, *, memory_bytes: int = 2 * 2**30) -> Iterator[Gateway
     mon_port, rgw_port = free_ports(2)
     fsid = str(uuid.uuid4())
     configuration = CONFIGURATION.format(
-        fsid=fsid, home=home, mon_port=mon_port, rgw_port=rgw_port, memory_bytes=memory_bytes
+        fsid=fsid,
+        home=home,
+        mon_port=mon_port,
+        rgw_port=rgw_port,
+        memory_bytes=memory_bytes,
+        kms_key=KMS_KEY,
     )
     (home / "ceph.conf").write_text(configuration)
     cluster = _Cluster(home)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -56,6 +57,16 @@ def boto_client(url: str, keys: dict[str, str]) -> Any:
             response_checksum_validation="when_required",
         ),
     )
+
+
+def demanding(bucket: str, name: str, value: str) -> str:
+    """A bucket policy that denies uploads without a header of this value."""
+    whose = {"Effect": "Deny", "Principal": "*", "Action": "s3:PutObject"}
+    where = {"Resource": f"arn:aws:s3:::{bucket}/*"}
+    # Servers differ in whether the second holds for a header that is not there.
+    conditions = ({"Null": {f"s3:{name}": "true"}}, {"StringNotEquals": {f"s3:{name}": value}})
+    statements = [{**whose, **where, "Condition": condition} for condition in conditions]
+    return json.dumps({"Version": "2012-10-17", "Statement": statements})
 
 
 def set_credentials(monkeypatch: pytest.MonkeyPatch, keys: dict[str, str] = KEYS) -> None:

@@ -30,7 +30,7 @@ from s3kv.cli.invocation import (
 from s3kv.config import Config, count
 from s3kv.errors import StoreError
 from s3kv.objects.listing import in_lanes, in_turn
-from s3kv.objects.store import BulkStore, ObjectStore
+from s3kv.objects.store import BulkStore
 
 _SMALL_REQUESTS = 32
 _CLEANING_TIMEOUT_S = 30.0
@@ -133,7 +133,7 @@ class Measurement:
     clock_s: a monotonic clock.
     """
 
-    store: ObjectStore
+    store: BulkStore
     prefix: str
     object_bytes: int
     at_once: int

@@ -19,7 +19,7 @@ import click
 
 from s3kv.cli import show
 from s3kv.config import Config, parse_bytes
-from s3kv.errors import ConfigError, S3KVError, StoreError
+from s3kv.errors import ConfigError, S3KVError, StoreDenied, StoreError
 from s3kv.objects.s3.s3_store import MAX_PUT_BYTES, open_store
 from s3kv.objects.store import BulkStore, ObjectStore
 
@@ -34,6 +34,7 @@ EXIT CODES
 EPILOG = f"""{EXIT_CODES}
 
 Credentials are found as every AWS tool finds them."""
+VERSIONS_LEFT = "deleting them needs s3:DeleteObjectVersion and s3:GetObject"
 _EXTRA_CONFIGS = ("kv_connector_extra_config", "ec_connector_extra_config")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 _T = TypeVar("_T")
@@ -193,11 +194,12 @@ class OwnObjects:
         put.add_done_callback(lambda put: put.cancelled() or put.exception())  # or asyncio logs it
         return await asyncio.shield(put)
 
-    async def delete(self, store: ObjectStore, key: str) -> None:
-        """Delete an object, if it was written."""
+    async def delete(self, store: BulkStore, key: str) -> None:
+        """Delete an object with its versions, if it was written."""
         if key in self.puts:
             await asyncio.wait([self.puts[key]])
-            await store.delete(key)
+            if not await store.erase(key):
+                raise StoreDenied(f"the versions of {key} stay: {VERSIONS_LEFT}")
 
 
 def now_s() -> float:

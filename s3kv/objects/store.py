@@ -38,6 +38,14 @@ class ObjectInfo:
     age_s: float | None = field(default=None, compare=False)
     """Time since the last write, also by the store's clock; None if the answer does not say, as in
     a listing."""
+    version: str = field(default="", compare=False)
+    """Its version in a bucket that keeps or kept them; empty if the answer does not say, as in a
+    listing."""
+
+    @property
+    def is_version(self) -> bool:
+        """Whether the bucket kept versions when the object was written."""
+        return self.version not in ("", "null")
 
 
 class ObjectStore(Protocol):
@@ -144,5 +152,11 @@ class BulkStore(ObjectStore, Protocol):
 
         Returns the keys of the objects it left because they had changed. After an error some
         objects may be gone.
+        """
+        ...
+
+    async def erase(self, key: str) -> bool:
+        """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
+        else writes. Returns False if versions stay, because the credentials may not delete them.
         """
         ...

@@ -114,10 +114,107 @@ def test_a_prefix_has_no_slash_at_an_end(prefix: str) -> None:
         parse(prefix=prefix)
 
 
-@pytest.mark.parametrize("url", ["localhost:9000", "s3://kv-cache", "http://", "https:// a"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:9000",
+        "s3://kv-cache",
+        "http://",
+        "https:// a",
+        "https://store?list-type=2",
+        "https://store/base?",
+        "https://store#top",
+        "https://store:",
+        "https://store:0",
+        "https://store:port",
+        "https://[::1",
+        "https://store\\base",
+        "https://store;a",
+        "https://store/a b",
+    ],
+)
 def test_an_endpoint_is_a_url(url: str) -> None:
     with pytest.raises(ConfigError, match=r"endpoint_url is .* allowed is a URL"):
         parse(endpoint_url=url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://store:80",
+        "https://STORE.Example.:443/base/",
+        "http://[::1]:9000",
+        "http://[fe80::1%25eth0]:9000",
+        "http://127.0.0.1:65535",
+    ],
+)
+def test_forms_of_an_endpoint(url: str) -> None:
+    assert parse(endpoint_url=url).endpoint_url == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:Pa55@store:9000",
+        "http://Pa55@store",
+        "https://me:Pa/55@store",
+        "https://me:Pa?55@store",
+        "https://me:7/Pa55@store",
+        "https://me:Pa@55@store",
+        "https://me:Pa 55@store",
+        "https://me:Pa//55@store",
+        "me:Pa55@store:9000",
+        ["http://me:Pa55@store"],
+    ],
+)
+def test_a_password_in_an_endpoint_is_refused_and_not_repeated(url: Any) -> None:
+    with pytest.raises(ConfigError, match=r"endpoint_url is .*store.*: allowed is") as caught:
+        parse(endpoint_url=url)
+    assert not re.search("Pa|55|me:", str(caught.value))
+
+
+ENCRYPTION = "x-amz-server-side-encryption"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {ENCRYPTION: "AES256"},
+        {
+            ENCRYPTION: "aws:kms",
+            f"{ENCRYPTION}-aws-kms-key-id": "arn:aws:kms:eu-west-1:111122223333:key/1-2",
+            f"{ENCRYPTION}-bucket-key-enabled": "true",
+        },
+        {"x-amz-acl": "bucket-owner-full-control", "x-amz-storage-class": "GLACIER_IR"},
+        {},
+        None,
+    ],
+)
+def test_headers_of_a_put(headers: Any) -> None:
+    assert parse(put_headers=headers).put_headers == headers
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        f"{ENCRYPTION}: AES256",
+        {"X-Amz-Acl": "private"},
+        {f"{ENCRYPTION}-customer-algorithm": "AES256"},
+        {"content-type": "text/plain"},
+        {"x-amz-copy-source": "/a/b"},
+        {ENCRYPTION: ""},
+        {ENCRYPTION: "AES256\r\nx-amz-acl: private"},
+        {ENCRYPTION: "AES256 "},
+        {f"{ENCRYPTION}-bucket-key-enabled": True},
+        {"x-amz-storage-class": "GLACIER"},
+        {"x-amz-storage-class": "DEEP_ARCHIVE"},
+        {"x-amz-acl": "public-read"},
+        {"x-amz-acl": "authenticated-read"},
+    ],
+)
+def test_headers_that_no_put_may_have(headers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"put_headers is .*: allowed is an object of headers"):
+        parse(put_headers=headers)
 
 
 def test_a_ca_bundle_is_a_file() -> None:

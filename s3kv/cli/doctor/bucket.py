@@ -7,30 +7,43 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from s3kv.cli.doctor.findings import Finding, Status, is_permission, remedy_for
-from s3kv.cli.invocation import OwnObjects
+from s3kv.cli.invocation import VERSIONS_LEFT, OwnObjects
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.objects.s3.address import find_address, zone_of
 from s3kv.objects.s3.answers import arn_of
-from s3kv.objects.s3.s3_store import COST, choose
-from s3kv.objects.store import ObjectStore
+from s3kv.objects.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
+from s3kv.objects.store import BulkStore
 
 LATENCY_ROUNDS = 8
 MAX_SKEW_S = 60.0
 """Clock skew that is reported. S3 refuses requests only from a quarter of an hour on, but drift is
 worth a warning before that."""
 _CONTENT = bytes(range(256)) * 4
+_DEMANDED = (
+    {"x-amz-server-side-encryption": "AES256"},
+    {"x-amz-server-side-encryption": "aws:kms"},
+    {"x-amz-acl": "bucket-owner-full-control"},
+)
+"""Headers that a bucket's policy may demand of a PUT."""
+_HEADERS_REMEDY = (
+    "If the bucket's policy demands headers, such as x-amz-server-side-encryption and "
+    "x-amz-server-side-encryption-aws-kms-key-id, set them in put_headers"
+)
 _CHECKS = (
     "list",
     "put",
     "checksum",
     "conditional put",
     "get",
+    "versions",
     "clock",
     "latency",
     "refresh",
@@ -76,14 +89,14 @@ class BucketExamination:
     host's time since the epoch, in seconds.
     """
 
-    open_store: Callable[[Config], ObjectStore]
+    open_store: Callable[[Config], BulkStore]
     config: Config
     key: str
     bandwidth_bytes: int
     clock_s: Callable[[], float]
     wall_s: Callable[[], float]
     _findings: dict[str, Finding] = field(default_factory=dict, init=False)
-    _store: ObjectStore = field(init=False)
+    _store: BulkStore = field(init=False)
     _own: OwnObjects = field(default_factory=OwnObjects, init=False)
 
     def __post_init__(self) -> None:
@@ -102,14 +115,14 @@ class BucketExamination:
         finally:
             await self._store.close()
         for check in _CHECKS:
+            if check == "versions" or (check == "refresh" and not self.config.refresh_after_s):
+                continue
             why = "because of a finding above"
             if read_only and check != "get":
                 why = "with --read-only"
             elif check == "bandwidth" and not self.bandwidth_bytes:
                 why = "with --bandwidth 0"
             self._findings.setdefault(check, Finding(check, "skipped", f"not checked {why}"))
-        if not self.config.refresh_after_s:
-            del self._findings["refresh"]
         return [self._findings[check] for check in _CHECKS if check in self._findings]
 
     async def _run(self, *, read_only: bool) -> None:
@@ -138,15 +151,14 @@ class BucketExamination:
             told = f"the bucket {self.config.bucket!r} is there and can be listed"
             self._note("list", "ok", told)
             return True
-        if not isinstance(error, StoreDenied):
-            path = dataclasses.replace(self.config, addressing_style="path")
-            virtual = dataclasses.replace(self.config, addressing_style="virtual")
-            for changed, where in ((path, "in the path"), (virtual, "in the host name")):
-                if await self._succeeds_with(changed, lambda store: store.check()):
-                    told = f"{error}. With the bucket's name {where} it answers"
-                    remedy = f"set addressing_style to {changed.addressing_style!r}"
-                    self._note("list", "fault", told, remedy)
-                    return False
+        styles = [
+            ("addressing_style", style, f"With the bucket's name {where} it answers")
+            for style, where in (("path", "in the path"), ("virtual", "in the host name"))
+        ]
+        if not isinstance(error, StoreDenied) and await self._mended(
+            "list", error, lambda store: store.check(), styles
+        ):
+            return False
         self._fail("list", error, "s3:ListBucket", on_bucket=True)
         return is_permission(error)
 
@@ -162,13 +174,18 @@ class BucketExamination:
             self._note("checksum", "ok", told)
             return True
         self._fail("put", error, "s3:PutObject")
-        if not supported or type(error) is not StoreError:
-            return False
-        plain = dataclasses.replace(self.config, checksum="when_required")
-        if await self._succeeds_with(plain, self._write):
-            self._note("put", "fault", str(error))
-            told = "the server refuses uploads that carry a checksum, and takes those without"
-            self._note("checksum", "fault", told, "set checksum to 'when_required'")
+        if supported and type(error) is StoreError:
+            told = "The server refuses uploads that carry a checksum, and takes those without"
+            plain = [("checksum", "when_required", told)]
+            if await self._mended("checksum", error, self._write, plain):
+                self._note("put", "fault", str(error))
+        elif is_permission(error) and zone_of(self.config.bucket) is None:
+            given = self.config.put_headers or {}
+            told = "It takes uploads with a header more, which its policy seems to demand"
+            more = [("put_headers", given | header, told) for header in _DEMANDED]
+            if not await self._mended("put", error, self._write, more):
+                remedy = f"{self._findings['put'].remedy}. {_HEADERS_REMEDY}"
+                self._note("put", "fault", str(error), remedy)
         return False
 
     async def _put_again(self) -> Finding:
@@ -188,6 +205,9 @@ class BucketExamination:
         if not written:
             return Finding("get", "ok", "a missing object is reported as missing")
         nbytes = 0 if info is None else info.nbytes
+        if info is not None and info.is_version:
+            told = f"the bucket keeps versions: {VERSIONS_COST}"
+            self._note("versions", "warning", told, VERSIONS_REMEDY)
         if nbytes == len(_CONTENT) and buffer == _CONTENT:
             return Finding("get", "ok", "the object read is the one written")
         told = f"the {nbytes} bytes read are not the {len(_CONTENT)} written"
@@ -246,9 +266,14 @@ class BucketExamination:
             self._note("refresh", "warning", str(error), remedy)
 
     async def _delete(self, *, written: bool) -> bool:
-        config, error = self.config, await _error_of(self._store.delete(self.key))
-        if error is None:
-            self._note("delete", "ok", "an object can be deleted")
+        config = self.config
+        try:
+            erased = await self._store.erase(self.key)
+        except StoreError as caught:
+            error = caught
+        else:
+            told = "" if erased else f"; versions of {self.key} are left behind: {VERSIONS_LEFT}"
+            self._note("delete", "ok", f"an object can be deleted{told}")
             return True
         left = f"; {self.key} is left behind" if written else ""
         if is_permission(error):
@@ -299,18 +324,29 @@ class BucketExamination:
             self._fail(check, error, action)
         return self._findings[check].status == "ok"
 
-    async def _write(self, store: ObjectStore) -> bool:
+    async def _write(self, store: BulkStore) -> bool:
         return await self._own.put(store, self.key, memoryview(_CONTENT), if_absent=True)
 
-    async def _succeeds_with(
-        self, config: Config, call: Callable[[ObjectStore], Awaitable[object]]
+    async def _mended(
+        self,
+        check: str,
+        error: StoreError,
+        call: Callable[[BulkStore], Awaitable[object]],
+        changes: Iterable[tuple[str, Any, str]],
     ) -> bool:
-        """Whether a call succeeds with other settings."""
-        store = self.open_store(config)
-        try:
-            return await _error_of(call(store)) is None
-        finally:
-            await store.close()
+        """Note the first change of a setting (name, value, text to add to the error) with which the
+        call succeeds. Returns whether there is one."""
+        for name, value, told in changes:
+            store = self.open_store(dataclasses.replace(self.config, **{name: value}))
+            try:
+                succeeds = await _error_of(call(store)) is None
+            finally:
+                await store.close()
+            if succeeds:
+                written = json.dumps(value) if isinstance(value, dict) else repr(value)
+                self._note(check, "fault", f"{error}. {told}", f"set {name} to {written}")
+                return True
+        return False
 
     def _resource(self, *, on_bucket: bool = False) -> str:
         bucket = self.config.bucket

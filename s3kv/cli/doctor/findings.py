@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+from s3kv.objects.s3.answers import DENIED
 
 Status = Literal["ok", "warning", "fault", "skipped"]
 """warning: the cache works, but less well. fault: it does not work. skipped: not checked, because
@@ -16,18 +17,10 @@ PERMISSION = frozenset({"", "AccessDenied"})
 that follow tell."""
 
 _BY_CODE: Mapping[str, str] = {
+    **DENIED,
     "no-credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give "
     "this machine a role",
     "bad-credentials": "look at AWS_PROFILE, and at the role or file of the credentials",
-    "InvalidAccessKeyId": "look at AWS_ACCESS_KEY_ID, or at the profile or role that is used: this "
-    "store does not know its key. Is endpoint_url the store the key is for?",
-    "SignatureDoesNotMatch": "look at AWS_SECRET_ACCESS_KEY: it does not belong to the access key",
-    "ExpiredToken": "renew the credentials: their session has ended",
-    "TokenRefreshRequired": "renew the credentials: their session has ended",
-    "InvalidToken": "look at AWS_SESSION_TOKEN: set the one that came with the keys, or none",
-    "RequestTimeTooSkewed": "set this machine's clock (chrony, systemd-timesyncd)",
-    "AllAccessDisabled": "ask whoever owns the account: it, or the bucket, is disabled",
-    "InvalidObjectState": "keep lifecycle transitions to archives off the prefix",
     "NoSuchBucket": "create the bucket, or look at bucket and endpoint_url",
     "unresolved": "look at endpoint_url and region: no such host is known here",
     "untrusted": "set ca_bundle to the authority that signed the server's certificate",

@@ -85,7 +85,7 @@ class Transfers:
         self._ranged = ranged
         self._shared = shared
         self._quarantine = Quarantine()
-        self._looks: dict[str, asyncio.Task[Any] | None] = {}
+        self._fetches: dict[str, asyncio.Task[Any] | None] = {}
         """Fetches under way, by key."""
         self._found: dict[str, tuple[float, float]] = {}
         """By key: when a fetch found its object, and `JobEnd.fresh_s`. The oldest are first."""
@@ -93,21 +93,21 @@ class Transfers:
     async def run(self, job: TransferJob) -> JobEnd:
         """Move one object. After it has returned, raised or been cancelled, nothing reads or writes
         `job.buffer`."""
-        transfer = self._look if job.kind is JobKind.FETCH else self._upload
+        transfer = self._fetch_and_note if job.kind is JobKind.FETCH else self._upload
         try:
             return await transfer(job)
         except StoreError as error:
             return job.end(_outcome_of(error), str(error))
 
-    async def _look(self, job: TransferJob) -> JobEnd:
+    async def _fetch_and_note(self, job: TransferJob) -> JobEnd:
         """Fetch, and note the answer for an upload of a chunk that is computed meanwhile."""
-        look = self._looks[job.key] = asyncio.current_task()
+        task = self._fetches[job.key] = asyncio.current_task()
         self._found.pop(job.key, None)
         try:
             end = await self._fetch(job)
         finally:
-            if self._looks.get(job.key) is look:
-                del self._looks[job.key]
+            if self._fetches.get(job.key) is task:
+                del self._fetches[job.key]
         if end.outcome is Outcome.OK:
             self._found[job.key] = _now_s(), end.fresh_s
             if len(self._found) > _FOUND_KEYS:
@@ -117,8 +117,8 @@ class Transfers:
     async def _found_fresh_s(self, key: str) -> float | None:
         """`JobEnd.fresh_s` of an object that a fetch has found just now; None if none has. Waits
         for one that is under way."""
-        if (look := self._looks.get(key)) is not None:
-            await asyncio.wait([look])
+        if (task := self._fetches.get(key)) is not None:
+            await asyncio.wait([task])
         at_s, fresh_s = self._found.pop(key, (-math.inf, 0.0))
         return fresh_s if _now_s() < at_s + _FOUND_S else None
 
@@ -191,7 +191,7 @@ class Transfers:
 
     async def _upload(self, job: TransferJob) -> JobEnd:
         if (fresh_s := await self._found_fresh_s(job.key)) is not None:
-            return job.end(Outcome.EXISTS, fresh_s=fresh_s)
+            return _fresh(job.end(Outcome.EXISTS), fresh_s)
         job.format.seal(job.buffer, job.block_hash)
         write = partial(self._store.put, job.key, job.buffer, if_absent=True)
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))

@@ -230,7 +230,7 @@ class Pool:
                 address,
                 self._port,
                 ssl=self._tls,
-                server_hostname=self._host if self._tls else None,
+                server_hostname=self._host.rstrip(".") if self._tls else None,
             )
         except BaseException:
             self._addresses.left(address)

@@ -20,7 +20,7 @@ from botocore.config import Config as BotocoreConfig
 from botocore.httpsession import ProxyConfiguration, mask_proxy_url
 from botocore.utils import get_environ_proxies
 
-from s3kv.config import Config
+from s3kv.config import Config, masked
 from s3kv.errors import ConfigError, StoreError
 
 _KEY = "key"
@@ -53,17 +53,25 @@ class Address:
     @property
     def origin(self) -> str:
         """The URL without its path."""
-        parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc}"
+        return f"{urlsplit(self.url).scheme}://{authority_of(self.url)}"
 
     @property
     def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
+        return (urlsplit(self.url).hostname or "").rstrip(".")
 
     @property
     def proxy(self) -> str:
         """The proxy's URL without its password, for people to read."""
         return str(mask_proxy_url(self.proxy_url)) if self.proxy_url else ""
+
+
+def authority_of(url: str) -> str:
+    """The header `Host` of requests to a URL, in the form that front ends put it into before they
+    verify a signature: in lower case, without the scheme's own port and a name's last dot."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").partition("%")[0].rstrip(".")
+    port = "" if parts.port in (None, 443 if parts.scheme == "https" else 80) else f":{parts.port}"
+    return f"[{host}]{port}" if ":" in host else f"{host}{port}"
 
 
 def zone_of(bucket: str) -> str | None:
@@ -75,9 +83,15 @@ def zone_of(bucket: str) -> str | None:
 def find_address(config: Config) -> Address:
     """Ask botocore where the bucket is. Sends nothing and looks for no credentials.
 
-    Raises `ConfigError` if AWS refuses the bucket's name or a package that the bucket needs is
-    missing, and `StoreError` if botocore cannot use its settings or has no endpoint for them.
+    Raises `ConfigError` if AWS refuses the bucket's name or headers, if the endpoint holds a user,
+    or if a package that the bucket needs is missing, and `StoreError` if botocore cannot use its
+    settings or has no endpoint for them.
     """
+    if config.put_headers and zone_of(config.bucket) is not None:
+        raise ConfigError(
+            f"put_headers is {config.put_headers!r}, and {config.bucket!r} is a directory bucket, "
+            "whose own configuration decides: allowed is no such setting"
+        )
     session = botocore.session.Session()
     try:
         client = session.create_client(
@@ -95,7 +109,12 @@ def find_address(config: Config) -> Address:
             "which needs a package that is not installed: pip install 'botocore[crt]'"
         ) from error
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
-        raise StoreError(f"botocore's settings cannot be used: {error}") from error
+        raise StoreError(f"botocore's settings cannot be used: {masked(str(error))}") from error
+    if "@" in urlsplit(url).netloc:  # not from endpoint_url, which has been looked at
+        raise ConfigError(
+            f"AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the profile names {masked(url)}: allowed is "
+            "a URL without user and password (credentials are found as by every AWS tool)"
+        )
     signing = context.get("signing", {})
     if _AWS_HOST.search(urlsplit(url).hostname or "") and not _AWS_BUCKET.match(config.bucket):
         raise ConfigError(

@@ -58,17 +58,20 @@ def arn_of(bucket: str, key: str | None = None) -> str:
     return f"arn:aws:s3:::{bucket}" if key is None else f"arn:aws:s3:::{bucket}/{key}"
 
 
-_DENIED: Mapping[str, str] = {
+_RENEW = "renew the credentials: their session has ended"
+DENIED: Mapping[str, str] = {
     "AccessDenied": "the credentials are known but not allowed this: grant the action",
-    "AllAccessDisabled": "the bucket or the account is disabled",
-    "InvalidAccessKeyId": "the store does not know this access key: look at the credentials",
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
-    "ExpiredToken": "the session token has expired: renew the credentials",
-    "InvalidToken": "the session token is not valid: look at AWS_SESSION_TOKEN",
-    "TokenRefreshRequired": "the session token must be renewed",
-    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
-    "InvalidObjectState": "the object has been archived: keep lifecycle transitions off the prefix",
+    "AllAccessDisabled": "ask whoever owns the account: it, or the bucket, is disabled",
+    "InvalidAccessKeyId": "look at AWS_ACCESS_KEY_ID, or at the profile or role that is used: this "
+    "store does not know its key. Is endpoint_url the store the key is for?",
+    "SignatureDoesNotMatch": "look at AWS_SECRET_ACCESS_KEY: it does not belong to the access key",
+    "ExpiredToken": _RENEW,
+    "InvalidToken": "look at AWS_SESSION_TOKEN: set the one that came with the keys, or none",
+    "TokenRefreshRequired": _RENEW,
+    "RequestTimeTooSkewed": "set this machine's clock (chrony, systemd-timesyncd)",
+    "InvalidObjectState": "keep lifecycle transitions to archives off the prefix",
 }
+"""What to do, by the code of a refusal."""
 _OTHER_CREDENTIALS_MAY_HELP = frozenset(
     {
         "ExpiredToken",
@@ -104,11 +107,10 @@ _TRANSIENT = frozenset(
 def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
     """Metadata of an object from the headers of an answer."""
     modified_s = _seconds(headers.get("last-modified"))
-    etag = headers.get("etag", "")
-    if modified_s is None:
-        return ObjectInfo(key, nbytes, 0.0, etag)
-    now_s = _seconds(headers.get("date"))
-    return ObjectInfo(key, nbytes, modified_s, etag, now_s and now_s - modified_s)
+    etag, version = headers.get("etag", ""), headers.get("x-amz-version-id", "")
+    now_s = None if modified_s is None else _seconds(headers.get("date"))
+    age_s = now_s and now_s - (modified_s or 0.0)
+    return ObjectInfo(key, nbytes, modified_s or 0.0, etag, age_s, version)
 
 
 def range_of(first: int, nbytes: int) -> str:
@@ -279,8 +281,8 @@ def error_about(
     if code == "NoSuchBucket":
         todo = "create the bucket, or look at bucket and endpoint_url"
         return StoreMissing(f"{what}: {todo}", code=code)
-    if code in _DENIED or status in (401, 403):
-        why = _DENIED.get(code, _DENIED["AccessDenied"])
+    if code in DENIED or status in (401, 403):
+        why = DENIED.get(code, DENIED["AccessDenied"])
         return StoreDenied(f"{what}: {why}{_hint(call)}", code=code)
     if code in _THROTTLED or status == 429:
         return StoreThrottled(f"{what}: the store asks for fewer requests", code=code)

@@ -27,7 +27,7 @@ from s3kv.config import Config
 from s3kv.objects.http.exchange import EMPTY, OBJECT, Request, Response
 from s3kv.objects.http.pool import Pool
 from s3kv.objects.http.watch import Patience
-from s3kv.objects.s3.address import Address, find_address
+from s3kv.objects.s3.address import Address, authority_of, find_address
 from s3kv.objects.s3.answers import (
     Call,
     ListingPage,
@@ -77,8 +77,8 @@ class _SessionSigner(S3ExpressAuth):
 class Endpoint:
     """A bucket's address and credentials; signs requests for it.
 
-    path: prefix of a key in the request target; ends with a slash. region, service: what requests
-    are signed for.
+    host: name or address to connect to. authority: the header `Host`. path: prefix of a key in the
+    request target; ends with a slash. region, service: what requests are signed for.
     """
 
     tls: bool
@@ -132,7 +132,7 @@ def make_endpoint(config: Config, address: Address) -> tuple[Endpoint, ssl.SSLCo
         tls=tls,
         host=parts.hostname or "",
         port=parts.port or (443 if tls else 80),
-        authority=parts.netloc,
+        authority=authority_of(address.url),
         path=parts.path,
         region=address.region,
         service=address.service,
@@ -215,9 +215,13 @@ class FastClient:
         response, _ = await self._send("s3:GetObject", "HEAD", key)
         return info_of(key, int(response.headers.get("content-length", 0)), response.headers)
 
-    async def delete(self, key: str, if_etag: str | None) -> None:
+    async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
         headers = {"If-Match": if_etag} if if_etag else {}
-        await self._send("s3:DeleteObject", "DELETE", key, headers=headers)
+        query = {"versionId": version} if version else None
+        response, _ = await self._send(
+            "s3:DeleteObject", "DELETE", key, query=query, headers=headers
+        )
+        return response.headers.get("x-amz-version-id", "")
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         body = deletion(objects)
@@ -262,6 +266,8 @@ class FastClient:
     ) -> tuple[Response, Call]:
         endpoint, pool = self._opened or await self._open()
         call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
+        if method == "PUT":
+            headers = {**(headers or {}), **(self._config.put_headers or {})}
         sign = partial(
             endpoint.sign, method=method, key=key or "", query=query, headers=headers, body=body
         )
@@ -317,7 +323,7 @@ class FastClient:
                     ready=self._ready if tls else 0,
                 )
                 self._opened = (endpoint, pool)
-                self.traffic.host, self.traffic.region = endpoint.host, endpoint.region
+                self.traffic.host, self.traffic.region = address.host, endpoint.region
             return self._opened
 
 

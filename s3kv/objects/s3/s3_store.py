@@ -2,9 +2,9 @@
 
 It sends GET, PUT, HEAD and DELETE of an object, copies of an object onto itself, ListObjectsV2, and
 DeleteObjects for tools. An IAM policy needs s3:GetObject, s3:PutObject, s3:DeleteObject and
-s3:ListBucket. A directory bucket needs a session first (`credentials`), and s3express:CreateSession
-instead. Objects are written with one PUT, so the largest has 5 GiB; a chunk is thousands of times
-smaller.
+s3:ListBucket, and for `erase` in a bucket with versions s3:DeleteObjectVersion. A directory bucket
+needs a session first (`credentials`), and s3express:CreateSession instead. Objects are written with
+one PUT, so the largest has 5 GiB; a chunk is thousands of times smaller.
 
 Two clients can send the requests: the fast one, and AWS's SDK, which also serves what the fast one
 cannot. They are compared with each other (`test_sdk_client.py`); see decision 14.
@@ -18,10 +18,11 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from s3kv.config import Config
-from s3kv.errors import ConfigError, StoreError, StoreUnranged
+from s3kv.errors import ConfigError, StoreDenied, StoreError, StoreUnranged
 from s3kv.objects.listing import in_lanes, in_turn
 from s3kv.objects.s3.address import Address, find_address
 from s3kv.objects.s3.answers import ListingPage, Refusal
@@ -38,6 +39,12 @@ DELETES_AT_ONCE = 8
 """Requests at a time where the server deletes one object per request. A keeper shares the pool of
 connections with fetches."""
 MAX_PUT_BYTES = 5 * 2**30
+VERSIONS_COST = "objects that are deleted, expire or are refreshed stay as versions that are billed"
+VERSIONS_REMEDY = (
+    "Suspend versioning, or delete versions by a lifecycle rule with NoncurrentVersionExpiration "
+    "(NoncurrentDays 1)"
+)
+_GONE = attrgetter("no_such_key")
 COST = "its requests take two to three times the processor time of the fast client's"
 
 
@@ -69,7 +76,10 @@ class S3Client(Protocol):
 
     async def head(self, key: str) -> ObjectInfo: ...
 
-    async def delete(self, key: str, if_etag: str | None) -> None: ...
+    async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
+        """Delete an object; version: that version of it, for good. Returns the version of the
+        delete marker that a versioned bucket puts in its place; else an empty text or `version`."""
+        ...
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         """Delete objects, each only if its ETag is unchanged. Returns the keys of those left."""
@@ -104,6 +114,7 @@ class S3Store:
         self._conditional_puts: bool | None = None
         """Whether the server knows them; None: not known yet."""
         self._knows_batches = True
+        self._keeps_versions = self._warned_of_versions = False
 
     @property
     def traffic(self) -> Traffic:
@@ -115,7 +126,7 @@ class S3Store:
     async def get_into(
         self, key: str, buffer: memoryview, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        return await _answer(self.client.get(key, buffer, claim), lambda r: r.no_such_key)
+        return self._seen(await _answer(self.client.get(key, buffer, claim), _GONE))
 
     async def get_range(
         self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
@@ -158,9 +169,32 @@ class S3Store:
 
     async def head(self, key: str) -> ObjectInfo | None:
         # A HEAD's answer has no body, so a missing bucket looks the same.
-        return await _answer(self.client.head(key), lambda r: r.no_such_key)
+        return self._seen(await _answer(self.client.head(key), _GONE))
+
+    def _seen(self, info: ObjectInfo | None) -> ObjectInfo | None:
+        self._keeps_versions |= info is not None and info.is_version
+        return info
+
+    def _warn_of_versions(self) -> None:
+        if self._keeps_versions and not self._warned_of_versions:
+            self._warned_of_versions = True
+            _log.warning("%r keeps versions: %s. %s", self, VERSIONS_COST, VERSIONS_REMEDY)
+
+    async def erase(self, key: str) -> bool:
+        version = await _answer(self.client.delete(key, None), _GONE)
+        erased = set[str]()
+        while version and version not in erased:  # it names one again if it does not delete it
+            erased.add(version)
+            try:
+                await _answer(self.client.delete(key, None, version), _GONE)
+                newest = await self.head(key)
+            except StoreDenied:
+                return False
+            version = "" if newest is None else newest.version
+        return True
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        self._warn_of_versions()
         try:
             await self.client.delete(key, if_etag)
         except Refusal as refusal:
@@ -173,6 +207,7 @@ class S3Store:
         return True
 
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        self._warn_of_versions()
         if self._knows_batches:
             try:
                 return await self.client.delete_batch(objects)

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 import botocore.exceptions
@@ -29,7 +28,7 @@ from s3kv.objects.http.connection import PIECE_BYTES
 from s3kv.objects.http.exchange import BadAnswer
 from s3kv.objects.http.pool import why_unreachable
 from s3kv.objects.http.watch import Patience, Stalled, Watch, watched
-from s3kv.objects.s3.address import Address, addressing
+from s3kv.objects.s3.address import Address, addressing, authority_of
 from s3kv.objects.s3.answers import (
     Call,
     ListingPage,
@@ -153,9 +152,10 @@ class SdkClient:
         headers = told["ResponseMetadata"]["HTTPHeaders"]
         return info_of(key, int(headers.get("content-length", 0)), headers)
 
-    async def delete(self, key: str, if_etag: str | None) -> None:
-        condition = {"IfMatch": if_etag} if if_etag else {}
-        await self._do("s3:DeleteObject", key, "delete_object", condition)
+    async def delete(self, key: str, if_etag: str | None, version: str = "") -> str:
+        names = {n: v for n, v in (("IfMatch", if_etag), ("VersionId", version)) if v}
+        told = await self._do("s3:DeleteObject", key, "delete_object", names)
+        return str(told.get("VersionId", ""))
 
     async def delete_batch(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         items = [{"Key": o.key} | ({"ETag": o.etag} if o.etag else {}) for o in objects]
@@ -285,13 +285,22 @@ class SdkClient:
                 ours = _Renewed(self._credentials)
                 self._session.register_component("credential_provider", ours)
                 client = await self._exit.enter_async_context(self._make_client())
-                client.meta.events.register("before-call.s3", _as_asked)
+                client.meta.events.register("before-call.s3", self._as_asked)
                 self._client = client
             return self._client
 
+    def _as_asked(self, params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
+        """Adjust a request before it is signed. It does not wait for "100 Continue", which costs a
+        round trip, and hangs if a server does not know it. A bucket in another region is an error
+        and causes no two more requests. aiohttp's own `Host` may differ from the signed one."""
+        params["headers"].pop("Expect", None)
+        params["headers"]["Host"] = authority_of(params["url"])
+        if params["method"] == "PUT":
+            params["headers"].update(self._config.put_headers or {})
+        context.setdefault("s3_redirect", {})["redirected"] = True
+
     def _make_client(self) -> Any:
-        config, address = self._config, self._address
-        scheme = urlsplit(address.url).scheme
+        config, proxy_url = self._config, self._address.proxy_url
         return self._session.create_client(
             "s3",
             region_name=config.region,
@@ -304,7 +313,7 @@ class SdkClient:
                 retries={"total_max_attempts": 1, "mode": "standard"},
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
-                proxies={scheme: address.proxy_url} if address.proxy_url else {},
+                proxies={"http": proxy_url, "https": proxy_url} if proxy_url else {},
                 # Objects carry their own digest: no second one of every payload.
                 s3=addressing(config) | {"payload_signing_enabled": False},
             ),
@@ -379,14 +388,6 @@ class _Renewed(AioCredentials):  # type: ignore[misc]
 
     async def get_frozen_credentials(self) -> Any:
         return await self._source.frozen()
-
-
-def _as_asked(params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-    """Adjust a request before it is sent. It does not wait for "100 Continue", which costs a round
-    trip, and hangs if a server does not know it. A bucket in another region is an error, as it is
-    to the fast client, and does not cause two more requests."""
-    params["headers"].pop("Expect", None)
-    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _root(error: botocore.exceptions.BotoCoreError) -> BaseException:

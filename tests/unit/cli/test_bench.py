@@ -43,6 +43,15 @@ def test_what_it_measures(run: Run, boto: Any) -> None:
     assert left(boto) == []
 
 
+def test_no_versions_are_left(run: Run, boto: Any) -> None:
+    keeping = {"Status": "Enabled"}
+    boto.put_bucket_versioning(Bucket=servers.BUCKET, VersioningConfiguration=keeping)
+    assert run("bench", *SMALL, "--set", "max_inflight_requests=4").exit_code == 0
+    told = boto.list_object_versions(Bucket=servers.BUCKET)
+    assert not told.get("Versions")
+    assert not told.get("DeleteMarkers")
+
+
 def test_as_text(run: Run) -> None:
     result = run("bench", "--bytes-per-token", "512", "--prompt-tokens", "600")
     assert result.exit_code == 0, result.output

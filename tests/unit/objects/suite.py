@@ -132,6 +132,13 @@ class ObjectStoreSuite:
         came = await asyncio.gather(*(there_and_back(i) for i in range(32)))
         assert came == [bytes(pattern(100_000 + i, i)) for i in range(32)]
 
+    async def test_erase(self, store: BulkStore, root: str) -> None:
+        for seed in (1, 2):
+            await store.put(root + "k", pattern(100, seed), if_absent=False)
+        for _ in range(2):
+            assert await store.erase(root + "k") is True
+            assert await store.head(root + "k") is None
+
     async def test_overwrite(self, store: BulkStore, root: str) -> None:
         await store.put(root + "k", pattern(100, 1), if_absent=False)
         assert await store.put(root + "k", pattern(50, 2), if_absent=False) is True

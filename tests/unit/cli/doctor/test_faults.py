@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 from lab.faults import Fault, s3_error
 from lab.proxy import Proxy, proxy
 from s3kv.cli.app import cli
+from s3kv.objects.s3.s3_store import S3Store
 from tests import servers
 from tests.rgw import Gateway
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
@@ -146,6 +147,20 @@ def nobody(ground: Ground) -> None:
     ground.between.fault(Fault(kind="refuse"))
 
 
+def demands(name: str, value: str) -> Callable[[Ground], None]:
+    """A policy that denies uploads without this header."""
+
+    def plant(ground: Ground) -> None:
+        if not ground.is_real:
+            lacks = f"{name}: {value}"
+            ground.between.fault(s3_error(403, "AccessDenied", verbs=("PUT",), lacks=lacks))
+            return
+        policy = servers.demanding(BUCKET, name, value)
+        ground.boto.put_bucket_policy(Bucket=BUCKET, Policy=policy)
+
+    return plant
+
+
 FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
     "may not list": (
         denied("LIST", "s3:ListBucket", BUCKET_ARN),
@@ -158,6 +173,24 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
         "put",
         "fault",
         f"allow s3:PutObject on {OBJECTS_ARN} for",
+    ),
+    "must encrypt": (
+        demands("x-amz-server-side-encryption", "AES256"),
+        "put",
+        "fault",
+        'set put_headers to {"x-amz-server-side-encryption": "AES256"}',
+    ),
+    "must give the objects away": (
+        demands("x-amz-acl", "bucket-owner-full-control"),
+        "put",
+        "fault",
+        'set put_headers to {"x-amz-acl": "bucket-owner-full-control"}',
+    ),
+    "may not put, for lack of more than one header perhaps": (
+        denied("PUT", "s3:PutObject", f"{BUCKET_ARN}/*"),
+        "put",
+        "fault",
+        "x-amz-server-side-encryption-aws-kms-key-id, set them in put_headers",
     ),
     "may not get": (
         denied("GET", "s3:GetObject", f"{BUCKET_ARN}/*"),
@@ -229,6 +262,45 @@ def test_what_is_left_without_permission_to_delete_is_named(ground: Ground) -> N
     ground.between.lift()
     [key] = left(ground.boto, BUCKET)
     assert key in detail
+
+
+def test_headers_that_are_set_are_sent(ground: Ground) -> None:
+    FAULTS["must encrypt"][0](ground)
+    ground.arguments += ["--set", 'put_headers={"x-amz-server-side-encryption": "AES256"}']
+    assert statuses(ground.doctor()) == dict.fromkeys(CHECKS, "ok")
+
+
+def test_a_bucket_that_keeps_versions_is_named_and_none_is_left(ground: Ground) -> None:
+    keeping = {"Status": "Enabled"}
+    ground.boto.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration=keeping)
+    result = ground.doctor()
+    found = findings(result)
+    assert result.exit_code == 0
+    assert found["versions"]["status"] == "warning"
+    assert "deleted" in found["versions"]["detail"]
+    assert "NoncurrentVersionExpiration" in found["versions"]["remedy"]
+    assert "left" not in found["delete"]["detail"]
+    told = ground.boto.list_object_versions(Bucket=BUCKET)
+    assert not told.get("Versions")
+    assert not told.get("DeleteMarkers")
+
+
+def test_a_bucket_without_versions_is_not_warned_of(ground: Ground) -> None:
+    assert "versions" not in findings(ground.doctor())
+
+
+def test_versions_that_are_left_behind_are_named(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def erase(self: S3Store, key: str) -> bool:
+        await self.delete(key)
+        return False
+
+    monkeypatch.setattr(S3Store, "erase", erase)
+    found = findings(ground.doctor())
+    assert "left behind" in found["delete"]["detail"]
+    assert "s3:DeleteObjectVersion" in found["delete"]["detail"]
+    assert "left behind" in found["bandwidth"]["detail"]
 
 
 def test_nothing_is_left_otherwise(ground: Ground) -> None:

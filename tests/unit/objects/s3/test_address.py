@@ -21,6 +21,7 @@ from s3kv.errors import ConfigError, StoreError
 from s3kv.objects.s3.address import find_address
 from s3kv.objects.s3.credentials import Credentials
 from s3kv.objects.s3.fast_client import make_endpoint
+from s3kv.objects.s3.sdk_client import SdkClient
 from tests import servers
 
 ACCOUNT = "123456789012"
@@ -321,3 +322,81 @@ def test_the_proxy_is_the_environments(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert find_address(Config(bucket="bkt", endpoint_url=endpoint_url)).proxy == proxy
+
+
+FORMS = [
+    ("http://store.example:80", "store.example"),
+    ("https://store.example:443", "store.example"),
+    ("http://store.example:443", "store.example:443"),
+    ("https://store.example:80", "store.example:80"),
+    ("https://Store.EXAMPLE:9000/Base", "store.example:9000"),
+    ("https://store.example.:443", "store.example"),
+    ("https://store.example.", "store.example"),
+    ("http://[2001:DB8::1]:80", "[2001:db8::1]"),
+    ("http://[2001:db8::1]:9000", "[2001:db8::1]:9000"),
+    ("http://[fe80::1%25eth0]:80", "[fe80::1]"),
+    ("http://192.0.2.1:80", "192.0.2.1"),
+]
+
+
+@pytest.mark.parametrize("style", ["path", "virtual"])
+@pytest.mark.parametrize(("endpoint_url", "host"), FORMS)
+async def test_the_host_is_signed_as_front_ends_write_it(
+    endpoint_url: str, host: str, style: str
+) -> None:
+    """Of what both clients send, by the first request of each: `Host`, and that it is signed."""
+    config = Config(bucket="bkt", endpoint_url=endpoint_url, addressing_style=style)
+    address = find_address(config)
+    endpoint, _ = make_endpoint(config, address)
+    assert isinstance(endpoint.credentials, Credentials)
+    ours = endpoint.sign(await endpoint.credentials.frozen(), "GET", "k")
+    sent = await first_of_the_sdks(config)
+    if style == "virtual" and host.startswith("store"):
+        host = f"bkt.{host}"
+    assert [ours.headers["Host"], in_text(sent.headers["Host"])] == [host, host]
+    for headers in (ours.headers, sent.headers):
+        assert "SignedHeaders=host;" in in_text(headers["Authorization"])
+    assert address.origin == endpoint.url == f"{endpoint_url.partition(':')[0]}://{host}"
+
+
+async def first_of_the_sdks(config: Config) -> Any:
+    """The first request of our SDK client, intercepted before it is sent."""
+    requests: list[Any] = []
+
+    async def answer(request: Any, **_: Any) -> AioAWSResponse:
+        requests.append(request)
+        return AioAWSResponse(request.url, 200, {"content-length": "0"}, Nothing())
+
+    client = SdkClient(config, find_address(config))
+    (await client._open()).meta.events.register("before-send.s3", answer)
+    try:
+        await client.head("k")
+    finally:
+        await client.close()
+    return requests[0]
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize("url", ["http://me:Pa55@store", "https://Pa55@store:443/base"])
+def test_a_user_in_the_environments_endpoint_is_refused(
+    variable: str, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, url)
+    with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL.*\*\*\*@store.*allowed") as caught:
+        find_address(Config(bucket="bkt"))
+    assert "Pa55" not in str(caught.value)
+
+
+def test_a_password_that_botocore_cannot_read_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:Pa/55@store?")
+    with pytest.raises(StoreError, match="botocore's settings cannot be used") as caught:
+        find_address(Config(bucket="bkt"))
+    assert "Pa" not in str(caught.value)
+
+
+def test_a_directory_bucket_takes_no_headers() -> None:
+    headers = {"x-amz-server-side-encryption": "aws:kms"}
+    with pytest.raises(ConfigError, match=r"put_headers is .*directory bucket"):
+        find_address(Config(bucket="b--use1-az4--x-s3", put_headers=headers))

@@ -39,7 +39,7 @@ def error_of(status: int, code: str | None, **members: str) -> StoreError:
         (403, "AccessDenied", StoreDenied, "grant the action; without s3:ListBucket on"),
         (403, None, StoreDenied, "s3:GetObject on arn:aws:s3:::bkt/some/key at http://host:1"),
         (401, None, StoreDenied, "401"),
-        (403, "InvalidAccessKeyId", StoreDenied, "does not know this access key"),
+        (403, "InvalidAccessKeyId", StoreDenied, "does not know its key"),
         (403, "SignatureDoesNotMatch", StoreDenied, "secret key does not belong"),
         (400, "ExpiredToken", StoreDenied, "renew the credentials"),
         (403, "RequestTimeTooSkewed", StoreDenied, "clock"),
