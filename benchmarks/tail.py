@@ -167,7 +167,7 @@ class Client:
         hedge_percent, window = VARIANTS[self._variant]
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         hello = wire.Hello(
-            Config(bucket="tail", hedge_percent=hedge_percent, pool_size=1024),
+            Config(bucket="tail", hedge_percent=hedge_percent),
             *("tail", "0" * 32, "h0-7of8-l0-31of32"),
             {0: TENSORS},
         )

@@ -27,7 +27,10 @@ SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
 """The environment variable that holds the secret of `integrity` if no file does."""
 _SECRET_MIN_BYTES = 16
 REMOVED = {
+    "encode_tokens_per_s": "the speed of the encoder is measured",
     "eviction": "host memory is evicted by LRU (docs/decisions/0003-default-eviction-policy.md)",
+    "pool_size": "a worker has two connections for each of max_inflight_requests",
+    "prefill_tokens_per_s": "the speed of prefill is measured (docs/operating.md)",
     "trust_client_uuid": "it is called 'trust_media_names' now, and both connectors have it",
 }
 """Settings of earlier versions, and what holds instead."""
@@ -41,7 +44,6 @@ _UNIT_BYTES = {
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0.0)]
-TokensPerSecond = Annotated[float, Meta(ge=1.0)]
 Bytes = Annotated[int, Meta(extra=_BYTES)]
 Mebibytes = Annotated[Bytes, Meta(ge=2**20)]
 Bucket = Annotated[
@@ -129,8 +131,6 @@ class Config:
     put_headers: PutHeaders | None = None
     """Headers of every write, for buckets whose policy demands them, such as
     {"x-amz-server-side-encryption": "aws:kms"}. Without it the bucket's own encryption applies."""
-    pool_size: Positive = 64
-    """Most connections to the store per worker."""
     connect_timeout_ms: Positive = 2_000
     """Longest wait for a connection, TLS included."""
     first_byte_timeout_ms: Positive = 5_000
@@ -211,8 +211,6 @@ class Config:
     recompute_gate: bool = True
     """Stop waiting as soon as computing the rest is expected to be faster. Off: wait up to
     max_wait_ms for every chunk."""
-    prefill_tokens_per_s: TokensPerSecond = 8_000.0
-    """Prefill speed assumed until it has been measured."""
     probe_chunks: Positive = 64
     """Chunks of a prefix fetched at once while the bucket's content is unknown. The number doubles
     with each chunk that arrives."""
@@ -221,9 +219,6 @@ class Config:
     max_saves_inflight: Positive = 256
     """Most chunks on their way to the bucket at once; saves beyond that are dropped and counted."""
 
-    encode_tokens_per_s: TokensPerSecond = 4_000.0
-    """Encoder speed assumed until it has been measured, in embeddings of images, audio or video. EC
-    connector only."""
     max_item_bytes: Annotated[Bytes, Meta(ge=2**16, le=2**28)] = 64 * 2**20
     """Largest encoder output that is saved or fetched; give it the same value on all instances. EC
     connector only."""
@@ -259,10 +254,15 @@ class Config:
         if self.ca_bundle is not None and not Path(self.ca_bundle).is_file():
             raise ConfigError(f"ca_bundle is {self.ca_bundle!r}: there is no such file")
 
+    @property
+    def pool_size(self) -> int:
+        """Most connections to the store per worker. Each request may be sent a second time
+        (`hedge_percent`)."""
+        return 2 * self.max_inflight_requests
+
     def fetches_at_once(self, object_bytes: int) -> int:
         """Most objects of `object_bytes` that one worker fetches at once."""
-        by_bytes = self.max_inflight_bytes // object_bytes
-        return max(1, min(self.max_inflight_requests, self.pool_size, by_bytes))
+        return max(1, min(self.max_inflight_requests, self.max_inflight_bytes // object_bytes))
 
     def read_integrity_secret(self) -> bytes:
         """The secret of integrity "blake3-keyed", without white space at its ends.

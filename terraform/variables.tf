@@ -321,11 +321,11 @@ locals {
   setting_names = [
     "addressing_style", "bucket_bytes", "bucket_idle_s", "bucket_min_age_s", "ca_bundle",
     "checksum", "chunk_tokens", "client", "connect_timeout_ms", "drain_timeout_s",
-    "encode_tokens_per_s", "endpoint_url", "first_byte_timeout_ms", "hedge_percent",
+    "endpoint_url", "first_byte_timeout_ms", "hedge_percent",
     "host_bytes", "huge_pages", "integrity", "integrity_secret_file", "max_attempts",
     "max_inflight_bytes", "max_inflight_requests", "max_item_bytes", "max_saves_inflight",
     "max_wait_ms", "min_bytes_per_s", "miss_ttl_s", "model_id", "on_corrupt", "on_unavailable",
-    "pool_size", "prefill_tokens_per_s", "prices", "probe_chunks", "put_headers", "range_bytes",
+    "prices", "probe_chunks", "put_headers", "range_bytes",
     "recompute_gate", "refresh_after_s", "request_timeout_ms", "share_ranks", "staging_bytes",
     "start_timeout_ms", "trust_media_names", "verify_tls", "weights_digest",
   ]

@@ -190,10 +190,7 @@ def make_planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
         may_load=is_on,
         may_save=is_on,
     )
-    pace = Pace(
-        prefill_tokens_per_s=config.prefill_tokens_per_s,
-        fetches_at_once=config.fetches_at_once(setup.layout.object_bytes),
-    )
+    pace = Pace(fetches_at_once=config.fetches_at_once(setup.layout.object_bytes))
     return KVPlanner(ledger, pace, settings)
 
 

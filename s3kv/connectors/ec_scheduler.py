@@ -66,6 +66,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("s3kv")
 
 _INDEX_ITEMS = 500_000
+_ENCODE_ROWS_PER_S = 4_000.0
+"""Speed of the encoder before its first measured output, which replaces it."""
 _LINGER_S = 0.001
 _LOOK_AFTER_S = 1.0
 """Longest time between two polls of an idle I/O process."""
@@ -168,7 +170,7 @@ class ECSchedulerSide(Guarded):
         )
         return ECPlanner(
             ledger,
-            EncodingPace(encode_rows_per_s=config.encode_tokens_per_s),
+            EncodingPace(encode_rows_per_s=_ENCODE_ROWS_PER_S),
             settings,
             # Widths that vLLM has measured (on a producer, since 0.32).
             getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None),

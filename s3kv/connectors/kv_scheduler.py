@@ -193,10 +193,7 @@ class SchedulerSide(Guarded):
             may_save=self._may_save and serves,
             null_block=None if self._sizes.is_plain else NULL_BLOCK,
         )
-        pace = Pace(
-            prefill_tokens_per_s=config.prefill_tokens_per_s,
-            fetches_at_once=config.fetches_at_once(max((slot_bytes, *object_bytes))),
-        )
+        pace = Pace(fetches_at_once=config.fetches_at_once(max((slot_bytes, *object_bytes))))
         return KVPlanner(ledger, pace, settings)
 
     # --- hooks -----------------------------------------------------------------------------

@@ -60,6 +60,10 @@ _SETTLING_TOKENS = 4_096.0
 _MIN_PREFILL_SAMPLE_TOKENS = 64
 """Steps with fewer tokens are decode-bound and say nothing about prefill."""
 
+PREFILL_TOKENS_PER_S = 8_000.0
+"""Speed of prefill before the first measured step, which replaces it: it decides for the first
+requests of an engine alone."""
+
 _MAX_STEPS_INFLIGHT = 8
 """More steps than any engine keeps in flight; a step that never reports is forgotten."""
 
@@ -130,9 +134,12 @@ class Pace:
     """Speeds of one engine. Times are seconds of one monotonic clock, passed in.
 
     fetches_at_once: fetches the I/O process sends at once; the others queue there.
+    prefill_tokens_per_s: assumed until a step has been measured.
     """
 
-    def __init__(self, *, prefill_tokens_per_s: float, fetches_at_once: int) -> None:
+    def __init__(
+        self, *, fetches_at_once: int, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+    ) -> None:
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self._squared_tokens = self._token_seconds = 0.0
         self._fetches_at_once = fetches_at_once

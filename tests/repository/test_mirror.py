@@ -26,6 +26,7 @@ BEHAVIOURS = {
     "device/test_group_layouts.py",
     "device/test_schedules.py",
     "host/test_container.py",
+    "library/test_calls.py",
     "library/test_cancellation.py",
     "library/test_library_soak.py",
     "objects/http/test_addresses.py",

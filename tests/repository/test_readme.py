@@ -20,7 +20,6 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PRINTED = (
     ["Location(device=False, host=True, bucket=True)", "True 1.0"],
     ["computing", "0.25", "0.25"],
-    ["encoding", "torch.Size([8, 1408])", "torch.Size([8, 1408])"],
 )
 """What the examples print, in the order they come."""
 

@@ -21,10 +21,10 @@ def parse(**settings: Any) -> Config:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("pool_size", 0),
-        ("pool_size", "64"),
-        ("pool_size", True),
-        ("pool_size", 1.5),
+        ("max_attempts", 0),
+        ("max_attempts", "3"),
+        ("max_attempts", True),
+        ("max_attempts", 1.5),
         ("chunk_tokens", -1),
         ("host_bytes", "4 elephants"),
         ("host_bytes", "1KiB"),
@@ -33,8 +33,8 @@ def parse(**settings: Any) -> Config:
         ("client", None),
         ("recompute_gate", "yes"),
         ("recompute_gate", 1),
-        ("prefill_tokens_per_s", 0.5),
-        ("prefill_tokens_per_s", float("nan")),
+        ("hedge_percent", 100.5),
+        ("hedge_percent", float("nan")),
         ("miss_ttl_s", "20"),
         ("on_unavailable", "retry"),
         ("addressing_style", "subdomain"),
@@ -238,8 +238,10 @@ def test_other_text_is_no_number_of_bytes(text: str) -> None:
 
 
 def test_the_constructor_checks_as_parse_does() -> None:
-    with pytest.raises(ConfigError, match="pool_size is 0: allowed is a whole number, 1 or more"):
-        Config(bucket="kv-cache", pool_size=0)
+    with pytest.raises(
+        ConfigError, match="max_attempts is 0: allowed is a whole number, 1 or more"
+    ):
+        Config(bucket="kv-cache", max_attempts=0)
     with pytest.raises(ConfigError, match="checksum is 'never': allowed is 'when_req"):
         dataclasses.replace(parse(), checksum="never")  # type: ignore[arg-type]
 
@@ -256,3 +258,11 @@ def test_every_default_is_allowed() -> None:
 
 def test_a_whole_number_is_a_number() -> None:
     assert parse(miss_ttl_s=20) == parse(miss_ttl_s=20.0)
+
+
+def test_as_many_fetches_at_once_as_requests_and_bytes_allow() -> None:
+    config = parse(max_inflight_requests=100, max_inflight_bytes="64MiB")
+    assert config.fetches_at_once(1) == 100
+    assert config.fetches_at_once(2**20) == 64
+    assert config.fetches_at_once(2**30) == 1
+    assert config.pool_size == 200, "each may be sent a second time"

@@ -161,7 +161,7 @@ class Life:
             recompute_gate=False,
             max_saves_inflight=config.max_saves_inflight,
         )
-        pace = Pace(prefill_tokens_per_s=config.prefill_tokens_per_s, fetches_at_once=8)
+        pace = Pace(fetches_at_once=8)
         return KVPlanner(ledger, pace, settings)
 
     # --- time ------------------------------------------------------------------------------

@@ -103,8 +103,8 @@ def test_a_prefix_that_is_not_known_costs_a_wait_for_each_doubling(
     at_once: int, chunks: int, doublings: int
 ) -> None:
     speeds = Speeds(2**20, at_once, speed(9, 9), speed(0.5, 80), speed(1, 20))
-    config = Config(bucket="bkt", prefill_tokens_per_s=1e4, probe_chunks=8)
-    expected = expect(config, speeds, chunks, 25_600)
+    config = Config(bucket="bkt", probe_chunks=8)
+    expected = expect(config, speeds, chunks, 2.56)
     assert expected.known_ms == pytest.approx(500)
     assert expected.unknown_ms == pytest.approx(500 + doublings * 20)
     assert expected.computed_ms == pytest.approx(2_560)

@@ -40,7 +40,7 @@ class S3Suite(ObjectStoreSuite):
     ) -> AsyncIterator[BulkStore]:
         url, bucket, keys = place
         servers.set_credentials(monkeypatch, keys)
-        config = Config(bucket=bucket, endpoint_url=url, pool_size=16)
+        config = Config(bucket=bucket, endpoint_url=url)
         store = S3Store(config, client(config, find_address(config)), page_keys=10)
         yield store
         await store.close()
