@@ -138,7 +138,7 @@ class BucketExamination:
             await self._clock(begin_s, end_s)
             await self._ask("latency", "s3:GetObject", self._latency())
             await self._refresh()
-        gone = not read_only and await self._delete(written=written)
+        gone = not read_only and await self._delete()
         if self.bandwidth_bytes and written and readable and gone:
             action = "s3:PutObject and s3:GetObject"
             await self._ask("bandwidth", action, self._bandwidth())
@@ -265,8 +265,8 @@ class BucketExamination:
                 remedy = f"allow s3:PutObject and s3:GetObject on {self._resource()}"
             self._note("refresh", "warning", str(error), remedy)
 
-    async def _delete(self, *, written: bool) -> bool:
-        config = self.config
+    async def _delete(self) -> bool:
+        config, put = self.config, self._own.puts.get(self.key)
         try:
             erased = await self._store.erase(self.key)
         except StoreError as caught:
@@ -275,7 +275,7 @@ class BucketExamination:
             told = "" if erased else f"; versions of {self.key} are left behind: {VERSIONS_LEFT}"
             self._note("delete", "ok", f"an object can be deleted{told}")
             return True
-        left = f"; {self.key} is left behind" if written else ""
+        left = f"; {self.key} is left behind" if put and put.exception() is None else ""
         if is_permission(error):
             allow = f"allow s3:DeleteObject on {self._resource()}"
             told = f"{error}{left}"

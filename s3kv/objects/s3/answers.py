@@ -69,7 +69,7 @@ DENIED: Mapping[str, str] = {
     "InvalidToken": "look at AWS_SESSION_TOKEN: set the one that came with the keys, or none",
     "TokenRefreshRequired": _RENEW,
     "RequestTimeTooSkewed": "set this machine's clock (chrony, systemd-timesyncd)",
-    "InvalidObjectState": "keep lifecycle transitions to archives off the prefix",
+    "InvalidObjectState": "keep lifecycle transitions off the prefix: the object is archived",
 }
 """What to do, by the code of a refusal."""
 _OTHER_CREDENTIALS_MAY_HELP = frozenset(

@@ -80,6 +80,30 @@ def test_the_copy_that_refreshes_is_tried_where_it_is_asked_for(run: Run, boto: 
     assert left(boto, servers.BUCKET) == []
 
 
+async def test_what_a_trial_wrote_is_named_if_it_cannot_be_deleted() -> None:
+    class Demanding(MemoryStore):
+        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+            raise StoreDenied("no", code="AccessDenied")
+
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            if not opened[-1].put_headers:
+                raise StoreDenied("no", code="AccessDenied")
+            return await super().put(key, data, if_absent=if_absent)
+
+    store, opened = Demanding(), list[Config]()
+    examination = BucketExamination(
+        lambda config: opened.append(config) or store,
+        Config(bucket="bkt"),
+        "s3kv/doctor/1",
+        bandwidth_bytes=0,
+        clock_s=lambda: 0.0,
+        wall_s=lambda: 0.0,
+    )
+    found = {finding.check: finding for finding in await examination.run(read_only=False)}
+    assert "set put_headers to" in found["put"].remedy
+    assert "s3kv/doctor/1 is left behind" in found["delete"].detail
+
+
 class NoCopies(MemoryStore):
     def __init__(self, error: StoreError) -> None:
         super().__init__(clock=lambda: 1e9)

@@ -40,7 +40,7 @@ def error_of(status: int, code: str | None, **members: str) -> StoreError:
         (403, None, StoreDenied, "s3:GetObject on arn:aws:s3:::bkt/some/key at http://host:1"),
         (401, None, StoreDenied, "401"),
         (403, "InvalidAccessKeyId", StoreDenied, "does not know its key"),
-        (403, "SignatureDoesNotMatch", StoreDenied, "secret key does not belong"),
+        (403, "SignatureDoesNotMatch", StoreDenied, "does not belong to the access key"),
         (400, "ExpiredToken", StoreDenied, "renew the credentials"),
         (403, "RequestTimeTooSkewed", StoreDenied, "clock"),
         (403, "InvalidObjectState", StoreDenied, "archived"),
