@@ -22,9 +22,8 @@ class TableError(AssertionError):
 
     Raised for an event that `TRANSITIONS` does not list for the entry's state (an entry that is
     gone is FREE), `unpin` of an unpinned entry, `reserve` of a key that has an entry, and `commit`
-    of more bytes than were reserved, or of a replaced entry. The table is unchanged then. The error
-    is a bug of the caller, to be fixed and not handled; it is no `S3KVError`, so that no handler
-    catches it by accident.
+    of more bytes than were reserved. The table is unchanged then. The error is a bug of the caller,
+    to be fixed and not handled; it is no `S3KVError`, so that no handler catches it by accident.
     """
 
 
@@ -62,8 +61,7 @@ class Entry:
     object is the handle: a holder that still has it then finds it FREE. For reading only.
 
     number: that of its place, in units of the room: a slot, or a first page. offset: the same in
-    bytes. nbytes: what was reserved, or less if it was committed with less. units: its place's.
-    """
+    bytes. nbytes: what was reserved, or less if it was committed with less. units: its place's."""
 
     key: ChunkKey
     number: int
@@ -100,8 +98,7 @@ class Reservation(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TableStatistics:
     """Units of the room (slots or pages) by the state of what they hold: free + reserved + clean +
-    dirty is all of them.
-    """
+    dirty is all of them."""
 
     unit_bytes: int
     free: int
@@ -143,8 +140,8 @@ class Table:
     being filled to a new one; the replaced entry keeps its place until it is abandoned. Breaking a
     rule raises `TableError` and changes nothing.
 
-    Used from one thread only. `room` must be empty; the table owns it. nbytes: by
-    group, what `reserve` takes if not told; otherwise it takes one unit.
+    Used from one thread only. `room` must be empty; the table owns it. nbytes: by group, what
+    `reserve` takes if not told; otherwise it takes one unit.
     """
 
     __slots__ = ("_at", "_evictions", "_groups", "_lru", "_nbytes", "_pinned", "_room", "_units")
@@ -190,8 +187,7 @@ class Table:
     ) -> Reservation | None:
         """Reserve a place of `nbytes` (default: the length for the key's group) to fill with `key`.
         Returns None, and changes nothing, if all that could make room is reserved, dirty or pinned,
-        or if the room is too small. replace: the key may have an entry that is being filled.
-        """
+        or if the room is too small. replace: the key may have an entry that is being filled."""
         held = self._groups.setdefault(key.group, {})
         known = held.get(key.block_hash)
         if known is not None and not (replace and known.state is _RESERVED):
@@ -214,11 +210,8 @@ class Table:
 
     def commit(self, entry: Entry, *, dirty: bool, nbytes: int | None = None) -> None:
         """Note that `entry` is filled and verified. dirty: the bucket lacks it so far. nbytes: its
-        length, if less than was reserved.
-        """
+        length, if less than was reserved."""
         state = self._next(entry, "commit dirty" if dirty else "commit")
-        if self.lookup(entry.key) is not entry:
-            raise TableError(f"commit of {entry}: it has been replaced")
         if nbytes is not None and nbytes != entry.nbytes:
             self._shrink(entry, nbytes)
         self._enter(entry, state)
@@ -314,13 +307,12 @@ class Table:
             for group, held in self._groups.items()
             for block_hash, entry in held.items()
         }
-        replaced = [entry for entry in entries if index.get(entry.key) is not entry]
         self._room.check()
         assert all(e.state is not _FREE for e in entries), "an entry that is gone has a place"
         assert all(e.number == n for n, e in self._at.items()), "an entry is at another place"
-        assert all(self._at.get(e.number) is e for e in index.values()), "a key of no entry"
         assert all(e.key == key for key, e in index.items()), "the index by key is wrong"
-        assert all(e.state is _RESERVED for e in replaced), "two entries have one key"
+        reserved = [entry for entry in entries if entry.state is _RESERVED]
+        assert {*index.values(), *reserved} == {*entries}, "two entries have one key"
         units = _units_by_state(entries)
         units[_FREE] = self._room.count - sum(units)
         assert units == self._units, "units by state: miscounted"
@@ -367,8 +359,7 @@ class Table:
 
     def _evict(self, units: int) -> Sequence[ChunkKey]:
         """Free a place of `units` units; return the keys of what was in it, none if there is no
-        such place to free.
-        """
+        such place to free."""
         # Counted rather than searched: with a slab full of dirty entries every save comes here.
         if units > self._room.largest or self._units[_CLEAN] == self._pinned[_CLEAN]:
             return ()

@@ -8,8 +8,8 @@
     CLEAN and unsaved ──hit, and the bucket takes uploads──▶ DIRTY, tried once
     CLEAN ──used, and gone from the bucket──▶ CLEAN, unsaved and hit
 
-KV-cache chunks, encoder outputs, and the library's blocks all follow these rules. The
-table holds the states, and refuses a change that is not an arrow (`host.table.TRANSITIONS`).
+KV-cache chunks, encoder outputs, and the library's blocks all follow these rules. The table holds
+the states, and refuses a change that is not an arrow (`host.table.TRANSITIONS`).
 COPYING and FETCHING are its RESERVED; the job that fills the place tells them apart.
 
 These rules make it safe:
@@ -148,9 +148,8 @@ class Ledger:
 
     def plan_fetch(self, key: ChunkKey, nbytes: int | None = None) -> Job | None:
         """Order the fetch of an absent key. nbytes: largest length of the object, if the length is
-        known only at the end. Returns None, and orders nothing, if there is no room.
-        """
-        entry = self._reserve(key, nbytes)
+        known only at the end. Returns None, and orders nothing, if there is no room."""
+        entry = self._reserve(key, nbytes, replace=False)
         if entry is None:
             self.counters["fetches_without_room"] += 1
             return None
@@ -172,8 +171,7 @@ class Ledger:
     ) -> bool:
         """Order the copy of the blocks of an absent key, or of one that is being fetched, and its
         upload. Returns False, and orders nothing, if there is no room. nbytes: as for
-        `Table.reserve`.
-        """
+        `Table.reserve`."""
         entry = self._reserve(key, nbytes, replace=True)
         if entry is None:
             self.counters["saves_without_room"] += 1
@@ -188,15 +186,9 @@ class Ledger:
         self._save_orders.append(SaveOrder(job.job_id, key, entry.number, block_ids))
         return True
 
-    def save_dropped(self, reason: str) -> None:
-        """Count a save that is not ordered. reason: the counter of its reason."""
-        self.counters["saves_dropped"] += 1
-        self.counters[reason] += 1
-
     def plan_upload(self, key: ChunkKey, *, tried: bool = False) -> None:
         """Order the upload of a clean entry, which becomes dirty. tried: the upload was given up
-        before, and gets only this attempt.
-        """
+        before, and gets only this attempt."""
         entry = self.table.lookup(key)
         assert entry is not None, f"{key} is not resident"
         self.unsaved.discard(key)
@@ -209,9 +201,7 @@ class Ledger:
         job.attempt = attempt
         self._uploads.append(UploadOrder(job.job_id, entry.key, entry.number))
 
-    def _reserve(
-        self, key: ChunkKey, nbytes: int | None = None, *, replace: bool = False
-    ) -> Entry | None:
+    def _reserve(self, key: ChunkKey, nbytes: int | None, *, replace: bool) -> Entry | None:
         """Reserve a place, and account for evicted entries. As `Table.reserve`."""
         reservation = self.table.reserve(key, nbytes, replace=replace)
         if reservation is None:
@@ -239,8 +229,7 @@ class Ledger:
     ) -> tuple[UploadOrder, ...]:
         """Take the planned uploads and those whose next attempt is due. While fewer than
         `max_saves_inflight` saves are under way, also take the uploads of entries that were hit
-        after their upload was given up.
-        """
+        after their upload was given up."""
         for retry in self._retries.take_due(now_s):
             entry = self.table.lookup(retry.key)
             assert entry is not None, "a dirty entry cannot leave its place"
@@ -316,7 +305,8 @@ class Ledger:
             return  # The save's end decides what is known of the key.
         if outcome in (Outcome.MISSING, Outcome.CORRUPT):
             if job.is_computed:
-                self.save_dropped("saves_believed_present")
+                self.counters["saves_dropped"] += 1
+                self.counters["saves_believed_present"] += 1
             self._absent(job.key, now_s)
         self._note(job.key, Residency.NOTHING)
 

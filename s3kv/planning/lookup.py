@@ -68,8 +68,7 @@ LOOKUP_TRANSITIONS: Transitions[LookupState, LookupEvent] = Transitions(
 class ChunkHashes:
     """Chunk hashes of a request, taken from the engine's growing list of block hashes.
 
-    stride: hash blocks per chunk. salt: key from which the hashes are derived, if not empty.
-    """
+    stride: hash blocks per chunk. salt: key from which the hashes are derived, if not empty."""
 
     block_hashes: Sequence[bytes]
     stride: int
@@ -318,8 +317,7 @@ class Lookup:
             self.wait.arrived(now_s)
             return
         if outcome is Outcome.CANCELLED or entry is not None:
-            # Another request cancelled the fetch just before this one joined, or computes the chunk
-            # meanwhile. Request it again.
+            # Request it again: another request has cancelled the fetch, or computes the chunk.
             self.asked = min(self.asked, position)
         elif not outcome.is_success:
             self.end = position if self.end is None else min(self.end, position)

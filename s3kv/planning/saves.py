@@ -116,7 +116,8 @@ class ChunkSaves:
         if self._null_block in blocks or len(blocks) != len(held) * len(group.members):
             # The engine has given up a block that the object needs.
             if (position + 1) * self._chunk_tokens > step.computed_tokens:
-                ledger.save_dropped("saves_without_blocks")
+                ledger.counters["saves_dropped"] += 1
+                ledger.counters["saves_without_blocks"] += 1
             return
         full = ledger.saves_inflight >= self._max_saves_inflight
         if full or not ledger.plan_save(key, blocks):

@@ -239,7 +239,13 @@ METERS = {
     "KV rank": Meter(),
     "EC": Meter(EC_METRICS, EC_SHARES),
 }
-NOT_OF_ITEMS = {"saves_failed", "saves_without_room", "uploads_again", "uploads_given_up"}
+NOT_OF_ITEMS = {
+    "saves_believed_present",
+    "saves_failed",
+    "saves_without_room",
+    "uploads_again",
+    "uploads_given_up",
+}
 """Counters of the ledger's saves. The EC connector's items are saved without the ledger."""
 
 

@@ -26,9 +26,11 @@ BEHAVIOURS = {
     "device/test_group_layouts.py",
     "device/test_schedules.py",
     "host/test_container.py",
+    "io/server/test_saving_beside.py",
     "library/test_calls.py",
     "library/test_cancellation.py",
     "library/test_library_soak.py",
+    "library/test_uses.py",
     "objects/http/test_addresses.py",
     "objects/http/test_ready.py",
     "objects/s3/test_conditional_puts.py",
@@ -46,6 +48,7 @@ BEHAVIOURS = {
     "planning/test_slow_bucket.py",
     "planning/test_state_machine.py",
     "planning/test_windows.py",
+    "planning/test_uses.py",
 }
 """Test files for a behaviour that spans modules. Any other is named after its module."""
 

@@ -10,8 +10,8 @@ import pytest
 from tests.project import ROOT
 from tests.repository.test_project import functions
 
-MOST_LINES, GOAL_LINES = 26_767, 18_500
-MOST_FILES, GOAL_FILES = 150, 125
+MOST_LINES, GOAL_LINES = 27_301, 18_500
+MOST_FILES, GOAL_FILES = 151, 125
 LONG_FUNCTION_LINES = 20
 
 

@@ -112,7 +112,7 @@ class RefreshRule:
         return beyond > 0 and self._rng.random() < beyond / (CERTAIN_AT - 1)
 
 
-Answer = Callable[[Outcome, float], None]
+UseAnswer = Callable[[Outcome, float], None]
 """Takes the answer to a use: EXISTS, MISSING, or CANCELLED (it is not known), and
 `JobEnd.fresh_s`."""
 
@@ -141,7 +141,7 @@ class Refresher:
         self._waiting: dict[str, ObjectInfo] = {}
         """Objects to refresh, by key."""
         self._has_work = asyncio.Event()
-        self._uses: deque[tuple[str, Answer]] | None = deque()
+        self._uses: deque[tuple[str, UseAnswer]] | None = deque()
         """Reported uses without an answer; None once `give_up` has been called."""
         self._has_uses = asyncio.Event()
         self._was_refused = False
@@ -169,7 +169,7 @@ class Refresher:
             self.use(key, lambda outcome, fresh_s: None)
         return self.written()
 
-    def use(self, key: str, answer: Answer) -> None:
+    def use(self, key: str, answer: UseAnswer) -> None:
         """Note a use of an object that was not read. answer: called once, by `look` or here."""
         if self._rule.spares():
             answer(Outcome.EXISTS, self.written())
@@ -181,13 +181,13 @@ class Refresher:
             self._has_uses.set()
 
     def give_up(self) -> None:
-        """Answer all uses now and from now on with CANCELLED. Idempotent."""
+        """UseAnswer all uses now and from now on with CANCELLED. Idempotent."""
         given_up, self._uses = self._uses or (), None
         for _, answer in given_up:
             answer(Outcome.CANCELLED, 0.0)
 
     async def look(self) -> None:
-        """Answer reported uses until cancelled; then give up. Raises no `StoreError`."""
+        """UseAnswer reported uses until cancelled; then give up. Raises no `StoreError`."""
         try:
             while self._uses is not None:
                 if not self._uses:
