@@ -10,7 +10,7 @@ import pytest
 from tests.project import ROOT
 from tests.repository.test_project import functions
 
-MOST_LINES, GOAL_LINES = 27_301, 18_500
+MOST_LINES, GOAL_LINES = 27_300, 18_500
 MOST_FILES, GOAL_FILES = 151, 125
 LONG_FUNCTION_LINES = 20
 
