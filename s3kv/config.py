@@ -77,7 +77,7 @@ Region = Annotated[
 Url = Annotated[
     str,
     Meta(
-        pattern=r"^https?://([A-Za-z0-9.-]+|\[[^]/?#@\s]+\])(:[1-9][0-9]{0,4})?(/[^?#@\s]*)?\Z",
+        pattern=r"^https?://([A-Za-z0-9._-]+|\[[^]/?#@\s]+\])(:[1-9][0-9]{0,4})?(/[^?#@\s]*)?\Z",
         extra={
             "allowed": "a URL such as 'https://store.example:9000', if needed with a path, without "
             "user, password, query and fragment (credentials are found as by every AWS tool)"
