@@ -107,7 +107,7 @@ def test_wrong_credentials_no_start(tiny: Path, rgw: Gateway, tmp_path: Path) ->
     wrong = {**env, "AWS_SECRET_ACCESS_KEY": "wrong"}
     connector = patient_for(S3Server(rgw.url, wrong), "kv-cache", fails=True)
     said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong))
-    for word in ("kv-cache", rgw.url, "403", "secret key"):
+    for word in ("kv-cache", rgw.url, "403", "AWS_SECRET_ACCESS_KEY"):
         assert word in said
 
 

@@ -24,7 +24,7 @@ from s3kv.messages import JobEnd, JobKind
 from s3kv.types import Outcome
 from tests.system.sim.meaning import Dictionary, Shard, format_of
 from tests.system.sim.process import Order
-from tests.system.sim.store import HANG_S, Connection
+from tests.system.sim.store import HANG_S, WRITE, Connection
 from tests.unit.planning.setup import Setup
 
 REQUEST_BOUND_S = HANG_S + 2 * 6.0 + 1.0
@@ -129,7 +129,8 @@ class FleetOracle:
         if order.kind is JobKind.USE:
             self._use_ended(order, done, connection)
             return
-        said = connection.answers.pop(order.object_key, [])
+        noted = order.object_key if order.kind is JobKind.FETCH else WRITE + order.object_key
+        said = connection.answers.pop(noted, [])
         others = self._of_others(order, connection)
         self.seen[f"service {order.kind.value} {done.outcome.name} {done.reason}"] += 1
         what = f"job {done.job_id}, the {order.kind.value} of {order.object_key}"
@@ -188,7 +189,7 @@ class FleetOracle:
             return _is_good(said) or ("missing" in said and self._is_covered(order, others))
         if done.outcome is Outcome.CORRUPT and "bad range" in said:
             return True
-        if done.outcome is Outcome.EXISTS and not said:
+        if done.outcome is Outcome.EXISTS and "exists" not in said:
             return order.object_key in connection.found
         reason = _REASONS[order.kind, done.outcome]
         if reason in said:

@@ -132,6 +132,9 @@ class Bucket:
         return data
 
 
+WRITE = "PUT "
+
+
 class Connection:
     """An `ObjectStore`. alive: False once its process is dead; then it touches nothing more."""
 
@@ -139,7 +142,8 @@ class Connection:
         self.alive = True
         self.traffic = Traffic()
         self.answers: defaultdict[str, list[str]] = defaultdict(list)
-        """What the bucket said of each key, for the oracle, which clears it."""
+        """What the bucket said of each key, for the oracle, which clears it. What it said of writes
+        is apart, under `WRITE` and the key: both may go on at once."""
         self.frozen_s = 0.0
         """How long its process has been stopped so far."""
         self.looks: dict[str, str] = {}
@@ -288,7 +292,7 @@ class Connection:
     async def _put(self, key: str, data: memoryview, if_absent: bool) -> bool:
         sent = bytes(data)
         try:
-            fate = await self._begin("put", key)
+            fate = await self._begin("put", key, noted=WRITE + key)
         except asyncio.CancelledError:
             if self._bucket.rng.random() < 0.5:
                 self._arrives_later(key, sent, if_absent)
@@ -297,9 +301,9 @@ class Connection:
             self._bucket.accuse(f"{key} changed while it was sent")
         created = await self._bucket.put(key, sent, if_absent)
         if fate == "lost":
-            self.answers[key].append("error")
+            self.answers[WRITE + key].append("error")
             raise StoreUnavailable("the answer was lost")
-        self.answers[key].append("created" if created else "exists")
+        self.answers[WRITE + key].append("created" if created else "exists")
         if created:
             self.bad.discard(key)
             self.quarantined.pop(key, None)
@@ -384,8 +388,9 @@ class Connection:
     async def close(self) -> None:
         await self._sleep(0.0)
 
-    async def _begin(self, direction: str, key: str, *, notes: bool = True) -> str:
-        """Wait for the server, and raise what it says if that is an error."""
+    async def _begin(self, direction: str, key: str, *, notes: bool = True, noted: str = "") -> str:
+        """Wait for the server, and raise what it says if that is an error. noted: in whose answers
+        it is noted; those of the key, unless told."""
         weather, rng = self._bucket.weather, self._bucket.rng
         fate = weather.fate(direction, rng)
         if fate == "defect" and key == LEASE:
@@ -393,7 +398,7 @@ class Connection:
         await self._sleep(HANG_S if fate == "hang" else weather.latency(rng))
         error = _ERRORS.get(fate)
         if error is not None and notes:
-            self.answers[key].append("denied" if fate == "denied" else "error")
+            self.answers[noted or key].append("denied" if fate == "denied" else "error")
         if error is not None:
             raise error(f"the bucket is {fate}")
         return fate
