@@ -149,7 +149,8 @@ class FleetOracle:
             self.accuse(f"{what}, ended {done.outcome.name}, but the bucket said {said} {others}")
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             self._check_fetched(what, order, slab)
-        connection.found.discard(order.object_key)
+        if order.kind is JobKind.UPLOAD or done.outcome is not Outcome.CANCELLED:
+            connection.found.discard(order.object_key)  # a cancelled fetch may not have begun
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             connection.found.add(order.object_key)
         end = _LOOKS.get((order.kind, done.outcome))
