@@ -15,19 +15,19 @@ from tests.project import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 BEFORE = "recorded before results carried digests of the code"
-RARE = (
-    "windows, bad answers and broken workers are handled otherwise since; this benchmark has none"
+SAVED_AT_ONCE = (
+    "chunks are saved beside their fetch and uses are reported since; hits are served as before"
 )
 OLDER: dict[str, str] = {
     "bucket-kept.json": "the benchmark has got a deadline since, and a short mode",
     "encoder-rgw.json": BEFORE,
     "engine-rgw.json": BEFORE,
-    "engine-shaped.json": "names, messages and the files of adapters have changed since",
-    "peers-large.json": RARE,
+    "engine-shaped.json": SAVED_AT_ONCE,
+    "peers-large.json": SAVED_AT_ONCE,
     "peers-rgw.json": BEFORE,
-    "peers-shaped.json": RARE,
+    "peers-shaped.json": SAVED_AT_ONCE,
     "replicas.json": "the check at start has got an argument since, and is still one request",
-    "saving.json": RARE,
+    "saving.json": SAVED_AT_ONCE,
     "short.json": "late reads are sent a second time earlier since; this benchmark reads nothing",
     "slow-rgw.json": BEFORE,
     "trace-bill-synthetic.json": BEFORE,
