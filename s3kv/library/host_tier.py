@@ -21,7 +21,8 @@ from s3kv.library.pump import Pump, carried, claimed, opened, succeeded
 from s3kv.messages import JobEnd, JobKind, SaveOrder
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
-from s3kv.planning.ledger import ChunkState, Job, Ledger
+from s3kv.planning.job import Job
+from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.types import ChunkKey, Outcome
 
 logger = logging.getLogger("s3kv")
@@ -35,8 +36,7 @@ the bucket stays unreachable and `flush` is never called."""
 
 class HostTier:
     """The host tier of a store, made by `open`. Call all methods on the thread of the loop that
-    opened it. An owner that makes copies uses `pump`, and `watch` to have them polled.
-    """
+    opened it. An owner that makes copies uses `pump`, and `watch` to have them polled."""
 
     def __init__(self, slots: Slots, tier: Tier) -> None:
         self.slot_bytes = slots.slot_bytes

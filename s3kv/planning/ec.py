@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from s3kv.host.table import Entry
 from s3kv.messages import FetchOrder, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
-from s3kv.planning.ledger import ChunkState, Job, Ledger
+from s3kv.planning.job import Job
+from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.pace import Wait
 from s3kv.types import ChunkKey, ItemShape, Outcome
 
@@ -106,8 +107,7 @@ class ECPlanner:
     def ensure(self, request_id: str, wanted: Sequence[Wanted], now_s: float) -> bool:
         """Whether the request may be scheduled. False: an item is on its way; ask again.
 
-        wanted: the cacheable items that the rest of the request still needs.
-        """
+        wanted: the cacheable items that the rest of the request still needs."""
         if not self._settings.may_load:
             return True
         request = self._requests.get(request_id)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
 from s3kv.planning.cover import GroupSpec, blocks_after, check_groups
-from s3kv.planning.ledger import Job, Ledger
+from s3kv.planning.job import Job
+from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
 from s3kv.planning.pace import Pace
 from s3kv.planning.requests import (
@@ -285,16 +286,15 @@ class KVPlanner:
         """Number of loaded tokens that were fetched for this request; the rest were resident."""
         return self._requests[request_id].bucket_tokens(external_tokens)
 
-    def loaded(self, request_ids: Iterable[str], failed: Iterable[str] = ()) -> None:
+    def loaded(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
         """Take in the end of these requests' loads on all ranks. `failed`: those that failed."""
-        bad = set(failed)
         for request_id in request_ids:
             request = self._orphans.pop(request_id, None) or self._requests.get(request_id)
             if request is None or request.state is not RequestState.LOADING:
                 continue
             request.step(RequestEvent.LOADED)
             request.close()
-            if request_id in bad:
+            if request_id in failed:
                 # The engine asks again in the same pass, and must get a miss.
                 request.saving.bar()
                 self.counters["loads_failed"] += 1

@@ -35,7 +35,7 @@ from s3kv.host.table import Entry, EntryState, Table
 from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder, UseOrder
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
-from s3kv.planning.job import Job as Job
+from s3kv.planning.job import Job
 from s3kv.planning.residency import Residency, ResidencyLog
 from s3kv.planning.uploads import Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome, Tally

@@ -15,7 +15,8 @@ from hashlib import blake2b
 from s3kv.host.table import Entry
 from s3kv.messages import JobKind, LoadPart
 from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, cover
-from s3kv.planning.ledger import ChunkState, FetchRefusal, Job, Ledger
+from s3kv.planning.job import Job
+from s3kv.planning.ledger import ChunkState, FetchRefusal, Ledger
 from s3kv.planning.pace import Wait
 from s3kv.planning.states import IdentityEnum, Transitions
 from s3kv.types import ChunkKey, Outcome
@@ -124,8 +125,7 @@ class Lookup:
     Chunk positions count from the start of the prompt. Chunks `first … ready` are resident, and
     leased until the engine decides; `ready … asked` have been requested; chunks from `end` on are
     not requested. As of the last `collect` the engine's own cache has `own` chunks, and `aim` may
-    be resumed after. window: chunks after `ready` that may be requested without being known.
-    """
+    be resumed after. window: chunks after `ready` that may be requested without being known."""
 
     request_id: str
     ledger: Ledger

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from s3kv.host.table import Entry
 from s3kv.messages import JobKind
-from s3kv.planning.ledger import ChunkState, FetchRefusal, Job
+from s3kv.planning.job import Job
+from s3kv.planning.ledger import ChunkState, FetchRefusal
 from s3kv.planning.lookup import ORDERS_PER_LOOKUP, Lookup, LookupEvent
 from s3kv.types import ChunkKey, Outcome
 
@@ -26,8 +27,7 @@ class StateLookup(Lookup):
     """Lookup in a group of states. `ready` is one after the last resident chunk, which is leased
     alone; without any, it is the number of chunks in the engine's own cache.
 
-    `end` is 0 after `stop`: nothing is requested any more. window: chunks requested at a time.
-    """
+    `end` is 0 after `stop`: nothing is requested any more. window: chunks requested at a time."""
 
     window: int = 1
     gone: set[int] = field(default_factory=set)

@@ -5,10 +5,10 @@ itself, and no bytes move here. Nothing waits for the copy. Copies are sent only
 one at a time and at most ten per second. They affect neither breaker nor window, and are dropped
 when the process ends.
 
-A use in host memory or on the device does not read the object at all. Each hit and upload tells the
-planner for how long such uses need not be reported: until the object is due. A use after that is
-answered by a HEAD, and counts as a hit. If the object is gone, the planner uploads it again. An
-upload that finds its object already there is such a use, because it does not tell the age.
+A use in host memory or on the device does not read the object at all. The end of each fetch and
+upload carries the time for which such uses need not be reported: until the object is due. A use
+after that is answered by a HEAD, and counts as a hit. If the object is gone, the planner uploads it
+again. An upload that finds its object already there is such a use: its answer has no age.
 
 Each object is refreshed once per fleet, as far as possible. The copy is conditional on the object
 being unchanged since it was read: of many replicas that read an old object, one rewrites it, and
@@ -181,13 +181,13 @@ class Refresher:
             self._has_uses.set()
 
     def give_up(self) -> None:
-        """UseAnswer all uses now and from now on with CANCELLED. Idempotent."""
+        """Answer all uses now and from now on with CANCELLED. Idempotent."""
         given_up, self._uses = self._uses or (), None
         for _, answer in given_up:
             answer(Outcome.CANCELLED, 0.0)
 
     async def look(self) -> None:
-        """UseAnswer reported uses until cancelled; then give up. Raises no `StoreError`."""
+        """Answer reported uses until cancelled; then give up. Raises no `StoreError`."""
         try:
             while self._uses is not None:
                 if not self._uses:

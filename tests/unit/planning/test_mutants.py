@@ -16,8 +16,9 @@ from s3kv.planning import saves
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.cover import held_blocks
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.job import Job
 from s3kv.planning.kv import Answer, KVPlanner
-from s3kv.planning.ledger import ChunkState, Job, Ledger
+from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.pace import Wait
 from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledRequest
