@@ -2,10 +2,10 @@
 [--budget-gib 500 1000 2000 4000] [--json FILE]`.
 
 How near a bucket that the engines keep themselves (`bucket_bytes`) comes to an ideal LRU of the
-budget, how far above the budget it gets, and what the keeper's requests cost. Keeper and refreshes
-are s3kv's own code in virtual time (`benchmarks/simulation/expiry.py`); replicas are a host memory
-each, and requests find the leading part of their prompt in it and in the bucket, and save the rest.
-The trace is that of `benchmarks.trace`, and so is the size of a chunk.
+budget, how far above the budget it gets, and what the cleaner's requests cost. Cleaner and
+refreshes are s3kv's own code in virtual time (`benchmarks/simulation/expiry.py`); replicas are a
+host memory each, and requests find the leading part of their prompt in it and in the bucket, and
+save the rest. The trace is that of `benchmarks.trace`, and so is the size of a chunk.
 
 A bucket turns over once in the time in which the fleet writes as much as the budget. An hour of the
 trace writes 11 TiB, so that takes minutes here and days in a real bucket.
@@ -107,7 +107,7 @@ def bill(
 ) -> dict[str, float]:
     """Dollars a month, if every hour is like these, with the bucket always at its largest.
 
-    sweeping: the keeper's listings and lease, which `requests` has, too. Deleting is free. spared:
+    sweeping: the cleaner's listings and lease, which `requests` has, too. Deleting is free. spared:
     the computing of what was found in the bucket, by the engines of `Setup`.
     """
     engine = Setup()

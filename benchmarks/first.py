@@ -34,7 +34,7 @@ from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.service import Service
-from s3kv.objects.s3.s3_store import open_store
+from s3kv.stores.s3.s3_store import open_store
 from s3kv.types import TensorSpec
 
 ROWS = ("first", "next", "first after a pause", "next after a pause")
@@ -53,11 +53,11 @@ class Client:
     async def start(self) -> None:
         config = Config(**self._store.settings)
         tensors = (TensorSpec("kv", "U8", (self._chunk_bytes - 4096,)),)
-        hello = wire.Hello(config, "benchmark", "0" * 32, "h0-7of8-l0-31of32", {0: tensors})
+        handshake = wire.Handshake(config, "benchmark", "0" * 32, "h0-7of8-l0-31of32", {0: tensors})
         store = open_store(config, keeps_ready=self._ready)
         self._ends: asyncio.Queue[Any] = asyncio.Queue()
         self._service = Service(
-            hello, self._slab, store, self._ends.put_nowait, sys.exit, random.Random(0)
+            handshake, self._slab, store, self._ends.put_nowait, sys.exit, random.Random(0)
         )
         self._service.start()
         ready = await self._ends.get()

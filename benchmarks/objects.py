@@ -38,7 +38,7 @@ from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.s3.s3_store import open_store
+from s3kv.stores.s3.s3_store import open_store
 from s3kv.types import TensorSpec
 
 AT_ONCE = 8

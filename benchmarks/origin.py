@@ -16,17 +16,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 _KEEPING = (
     "benchmarks/simulation/expiry.py",
-    "s3kv/io/server/keeping.py",
-    "s3kv/io/server/refreshing.py",
-    "s3kv/objects/ages.py",
-    "s3kv/objects/sweep.py",
+    "s3kv/upkeep/cleaner.py",
+    "s3kv/upkeep/refreshing.py",
+    "s3kv/upkeep/ages.py",
+    "s3kv/upkeep/sweep.py",
 )
 _LIMITED = (
     "benchmarks/simulation/s3.py",
     "benchmarks/simulation/service.py",
     "s3kv/io/server/jobs.py",
-    "s3kv/io/server/pacing.py",
-    "s3kv/io/server/transfers.py",
+    "s3kv/io/sources/pacing.py",
+    "s3kv/io/sources/transfers.py",
     "s3kv/objects/keys.py",
 )
 _SERVING = tuple(

@@ -41,7 +41,7 @@ from benchmarks.simulation.fleet import OURS, Setup, run
 from benchmarks.simulation.wire import Link, Network, Timeline
 from benchmarks.simulation.workload import identity, load
 from s3kv.config import Config
-from s3kv.io.server.pacing import Lateness
+from s3kv.io.sources.hedging import Lateness
 from s3kv.planning.pace import Pace, Wait
 
 SETTINGS = Config(bucket="overlap")

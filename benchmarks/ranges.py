@@ -36,10 +36,10 @@ from benchmarks.shaped import SIGMA, Shape
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.io.server.ranges import cut
 from s3kv.io.server.service import Service
+from s3kv.io.sources.ranges import cut
 from s3kv.objects.keys import Namespace
-from s3kv.objects.s3.s3_store import open_store
+from s3kv.stores.s3.s3_store import open_store
 from s3kv.types import ChunkKey, TensorSpec
 
 ROWS = ("plain whole", "plain ranges", "whole", "ranges")
@@ -53,10 +53,15 @@ class Client:
     def __init__(self, store: Store, object_bytes: int, slab: Slab, **settings: Any) -> None:
         config = Config(**store.settings, **settings)
         tensors = (TensorSpec("kv", "U8", (object_bytes - 4096,)),)
-        hello = wire.Hello(config, "benchmark", NAMESPACE, SHARD, {0: tensors})
+        handshake = wire.Handshake(config, "benchmark", NAMESPACE, SHARD, {0: tensors})
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
         self._service = Service(
-            hello, slab, open_store(config), self._messages.put_nowait, sys.exit, random.Random(0)
+            handshake,
+            slab,
+            open_store(config),
+            self._messages.put_nowait,
+            sys.exit,
+            random.Random(0),
         )
 
     async def start(self) -> None:

@@ -25,7 +25,7 @@ none, none as often as the sample drops a chunk. `benchmarks.trace` lists what t
 leaves out.
 
 Not modelled: connections that S3 opens late or closes, DNS, a slow or failing part of S3, the
-budget's keeper, several ranks. A fleet with eight ranks sends eight times the requests.
+budget's cleaner, several ranks. A fleet with eight ranks sends eight times the requests.
 
 The result depends on the arguments alone.
 """

@@ -41,10 +41,10 @@ from s3kv.config import Config
 from s3kv.errors import StoreThrottled
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.io.server import pacing
-from s3kv.io.server.pacing import Window
 from s3kv.io.server.service import Service
-from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.io.sources import pacing
+from s3kv.io.sources.pacing import Window
+from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import TensorSpec
 from tests.system.sim.loop import VirtualLoop
 
@@ -166,7 +166,7 @@ class Client:
         """Start a service that knows nothing of the bucket, and has no connections."""
         hedge_percent, window = VARIANTS[self._variant]
         self._messages: asyncio.Queue[Any] = asyncio.Queue()
-        hello = wire.Hello(
+        handshake = wire.Handshake(
             Config(bucket="tail", hedge_percent=hedge_percent),
             *("tail", "0" * 32, "h0-7of8-l0-31of32"),
             {0: TENSORS},
@@ -174,7 +174,7 @@ class Client:
         say_ = self._messages.put_nowait
         with mock.patch.object(pacing, "Window", window):
             self._service = Service(
-                hello, self._slab, self.store, say_, _hung_up, random.Random(self._seed)
+                handshake, self._slab, self.store, say_, _hung_up, random.Random(self._seed)
             )
         self.store.forget_connections()
         self._service.start()

@@ -36,8 +36,8 @@ from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.service import Service
 from s3kv.messages import JobEnd
-from s3kv.objects.s3.s3_store import open_store
-from s3kv.objects.store import BulkStore
+from s3kv.stores.s3.s3_store import open_store
+from s3kv.stores.store import BulkStore
 from tests.system.sim.loop import VirtualLoop
 
 SHARD = "h0-7of8-l0-31of32"
@@ -54,9 +54,11 @@ class Asker:
         self.ends: Counter[str] = Counter()
         self._asked = 0
         self._slab = slab
-        hello = wire.Hello(config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {0: LAYOUT.tensors})
+        handshake = wire.Handshake(
+            config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {0: LAYOUT.tensors}
+        )
         self._service = Service(
-            hello, slab, store, self._heard, sys.exit, random.Random(f"{seed} service")
+            handshake, slab, store, self._heard, sys.exit, random.Random(f"{seed} service")
         )
 
     async def run(self, seconds: float) -> dict[str, float]:

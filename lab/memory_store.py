@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from s3kv.errors import StoreUnranged
-from s3kv.objects.store import Claim, ObjectInfo
-from s3kv.objects.traffic import Traffic
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.traffic import Traffic
 
 
 class MemoryStore:

@@ -18,8 +18,8 @@ from itertools import product
 from typing import Literal, get_args
 
 from s3kv.objects.headers import Mismatch
-from s3kv.objects.traffic import ANSWERS, VERBS
 from s3kv.planning.breaker import BreakerState
+from s3kv.stores.traffic import ANSWERS, VERBS
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -117,10 +117,10 @@ _ENGINE: Mapping[str, Metric] = {
     "io_refresh_skipped": Metric(
         "Objects in use that were not rewritten here: another replica did, or they were dropped."
     ),
-    "io_keeper_sweeps": Metric("Sweeps of the bucket for bucket_bytes and bucket_idle_s."),
-    "io_keeper_failed": Metric("Attempts at such sweeps, or at their lease, that failed."),
-    "io_keeper_deleted": Metric("Objects that such sweeps have deleted."),
-    "io_keeper_deleted_bytes": Metric("Bytes that such sweeps have deleted."),
+    "io_cleaner_sweeps": Metric("Sweeps of the bucket for bucket_bytes and bucket_idle_s."),
+    "io_cleaner_failed": Metric("Attempts at such sweeps, or at their lease, that failed."),
+    "io_cleaner_deleted": Metric("Objects that such sweeps have deleted."),
+    "io_cleaner_deleted_bytes": Metric("Bytes that such sweeps have deleted."),
     "io_restarts": Metric("I/O processes that died and were replaced."),
     "io_defects": Metric("Unforeseen errors inside an I/O process: bugs of s3kv."),
     "cost_usd": Metric(

@@ -49,7 +49,7 @@ def simulation_page() -> str:
 def kept(result: dict[str, Any]) -> str:
     lines = [
         "| budget | turnover time | hits, relative to the exact LRU | the same without refreshes "
-        "| peak size, relative to the budget | the keeper's requests, of the bill |",
+        "| peak size, relative to the budget | the cleaner's requests, of the bill |",
         "|---|---|---|---|---|---|",
     ]
     for budget in result["budgets"]:

@@ -37,7 +37,7 @@ data "aws_iam_policy_document" "endpoint" {
 
     content {
       sid       = "Objects"
-      actions   = local.object_actions.keeper
+      actions   = local.object_actions.cleaner
       resources = [local.objects_arn]
 
       principals {

@@ -18,9 +18,9 @@ output "writer_policy_arn" {
   value       = aws_iam_policy.access["writer"].arn
 }
 
-output "keeper_policy_arn" {
-  description = "Managed policy to attach to whoever runs s3kv with `bucket_bytes` or `bucket_idle_s`: a writer who may delete. Null unless `keeper` is on."
-  value       = one([for name, policy in aws_iam_policy.access : policy.arn if name == "keeper"])
+output "cleaner_policy_arn" {
+  description = "Managed policy to attach to whoever runs s3kv with `bucket_bytes` or `bucket_idle_s`: a writer who may delete. Null unless `cleaner` is on."
+  value       = one([for name, policy in aws_iam_policy.access : policy.arn if name == "cleaner"])
 }
 
 output "role_arns" {

@@ -101,7 +101,7 @@ variable "tags" {
 
 # --- who may use it -----------------------------------------------------------------------------
 
-variable "keeper" {
+variable "cleaner" {
   description = "A policy for engines that keep the bucket themselves (`bucket_bytes`, `bucket_idle_s`), or replace what is damaged (`on_corrupt`): a writer who may delete. Off: no policy of this module lets anybody delete."
   type        = bool
   default     = false
@@ -109,7 +109,7 @@ variable "keeper" {
 }
 
 variable "pod_identities" {
-  description = "EKS service accounts that get a role by Pod Identity, by a name of your choice. `access` is `reader`, `writer` or, with `keeper`, `keeper`."
+  description = "EKS service accounts that get a role by Pod Identity, by a name of your choice. `access` is `reader`, `writer` or, with `cleaner`, `cleaner`."
   type = map(object({
     cluster_name    = string
     namespace       = string
@@ -120,13 +120,13 @@ variable "pod_identities" {
   nullable = false
 
   validation {
-    condition     = alltrue([for identity in values(var.pod_identities) : contains(["reader", "writer", "keeper"], identity.access)])
-    error_message = "access in pod_identities must be \"reader\", \"writer\" or \"keeper\"."
+    condition     = alltrue([for identity in values(var.pod_identities) : contains(["reader", "writer", "cleaner"], identity.access)])
+    error_message = "access in pod_identities must be \"reader\", \"writer\" or \"cleaner\"."
   }
 
   validation {
-    condition     = var.keeper || alltrue([for identity in values(var.pod_identities) : identity.access != "keeper"])
-    error_message = "access in pod_identities is \"keeper\", who may delete: set keeper = true as well."
+    condition     = var.cleaner || alltrue([for identity in values(var.pod_identities) : identity.access != "cleaner"])
+    error_message = "access in pod_identities is \"cleaner\", who may delete: set cleaner = true as well."
   }
 
   validation {
@@ -136,7 +136,7 @@ variable "pod_identities" {
 }
 
 variable "irsa" {
-  description = "EKS service accounts that get a role by the cluster's OIDC provider, by a name of your choice. `access` is `reader`, `writer` or, with `keeper`, `keeper`."
+  description = "EKS service accounts that get a role by the cluster's OIDC provider, by a name of your choice. `access` is `reader`, `writer` or, with `cleaner`, `cleaner`."
   type = map(object({
     oidc_provider_arn = string
     namespace         = string
@@ -147,13 +147,13 @@ variable "irsa" {
   nullable = false
 
   validation {
-    condition     = alltrue([for identity in values(var.irsa) : contains(["reader", "writer", "keeper"], identity.access)])
-    error_message = "access in irsa must be \"reader\", \"writer\" or \"keeper\"."
+    condition     = alltrue([for identity in values(var.irsa) : contains(["reader", "writer", "cleaner"], identity.access)])
+    error_message = "access in irsa must be \"reader\", \"writer\" or \"cleaner\"."
   }
 
   validation {
-    condition     = var.keeper || alltrue([for identity in values(var.irsa) : identity.access != "keeper"])
-    error_message = "access in irsa is \"keeper\", who may delete: set keeper = true as well."
+    condition     = var.cleaner || alltrue([for identity in values(var.irsa) : identity.access != "cleaner"])
+    error_message = "access in irsa is \"cleaner\", who may delete: set cleaner = true as well."
   }
 
   validation {
@@ -306,8 +306,8 @@ variable "settings" {
   }
 
   validation {
-    condition     = var.keeper || var.storage == "express" || try(var.settings.bucket_bytes, 0) == 0 && try(var.settings.bucket_idle_s, 0) == 0 && try(var.settings.on_corrupt, "ignore") == "ignore"
-    error_message = "bucket_bytes, bucket_idle_s and on_corrupt = \"delete\" in settings make engines delete: set keeper = true as well, and give them the keeper's policy."
+    condition     = var.cleaner || var.storage == "express" || try(var.settings.bucket_bytes, 0) == 0 && try(var.settings.bucket_idle_s, 0) == 0 && try(var.settings.on_corrupt, "ignore") == "ignore"
+    error_message = "bucket_bytes, bucket_idle_s and on_corrupt = \"delete\" in settings make engines delete: set cleaner = true as well, and give them the cleaner's policy."
   }
 }
 

@@ -11,7 +11,7 @@ from benchmarks.gpu.rig import LONG_S, NAMESPACE, SHARD, CopyRig, ended
 from s3kv.config import Config
 from s3kv.device.copies import BlockCopies
 from s3kv.io.client import IoClient
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.messages import LoadPart
 from s3kv.objects.keys import Namespace
 from s3kv.types import ChunkKey
@@ -41,8 +41,8 @@ class Pipeline:
         self.places = [
             rig.slab.view[self._offset(i) :][: rig.format.object_bytes] for i in range(rig.count)
         ]
-        hello = Hello(config, PREFIX, NAMESPACE, SHARD, {0: rig.format.tensors})
-        self._client = IoClient(hello, rig.slab)
+        handshake = Handshake(config, PREFIX, NAMESPACE, SHARD, {0: rig.format.tensors})
+        self._client = IoClient(handshake, rig.slab)
         self._client.start()
         self._client.wait_ready(_START_S)
 

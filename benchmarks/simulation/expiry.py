@@ -1,7 +1,7 @@
 """A bucket that keeps to a budget of bytes, under the requests of a trace.
 
 `KeptBucket` is kept as a fleet keeps it, by the very code: each replica has a
-`s3kv.io.server.keeping.Keeper` and a `s3kv.io.server.refreshing.Refresher`, in virtual time. Only
+`s3kv.upkeep.cleaner.Cleaner` and a `s3kv.upkeep.refreshing.Refresher`, in virtual time. Only
 the store is a model: requests take time, a listing has pages, and every request is counted.
 `IdealBucket` is exact LRU by bytes: it knows of every use at once, and is never over its budget.
 """
@@ -19,11 +19,11 @@ from typing import Protocol
 
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
-from s3kv.io.server.keeping import Keeper
-from s3kv.io.server.refreshing import Refresher, RefreshRule
 from s3kv.objects.keys import Namespace
-from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey
+from s3kv.upkeep.cleaner import Cleaner
+from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from tests.system.sim.loop import VirtualLoop
 
 _DEFAULTS = Config(bucket="trace")
@@ -92,7 +92,7 @@ class Upkeep:
     """How a bucket is kept. max_bytes, idle_s, min_age_s: the settings `bucket_bytes`,
     `bucket_idle_s` and `bucket_min_age_s`. refreshes: off, no hit refreshes an object.
 
-    request_s: time of one request of the keeper or of a refresh.
+    request_s: time of one request of the cleaner or of a refresh.
     """
 
     max_bytes: int
@@ -185,7 +185,7 @@ class KeptBucket:
         self._store = CountedStore(self.loop, object_bytes, upkeep.request_s)
         self.counts = self._store.counts
         self._refreshers: list[Refresher] = []
-        self._keepers: list[Keeper] = []
+        self._cleaners: list[Cleaner] = []
         for replica in range(replicas):
             self._add_replica(upkeep, replica, random.Random(f"{seed}/{replica}"))
 
@@ -196,7 +196,7 @@ class KeptBucket:
             rule.refresh_after_s = seconds if upkeep.refreshes else math.inf
 
         refresher = Refresher(self._store, rule, lambda: True)
-        keeper = Keeper(
+        cleaner = Cleaner(
             self._store,
             PREFIX,
             max_bytes=upkeep.max_bytes,
@@ -208,10 +208,10 @@ class KeptBucket:
             clock=self.loop.time,
         )
         self._refreshers.append(refresher)
-        self._keepers.append(keeper)
+        self._cleaners.append(cleaner)
         self.loop.create_task(refresher.run())
         self.loop.create_task(refresher.look())
-        self.loop.create_task(keeper.run())
+        self.loop.create_task(cleaner.run())
 
     @property
     def peak_objects(self) -> int:
@@ -237,7 +237,7 @@ class KeptBucket:
 
     def end(self, now_s: float) -> None:
         self.loop.run_until(now_s)
-        self.counts["sweeps"] = sum(keeper.sweeps for keeper in self._keepers)
+        self.counts["sweeps"] = sum(cleaner.sweeps for cleaner in self._cleaners)
         self.loop.give_up()
         if self.loop.failures:
             raise RuntimeError(self.loop.failures[0])

@@ -35,7 +35,7 @@ from s3kv.io.server.service import Service
 from s3kv.messages import FetchOrder, JobEnd, SaveOrder, UploadOrder
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
-from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey, TensorSpec
 from tests.system.sim.loop import VirtualLoop
 
@@ -211,7 +211,7 @@ class ServiceTransport:
         self._slot_bytes = -(-layout.object_bytes // 4096) * 4096
         self._slab = Slab.create(slots * self._slot_bytes)
         self._on_end = on_end
-        hello = wire.Hello(
+        handshake = wire.Handshake(
             config,
             bucket.namespace.prefix,
             bucket.namespace.digest,
@@ -220,7 +220,7 @@ class ServiceTransport:
             manifest=MANIFEST,
             shapes=(layout.shard,),
         )
-        self.service = Service(hello, self._slab, store, self._heard, _hung_up, rng)
+        self.service = Service(handshake, self._slab, store, self._heard, _hung_up, rng)
 
     def fetch(self, order: FetchOrder) -> None:
         offset = order.slot * self._slot_bytes

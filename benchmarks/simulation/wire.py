@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.simulation.expiry import KeptBucket
-from s3kv.io.server.jobs import JobQueue, TransferJob
+from s3kv.io.server.jobs import JobQueue
+from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder
 from s3kv.objects.codec import ChunkFormat
 from s3kv.types import ChunkKey, Outcome

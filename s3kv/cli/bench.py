@@ -30,9 +30,9 @@ from s3kv.cli.invocation import (
 )
 from s3kv.config import Config, count
 from s3kv.errors import StoreError
-from s3kv.objects.listing import in_lanes, in_turn
-from s3kv.objects.store import BulkStore
 from s3kv.planning.pace import PREFILL_TOKENS_PER_S
+from s3kv.stores.lanes import in_lanes, in_turn
+from s3kv.stores.store import BulkStore
 
 _SMALL_REQUESTS = 32
 _CLEANING_TIMEOUT_S = 30.0

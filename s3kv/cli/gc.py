@@ -13,8 +13,8 @@ from s3kv.cli import show, walk
 from s3kv.cli.invocation import EPILOG, duration, now_s, on_bucket, print_json, size, with_settings
 from s3kv.config import Config
 from s3kv.errors import ConfigError
-from s3kv.objects.store import BulkStore
-from s3kv.objects.sweep import Sweep, Swept
+from s3kv.stores.store import BulkStore
+from s3kv.upkeep.sweep import Sweep, Swept
 
 
 @click.command(epilog=EPILOG)

@@ -19,7 +19,7 @@ from s3kv.objects import keys
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import CodecError, Header, Mismatch, read_header
 from s3kv.objects.integrity import Integrity
-from s3kv.objects.store import ObjectStore
+from s3kv.stores.store import ObjectStore
 
 MAX_OBJECT_BYTES = 2**30
 """Larger than any chunk; the most that somebody's object makes this process allocate."""

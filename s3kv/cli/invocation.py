@@ -20,8 +20,8 @@ import click
 from s3kv.cli import show
 from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreDenied, StoreError
-from s3kv.objects.s3.s3_store import MAX_PUT_BYTES, open_store
-from s3kv.objects.store import BulkStore, ObjectStore
+from s3kv.stores.s3.s3_store import MAX_PUT_BYTES, open_store
+from s3kv.stores.store import BulkStore, ObjectStore
 
 FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
 EXIT_CODES = """\b

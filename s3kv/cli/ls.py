@@ -14,8 +14,8 @@ from s3kv.cli.invocation import EPILOG, now_s, on_bucket, print_json, with_setti
 from s3kv.cli.walk import NamespaceContent
 from s3kv.config import Config
 from s3kv.objects.keys import ChunkAddress, Namespace
-from s3kv.objects.listing import chunks
-from s3kv.objects.store import BulkStore, ObjectInfo
+from s3kv.stores.store import BulkStore, ObjectInfo
+from s3kv.upkeep.listing import chunks
 
 _BAR_CHARS = 40
 

@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from s3kv.config import size as size
-from s3kv.objects.sweep import Report as Report
+from s3kv.upkeep.sweep import Report as Report
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S

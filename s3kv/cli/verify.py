@@ -22,12 +22,13 @@ from s3kv.cli import show, walk
 from s3kv.cli.inspect import MAX_OBJECT_BYTES, examine
 from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
 from s3kv.config import Config, count
-from s3kv.io.server.manifest import leaves
-from s3kv.objects import listing
 from s3kv.objects.headers import Mismatch
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
-from s3kv.objects.store import BulkStore, ObjectInfo, ObjectStore
+from s3kv.objects.manifest import leaves
+from s3kv.stores.lanes import in_lanes, in_turn
+from s3kv.stores.store import BulkStore, ObjectInfo, ObjectStore
+from s3kv.upkeep import listing
 
 READERS = 8
 """Objects read at once; each holds its whole object in memory."""
@@ -93,7 +94,7 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
             picks = listing.chunks(store, config.prefix)
         else:
             picked = await sample(store, config.prefix, count, random.Random(seed))
-            picks, total = listing.in_turn(picked), len(picked)
+            picks, total = in_turn(picked), len(picked)
         with show.bars() as on_progress:
             verifier = Verifier(
                 store,
@@ -147,7 +148,7 @@ class Verifier:
         """Verify the objects. Raises `StoreError`; raises `ConfigError` if the settings need a
         secret that is not there.
         """
-        await listing.in_lanes(READERS, picks, self._verify)
+        await in_lanes(READERS, picks, self._verify)
         self.found.damaged.sort(key=lambda damage: damage.key)
 
     async def _verify(self, _: int, pick: Pick) -> None:

@@ -11,10 +11,10 @@ import click
 
 from s3kv.cli.show import DAY_S, HOUR_S, Report
 from s3kv.errors import ConfigError, StoreDenied
-from s3kv.io.server.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.objects import keys
-from s3kv.objects.listing import chunks, tried
-from s3kv.objects.store import ObjectInfo, ObjectStore
+from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
+from s3kv.stores.store import ObjectInfo, ObjectStore
+from s3kv.upkeep.listing import chunks, tried
 
 MAX_NAMESPACES = 1000
 """Most that one request tells. A prefix has one for every model, layout and version of its engines.

@@ -43,7 +43,7 @@ from s3kv.host.table import Table
 from s3kv.io.client import IoClient
 from s3kv.io.slab_handover import offer_slab
 from s3kv.io.tier import open_tier
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.messages import ItemLoad, ItemPlan, JobKind
 from s3kv.metrics import EC_METRICS
 from s3kv.objects.headers import read_header
@@ -128,18 +128,18 @@ class ECSchedulerSide(Guarded):
             self._config, self._config.host_bytes, self._introduce, wait=wait_for_bucket
         )
         self._slab, self._client = tier.slab, tier.client
-        namespace, nbytes = tier.hello.namespace_digest, tier.slab.nbytes
+        namespace, nbytes = tier.handshake.namespace_digest, tier.slab.nbytes
         said = encoder_start_line(self._config, namespace, tier.known, nbytes, may_save=may_save)
         logger.info("%s", said)
 
-    def _introduce(self, slab: Slab) -> Hello:
+    def _introduce(self, slab: Slab) -> Handshake:
         """Hand the slab to the workers, which answer with the digest of the namespace."""
         tp = self._vllm_config.parallel_config.tensor_parallel_size
         names = [worker_rendezvous(self._vllm_config, rank) for rank in range(tp)]
         words = set(offer_slab(names, slab, self._config.start_timeout_ms / 1000))
         if len(words) != 1:
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(words)}")
-        return Hello(
+        return Handshake(
             self._config,
             self._config.prefix,
             words.pop().decode("ascii"),

@@ -26,7 +26,7 @@ from s3kv.host.placement import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.slab_handover import SlabTaker
 from s3kv.io.tier import introduce, open_tier
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
 from s3kv.objects.item_format import HEADER_BYTES, SHARD, object_bytes
 from s3kv.types import ItemShape
@@ -74,11 +74,11 @@ class ECWorkerSide(Guarded):
             return
         leave_to_first_rank(tp_rank)
         identity = encoder_fingerprint(config, vllm_config)
-        hello = introduce(config, identity, SHARD, item_dtype=self._dtype_name)
+        handshake = introduce(config, identity, SHARD, item_dtype=self._dtype_name)
         if may_save and self.counts:
-            self._outbox = self._open_outbox(hello, vllm_config)
+            self._outbox = self._open_outbox(handshake, vllm_config)
         if may_load:
-            self._taker = self._listen(vllm_config, tp_rank, hello.namespace_digest)
+            self._taker = self._listen(vllm_config, tp_rank, handshake.namespace_digest)
 
     def _listen(self, vllm_config: VllmConfig, tp_rank: int, digest: str) -> SlabTaker:
         try:
@@ -91,12 +91,12 @@ class ECWorkerSide(Guarded):
                 f"({error}): leave it out of ec_transfer_config, or give each engine its own"
             ) from error
 
-    def _open_outbox(self, hello: Hello, vllm_config: VllmConfig) -> Outbox:
+    def _open_outbox(self, handshake: Handshake, vllm_config: VllmConfig) -> Outbox:
         computes_here = self._device.type == "cpu"
         tier = open_tier(
             self._config,
             self._config.staging_bytes,
-            hello,
+            handshake,
             node=memory_near(self._device),
             processors=beside_the_model() if computes_here else None,
             wait=wait_for_bucket,

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from s3kv.config import Config
 from s3kv.connectors.guard import is_in_lockstep
 from s3kv.connectors.kv_scheduler import SchedulerSide
-from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello, check_supported, geometry
+from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake, check_supported, geometry
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.connectors.log import join_vllm_log
 from s3kv.connectors.media import check_media_names
@@ -104,7 +104,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._worker.hello()
+        return self._worker.handshake()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # vLLM calls this first in every step, before anything is bound or written.
@@ -154,9 +154,10 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         self._set_workers(list(metadata.values()))
 
-    def _set_workers(self, hellos: list[KVConnectorHandshakeMetadata]) -> None:
+    def _set_workers(self, handshakes: list[KVConnectorHandshakeMetadata]) -> None:
         self._scheduler.set_workers(
-            [hello for hello in hellos if isinstance(hello, WorkerHello)], self._world_size
+            [handshake for handshake in handshakes if isinstance(handshake, WorkerHandshake)],
+            self._world_size,
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:

@@ -20,7 +20,7 @@ from s3kv.connectors.guard import Guarded, Linger, guarded
 from s3kv.connectors.kv_groups import NULL_BLOCK
 from s3kv.connectors.kv_translate import (
     KVGeometry,
-    WorkerHello,
+    WorkerHandshake,
     WorkerReport,
     scheduled_requests,
     written_blocks,
@@ -87,7 +87,7 @@ class SchedulerSide(Guarded):
         """Whether the gauges may have changed since they were last read."""
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
-        self._hellos: list[WorkerHello] = []
+        self._handshakes: list[WorkerHandshake] = []
         """The workers' reports: all of them, or those so far while the planner is a stand-in."""
         self._world_size = 0
         self._hears_in_steps = False
@@ -111,7 +111,7 @@ class SchedulerSide(Guarded):
             )
         return self._planner
 
-    def set_workers(self, hellos: list[WorkerHello], world_size: int) -> None:
+    def set_workers(self, handshakes: list[WorkerHandshake], world_size: int) -> None:
         """Take in the reports of all ranks once they are up. Raises `UnsupportedError` if the ranks
         do not fit together, and `ConfigError` if host memory is too small for a chunk.
 
@@ -119,14 +119,14 @@ class SchedulerSide(Guarded):
         knows which slots are in use, and the salt that makes earlier chunks unreachable.
         """
         if self._planner is not None:
-            known = () if self._hears_in_steps else self._hellos
-            if Counter(hellos) != Counter(known):
+            known = () if self._hears_in_steps else self._handshakes
+            if Counter(handshakes) != Counter(known):
                 raise UnsupportedError("the workers are not those that the engine started with")
             return
         self._world_size = world_size
-        self._hears_in_steps = not hellos
-        if hellos:
-            self._planner = self._start(hellos)
+        self._hears_in_steps = not handshakes
+        if handshakes:
+            self._planner = self._start(handshakes)
             return
         logger.info(
             "s3kv: the workers tell of their host memory in the first step; the requests in it are "
@@ -134,37 +134,37 @@ class SchedulerSide(Guarded):
         )
         self._planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
 
-    def _start(self, hellos: list[WorkerHello]) -> KVPlanner:
-        if len(hellos) != self._world_size:
+    def _start(self, handshakes: list[WorkerHandshake]) -> KVPlanner:
+        if len(handshakes) != self._world_size:
             raise UnsupportedError(
-                f"{len(hellos)} of {self._world_size} workers reported; s3kv needs a report of each"
+                f"{len(handshakes)} of {self._world_size} workers reported, but s3kv needs all"
             )
-        digests = {hello.namespace for hello in hellos}
+        digests = {handshake.namespace for handshake in handshakes}
         if len(digests) != 1:
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(digests)}")
-        slots = min(hello.slot_count for hello in hellos)
-        self._slot_bytes = sum(hello.slot_bytes for hello in hellos)
+        slots = min(handshake.slot_count for handshake in handshakes)
+        self._slot_bytes = sum(handshake.slot_bytes for handshake in handshakes)
         if slots < 1:
-            need = max(hello.slot_bytes for hello in hellos)
+            need = max(handshake.slot_bytes for handshake in handshakes)
             raise ConfigError(
                 f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, "
                 f"{need} bytes here (or make chunk_tokens smaller)"
             )
-        self._hellos = hellos
+        self._handshakes = handshakes
         # An object has the same place on every rank, so the longest counts.
-        object_bytes = tuple(map(max, zip(*(h.object_bytes for h in hellos), strict=True)))
+        object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
         roles = {"may_load": self._may_load, "may_save": self._may_save}
-        level, line = start_line(self._config, hellos, self._sizes.groups, **roles)
+        level, line = start_line(self._config, handshakes, self._sizes.groups, **roles)
         logger.log(level, "%s", line)
-        return self._make_planner(slots, hellos[0].slot_bytes, object_bytes)
+        return self._make_planner(slots, handshakes[0].slot_bytes, object_bytes)
 
-    def _report_late(self, hellos: Sequence[WorkerHello]) -> None:
+    def _report_late(self, handshakes: Sequence[WorkerHandshake]) -> None:
         """Replace the stand-in for the planner once all ranks have reported."""
-        if len(self._hellos) == self._world_size:
+        if len(self._handshakes) == self._world_size:
             return
-        self._hellos += hellos
-        if len(self._hellos) == self._world_size:
-            stand_in, self._planner = self.planner, self._start(self._hellos)
+        self._handshakes += handshakes
+        if len(self._handshakes) == self._world_size:
+            stand_in, self._planner = self.planner, self._start(self._handshakes)
             if self._salt is not None:
                 self._planner.reset(self._salt)
             self._planner.adopt(stand_in)
@@ -302,9 +302,9 @@ class SchedulerSide(Guarded):
         if is_ours:
             if report.broken:
                 self.broken = "report"
-            self._stirred |= bool(report.report.ends or report.hellos)
-            if report.hellos:
-                self._report_late(report.hellos)
+            self._stirred |= bool(report.report.ends or report.handshakes)
+            if report.handshakes:
+                self._report_late(report.handshakes)
             if report.adapters is not None:
                 self.planner.bar(self.adapters.hear(report.adapters))
             self.planner.on_report(report.report, now_s)

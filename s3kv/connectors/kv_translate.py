@@ -203,7 +203,7 @@ class PlanMetadata(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerHello(KVConnectorHandshakeMetadata):
+class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's message to the scheduler when it is ready to serve. A worker sends one.
 
     object_bytes: the length of a chunk's object in each set of groups; empty, if there is one set:
@@ -223,19 +223,19 @@ class WorkerHello(KVConnectorHandshakeMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """The workers' report to the scheduler. vLLM merges the reports of all ranks into one.
 
-    hellos: those that vLLM did not collect before the first step. adapters: None without LoRA.
+    handshakes: those that vLLM did not collect before the first step. adapters: None without LoRA.
     broken: a worker has failed, and would fail every load.
     """
 
     report: StepReport
-    hellos: tuple[WorkerHello, ...] = ()
+    handshakes: tuple[WorkerHandshake, ...] = ()
     adapters: AdapterReport | None = None
     broken: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)
         self.report.merge(other.report)
-        self.hellos += other.hellos
+        self.handshakes += other.handshakes
         self.broken |= other.broken
         if self.adapters is not None and other.adapters is not None:
             self.adapters.merge(other.adapters)

@@ -18,7 +18,7 @@ from s3kv.connectors.kv_groups import states_of
 from s3kv.connectors.kv_shards import equal_ranks, kinds_of_layers, shard_names, shared_pages
 from s3kv.connectors.kv_translate import (
     KVGeometry,
-    WorkerHello,
+    WorkerHandshake,
     WorkerReport,
     writes_after_fences,
     writes_before_fences,
@@ -33,7 +33,7 @@ from s3kv.host.placement import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
 from s3kv.objects.rearranging import Pages
@@ -78,10 +78,10 @@ class WorkerSide(Guarded):
         self._rank: RankWorker | None = None
         self._client: IoClient | None = None
         self._slab: Slab | None = None
-        self._hello: WorkerHello | None = None
+        self._handshake: WorkerHandshake | None = None
         self._started = False
-        self._hello_is_owed = True
-        """vLLM has not asked for the hello yet. Under `MultiConnector` it asks only the first
+        self._handshake_is_owed = True
+        """vLLM has not asked for the handshake yet. Under `MultiConnector` it asks only the first
         connector that has one."""
         self._stranded: set[str] = set()
         lora = vllm_config.lora_config
@@ -107,14 +107,14 @@ class WorkerSide(Guarded):
         groups = self._sizes.groups
         shards, rank = self._shards()
         leave_to_first_rank(rank)
-        hello = self._introduce(layouts, shards, rank)
-        slots = Slots.of(hello, " for this model (a smaller chunk_tokens makes it smaller)")
+        handshake = self._introduce(layouts, shards, rank)
+        slots = Slots.of(handshake, " for this model (a smaller chunk_tokens makes it smaller)")
         device = next(iter(layouts.values())).device
         computes_here = device.type == "cpu"
         tier = open_tier(
             self._config,
             slots.nbytes,
-            hello,
+            handshake,
             node=memory_near(device),
             processors=beside_the_model() if computes_here else None,
             wait=None,
@@ -137,8 +137,8 @@ class WorkerSide(Guarded):
         if not pinned:  # pinning has mapped the pages; without it, the first copies would
             tier.slab.prefault(processors=beside_the_model())
         object_bytes = tuple(slots.formats[g.number].object_bytes for g in groups)
-        self._hello = WorkerHello(
-            hello.namespace_digest,
+        self._handshake = WorkerHandshake(
+            handshake.namespace_digest,
             slots.count,
             slots.slot_bytes,
             object_bytes if len(groups) > 1 else (),
@@ -169,7 +169,7 @@ class WorkerSide(Guarded):
                 at += layouts[member].payload_bytes
         return begins
 
-    def hello(self) -> WorkerHello:
+    def handshake(self) -> WorkerHandshake:
         """Wait until the bucket has been tried. Raises a `StoreError` if the bucket cannot be used
         and `on_unavailable` is "fail".
 
@@ -177,13 +177,13 @@ class WorkerSide(Guarded):
         unusable bucket is no reason to stop.
         """
         assert self._client is not None, "register comes first"
-        assert self._hello is not None
-        self._hello_is_owed = False
+        assert self._handshake is not None
+        self._handshake_is_owed = False
         if not self._started:
             known = wait_for_bucket(self._client, self._config)
-            self._hello = dataclasses.replace(self._hello, known=known)
+            self._handshake = dataclasses.replace(self._handshake, known=known)
             self._started = True
-        return self._hello
+        return self._handshake
 
     def shutdown(self) -> None:
         """Finish uploads within `drain_timeout_s`, then release everything. Idempotent."""
@@ -227,8 +227,8 @@ class WorkerSide(Guarded):
             self._config, self._vllm_config, self._kv_cache_config, self._sizes, page, pages
         )
 
-    def _introduce(self, layouts: dict[int, PageLayout], shards: list[str], rank: int) -> Hello:
-        """The hello of this rank, whose shard is one of all the ranks'."""
+    def _introduce(self, layouts: dict[int, PageLayout], shards: list[str], rank: int) -> Handshake:
+        """The handshake of this rank, whose shard is one of all the ranks'."""
         groups, pages = self._sizes.groups, None
         if self._config.share_ranks:
             pages = shared_pages(self._vllm_config, self._kv_cache_config, layouts, shards[rank])
@@ -345,19 +345,19 @@ class WorkerSide(Guarded):
     def report(self) -> WorkerReport | None:
         report = self._rank.take_report() if self._rank is not None else None
         adapters = self._adapters.report() if self._adapters is not None else None
-        hellos: tuple[WorkerHello, ...] = ()
-        if self._hello_is_owed and self._hello is not None:
-            hellos = self._late_hello()
+        handshakes: tuple[WorkerHandshake, ...] = ()
+        if self._handshake_is_owed and self._handshake is not None:
+            handshakes = self._late_handshake()
         elif report is None and adapters is None:
             return None
-        return WorkerReport(report or StepReport(), hellos, adapters)
+        return WorkerReport(report or StepReport(), handshakes, adapters)
 
-    def _late_hello(self) -> tuple[WorkerHello, ...]:
-        """The hello, for a scheduler that has not got it yet; empty if the bucket is unusable.
+    def _late_handshake(self) -> tuple[WorkerHandshake, ...]:
+        """The handshake, for a scheduler that has not got it yet; empty if the bucket is unusable.
         This hardly waits, because the bucket was tried while the engine warmed up.
         """
         try:
-            return (self.hello(),)
+            return (self.handshake(),)
         except (IoProcessError, StoreError):
             logger.error("s3kv: this engine has already started and serves without its cache")
             return ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from s3kv import __version__
 from s3kv.config import Config, count, size
-from s3kv.connectors.kv_translate import WorkerHello
+from s3kv.connectors.kv_translate import WorkerHandshake
 from s3kv.messages import JobKind, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.cover import GroupKind, GroupSpec
@@ -62,7 +62,7 @@ def leave_to_first_rank(rank: int) -> None:
 
 def start_line(
     config: Config,
-    hellos: Sequence[WorkerHello],
+    handshakes: Sequence[WorkerHandshake],
     groups: Sequence[GroupSpec],
     *,
     may_load: bool,
@@ -70,15 +70,16 @@ def start_line(
 ) -> tuple[int, str]:
     """Level and text of the scheduler's line when all ranks are ready. It is a warning if the GPU's
     driver did not pin all host memory."""
-    memory = sum(hello.slot_count * hello.slot_bytes for hello in hellos)
-    novelty = _novelty({hello.known for hello in hellos})
-    pinned = {hello.pinned for hello in hellos}  # None: no GPU
+    memory = sum(handshake.slot_count * handshake.slot_bytes for handshake in handshakes)
+    novelty = _novelty({handshake.known for handshake in handshakes})
+    pinned = {handshake.pinned for handshake in handshakes}  # None: no GPU
     is_slow, kind = False in pinned, "pinned " if pinned == {True} else ""
     note = ", not all of it pinned (copies to and from the GPU are slower)" if is_slow else ""
     return logging.WARNING if is_slow else logging.INFO, (
         f"{_whereabouts(config, may_load=may_load, may_save=may_save)}: "
-        f"namespace {hellos[0].namespace} ({novelty}), {size(memory)} of {kind}host "
-        f"memory on {count(len(hellos), 'rank')}{note}, chunks of {groups[0].chunk_tokens} tokens, "
+        f"namespace {handshakes[0].namespace} ({novelty}), {size(memory)} of {kind}host "
+        f"memory on {count(len(handshakes), 'rank')}{note}, "
+        f"chunks of {groups[0].chunk_tokens} tokens, "
         f"KV of {' and '.join(dict.fromkeys(map(_attention, groups)))}"
     )
 

@@ -16,7 +16,7 @@ import uvloop
 from s3kv.host.slab import Slab
 from s3kv.io.process_log import log_to_worker
 from s3kv.io.server.process import serve
-from s3kv.objects.s3.s3_store import open_store
+from s3kv.stores.s3.s3_store import open_store
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

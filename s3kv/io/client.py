@@ -94,14 +94,14 @@ class ClientStatistics:
 class IoClient:
     """Starts the I/O process of one worker, sends it jobs, and replaces it if it fails.
 
-    hello: configuration of the process. slab: shared with the process; the caller owns it, and
+    handshake: configuration of the process. slab: shared with the process; the caller owns it, and
     closes it after the client. clock: seconds, monotonic. module: the module that the process runs.
     processors: cores it may use; None: those of the thread that starts it.
     """
 
     def __init__(
         self,
-        hello: wire.Hello,
+        handshake: wire.Handshake,
         slab: Slab,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -110,7 +110,7 @@ class IoClient:
     ) -> None:
         self.counters = Tally()
         """Sums over all processes so far, at most about one second old."""
-        self._hello = hello
+        self._handshake = handshake
         self._slab = slab
         self._clock = clock
         self._module = module
@@ -121,7 +121,7 @@ class IoClient:
         self._drained: wire.Drained | None = None
         self._stats: wire.Stats | None = None
         self._outbox: list[wire.Down] = []
-        self._orders = Orders(Formats(hello, slab.nbytes), clock)
+        self._orders = Orders(Formats(handshake, slab.nbytes), clock)
         self._told: dict[str, int] = {}
         """Counters that the current process has reported so far."""
         self._starts = 0
@@ -142,7 +142,7 @@ class IoClient:
         if self._state is not State.NEW:
             raise IoProcessError(f"the I/O client cannot be started: it is {self._state.value}")
         try:
-            self._spawn(self._hello)
+            self._spawn(self._handshake)
         except OSError as error:
             raise IoProcessError(f"the I/O process could not be started: {error}") from error
 
@@ -384,15 +384,15 @@ class IoClient:
 
     def _restart(self) -> None:
         # The bucket was tried at the first start. An outage is no reason to stop now.
-        config = dataclasses.replace(self._hello.config, on_unavailable="serve")
+        config = dataclasses.replace(self._handshake.config, on_unavailable="serve")
         try:
-            self._spawn(msgspec.structs.replace(self._hello, config=config))
+            self._spawn(msgspec.structs.replace(self._handshake, config=config))
         except OSError:
             self._down()
         else:
             self.counters["io_restarts"] += 1
 
-    def _spawn(self, hello: wire.Hello) -> None:
+    def _spawn(self, handshake: wire.Handshake) -> None:
         self._started_s = self._checked_s = self._clock()
         self._ready = self._stats = self._pinged_s = None
         self._told = {}
@@ -402,7 +402,7 @@ class IoClient:
             self._child.run_on(self._processors)
         self._state = State.UP
         self._starts += 1
-        self._outbox.append(hello)
+        self._outbox.append(handshake)
         self.flush()
 
 

@@ -14,28 +14,28 @@ from s3kv.objects.keys import MAX_HASH_BYTES
 Format = ChunkFormat | ItemFormat
 
 
-def chunk_formats(hello: wire.Hello) -> dict[int, ChunkFormat]:
-    """The format of the chunks of each group that `hello` names."""
+def chunk_formats(handshake: wire.Handshake) -> dict[int, ChunkFormat]:
+    """The format of the chunks of each group that `handshake` names."""
     return {
         group: ChunkFormat(
-            hello.namespace_digest,
+            handshake.namespace_digest,
             tensors,
             group,
-            hello.shard,
-            hello.integrity,
-            hello.first_blocks.get(group, 0),
+            handshake.shard,
+            handshake.integrity,
+            handshake.first_blocks.get(group, 0),
         )
-        for group, tensors in hello.groups.items()
+        for group, tensors in handshake.groups.items()
     }
 
 
 class Formats:
-    """Formats of the worker that sends `hello` and whose slab has `slab_bytes`."""
+    """Formats of the worker that sends `handshake` and whose slab has `slab_bytes`."""
 
-    def __init__(self, hello: wire.Hello, slab_bytes: int) -> None:
-        self._hello = hello
+    def __init__(self, handshake: wire.Handshake, slab_bytes: int) -> None:
+        self._handshake = handshake
         self._slab_bytes = slab_bytes
-        self._chunks = chunk_formats(hello)
+        self._chunks = chunk_formats(handshake)
 
     def of(self, job: wire.Transfer) -> Format:
         """The format of the object this job moves.
@@ -59,9 +59,9 @@ class Formats:
         return layout
 
     def _item(self, job: wire.Transfer) -> ItemFormat:
-        hello, shape = self._hello, job.item
+        handshake, shape = self._handshake, job.item
         assert shape is not None
-        if hello.item_dtype is None:
+        if handshake.item_dtype is None:
             raise ValueError(f"{shape}: this worker moves chunks, not items")
         _check_whole("group", job.group)
         _check_whole("rows", shape.rows)
@@ -70,10 +70,12 @@ class Formats:
             raise ValueError(f"group {job.group}, {shape}: no item is like that")
         if (
             isinstance(job, wire.Upload)
-            and width_of(hello.item_dtype, shape.rows, shape.nbytes) is None
+            and width_of(handshake.item_dtype, shape.rows, shape.nbytes) is None
         ):
-            raise ValueError(f"{shape} of {hello.item_dtype}: not the length of such an item")
-        return ItemFormat(hello.namespace_digest, hello.item_dtype, shape, hello.integrity)
+            raise ValueError(f"{shape} of {handshake.item_dtype}: not the length of such an item")
+        return ItemFormat(
+            handshake.namespace_digest, handshake.item_dtype, shape, handshake.integrity
+        )
 
 
 def _check_hash(block_hash: object) -> None:

@@ -2,7 +2,7 @@
 
 It is set up in the same order for a rank, for an encoder cache and for the library:
 
-    integrity ──▶ namespace ──▶ hello ──▶ slab ──▶ I/O process started ──▶ bucket tried
+    integrity ──▶ namespace ──▶ handshake ──▶ slab ──▶ I/O process started ──▶ bucket tried
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from s3kv.host.room import PAGE_BYTES, order_of
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.formats import chunk_formats
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
@@ -45,11 +45,11 @@ def introduce(
     shapes: Collection[str] = (),
     first_blocks: Mapping[int, int] | None = None,
     pages: Pages | None = None,
-) -> Hello:
-    """The hello of a process whose objects have this identity.
+) -> Handshake:
+    """The handshake of a process whose objects have this identity.
 
     identity: everything that changes the bytes of an object or their meaning. The mode and key that
-        seal it are added here. shard, groups, item_dtype, first_blocks, pages: as in `Hello`.
+        seal it are added here. shard, groups, item_dtype, first_blocks, pages: as in `Handshake`.
     writes_manifest: whether this process writes the namespace's manifest and compares it, and lists
         `shapes` there, the shards of all ranks.
     Raises `ConfigError` if the mode needs a secret or a package that is missing, and `TypeError`
@@ -58,7 +58,7 @@ def introduce(
     integrity = Integrity.of(config)
     fingerprint = {**identity, "integrity": integrity.identity()}
     place = Namespace(config.prefix, fingerprint_digest(fingerprint))
-    return Hello(
+    return Handshake(
         config,
         place.prefix,
         place.digest,
@@ -86,14 +86,14 @@ class Slots:
     count: int
 
     @classmethod
-    def of(cls, hello: Hello, advice: str = "") -> Slots:
+    def of(cls, handshake: Handshake, advice: str = "") -> Slots:
         """The slots that `host_bytes` has room for. Raises `ConfigError`, with `advice` at its
         end, if that is none.
         """
-        formats = chunk_formats(hello)
+        formats = chunk_formats(handshake)
         pages = [-(-chunk.object_bytes // PAGE_BYTES) for chunk in formats.values()]
         least_bytes = max(pages) * PAGE_BYTES
-        host_bytes = hello.config.host_bytes
+        host_bytes = handshake.config.host_bytes
         if len(formats) == 1:
             slots = cls(formats, least_bytes, host_bytes // least_bytes)
         else:
@@ -116,7 +116,7 @@ class Slots:
 class Tier:
     """An open tier. Its opener closes the client before the slab."""
 
-    hello: Hello
+    handshake: Handshake
     slab: Slab
     client: IoClient
     known: bool | None
@@ -144,7 +144,7 @@ def try_bucket(client: IoClient, config: Config) -> bool | None:
 def open_tier(
     config: Config,
     nbytes: int,
-    hello: Hello | Callable[[Slab], Hello],
+    handshake: Handshake | Callable[[Slab], Handshake],
     *,
     node: NodeChoice = FIRST_TOUCH,
     processors: Collection[int] | None = None,
@@ -153,18 +153,18 @@ def open_tier(
 ) -> Tier:
     """Make a slab of `nbytes`, start its I/O process, and wait until that has tried the bucket.
 
-    hello: the hello, or a function that makes it once the slab exists.
+    handshake: the handshake, or a function that makes it once the slab exists.
     node: where the memory should be. processors: cores of the I/O process, as in `IoClient`.
     planned: as in `Slab.create`.
     wait: waits for the bucket; None: the caller does so later.
-    Blocks. Raises `ConfigError` if there is too little memory, and what `hello`, `IoClient.start`
-    and `wait` raise. On an error everything is closed.
+    Blocks. Raises `ConfigError` if there is too little memory, and the errors of `handshake`,
+    `IoClient.start` and `wait`. On an error everything is closed.
     """
     slab = Slab.create(nbytes, node=node, huge_pages=config.huge_pages, planned=planned)
     client: IoClient | None = None
     known = None
     try:
-        introduced = hello if isinstance(hello, Hello) else hello(slab)
+        introduced = handshake if isinstance(handshake, Handshake) else handshake(slab)
         client = IoClient(introduced, slab, processors=processors)
         client.start()
         if wait is not None:

@@ -5,10 +5,10 @@ A stream socket between the two carries frames in both directions:
     bytes 0..4   length of the rest, unsigned, little-endian, at most `MAX_FRAME_BYTES`
     bytes 4..    MessagePack array of messages, each an array whose first item is its tag
 
-The worker sends `Hello` first. The I/O process answers `Ready` once, when it has tried the bucket;
-jobs may be sent before that. Every `Fetch`, `Upload` and `Look` is answered by one `JobEnd`, every
-`Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer.
-Objects are in the slab, and are not sent over the socket.
+The worker sends `Handshake` first. The I/O process answers `Ready` once, when it has tried the
+bucket; jobs may be sent before that. Every `Fetch`, `Upload` and `Look` is answered by one
+`JobEnd`, every `Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last
+answer. Objects are in the slab, and are not sent over the socket.
 
 Both ends have the same version and run on one machine, so the protocol has no version.
 """
@@ -28,7 +28,7 @@ from s3kv.objects.rearranging import Pages
 from s3kv.types import ItemShape, TensorSpec
 
 MAX_FRAME_BYTES = 2**20
-"""Largest frame a peer accepts. `Hello` is the largest message: about 60 bytes per layer."""
+"""Largest frame a peer accepts. `Handshake` is the largest message: about 60 bytes per layer."""
 _MESSAGES_PER_FRAME = 1024
 """Most messages in a frame. It keeps frames of job messages (under 200 bytes each, `JobEnd` with a
 detail under 800) below the maximum."""
@@ -45,7 +45,7 @@ class WireError(S3KVError):
     """Violation of this protocol by the peer. The connection cannot be used any more."""
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+class Handshake(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Configuration of the I/O process.
 
     groups: number of a set of KV-cache groups to the tensors of its chunks, as in `ChunkFormat`.
@@ -162,7 +162,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     waiting: jobs waiting now. running, running_bytes: jobs running now, and the bytes of their
         objects. window: requests that may run at once now.
     counters: sums since the process started, by the name of their metric; `cost_usd` in 10⁻⁹
-        dollars, `io_requests` by "io_requests|verb|answer" (`objects.traffic`).
+        dollars, `io_requests` by "io_requests|verb|answer" (`stores.traffic`).
     """
 
     waiting: int
@@ -174,7 +174,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 Transfer = Fetch | Upload
 Order = Transfer | Look
-Down = Hello | Fetch | Upload | Look | Cancel | Withdraw | Drain | Ping
+Down = Handshake | Fetch | Upload | Look | Cancel | Withdraw | Drain | Ping
 Up = Ready | JobEnd | Drained | Stats
 
 _encoder = msgspec.msgpack.Encoder()

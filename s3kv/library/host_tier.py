@@ -16,7 +16,7 @@ from s3kv.host.placement import NodeChoice
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Entry, EntryState, Table
 from s3kv.io.tier import Slots, Tier
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.library.pump import Pump, carried, claimed, opened, succeeded
 from s3kv.messages import JobEnd, JobKind, SaveOrder
 from s3kv.planning.breaker import Breaker
@@ -43,7 +43,7 @@ class HostTier:
         (self.chunk,) = slots.formats.values()
         self.ledger = Ledger(
             Table(EqualSlots(slots.count, slots.slot_bytes)),
-            BucketIndex(capacity=_INDEX_BLOCKS, miss_ttl_s=tier.hello.config.miss_ttl_s),
+            BucketIndex(capacity=_INDEX_BLOCKS, miss_ttl_s=tier.handshake.config.miss_ttl_s),
             Breaker(),
             world_size=1,
         )
@@ -54,13 +54,13 @@ class HostTier:
         self._poll_copies: Callable[[], bool] = bool
 
     @classmethod
-    async def open(cls, hello: Hello, node: NodeChoice) -> HostTier:
+    async def open(cls, handshake: Handshake, node: NodeChoice) -> HostTier:
         """Open a tier with as many slots as fit into `host_bytes`, and an I/O process that has
         tried the bucket. node: NUMA node for the memory. Raises `ConfigError` if no slot fits, and
         a `StoreError` if the bucket cannot be used.
         """
-        slots = Slots.of(hello)
-        return cls(slots, await opened(hello, slots.nbytes, node))
+        slots = Slots.of(handshake)
+        return cls(slots, await opened(handshake, slots.nbytes, node))
 
     def payload(self, slot: int) -> memoryview:
         """The bytes of the block in a slot, shared with the I/O process."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from s3kv.errors import ClosedError
 from s3kv.host.placement import FIRST_TOUCH, NodeChoice
 from s3kv.io.tier import Tier, open_tier
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.messages import JobEnd
 from s3kv.types import ChunkKey
 
@@ -77,11 +77,11 @@ def succeeded(work: asyncio.Future[Any]) -> bool:
     return work.done() and not work.cancelled() and work.exception() is None
 
 
-async def opened(hello: Hello, nbytes: int, node: NodeChoice = FIRST_TOUCH) -> Tier:
+async def opened(handshake: Handshake, nbytes: int, node: NodeChoice = FIRST_TOUCH) -> Tier:
     """Open a tier as `open_tier` does, in a thread. If cancelled meanwhile, this raises
     `CancelledError` after the tier has been closed.
     """
-    opening = in_thread(partial(open_tier, hello.config, nbytes, hello, node=node))
+    opening = in_thread(partial(open_tier, handshake.config, nbytes, handshake, node=node))
     try:
         return await carried(opening)
     except asyncio.CancelledError:
@@ -106,7 +106,7 @@ class Pump:
     ) -> None:
         self._client = tier.client
         self._slab = tier.slab
-        self._drain_timeout_s = tier.hello.config.drain_timeout_s
+        self._drain_timeout_s = tier.handshake.config.drain_timeout_s
         self._on_done = on_done
         self._is_busy = is_busy
         self._fetches: set[int] = set()

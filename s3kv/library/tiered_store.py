@@ -109,9 +109,9 @@ class TieredStore:
                 "namespace": plain_namespace(namespace),
                 "tensors": [asdict(spec) for spec in blocks.specs],
             }
-            hello = introduce(config, identity, WHOLE, {GROUP: blocks.specs})
+            handshake = introduce(config, identity, WHOLE, {GROUP: blocks.specs})
             near = memory_near(memory.device if memory is not None else torch.device("cpu"))
-            host = await HostTier.open(hello, near)
+            host = await HostTier.open(handshake, near)
             try:
                 hot = None if memory is None else await _on_device(memory, pool_blocks, host)
             except BaseException:

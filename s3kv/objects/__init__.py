@@ -1,1 +1,1 @@
-"""Object tier: keys, the object format, and the stores. Bytes and asyncio; no torch."""
+"""Objects: keys, the format, digests, and manifests. Pure."""

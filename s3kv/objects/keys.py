@@ -3,7 +3,7 @@
     {prefix}/v2/{namespace digest}/{hh}/{block hash}/g{coverage}-{shard}.safetensors
     {prefix}/v2/{namespace digest}/shapes/{shard}
     {prefix}/v2/{namespace digest}/manifest.json
-    {prefix}/v2/keeper.json
+    {prefix}/v2/cleaner.json
 
 `v2` is the version of this layout and of the object format. `hh` is the first byte of the block
 hash: hashes are uniform, so the store can split the namespace into partitions right after the
@@ -214,9 +214,9 @@ def parse_sign(key: str) -> Namespace | None:
     return Namespace(match["prefix"], match["digest"])
 
 
-def keeper(prefix: str) -> str:
+def cleaner(prefix: str) -> str:
     """Key of the lease of the process that keeps everything under `prefix` to its budget."""
-    return f"{all_namespaces(prefix)}keeper.json"
+    return f"{all_namespaces(prefix)}cleaner.json"
 
 
 def all_namespaces(prefix: str) -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from s3kv.host.room import PAGE_BYTES, Extents
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
-from s3kv.io.orders import Complaints
+from s3kv.io.failure_log import JobEndLog
 from s3kv.messages import JobEnd, JobKind
 from s3kv.types import ChunkKey, ItemShape, Outcome, Span
 
@@ -65,7 +65,7 @@ class Outbox:
         self._client = client
         self._slab = slab
         self._clock = clock
-        self._complaints = Complaints(clock)
+        self._failure_log = JobEndLog(clock)
         self._extents = Extents(slab.nbytes // PAGE_BYTES)
         self._parcels: queue.SimpleQueue[_Parcel | None] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[_Parcel, float | None, JobEnd]] = queue.SimpleQueue()
@@ -157,7 +157,7 @@ class Outbox:
         except RuntimeError as error:
             detail = f"a copy from the device failed: {error}"
             end = JobEnd(job_id, JobKind.UPLOAD, Outcome.FAILED, detail=detail)
-            self._complaints.note(end)
+            self._failure_log.note(end)
             self._ended.put((parcel, None, end))
             return
         self._underway[job_id] = parcel, self._clock() - parcel.since_s

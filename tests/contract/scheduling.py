@@ -36,7 +36,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from s3kv.connectors import kv_scheduler
-from s3kv.connectors.kv_translate import WorkerHello, WorkerReport
+from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport
 from s3kv.connectors.plugin import register
 from s3kv.planning.cover import GroupSpec
 from s3kv.types import Outcome
@@ -113,7 +113,7 @@ class Engine:
             hash_block_size=hashed,
         )
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: WorkerHello("n" * 32, slots, 4_096)})
+        self.connector.set_xfer_handshake_metadata({0: WorkerHandshake("n" * 32, slots, 4_096)})
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hashed, hash_function)

@@ -47,15 +47,17 @@ class Rank:
     """One rank of one engine. number: makes its bytes and its place in the slab its own."""
 
     number: int
-    hello: wire.Hello
+    handshake: wire.Handshake
 
     @property
     def form(self) -> ChunkFormat:
-        return ChunkFormat(self.hello.namespace_digest, self.hello.groups[0], 0, self.hello.shard)
+        return ChunkFormat(
+            self.handshake.namespace_digest, self.handshake.groups[0], 0, self.handshake.shard
+        )
 
     def key(self, block_hash: bytes) -> str:
-        namespace = Namespace(self.hello.namespace_prefix, self.hello.namespace_digest)
-        return namespace.chunk(ChunkKey(0, block_hash), self.hello.shard)
+        namespace = Namespace(self.handshake.namespace_prefix, self.handshake.namespace_digest)
+        return namespace.chunk(ChunkKey(0, block_hash), self.handshake.shard)
 
     def payload(self, chunk: int) -> bytes:
         size = self.form.payload_bytes
@@ -87,7 +89,7 @@ def ranks(directory: Path) -> list[Rank]:
             layout = layout_of(order, dtype, chunk_tokens // BLOCK_TOKENS)
             identity = WorkerSide(config, vllm_config, cache, sizes)._identity({0: layout})
             for rank in range(tp):
-                hello = wire.Hello(
+                handshake = wire.Handshake(
                     config,
                     config.prefix,
                     fingerprint_digest(identity),
@@ -95,7 +97,7 @@ def ranks(directory: Path) -> list[Rank]:
                     {0: (layout.part("g0"),)},
                     manifest=canonical_json(identity),
                 )
-                found.append(Rank(len(found), hello))
+                found.append(Rank(len(found), handshake))
     return found
 
 
@@ -116,7 +118,7 @@ async def move(rank: Rank, worker: Worker, message: Any) -> list[JobEnd]:
 
 def test_every_combination_is_a_namespace_of_its_own(ranks: list[Rank]) -> None:
     assert len(ranks) == 48
-    assert len({rank.hello.namespace_digest for rank in ranks}) == 32
+    assert len({rank.handshake.namespace_digest for rank in ranks}) == 32
     keys = [rank.key(block_hash) for rank in ranks for block_hash in HASHES]
     assert len(set(keys)) == len(keys)
 
@@ -128,7 +130,7 @@ async def test_all_at_once_find_their_own_bytes_and_no_others(
     async with contextlib.AsyncExitStack() as stack:
         workers: list[Worker] = []
         for rank in ranks:
-            context = served(lambda _: store, slab, greeting=rank.hello)
+            context = served(lambda _: store, slab, greeting=rank.handshake)
             worker, _ = await stack.enter_async_context(context)
             await worker.ready()
             workers.append(worker)

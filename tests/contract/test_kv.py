@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from lab import models
 from s3kv.connectors import S3KVConnector, kv
 from s3kv.connectors.adapter_loads import AdapterStep
-from s3kv.connectors.kv_translate import PlanMetadata, WorkerHello
+from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake
 from s3kv.connectors.plugin import register
 from s3kv.messages import EMPTY_PLAN, StepPlan
 from tests.contract.configurations import FULL, configured, groups
@@ -75,11 +75,11 @@ def test_the_scheduler_numbers_the_step_of_its_plan() -> None:
     assert made == PlanMetadata(plan, AdapterStep(3, 2))
 
 
-def test_hellos_of_other_connectors_are_left_out() -> None:
-    side, hello = Side(), WorkerHello("namespace", 8, 4096)
+def test_handshakes_of_other_connectors_are_left_out() -> None:
+    side, handshake = Side(), WorkerHandshake("namespace", 8, 4096)
     scheduler = connector(KVConnectorRole.SCHEDULER, side)
-    scheduler.set_xfer_handshake_metadata({0: hello, 1: SimpleNamespace()})  # type: ignore[dict-item]
-    assert side.told == [("set_workers", ([hello], 2))]
+    scheduler.set_xfer_handshake_metadata({0: handshake, 1: SimpleNamespace()})  # type: ignore[dict-item]
+    assert side.told == [("set_workers", ([handshake], 2))]
 
 
 EXPERTS = {

@@ -13,7 +13,7 @@ from s3kv.config import Config
 from s3kv.connectors import kv_scheduler
 from s3kv.connectors.adapter_loads import AdapterReport, LoadedAdapter, hashed_name
 from s3kv.connectors.kv_scheduler import SchedulerSide
-from s3kv.connectors.kv_translate import KVGeometry, WorkerHello, WorkerReport
+from s3kv.connectors.kv_translate import KVGeometry, WorkerHandshake, WorkerReport
 from s3kv.errors import UnsupportedError
 from s3kv.messages import JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.cover import GroupKind, GroupSpec
@@ -24,7 +24,7 @@ from tests.contract.pictures import picture, without_tensors
 def side(**settings: Any) -> SchedulerSide:
     config = Config(bucket="bucket", **settings)
     scheduler = SchedulerSide(config, KVGeometry(16, 16, 32), may_load=True, may_save=True)
-    scheduler.set_workers([WorkerHello("n" * 32, slot_count=8, slot_bytes=4096)], 1)
+    scheduler.set_workers([WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)], 1)
     return scheduler
 
 
@@ -217,8 +217,8 @@ def told(scheduler: SchedulerSide) -> dict[str, Any]:
 def test_what_is_missed_and_what_memory_holds_is_told() -> None:
     config = Config(bucket="bucket", recompute_gate=False)
     scheduler = SchedulerSide(config, KVGeometry(16, 16, 32), may_load=True, may_save=True)
-    hello = [WorkerHello("n" * 32, 8, 4096), WorkerHello("n" * 32, 8, 8192)]
-    scheduler.set_workers(hello, 2)
+    handshake = [WorkerHandshake("n" * 32, 8, 4096), WorkerHandshake("n" * 32, 8, 8192)]
+    scheduler.set_workers(handshake, 2)
     slot = 4096 + 8192
     first = told(scheduler)
     assert first["slab_bytes|free"] == 8 * slot, "of both ranks"
@@ -233,7 +233,7 @@ def test_what_is_missed_and_what_memory_holds_is_told() -> None:
     good, bad = scheduler.plan(step()).fetches
     assert scheduler.stats() is None
     ends = {good: Outcome.OK, bad: Outcome.CORRUPT}
-    for _ in hello:
+    for _ in handshake:
         scheduler.on_output(
             output([JobEnd(f.job_id, JobKind.FETCH, o, 9, 0.1) for f, o in ends.items()])
         )
@@ -281,7 +281,7 @@ def test_workers_that_say_the_same_again_change_nothing() -> None:
     scheduler, fresh = side(), side()
     planner = scheduler.planner
     assert scheduler.reset()
-    scheduler.set_workers([WorkerHello("n" * 32, slot_count=8, slot_bytes=4096)], 1)
+    scheduler.set_workers([WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)], 1)
     assert scheduler.planner is planner
     before, after = asked_for(fresh, "r"), asked_for(scheduler, "r")
     assert len(before) == len(after) == 2
@@ -289,23 +289,23 @@ def test_workers_that_say_the_same_again_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "hellos",
-    [[], [WorkerHello("n" * 32, 9, 4096)], [WorkerHello("m" * 32, 8, 4096)]],
+    "handshakes",
+    [[], [WorkerHandshake("n" * 32, 9, 4096)], [WorkerHandshake("m" * 32, 8, 4096)]],
 )
-def test_other_workers_than_at_the_start_are_refused(hellos: list[WorkerHello]) -> None:
+def test_other_workers_than_at_the_start_are_refused(handshakes: list[WorkerHandshake]) -> None:
     scheduler = side()
     with pytest.raises(UnsupportedError, match="not those that the engine started with"):
-        scheduler.set_workers(hellos, 1)
+        scheduler.set_workers(handshakes, 1)
 
 
 # ---------------------------------------------------------------------------- late reports
 
 
-def reporting(*hellos: WorkerHello) -> Any:
+def reporting(*handshakes: WorkerHandshake) -> Any:
     """The output of a step in which these workers reported."""
     report = WorkerReport(StepReport())
-    for hello in hellos:
-        report.aggregate(WorkerReport(StepReport(), (hello,)))
+    for handshake in handshakes:
+        report.aggregate(WorkerReport(StepReport(), (handshake,)))
     return KVConnectorOutput(kv_connector_worker_meta=report)
 
 
@@ -320,7 +320,7 @@ def unheard(world_size: int = 2) -> SchedulerSide:
     return scheduler
 
 
-HELLO = WorkerHello("n" * 32, slot_count=8, slot_bytes=4096)
+HELLO = WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -363,7 +363,7 @@ def test_workers_that_do_not_fit_together_turn_the_cache_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     scheduler = unheard()
-    scheduler.on_output(reporting(HELLO, WorkerHello("m" * 32, 8, 4096)))
+    scheduler.on_output(reporting(HELLO, WorkerHandshake("m" * 32, 8, 4096)))
     assert scheduler.broken == "on_output"
     assert "the ranks disagree on the namespace" in caplog.text
     assert scheduler.lookup(request("r"), 0) == (0, False)
@@ -523,11 +523,11 @@ def test_an_object_has_the_room_that_its_longest_shard_needs() -> None:
     window = GroupSpec(16, 32, GroupKind.WINDOW, 20, 1, (0,))
     sizes = KVGeometry(16, 16, 32, (GroupSpec(16, 32, members=(1,)), window))
     scheduler = SchedulerSide(Config(bucket="bkt"), sizes, may_load=True, may_save=True)
-    hellos = [
-        WorkerHello("n" * 32, 64, 4096, (9_000, 5_000)),
-        WorkerHello("n" * 32, 80, 4096, (8_000, 13_000)),
+    handshakes = [
+        WorkerHandshake("n" * 32, 64, 4096, (9_000, 5_000)),
+        WorkerHandshake("n" * 32, 80, 4096, (8_000, 13_000)),
     ]
-    scheduler.set_workers(hellos, 2)
+    scheduler.set_workers(handshakes, 2)
     table = scheduler.planner.ledger.table
     assert table.count == 64
     for group, pages in ((0, 3), (1, 4)):

@@ -13,7 +13,7 @@ from s3kv.config import Config
 from s3kv.connectors import kv, kv_worker
 from s3kv.connectors.adapter_loads import AdapterReport, AdapterStep
 from s3kv.connectors.kv import S3KVConnector
-from s3kv.connectors.kv_translate import WorkerHello, WorkerReport, geometry
+from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport, geometry
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.errors import StoreUnavailable
 from s3kv.messages import LoadOrder, LoadPart, SaveOrder, StepPlan, StepReport
@@ -89,10 +89,10 @@ def test_the_bucket_is_waited_for_at_start_and_not_at_a_wake_up(
 
     monkeypatch.setattr(kv_worker, "wait_for_bucket", knows)
     worker = side(tiny_config)
-    worker._client, worker._hello = object(), WorkerHello("n" * 32, 8, 4096)  # type: ignore[assignment]
-    assert worker.hello() is worker.hello() is worker._hello
+    worker._client, worker._handshake = object(), WorkerHandshake("n" * 32, 8, 4096)  # type: ignore[assignment]
+    assert worker.handshake() is worker.handshake() is worker._handshake
     assert len(waited) == 1
-    assert worker.hello().known is True
+    assert worker.handshake().known is True
 
 
 class Quiet(Rank):
@@ -104,14 +104,14 @@ def test_who_has_not_been_asked_reports_in_the_first_step(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_worker, "wait_for_bucket", lambda *args: None)
-    hello = WorkerHello("n" * 32, 8, 4096)
+    handshake = WorkerHandshake("n" * 32, 8, 4096)
     for asked in (False, True):
         worker = side(tiny_config, Quiet())
-        worker._client, worker._hello = object(), hello  # type: ignore[assignment]
+        worker._client, worker._handshake = object(), handshake  # type: ignore[assignment]
         if asked:
-            worker.hello()
+            worker.handshake()
         first = worker.report()
-        assert (None if first is None else first.hellos) == (None if asked else (hello,))
+        assert (None if first is None else first.handshakes) == (None if asked else (handshake,))
         assert worker.report() is None
 
 
@@ -123,10 +123,10 @@ def test_who_has_no_bucket_in_the_first_step_does_not_report(
 
     monkeypatch.setattr(kv_worker, "wait_for_bucket", fails)
     worker = side(tiny_config, Quiet())
-    worker._client, worker._hello = object(), WorkerHello("n" * 32, 8, 4096)  # type: ignore[assignment]
+    worker._client, worker._handshake = object(), WorkerHandshake("n" * 32, 8, 4096)  # type: ignore[assignment]
     first = worker.report()
     assert first is not None
-    assert first.hellos == ()
+    assert first.handshakes == ()
     assert worker.report() is None
     assert worker.broken is None
     assert "serves without its cache" in caplog.text

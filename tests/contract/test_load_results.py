@@ -12,7 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from s3kv.config import Config
 from s3kv.connectors.kv import S3KVConnector
 from s3kv.connectors.kv_scheduler import SchedulerSide
-from s3kv.connectors.kv_translate import KVGeometry, PlanMetadata, WorkerHello
+from s3kv.connectors.kv_translate import KVGeometry, PlanMetadata, WorkerHandshake
 from s3kv.messages import EMPTY_PLAN, JobEnd, JobKind, LoadOrder, LoadPart, StepPlan
 from s3kv.types import Outcome
 from tests.contract.test_kv_scheduler import output, request, step
@@ -108,7 +108,7 @@ def test_the_scheduler_computes_what_failed_on_any_rank(failing: int) -> None:
         may_load=True,
         may_save=True,
     )
-    scheduler.set_workers([WorkerHello("n" * 32, slot_count=8, slot_bytes=4096)], 1)
+    scheduler.set_workers([WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)], 1)
     subject = request("r")
     scheduler.on_new_request(subject)
     scheduler.lookup(subject, 0)

@@ -14,7 +14,7 @@ import pytest
 
 import s3kv
 from s3kv.config import Config
-from s3kv.connectors.kv_translate import WorkerHello
+from s3kv.connectors.kv_translate import WorkerHandshake
 from s3kv.connectors.log import (
     INTERVAL_S,
     EncoderTrafficLine,
@@ -125,17 +125,17 @@ def test_what_all_ranks_would_say_alike_is_said_by_the_first(
     assert printed.getvalue() == "".join(f"INFO [test_log.py] {line}\n" for line in lines)
 
 
-def hello(**more: Any) -> WorkerHello:
-    return WorkerHello("ab12", 1024, 2**20, **{"known": False, **more})
+def handshake(**more: Any) -> WorkerHandshake:
+    return WorkerHandshake("ab12", 1024, 2**20, **{"known": False, **more})
 
 
-def told(*hellos: WorkerHello, groups: tuple[GroupSpec, ...] = (FULL,), **more: Any) -> str:
+def told(*handshakes: WorkerHandshake, groups: tuple[GroupSpec, ...] = (FULL,), **more: Any) -> str:
     config = Config(bucket="my-bucket", **{"endpoint_url": "http://127.0.0.1:9000", **more})
-    return start_line(config, hellos, groups, may_load=True, may_save=True)[1]
+    return start_line(config, handshakes, groups, may_load=True, may_save=True)[1]
 
 
 def test_the_line_of_a_start() -> None:
-    assert told(hello()) == (
+    assert told(handshake()) == (
         f"s3kv {s3kv.__version__} reads and writes bucket my-bucket under s3kv/ at "
         "http://127.0.0.1:9000: namespace ab12 (new), 1.0 GiB of host memory on 1 rank, chunks of "
         "256 tokens, KV of full attention"
@@ -145,7 +145,7 @@ def test_the_line_of_a_start() -> None:
 def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
     windows = GroupSpec(16, 256, GroupKind.WINDOW, 1024, 1)
     states = GroupSpec(256, 256, GroupKind.STATE, 0, 2)
-    line = told(hello(pinned=True), hello(pinned=True), groups=(FULL, windows, states))
+    line = told(handshake(pinned=True), handshake(pinned=True), groups=(FULL, windows, states))
     assert "2.0 GiB of pinned host memory on 2 ranks, chunks" in line
     assert line.endswith("KV of full attention and windows of 1,024 tokens and states")
 
@@ -160,14 +160,14 @@ def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
     ],
 )
 def test_it_says_whether_the_namespace_is_known(answers: list[bool | None], said: str) -> None:
-    assert f": namespace ab12 ({said}), " in told(*(hello(known=known) for known in answers))
+    assert f": namespace ab12 ({said}), " in told(*(handshake(known=known) for known in answers))
 
 
 def test_memory_that_is_not_pinned_is_a_warning() -> None:
-    hellos = [hello(pinned=True), hello(pinned=False)]
+    handshakes = [handshake(pinned=True), handshake(pinned=False)]
     slow, fast = (
         start_line(Config(bucket="bucket"), of, [FULL], may_load=True, may_save=False)
-        for of in (hellos, hellos[:1])
+        for of in (handshakes, handshakes[:1])
     )
     assert slow[0] == logging.WARNING
     assert "host memory on 2 ranks, not all of it pinned" in slow[1]
@@ -178,11 +178,11 @@ def test_memory_that_is_not_pinned_is_a_warning() -> None:
 def test_the_endpoint_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
-    assert " at the default endpoint: " in told(hello(), endpoint_url=None)
+    assert " at the default endpoint: " in told(handshake(), endpoint_url=None)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all")
-    assert " at http://all: " in told(hello(), endpoint_url=None)
+    assert " at http://all: " in told(handshake(), endpoint_url=None)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
-    assert " at http://s3: " in told(hello(), endpoint_url=None)
+    assert " at http://s3: " in told(handshake(), endpoint_url=None)
 
 
 def test_encoder_outputs_have_a_line_too() -> None:

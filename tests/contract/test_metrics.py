@@ -31,7 +31,7 @@ from s3kv.connectors.metrics import (
 )
 from s3kv.connectors.plugin import register
 from s3kv.metrics import EC_METRICS, KV_METRICS, labels_of
-from s3kv.objects.traffic import ANSWERS, VERBS
+from s3kv.stores.traffic import ANSWERS, VERBS
 from s3kv.types import Outcome, Tally
 from tests.project import ROOT
 
@@ -326,7 +326,7 @@ def test_counters_are_handed_over_once() -> None:
 
 
 def test_counters_of_a_planner_that_replaces_another_are_handed_over_whole() -> None:
-    """The late hello of a worker under `MultiConnector` makes a planner that does load and save."""
+    """Under `MultiConnector` the late handshake makes a planner that does load and save."""
     meter = Meter()
     first, second = Tally(), Tally()
     first["saves"] = 3

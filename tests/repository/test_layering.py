@@ -14,7 +14,9 @@ FORBIDDEN = {
     "planning/new.py": "import time, vllm, torch, numpy\nimport s3kv.worker.rank\n",
     "library/pump.py": "import s3kv.library.tiered_store\n",
     "io/client.py": "import s3kv.io.server.service\n",
-    "objects/codec.py": "import s3kv.objects.s3.answers\n",
+    "io/sources/transfers.py": "import s3kv.io.server.service\n",
+    "objects/keys.py": "import s3kv.objects.codec\nimport s3kv.stores.store\n",
+    "stores/http/pool.py": "import s3kv.stores.s3.answers\n",
 }
 """Imports that break every contract, by the file they are added to."""
 
@@ -37,4 +39,4 @@ def test_contracts_can_fail(tmp_path: Path) -> None:
         path.write_text((path.read_text() if path.exists() else "") + "\n" + imported)
     done = lint(tmp_path)
     assert done.returncode == 1
-    assert "0 kept, 8 broken" in done.stdout
+    assert "0 kept, 10 broken" in done.stdout

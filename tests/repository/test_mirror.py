@@ -16,7 +16,7 @@ SMALL_LINES = 25
 
 UNTESTED = {
     "io/server/service.py",
-    "objects/http/connection.py",
+    "stores/http/connection.py",
 }
 """Modules without a test file of their name. This list may only shrink."""
 
@@ -26,20 +26,20 @@ BEHAVIOURS = {
     "device/test_group_layouts.py",
     "device/test_schedules.py",
     "host/test_container.py",
-    "io/server/test_saving_beside.py",
+    "io/sources/test_saving_beside.py",
     "library/test_calls.py",
     "library/test_cancellation.py",
     "library/test_library_soak.py",
     "library/test_uses.py",
-    "objects/http/test_addresses.py",
-    "objects/http/test_ready.py",
-    "objects/s3/test_conditional_puts.py",
-    "objects/s3/test_front_ends.py",
-    "objects/s3/test_put_headers.py",
-    "objects/s3/test_sessions.py",
-    "objects/s3/test_versions.py",
+    "stores/http/test_addresses.py",
+    "stores/http/test_ready.py",
+    "stores/s3/test_conditional_puts.py",
+    "stores/s3/test_front_ends.py",
+    "stores/s3/test_put_headers.py",
+    "stores/s3/test_sessions.py",
+    "stores/s3/test_versions.py",
     "objects/test_format_spec.py",
-    "objects/test_stores.py",
+    "stores/test_stores.py",
     "planning/test_ec_machine.py",
     "planning/test_limits.py",
     "planning/test_machine.py",

@@ -30,6 +30,7 @@ OLDER: dict[str, str] = {
     "saving.json": SAVED_AT_ONCE,
     "short.json": "late reads are sent a second time earlier since; this benchmark reads nothing",
     "slow-rgw.json": BEFORE,
+    "throttled.json": "modules moved since, and nothing else changed",
     "trace-bill-synthetic.json": BEFORE,
     "trace-bill.json": BEFORE,
     "trace-session.json": BEFORE,

@@ -17,10 +17,10 @@ from s3kv.cli.doctor.findings import Finding, Status, is_permission, remedy_for
 from s3kv.cli.invocation import VERSIONS_LEFT, OwnObjects
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError
-from s3kv.objects.s3.address import find_address, zone_of
-from s3kv.objects.s3.answers import arn_of
-from s3kv.objects.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
-from s3kv.objects.store import BulkStore
+from s3kv.stores.s3.address import find_address, zone_of
+from s3kv.stores.s3.answers import arn_of
+from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
+from s3kv.stores.store import BulkStore
 
 LATENCY_ROUNDS = 8
 MAX_SKEW_S = 60.0

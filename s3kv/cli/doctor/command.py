@@ -25,7 +25,7 @@ from s3kv.cli.invocation import (
     with_settings,
 )
 from s3kv.config import Config
-from s3kv.objects.s3.s3_store import open_store
+from s3kv.stores.s3.s3_store import open_store
 
 _STYLES: dict[Status, str] = {
     "ok": "green",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
-from s3kv.objects.s3.answers import DENIED
+from s3kv.stores.s3.answers import DENIED
 
 Status = Literal["ok", "warning", "fault", "skipped"]
 """warning: the cache works, but less well. fault: it does not work. skipped: not checked, because

@@ -19,14 +19,11 @@ Jobs of one kind run in order of arrival: none overtakes one that waits for byte
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from s3kv.messages import JobEnd, JobKind
-from s3kv.objects.codec import ChunkFormat
-from s3kv.objects.item_format import ItemFormat
-from s3kv.types import Outcome
+from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.messages import JobKind
 
 FETCHES_PER_UPLOAD = 16
 """Fetches that may pass a waiting upload. Uploads take at most 6 % of the places from fetches."""
@@ -36,30 +33,6 @@ UPLOADS_PER_STREAM = 8
 """Waiting uploads per further running one. A lower number slows the engine: with four, a prompt of
 twelve chunks started three uploads at once, and a prompt computed on two shared cores took 8 %
 longer instead of 6 to 7 %. Half the default `max_saves_inflight` uses all upload places."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TransferJob:
-    """A job: one object to move. buffer: its part of the slab, `format.object_bytes` long."""
-
-    job_id: int
-    kind: JobKind
-    key: str
-    block_hash: bytes
-    format: ChunkFormat | ItemFormat
-    buffer: memoryview
-    due_s: float = math.inf
-    """Deadline for the start of further attempts, on the loop's clock."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.format.object_bytes
-
-    def end(
-        self, outcome: Outcome, detail: str = "", *, nbytes: int = 0, reason: str = ""
-    ) -> JobEnd:
-        """The record of its end, without the duration."""
-        return JobEnd(self.job_id, self.kind, outcome, nbytes, detail=detail, reason=reason)
 
 
 @dataclass(slots=True)

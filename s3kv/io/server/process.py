@@ -22,7 +22,7 @@ from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.service import Service
-from s3kv.objects.store import BulkStore
+from s3kv.stores.store import BulkStore
 
 _log = logging.getLogger("s3kv.io")
 
@@ -63,18 +63,18 @@ async def _converse(
     rng: random.Random,
 ) -> None:
     messages = _messages(reader)
-    hello = await anext(messages, None)
-    if hello is None:
+    handshake = await anext(messages, None)
+    if handshake is None:
         return
-    if not isinstance(hello, wire.Hello):
-        raise wire.WireError(f"the first message is {hello!r}, not Hello")
+    if not isinstance(handshake, wire.Handshake):
+        raise wire.WireError(f"the first message is {handshake!r}, not Handshake")
     try:
-        store = make_store(hello.config)
+        store = make_store(handshake.config)
     except ConfigError as error:
         outbox.send(wire.Ready(False, "config", str(error)))
         return
-    service = Service(hello, slab, store, outbox.send, reader.feed_eof, rng)
-    with _prefaulting(slab, huge_pages=hello.config.huge_pages):
+    service = Service(handshake, slab, store, outbox.send, reader.feed_eof, rng)
+    with _prefaulting(slab, huge_pages=handshake.config.huge_pages):
         service.start()
         try:
             async for message in messages:

@@ -24,19 +24,20 @@ from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.formats import Formats
-from s3kv.io.server.jobs import JobQueue, TransferJob
-from s3kv.io.server.keeping import Keeper
-from s3kv.io.server.manifest import introduce
-from s3kv.io.server.pacing import Pacing
-from s3kv.io.server.ranges import RangedReads
-from s3kv.io.server.refreshing import Refresher, RefreshRule
-from s3kv.io.server.sharing import shared_reads
-from s3kv.io.server.transfers import Transfers
+from s3kv.io.server.jobs import JobQueue
+from s3kv.io.sources.other_shards import shared_reads
+from s3kv.io.sources.pacing import Pacing
+from s3kv.io.sources.ranges import RangedReads
+from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.io.sources.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind
-from s3kv.objects.costs import Growth, nanodollars, prices_of
 from s3kv.objects.keys import Namespace
-from s3kv.objects.store import BulkStore
+from s3kv.stores.store import BulkStore
 from s3kv.types import ChunkKey, Outcome
+from s3kv.upkeep.cleaner import Cleaner
+from s3kv.upkeep.costs import Growth, nanodollars, prices_of
+from s3kv.upkeep.refreshing import Refresher, RefreshRule
+from s3kv.upkeep.registration import introduce
 
 _log = logging.getLogger("s3kv.io")
 
@@ -45,7 +46,7 @@ _UNWIND_TIMEOUT_S = 2.0
 """Time for cancelled jobs to end. The process then exits, which stops the rest."""
 _INTRODUCTION_PAUSE_S = 60.0
 _INTRODUCED_AGAIN_S = 3600.0
-"""Time between two looks at the manifest while the keeper says when objects are refreshed."""
+"""Time between two looks at the manifest while the cleaner says when objects are refreshed."""
 _GROWTH_LOOK_S = 60.0
 _TROUBLE: dict[type[StoreError], wire.Trouble] = {
     StoreDenied: "denied",
@@ -62,28 +63,28 @@ class Service:
 
     def __init__(
         self,
-        hello: wire.Hello,
+        handshake: wire.Handshake,
         slab: Slab,
         store: BulkStore,
         send: Callable[[wire.Up], None],
         hang_up: Callable[[], None],
         rng: random.Random,
     ) -> None:
-        config = hello.config
+        config = handshake.config
         self._config = config
         self._slab = slab
         self._store = store
         self._send = send
         self._hang_up = hang_up
-        self._namespace = Namespace(hello.namespace_prefix, hello.namespace_digest)
-        self._shard = hello.shard
-        self._formats = Formats(hello, slab.nbytes)
+        self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
+        self._shard = handshake.shard
+        self._formats = Formats(handshake, slab.nbytes)
         self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
         self._pacing = Pacing(config.max_inflight_requests, config.hedge_percent)
         keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
         self._refresh_rule = RefreshRule.of(config, rng)
         self._refresher = Refresher(store, self._refresh_rule, lambda: self._queue.has_spare)
-        self._keeper = self._make_keeper(rng) if keeps else None
+        self._cleaner = self._make_cleaner(rng) if keeps else None
         self._transfers = Transfers(
             store,
             self._pacing,
@@ -92,26 +93,28 @@ class Service:
             delete_corrupt=config.on_corrupt == "delete",
             refresher=self._refresher,
             ranged=RangedReads(config.range_bytes, self._queue.borrow, self._give_back),
-            shared=shared_reads(hello, store, self._namespace, self._queue.borrow, self._give_back),
+            shared=shared_reads(
+                handshake, store, self._namespace, self._queue.borrow, self._give_back
+            ),
         )
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
-        self._manifest = hello.manifest
-        self._shapes = hello.shapes
+        self._manifest = handshake.manifest
+        self._shapes = handshake.shapes
         self._background: dict[str, asyncio.Task[None]] = {}
         self._started = False
         self._drain_left: int | None = None
         self._drained = asyncio.Event()
 
-    def _make_keeper(self, rng: random.Random) -> Keeper:
+    def _make_cleaner(self, rng: random.Random) -> Cleaner:
         config = self._config
 
         def refresh_after(seconds: float) -> None:
             if self._refresh_rule.is_told:
                 self._refresh_rule.refresh_after_s = seconds
 
-        return Keeper(
+        return Cleaner(
             self._store,
             config.prefix,
             max_bytes=config.bucket_bytes,
@@ -144,8 +147,8 @@ class Service:
         self._start_jobs()
         self._run_beside("refreshing", self._refresher.run())
         self._run_beside("looking at objects in use", self._refresher.look())
-        if self._keeper is not None:
-            self._run_beside("keeping the bucket", self._keeper.run())
+        if self._cleaner is not None:
+            self._run_beside("keeping the bucket", self._cleaner.run())
         elif self._config.refresh_after_s == 0:
             self._run_beside("watching the bucket's growth", self._watch_growth(Growth()))
         if self._manifest:
@@ -227,8 +230,8 @@ class Service:
                 self._send(self._statistics())
             case wire.Drain():
                 self._drain(message.timeout_s)
-            case wire.Hello():
-                raise wire.WireError("a second Hello")
+            case wire.Handshake():
+                raise wire.WireError("a second Handshake")
 
     def _accept(self, message: wire.Order) -> None:
         if message.job_id in self._queue:
@@ -349,7 +352,7 @@ class Service:
 
     def _statistics(self) -> wire.Stats:
         queue, pacing, refresher = self._queue, self._pacing, self._refresher
-        keeper = self._keeper
+        cleaner = self._cleaner
         traffic = self._store.traffic
         counters = {
             "io_retries": self._transfers.retries,
@@ -360,10 +363,10 @@ class Service:
             "io_refresh_done": refresher.done,
             "io_refresh_failed": refresher.failed,
             "io_refresh_skipped": refresher.skipped,
-            "io_keeper_sweeps": keeper.sweeps if keeper else 0,
-            "io_keeper_failed": keeper.failed if keeper else 0,
-            "io_keeper_deleted": keeper.deleted_objects if keeper else 0,
-            "io_keeper_deleted_bytes": keeper.deleted_bytes if keeper else 0,
+            "io_cleaner_sweeps": cleaner.sweeps if cleaner else 0,
+            "io_cleaner_failed": cleaner.failed if cleaner else 0,
+            "io_cleaner_deleted": cleaner.deleted_objects if cleaner else 0,
+            "io_cleaner_deleted_bytes": cleaner.deleted_bytes if cleaner else 0,
             "io_defects": self._defects,
             "cost_usd": nanodollars(prices_of(self._config, traffic), traffic),
         }

@@ -9,7 +9,7 @@ import pytest
 
 from s3kv.config import Config
 from tests.project import ROOT
-from tests.unit.objects import test_stores as suite
+from tests.unit.stores import test_stores as suite
 
 ROWS = {
     name.strip(): (tested.strip(), settings.strip(" `"))

@@ -121,7 +121,7 @@ def test_with_the_handshakes_the_other_way_round_vllm_does_not_start(
 ) -> None:
     both = several(patient, neighbour(greets=True))
     engine = Engine(tiny, connector=both, log_path=tmp_path / "log", env=s3.env)
-    with pytest.raises(EngineFailed, match="WorkerHello"):
+    with pytest.raises(EngineFailed, match="WorkerHandshake"):
         engine.start()
 
 

@@ -119,7 +119,7 @@ class Life:
         self.slabs = [Slab.create(SLOTS * rig.SLOT_BYTES) for _ in self._urls]
         configs = [dataclasses.replace(self.config, endpoint_url=url) for url in self._urls]
         self.clients = [
-            IoClient(rig.hello(config), slab, module=self._module)
+            IoClient(rig.handshake(config), slab, module=self._module)
             for config, slab in zip(configs, self.slabs, strict=True)
         ]
         for client in self.clients:

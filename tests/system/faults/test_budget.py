@@ -1,6 +1,6 @@
 """A bucket that two I/O processes fill ten times over, and that they keep to its budget meanwhile.
 
-With the real client, the real keeper and its real intervals, on moto and on Ceph RGW.
+With the real client, the real cleaner and its real intervals, on moto and on Ceph RGW.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
         first_byte_timeout_ms=240_000,
         request_timeout_ms=240_000,
     )
-    foreign = {"keeper.json", "s3kv-of-others/v2/x.safetensors", "s3kv/notes.txt"}
+    foreign = {"cleaner.json", "s3kv-of-others/v2/x.safetensors", "s3kv/notes.txt"}
     for key in foreign:
         bucket.put(key)
     draw = random.Random(18)

@@ -62,7 +62,7 @@ module "kv_cache" {{
 
   name   = "{name}"
   prefix = "{prefix}"
-  keeper = true
+  cleaner = true
   tags   = {{ Team = "inference" }}
 
   pod_identities = {{

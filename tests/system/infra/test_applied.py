@@ -13,8 +13,8 @@ from botocore.exceptions import ClientError
 from lab.s3 import REGION, moto_process
 from s3kv.config import Config
 from s3kv.errors import StoreDenied
-from s3kv.objects.s3.s3_store import open_store
-from s3kv.objects.store import BulkStore
+from s3kv.stores.s3.s3_store import open_store
+from s3kv.stores.store import BulkStore
 from tests.repository.test_commands import shown
 from tests.servers import forget_credentials
 from tests.system.infra.applied import NAME, PREFIX, PROVIDER, WITHOUT_LIFECYCLE, Applied, applied
@@ -118,10 +118,10 @@ async def _use(client: BulkStore) -> None:
         await client.delete(key)
 
 
-async def test_a_keeper_can_delete_as_well(
+async def test_a_cleaner_can_delete_as_well(
     bucket: Applied, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    become(monkeypatch, bucket.user(bucket.outputs["keeper_policy_arn"]))
+    become(monkeypatch, bucket.user(bucket.outputs["cleaner_policy_arn"]))
     client = store(bucket)
     key, buffer = f"{PREFIX}/v2/kept", memoryview(bytearray(10))
     with bucket.policies_enforced():
@@ -132,7 +132,7 @@ async def test_a_keeper_can_delete_as_well(
     await client.close()
 
 
-@pytest.mark.parametrize("who", ["writer", "keeper"])
+@pytest.mark.parametrize("who", ["writer", "cleaner"])
 async def test_nobody_leaves_the_prefix(
     bucket: Applied, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
@@ -175,7 +175,7 @@ async def test_a_reader_reads_and_changes_nothing(
 def test_nobody_but_the_administrator_touches_the_bucket_itself(bucket: Applied) -> None:
     import boto3
 
-    for policy in ("reader_policy_arn", "writer_policy_arn", "keeper_policy_arn"):
+    for policy in ("reader_policy_arn", "writer_policy_arn", "cleaner_policy_arn"):
         keys = bucket.user(bucket.outputs[policy])
         s3 = boto3.client(
             "s3",

@@ -11,7 +11,7 @@ from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from tests.system.sim.meaning import Shard
-from tests.system.sim.rank import ByteRank, hello_for
+from tests.system.sim.rank import ByteRank, handshake_for
 from tests.unit.planning.setup import Setup
 
 PADDING_BYTES = 100_000
@@ -28,12 +28,12 @@ def shard(rank: int) -> Shard:
 
 def serve(pipe: Connection, rank: int, config: Config, seed: int) -> None:
     """Carry out what the engine says, until it is gone."""
-    hello = hello_for(shard(rank), SETUP, config, PADDING_BYTES)
+    handshake = handshake_for(shard(rank), SETUP, config, PADDING_BYTES)
     client: IoClient | None = None
 
     def open_client(slab: Slab) -> IoClient:
         nonlocal client
-        client = IoClient(hello, slab)
+        client = IoClient(handshake, slab)
         client.start()
         return client
 

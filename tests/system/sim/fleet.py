@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from s3kv.config import Config
-from s3kv.io.server.refreshing import LOOK_S
+from s3kv.upkeep.refreshing import LOOK_S
 from tests.system.sim import weather
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary

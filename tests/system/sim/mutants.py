@@ -16,10 +16,12 @@ from s3kv.errors import StoreDenied, StoreError
 from s3kv.host.table import EntryState, Table
 from s3kv.io import client, wire
 from s3kv.io.client import IoClient, State
-from s3kv.io.server import pacing
-from s3kv.io.server.jobs import JobQueue, TransferJob
+from s3kv.io.server.jobs import JobQueue
 from s3kv.io.server.service import Service
-from s3kv.io.server.transfers import Quarantine, Transfers
+from s3kv.io.sources import pacing
+from s3kv.io.sources.quarantine import Quarantine
+from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.io.sources.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind, SaveOrder, StepPlan, StepReport
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header

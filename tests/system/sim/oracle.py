@@ -90,7 +90,7 @@ class FleetOracle:
         self.accusations: list[str] = []
         self._deletes = config.on_corrupt == "delete"
         self._keeps = config.bucket_bytes > 0
-        """Where a keeper deletes nothing, it is not asked about every use."""
+        """Where a cleaner deletes nothing, it is not asked about every use."""
         # To delete a bad object: a GET, a HEAD, another GET and a DELETE, each with its attempts.
         # And each GET may be sent a second time.
         self._requests = config.max_attempts * (6 if self._deletes else 2)

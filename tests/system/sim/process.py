@@ -179,8 +179,8 @@ class Process:
                 self._receive(message)
 
     def _receive(self, message: wire.Down) -> None:
-        if isinstance(message, wire.Hello):
-            self._hello = message
+        if isinstance(message, wire.Handshake):
+            self._handshake = message
             self._service = Service(
                 message,
                 self._machine.slab,
@@ -191,7 +191,7 @@ class Process:
             )
             self._service.start()
             return
-        assert self._service is not None, "the first message is no Hello"
+        assert self._service is not None, "the first message is no Handshake"
         if isinstance(message, wire.Order):
             self._note(message)
         self._service.receive(message)
@@ -202,8 +202,8 @@ class Process:
             message.kind,
             self._object_key(key),
             key,
-            self._hello.shard,
-            self._hello.namespace_digest,
+            self._handshake.shard,
+            self._handshake.namespace_digest,
             -1 if isinstance(message, wire.Look) else message.offset,
             self._loop.time(),
         )
@@ -211,8 +211,8 @@ class Process:
     def _object_key(self, key: ChunkKey) -> str:
         # Spelled out, and not taken from the code under test.
         name = key.block_hash.hex()
-        root = f"{self._hello.namespace_prefix}/v2/{self._hello.namespace_digest}"
-        return f"{root}/{name[:2]}/{name}/g{key.group}-{self._hello.shard}.safetensors"
+        root = f"{self._handshake.namespace_prefix}/v2/{self._handshake.namespace_digest}"
+        return f"{root}/{name[:2]}/{name}/g{key.group}-{self._handshake.shard}.safetensors"
 
     def _send(self, message: wire.Up) -> None:
         if self._dead:

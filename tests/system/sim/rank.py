@@ -14,7 +14,7 @@ from typing import Any
 from s3kv.config import Config
 from s3kv.device.copies import SavedEnd
 from s3kv.io.client import IoClient
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadPart, StepPlan, StepReport
 from s3kv.objects.rearranging import Pages
 from s3kv.worker.rank import RankWorker
@@ -141,9 +141,9 @@ class Slots:
         return self._rank.number, self._rank.read(slot)
 
 
-def hello_for(shard: Shard, setup: Setup, config: Config, padding_bytes: int = 0) -> Hello:
+def handshake_for(shard: Shard, setup: Setup, config: Config, padding_bytes: int = 0) -> Handshake:
     space, layout = shard.namespace, format_of(shard, setup, padding_bytes)
-    return Hello(
+    return Handshake(
         config,
         space.prefix,
         space.digest,
@@ -242,7 +242,7 @@ class Rank(ByteRank):
 
     def __init__(self, machine: Machine, shard: Shard, setup: Setup, config: Config) -> None:
         self._machine = machine
-        hello = hello_for(shard, setup, config)
+        handshake = handshake_for(shard, setup, config)
 
         def make_slab(nbytes: int) -> Slab:
             machine.slab = Slab(nbytes)
@@ -253,7 +253,7 @@ class Rank(ByteRank):
             shard,
             setup,
             make_slab=make_slab,
-            make_client=lambda slab: IoClient(hello, slab, clock=machine.loop.time),
+            make_client=lambda slab: IoClient(handshake, slab, clock=machine.loop.time),
             rng=machine.rng,
             clock=machine.loop.time,
         )

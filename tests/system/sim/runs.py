@@ -16,10 +16,10 @@ from typing import NamedTuple
 from unittest import mock
 
 from s3kv.io import client
-from s3kv.io.server import pacing
-from s3kv.io.server.keeping import Keeper
+from s3kv.io.sources import hedging
+from s3kv.upkeep.cleaner import Cleaner
+from tests.system.sim.cleaners import KeptFleet
 from tests.system.sim.fleet import Fleet
-from tests.system.sim.keepers import KeptFleet
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.process import Process
 from tests.system.sim.sharers import SharingFleet
@@ -56,9 +56,9 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(time, "sleep", sleep),
         mock.patch.object(client, "Child", Process),
         mock.patch.object(client, "_await_input", await_input),
-        mock.patch.dict(Keeper.__init__.__kwdefaults__, {"clock": loop.time}),
+        mock.patch.dict(Cleaner.__init__.__kwdefaults__, {"clock": loop.time}),
         # A simulated process does not live long enough to know what is late by more.
-        mock.patch.object(pacing, "_FEWEST_SAMPLES", 3),
+        mock.patch.object(hedging, "_FEWEST_SAMPLES", 3),
     ):
         yield
 

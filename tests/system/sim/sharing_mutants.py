@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from s3kv.io.server import sharing
-from s3kv.io.server.transfers import Transfers
+from s3kv.io.sources import other_shards
+from s3kv.io.sources.transfers import Transfers
 from s3kv.messages import JobEnd
 from s3kv.objects import rearranging
 from s3kv.types import Outcome
@@ -15,7 +15,7 @@ from tests.system.sim.mutants import Mutant, Patch
 MUTANTS: list[Mutant] = []
 
 fetch_object = Transfers._fetch_object
-read = sharing.SharedReads.read
+read = other_shards.SharedReads.read
 runs = rearranging._runs
 
 
@@ -26,7 +26,7 @@ def mutant(of: Mutant) -> Mutant:
 
 @mutant
 def never_looks_at_what_others_have_stored(patch: Patch) -> None:
-    patch.setattr(sharing, "covers", lambda wanted, shards: [])
+    patch.setattr(other_shards, "covers", lambda wanted, shards: [])
 
 
 @mutant
@@ -34,7 +34,7 @@ def takes_a_part_for_the_whole(patch: Patch) -> None:
     async def some(reads: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
         return [end for read in reads if (end := await read) is not None]
 
-    patch.setattr(sharing, "all_of", some)
+    patch.setattr(other_shards, "all_of", some)
 
 
 @mutant
@@ -67,10 +67,10 @@ def deletes_the_shards_of_others(patch: Patch) -> None:
 
 @mutant
 def calls_an_outage_a_miss(patch: Patch) -> None:
-    async def quiet(self: sharing.SharedReads, job: Any, fetch: Callable[..., Any]) -> Any:
+    async def quiet(self: other_shards.SharedReads, job: Any, fetch: Callable[..., Any]) -> Any:
         try:
             return await read(self, job, fetch)
-        except sharing.StoreError:
+        except other_shards.StoreError:
             return None
 
-    patch.setattr(sharing.SharedReads, "read", quiet)
+    patch.setattr(other_shards.SharedReads, "read", quiet)

@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable, StoreUnranged
-from s3kv.io.server.keeping import LEASE_S
-from s3kv.objects.store import Claim, ObjectInfo
-from s3kv.objects.traffic import Traffic
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.traffic import Traffic
+from s3kv.upkeep.cleaner import LEASE_S
 from tests.system.sim.weather import CALM, Weather
 
 SECOND_LOOK_S = 120.0
 """After one bad reading, nobody reads the object for so long; after two, nobody does."""
 HANG_S = 10.0
 """After so long without a byte the S3 client gives up by itself (`request_timeout_ms`)."""
-LEASE = "s3kv/v2/keeper.json"
+LEASE = "s3kv/v2/cleaner.json"
 STALE_S = LEASE_S + 2 * HANG_S
-"""Nothing is deleted by a listing that is older: a keeper that has stalled longer lists again."""
+"""Nothing is deleted by a listing that is older: a cleaner that has stalled longer lists again."""
 
 
 class PlannedDefect(Exception):
@@ -394,7 +394,7 @@ class Connection:
         weather, rng = self._bucket.weather, self._bucket.rng
         fate = weather.fate(direction, rng)
         if fate == "defect" and key == LEASE:
-            fate = "unavailable"  # a defect would end the keeper, and not one job alone
+            fate = "unavailable"  # a defect would end the cleaner, and not one job alone
         await self._sleep(HANG_S if fate == "hang" else weather.latency(rng))
         error = _ERRORS.get(fate)
         if error is not None and notes:

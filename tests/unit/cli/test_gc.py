@@ -17,9 +17,9 @@ from lab.proxy import proxy
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
 from s3kv.objects.keys import Namespace
-from s3kv.objects.s3.s3_store import open_store
-from s3kv.objects.sweep import Sweep
+from s3kv.stores.s3.s3_store import open_store
 from s3kv.types import ChunkKey
+from s3kv.upkeep.sweep import Sweep
 from tests import servers
 from tests.project import ROOT
 from tests.unit.cli.conftest import Run

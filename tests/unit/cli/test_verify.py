@@ -15,7 +15,7 @@ from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
-from s3kv.objects.store import Claim
+from s3kv.stores.store import Claim
 from s3kv.types import ChunkKey, TensorSpec
 from tests import servers
 from tests.unit.cli.conftest import Run

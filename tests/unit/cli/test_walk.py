@@ -12,7 +12,7 @@ from s3kv.cli.show import DAY_S, HOUR_S
 from s3kv.cli.walk import NamespaceContent
 from s3kv.errors import ConfigError, StoreDenied
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
-from s3kv.objects.store import ObjectInfo
+from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 
 HALF = {"model": {"name": "m@main", "dtype": "half"}, "chunk_tokens": 256}

@@ -6,10 +6,10 @@ import os
 import sys
 
 from s3kv.io import __main__
-from s3kv.io.server import transfers
+from s3kv.io.sources import quarantine
 
 if __name__ == "__main__":
-    transfers.SUSPECT_S = 0.2
+    quarantine.SUSPECT_S = 0.2
     __main__.main()
     sys.stderr.flush()
     os._exit(0)

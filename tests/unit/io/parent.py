@@ -68,7 +68,7 @@ DEEDS: list[Callable[[IoClient, Slab], None]] = [
 def main() -> None:
     endpoint, bucket, deed = sys.argv[1:]
     slab = Slab.create(8 * rig.SLOT_BYTES)
-    client = IoClient(rig.hello(Config(bucket=bucket, endpoint_url=endpoint)), slab)
+    client = IoClient(rig.handshake(Config(bucket=bucket, endpoint_url=endpoint)), slab)
     client.start()
     client.wait_ready(20)
     say(client.statistics().pid)

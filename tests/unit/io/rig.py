@@ -17,7 +17,7 @@ from s3kv.io.server.process import serve
 from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
-from s3kv.objects.store import ObjectStore
+from s3kv.stores.store import ObjectStore
 from s3kv.types import ChunkKey, TensorSpec
 
 NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
@@ -27,8 +27,8 @@ FORMAT = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD)
 SLOT_BYTES = -(-FORMAT.object_bytes // 4096) * 4096
 
 
-def hello(config: Config) -> wire.Hello:
-    return wire.Hello(config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {0: TENSORS})
+def handshake(config: Config) -> wire.Handshake:
+    return wire.Handshake(config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {0: TENSORS})
 
 
 def chunk(number: int) -> ChunkKey:
@@ -119,16 +119,16 @@ async def served(
     make_store: Callable[[Config], ObjectStore],
     slab: Slab,
     *,
-    greeting: wire.Hello | None = None,
+    greeting: wire.Handshake | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
-    """A process served in this loop, greeted (with `hello` and these settings, unless told
+    """A process served in this loop, greeted (with `handshake` and these settings, unless told
     otherwise) but not yet heard.
     """
     ours, theirs = socket.socketpair()
     serving = asyncio.ensure_future(serve(theirs, slab, make_store, rng=random.Random(0)))
     worker = Worker(*await asyncio.open_unix_connection(sock=ours))
-    worker.say(greeting or hello(Config(bucket="bkt", **settings)))
+    worker.say(greeting or handshake(Config(bucket="bkt", **settings)))
     try:
         yield worker, serving
     finally:

@@ -94,7 +94,7 @@ def open_client(slab: Slab) -> Iterator[Open]:
         **settings: Any,
     ) -> IoClient:
         config = Config(**{"bucket": BUCKET, "endpoint_url": url, **settings})
-        clients.append(IoClient(rig.hello(config), slab, clock=clock, module=module))
+        clients.append(IoClient(rig.handshake(config), slab, clock=clock, module=module))
         clients[-1].start()
         return clients[-1]
 
@@ -435,7 +435,7 @@ def test_closing_is_bounded_and_can_be_repeated(endpoint: str, open_client: Open
 
 
 def test_closing_without_starting(slab: Slab) -> None:
-    client = IoClient(rig.hello(Config(bucket=BUCKET)), slab)
+    client = IoClient(rig.handshake(Config(bucket=BUCKET)), slab)
     client.close()
     with pytest.raises(IoProcessError, match="closed"):
         client.start()

@@ -31,7 +31,7 @@ async def worker(slab: Slab, store: MemoryStore) -> AsyncIterator[Worker]:
     serving = asyncio.ensure_future(serve(theirs, slab, lambda _: store, rng=random.Random(0)))
     worker = Worker(*await asyncio.open_unix_connection(sock=ours))
     prefix, digest = NAMESPACE.prefix, NAMESPACE.digest
-    worker.say(wire.Hello(Config(bucket="bkt"), prefix, digest, SHARD, {}, item_dtype="BF16"))
+    worker.say(wire.Handshake(Config(bucket="bkt"), prefix, digest, SHARD, {}, item_dtype="BF16"))
     assert (await worker.hear()).serving
     yield worker
     worker.hang_up()
@@ -111,7 +111,7 @@ NOT_JOBS: dict[str, tuple[type[Exception], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("what", NOT_JOBS)
 def test_what_is_no_job_is_refused_at_the_call(what: str, slab: Slab) -> None:
     error, arguments = NOT_JOBS[what]
-    client = IoClient(rig.hello(Config(bucket="bkt")), slab)
+    client = IoClient(rig.handshake(Config(bucket="bkt")), slab)
     for order in (client.fetch, client.upload):
         with pytest.raises(error):
             order(*arguments)
@@ -119,7 +119,7 @@ def test_what_is_no_job_is_refused_at_the_call(what: str, slab: Slab) -> None:
     client.close()
 
 
-ITEMS = wire.Hello(Config(bucket="bkt"), "s3kv", "0" * 32, "encoder", {}, item_dtype="BF16")
+ITEMS = wire.Handshake(Config(bucket="bkt"), "s3kv", "0" * 32, "encoder", {}, item_dtype="BF16")
 
 
 @pytest.mark.parametrize(

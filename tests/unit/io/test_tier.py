@@ -21,7 +21,7 @@ from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier, try_bucket
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.objects.keys import fingerprint_digest
 from s3kv.types import TensorSpec
 from tests.servers import BUCKET, REGION, forget_credentials, moto_server, set_credentials
@@ -49,7 +49,7 @@ def secret(path: Path, text: str) -> dict[str, Any]:
     return {"integrity": "blake3-keyed", "integrity_secret_file": str(path)}
 
 
-def introduced(**settings: Any) -> Hello:
+def introduced(**settings: Any) -> Handshake:
     return introduce(Config(bucket=BUCKET, **settings), IDENTITY, rig.SHARD, {0: rig.TENSORS})
 
 
@@ -63,13 +63,18 @@ def maps() -> str:
 def test_a_namespace_is_the_identity_and_the_way_its_objects_are_sealed(tmp_path: Path) -> None:
     keyed = secret(tmp_path / "one", "a secret of one fleet of engines")
     other = secret(tmp_path / "other", "a secret of another fleet of engines")
-    hellos = [introduced(), introduced(integrity="none"), introduced(**keyed), introduced(**other)]
-    assert len({hello.namespace_digest for hello in hellos}) == 4
-    for hello in hellos:
-        fingerprint = json.loads(hello.manifest)
-        assert fingerprint == {**IDENTITY, "integrity": hello.integrity.identity()}
-        assert hello.namespace_digest == fingerprint_digest(fingerprint)
-        assert b"fleet" not in hello.manifest
+    handshakes = [
+        introduced(),
+        introduced(integrity="none"),
+        introduced(**keyed),
+        introduced(**other),
+    ]
+    assert len({handshake.namespace_digest for handshake in handshakes}) == 4
+    for handshake in handshakes:
+        fingerprint = json.loads(handshake.manifest)
+        assert fingerprint == {**IDENTITY, "integrity": handshake.integrity.identity()}
+        assert handshake.namespace_digest == fingerprint_digest(fingerprint)
+        assert b"fleet" not in handshake.manifest
 
 
 def test_one_process_of_several_writes_the_manifest() -> None:
@@ -108,27 +113,27 @@ def test_slots_are_pages_if_there_are_objects_of_several_groups() -> None:
 
 
 def test_the_objects_of_each_group_begin_at_its_first_block() -> None:
-    hello = introduce(
+    handshake = introduce(
         Config(bucket=BUCKET), IDENTITY, rig.SHARD, {0: rig.TENSORS}, first_blocks={0: 3}
     )
-    assert Slots.of(hello).formats[0].first_block == 3
+    assert Slots.of(handshake).formats[0].first_block == 3
     assert Slots.of(introduced()).formats[0].first_block == 0
 
 
 def test_memory_that_holds_no_object_is_refused_with_advice() -> None:
     large = {0: (TensorSpec("layer.0", "U8", (2**20,)),)}
-    hello = introduce(Config(bucket=BUCKET, host_bytes=2**20), IDENTITY, rig.SHARD, large)
+    handshake = introduce(Config(bucket=BUCKET, host_bytes=2**20), IDENTITY, rig.SHARD, large)
     with pytest.raises(ConfigError, match=r"allowed is 1052672 or more.* \(ask less\)"):
-        Slots.of(hello, " (ask less)")
+        Slots.of(handshake, " (ask less)")
 
 
 # ------------------------------------------------------------------------------------ the tier
 
 
 def test_an_open_tier_has_tried_the_bucket_and_can_be_closed_twice(config: Config) -> None:
-    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
-    tier = open_tier(config, SLAB_BYTES, hello)
-    assert tier.hello is hello
+    handshake = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    tier = open_tier(config, SLAB_BYTES, handshake)
+    assert tier.handshake is handshake
     assert tier.known is False
     assert tier.slab.nbytes == SLAB_BYTES
     pid = tier.client.statistics().pid
@@ -139,37 +144,37 @@ def test_an_open_tier_has_tried_the_bucket_and_can_be_closed_twice(config: Confi
     assert tier.slab.fd < 0
 
 
-def test_a_hello_can_be_made_once_the_slab_is_there(config: Config) -> None:
+def test_a_handshake_can_be_made_once_the_slab_is_there(config: Config) -> None:
     seen: list[Slab] = []
 
-    def hello(slab: Slab) -> Hello:
+    def handshake(slab: Slab) -> Handshake:
         seen.append(slab)
         return introduced()
 
-    tier = open_tier(config, SLAB_BYTES, hello, wait=None)
+    tier = open_tier(config, SLAB_BYTES, handshake, wait=None)
     tier.close()
     assert seen == [tier.slab]
     assert tier.known is None
 
 
-def test_nothing_is_left_when_the_hello_cannot_be_made(config: Config) -> None:
-    def hello(slab: Slab) -> Hello:
+def test_nothing_is_left_when_the_handshake_cannot_be_made(config: Config) -> None:
+    def handshake(slab: Slab) -> Handshake:
         seen.append(slab)
         raise LookupError("nobody took the slab")
 
     seen: list[Slab] = []
     with pytest.raises(LookupError):
-        open_tier(config, SLAB_BYTES, hello)
+        open_tier(config, SLAB_BYTES, handshake)
     assert seen[0].fd < 0
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_started(config: Config) -> None:
     """Although this slab alone would fit."""
     each = memory_limits().available_bytes
-    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    handshake = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
     before, children = maps().count("s3kv-slab"), psutil.Process().children()
     with pytest.raises(ConfigError, match=rf"3 × {each:,} \(host_bytes, per rank\)"):
-        open_tier(config, SLAB_BYTES, hello, planned=((3, each, "host_bytes, per rank"),))
+        open_tier(config, SLAB_BYTES, handshake, planned=((3, each, "host_bytes, per rank"),))
     assert maps().count("s3kv-slab") <= before
     assert psutil.Process().children() == children
 
@@ -195,10 +200,10 @@ def test_nothing_is_left_when_the_bucket_cannot_be_used(
         config = dataclasses.replace(config, bucket="s3kv-nobody-has-it")
     if fault == "start":
         monkeypatch.setattr(IoClient, "start", refuse)
-    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    handshake = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
     before, known = maps().count("s3kv-slab"), descriptors()
     with pytest.raises(StoreMissing if fault == "bucket" else IoProcessError):
-        open_tier(config, SLAB_BYTES, hello, wait=wait)
+        open_tier(config, SLAB_BYTES, handshake, wait=wait)
     assert maps().count("s3kv-slab") <= before
     assert descriptors() <= known, "some of an earlier test's may be gone by now"
 
@@ -208,8 +213,8 @@ def test_a_bucket_that_is_not_needed_is_said_to_be_away(
 ) -> None:
     """With `on_unavailable` "serve", silence would hide that nothing is kept."""
     config = dataclasses.replace(config, bucket="s3kv-nobody-has-it", on_unavailable="serve")
-    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
-    open_tier(config, SLAB_BYTES, hello).close()
+    handshake = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    open_tier(config, SLAB_BYTES, handshake).close()
     assert "serves without the bucket for now" in caplog.text
 
 
@@ -231,9 +236,9 @@ def test_a_server_that_says_nothing_delays_a_start_and_no_more(silent: Config) -
 
 def test_a_server_that_says_nothing_is_given_up_by_name_of_the_setting(silent: Config) -> None:
     config = dataclasses.replace(silent, on_unavailable="fail")
-    hello = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
+    handshake = introduce(config, IDENTITY, rig.SHARD, {0: rig.TENSORS})
     with pytest.raises(StoreUnavailable, match=r"start_timeout_ms \(300\)"):
-        open_tier(config, SLAB_BYTES, hello)
+        open_tier(config, SLAB_BYTES, handshake)
 
 
 def test_helper_programs_of_credentials_can_be_stopped(

@@ -62,15 +62,15 @@ def test_every_message_survives_every_cut(case: tuple[object, list[object]], dat
     assert [m for piece in in_pieces(stream, cuts) for m in reader.feed(piece)] == messages
 
 
-def test_hello_carries_the_settings_and_the_formats() -> None:
-    hello = wire.Hello(
+def test_handshake_carries_the_settings_and_the_formats() -> None:
+    handshake = wire.Handshake(
         config=Config(bucket="bkt", endpoint_url="http://127.0.0.1:1", max_attempts=7),
         namespace_prefix="s3kv",
         namespace_digest="0" * 32,
         shard="h0-7of8-l0-31of32",
         groups={0: (TensorSpec("layer.0", "BF16", (2, 8, 128, 128)),), 1: ()},
     )
-    assert wire.FrameReader(wire.Down).feed(wire.encode([hello])) == [hello]
+    assert wire.FrameReader(wire.Down).feed(wire.encode([handshake])) == [handshake]
 
 
 def test_thousands_of_messages_fit_into_frames_in_order() -> None:
@@ -102,9 +102,11 @@ def test_thousands_of_the_longest_details_fit_into_frames() -> None:
 
 def test_a_message_larger_than_a_frame_is_not_sent() -> None:
     tensors = tuple(TensorSpec("n" * 200, "U8", (1,)) for _ in range(6000))
-    hello = wire.Hello(Config(bucket="bkt"), "s3kv", "0" * 32, "h0-7of8-l0-31of32", {0: tensors})
+    handshake = wire.Handshake(
+        Config(bucket="bkt"), "s3kv", "0" * 32, "h0-7of8-l0-31of32", {0: tensors}
+    )
     with pytest.raises(wire.WireError, match="do not fit"):
-        wire.encode([hello])
+        wire.encode([handshake])
 
 
 @given(st.binary(max_size=200), st.booleans())

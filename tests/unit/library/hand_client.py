@@ -62,8 +62,8 @@ class HandClient:
 
 def tier_of(client: HandClient, nbytes: int, **settings: Any) -> Tier:
     config = Config(bucket="bkt", **settings)
-    hello = introduce(config, {"model": "test"}, "encoder", item_dtype="BF16")
-    return Tier(hello, Slab.create(nbytes), cast(IoClient, client), None)
+    handshake = introduce(config, {"model": "test"}, "encoder", item_dtype="BF16")
+    return Tier(handshake, Slab.create(nbytes), cast(IoClient, client), None)
 
 
 async def until(holds: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from s3kv.objects.codec import ALIGN_BYTES, SEGMENT_BYTES, ChunkFormat, Gatherin
 from s3kv.objects.headers import MAX_HEADER_BYTES, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.types import TensorSpec
-from tests.unit.objects.suite import pattern
+from tests.unit.stores.suite import pattern
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 HASH = bytes(range(32))

@@ -20,7 +20,7 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.types import TensorSpec
-from tests.unit.objects.suite import pattern
+from tests.unit.stores.suite import pattern
 
 SECRET = "correct horse battery staple"
 KEYED = Integrity("blake3-keyed", bytes(range(32)))

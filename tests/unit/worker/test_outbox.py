@@ -16,7 +16,7 @@ import pytest
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
-from s3kv.io.wire import Hello
+from s3kv.io.wire import Handshake
 from s3kv.objects.item_format import HEADER_BYTES, SHARD, ItemFormat, object_bytes
 from s3kv.objects.keys import Namespace
 from s3kv.types import ChunkKey, ItemShape, Outcome, Span
@@ -62,8 +62,10 @@ def open_outbox(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def open_outbox(nbytes: int = MIB, **settings: Any) -> Outbox:
         config = Config(**{"bucket": BUCKET, "endpoint_url": url, **settings})
         slab = Slab.create(nbytes)
-        hello = Hello(config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {}, item_dtype="BF16")
-        client = IoClient(hello, slab)
+        handshake = Handshake(
+            config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {}, item_dtype="BF16"
+        )
+        client = IoClient(handshake, slab)
         client.start()
         client.wait_ready(WAIT_S)
         opened.append(Outbox(client, slab, time.monotonic))

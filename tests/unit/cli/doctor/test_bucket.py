@@ -14,7 +14,7 @@ from s3kv.cli.doctor.bucket import BucketExamination
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
-from s3kv.objects.store import Claim, ObjectInfo, ObjectStore
+from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
 from tests import servers
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses

@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from lab.faults import Fault, s3_error
 from lab.proxy import Proxy, proxy
 from s3kv.cli.app import cli
-from s3kv.objects.s3.s3_store import S3Store
+from s3kv.stores.s3.s3_store import S3Store
 from tests import servers
 from tests.rgw import Gateway
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses

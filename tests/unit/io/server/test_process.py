@@ -20,7 +20,7 @@ from s3kv.errors import (
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects.keys import Namespace
-from s3kv.objects.store import Claim, ObjectInfo
+from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import served
@@ -322,7 +322,7 @@ async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Do
     "messages",
     [
         [rig.fetch(1), rig.fetch(1)],
-        [rig.hello(Config(bucket="bkt"))],
+        [rig.handshake(Config(bucket="bkt"))],
     ],
 )
 async def test_a_worker_out_of_order_ends_the_process(

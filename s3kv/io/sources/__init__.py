@@ -1,0 +1,1 @@
+"""Sources of objects: requests, attempts, pacing, hedging and quarantine."""

@@ -1,0 +1,186 @@
+"""Hedging: a late read is sent a second time. Decision 16 has measurements."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from s3kv.stores.store import Claim
+
+T = TypeVar("T")
+
+
+_SAMPLES = 256
+_FEWEST_SAMPLES = 32
+_QUANTILE, _FACTOR = 0.95, 1.5
+"""A read is late after 1.5 times the 95th percentile of first-byte times. At the percentile itself,
+half of the second requests would be needless, and use up the budget."""
+_FIRST_LATE_S = _FACTOR * 0.2
+"""The threshold until there are enough samples: AWS names 100 to 200 ms for first bytes ("Best
+practices design patterns: optimizing Amazon S3 performance"). Without it, the first prefix of an
+engine would wait for its slowest read."""
+_LAST = 2
+"""Number of reads without a first byte that counts as the last ones. A prefix waits for them alone,
+so they are late earlier."""
+_LAST_FACTOR = 3.0
+"""The last reads are late after three times the median, if that is earlier."""
+_FIRST_LAST_LATE_S = 0.1
+"""Their threshold until there are enough samples: the lower figure that AWS names."""
+_BURST = 8.0
+
+
+class Lateness:
+    """Hedging thresholds (from recent first-byte times) and budget. Pure.
+
+    percent: share of all reads that may have a second request; 0: none may. The budget starts with
+    8 requests and never accumulates more: a store in trouble must not suddenly get twice the
+    requests.
+    """
+
+    def __init__(self, percent: float) -> None:
+        self._late_s, self._last_late_s = _FIRST_LATE_S, _FIRST_LAST_LATE_S
+        self._share = percent / 100
+        self._reads = 0
+        self._budget = _BURST if percent > 0 else 0.0
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+
+    def sent(self) -> None:
+        """Count a read."""
+        self._reads += 1
+        self._budget = min(_BURST, self._budget + self._share)
+
+    def began(self, seconds: float) -> None:
+        """Note the time of a first byte."""
+        self._samples.append(seconds)
+        known = len(self._samples)
+        if known == _FEWEST_SAMPLES or (known > _FEWEST_SAMPLES and self._reads % 16 == 0):
+            ordered = sorted(self._samples)
+            self._late_s = _FACTOR * ordered[int(_QUANTILE * known)]
+            self._last_late_s = min(self._late_s, _LAST_FACTOR * ordered[known // 2])
+
+    def late_s(self, unanswered: int) -> float:
+        """Time after which a read is late, while so many have no first byte."""
+        return self._last_late_s if unanswered <= _LAST else self._late_s
+
+    def take(self) -> bool:
+        """Spend budget on a second request. Returns False if there is none left."""
+        if self._budget < 1:
+            return False
+        self._budget -= 1
+        return True
+
+
+class Unanswered:
+    """Reads without a first byte. Tells each of them once when it is late. Belongs to one asyncio
+    loop."""
+
+    def __init__(self, lateness: Lateness) -> None:
+        self._lateness = lateness
+        self._sent_s: dict[asyncio.Future[None], float] = {}
+        """When they were sent, oldest first, by the future that is done once the read is late."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._sent_s)
+
+    def sent(self) -> asyncio.Future[None]:
+        """Note a read that is sent now. Returns the future that is done once it is late."""
+        read: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sent_s[read] = _now_s()
+        if self._timer is None:
+            self._look()
+        return read
+
+    def answered(self, read: asyncio.Future[None]) -> None:
+        """Note a read's first byte, or its end. Idempotent."""
+        if self._sent_s.pop(read, None) is not None and len(self) <= _LAST:
+            self._look()
+
+    def _look(self) -> None:
+        """Tell the reads that are late, and look again when the next one is."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        late_s = self._lateness.late_s(len(self))
+        for read, sent_s in self._sent_s.items():
+            if read.done():
+                continue
+            if _now_s() < sent_s + late_s:
+                loop = asyncio.get_running_loop()
+                self._timer = loop.call_at(sent_s + late_s, self._look)
+                return
+            read.set_result(None)
+
+
+async def hedged(
+    request: Callable[[Claim], Coroutine[Any, Any, T]],
+    late: asyncio.Future[None],
+    may_hedge: Callable[[], bool],
+) -> tuple[T, bool]:
+    """Run `request`, and a second one if the object has not begun to arrive when `late` is done
+    and `may_hedge` allows it. Returns the outcome and whether the second request produced it.
+
+    Both requests share one buffer. The first to receive the head of its answer claims it before any
+    byte of the body is written; the other is cancelled then, so that it takes no more of the
+    network. One request's error counts only if the other can no longer succeed.
+    Both have ended when this returns, raises or is cancelled, so nothing writes to the buffer then.
+    """
+    loop = asyncio.get_running_loop()
+    claimed: asyncio.Future[int] = loop.create_future()
+    requests: list[asyncio.Task[T]] = []
+    cancelled: set[asyncio.Task[T]] = set()
+
+    def cancel(tasks: Iterable[asyncio.Task[T]]) -> None:
+        for task in set(tasks) - cancelled:  # a second time would break off its cleaning up
+            cancelled.add(task)
+            task.cancel()
+
+    def send() -> None:
+        number = len(requests)
+
+        def claim() -> bool:
+            if not claimed.done():
+                claimed.set_result(number)
+                cancel(requests[:number] + requests[number + 1 :])
+            return claimed.result() == number
+
+        requests.append(loop.create_task(request(claim)))
+
+    send()
+    try:
+        await _first_of(*requests, claimed, late)
+        if not requests[0].done() and not claimed.done() and may_hedge():
+            send()
+        winner = await _winner_of(requests, claimed)
+        return winner.result(), claimed.done() and winner is not requests[0]
+    finally:
+        cancel(requests)
+        await asyncio.gather(*requests, return_exceptions=True)
+
+
+async def _winner_of(
+    requests: list[asyncio.Task[T]], claimed: asyncio.Future[int]
+) -> asyncio.Task[T]:
+    """Wait for the request that decides the outcome, and return it: the one that claimed the
+    buffer, else the first that succeeded without it, else the last one sent."""
+    while not claimed.done():
+        running = [task for task in requests if not task.done()]
+        for task in requests:
+            if task.done() and task.exception() is None:
+                return task
+        if not running:
+            return requests[-1]
+        await _first_of(*running, claimed)
+    winner = requests[claimed.result()]
+    await _first_of(winner)
+    return winner
+
+
+async def _first_of(*awaited: asyncio.Future[Any]) -> None:
+    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

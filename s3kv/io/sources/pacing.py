@@ -1,0 +1,119 @@
+"""Pacing: limits the requests that run at once, and sends late reads a second time.
+
+Both rules watch every request to the store, below the retries. Decision 16 has measurements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+from s3kv.errors import StoreThrottled
+from s3kv.io.sources.hedging import Lateness, Unanswered, hedged
+from s3kv.stores.store import Claim
+
+T = TypeVar("T")
+
+
+class Window:
+    """Request window: the number of requests that the store takes at once.
+
+    It halves when the store answers "slow down", and grows by one per round of answers while it is
+    full. Requests sent before a cut say nothing about the new window, so only the first such answer
+    of an overload cuts. Pure: times are seconds of one monotonic clock, passed in.
+
+    limit: maximum size, and the initial one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.cuts = 0
+        self._limit = limit
+        self._size = float(limit)
+        self._cut_s = -math.inf
+
+    @property
+    def size(self) -> int:
+        """Requests that may run at once; at least 1."""
+        return int(self._size)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.size < self._limit
+
+    def throttled(self, sent_s: float, now_s: float) -> None:
+        """Note that a request sent at `sent_s` was answered with "slow down"."""
+        if sent_s < self._cut_s:
+            return
+        self._cut_s = now_s
+        self.cuts += self._size > 1
+        self._size = max(1.0, self._size / 2)
+
+    def answered(self, *, running: int) -> None:
+        """Note an answered request. running: requests under way, this one included."""
+        if running >= self.size:
+            self._size = min(float(self._limit), self._size + 1 / self._size)
+
+
+class Pacing:
+    """The window and the hedging of one store. Belongs to one asyncio loop."""
+
+    def __init__(self, max_requests: int, hedge_percent: float) -> None:
+        self.window = Window(max_requests)
+        self.throttled = self.hedges = self.hedges_won = 0
+        self._hedging = hedge_percent > 0
+        self._lateness = Lateness(hedge_percent)
+        self._unanswered = Unanswered(self._lateness)
+        self._running = 0
+
+    async def send(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Send a request. Its answer may change the window."""
+        sent_s = _now_s()
+        self._running += 1
+        try:
+            answer = await request()
+            self.window.answered(running=self._running)
+        except StoreThrottled:
+            self.throttled += 1
+            self.window.throttled(sent_s, _now_s())
+            raise
+        finally:
+            self._running -= 1
+        return answer
+
+    async def read(self, get: Callable[[Claim], Awaitable[T]], *, until_s: float = math.inf) -> T:
+        """Send a read, and a second one if the first is late before `until_s` on the loop's clock.
+        get: sends a read, and calls its claim before it writes, as `ObjectStore.get_into` does."""
+        if not self._hedging:
+            return await self.send(lambda: get(lambda: True))
+        self._lateness.sent()
+        late = self._unanswered.sent()
+
+        async def timed(claim: Claim) -> T:
+            sent_s = _now_s()
+
+            def begin() -> bool:
+                self._lateness.began(_now_s() - sent_s)
+                self._unanswered.answered(late)
+                return claim()
+
+            return await self.send(lambda: get(begin))
+
+        try:
+            answer, won = await hedged(timed, late, partial(self._may_hedge, until_s))
+        finally:
+            self._unanswered.answered(late)
+        self.hedges_won += won
+        return answer
+
+    def _may_hedge(self, until_s: float) -> bool:
+        is_waited_for = _now_s() < until_s
+        allowed = is_waited_for and not self.window.is_cut and self._lateness.take()
+        self.hedges += allowed
+        return allowed
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,35 @@
+"""`TransferJob`: one object to move between a place in memory and a source."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from s3kv.messages import JobEnd, JobKind
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.item_format import ItemFormat
+from s3kv.types import Outcome
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferJob:
+    """A job: one object to move. buffer: its part of the slab, `format.object_bytes` long."""
+
+    job_id: int
+    kind: JobKind
+    key: str
+    block_hash: bytes
+    format: ChunkFormat | ItemFormat
+    buffer: memoryview
+    due_s: float = math.inf
+    """Deadline for the start of further attempts, on the loop's clock."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.format.object_bytes
+
+    def end(
+        self, outcome: Outcome, detail: str = "", *, nbytes: int = 0, reason: str = ""
+    ) -> JobEnd:
+        """The record of its end, without the duration."""
+        return JobEnd(self.job_id, self.kind, outcome, nbytes, detail=detail, reason=reason)

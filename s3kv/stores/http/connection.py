@@ -1,0 +1,219 @@
+"""One HTTP/1.1 connection that receives bodies straight into the caller's memory.
+
+It decides when to give up on a peer; `http.pool.Pool` decides which connection to use. Belongs to
+one asyncio (or uvloop) loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import sys
+import termios
+from collections.abc import Callable
+from contextlib import suppress
+from typing import cast
+
+from s3kv.stores.http.exchange import BadAnswer, Exchange, Request, Response
+from s3kv.stores.http.watch import Patience, Watch
+from s3kv.stores.store import Claim
+
+SCRATCH_BYTES = 16 * 2**10
+"""Size of the buffer that receives heads. Body bytes that arrive with a head are copied from it."""
+PIECE_BYTES = 256 * 2**10
+"""Size of the pieces in which bodies are handed to the transport, each after the last has gone. The
+loop copies at most what the socket did not take of one piece, and each piece is a sign of life."""
+_QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
+"""Option number; None except on Linux."""
+
+
+class Lost(Exception):
+    """End of the connection before the end of the answer."""
+
+
+class Stale(Lost):
+    """End of a connection that had been idle, before any byte of this answer: the peer had closed
+    it."""
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection; carries one exchange at a time. address: of the peer."""
+
+    def __init__(self, patience: Patience, address: str = "") -> None:
+        self.address = address
+        self._loop = asyncio.get_running_loop()
+        self._patience = patience
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._answer: asyncio.Future[Response] | None = None
+        self._writable = asyncio.Event()
+        self._watch = Watch(patience, self._fail, self._is_draining)
+        self._unsent_bytes = 0
+        self._rested = False
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+        self.idle_since_s = 0.0
+
+    # What the loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        # Paused by any unsent byte. Not 0: TLS transports then stay paused with nothing to send.
+        self._transport.set_write_buffer_limits(high=1, low=0)
+        self._writable.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        place = self._exchange.place() if self._exchange is not None else None
+        return self._scratch if place is None else place
+
+    def buffer_updated(self, nbytes: int) -> None:
+        exchange = self._exchange
+        begins = exchange is not None and not exchange.begun
+        if begins:
+            self._watch.wait(self._patience.progress_ms)
+        else:
+            self._watch.moved(nbytes)
+        if exchange is None:
+            self.abort()  # Nobody asked: the peer and we no longer agree on where answers end.
+        elif exchange.place() is None:
+            self._step(lambda: exchange.arrived_elsewhere(self._scratch[:nbytes]))
+        else:
+            self._step(lambda: exchange.arrived(nbytes))
+        if begins and self._answer is not None and not self._answer.done():
+            self._acknowledge()
+
+    def eof_received(self) -> None:
+        if self._exchange is not None and self._exchange.begun:
+            self._step(self._exchange.ended)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        begun = self._exchange is not None and self._exchange.begun
+        kind = Stale if self._rested and not begun else Lost
+        self._fail(kind(str(exc or "the peer closed the connection")))
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    # What the pool calls.
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def rest(self) -> None:
+        """Note that it is idle from now on. The peer may close it at any moment."""
+        self._rested = True
+        self.idle_since_s = self._loop.time()
+
+    async def run(
+        self, request: Request, head: bytes, into: memoryview | None, claim: Claim | None
+    ) -> Response:
+        """Send the request and return its answer. The connection is idle or ended afterwards.
+
+        Raises `Lost`, `Stalled` or `BadAnswer`. However it ends, nothing writes to `into` or reads
+        the request's body afterwards.
+        """
+        if not self.is_open:
+            raise Stale("the peer closed the connection")
+        exchange = self._exchange = Exchange(request.method, into, claim, request.wanted)
+        answer: asyncio.Future[Response] = self._loop.create_future()
+        self._answer = answer
+        self._watch.wait(self._patience.progress_ms)
+        all_sent = False
+        try:
+            all_sent = await self._send(head, request.body, answer)
+            if not exchange.begun:
+                self._watch.wait(self._patience.first_byte_ms, for_answer=True)
+            return await answer
+        finally:
+            self._watch.stop()
+            self._exchange = self._answer = None
+            self.rest()
+            if not (all_sent and exchange.reusable):
+                self.abort()
+
+    def abort(self) -> None:
+        """End the connection. No byte is sent or received afterwards.
+
+        `Transport.abort` alone does not ensure that: uvloop closes the socket a turn of the loop
+        later, and may send more of a body before, which its owner may already have reused.
+        """
+        if self._transport is None:
+            return
+        raw = self._transport.get_extra_info("socket")
+        # Closed already. Over TLS, `raw` is None then until `connection_lost`.
+        with suppress(OSError, ValueError, AttributeError):
+            same = socket.socket(fileno=raw.fileno())
+            try:
+                same.shutdown(socket.SHUT_RDWR)
+            finally:
+                same.detach()
+        self._transport.abort()
+
+    # Inside.
+
+    def _acknowledge(self) -> None:
+        """Acknowledge received bytes at once while more of the answer is to come. A server that
+        writes head and body separately with Nagle's algorithm on (Ceph's gateway by default) holds
+        the body back until then, and the kernel may delay the acknowledgement by 40 ms.
+        """
+        if _QUICKACK is not None and self._transport is not None:
+            raw = self._transport.get_extra_info("socket")
+            with suppress(OSError):  # the peer is gone, or this is no TCP
+                raw.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+
+    def _step(self, advance: Callable[[], None]) -> None:
+        """Let the exchange take what arrived, and wake `run` if that completes the answer."""
+        assert self._exchange is not None
+        try:
+            advance()
+        except BadAnswer as error:
+            self._fail(error)
+            return
+        response = self._exchange.response
+        if response is not None and self._answer is not None and not self._answer.done():
+            self._answer.set_result(response)
+            self._writable.set()
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+        self._writable.set()
+
+    async def _send(self, head: bytes, body: memoryview, answer: asyncio.Future[Response]) -> bool:
+        """Write the request. False if its answer came, or the connection ended, before all was
+        sent."""
+        pieces = (body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))
+        for piece in (memoryview(head), *pieces):
+            if self._transport is None or answer.done():
+                return False
+            self._transport.write(piece)
+            self._unsent_bytes = self._unsent()
+            await self._writable.wait()
+            self._watch.moved(len(piece))
+        return not answer.done()
+
+    def _unsent(self) -> int:
+        """Bytes that the kernel has taken and the peer has not acknowledged. On a slow link these
+        are megabytes, which take longer than any answer should."""
+        if self._transport is None or self._transport.is_closing():
+            return 0
+        count = bytearray(4)
+        fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+        return int.from_bytes(count, sys.byteorder)
+
+    def _is_draining(self, wait_ms: int) -> bool:
+        """Whether the peer has taken enough of the request in the last `wait_ms`."""
+        if self._exchange is None or self._exchange.begun:
+            return False
+        before, self._unsent_bytes = self._unsent_bytes, self._unsent()
+        taken = before - self._unsent_bytes
+        enough = self._patience.min_bytes_per_s * wait_ms / 1e3
+        return taken > 0 and (taken >= enough or self._unsent_bytes == 0)

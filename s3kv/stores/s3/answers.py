@@ -1,0 +1,305 @@
+"""S3's answers: headers, XML documents, and errors in words a person can act on. Pure.
+
+The errors are one table of codes
+(https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html) and one function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import NamedTuple
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+from s3kv.errors import (
+    StoreDenied,
+    StoreError,
+    StoreMissing,
+    StoreRefused,
+    StoreThrottled,
+    StoreUnavailable,
+    StoreUnranged,
+)
+from s3kv.stores.store import ObjectInfo
+
+_XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+_UNREADABLE = (ElementTree.ParseError, LookupError, ValueError)
+"""Raised for a document that is no XML, has another encoding, or lacks a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call to the store; for messages.
+
+    action: the IAM action, such as "s3:GetObject". key: None for a call on the bucket itself.
+    endpoint: URL it was sent to. region: region it was signed for.
+    """
+
+    action: str
+    bucket: str
+    key: str | None
+    endpoint: str
+    region: str
+
+    def __str__(self) -> str:
+        return f"{self.action} on {arn_of(self.bucket, self.key)} at {self.endpoint}"
+
+
+def arn_of(bucket: str, key: str | None = None) -> str:
+    """ARN of a bucket or an object for a policy. bucket: a name, or an access point's ARN."""
+    if bucket.startswith("arn:"):
+        return bucket if key is None else f"{bucket}/object/{key}"
+    return f"arn:aws:s3:::{bucket}" if key is None else f"arn:aws:s3:::{bucket}/{key}"
+
+
+_RENEW = "renew the credentials: their session has ended"
+DENIED: Mapping[str, str] = {
+    "AccessDenied": "the credentials are known but not allowed this: grant the action",
+    "AllAccessDisabled": "ask whoever owns the account: it, or the bucket, is disabled",
+    "InvalidAccessKeyId": "look at AWS_ACCESS_KEY_ID, or at the profile or role that is used: this "
+    "store does not know its key. Is endpoint_url the store the key is for?",
+    "SignatureDoesNotMatch": "look at AWS_SECRET_ACCESS_KEY: it does not belong to the access key",
+    "ExpiredToken": _RENEW,
+    "InvalidToken": "look at AWS_SESSION_TOKEN: set the one that came with the keys, or none",
+    "TokenRefreshRequired": _RENEW,
+    "RequestTimeTooSkewed": "set this machine's clock (chrony, systemd-timesyncd)",
+    "InvalidObjectState": "keep lifecycle transitions off the prefix: the object is archived",
+}
+"""What to do, by the code of a refusal."""
+_OTHER_CREDENTIALS_MAY_HELP = frozenset(
+    {
+        "ExpiredToken",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+_ELSEWHERE = frozenset(
+    {
+        "PermanentRedirect",
+        "TemporaryRedirect",
+        "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+    }
+)
+_THROTTLED = frozenset(
+    {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
+)
+_REFUSED = frozenset({"EntityTooLarge", "InvalidURI", "KeyTooLongError"})
+_TRANSIENT = frozenset(
+    {
+        "ConditionalRequestConflict",
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "ServiceUnavailable",
+    }
+)
+
+
+def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
+    """Metadata of an object from the headers of an answer."""
+    modified_s = _seconds(headers.get("last-modified"))
+    etag, version = headers.get("etag", ""), headers.get("x-amz-version-id", "")
+    now_s = None if modified_s is None else _seconds(headers.get("date"))
+    age_s = now_s and now_s - (modified_s or 0.0)
+    return ObjectInfo(key, nbytes, modified_s or 0.0, etag, age_s, version)
+
+
+def range_of(first: int, nbytes: int) -> str:
+    """The header `Range` of a request for `nbytes` from number `first` on."""
+    return f"bytes={first}-{first + nbytes - 1}"
+
+
+def whole_of(call: Call, first: int, nbytes: int, received: int, headers: Mapping[str, str]) -> int:
+    """Length of the whole object of which `nbytes` from number `first` on were requested.
+    received: length of the answer's body. Raises `StoreUnranged` if it is not that range."""
+    told = headers.get("content-range", "")
+    match = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})", told)
+    told_range = match and range(int(match[1]), int(match[2]) + 1)
+    if match and told_range == range(first, first + nbytes) and received == nbytes:
+        return int(match[3])
+    raise StoreUnranged(
+        f"{call}: {received} bytes with Content-Range {told!r} for {range_of(first, nbytes)}"
+    )
+
+
+def _seconds(date: str | None) -> float | None:
+    """An HTTP date in seconds since the epoch; None if it is not one."""
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+class ListingPage(NamedTuple):
+    """One page of a listing. folders: common prefixes. token: of the next page; empty: the last."""
+
+    objects: Sequence[ObjectInfo]
+    folders: Sequence[str]
+    token: str
+
+
+def read_page(body: bytes, call: Call) -> ListingPage:
+    """One page of ListObjectsV2. Raises `StoreUnavailable` if the document cannot be read."""
+    try:
+        root = _root(body, "ListBucketResult")
+        # AWS and MinIO write a space as "+". Some servers ignore that the names are to be encoded.
+        name = unquote_plus if root.findtext("{*}EncodingType") == "url" else str
+        return ListingPage(
+            [_listed(item, name) for item in root.iterfind("{*}Contents")],
+            [name(_text(item, "Prefix")) for item in root.iterfind("{*}CommonPrefixes")],
+            root.findtext("{*}NextContinuationToken") or "",
+        )
+    except _UNREADABLE as error:
+        raise StoreUnavailable(f"{call}: the listing cannot be read: {error}") from error
+
+
+def _listed(item: ElementTree.Element, name: Callable[[str], str]) -> ObjectInfo:
+    modified = datetime.fromisoformat(_text(item, "LastModified").replace("Z", "+00:00"))
+    return ObjectInfo(
+        name(_text(item, "Key")),
+        int(_text(item, "Size")),
+        modified.timestamp(),
+        item.findtext("{*}ETag") or "",
+    )
+
+
+def deletion(objects: Sequence[ObjectInfo]) -> bytes:
+    """The body of a DeleteObjects request. It deletes an object only if its ETag is unchanged (if
+    `ObjectInfo` has one), and asks for an answer that lists errors only."""
+    items = "".join(
+        f"<Object><Key>{escape(info.key)}</Key>{_etag(info)}</Object>" for info in objects
+    )
+    text = f'<Delete xmlns="{_XML_NAMESPACE}"><Quiet>true</Quiet>{items}</Delete>'
+    return text.encode("utf-8")
+
+
+def _etag(info: ObjectInfo) -> str:
+    return f"<ETag>{escape(info.etag)}</ETag>" if info.etag else ""
+
+
+def read_deletion(body: bytes, call: Call) -> Sequence[str]:
+    """The keys that DeleteObjects left, as `left_by_deletion`. Raises `StoreUnavailable` if the
+    answer cannot be read; it is not known then what has been deleted."""
+    try:
+        root = _root(body, "DeleteResult")
+        errors = {_text(item, "Key"): _members(item) for item in root.iterfind("{*}Error")}
+    except _UNREADABLE as error:
+        raise StoreUnavailable(f"{call}: the answer cannot be read: {error}") from error
+    return left_by_deletion(errors, call)
+
+
+def left_by_deletion(errors: Mapping[str, Mapping[str, str]], call: Call) -> Sequence[str]:
+    """The keys that a deletion left because their objects had changed. errors: key to the members
+    of its error, of each object not deleted. Raises the error for any other failure."""
+    left: list[str] = []
+    for key, said in errors.items():
+        if said.get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
+            left.append(key)
+        elif said.get("Code") != "NoSuchKey":
+            raise error_about(said, 200, dataclasses.replace(call, key=key))
+    return left
+
+
+def _root(body: bytes, tag: str) -> ElementTree.Element:
+    root = ElementTree.fromstring(body)
+    if not root.tag.endswith(tag):
+        raise ValueError(f"it is a {root.tag}")
+    return root
+
+
+def _members(item: ElementTree.Element) -> dict[str, str]:
+    return {child.tag.rpartition("}")[2]: child.text or "" for child in item}
+
+
+def _text(item: ElementTree.Element, name: str) -> str:
+    text = item.findtext(f"{{*}}{name}")
+    if text is None:
+        raise ValueError(f"there is no {name}")
+    return text
+
+
+def read_error(body: bytes) -> Mapping[str, str]:
+    """The members of an S3 error document; empty if the body is not one."""
+    try:
+        root = ElementTree.fromstring(body)
+    except _UNREADABLE:
+        return {}
+    if root.tag.rpartition("}")[2] != "Error":
+        return {}
+    return _members(root)
+
+
+def refuses_credentials(status: int, code: str) -> bool:
+    """Whether an answer refuses the caller and not the call. A 401 or 403 without a code counts."""
+    if status not in (400, 401, 403):
+        return False
+    return code in _OTHER_CREDENTIALS_MAY_HELP or (status != 400 and not code)
+
+
+class Refusal(Exception):
+    """An answer of the store that is an error. error: what to raise if it is not a result. Else as
+    `error_about`."""
+
+    def __init__(
+        self,
+        said: Mapping[str, str],
+        status: int,
+        call: Call,
+        bucket_region: str | None = None,
+    ) -> None:
+        self.status = status
+        self.error = error_about(said, status, call, bucket_region)
+        self.no_such_key = status == 404 and said.get("Code") != "NoSuchBucket"
+        super().__init__(str(self.error))
+
+
+def error_about(
+    said: Mapping[str, str], status: int, call: Call, bucket_region: str | None = None
+) -> StoreError:
+    """The error for an error document with these members and this status.
+
+    bucket_region: region of the bucket if a header says so.
+    """
+    code = said.get("Code", "")
+    what = f"{call}: {status} {code or '(no code)'}"
+    if detail := said.get("Message"):
+        what = f"{what}, {detail!r}"
+    if code in _ELSEWHERE or status in (301, 302, 307, 308):
+        there = said.get("Region") or bucket_region
+        where = f"set region to {there!r}" if there else "look at region and endpoint_url"
+        said_where = f"not reachable with region {call.region!r}, {where}"
+        return StoreMissing(f"{what}: {said_where}", code=code, region=there)
+    if code == "NoSuchBucket":
+        todo = "create the bucket, or look at bucket and endpoint_url"
+        return StoreMissing(f"{what}: {todo}", code=code)
+    if code in DENIED or status in (401, 403):
+        why = DENIED.get(code, DENIED["AccessDenied"])
+        return StoreDenied(f"{what}: {why}{_hint(call)}", code=code)
+    if code in _THROTTLED or status == 429:
+        return StoreThrottled(f"{what}: the store asks for fewer requests", code=code)
+    if status >= 500 and status != 501:
+        return StoreUnavailable(f"{what}: the server failed", code=code)
+    if code in _TRANSIENT or status == 408:
+        return StoreUnavailable(f"{what}: may work when sent again", code=code)
+    if code in _REFUSED or status in (413, 414):
+        return StoreRefused(f"{what}: the store takes no such object or key", code=code)
+    unknown = "not an answer s3kv knows; does endpoint_url name an S3 server?"
+    return StoreError(f"{what}: {unknown}", code=code)
+
+
+def _hint(call: Call) -> str:
+    if call.action != "s3:GetObject":
+        return ""
+    # https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html, "Permissions"
+    return (
+        f"; without s3:ListBucket on {arn_of(call.bucket)}, S3 answers so for missing objects too"
+    )

@@ -1,0 +1,162 @@
+"""`ObjectStore`: the interface s3kv needs of an object store.
+
+An object store is not a file system: an object appears whole or not at all, and s3kv never changes
+one in place. The verbs below are everything the cache uses. A missing object is an answer (`None`,
+`False`), not an error; every other failure raises a `StoreError` that says what the caller can do.
+No method repeats a request that the store failed to serve: the caller knows the deadline, and
+decides how often and how long to try. A request is sent once more only on a fresh connection (an
+idle one was closed), with new credentials, or without a condition that the server does not know.
+
+All methods are coroutines of one asyncio loop and may run concurrently without limit; the caller
+bounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from s3kv.stores.traffic import Traffic
+
+Claim = Callable[[], bool]
+"""Claim of a read to its buffer, called once when the object is about to arrive, before the first
+byte is written. False: another read has the buffer, so this one must not write, and its result or
+error is meaningless."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """Metadata of an object from a read, a HEAD or a listing."""
+
+    key: str
+    nbytes: int
+    modified_s: float
+    """Last write, seconds since the epoch, by the store's clock; 0.0 if the answer has none."""
+    etag: str = ""
+    """The store's name for this content, quotes included; changes when the object does."""
+    age_s: float | None = field(default=None, compare=False)
+    """Time since the last write, also by the store's clock; None if the answer does not say, as in
+    a listing."""
+    version: str = field(default="", compare=False)
+    """Its version in a bucket that keeps or kept them; empty if the answer does not say, as in a
+    listing."""
+
+    @property
+    def is_version(self) -> bool:
+        """Whether the bucket kept versions when the object was written."""
+        return self.version not in ("", "null")
+
+
+class ObjectStore(Protocol):
+    """A bucket. Keys are relative to the bucket and are used as given."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of all requests so far, of every method."""
+        ...
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        """Read the whole object into the front of `buffer`, if `claim` allows it.
+
+        Returns the object's metadata, or None if there is no such object. If the object is longer
+        than `buffer`, the metadata has its true length, and the content of `buffer` is undefined.
+        Raises `StoreUnavailable` if the body ends before its announced length.
+
+        The caller owns `buffer`. Nothing writes to it after the coroutine has ended (returned,
+        raised or been cancelled), so that the caller can reuse it.
+        """
+        ...
+
+    async def get_range(
+        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        """Read the bytes of the object from number `first` on that fill `buffer`, as `get_into`
+        does.
+
+        Returns the metadata of the whole object. Ranges belong together if their ETags are equal.
+        Raises `StoreUnranged`, with the content of `buffer` undefined, if the object ends before
+        the range does, or the store serves no ranges.
+        """
+        ...
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        """Write the object. Returns False if `if_absent` and the object was already there.
+
+        The caller leaves `data` unchanged until the coroutine has ended. After an error the object
+        may or may not have been written, but never in part.
+        """
+        ...
+
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        """Rewrite the object unchanged, within the store: its age starts again from zero.
+
+        modified_s: its last write as the store reported it. Returns False, having done nothing, if
+        the object has been written since or is gone. A server that does not know this condition
+        rewrites whatever is there.
+        """
+        ...
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        """The object's metadata, or None if there is no such object."""
+        ...
+
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        """Remove the object; a missing object is no error.
+
+        Returns False, having done nothing, if the object has another ETag than `if_etag`. A server
+        without conditional deletes removes whatever is there.
+        """
+        ...
+
+    def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+        """List every object whose key starts with `prefix`, in key order if the store has one (a
+        directory bucket of AWS has none, and lists only prefixes that end with a slash).
+
+        after: list only keys after this one; only for stores with a key order.
+        """
+        ...
+
+    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
+        """List the folders directly under `prefix`: of each key the part between `prefix` and the
+        next slash, in order. Keys without a further slash are left out. limit: most names, 1 to
+        1000.
+        """
+        ...
+
+    async def check(self, prefix: str | None = None) -> bool:
+        """Check that the bucket can be used: it exists, and the credentials may list it.
+
+        Returns whether there is an object under `prefix`; None: the configured one.
+        Raises `StoreMissing`, `StoreDenied` or `StoreUnavailable` with a message that a person can
+        act on: it names the bucket, the endpoint and the setting to look at.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        ...
+
+
+MAX_BATCH = 1000
+"""Most objects in one DeleteObjects request of S3."""
+
+
+class BulkStore(ObjectStore, Protocol):
+    """An object store that also deletes in bulk, for tools."""
+
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
+
+        Returns the keys of the objects it left because they had changed. After an error some
+        objects may be gone.
+        """
+        ...
+
+    async def erase(self, key: str) -> bool:
+        """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
+        else writes. Returns False if versions stay, because the credentials may not delete them.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Upkeep of a bucket: sweep, refresh, cleaner, costs and the registration of namespaces."""

@@ -1,0 +1,251 @@
+"""Cleaner: holds all that is stored under a prefix to a budget of bytes and of idle time.
+
+Of all I/O processes of a fleet, one at a time sweeps the bucket: the holder of a lease, which is
+one object. The holder rewrites it every `RENEW_S`. A lease that was not rewritten for `LEASE_S`, by
+the store's clock, is free. Two holders at once do no harm: each deletes only what is over the
+budget, and an object that is gone is a miss. So a lease may be lost at any time, and a store
+without conditional writes will do.
+
+A sweep leaves `LEFT` of the budget. The next one comes before the bucket has grown by the rest, at
+the rate of growth since the last one. The lease also tells the other engines the age at which they
+refresh objects in use, a quarter of the time for which objects stay: otherwise an object would be
+deleted by the age of its first write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects import keys
+from s3kv.stores.store import BulkStore, ObjectInfo
+from s3kv.upkeep.sweep import Sweep
+
+_log = logging.getLogger("s3kv.io")
+
+LEASE_S = 300.0
+RENEW_S = LEASE_S / 3
+LEFT = 0.95
+"""Share of the budget that a sweep leaves."""
+SWEEP_MIN_S, SWEEP_MAX_S = 10.0, 3600.0
+"""Shortest and longest time from the end of a sweep to the next one."""
+REFRESHED = 4
+"""Refreshes of an object in use in the time for which unused objects stay."""
+_FULL = 0.8
+"""Share of the budget from which on objects in use are refreshed: what is far from full deletes
+nothing."""
+_REMEMBERED = 100_000
+"""Objects kept in mind during a sweep, of 0.5 KiB each: one listing is enough for what a twentieth
+of two million objects is."""
+_SWEEPS_PER_IDLE = 10
+_SETTLE_S = 5.0
+"""Pause after taking a lease, in which a second taker shows: the later one holds it."""
+_REFUSED_PAUSE_S = 3600.0
+_MAX_LEASE_BYTES = 4096
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Content of the lease's object, in JSON.
+
+    refresh_after_s: age at which all engines refresh objects in use; None: they need not.
+    """
+
+    holder: str
+    refresh_after_s: float | None = None
+
+
+class LeaseLost(Exception):
+    """Another process holds the lease, or this one did not run for longer than a lease lasts."""
+
+
+class Cleaner:
+    """Takes the lease when it is free, and sweeps while it holds it. Belongs to one asyncio loop.
+
+    prefix: everything under it belongs to the budget. max_bytes: the budget; 0 for none. idle_s:
+    objects unused for longer go; 0 for any time. min_age_s: objects last written since then stay.
+    holder: unique name of this process. on_refresh_after: called with the age in seconds at which
+    objects in use are to be refreshed (`math.inf`: never), whenever the lease was read.
+
+    Counters: `sweeps`, `deleted_objects`, `deleted_bytes`; `failed`: attempts.
+    """
+
+    def __init__(
+        self,
+        store: BulkStore,
+        prefix: str,
+        *,
+        max_bytes: int,
+        idle_s: float,
+        min_age_s: float,
+        holder: str,
+        on_refresh_after: Callable[[float], None],
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.sweeps = self.deleted_objects = self.deleted_bytes = self.failed = 0
+        self._store = store
+        self._prefix = prefix
+        self._key = keys.cleaner(prefix)
+        self._max_bytes = max_bytes
+        self._idle_s = idle_s
+        self._min_age_s = min_age_s
+        self._holder = holder
+        self._on_refresh_after = on_refresh_after
+        self._rng = rng
+        self._clock = clock
+        self._sleep = sleep
+        self._refresh_after_s: float | None = idle_s / REFRESHED if idle_s else None
+        """Written into the lease while this process holds it."""
+        self._renewed_s = self._checked_s = -math.inf
+        self._next_sweep_s = -math.inf
+        self._left_bytes: int | None = None
+        """What the last sweep has left, at `_left_s`; None before the first."""
+        self._left_s = 0.0
+        self._was_refused = False
+
+    async def run(self) -> None:
+        """Keep the bucket until cancelled. Raises no `StoreError`."""
+        await self._sleep(self._rng.uniform(0.0, RENEW_S))
+        while True:
+            try:
+                pause_s = await self._turn()
+                self._was_refused = False
+            except LeaseLost as lost:
+                _log.info("s3kv does not keep the bucket any more: %s", lost)
+                pause_s = LEASE_S
+            except StoreUnavailable:
+                self.failed += 1
+                pause_s = RENEW_S
+            except StoreError as error:
+                self.failed += 1
+                pause_s = _REFUSED_PAUSE_S
+                if not self._was_refused:
+                    self._was_refused = True
+                    _log.warning(
+                        "s3kv cannot keep the bucket to bucket_bytes and bucket_idle_s: %s", error
+                    )
+            await self._sleep(pause_s)
+
+    async def _turn(self) -> float:
+        """Look at the lease, and sweep if it is ours and a sweep is due. Returns the seconds until
+        the next turn."""
+        if not await self._hold():
+            self._left_bytes = None
+            # Other processes look seldom, and not all at once.
+            return LEASE_S * self._rng.uniform(1.0, 1.5)
+        if self._clock() >= self._next_sweep_s:
+            await self._sweep()
+        return min(RENEW_S, max(0.0, self._next_sweep_s - self._clock()))
+
+    # --- the lease -------------------------------------------------------------------------
+
+    async def _hold(self) -> bool:
+        """Renew the lease, or take it if it is free. Returns whether this process holds it."""
+        info, lease = await self._read()
+        if info is not None and (lease is None or lease.holder != self._holder):
+            if info.age_s is None or info.age_s <= LEASE_S:
+                self._tell(lease)
+                return False
+            if not await self._store.delete(self._key, if_etag=info.etag or None):
+                return False
+            info = None
+        ours = Lease(self._holder, self._refresh_after_s)
+        data = memoryview(msgspec.json.encode(ours))
+        written = await self._store.put(self._key, data, if_absent=info is None)
+        if info is None:
+            if not written:
+                return False
+            await self._sleep(_SETTLE_S)
+            _, lease = await self._read()
+            if lease is None or lease.holder != self._holder:
+                return False
+            _log.info("s3kv keeps %s/ of the bucket from here on, by this process", self._prefix)
+            self._next_sweep_s = self._clock()
+        self._tell(ours)
+        self._renewed_s = self._clock()
+        return True
+
+    async def _read(self) -> tuple[ObjectInfo | None, Lease | None]:
+        """The lease's object, if there is one, and its content, if it can be read."""
+        buffer = bytearray(_MAX_LEASE_BYTES)
+        info = await self._store.get_into(self._key, memoryview(buffer))
+        if info is None or info.nbytes > _MAX_LEASE_BYTES:
+            return info, None
+        try:
+            return info, msgspec.json.decode(bytes(buffer[: info.nbytes]), type=Lease)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return info, None
+
+    def _tell(self, lease: Lease | None) -> None:
+        after_s = None if lease is None else lease.refresh_after_s
+        self._on_refresh_after(after_s or math.inf)  # anybody may have written 0
+
+    # --- the sweep -------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        """Sweep once, and set the time of the next sweep. Raises `LeaseLost` and `StoreError`."""
+        now_s = await self._store_now_s()
+        self._checked_s = self._clock()
+        run = Sweep(
+            self._store,
+            self._prefix,
+            max_bytes=int(LEFT * self._max_bytes) if self._max_bytes else None,
+            before_s=now_s - self._idle_s if self._idle_s else 0.0,
+            spare_s=now_s - self._min_age_s,
+            look_again=False,
+            remembered=_REMEMBERED,
+            checkpoint=self._checkpoint,
+        )
+        try:
+            await run.run()
+        finally:
+            self.deleted_objects += sum(one.deleted_objects for one in run.namespaces.values())
+            deleted_bytes = sum(one.deleted_bytes for one in run.namespaces.values())
+            self.deleted_bytes += deleted_bytes
+        self.sweeps += 1
+        left_bytes = sum(one.kept_bytes for one in run.namespaces.values())
+        stays_s = [self._idle_s] if self._idle_s else []
+        if self._max_bytes and left_bytes > _FULL * self._max_bytes and run.oldest_s is not None:
+            stays_s.append(max(SWEEP_MIN_S, now_s - run.oldest_s))
+        self._refresh_after_s = min(stays_s) / REFRESHED if stays_s else None
+        self._next_sweep_s = self._clock() + self._pause_s(left_bytes + deleted_bytes)
+        self._left_bytes, self._left_s = left_bytes, self._clock()
+        if not await self._hold():
+            raise LeaseLost("another process holds the lease")
+
+    def _pause_s(self, found_bytes: int) -> float:
+        """Time until the next sweep, by the bytes that this one found."""
+        pauses_s = [self._idle_s / _SWEEPS_PER_IDLE] if self._idle_s else []
+        if self._max_bytes and self._left_bytes is None:
+            pauses_s.append(SWEEP_MIN_S)
+        elif self._left_bytes is not None and found_bytes > self._left_bytes:
+            per_s = (found_bytes - self._left_bytes) / max(1.0, self._clock() - self._left_s)
+            pauses_s.append((1 - LEFT) * self._max_bytes / per_s)
+        return min(SWEEP_MAX_S, max(SWEEP_MIN_S, min(pauses_s, default=SWEEP_MAX_S)))
+
+    async def _checkpoint(self) -> None:
+        """Renew the lease in time. Raises `LeaseLost` if another process has it, or if this one
+        has not run for so long that its listing is out of date."""
+        now_s, checked_s = self._clock(), self._checked_s
+        self._checked_s = now_s
+        if now_s - checked_s > LEASE_S:
+            raise LeaseLost(f"this process did not run for {now_s - checked_s:.0f} s")
+        if now_s - self._renewed_s > RENEW_S and not await self._hold():
+            raise LeaseLost("another process holds the lease")
+
+    async def _store_now_s(self) -> float:
+        """Now by the store's clock, in seconds since the epoch."""
+        info = await self._store.head(self._key)
+        if info is None:
+            raise LeaseLost("its object is gone")
+        if info.age_s is None:
+            raise StoreError("the store's answers do not say when they were given (no Date)")
+        return info.modified_s + info.age_s

@@ -1,0 +1,77 @@
+"""Walk over a bucket's objects of s3kv, with requests that are tried again.
+
+Requests are tried again while the store is unavailable: a listing of millions of objects takes
+thousands of requests, of which one is always unlucky.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects import keys
+from s3kv.stores.store import ObjectInfo, ObjectStore
+
+PAUSES_S = (0.2, 1.0, 5.0)
+"""Pauses before each further try. One tool asks at a time, so they need no jitter."""
+_T = TypeVar("_T")
+
+
+async def tried(call: Callable[[], Awaitable[_T]]) -> _T:
+    """The result of `call()`, retried while the store is unavailable. Raises `StoreError`."""
+    for pause_s in PAUSES_S:
+        try:
+            return await call()
+        except StoreUnavailable:
+            await asyncio.sleep(pause_s)
+    return await call()
+
+
+async def listed(store: ObjectStore, prefix: str) -> AsyncIterator[ObjectInfo]:
+    """The objects of `store.list(prefix)`, resumed where it broke off while the store was
+    unavailable.
+
+    Each object comes once. Raises `StoreError`, also if a listing that broke off cannot be resumed
+    because the store does not list keys in order.
+    """
+    last, failures = "", 0
+    while True:
+        resumed = last
+        try:
+            async for info in store.list(prefix, resumed):
+                if resumed and info.key.encode() <= resumed.encode():
+                    raise StoreError(f"the listing of {prefix} broke off and cannot be resumed")
+                last, failures = info.key, 0
+                yield info
+            return
+        except StoreUnavailable:
+            if failures == len(PAUSES_S):
+                raise
+        await asyncio.sleep(PAUSES_S[failures])
+        failures += 1
+
+
+async def owned(
+    store: ObjectStore, prefix: str, under: str | None = None
+) -> AsyncIterator[tuple[keys.Namespace, keys.ChunkAddress | None, ObjectInfo]]:
+    """Every object of the namespaces under `prefix`, and no object of anybody else. The address is
+    that of a chunk or item; None for a manifest and a shape.
+
+    under: list only keys that start with this.
+    """
+    async for info in listed(store, under or keys.all_namespaces(prefix)):
+        address = keys.parse(info.key)
+        namespace = address.namespace if address else keys.parse_sign(info.key)
+        if namespace is not None and namespace.prefix == prefix:
+            yield namespace, address, info
+
+
+async def chunks(
+    store: ObjectStore, prefix: str, under: str | None = None
+) -> AsyncIterator[tuple[keys.ChunkAddress, ObjectInfo]]:
+    """Every chunk and item of the namespaces under `prefix`. under: as for `owned`."""
+    async for _, address, info in owned(store, prefix, under):
+        if address is not None:
+            yield address, info

@@ -1,0 +1,97 @@
+"""The manifest: an object at a namespace's root that spells out its fingerprint.
+
+The namespace's name is a digest of the fingerprint, so engines that differ are in different
+namespaces, manifest or not. The manifest is for people: it says what a namespace is, and lets a new
+one be compared with its siblings, because one field mostly answers "why does nothing hit?".
+
+Nothing waits for the manifest, and nothing depends on it: a read-only bucket serves as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from s3kv.errors import StoreDenied, StoreError
+from s3kv.objects.keys import Namespace, all_namespaces
+from s3kv.objects.manifest import MAX_MANIFEST_BYTES, explain, leaves
+from s3kv.stores.store import ObjectStore
+
+_MAX_SIBLINGS = 32
+"""Most siblings read: one small object each, once in the life of a namespace."""
+_MAX_FIELDS_TOLD = 8
+
+
+async def introduce(
+    store: ObjectStore, namespace: Namespace, manifest: bytes, shapes: Sequence[str] = ()
+) -> str:
+    """Write the manifest and the shapes that are not there. Returns a sentence that names the
+    namespace and, for a new one, says how it differs from its nearest sibling.
+
+    manifest: canonical JSON of the fingerprint. shapes: shards of this engine's ranks. Raises
+    `StoreError` if a request for the manifest fails. A denied write of the manifest is mentioned in
+    the sentence. A shape that cannot be written is left out until the next start.
+    """
+    said = await _introduce(store, namespace, manifest)
+    with contextlib.suppress(StoreError):
+        for shard in shapes:
+            await store.put(namespace.shape(shard), memoryview(b""), if_absent=True)
+    return said
+
+
+async def _introduce(store: ObjectStore, namespace: Namespace, manifest: bytes) -> str:
+    held = await _read(store, namespace.manifest)
+    if held == manifest:
+        return f"namespace {namespace.root} is known, its manifest says the same as this engine"
+    if held is not None:
+        return (
+            f"namespace {namespace.root} is known, but its manifest is damaged: the namespace's "
+            "name is not its digest. s3kv leaves it alone; nothing depends on it"
+        )
+    note = ""
+    try:
+        await store.put(namespace.manifest, memoryview(manifest), if_absent=True)
+    except StoreDenied:
+        note = " (it has no manifest: writing one was denied)"
+    return f"namespace {namespace.root} is new{note}; {await _compare(store, namespace, manifest)}"
+
+
+async def _compare(store: ObjectStore, namespace: Namespace, manifest: bytes) -> str:
+    """A clause on how the namespace differs from the sibling it differs least from."""
+    ours = leaves(manifest) or {}
+    names = await store.folders(all_namespaces(namespace.prefix), _MAX_SIBLINGS + 1)
+    siblings = [name for name in names if name != namespace.digest][:_MAX_SIBLINGS]
+    found: list[tuple[int, str, list[str]]] = []
+    for name, text in zip(
+        siblings,
+        await asyncio.gather(*(_read_sibling(store, namespace.prefix, n) for n in siblings)),
+        strict=True,
+    ):
+        theirs = leaves(text or b"")
+        if theirs is not None:
+            differences = explain(theirs, ours)
+            found.append((len(differences), name, differences))
+    if not found:
+        return f"there is no other under {namespace.prefix}/ to compare it with"
+    count, name, differences = min(found)
+    told = "; ".join(differences[:_MAX_FIELDS_TOLD])
+    more = f"; and {count - _MAX_FIELDS_TOLD} more" if count > _MAX_FIELDS_TOLD else ""
+    others = "the only other" if len(found) == 1 else f"of {len(found)} others the nearest"
+    return f"{others}, {name}, differs in {told}{more}"
+
+
+async def _read_sibling(store: ObjectStore, prefix: str, name: str) -> bytes | None:
+    try:
+        sibling = Namespace(prefix, name)
+    except ValueError:  # a folder somebody else has put there
+        return None
+    return await _read(store, sibling.manifest)
+
+
+async def _read(store: ObjectStore, key: str) -> bytes | None:
+    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
+    info = await store.get_into(key, buffer)
+    if info is None:
+        return None
+    return bytes(buffer[: info.nbytes]) if info.nbytes <= MAX_MANIFEST_BYTES else b""

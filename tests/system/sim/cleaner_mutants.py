@@ -1,0 +1,163 @@
+"""A cleaner with one thing done wrong: what a fleet that keeps its bucket has to notice."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+from s3kv.io.sources.transfers import Transfers
+from s3kv.messages import JobEnd
+from s3kv.objects import keys
+from s3kv.objects.keys import ChunkAddress, Namespace
+from s3kv.planning.index import BucketIndex
+from s3kv.stores.store import ObjectInfo, ObjectStore
+from s3kv.types import ChunkKey, Outcome
+from s3kv.upkeep import cleaner as cleaning
+from s3kv.upkeep import listing, sweep
+from s3kv.upkeep.ages import Cut
+from s3kv.upkeep.cleaner import Cleaner, Lease
+from s3kv.upkeep.refreshing import Refresher
+from s3kv.upkeep.sweep import Sweep
+from tests.system.sim.mutants import Mutant, Patch
+
+MUTANTS: list[Mutant] = []
+
+survey = Sweep._survey
+sweep_once = Cleaner._sweep
+fetch = Transfers._fetch
+
+
+def mutant(of: Mutant) -> Mutant:
+    MUTANTS.append(of)
+    return of
+
+
+@mutant
+def takes_every_object_under_the_prefix_for_its_own(patch: Patch) -> None:
+    mine = Namespace("s3kv", "0" * 32)
+
+    async def all_of_them(
+        store: ObjectStore, prefix: str, under: str | None = None
+    ) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
+        async for info in listing.listed(store, keys.all_namespaces(prefix)):
+            if info.key != keys.cleaner(prefix):
+                yield mine, ChunkAddress(mine, ChunkKey(0, b""), ""), info
+
+    patch.setattr(sweep, "owned", all_of_them)
+
+
+@mutant
+def lists_the_whole_bucket(patch: Patch) -> None:
+    async def whole(
+        store: ObjectStore, prefix: str, under: str | None = None
+    ) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
+        async for info in listing.listed(store, ""):
+            address = keys.parse(info.key)
+            if address is not None:
+                yield address.namespace, address, info
+
+    patch.setattr(sweep, "owned", whole)
+
+
+@mutant
+def deletes_the_young(patch: Patch) -> None:
+    spares(patch, math.inf)
+
+
+@mutant
+def deletes_what_is_almost_old(patch: Patch) -> None:
+    spares(patch, 1.0)
+
+
+def spares(patch: Patch, less_s: float) -> None:
+    async def careless(self: Sweep) -> Cut:
+        self.spare_s += less_s
+        return await survey(self)
+
+    patch.setattr(Sweep, "_survey", careless)
+
+
+@mutant
+def deletes_by_what_it_listed_before_it_was_stopped(patch: Patch) -> None:
+    async def trusting(self: Cleaner) -> None:
+        pass
+
+    patch.setattr(Cleaner, "_checkpoint", trusting)
+
+
+@mutant
+def does_not_look_before_it_tries_again_to_delete(patch: Patch) -> None:
+    async def once(self: Sweep, objects: Any) -> Any:
+        if objects:
+            await self.checkpoint()
+            return set(await listing.tried(lambda: self.store.delete_many(objects)))
+        return set()
+
+    patch.setattr(Sweep, "_delete_unchanged", once)
+
+
+@mutant
+def waits_for_ever_for_a_holder_that_has_died(patch: Patch) -> None:
+    patch.setattr(cleaning, "LEASE_S", math.inf)
+
+
+@mutant
+def takes_a_lease_that_it_cannot_read_for_a_current_one(patch: Patch) -> None:
+    read = Cleaner._read
+
+    async def fresh(self: Cleaner) -> tuple[ObjectInfo | None, Lease | None]:
+        info, lease = await read(self)
+        if info is not None and lease is None:
+            info = dataclasses.replace(info, age_s=0.0)
+        return info, lease
+
+    patch.setattr(Cleaner, "_read", fresh)
+
+
+@mutant
+def sweeps_once(patch: Patch) -> None:
+    async def first(self: Cleaner) -> None:
+        if not self.sweeps:
+            await sweep_once(self)
+        self._next_sweep_s = math.inf
+
+    patch.setattr(Cleaner, "_sweep", first)
+
+
+@mutant
+def leaves_more_than_the_budget(patch: Patch) -> None:
+    patch.setattr(cleaning, "LEFT", 1.2)
+
+
+@mutant
+def counts_no_use_above(patch: Patch) -> None:
+    patch.setattr(BucketIndex, "use", lambda self, key, now_s: None)
+
+
+@mutant
+def only_looks_at_what_is_used(patch: Patch) -> None:
+    hit = Refresher.hit
+
+    def idle(self: Refresher, info: ObjectInfo) -> float:
+        return hit(self, dataclasses.replace(info, age_s=None))
+
+    patch.setattr(Refresher, "hit", idle)
+
+
+@mutant
+def forgets_to_delete(patch: Patch) -> None:
+    async def idle(self: Sweep, objects: Any) -> Any:
+        return set()
+
+    patch.setattr(Sweep, "_delete_unchanged", idle)
+
+
+@mutant
+def takes_a_deleted_chunk_for_an_error(patch: Patch) -> None:
+    async def strict(self: Transfers, job: Any) -> JobEnd:
+        end = await fetch(self, job)
+        return job.end(Outcome.FAILED) if end.outcome is Outcome.MISSING else end
+
+    patch.setattr(Transfers, "_fetch", strict)

@@ -1,0 +1,66 @@
+"""Fleets that keep their bucket to a budget, each through faults of its own.
+
+A seed that fails is replayed with `python -m tests.system.sim SEED --trace --kept`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.system.sim.cleaner_mutants import MUTANTS
+from tests.system.sim.mutants import Mutant
+from tests.system.sim.runs import run_seeds, try_seeds
+from tests.system.sim.test_simulation import OFTEN, report, trace
+
+SEEDS = 40
+NIGHTLY_SEEDS = 2_000
+MUTANT_SEEDS = 120
+"""Within so many seeds every mutant is noticed; most are within ten."""
+EVERYWHERE = (
+    "I/O processes killed",
+    "I/O processes stopped",
+    "crashes",
+    "deleted chunks asked for",
+    "deleted in bulk",
+    "leases lost",
+    "long stalls",
+    "objects damaged",
+    "refreshes",
+    "shutdowns",
+    "stopped at a deletion",
+    "stopped at a listing",
+)
+
+
+@pytest.mark.timeout(600)
+def test_they_keep_to_it_and_delete_nothing_else() -> None:
+    seen, failures = run_seeds(0, SEEDS, "kept")
+    assert not failures, report(failures)
+    rare = {what: seen[what] for what in EVERYWHERE if seen[what] < OFTEN}
+    assert not rare, f"happens too seldom to say anything: {rare}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * 3_600)
+def test_they_do_in_runs_nobody_has_seen() -> None:
+    first = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**40)))
+    print(f"S3KV_SEED={first}")
+    _, failures = run_seeds(first, NIGHTLY_SEEDS, "kept")
+    assert not failures, report(failures)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_it_is_noticed_that_the_cleaner(mutate: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    _, failures = try_seeds(range(MUTANT_SEEDS), failures_wanted=1, kind="kept")
+    assert failures, f"{MUTANT_SEEDS} fleets ran well without noticing"
+
+
+def test_a_seed_is_replayed_to_the_letter() -> None:
+    first, second = trace(17, "1", "--kept"), trace(17, "2", "--kept")
+    assert first == second
+    assert len(first.splitlines()) > 100

@@ -1,0 +1,392 @@
+"""Chunks that ranks of another size have stored: read, put together, and never wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.sources import other_shards
+from s3kv.messages import JobEnd
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.objects.keys import Namespace
+from s3kv.objects.rearranging import Pages
+from s3kv.objects.shards import Shard
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.types import ChunkKey, Outcome, TensorSpec
+from tests.unit.io.rig import Worker, served
+
+NAMESPACE = Namespace("s3kv", "0123456789abcdef" * 2)
+HEADS, LAYERS, BLOCKS, TOKENS, CONTENT = 4, 2, 2, 32, 16
+PAGES = Pages("HNC")
+WHOLE = Shard(range(HEADS), HEADS, range(LAYERS), LAYERS)
+HALVES = [Shard(range(at, at + 2), HEADS, range(LAYERS), LAYERS) for at in (0, 2)]
+QUARTERS = [Shard(range(at, at + 1), HEADS, range(LAYERS), LAYERS) for at in range(HEADS)]
+BLOCK_HASH = bytes(range(32))
+OTHER_HASH = bytes(range(1, 33))
+UNTOUCHED = 0x5A
+
+
+def form(shard: Shard, integrity: Integrity = XXH3, order: str = "HNC") -> ChunkFormat:
+    heads = len(shard.heads)
+    sizes = {"H": heads, "N": TOKENS, "C": CONTENT}
+    order = "HNC" if heads == 1 else order
+    page = tuple(sizes[dimension] for dimension in order)
+    layers = tuple(TensorSpec(f"layers.{n}", "BF16", page, (), order) for n in range(LAYERS))
+    part = TensorSpec.of_layers("g0", BLOCKS, layers)
+    return ChunkFormat(NAMESPACE.digest, (part,), 0, shard.name, integrity)
+
+
+def stored(
+    shard: Shard,
+    *,
+    block_hash: bytes = BLOCK_HASH,
+    integrity: Integrity = XXH3,
+    order: str = "HNC",
+    seed: int = 0,
+) -> bytes:
+    """The object that a rank with this shard has stored. A byte says its layer, head and place."""
+    chunk = form(shard, integrity, order)
+    data = bytearray(chunk.header_bytes)
+    page = TOKENS * CONTENT * 2
+    for block in range(BLOCKS):
+        for layer in range(LAYERS):
+            for head in shard.heads:
+                first = seed + 64 * block + 16 * layer + head
+                data += bytes((first + 4 * place) % 251 for place in range(page))
+    chunk.seal(memoryview(data), block_hash)
+    return bytes(data)
+
+
+def key(shard: Shard, block_hash: bytes = BLOCK_HASH) -> str:
+    return NAMESPACE.chunk(ChunkKey(0, block_hash), shard.name)
+
+
+class Bucket(MemoryStore):
+    """Counts requests, and by shard the most reads at once. errors: of each key, the next answers.
+    gates: reads of these shards wait for them. waits: one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.listed = 0
+        self.running: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.listings: list[Exception] = []
+        self.errors: dict[str, list[Exception]] = {}
+        self.gates = {HALVES[0].name: asyncio.Event()}
+        self.gates[HALVES[0].name].set()
+        self.waits = asyncio.Event()
+
+    async def hold(self, *shards: Shard, marked: bool = True, **kind: Any) -> None:
+        for shard in shards:
+            await self.put(key(shard), memoryview(stored(shard, **kind)), if_absent=False)
+            if marked:
+                await self.mark(shard)
+
+    async def mark(self, shard: Shard) -> None:
+        await self.put(NAMESPACE.shape(shard.name), memoryview(b""), if_absent=True)
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        shard = key.partition("/g0-")[2].removesuffix(".safetensors")
+        self.asked[key] += 1
+        self.running[shard] += 1
+        self.most |= self.running
+        try:
+            if shard in self.gates and not self.gates[shard].is_set():
+                self.waits.set()
+                await self.gates[shard].wait()
+            if self.errors.get(key):
+                raise self.errors[key].pop(0)
+            return await super().get_into(key, buffer, claim)
+        finally:
+            self.running[shard] -= 1
+
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+        self.listed += 1
+        if self.listings:
+            raise self.listings.pop(0)
+        async for info in super().list(prefix, after):
+            yield info
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(64 * form(WHOLE).object_bytes)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+async def bucket() -> Bucket:
+    return Bucket()
+
+
+class Reader:
+    """The worker of a rank that shares."""
+
+    def __init__(self, worker: Worker, slab: Slab, shard: Shard, integrity: Integrity) -> None:
+        self.worker = worker
+        self._slab = slab
+        self._form = form(shard, integrity)
+
+    def slot(self, number: int) -> memoryview:
+        nbytes = self._form.object_bytes
+        return self._slab.view[number * nbytes : (number + 1) * nbytes]
+
+    def ask(self, number: int = 0, block_hash: bytes = BLOCK_HASH) -> None:
+        slot = self.slot(number)
+        slot[:] = bytes([UNTOUCHED]) * len(slot)
+        self.worker.say(wire.Fetch(number, 0, block_hash, number * len(slot)))
+
+    async def fetch(self, number: int = 0, block_hash: bytes = BLOCK_HASH) -> JobEnd:
+        self.ask(number, block_hash)
+        return (await self.worker.done(1))[number]
+
+    def is_untouched(self, number: int = 0) -> bool:
+        return set(bytes(self.slot(number))) == {UNTOUCHED}
+
+
+@contextlib.asynccontextmanager
+async def reading(
+    bucket: Bucket,
+    slab: Slab,
+    shard: Shard,
+    *,
+    pages: Pages | None = PAGES,
+    integrity: Integrity = XXH3,
+    **settings: Any,
+) -> AsyncIterator[Reader]:
+    handshake = wire.Handshake(
+        Config(bucket="bkt", **settings),
+        NAMESPACE.prefix,
+        NAMESPACE.digest,
+        shard.name,
+        {0: form(shard, integrity).tensors},
+        integrity=integrity,
+        pages=pages,
+    )
+    async with served(lambda _: bucket, slab, greeting=handshake) as (worker, _):
+        await worker.ready()
+        yield Reader(worker, slab, shard, integrity)
+        assert (await worker.settled()).running == 0, "a place has not been given back"
+
+
+SIZES = [
+    (WHOLE, HALVES),
+    (WHOLE, QUARTERS),
+    (HALVES[1], [WHOLE]),
+    (HALVES[1], QUARTERS[2:]),
+    (QUARTERS[3], [WHOLE]),
+    (QUARTERS[3], HALVES[1:]),
+]
+
+
+@pytest.mark.parametrize("range_bytes", [0, 4096])
+@pytest.mark.parametrize(("shard", "others"), SIZES)
+async def test_it_is_put_together_of_what_others_have_stored(
+    bucket: Bucket, slab: Slab, shard: Shard, others: list[Shard], range_bytes: int
+) -> None:
+    await bucket.hold(*others)
+    async with reading(bucket, slab, shard, range_bytes=range_bytes) as reader:
+        for number in range(2):
+            end = await reader.fetch(number)
+            assert end.outcome is Outcome.OK
+            assert end.nbytes == sum(len(stored(other)) for other in others)
+            assert bytes(reader.slot(number)) == stored(shard)
+
+
+async def test_its_own_object_comes_first(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(WHOLE, *HALVES)
+    async with reading(bucket, slab, HALVES[0]) as reader:
+        assert (await reader.fetch()).outcome is Outcome.OK
+    assert bucket.asked == {key(HALVES[0]): 1}
+    assert bucket.listed == 0
+
+
+async def test_where_all_ranks_are_of_one_size_a_miss_costs_no_second_request(
+    bucket: Bucket, slab: Slab
+) -> None:
+    """Only one listing, however many chunks are asked for at once."""
+    for half in HALVES:
+        await bucket.mark(half)
+    async with reading(bucket, slab, HALVES[0]) as reader:
+        for number in range(8):
+            reader.ask(number, bytes([number]) * 32)
+        ends = await reader.worker.done(8)
+        assert {end.outcome for end in ends.values()} == {Outcome.MISSING}
+        assert all(reader.is_untouched(number) for number in range(8))
+    assert sum(bucket.asked.values()) == 8
+    assert bucket.listed == 1
+
+
+async def test_who_does_not_share_asks_for_its_own_alone(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(*HALVES)
+    async with reading(bucket, slab, WHOLE, pages=None) as reader:
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+    assert bucket.asked == {key(WHOLE): 1}
+    assert bucket.listed == 0
+
+
+async def test_what_is_there_in_part_is_a_miss(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(HALVES[0])
+    await bucket.mark(HALVES[1])
+    async with reading(bucket, slab, WHOLE) as reader:
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+        assert reader.is_untouched()
+
+
+async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket, slab: Slab) -> None:
+    await bucket.mark(WHOLE)
+    await bucket.hold(*QUARTERS)
+    async with reading(bucket, slab, HALVES[0]) as reader:
+        assert (await reader.fetch()).outcome is Outcome.OK
+        assert bytes(reader.slot(0)) == stored(HALVES[0])
+    assert bucket.asked == dict.fromkeys(map(key, (HALVES[0], WHOLE, *QUARTERS[:2])), 1)
+
+
+@pytest.mark.parametrize("on_corrupt", ["ignore", "delete"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(lambda good: good[:-1] + bytes([good[-1] ^ 1]), id="damaged"),
+        pytest.param(lambda good: good[:-1], id="short"),
+        pytest.param(lambda good: stored(HALVES[1], block_hash=OTHER_HASH), id="another chunk"),
+        pytest.param(lambda good: stored(HALVES[0]), id="another shard"),
+        pytest.param(lambda good: stored(HALVES[1], order="NHC"), id="another order"),
+        pytest.param(lambda good: good.replace(b"BF16", b"F16 "), id="another dtype"),
+        pytest.param(lambda good: b"", id="empty"),
+    ],
+)
+async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(
+    bucket: Bucket, slab: Slab, bad: Any, on_corrupt: str
+) -> None:
+    await bucket.hold(*HALVES)
+    data = bad(stored(HALVES[1]))
+    await bucket.put(key(HALVES[1]), memoryview(data), if_absent=False)
+    async with reading(bucket, slab, WHOLE, on_corrupt=on_corrupt) as reader:
+        for _ in range(3):
+            assert (await reader.fetch()).outcome is Outcome.MISSING
+            assert reader.is_untouched()
+    assert bucket.asked[key(HALVES[1])] == 1, "what is in quarantine has been read"
+    assert await bucket.head(key(HALVES[1])) is not None
+
+
+async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket, slab: Slab) -> None:
+    """Also one sealed with another key."""
+    keyed = Integrity("blake3-keyed", b"k" * 32)
+    async with reading(bucket, slab, QUARTERS[0], integrity=keyed) as reader:
+        await bucket.hold(WHOLE, integrity=keyed)
+        assert (await reader.fetch()).outcome is Outcome.OK
+        assert bytes(reader.slot(0)) == stored(QUARTERS[0], integrity=keyed)
+        forged = stored(WHOLE, integrity=Integrity("blake3-keyed", b"x" * 32))
+        await bucket.put(key(WHOLE), memoryview(forged), if_absent=False)
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+        await bucket.put(
+            key(WHOLE, OTHER_HASH), memoryview(stored(WHOLE, integrity=keyed)), if_absent=False
+        )
+        assert (await reader.fetch(block_hash=OTHER_HASH)).outcome is Outcome.MISSING
+        assert reader.is_untouched()
+
+
+async def test_an_outage_is_a_failure_and_no_miss(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(*HALVES)
+    bucket.errors[key(HALVES[1])] = [StoreUnavailable("down") for _ in range(3)]
+    async with reading(bucket, slab, WHOLE, max_attempts=3) as reader:
+        assert (await reader.fetch()).outcome is Outcome.FAILED
+        assert reader.is_untouched()
+        assert (await reader.fetch()).outcome is Outcome.OK
+
+
+async def test_shapes_that_cannot_be_listed_are_none_for_a_while(
+    bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bucket.hold(*HALVES)
+    bucket.listings = [StoreDenied("no"), StoreUnavailable("down")]
+    monkeypatch.setattr(other_shards, "LOOK_AFTER_ERROR_S", 0.0)
+    async with reading(bucket, slab, WHOLE) as reader:
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+        assert (await reader.fetch()).outcome is Outcome.OK
+
+
+async def test_a_fleet_that_begins_later_is_noticed(
+    bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reading(bucket, slab, WHOLE) as reader:
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+        await bucket.hold(*HALVES)
+        assert (await reader.fetch()).outcome is Outcome.MISSING
+    monkeypatch.setattr(other_shards, "LOOK_AGAIN_S", 0.0)
+    async with reading(bucket, slab, QUARTERS[0]) as reader:
+        assert (await reader.fetch()).outcome is Outcome.OK
+        assert (await reader.fetch(block_hash=OTHER_HASH)).outcome is Outcome.MISSING
+        await bucket.mark(WHOLE)
+        assert (await reader.fetch(block_hash=OTHER_HASH)).outcome is Outcome.MISSING
+    assert bucket.asked[key(WHOLE, OTHER_HASH)] == 1
+
+
+async def test_names_that_are_no_shards_are_passed_over(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(*HALVES)
+    for name in ("whole", "h0-9of4-l0-1of2", "zz", "h0-0of9-l0-0of1"):
+        await bucket.put(f"{NAMESPACE.shapes}{name}", memoryview(b""), if_absent=False)
+    async with reading(bucket, slab, WHOLE) as reader:
+        assert (await reader.fetch()).outcome is Outcome.OK
+
+
+async def test_a_cancelled_read_leaves_the_slot_alone(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(*HALVES)
+    async with reading(bucket, slab, WHOLE) as reader:
+        assert (await reader.fetch(1, OTHER_HASH)).outcome is Outcome.MISSING  # shapes are known
+        bucket.gates[HALVES[0].name].clear()
+        reader.ask()
+        await asyncio.wait_for(bucket.waits.wait(), 30)
+        reader.worker.say(wire.Cancel(0))
+        assert (await reader.worker.done(1))[0].outcome is Outcome.CANCELLED
+        assert not bucket.running.total()
+        assert reader.is_untouched()
+        bucket.gates[HALVES[0].name].set()
+        assert (await reader.fetch()).outcome is Outcome.OK
+
+
+async def test_few_are_put_together_at_once(bucket: Bucket, slab: Slab) -> None:
+    """Each takes memory beside the slab; the others wait."""
+    await bucket.hold(*HALVES)
+    hashes = [bytes([n]) * 32 for n in range(12)]
+    for block_hash in hashes:
+        for half in HALVES:
+            data = stored(half, block_hash=block_hash)
+            await bucket.put(key(half, block_hash), memoryview(data), if_absent=False)
+    async with reading(bucket, slab, WHOLE) as reader:
+        bucket.gates[HALVES[0].name].clear()
+        for number, block_hash in enumerate(hashes):
+            reader.ask(number, block_hash)
+        while bucket.running[HALVES[0].name] < 4:
+            await reader.worker.settled()
+        for _ in range(50):  # so that a fifth would have begun
+            await reader.worker.settled()
+        bucket.gates[HALVES[0].name].set()
+        ends = await reader.worker.done(len(hashes))
+        assert {end.outcome for end in ends.values()} == {Outcome.OK}
+        for number, block_hash in enumerate(hashes):
+            assert bytes(reader.slot(number)) == stored(WHOLE, block_hash=block_hash)
+    assert bucket.most[HALVES[0].name] == 4
+
+
+def test_the_sketch_of_this_file_tells_heads_apart() -> None:
+    objects = [stored(shard) for shard in (WHOLE, *HALVES, *QUARTERS)]
+    assert len(set(objects)) == len(objects)
+    assert replace(form(WHOLE), shard="x") != form(WHOLE)

@@ -1,0 +1,167 @@
+"""The window on requests, and the pacing of a store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.errors import StoreThrottled
+from s3kv.io.sources.pacing import Pacing, Window
+from s3kv.stores.store import Claim, ObjectInfo
+
+Play = Callable[[Claim], Awaitable[int]]
+
+
+# ---- the window
+
+
+def test_a_throttled_answer_halves_it() -> None:
+    window = Window(32)
+    window.throttled(0.0, 1.0)
+    assert (window.size, window.is_cut, window.cuts) == (16, True, 1)
+
+
+def test_one_overload_cuts_once() -> None:
+    """All requests that were under way then are refused; only the first says something new."""
+    window = Window(32)
+    for i in range(32):
+        window.throttled(0.0, 1.0 + i / 100)
+    assert window.size == 16
+    window.throttled(1.0, 2.0)
+    assert window.size == 8
+
+
+def test_it_never_closes() -> None:
+    window = Window(4)
+    for i in range(50):
+        window.throttled(float(i), float(i))
+    assert window.size == 1
+
+
+def test_a_full_window_grows_by_one_per_round() -> None:
+    window = Window(32)
+    window.throttled(0.0, 1.0)
+    for _ in range(17):
+        window.answered(running=16)
+    assert window.size == 17
+    for _ in range(10_000):
+        window.answered(running=window.size)
+    assert (window.size, window.is_cut) == (32, False)
+
+
+def test_a_window_that_is_not_used_does_not_grow() -> None:
+    window = Window(32)
+    window.throttled(0.0, 1.0)
+    for _ in range(1000):
+        window.answered(running=3)
+    assert window.size == 16
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_settles_where_the_store_can_bear_it(seed: int) -> None:
+    """A store that throttles whatever is above `capacity`; rounds of a second."""
+    rng = random.Random(seed)  # replay: the seed is the test's parameter
+    capacity = rng.randint(2, 60)
+    window, now_s, sizes = Window(64), 0.0, []
+    for turn in range(2000):
+        size = window.size
+        for _ in range(size):
+            if rng.random() < max(0.0, 1 - capacity / size):
+                window.throttled(now_s, now_s + 1.0)
+            else:
+                window.answered(running=size)
+        now_s += 1.0
+        if turn >= 500:
+            sizes.append(size)
+    assert 0.45 * capacity <= sum(sizes) / len(sizes) <= 1.05 * capacity + 1
+
+
+class LateStore(MemoryStore):
+    """The first read of a key is never answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self.asked.append(key)
+        if self.asked.count(key) == 1:
+            await asyncio.Event().wait()
+        return await super().get_into(key, buffer, claim)
+
+
+async def paced() -> tuple[Pacing, LateStore]:
+    """A pacing that knows what is late, and a store with an object."""
+    store = LateStore()
+    await store.put("k", memoryview(b"here"), if_absent=True)
+    pacing = Pacing(8, 100.0)
+    for number in range(32):
+        await store.put(f"{number}", memoryview(b"here"), if_absent=True)
+        store.asked.append(f"{number}")
+        await pacing.read(partial(store.get_into, f"{number}", memoryview(bytearray(4))))
+    store.asked.clear()
+    return pacing, store
+
+
+async def test_a_late_read_is_sent_a_second_time() -> None:
+    pacing, store = await paced()
+    buffer = memoryview(bytearray(4))
+    info = await asyncio.wait_for(pacing.read(partial(store.get_into, "k", buffer)), 5)
+    assert info is not None
+    assert info.nbytes == 4
+    assert bytes(buffer) == b"here"
+    assert (store.asked, pacing.hedges, pacing.hedges_won) == (["k", "k"], 1, 1)
+
+
+async def test_the_very_first_read_is_sent_a_second_time() -> None:
+    store = LateStore()
+    await store.put("k", memoryview(b"here"), if_absent=True)
+    pacing = Pacing(8, 3.0)
+    read = pacing.read(partial(store.get_into, "k", memoryview(bytearray(4))))
+    assert await asyncio.wait_for(read, 30) is not None
+    assert (store.asked, pacing.hedges_won) == (["k", "k"], 1)
+
+
+async def test_no_second_request_when_nobody_waits_any_more() -> None:
+    pacing, store = await paced()
+    get = partial(store.get_into, "k", memoryview(bytearray(4)))
+    read = pacing.read(get, until_s=asyncio.get_running_loop().time())
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(read, 0.3)
+    assert (store.asked, pacing.hedges) == (["k"], 0)
+
+
+async def test_no_second_request_while_the_store_throttles() -> None:
+    async def throttled() -> None:
+        raise StoreThrottled("slow down")
+
+    pacing, store = await paced()
+    with pytest.raises(StoreThrottled):
+        await pacing.send(throttled)
+    assert (pacing.throttled, pacing.window.size) == (1, 4)
+    read = pacing.read(partial(store.get_into, "k", memoryview(bytearray(4))))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(read, 0.3)
+    assert (store.asked, pacing.hedges) == (["k"], 0)
+
+
+async def test_answers_to_a_full_window_open_it_again() -> None:
+    async def throttled() -> None:
+        raise StoreThrottled("slow down")
+
+    async def answered() -> None:
+        await asyncio.sleep(0)
+
+    pacing = Pacing(8, 0.0)
+    with pytest.raises(StoreThrottled):
+        await pacing.send(throttled)
+    for _ in range(100):
+        await asyncio.gather(*(pacing.send(answered) for _ in range(pacing.window.size)))
+    assert pacing.window.size == 8

@@ -1,0 +1,307 @@
+"""Large objects are read in ranges, and whatever happens to one of them, no two objects mix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreThrottled, StoreUnavailable, StoreUnranged
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.sources.ranges import cut
+from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.integrity import Integrity
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.types import Outcome
+from tests.unit.io import rig
+from tests.unit.io.rig import served
+
+RANGE_BYTES = 4096
+RANGES = rig.FORMAT.object_bytes // RANGE_BYTES
+KEY = rig.object_key(1)
+
+
+class Bucket(MemoryStore):
+    """Counts requests, and the ranges under way. asked: by first byte; None: whole objects.
+
+    gate: ranges wait for it. errors: the next of each range, by first byte, which nothing fills
+    then. unwound: what a cancelled range waits for, and then writes a last time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[int | None] = Counter()
+        self.running = self.most = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.unwound = asyncio.Event()
+        self.unwound.set()
+        self.errors: dict[int, list[Exception]] = {}
+        self.after: list[bytes] = []
+        """What the object is replaced with after the next ranges have been answered."""
+
+    async def hold(self, data: bytes) -> None:
+        await super().put(KEY, memoryview(data), if_absent=False)
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self.asked[None] += 1
+        return await super().get_into(key, buffer, claim)
+
+    async def get_range(
+        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self.asked[first] += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await self.gate.wait()
+            if self.errors.get(first):
+                raise self.errors[first].pop(0)
+            return await super().get_range(key, first, buffer, claim)
+        except asyncio.CancelledError:
+            await self.unwound.wait()
+            if claim is None or claim():
+                buffer[:] = bytes(len(buffer))
+            raise
+        finally:
+            self.running -= 1
+            if self.after:
+                self._objects[KEY] = (self.after.pop(0), 0.0)  # at once, before the next answer
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(16 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+async def bucket() -> Bucket:
+    return Bucket()
+
+
+def fetching(bucket: Bucket, slab: Slab, **settings: Any) -> Any:
+    return served(lambda _: bucket, slab, **({"range_bytes": RANGE_BYTES} | settings))
+
+
+async def until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110 - nobody sets an event
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("nbytes", "count"), [(8192, 2), (rig.FORMAT.object_bytes, 6), (10**7, 7)])
+def test_ranges_are_the_whole_object(nbytes: int, count: int) -> None:
+    ranges = cut(nbytes, count)
+    assert [at for bounds in ranges for at in bounds] == list(range(nbytes))
+    assert len(ranges) == count
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+async def test_a_large_object_comes_in_ranges(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(rig.sealed(1))
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        end = (await worker.done(1))[3]
+        assert (end.outcome, end.nbytes) == (Outcome.OK, rig.FORMAT.object_bytes)
+        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert len(bucket.asked) == bucket.asked.total() == bucket.most == RANGES
+        assert None not in bucket.asked
+        assert (await worker.settled()).running == 0
+
+
+@pytest.mark.parametrize("range_bytes", [0, rig.FORMAT.object_bytes // 2 + 1])
+async def test_a_small_object_comes_whole(bucket: Bucket, slab: Slab, range_bytes: int) -> None:
+    await bucket.hold(rig.sealed(1))
+    async with fetching(bucket, slab, range_bytes=range_bytes) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        assert (await worker.done(1))[3].outcome is Outcome.OK
+        assert bucket.asked == {None: 1}
+
+
+@pytest.mark.parametrize("mode", ["xxh3", "none"])
+@pytest.mark.parametrize("answered", range(1, RANGES))
+async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
+    bucket: Bucket, slab: Slab, mode: Any, answered: int
+) -> None:
+    """With digests, and without: the two have one header then."""
+    layout = ChunkFormat(rig.NAMESPACE.digest, rig.TENSORS, 0, rig.SHARD, Integrity(mode))
+
+    def sealed(number: int) -> bytes:
+        data = bytearray(layout.header_bytes) + rig.payload(number)
+        layout.seal(memoryview(data), rig.chunk(1).block_hash)
+        return bytes(data)
+
+    old, new = sealed(1), sealed(2)
+    await bucket.hold(old)
+    bucket.after = [old] * (answered - 1) + [new]
+    greeting = rig.handshake(Config(bucket="bkt", range_bytes=RANGE_BYTES))
+    greeting = msgspec.structs.replace(greeting, integrity=Integrity(mode))
+    async with fetching(bucket, slab, greeting=greeting) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        end = (await worker.done(1))[3]
+        assert end.outcome is Outcome.OK, end.detail
+        assert bytes(rig.slot(slab, 3)[: layout.object_bytes]) == new
+        assert bucket.asked[None] == 1
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), StoreThrottled("SlowDown")])
+async def test_a_range_that_fails_is_sent_again_alone(
+    bucket: Bucket, slab: Slab, error: Exception
+) -> None:
+    await bucket.hold(rig.sealed(1))
+    first = cut(rig.FORMAT.object_bytes, RANGES)[2].start
+    bucket.errors = {first: [error, error]}
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        assert (await worker.done(1))[3].outcome is Outcome.OK
+        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert bucket.asked.pop(first) == 3
+        assert set(bucket.asked.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(StoreUnavailable("away"), Outcome.FAILED), (StoreDenied("no"), Outcome.DENIED)],
+)
+async def test_a_range_that_stays_away_ends_the_fetch(
+    bucket: Bucket, slab: Slab, error: Exception, outcome: Outcome
+) -> None:
+    await bucket.hold(rig.sealed(1))
+    bucket.errors = {0: [error] * 3}
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        assert (await worker.done(1))[3].outcome is outcome
+        assert bucket.running == 0
+        assert (await worker.settled()).running == 0
+        bucket.errors.clear()
+        worker.say(rig.fetch(3, number=1))
+        assert (await worker.done(1))[3].outcome is Outcome.OK
+
+
+async def test_an_object_that_is_not_there(bucket: Bucket, slab: Slab) -> None:
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        assert (await worker.done(1))[3].outcome is Outcome.MISSING
+        assert bucket.asked[None] == bucket.running == 0
+        assert (await worker.settled()).running == 0
+
+
+@pytest.mark.parametrize("nbytes", [3, 4096 * 3, rig.FORMAT.object_bytes - 1])
+async def test_an_object_that_is_too_short(bucket: Bucket, slab: Slab, nbytes: int) -> None:
+    """That is not the fault of the store's ranges: the next object comes in some again."""
+    await bucket.hold(rig.sealed(1)[:nbytes])
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        end = (await worker.done(1))[3]
+        assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
+        bucket.asked.clear()
+        worker.say(rig.fetch(4, number=4))
+        assert (await worker.done(1))[4].outcome is Outcome.MISSING
+        assert None not in bucket.asked
+
+
+async def test_an_object_that_is_too_long(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(rig.sealed(1) + b"x")
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        end = (await worker.done(1))[3]
+        assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
+
+
+@pytest.mark.parametrize("at", [100, rig.FORMAT.header_bytes, rig.FORMAT.object_bytes - 1])
+async def test_a_bad_object_is_read_whole_before_it_is_deleted(
+    bucket: Bucket, slab: Slab, at: int
+) -> None:
+    good = rig.sealed(1)
+    await bucket.hold(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    async with fetching(bucket, slab, on_corrupt="delete") as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        end = (await worker.done(1))[3]
+        assert end.outcome is Outcome.CORRUPT
+        assert bucket.asked[None] == 1
+        assert await bucket.head(KEY) is None
+
+
+async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(rig.sealed(1))
+    firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES)]
+    bucket.errors = {first: [StoreUnranged("200")] * 9 for first in firsts}
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        for _ in range(3):
+            worker.say(rig.fetch(3, number=1))
+            assert (await worker.done(1))[3].outcome is Outcome.OK
+        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert bucket.asked.pop(None) == 3
+        assert set(bucket.asked.values()) <= {1}
+
+
+async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(rig.sealed(1))
+    bucket.gate.clear()
+    bucket.unwound.clear()
+    async with fetching(bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(3, number=1))
+        await until(lambda: bucket.running == RANGES)
+        worker.say(wire.Cancel(3))
+        assert (await worker.settled()).running == RANGES
+        bucket.unwound.set()
+        assert (await worker.done(1))[3].outcome is Outcome.CANCELLED
+        assert bucket.running == 0
+        assert (await worker.settled()).running == 0
+
+
+async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> None:
+    """Three fetches share eight of them. A fourth waits for the first range that ends."""
+    bucket.gate.clear()
+    async with fetching(bucket, slab, max_inflight_requests=8) as (worker, _):
+        await worker.ready()
+        worker.say(*(rig.fetch(number) for number in range(3)))
+        await until(lambda: bucket.running == 6)
+        assert (await worker.settled()).running == 6
+        worker.say(*(rig.fetch(number) for number in range(3, 7)))
+        stats = await worker.settled()
+        assert (stats.running, stats.waiting) == (8, 2)
+        bucket.gate.set()
+        ends = await worker.done(7)
+        assert {end.outcome for end in ends.values()} == {Outcome.MISSING}
+        assert bucket.most <= 8
+        assert (await worker.settled()).running == 0
+
+
+async def test_a_late_range_is_hedged(bucket: Bucket, slab: Slab) -> None:
+    await bucket.hold(rig.sealed(1))
+    async with fetching(bucket, slab, hedge_percent=100.0) as (worker, _):
+        await worker.ready()
+        for _ in range(8):  # until it is known what is late
+            worker.say(rig.fetch(3, number=1))
+            assert (await worker.done(1))[3].outcome is Outcome.OK
+        rig.slot(slab, 3)[:] = bytes(rig.FORMAT.object_bytes)
+        bucket.asked.clear()
+        bucket.gate.clear()
+        worker.say(rig.fetch(3, number=1))
+        await until(lambda: bucket.asked.total() > RANGES)
+        bucket.gate.set()
+        assert (await worker.done(1))[3].outcome is Outcome.OK
+        assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
+        assert (await worker.settled()).counters["io_hedges"] > 0

@@ -1,0 +1,131 @@
+"""A chunk that is computed while it is fetched is uploaded only if the fetch does not find it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.sources import transfers
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.types import Outcome
+from tests.unit.io import rig
+from tests.unit.io.rig import Worker, served
+
+KEY = rig.object_key(1)
+FETCH, UPLOAD = rig.fetch(3, number=1), rig.upload(1)
+
+
+class Bucket(MemoryStore):
+    """Answers reads once `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.asked: Counter[str] = Counter()
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self.asked["get"] += 1
+        await self.answers.wait()
+        return await super().get_into(key, buffer, claim)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        self.asked["put"] += 1
+        return await super().put(key, data, if_absent=if_absent)
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(8 * rig.SLOT_BYTES)
+    rig.fill(slab, 1, number=1)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+async def bucket() -> Bucket:
+    return Bucket()
+
+
+@pytest.fixture
+async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
+    async with served(lambda _: bucket, slab) as (worker, _):
+        await worker.ready()
+        yield worker
+
+
+async def hold(bucket: Bucket) -> None:
+    await MemoryStore.put(bucket, KEY, memoryview(rig.sealed(1)), if_absent=False)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+async def test_an_upload_waits_for_the_fetch_of_its_object(
+    worker: Worker, bucket: Bucket, *, holds: bool
+) -> None:
+    if holds:
+        await hold(bucket)
+    worker.say(FETCH, UPLOAD)
+    await worker.settled()
+    assert bucket.asked == {"get": 1}
+    bucket.answers.set()
+    ends = await worker.done(2)
+    found = (Outcome.OK, Outcome.EXISTS) if holds else (Outcome.MISSING, Outcome.OK)
+    assert (ends[3].outcome, ends[1].outcome) == found
+    assert bucket.asked["put"] == int(not holds)
+
+
+async def test_an_upload_does_not_wait_for_a_fetch_that_is_given_up(
+    worker: Worker, bucket: Bucket
+) -> None:
+    worker.say(FETCH, UPLOAD)
+    await worker.settled()
+    worker.say(wire.Cancel(3))
+    ends = await worker.done(2)
+    assert (ends[3].outcome, ends[1].outcome) == (Outcome.CANCELLED, Outcome.OK)
+
+
+async def test_what_a_fetch_has_just_found_is_not_sent_once(worker: Worker, bucket: Bucket) -> None:
+    await hold(bucket)
+    bucket.answers.set()
+    worker.say(FETCH)
+    assert (await worker.done(1))[3].outcome is Outcome.OK
+    for puts in range(2):
+        worker.say(UPLOAD)
+        assert (await worker.done(1))[1].outcome is Outcome.EXISTS
+        assert bucket.asked["put"] == puts, "the second one asks the bucket"
+
+
+async def test_what_was_found_long_ago_may_be_gone(
+    worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_FOUND_S", 0.0)
+    await hold(bucket)
+    bucket.answers.set()
+    worker.say(FETCH)
+    await worker.done(1)
+    await bucket.delete(KEY)
+    worker.say(UPLOAD)
+    assert (await worker.done(1))[1].outcome is Outcome.OK
+
+
+async def test_few_finds_are_remembered(
+    worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_FOUND_KEYS", 1)
+    bucket.answers.set()
+    for number in (1, 2):
+        await MemoryStore.put(
+            bucket, rig.object_key(number), memoryview(rig.sealed(number)), if_absent=False
+        )
+        worker.say(rig.fetch(3, number=number))
+        await worker.done(1)
+    worker.say(UPLOAD)
+    assert (await worker.done(1))[1].outcome is Outcome.EXISTS
+    assert bucket.asked["put"] == 1

@@ -1,0 +1,314 @@
+"""Objects that are not what their key says: a miss, told by reason, and looked at twice at most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import get_args
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.errors import StoreDenied
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.io.sources import transfers
+from s3kv.io.sources.quarantine import SUSPECT_S, Quarantine
+from s3kv.messages import JobEnd
+from s3kv.objects.headers import Mismatch
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.types import Outcome
+from tests.unit.io import rig
+from tests.unit.io.rig import Worker, served
+
+KEY = rig.object_key(1)
+GOOD = rig.sealed(1)
+BAD = GOOD[:-1] + bytes([GOOD[-1] ^ 1])
+ANOTHER = rig.sealed(2)
+"""A good object, of another chunk."""
+
+
+class Bucket(MemoryStore):
+    """Counts what is asked of it. `lies`: answers to the next reads, instead of the object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+        self.lies: list[bytes] = []
+        self.may_delete = True
+        self.conditional_deletes = True
+        self.repair_before_delete: bytes | None = None
+
+    async def hold(self, data: bytes) -> None:
+        await super().put(KEY, memoryview(data), if_absent=False)
+
+    async def held(self) -> bytes | None:
+        buffer = memoryview(bytearray(2**20))
+        info = await super().get_into(KEY, buffer)
+        return None if info is None else bytes(buffer[: info.nbytes])
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        self.asked["get"] += 1
+        if self.lies:
+            lie = self.lies.pop(0)
+            buffer[: len(lie)] = lie[: len(buffer)]
+            return ObjectInfo(key, len(lie), 0.0)
+        return await super().get_into(key, buffer, claim)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        self.asked["put"] += 1
+        return await super().put(key, data, if_absent=if_absent)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        self.asked["head"] += 1
+        return await super().head(key)
+
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        self.asked["delete"] += 1
+        if not self.may_delete:
+            raise StoreDenied("s3:DeleteObject on arn:aws:s3:::bkt: grant the action")
+        if self.repair_before_delete is not None:
+            await self.hold(self.repair_before_delete)
+        return await super().delete(key, if_etag=if_etag if self.conditional_deletes else None)
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(8 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return Bucket()
+
+
+@pytest.fixture
+async def ignoring(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
+    async with served(lambda _: bucket, slab) as (worker, _):
+        await worker.ready()
+        yield worker
+
+
+@pytest.fixture
+async def deleting(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
+    async with served(lambda _: bucket, slab, on_corrupt="delete") as (worker, _):
+        await worker.ready()
+        yield worker
+
+
+async def fetch(worker: Worker) -> JobEnd:
+    worker.say(rig.fetch(3, number=1))
+    return (await worker.done(1))[3]
+
+
+async def upload(worker: Worker, slab: Slab) -> Outcome:
+    rig.fill(slab, 1, number=1)
+    worker.say(rig.upload(1))
+    return (await worker.done(1))[1].outcome
+
+
+BAD_OBJECTS: dict[str, bytes] = {
+    "length": GOOD[:-1],
+    "header": b"\xff" * len(GOOD),
+    "version": GOOD.replace(b'"s3kv.format":"2"', b'"s3kv.format":"9"'),
+    "namespace": GOOD.replace(rig.NAMESPACE.digest.encode(), b"f" * 32),
+    "coverage": GOOD.replace(b'"s3kv.coverage":"0"', b'"s3kv.coverage":"1"'),
+    "shard": GOOD.replace(b"h0-7of8-l0-31of32", b"h4-7of8-l0-31of32"),
+    "block_hash": ANOTHER,
+    "blocks": GOOD.replace(b'"s3kv.first_block":"0"', b'"s3kv.first_block":"7"'),
+    "tensors": GOOD.replace(b"layer.0", b"layer.9"),
+    "algorithm": GOOD.replace(b"xxh3-128", b"xxh3-999"),
+    "digest": BAD,
+}
+
+
+def test_every_reason_is_tried() -> None:
+    assert set(BAD_OBJECTS) == set(get_args(Mismatch))
+
+
+@pytest.mark.parametrize("reason", BAD_OBJECTS)
+async def test_a_bad_object_is_a_miss_with_its_reason_and_never_read_again(
+    ignoring: Worker, bucket: Bucket, reason: str
+) -> None:
+    await bucket.hold(BAD_OBJECTS[reason])
+    end = await fetch(ignoring)
+    assert (end.outcome, end.nbytes, end.reason) == (Outcome.CORRUPT, 0, reason)
+    assert KEY in end.detail
+    for _ in range(3):
+        end = await fetch(ignoring)
+        assert (end.outcome, end.nbytes, end.reason) == (Outcome.MISSING, 0, "quarantined")
+    assert bucket.asked == {"get": 1}
+    assert await bucket.held() == BAD_OBJECTS[reason]
+
+
+async def test_ignored_it_is_not_replaced_but_used_again_once_it_is_gone(
+    ignoring: Worker, bucket: Bucket, slab: Slab
+) -> None:
+    await bucket.hold(BAD)
+    await fetch(ignoring)
+    for _ in range(3):
+        assert await upload(ignoring, slab) is Outcome.EXISTS
+        assert await bucket.held() == BAD
+        await fetch(ignoring)
+    assert (await fetch(ignoring)).reason == "quarantined"
+    assert bucket.asked["get"] == 2, "a second look, and no third"
+
+    await bucket.delete(KEY)  # a lifecycle rule, or a person
+    assert await upload(ignoring, slab) is Outcome.OK
+    assert (await fetch(ignoring)).outcome is Outcome.OK
+
+
+async def test_one_damaged_answer_costs_one_miss_when_the_object_turns_out_to_be_there(
+    ignoring: Worker, bucket: Bucket, slab: Slab
+) -> None:
+    await bucket.hold(GOOD)
+    bucket.lies = [BAD]
+    assert (await fetch(ignoring)).outcome is Outcome.CORRUPT
+    assert (await fetch(ignoring)).reason == "quarantined"
+    assert await upload(ignoring, slab) is Outcome.EXISTS
+    for _ in range(2):
+        assert (await fetch(ignoring)).outcome is Outcome.OK
+    bucket.lies = [BAD]
+    assert (await fetch(ignoring)).outcome is Outcome.CORRUPT
+    assert await upload(ignoring, slab) is Outcome.EXISTS
+    assert (await fetch(ignoring)).outcome is Outcome.OK, "a good reading clears it of the first"
+
+
+async def test_one_damaged_answer_is_forgotten_after_a_while(
+    ignoring: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bucket.hold(GOOD)
+    bucket.lies = [BAD]
+    assert (await fetch(ignoring)).outcome is Outcome.CORRUPT
+    now_s = transfers._now_s
+    monkeypatch.setattr(transfers, "_now_s", lambda: now_s() + SUSPECT_S - 10.0)
+    assert (await fetch(ignoring)).reason == "quarantined"
+    monkeypatch.setattr(transfers, "_now_s", lambda: now_s() + SUSPECT_S)
+    assert (await fetch(ignoring)).outcome is Outcome.OK
+
+
+async def test_an_object_that_is_bad_stays_out(
+    ignoring: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bucket.hold(BAD)
+    now_s, later_s = transfers._now_s, 0.0
+    monkeypatch.setattr(transfers, "_now_s", lambda: now_s() + later_s)
+    outcomes = []
+    for later_s in (0.0, SUSPECT_S, 2 * SUSPECT_S, 1e6, 1e9):  # noqa: B007
+        outcomes.append((await fetch(ignoring)).outcome)
+        assert await upload(ignoring, slab) is Outcome.EXISTS
+    assert outcomes == [Outcome.CORRUPT] * 2 + [Outcome.MISSING] * 3
+    assert bucket.asked["get"] == 2
+
+
+@pytest.mark.parametrize("reason", BAD_OBJECTS)
+async def test_deleted_it_is_replaced_by_the_next_save(
+    deleting: Worker, bucket: Bucket, slab: Slab, reason: str
+) -> None:
+    await bucket.hold(BAD_OBJECTS[reason])
+    end = await fetch(deleting)
+    assert (end.outcome, end.reason) == (Outcome.CORRUPT, reason)
+    assert end.detail.endswith("it has been deleted")
+    assert await bucket.held() is None
+    assert bucket.asked == {"head": 1, "get": 2, "delete": 1}
+    assert await upload(deleting, slab) is Outcome.OK
+    assert (await fetch(deleting)).outcome is Outcome.OK
+    assert bytes(rig.slot(slab, 3)) == GOOD == await bucket.held()
+
+
+async def test_a_reading_that_was_damaged_deletes_nothing(
+    deleting: Worker, bucket: Bucket, slab: Slab
+) -> None:
+    await bucket.hold(GOOD)
+    bucket.lies = [BAD]
+    end = await fetch(deleting)
+    assert (end.outcome, end.nbytes, end.reason) == (Outcome.OK, len(GOOD), "digest")
+    assert bytes(rig.slot(slab, 3)) == GOOD == await bucket.held()
+    assert bucket.asked["delete"] == 0
+
+
+async def test_what_another_engine_repaired_meanwhile_stays(
+    deleting: Worker, bucket: Bucket
+) -> None:
+    await bucket.hold(BAD)
+    bucket.repair_before_delete = GOOD
+    end = await fetch(deleting)
+    assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
+    assert end.detail.endswith("somebody has replaced it")
+    assert await bucket.held() == GOOD
+    bucket.repair_before_delete = None
+    assert (await fetch(deleting)).outcome is Outcome.OK
+
+
+async def test_without_conditional_deletes_a_lost_race_costs_a_miss(
+    deleting: Worker, bucket: Bucket, slab: Slab
+) -> None:
+    await bucket.hold(BAD)
+    bucket.repair_before_delete = GOOD
+    bucket.conditional_deletes = False
+    assert (await fetch(deleting)).outcome is Outcome.CORRUPT
+    assert (await fetch(deleting)).outcome is Outcome.MISSING
+    assert await upload(deleting, slab) is Outcome.OK
+
+
+async def test_one_that_is_gone_at_the_second_look_is_not_deleted(
+    deleting: Worker, bucket: Bucket
+) -> None:
+    bucket.lies = [BAD]
+    end = await fetch(deleting)
+    assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
+    assert end.detail.endswith("it is gone now")
+    assert bucket.asked["delete"] == 0
+
+
+async def test_one_that_may_not_be_deleted_is_ignored(
+    deleting: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bucket.hold(BAD)
+    bucket.may_delete = False
+    end = await fetch(deleting)
+    assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
+    assert "s3:DeleteObject" in end.detail
+    monkeypatch.setattr(transfers, "_now_s", lambda: 1e9)
+    assert (await fetch(deleting)).reason == "quarantined", "it has been bad twice"
+    assert bucket.asked["delete"] == 1
+
+
+async def test_a_cancelled_second_look_leaves_it_for_the_next(
+    deleting: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    await bucket.hold(BAD)
+    held = asyncio.Event()
+
+    async def stuck(key: str) -> ObjectInfo | None:
+        held.set()
+        await asyncio.Event().wait()
+        return None
+
+    monkeypatch.setattr(bucket, "head", stuck)
+    deleting.say(rig.fetch(3, number=1))
+    await held.wait()
+    deleting.say(wire.Cancel(3))
+    assert (await deleting.done(1))[3].outcome is Outcome.CANCELLED
+    monkeypatch.undo()
+    assert (await fetch(deleting)).detail.endswith("it has been deleted")
+
+
+@pytest.mark.parametrize("event", ["bars", "bad", "exists"])
+async def test_it_is_noticed_that_a_quarantine_does_not_do(
+    event: str, ignoring: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without each of its verbs, what the tests above promise does not hold."""
+    monkeypatch.setattr(Quarantine, event, lambda *_, **__: None)
+    await bucket.hold(BAD)
+    reasons = []
+    for _ in range(3):
+        reasons.append((await fetch(ignoring)).reason)
+        await upload(ignoring, slab)
+    assert reasons != ["digest", "digest", "quarantined"]

@@ -1,0 +1,128 @@
+"""The watch over slow requests, in virtual time: when it gives up, and when it waits on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from s3kv.stores.http.watch import Patience, Stalled, Watch, watched
+from tests.system.sim.loop import VirtualLoop
+
+PATIENCE = Patience(connect_ms=1_000, first_byte_ms=2_000, progress_ms=4_000, min_bytes_per_s=100)
+
+
+def play(
+    act: Callable[[Watch], Coroutine[Any, Any, None]],
+    is_draining: Callable[[int], bool] = lambda _: False,
+) -> list[tuple[float, str]]:
+    """When the watch gave up, and what it said, while `act` used it."""
+    loop = VirtualLoop()
+    given_up: list[tuple[float, str]] = []
+
+    async def run() -> None:
+        watch = Watch(PATIENCE, lambda e: given_up.append((loop.time(), str(e))), is_draining)
+        await act(watch)
+
+    task = loop.create_task(run())
+    loop.run_until(100.0)
+    task.result()
+    return given_up
+
+
+def test_an_answer_that_does_not_come() -> None:
+    async def act(watch: Watch) -> None:
+        watch.wait(2_000, for_answer=True)
+
+    assert play(act) == [(2.0, "got no answer within 2000 ms (first_byte_timeout_ms)")]
+
+
+def test_a_body_that_does_not_move() -> None:
+    async def act(watch: Watch) -> None:
+        watch.wait(4_000)
+
+    ((when_s, said),) = play(act)
+    assert when_s == 4.0
+    assert "fewer than 100 bytes a second (min_bytes_per_s) for 4000 ms" in said
+
+
+def test_bytes_extend_the_wait_by_their_share_and_no_further_than_progress() -> None:
+    async def slow(watch: Watch) -> None:
+        watch.wait(4_000)
+        await asyncio.sleep(3.0)
+        watch.moved(200)  # two seconds' worth
+
+    async def fast(watch: Watch) -> None:
+        watch.wait(4_000)
+        await asyncio.sleep(3.0)
+        watch.moved(1_000_000)
+
+    assert [when_s for when_s, _ in play(slow)] == [6.0]
+    assert [when_s for when_s, _ in play(fast)] == [7.0]
+
+
+def test_a_new_wait_may_be_the_shorter_one() -> None:
+    async def act(watch: Watch) -> None:
+        watch.wait(4_000)
+        await asyncio.sleep(1.0)
+        watch.wait(500)
+
+    assert [when_s for when_s, _ in play(act)] == [1.5]
+
+
+def test_nothing_is_given_up_after_the_end() -> None:
+    async def act(watch: Watch) -> None:
+        watch.wait(1_000)
+        await asyncio.sleep(0.5)
+        watch.stop()
+
+    assert play(act) == []
+
+
+def test_a_request_that_drains_is_waited_for() -> None:
+    drains = iter([True, True, False])
+
+    async def act(watch: Watch) -> None:
+        watch.wait(1_000, for_answer=True)
+
+    asked: list[int] = []
+    given_up = play(act, lambda wait_ms: asked.append(wait_ms) or next(drains))
+    assert [when_s for when_s, _ in given_up] == [3.0]
+    assert asked == [1_000] * 3
+
+
+def test_a_loop_that_did_not_run_gives_the_peer_as_much_time_again() -> None:
+    loop = VirtualLoop()
+    given_up: list[float] = []
+
+    async def run() -> None:
+        Watch(PATIENCE, lambda _: given_up.append(loop.time())).wait(1_000)
+        loop._now_s += 1.5  # nobody had a core for so long
+
+    loop.create_task(run())
+    loop.run_until(10.0)
+    assert given_up == [pytest.approx(2.0)]
+
+
+def test_work_that_stands_still_is_cancelled_and_has_ended() -> None:
+    loop = VirtualLoop()
+    ended: list[float] = []
+
+    async def stuck(watch: Watch) -> int:
+        try:
+            await asyncio.sleep(50.0)
+        finally:
+            ended.append(loop.time())
+        return 1
+
+    async def quick(watch: Watch) -> int:
+        await asyncio.sleep(1.0)
+        return 2
+
+    late, early = (loop.create_task(watched(PATIENCE, work)) for work in (stuck, quick))
+    loop.run_until(100.0)
+    assert early.result() == 2
+    assert isinstance(late.exception(), Stalled)
+    assert ended == [3.0]  # connecting and answering together

@@ -1,0 +1,149 @@
+"""Buckets whose policy demands headers of every upload, with both clients.
+
+Ceph evaluates such a policy itself. Before moto, which does not, the proxy refuses what the policy
+would; moto tells what each object was written with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lab.faults import s3_error
+from lab.proxy import proxy
+from s3kv.config import Config
+from s3kv.errors import StoreDenied
+from s3kv.stores.s3.s3_store import open_store
+from s3kv.stores.store import BulkStore
+from tests import servers
+from tests.rgw import KMS_KEY, Gateway
+
+BUCKET = "s3kv-policies"
+ENCRYPTION = "x-amz-server-side-encryption"
+KMS = {ENCRYPTION: "aws:kms", f"{ENCRYPTION}-aws-kms-key-id": KMS_KEY}
+ACL = {"x-amz-acl": "bucket-owner-full-control"}
+DATA = memoryview(bytes(range(256)) * 300)
+
+
+@dataclass
+class Ground:
+    """A server with an empty bucket whose policy demands `demanded`."""
+
+    is_real: bool
+    url: str
+    boto: Any
+
+
+@pytest.fixture(params=[KMS, ACL], ids=["kms", "acl"])
+def demanded(request: pytest.FixtureRequest) -> dict[str, str]:
+    found: dict[str, str] = request.param
+    return found
+
+
+@pytest.fixture(params=["moto", pytest.param("rgw", marks=pytest.mark.infra)])
+def ground(
+    request: pytest.FixtureRequest, demanded: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Ground]:
+    name, value = next(iter(demanded.items()))
+    if request.param == "moto":
+        servers.set_credentials(monkeypatch)
+        with servers.moto_server() as url, proxy(url) as between:
+            boto = servers.boto_client(url, servers.KEYS)
+            boto.create_bucket(Bucket=BUCKET)
+            between.fault(s3_error(403, "AccessDenied", verbs=("PUT",), lacks=f"{name}: {value}"))
+            yield Ground(False, between.url, boto)
+        return
+    gateway: Gateway = request.getfixturevalue("rgw")
+    servers.set_credentials(monkeypatch, gateway.keys)
+    boto = servers.boto_client(gateway.url, gateway.keys)
+    boto.create_bucket(Bucket=BUCKET)
+    boto.put_bucket_policy(Bucket=BUCKET, Policy=servers.demanding(BUCKET, name, value))
+    yield Ground(True, gateway.url, boto)
+    for item in boto.list_objects_v2(Bucket=BUCKET).get("Contents", []):
+        boto.delete_object(Bucket=BUCKET, Key=item["Key"])
+    boto.delete_bucket(Bucket=BUCKET)
+
+
+OpenStore = Callable[..., AbstractAsyncContextManager[BulkStore]]
+
+
+@pytest.fixture(params=["fast", "aiobotocore"])
+def opened(request: pytest.FixtureRequest) -> OpenStore:
+    @asynccontextmanager
+    async def opened(url: str, **settings: Any) -> AsyncIterator[BulkStore]:
+        config = Config(bucket=BUCKET, endpoint_url=url, client=request.param, **settings)
+        store = open_store(config)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    return opened
+
+
+async def test_a_bucket_that_demands_headers_can_be_written(
+    ground: Ground, opened: OpenStore, demanded: dict[str, str]
+) -> None:
+    async with opened(ground.url, put_headers=demanded) as store:
+        assert await store.put("k", DATA, if_absent=True) is True
+        assert await store.put("k", DATA, if_absent=True) is False
+        assert await store.put("k", DATA, if_absent=False) is True
+        buffer = memoryview(bytearray(len(DATA)))
+        info = await store.get_into("k", buffer)
+        assert info is not None
+        assert buffer == DATA
+        assert await store.get_range("k", 1000, buffer[:300]) == info
+        assert buffer[:300] == DATA[1000:1300]
+        if not ground.is_real:  # Ceph copies no encrypted object
+            assert await store.refresh("k", info.modified_s) is True
+        told = ground.boto.head_object(Bucket=BUCKET, Key="k")
+        if demanded is KMS:
+            assert (told["ServerSideEncryption"], told["SSEKMSKeyId"]) == ("aws:kms", KMS_KEY)
+        assert await store.delete("k", if_etag=info.etag if ground.is_real else None) is True
+
+
+async def test_and_cannot_be_written_without_them(
+    ground: Ground, opened: OpenStore, demanded: dict[str, str]
+) -> None:
+    async with opened(ground.url) as store:
+        with pytest.raises(StoreDenied, match="s3:PutObject"):
+            await store.put("k", DATA, if_absent=True)
+        assert await store.head("k") is None
+
+
+async def test_every_write_has_the_headers_signed_and_no_read_has_them(
+    opened: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWS refuses a read with them."""
+    servers.set_credentials(monkeypatch)
+    heads: list[str] = []
+
+    async def serve(reader: Any, writer: Any) -> None:
+        while True:
+            heads.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
+            if length := re.search(r"\ncontent-length: (\d+)", heads[-1]):
+                await reader.readexactly(int(length[1]))
+            writer.write(b"HTTP/1.1 200 X\r\nContent-Length: 4\r\n\r\n<a/>")
+
+    async with (
+        servers.scripted_server(serve) as port,
+        opened(f"http://127.0.0.1:{port}", put_headers=KMS | ACL) as store,
+    ):
+        await store.put("k", DATA, if_absent=True)
+        await store.put("k", DATA, if_absent=False)
+        await store.refresh("k", 1e9)
+        await store.get_into("k", memoryview(bytearray(4)))
+        await store.delete("k")
+    writes = [head for head in heads if head.startswith("put ")]
+    assert (len(writes), len(heads)) == (3, 5)
+    for head in heads:
+        signed = re.search("signedheaders=([^,]*)", head)
+        assert signed is not None
+        for name, value in (KMS | ACL).items():
+            assert (f"\r\n{name}: {value}\r\n" in head) == (head in writes)
+            assert (name in signed[1].split(";")) == (head in writes)

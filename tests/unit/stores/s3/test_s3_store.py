@@ -1,0 +1,267 @@
+"""Which client serves: what a proxy or an ARN needs, said in the log, and refused if wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.errors import ConfigError, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from s3kv.stores.http.pool import Pool
+from s3kv.stores.s3 import fast_client
+from s3kv.stores.s3.fast_client import FastClient
+from s3kv.stores.s3.s3_store import S3Store, open_store
+from s3kv.stores.s3.sdk_client import SdkClient
+from tests import servers
+from tests.unit.io import rig
+from tests.unit.stores.relay import relay
+from tests.unit.stores.s3.test_address import ACCOUNT, POINT, forget_proxies
+from tests.unit.stores.suite import fetch, pattern
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.set_credentials(monkeypatch)
+    forget_proxies(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with servers.moto_server() as found:
+        yield found
+
+
+PROXY = {"HTTPS_PROXY": "http://u:secret@proxy.example:3128"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "kind", "said"),
+    [
+        ({}, {}, FastClient, ""),
+        ({"client": "fast"}, {}, FastClient, ""),
+        ({"client": "fast"}, {**PROXY, "NO_PROXY": "amazonaws.com"}, FastClient, ""),
+        ({"client": "aiobotocore"}, {}, SdkClient, "client is 'aiobotocore'"),
+        ({}, PROXY, SdkClient, "the proxy http://***:***@proxy.example:3128"),
+        ({"bucket": POINT, "region": "eu-west-1"}, {}, SdkClient, "bucket is an ARN"),
+    ],
+)
+async def test_the_client_that_serves(
+    settings: dict[str, str],
+    environment: dict[str, str],
+    kind: type,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.INFO, "s3kv"):
+        store = open_store(Config(**{"bucket": "bkt", **settings}))
+    assert isinstance(store, S3Store)
+    assert type(store.client) is kind
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (1 if said else 0)
+    assert all(said in line and "processor time" in line for line in lines)
+    assert "secret" not in caplog.text
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "why"),
+    [
+        ({}, PROXY, "the environment names the proxy http://***:***@proxy.example:3128"),
+        ({"bucket": POINT, "region": "eu-west-1"}, {}, "bucket is an ARN"),
+    ],
+)
+def test_the_fast_client_is_refused_where_it_cannot_serve(
+    settings: dict[str, str],
+    environment: dict[str, str],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    message = rf"client is 'fast', and {re.escape(why)}.*allowed there is 'auto' or 'aiobotocore'"
+    with pytest.raises(ConfigError, match=message):
+        open_store(Config(**{"bucket": "bkt", "client": "fast", **settings}))
+
+
+def test_an_io_process_says_so_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PROXY.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.closing(Slab.create(2**20)) as slab:
+        client = IoClient(rig.handshake(Config(bucket="bkt", client="fast")), slab)
+        client.start()
+        try:
+            with pytest.raises(ConfigError, match="client is 'fast', and the environment names"):
+                client.wait_ready(50.0)
+        finally:
+            client.close()
+
+
+async def use(config: Config) -> None:
+    """Each kind of request once, and one that finds nothing."""
+    store = open_store(config)
+    try:
+        await store.check()
+        assert await store.put("relayed/k", pattern(300_000, 1), if_absent=False)
+        assert await fetch(store, "relayed/k", room=300_000) == bytes(pattern(300_000, 1))
+        assert await store.head("relayed/none") is None
+        await store.delete("relayed/k")
+    finally:
+        await store.close()
+
+
+async def test_plain_requests_go_through_the_proxy(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config(bucket=servers.BUCKET, endpoint_url=url)
+    async with relay() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        await use(config)
+        asked = [line.split("?")[0] for line in proxy.asked]
+        object_url = f"{url}/{servers.BUCKET}/relayed"
+        assert asked == [
+            f"GET {url}/{servers.BUCKET}",
+            f"PUT {object_url}/k",
+            f"GET {object_url}/k",
+            f"HEAD {object_url}/none",
+            f"DELETE {object_url}/k",
+        ]
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        await use(config)
+        assert proxy.asked[5:] == []
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return servers.self_signed(tmp_path_factory.mktemp("tls") / "server.pem", "IP:127.0.0.1")
+
+
+async def test_tls_goes_through_a_tunnel(
+    certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is verified against the server's own authority, not the proxy's."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nchunk"
+
+    async def serve(reader: Any, writer: Any) -> None:
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+
+    async with servers.scripted_server(serve, tls=context) as port, relay() as proxy:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        settings = {"bucket": "bkt", "endpoint_url": f"https://127.0.0.1:{port}"}
+        store = open_store(Config(**settings, ca_bundle=f"{certificate}.crt"))
+        assert await fetch(store, "k") == b"chunk"
+        assert await fetch(store, "k") == b"chunk"
+        await store.close()
+        assert proxy.asked == [f"CONNECT 127.0.0.1:{port}"]
+        distrustful = open_store(Config(**settings))
+        with pytest.raises(StoreUnavailable, match=r"certificate.*ca_bundle") as caught:
+            await fetch(distrustful, "k")
+        assert caught.value.code == "untrusted"
+        await distrustful.close()
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        direct = open_store(Config(**settings, ca_bundle=f"{certificate}.crt", client="fast"))
+        assert await fetch(direct, "k") == b"chunk"
+        await direct.close()
+        assert len(proxy.asked) == 2
+
+
+LISTING = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
+
+
+async def test_an_io_process_keeps_tls_connections_ready(certificate: Path) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    opened = 0
+    all_open = asyncio.Event()
+
+    async def serve(reader: Any, writer: Any) -> None:
+        nonlocal opened
+        opened += 1
+        if opened == 3:
+            all_open.set()
+        while True:
+            await reader.readuntil(b"\r\n\r\n")
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(LISTING)}\r\n\r\n"
+            writer.write(head.encode() + LISTING)
+
+    async with servers.scripted_server(serve, tls=context) as port:
+        settings = {"endpoint_url": f"https://127.0.0.1:{port}", "max_inflight_requests": 3}
+        config = Config(bucket="bkt", ca_bundle=f"{certificate}.crt", **settings)
+        with contextlib.closing(Slab.create(2**20)) as slab:
+            client = IoClient(rig.handshake(config), slab)
+            client.start()
+            try:
+                await all_open.wait()
+            finally:
+                await asyncio.to_thread(client.close)
+    assert opened == 3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "keeps_ready", "kept"), [("https", True, 32), ("https", False, 0), ("http", True, 0)]
+)
+async def test_connections_are_kept_ready_with_tls_alone(
+    scheme: str, keeps_ready: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    class Noting(Pool):
+        def __init__(self, *args: Any, ready: int, **more: Any) -> None:
+            super().__init__(*args, ready=ready, **more)
+            asked.append(ready)
+
+    monkeypatch.setattr(fast_client, "Pool", Noting)
+    config = Config(bucket="bkt", endpoint_url=f"{scheme}://127.0.0.1:1")
+    store = open_store(config, keeps_ready=keeps_ready)
+    with pytest.raises(StoreUnavailable):
+        await fetch(store, "k")
+    await store.close()
+    assert asked == [kept]
+
+
+async def test_a_proxy_that_wants_to_know_who_we_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n"
+    async with relay(refusal) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//user:secret@"))
+        store = open_store(Config(bucket="bkt", endpoint_url="https://store.invalid"))
+        with pytest.raises(StoreUnavailable, match=r"407.*HTTPS_PROXY") as caught:
+            await fetch(store, "k")
+        assert caught.value.code == "proxy"
+        assert "secret" not in str(caught.value)
+        await store.close()
+
+
+async def test_an_access_point_is_asked_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy answers in AWS's place."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nchunk"
+    async with relay(answer) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        config = Config(bucket=POINT, region="eu-west-1", endpoint_url="http://s3.invalid")
+        store = open_store(config)
+        assert await fetch(store, "a/k") == b"chunk"
+        await store.close()
+    assert proxy.asked == [f"GET http://chunks-{ACCOUNT}.s3.invalid/a/k"]
+
+
+async def test_a_proxy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    store = open_store(Config(bucket="bkt", endpoint_url="https://store.invalid"))
+    with pytest.raises(StoreUnavailable, match="HTTPS_PROXY"):
+        await fetch(store, "k")
+    await store.close()

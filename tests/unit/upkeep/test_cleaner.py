@@ -1,0 +1,540 @@
+"""The cleaner of a bucket, in virtual time: what it leaves, and who holds the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io.server import service
+from s3kv.objects import keys
+from s3kv.objects.keys import Namespace
+from s3kv.stores.s3.s3_store import open_store
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.types import ChunkKey, Outcome
+from s3kv.upkeep import cleaner as cleaning
+from s3kv.upkeep import costs, listing, refreshing
+from s3kv.upkeep.cleaner import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Cleaner
+from s3kv.upkeep.refreshing import RefreshRule
+from tests import servers
+from tests.system.sim.loop import VirtualLoop
+from tests.unit.io import rig
+
+EPOCH_S = 1e9
+HOUR_S, DAY_S = 3600.0, 86_400.0
+NBYTES = 1_000
+BUDGET = 200 * NBYTES
+MIN_AGE_S = 600.0
+DATA = b"\1" * NBYTES
+PLACE = Namespace("s3kv", "a" * 32)
+FOREIGN = (
+    "s3kv/v2/readme.txt",
+    f"s3kv/v2/{'c' * 32}/00/notes",
+    "s3kv/doctor/1",
+    Namespace("other", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
+    Namespace("s3kv/v2/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
+    keys.cleaner("other"),
+)
+UNANSWERED_S = 2 * (1.5 * LEASE_S + LEASE_S)
+"""Longest time for which a bucket may be without a cleaner after one has died or stalled, if the
+next taker loses a race, too."""
+
+
+def chunk(number: int) -> str:
+    return PLACE.chunk(ChunkKey(0, number.to_bytes(8, "big")), "whole")
+
+
+class Bucket(MemoryStore):
+    """Objects in virtual time. Notes the most bytes there were, and each deletion's age."""
+
+    def __init__(self, loop: VirtualLoop, *, conditional: bool = True) -> None:
+        super().__init__(lambda: EPOCH_S + loop.time())
+        self._loop = loop
+        self._conditional = conditional
+        self.peak = 0
+        self.deleted: list[tuple[float, str]] = []
+        """Age and key of each object deleted."""
+        for key in FOREIGN:
+            self._objects[key] = (b"theirs" * 100, EPOCH_S - 100 * DAY_S)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks: all but the others' objects and the lease."""
+        lease = keys.cleaner("s3kv") in self._objects
+        return NBYTES * (len(self._objects) - len(FOREIGN) - lease)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._objects and key not in FOREIGN and key != keys.cleaner("s3kv")
+
+    def write(self, number: int) -> None:
+        self._objects[chunk(number)] = (DATA, EPOCH_S + self._loop.time())
+        self.peak = max(self.peak, self.nbytes)
+
+    def age_s(self, key: str) -> float:
+        return EPOCH_S + self._loop.time() - self._objects[key][1]
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        return await super().put(key, data, if_absent=if_absent and self._conditional)
+
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        if key in self._objects and keys.parse(key):
+            self.deleted.append((self.age_s(key), key))
+        return await super().delete(key, if_etag=if_etag if self._conditional else None)
+
+
+class Line(MemoryStore):
+    """One process's way to the bucket. It can be cut, and stall as if the process was stopped."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__()
+        self._bucket = bucket
+        self.error: StoreError | None = None
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.page_s = 0.05
+        """Time that 100 objects of a listing take."""
+        self.stops_in_listing = 0
+        """Number of the listing at whose end the process is stopped."""
+        self.failing_deletions = 0
+        self._listings = 0
+
+    async def _pass(self) -> None:
+        await asyncio.sleep(0.05)
+        await self.runs.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def get_into(
+        self, key: str, buffer: memoryview, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        await self._pass()
+        return await self._bucket.get_into(key, buffer, claim)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        await self._pass()
+        return await self._bucket.head(key)
+
+    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        await self._pass()
+        return await self._bucket.put(key, data, if_absent=if_absent)
+
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        await self._pass()
+        return await self._bucket.delete(key, if_etag=if_etag)
+
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        await self._pass()
+        if self.failing_deletions:
+            self.failing_deletions -= 1
+            raise StoreUnavailable("planned")
+        return await self._bucket.delete_many(objects)
+
+    async def list(self, prefix: str, after: str = "") -> Any:
+        self._listings += 1
+        await self._pass()
+        for number, info in enumerate([i async for i in self._bucket.list(prefix, after)]):
+            if number % 100 == 99:
+                await asyncio.sleep(self.page_s)
+                await self._pass()
+            yield info
+        if self._listings == self.stops_in_listing:
+            self.runs.clear()
+            await self._pass()
+
+
+class Engine:
+    """One process with a cleaner. `refresh_after_s`: as it was told."""
+
+    def __init__(self, fleet: Fleet, name: str, **budget: float) -> None:
+        self.line = Line(fleet.bucket)
+        self.refresh_after_s = math.inf
+        self.cleaner = Cleaner(
+            self.line,
+            "s3kv",
+            max_bytes=int(budget.get("max_bytes", 0)),
+            idle_s=budget.get("idle_s", 0.0),
+            min_age_s=MIN_AGE_S,
+            holder=name,
+            on_refresh_after=self._note,
+            rng=fleet.rng,
+            clock=fleet.loop.time,
+        )
+        self.task = fleet.loop.create_task(self.cleaner.run())
+
+    def _note(self, seconds: float) -> None:
+        self.refresh_after_s = seconds
+
+    def die(self) -> None:
+        self.task.cancel()
+
+
+class Fleet:
+    """Cleaners on one bucket, and a writer that stores `per_hour` objects."""
+
+    def __init__(self, seed: int = 1, *, conditional: bool = True) -> None:
+        self.loop = VirtualLoop()
+        self.rng = random.Random(seed)
+        self.bucket = Bucket(self.loop, conditional=conditional)
+        self.engines: list[Engine] = []
+        self._written = 0
+
+    def start(self, count: int, **budget: float) -> None:
+        for _ in range(count):
+            self.engines.append(Engine(self, f"engine {len(self.engines)}", **budget))
+
+    def run(self, hours: float, *, per_hour: int, every: Callable[[], None] | None = None) -> None:
+        step_s = HOUR_S / per_hour if per_hour else 60.0
+        until_s = self.loop.time() + hours * HOUR_S
+        while self.loop.time() < until_s:
+            self.loop.run_until(self.loop.time() + step_s)
+            if per_hour:
+                self.bucket.write(self._written)
+                self._written += 1
+            if every is not None:
+                every()
+        assert self.loop.failures == []
+
+    @property
+    def sweepers(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.cleaner.sweeps]
+
+    def check(self) -> None:
+        """Nothing outside the prefix, and nothing young, was ever deleted."""
+        assert all(key in self.bucket._objects for key in FOREIGN)
+        assert all(age_s >= MIN_AGE_S for age_s, _ in self.bucket.deleted), self.bucket.deleted
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.loop.give_up()
+
+
+def test_a_bucket_stays_within_its_budget_and_is_used(fleet: Fleet) -> None:
+    fleet.start(1, max_bytes=BUDGET)
+    least = []
+
+    def look() -> None:
+        if fleet.loop.time() > 4 * HOUR_S:
+            least.append(fleet.bucket.nbytes)
+
+    fleet.run(24, per_hour=60, every=look)
+    assert fleet.bucket.peak <= 1.1 * BUDGET
+    assert min(least) >= (LEFT - 0.01) * BUDGET
+    assert fleet.sweepers[0].cleaner.deleted_bytes == NBYTES * len(fleet.bucket.deleted)
+    # A quiet bucket is listed seldom, a busy one before it has grown by the rest of the budget.
+    assert 24 * HOUR_S / SWEEP_MAX_S <= fleet.sweepers[0].cleaner.sweeps <= 24 * 60 / 8
+    fleet.check()
+
+
+def test_what_is_hit_stays_and_what_is_not_hit_goes(fleet: Fleet) -> None:
+    fleet.start(2, max_bytes=BUDGET)
+    rule = RefreshRule(math.inf, fleet.rng)
+    hot = [chunk(number) for number in range(10)]
+
+    def hit() -> None:
+        rule.refresh_after_s = fleet.engines[1].refresh_after_s
+        for key in hot:
+            if key in fleet.bucket and rule.wants(fleet.bucket.age_s(key)):
+                data, _ = fleet.bucket._objects[key]
+                fleet.bucket._objects[key] = (data, EPOCH_S + fleet.loop.time())
+
+    fleet.run(24, per_hour=60, every=hit)
+    assert all(key in fleet.bucket for key in hot)
+    assert chunk(11) not in fleet.bucket
+    turnover_s = BUDGET / NBYTES * 60
+    assert fleet.engines[0].refresh_after_s == pytest.approx(turnover_s / REFRESHED, rel=0.2)
+    assert fleet.engines[1].refresh_after_s == pytest.approx(turnover_s / REFRESHED, rel=0.2)
+    fleet.check()
+
+
+def test_a_bucket_that_is_far_from_full_is_left_alone(fleet: Fleet) -> None:
+    fleet.start(2, max_bytes=BUDGET)
+    fleet.run(2, per_hour=60)
+    assert fleet.bucket.deleted == []
+    assert {engine.refresh_after_s for engine in fleet.engines} == {math.inf}
+
+
+def test_what_is_not_used_for_long_goes(fleet: Fleet) -> None:
+    fleet.start(3, idle_s=HOUR_S)
+    fleet.run(6, per_hour=60)
+    assert {engine.refresh_after_s for engine in fleet.engines} == {HOUR_S / REFRESHED}
+    oldest_s = max(fleet.bucket.age_s(key) for key in fleet.bucket._objects if key in fleet.bucket)
+    assert HOUR_S / 2 < oldest_s < HOUR_S * 1.2
+    assert min(age_s for age_s, _ in fleet.bucket.deleted) > HOUR_S
+    fleet.check()
+
+
+def test_nothing_young_goes_though_the_budget_is_exceeded(fleet: Fleet) -> None:
+    fleet.start(1, max_bytes=5 * NBYTES)
+    fleet.run(3, per_hour=600)
+    assert len(fleet.bucket.deleted) > 1_000
+    fleet.check()
+
+
+def test_one_engine_sweeps_and_another_goes_on_when_it_dies(fleet: Fleet) -> None:
+    fleet.start(5, max_bytes=BUDGET)
+    fleet.run(6, per_hour=60)
+    (first,) = fleet.sweepers
+    first.die()
+    fleet.run(13 / 60, per_hour=60)
+    (second,) = (engine for engine in fleet.sweepers if engine is not first)
+    swept = second.cleaner.sweeps
+    fleet.run(6, per_hour=60)
+    assert second.cleaner.sweeps > swept
+    assert set(fleet.sweepers) == {first, second}
+    assert fleet.bucket.nbytes <= BUDGET
+    fleet.check()
+
+
+def test_one_that_was_stopped_in_a_sweep_deletes_nothing_when_it_wakes(fleet: Fleet) -> None:
+    """What it has listed has been refreshed meanwhile."""
+    for number in range(300):
+        fleet.bucket.write(number)
+    fleet.loop.run_until(2 * MIN_AGE_S)
+    fleet.start(1, max_bytes=BUDGET)
+    (engine,) = fleet.engines
+    engine.line.stops_in_listing = 1
+    fleet.loop.run_until(HOUR_S)
+    assert not engine.line.runs.is_set()
+    for number in range(300):
+        fleet.bucket.write(number)
+    engine.line.runs.set()
+    fleet.loop.run_until(HOUR_S + MIN_AGE_S / 2)
+    assert fleet.bucket.deleted == []
+
+
+def test_one_that_was_stopped_between_two_attempts_to_delete_deletes_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has listed has been written again meanwhile."""
+    monkeypatch.setattr(listing, "PAUSES_S", (1.5 * LEASE_S,))  # as if it was stopped in the pause
+    for number in range(300):
+        fleet.bucket.write(number)
+    fleet.loop.run_until(2 * MIN_AGE_S)
+    fleet.start(1, max_bytes=BUDGET)
+    (engine,) = fleet.engines
+    engine.line.failing_deletions = 1
+    while engine.line.failing_deletions:
+        fleet.loop.run_until(fleet.loop.time() + 1.0)
+    for number in range(300):
+        fleet.bucket.write(number)
+    fleet.run(2, per_hour=0)
+    assert fleet.bucket.nbytes <= BUDGET
+    fleet.check()
+
+
+def test_a_sweep_that_takes_long_keeps_its_lease(fleet: Fleet) -> None:
+    for number in range(3_000):
+        fleet.bucket.write(number)
+    fleet.loop.run_until(2 * MIN_AGE_S)
+    fleet.start(3, max_bytes=BUDGET)
+    for engine in fleet.engines:
+        engine.line.page_s = LEASE_S / 25
+    fleet.run(3, per_hour=0)
+    assert len(fleet.sweepers) == 1
+    assert fleet.bucket.nbytes <= BUDGET
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_of_two_that_take_the_lease_at_once_one_has_it(conditional: bool) -> None:
+    fleet = Fleet(conditional=conditional)
+    fleet.rng = Mean()
+    fleet.start(3, max_bytes=BUDGET)
+    fleet.run(1, per_hour=0)
+    assert len(fleet.sweepers) == 1
+    fleet.loop.give_up()
+
+
+class Mean(random.Random):
+    """Chance that treats all alike."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
+@pytest.mark.parametrize("damaged", [b"\xff not JSON", b'{"holder": "\xe1("}', b"[]"])
+def test_a_lease_that_cannot_be_read_is_somebodys_until_it_is_old(
+    damaged: bytes, fleet: Fleet
+) -> None:
+    fleet.bucket._objects[keys.cleaner("s3kv")] = (damaged, EPOCH_S)
+    fleet.start(1, max_bytes=BUDGET)
+    fleet.loop.run_until(LEASE_S - 1)
+    assert fleet.sweepers == []
+    fleet.run(1, per_hour=0)
+    assert len(fleet.sweepers) == 1
+
+
+@pytest.mark.parametrize("after", ["0", "0.0", "-0.0"])
+def test_a_lease_that_lets_objects_no_age_refreshes_none(after: str, fleet: Fleet) -> None:
+    """Anybody may have written it, and the age of an object is divided by it."""
+    lease = f'{{"holder": "x", "refresh_after_s": {after}}}'.encode()
+    fleet.bucket._objects[keys.cleaner("s3kv")] = (lease, EPOCH_S)
+    fleet.start(1, max_bytes=BUDGET)
+    (engine,) = fleet.engines
+    engine.refresh_after_s = 1.0
+    fleet.loop.run_until(LEASE_S - 1)
+    assert fleet.sweepers == []
+    assert engine.refresh_after_s == math.inf
+
+
+def test_who_may_not_delete_says_so_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    fleet.start(1, max_bytes=BUDGET)
+    fleet.engines[0].line.error = StoreDenied("s3:DeleteObject is not allowed")
+    fleet.run(24, per_hour=0)
+    (said,) = caplog.messages
+    assert "bucket_bytes" in said
+    assert "s3:DeleteObject" in said
+    assert 20 < fleet.engines[0].cleaner.failed < 30
+
+
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 30))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_befalls_the_cleaners(seed: int) -> None:
+    """Engines die, stall, wake and are cut off; others come. Then all is quiet."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    fleet = Fleet(seed, conditional=rng.random() < 0.7)
+    fleet.start(rng.randint(1, 4), max_bytes=BUDGET, idle_s=rng.choice([0.0, 12 * HOUR_S]))
+
+    def befall() -> None:
+        if rng.random() > 0.02:
+            return
+        engine = rng.choice(fleet.engines)
+        what = rng.choice(["die", "stall", "wake", "cut", "mend", "start"])
+        if what == "die":
+            engine.die()
+        elif what == "stall":
+            engine.line.runs.clear()
+        elif what == "wake":
+            engine.line.runs.set()
+        elif what == "cut":
+            engine.line.error = StoreUnavailable("planned")
+        elif what == "mend":
+            engine.line.error = None
+        else:
+            fleet.start(1, max_bytes=BUDGET)
+
+    fleet.run(24, per_hour=rng.choice([20, 60, 200]), every=befall)
+    fleet.check()
+    for engine in fleet.engines:
+        engine.line.runs.set()
+        engine.line.error = None
+    fleet.start(1, max_bytes=BUDGET)
+    fleet.run((UNANSWERED_S + SWEEP_MAX_S) / HOUR_S, per_hour=20)
+    assert fleet.bucket.nbytes <= 1.05 * BUDGET
+    fleet.check()
+    fleet.loop.give_up()
+
+
+async def test_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.set_credentials(monkeypatch)
+    told: list[float] = []
+
+    async def no_sleep(seconds: float) -> None:
+        await asyncio.sleep(0)
+
+    with servers.moto_server() as url:
+        boto = servers.boto_client(url, servers.KEYS)
+        for number in range(12):
+            boto.put_object(Bucket=servers.BUCKET, Key=chunk(number), Body=DATA)
+        store = open_store(Config(bucket=servers.BUCKET, endpoint_url=url))
+        first, second = (
+            Cleaner(
+                store,
+                "s3kv",
+                max_bytes=10 * NBYTES,
+                idle_s=0.0,
+                min_age_s=-60.0,
+                holder=holder,
+                on_refresh_after=told.append,
+                rng=random.Random(1),
+                sleep=no_sleep,
+            )
+            for holder in ("one", "two")
+        )
+        await first._turn()
+        await second._turn()
+        await store.close()
+        left = boto.list_objects_v2(Bucket=servers.BUCKET)["Contents"]
+    assert sum(keys.parse(entry["Key"]) is not None for entry in left) == 9
+    assert (first.sweeps, second.sweeps) == (1, 0)
+    assert first.deleted_objects == 3
+    assert told[-1] == told[-2] < math.inf
+
+
+async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
+    monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
+    bucket = MemoryStore(lambda: time_s)
+    time_s = EPOCH_S
+    for number in range(8):
+        time_s += MIN_AGE_S
+        data = memoryview(rig.sealed(number))
+        await bucket.put(rig.object_key(number), data, if_absent=False)
+    time_s += 2 * MIN_AGE_S
+    oldest_left = rig.object_key(2)
+    slab = Slab.create(4 * rig.SLOT_BYTES)
+    budget = 7 * rig.FORMAT.object_bytes
+    async with rig.served(lambda _: bucket, slab, bucket_bytes=budget) as (worker, _):
+        await worker.ready()
+        await counted(worker, "io_cleaner_sweeps")
+        left = {key for key in bucket._objects if keys.parse(key)}
+        assert left == {rig.object_key(number) for number in range(2, 8)}
+        worker.say(rig.fetch(2))
+        assert (await worker.done(1))[2].outcome is Outcome.OK
+        await counted(worker, "io_refresh_done")
+    slab.close()
+    assert bucket._objects[oldest_left][1] == time_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"bucket_bytes": 10**12}, False),
+        ({"bucket_idle_s": 3600.0}, False),
+        ({"refresh_after_s": 3600.0}, False),
+    ],
+)
+async def test_a_process_warns_of_a_bucket_without_a_bound(
+    settings: dict[str, Any],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(service, "_GROWTH_LOOK_S", 0.001)
+    monkeypatch.setattr(costs, "GROWTH_KNOWN_S", 0.01)
+    store = MemoryStore(lambda: EPOCH_S)
+    store.traffic.sent_bytes = 2**30
+    slab = Slab.create(4 * rig.SLOT_BYTES)
+    async with rig.served(lambda _: store, slab, **settings) as (worker, _):
+        await worker.ready()
+        while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
+            await asyncio.sleep(0.002)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+    slab.close()
+    assert caplog.text.count("no bound") == warns
+
+
+async def counted(worker: rig.Worker, counter: str) -> None:
+    """Wait until the process has counted one."""
+    while not (await worker.settled()).counters[counter]:  # noqa: ASYNC110 nothing announces it
+        await asyncio.sleep(0.002)

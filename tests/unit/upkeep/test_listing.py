@@ -1,0 +1,120 @@
+"""The walk over a bucket: which objects it sees, and how it goes on after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.objects import keys
+from s3kv.objects.keys import Namespace
+from s3kv.stores.lanes import in_lanes, in_turn
+from s3kv.stores.store import ObjectInfo
+from s3kv.types import ChunkKey
+from s3kv.upkeep import listing
+
+
+def chunk(place: Namespace, number: int) -> str:
+    return place.chunk(ChunkKey(0, bytes([number])), "h0-7of8-l0-31of32")
+
+
+async def test_objects_of_others_are_not_seen() -> None:
+    place = Namespace("s3kv", "a" * 32)
+    ours = {place.manifest, place.shape("whole"), chunk(place, 1), chunk(place, 2)}
+    foreign = {
+        f"{place.root}somebody-elses",
+        "other/v2/elsewhere",
+        chunk(Namespace("s3kv/v2/nested", "c" * 32), 1),
+        keys.cleaner("s3kv"),
+    }
+    store = MemoryStore()
+    for name in ours | foreign:
+        await store.put(name, memoryview(b"1"), if_absent=True)
+    seen = {info.key async for _, _, info in listing.owned(store, "s3kv")}
+    assert seen == ours
+    chunks = {info.key async for _, info in listing.chunks(store, "s3kv", place.root)}
+    assert chunks == {chunk(place, 1), chunk(place, 2)}
+
+
+class Breaking(MemoryStore):
+    """Breaks off each listing after `given` keys; `obeys`: begins after the key it is told."""
+
+    def __init__(self, given: int, *, obeys: bool = True) -> None:
+        super().__init__()
+        self.given, self.obeys = given, obeys
+
+    async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
+        count = 0
+        async for info in super().list(prefix, after if self.obeys else ""):
+            if count == self.given:
+                raise StoreUnavailable("planned")
+            count += 1
+            yield info
+
+
+async def broken(store: Breaking) -> list[str]:
+    for number in range(7):
+        await store.put(f"k{number}", memoryview(b"x"), if_absent=True)
+    return [info.key async for info in listing.listed(store, "k")]
+
+
+async def test_a_listing_that_breaks_off_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "PAUSES_S", (0.0, 0.0))
+    assert await broken(Breaking(2)) == [f"k{number}" for number in range(7)]
+    with pytest.raises(StoreUnavailable):
+        await broken(Breaking(0))
+    with pytest.raises(StoreError, match="cannot be resumed"):
+        await broken(Breaking(2, obeys=False))
+
+
+async def test_a_call_is_tried_again_only_while_the_store_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listing, "PAUSES_S", (0.0, 0.0))
+    errors: list[StoreError] = [StoreUnavailable("planned"), StoreUnavailable("planned")]
+
+    async def call() -> str:
+        if errors:
+            raise errors.pop()
+        return "answer"
+
+    assert await listing.tried(call) == "answer"
+    errors = [StoreUnavailable("planned"), StoreError("refused")]
+    with pytest.raises(StoreError, match="refused"):
+        await listing.tried(call)
+    assert len(errors) == 1
+
+
+async def test_lanes_work_side_by_side_and_each_item_is_done_once() -> None:
+    done: list[tuple[int, int]] = []
+    begun = 0
+    all_at_work = asyncio.Event()
+
+    async def work(lane: int, item: int) -> None:
+        nonlocal begun
+        begun += 1
+        if begun == 3:
+            all_at_work.set()
+        await all_at_work.wait()
+        done.append((lane, item))
+
+    await in_lanes(3, in_turn(range(9)), work)
+    assert sorted(item for _, item in done) == list(range(9))
+    assert {lane for lane, _ in done} == {0, 1, 2}
+
+
+async def test_if_one_lane_fails_none_goes_on() -> None:
+    begun: list[int] = []
+
+    async def work(_: int, item: int) -> None:
+        begun.append(item)
+        if item == 1:
+            raise StoreError("planned")
+        await asyncio.Event().wait()
+
+    with pytest.raises(StoreError, match="planned"):
+        await in_lanes(2, in_turn(range(9)), work)
+    assert begun == [0, 1]

@@ -1,0 +1,575 @@
+"""Objects in use are written anew: when, how often, by how many, and what it must not disturb."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.messages import JobEnd, JobKind
+from s3kv.stores.store import ObjectInfo
+from s3kv.types import Outcome
+from s3kv.upkeep import refreshing
+from s3kv.upkeep.cleaner import LEASE_S
+from s3kv.upkeep.refreshing import CERTAIN_AT, MAX_WAITING, Refresher, RefreshRule
+from tests.unit.io import rig
+from tests.unit.io.rig import served
+
+AFTER_S = 1000.0
+
+
+class Bucket(MemoryStore):
+    def __init__(self) -> None:
+        self.now_s = 1e9
+        super().__init__(lambda: self.now_s)
+        self.asked: Counter[str] = Counter()
+        self.error: StoreError | None = None
+
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        self.asked["refresh"] += 1
+        if self.error is not None:
+            raise self.error
+        return await super().refresh(key, modified_s)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        self.asked["head"] += 1
+        return await super().head(key)
+
+    async def fill(self, *numbers: int) -> None:
+        for number in numbers:
+            data = memoryview(rig.sealed(number))
+            await self.put(rig.object_key(number), data, if_absent=False)
+
+    def ages(self) -> dict[str, float]:
+        return {key: self.now_s - modified_s for key, (_, modified_s) in self._objects.items()}
+
+
+class Pauses:
+    """Stands for `asyncio.sleep`: notes for how long, and lets others run."""
+
+    def __init__(self) -> None:
+        self.taken: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.taken.append(seconds)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+async def settle(bucket: Bucket, refresher: Refresher, turns: int = 2000) -> None:
+    task = asyncio.ensure_future(refresher.run())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled(), task.exception()
+
+
+def make(bucket: Bucket, *, is_idle: bool = True) -> tuple[Refresher, Pauses]:
+    pauses = Pauses()
+    rule = RefreshRule(AFTER_S, random.Random(0))
+    return Refresher(bucket, rule, lambda: is_idle, sleep=pauses), pauses
+
+
+async def read(bucket: Bucket, number: int) -> ObjectInfo:
+    info = await bucket.get_into(rig.object_key(number), memoryview(bytearray(2**20)))
+    assert info is not None
+    return info
+
+
+def test_the_probability_rises_from_none_to_certainty() -> None:
+    rule = RefreshRule(AFTER_S, random.Random(1))
+
+    def share(age_s: float) -> float:
+        return sum(rule.wants(age_s) for _ in range(4000)) / 4000
+
+    assert share(0) == share(AFTER_S) == 0
+    assert share(AFTER_S * CERTAIN_AT) == share(AFTER_S * 100) == 1
+    half = share(AFTER_S * (1 + CERTAIN_AT) / 2)
+    assert 0.46 < half < 0.54  # 5 σ
+    assert share(AFTER_S * 1.01) < half / 2
+
+
+async def test_only_what_is_old_is_written_anew() -> None:
+    bucket = Bucket()
+    await bucket.fill(1, 2)
+    bucket.now_s += CERTAIN_AT * AFTER_S
+    await bucket.fill(2)
+    refresher, pauses = make(bucket)
+    for number in (1, 2):
+        refresher.hit(await read(bucket, number))
+    await settle(bucket, refresher)
+    assert bucket.asked == {"refresh": 1}
+    assert set(bucket.ages().values()) == {0.0}
+    assert (refresher.done, refresher.failed, refresher.skipped) == (1, 0, 0)
+    assert pauses.taken == [refreshing.PAUSE_S]
+    assert await read(bucket, 1)
+
+
+async def test_of_many_replicas_one_writes() -> None:
+    bucket = Bucket()
+    await bucket.fill(1)
+    bucket.now_s += 2 * AFTER_S
+    replicas = [make(bucket)[0] for _ in range(20)]
+    for replica in replicas:
+        replica.hit(await read(bucket, 1))
+    await asyncio.gather(*(settle(bucket, replica, 200) for replica in replicas))
+    assert sum(replica.done for replica in replicas) == 1
+    assert sum(replica.skipped for replica in replicas) == 19
+
+
+async def test_what_a_store_does_not_tell_the_age_of_is_left_alone() -> None:
+    bucket = Bucket()
+    await bucket.fill(1)
+    refresher, _ = make(bucket)
+    refresher.hit(ObjectInfo(rig.object_key(1), 10, 0.0))
+    await settle(bucket, refresher)
+    assert not bucket.asked
+
+
+@pytest.mark.parametrize(("age", "copies"), [(0.5, 0), (2.0, 1)])
+async def test_of_what_an_upload_found_the_age_is_asked(age: float, copies: int) -> None:
+    bucket = Bucket()
+    await bucket.fill(1)
+    bucket.now_s += age * AFTER_S
+    refresher, _ = make(bucket)
+    refresher.exists(rig.object_key(1))
+    refresher.exists(rig.object_key(2))  # and gone again
+    await looked(refresher)
+    await settle(bucket, refresher)
+    assert (bucket.asked["head"], bucket.asked["refresh"]) == (2, copies)
+
+
+async def test_nothing_is_asked_while_jobs_wait() -> None:
+    bucket = Bucket()
+    await bucket.fill(1)
+    bucket.now_s += 2 * AFTER_S
+    refresher, _ = make(bucket, is_idle=False)
+    refresher.hit(await read(bucket, 1))
+    await settle(bucket, refresher)
+    assert not bucket.asked
+
+
+async def test_what_waits_is_bounded_and_what_is_dropped_is_counted() -> None:
+    bucket = Bucket()
+    refresher, _ = make(bucket)
+    for number in range(MAX_WAITING + 7):
+        old = ObjectInfo(f"key-{number}", 10, 0.0, age_s=2 * AFTER_S)
+        refresher.hit(old)
+        refresher.hit(old)
+    assert refresher.skipped == 14
+    for number in range(MAX_WAITING + 7):
+        refresher.exists(f"key-{number}")
+    assert refresher.skipped == 21
+
+
+@pytest.mark.parametrize(
+    ("error", "pause_s", "said"),
+    [
+        (StoreDenied("s3:PutObject on arn:aws:s3:::bkt"), 3600.0, 1),
+        (StoreError("501 NotImplemented"), 3600.0, 1),
+        (StoreUnavailable("500"), 10.0, 0),
+    ],
+)
+async def test_a_store_that_refuses_is_left_alone_for_a_while(
+    error: StoreError, pause_s: float, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = Bucket()
+    await bucket.fill(*range(5))
+    bucket.now_s += 2 * AFTER_S
+    bucket.error = error
+    refresher, pauses = make(bucket)
+    for _ in range(3):
+        for number in range(5):
+            refresher.hit(await read(bucket, number))
+        await settle(bucket, refresher)
+    assert (refresher.done, refresher.failed, refresher.skipped) == (0, 3, 12)
+    assert pauses.taken.count(pause_s) == 3
+    assert sum(str(error) in message for message in caplog.messages) == said
+    bucket.error = None
+    refresher.hit(await read(bucket, 0))
+    await settle(bucket, refresher)
+    assert refresher.done == 1
+
+
+class Answers:
+    """Takes the answers to uses."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Outcome, float]] = []
+
+    def __call__(self, outcome: Outcome, fresh_s: float) -> None:
+        self.given.append((outcome, fresh_s))
+
+
+async def looked(refresher: Refresher, turns: int = 200) -> None:
+    task = asyncio.ensure_future(refresher.look())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    assert not task.done(), task.exception()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_uses_need_not_be_reported_before_the_object_is_due() -> None:
+    """And from a random age on, so that the replicas of a fleet do not ask all at once."""
+    rule = RefreshRule(AFTER_S, random.Random(1))
+    for age_s in (0.0, AFTER_S / 2, AFTER_S, 1.2 * AFTER_S):
+        due_s = [age_s + rule.fresh_s(age_s) for _ in range(1000)]
+        first_s = max(age_s, AFTER_S)
+        assert first_s <= min(due_s)
+        assert max(due_s) <= CERTAIN_AT * AFTER_S
+        spread_s = CERTAIN_AT * AFTER_S - first_s
+        assert max(due_s) - min(due_s) > 0.9 * spread_s
+
+
+@pytest.mark.parametrize("after_s", [math.inf, 100 * refreshing.LOOK_S])
+def test_an_object_in_use_is_looked_at_now_and_then_whatever_is_set(after_s: float) -> None:
+    rule = RefreshRule(after_s, random.Random(1))
+    fresh_s = [rule.fresh_s(0.0) for _ in range(1000)]
+    assert 0.8 * refreshing.LOOK_S <= min(fresh_s) < max(fresh_s) <= refreshing.LOOK_S
+    assert not any(rule.spares() for _ in range(1000))
+
+
+def test_while_the_cleaner_deletes_nothing_uses_are_reported_and_seldom_looked_at() -> None:
+    rule = RefreshRule(math.inf, random.Random(1), is_told=True)
+    assert max(rule.fresh_s(0.0) for _ in range(1000)) <= LEASE_S
+    looks = sum(not rule.spares() for _ in range(12_000))
+    assert 850 < looks < 1150  # one in twelve, 5 σ
+    rule.refresh_after_s = AFTER_S
+    assert not any(rule.spares() for _ in range(1000))
+
+
+@pytest.mark.parametrize(
+    ("settings", "after_s"),
+    [
+        ({}, math.inf),
+        ({"refresh_after_s": 5.0, "bucket_idle_s": 100.0}, 5.0),
+        ({"bucket_idle_s": 12.0}, 3.0),
+        ({"bucket_bytes": 2**30}, math.inf),
+        ({"bucket": "b--use1-az4--x-s3", "refresh_after_s": 5.0}, math.inf),
+    ],
+)
+def test_the_rule_of_the_settings(settings: dict[str, Any], after_s: float) -> None:
+    rule = RefreshRule.of(Config(**{"bucket": "bkt", **settings}), random.Random(0))
+    assert rule.refresh_after_s == after_s
+
+
+async def test_a_use_that_is_reported_counts_as_a_hit() -> None:
+    bucket = Bucket()
+    await bucket.fill(1, 2)
+    bucket.now_s += 2 * AFTER_S
+    await bucket.fill(2)
+    refresher, _ = make(bucket)
+    answers = Answers()
+    for number in (1, 2, 3):
+        refresher.use(rig.object_key(number), answers)
+    await looked(refresher)
+    old, young, gone = answers.given
+    assert old[0] is young[0] is Outcome.EXISTS
+    assert min(old[1], young[1]) >= AFTER_S
+    assert gone[0] is Outcome.MISSING
+    await settle(bucket, refresher)
+    assert bucket.asked == {"head": 3, "refresh": 1}
+    assert max(bucket.ages().values()) == 0.0
+
+
+@pytest.mark.parametrize("count", [1, 20])
+async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it(
+    count: int,
+) -> None:
+    """All have it in memory, and use it all the time."""
+    bucket = Bucket()
+    await bucket.fill(1)
+    rng = random.Random(count)
+    replicas = []
+    for _ in range(count):
+        rule = RefreshRule(AFTER_S, random.Random(rng.random()))
+        replicas.append(Refresher(bucket, rule, lambda: True, sleep=Pauses()))
+    tasks = [asyncio.ensure_future(work) for r in replicas for work in (r.look(), r.run())]
+    due_s = {replica: bucket.now_s + replica.written() for replica in replicas}
+    intervals, oldest_s = 20, 0.0
+    end_s = bucket.now_s + intervals * AFTER_S
+    while bucket.now_s < end_s:
+        bucket.now_s += AFTER_S / 200
+        for replica in [one for one in replicas if due_s[one] <= bucket.now_s]:
+            answers = Answers()
+            replica.use(rig.object_key(1), answers)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            ((outcome, fresh_s),) = answers.given
+            assert outcome is Outcome.EXISTS
+            due_s[replica] = bucket.now_s + fresh_s
+        oldest_s = max(oldest_s, *bucket.ages().values())
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert oldest_s <= 1.3 * AFTER_S
+    assert 0.75 * intervals <= sum(replica.done for replica in replicas) <= intervals
+    assert sum(replica.skipped for replica in replicas) == 0
+    # A replica alone asks about twice before it refreshes; of many, most only see that it is done.
+    assert bucket.asked["head"] <= (3 if count == 1 else 1.5) * count * intervals
+
+
+async def test_what_cannot_be_looked_at_is_answered_all_the_same() -> None:
+    bucket = Bucket()
+    refresher, _ = make(bucket)
+    answers = Answers()
+    for number in range(MAX_WAITING + 7):
+        refresher.use(f"key-{number}", answers)
+    assert answers.given == [(Outcome.CANCELLED, 0.0)] * 7
+    refresher.give_up()
+    assert answers.given == [(Outcome.CANCELLED, 0.0)] * (MAX_WAITING + 7)
+    refresher.use("key", answers)
+    assert len(answers.given) == MAX_WAITING + 8, "at once: nobody looks any more"
+
+
+async def test_a_failed_look_is_an_answer_and_the_end_of_one_use() -> None:
+    bucket = Bucket()
+    await bucket.fill(1)
+    errors = [StoreUnavailable("500"), StoreDenied("403")]
+
+    async def head(key: str) -> ObjectInfo | None:
+        if errors:
+            raise errors.pop()
+        return await MemoryStore.head(bucket, key)
+
+    bucket.head = head  # type: ignore[method-assign]
+    refresher, _ = make(bucket)
+    answers = Answers()
+    for _ in range(3):
+        refresher.use(rig.object_key(1), answers)
+    await looked(refresher)
+    outcomes = [outcome for outcome, _ in answers.given]
+    assert outcomes == [Outcome.CANCELLED, Outcome.CANCELLED, Outcome.EXISTS]
+    assert refresher.failed == 2
+
+
+async def test_a_look_that_is_cut_short_is_answered_once() -> None:
+    bucket = Bucket()
+    begun = asyncio.Event()
+
+    async def head(key: str) -> ObjectInfo | None:
+        begun.set()
+        await asyncio.sleep(3600)
+        raise AssertionError("nobody waits for it")
+
+    bucket.head = head  # type: ignore[method-assign]
+    refresher, _ = make(bucket)
+    answers = Answers()
+    refresher.use("one", answers)
+    refresher.use("two", answers)
+    task = asyncio.ensure_future(refresher.look())
+    await begun.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert answers.given == [(Outcome.CANCELLED, 0.0)] * 2
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(8 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not condition():  # noqa: ASYNC110 nothing announces it
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(wait(), 20)
+
+
+async def told(worker: rig.Worker, condition: Callable[[wire.Stats], bool]) -> wire.Stats:
+    """What the process says of itself once that is so."""
+
+    async def wait() -> wire.Stats:
+        while not condition(stats := await worker.settled()):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        return stats
+
+    return await asyncio.wait_for(wait(), 20)
+
+
+async def refreshed(worker: rig.Worker, count: int) -> wire.Stats:
+    return await told(worker, lambda stats: stats.counters["io_refresh_done"] >= count)
+
+
+async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -> None:
+    bucket = Bucket()
+    await bucket.fill(1, 2, 3)
+    bucket.now_s += 2 * AFTER_S
+    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
+        await worker.ready()
+        rig.fill(slab, 2, 2)
+        worker.say(rig.fetch(1), rig.upload(2))
+        ends = await worker.done(2)
+        assert ends[1].outcome is Outcome.OK
+        assert ends[2].outcome is Outcome.EXISTS
+        stats = await refreshed(worker, 2)
+        assert (stats.counters["io_refresh_failed"], stats.counters["io_refresh_skipped"]) == (0, 0)
+    young = {key for key, age_s in bucket.ages().items() if age_s == 0}
+    assert young == {rig.object_key(1), rig.object_key(2)}
+
+
+async def test_what_does_not_verify_is_not_refreshed(slab: Slab) -> None:
+    bucket = Bucket()
+    await bucket.put(rig.object_key(1), memoryview(b"bad" * 1000), if_absent=True)
+    await bucket.fill(2)
+    bucket.now_s += 2 * AFTER_S
+    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(1))
+        assert (await worker.done(1))[1].outcome is Outcome.CORRUPT
+        worker.say(rig.fetch(2))
+        await worker.done(1)
+        await refreshed(worker, 1)
+    assert bucket.ages()[rig.object_key(1)] > 0
+
+
+async def test_a_copy_that_fails_is_nobody_elses_affair(slab: Slab) -> None:
+    bucket = Bucket()
+    await bucket.fill(1, 2)
+    bucket.now_s += 2 * AFTER_S
+    bucket.error = StoreUnavailable("503")
+    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(1))
+        assert (await worker.done(1))[1].outcome is Outcome.OK
+        stats = await told(worker, lambda stats: stats.counters["io_refresh_failed"] == 1)
+        others = ("io_retries", "io_throttled", "io_window_cuts", "io_defects")
+        assert [stats.counters[name] for name in others] == [0, 0, 0, 0]
+        worker.say(rig.fetch(2))
+        assert (await worker.done(1))[2].outcome is Outcome.OK
+
+
+def use(job_id: int) -> wire.Look:
+    return wire.Look(job_id, 0, rig.chunk(job_id).block_hash)
+
+
+@pytest.mark.parametrize("settings", [{"refresh_after_s": AFTER_S}, {}], ids=["on", "off"])
+async def test_a_process_says_of_what_is_used_whether_it_is_there(
+    slab: Slab, settings: dict[str, Any]
+) -> None:
+    bucket = Bucket()
+    await bucket.fill(1)
+    bucket.now_s += 2 * AFTER_S
+    async with served(lambda _: bucket, slab, **settings) as (worker, _):
+        worker.say(use(1), use(2), wire.Look(3, 0, b""))
+        ends = {}
+        while len(ends) < 3:  # the third is answered before the bucket has been tried
+            message = await worker.hear()
+            if isinstance(message, JobEnd):
+                ends[message.job_id] = message
+        outcomes = [ends[number].outcome for number in (1, 2, 3)]
+        assert outcomes == [Outcome.EXISTS, Outcome.MISSING, Outcome.INVALID]
+        assert {end.kind for end in ends.values()} == {JobKind.USE}
+        assert 0 < ends[1].fresh_s < math.inf
+        if settings:
+            await refreshed(worker, 1)
+        worker.say(wire.Drain(5.0))
+        assert await worker.hear() == wire.Drained(0)
+    assert bucket.asked["refresh"] == len(settings)
+
+
+async def test_a_shutdown_answers_the_uses_that_wait(slab: Slab) -> None:
+    bucket = Bucket()
+    begun = asyncio.Event()
+
+    async def head(key: str) -> ObjectInfo | None:
+        begun.set()
+        await asyncio.Event().wait()
+        return None
+
+    bucket.head = head  # type: ignore[method-assign]
+    async with served(lambda _: bucket, slab) as (worker, _):
+        await worker.ready()
+        worker.say(use(1), use(2))
+        await begun.wait()
+        worker.say(wire.Drain(5.0))
+        ends = await worker.done(2)
+        assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
+        assert await worker.hear() == wire.Drained(0)
+
+
+class Hanging(Bucket):
+    async def refresh(self, key: str, modified_s: float) -> bool:
+        self.asked["refresh"] += 1
+        await asyncio.Event().wait()
+        return True
+
+
+async def test_a_shutdown_does_not_wait_for_copies(slab: Slab) -> None:
+    bucket = Hanging()
+    await bucket.fill(1)
+    bucket.now_s += 2 * AFTER_S
+    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(1))
+        await worker.done(1)
+        await until(lambda: bucket.asked["refresh"] > 0)
+        worker.say(rig.fetch(2))  # and nobody else waits for one
+        await worker.done(1)
+        worker.say(wire.Drain(5.0))
+        assert await worker.hear() == wire.Drained(0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({}, 0), ({"bucket": "cache--use1-az4--x-s3", "refresh_after_s": AFTER_S}, 1)],
+    ids=["off", "directory bucket"],
+)
+async def test_where_it_is_off_nothing_is_copied(
+    slab: Slab, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], said: int
+) -> None:
+    caplog.set_level(logging.WARNING)
+    bucket = Bucket()
+    await bucket.fill(1)
+    bucket.now_s += 1e9
+    config = rig.Config(**{"bucket": "bkt", **settings})
+    greeting = rig.handshake(config)
+    async with served(lambda _: bucket, slab, greeting=greeting) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(1))
+        await worker.done(1)
+        await asyncio.sleep(0.05)
+        assert not bucket.asked
+    assert sum("refresh_after_s has no effect" in message for message in caplog.messages) == said
+
+
+async def test_the_manifest_stays_as_young_as_the_chunks(slab: Slab) -> None:
+    bucket = Bucket()
+    greeting = rig.handshake(rig.Config(bucket="bkt", refresh_after_s=0.01))
+    named = wire.Handshake(
+        greeting.config,
+        greeting.namespace_prefix,
+        greeting.namespace_digest,
+        greeting.shard,
+        greeting.groups,
+        manifest=b"{}",
+    )
+    async with served(lambda _: bucket, slab, greeting=named) as (worker, _):
+        await worker.ready()
+        await until(lambda: rig.NAMESPACE.manifest in bucket._objects)
+        bucket.now_s += 100
+        await refreshed(worker, 1)
+        assert bucket.ages()[rig.NAMESPACE.manifest] == 0
+        await bucket.delete(rig.NAMESPACE.manifest)  # expired
+        await until(lambda: rig.NAMESPACE.manifest in bucket._objects)

@@ -1,0 +1,313 @@
+"""Which namespace this is and why, told once, in the way of nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
+from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.types import Outcome
+from s3kv.upkeep.registration import introduce
+from tests.unit.io import rig
+from tests.unit.io.rig import served
+
+BASE: dict[str, Any] = {
+    "model": {"name": "m", "dtype": "torch.bfloat16", "config": {"rope": {"theta": 1e4}}},
+    "ranks": {"tensor": 1},
+    "chunk_tokens": 256,
+}
+
+
+def changed(**model: Any) -> dict[str, Any]:
+    return BASE | {"model": BASE["model"] | model}
+
+
+def place(fingerprint: dict[str, Any]) -> tuple[Namespace, bytes]:
+    return Namespace("s3kv", fingerprint_digest(fingerprint)), canonical_json(fingerprint)
+
+
+async def meet(store: MemoryStore, fingerprint: dict[str, Any]) -> str:
+    return await introduce(store, *place(fingerprint))
+
+
+async def read(store: MemoryStore, key: str) -> bytes | None:
+    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
+    info = await store.get_into(key, buffer)
+    return None if info is None else bytes(buffer[: info.nbytes])
+
+
+async def test_the_first_writes_it_and_the_second_knows_it() -> None:
+    store = MemoryStore()
+    namespace, manifest = place(BASE)
+    said = await meet(store, BASE)
+    assert f"{namespace.root} is new; there is no other under s3kv/" in said
+    assert await read(store, namespace.manifest) == manifest
+    assert fingerprint_digest(json.loads(manifest)) == namespace.digest
+    assert f"{namespace.root} is known" in await meet(store, BASE)
+
+
+async def test_the_shapes_of_every_engine_are_listed_beside_it() -> None:
+    store = MemoryStore()
+    namespace, manifest = place(BASE)
+    await introduce(store, namespace, manifest, ["h0-3of8-l0-31of32", "h4-7of8-l0-31of32"])
+    await introduce(store, namespace, manifest, ["h0-7of8-l0-31of32"])
+    shapes = [info async for info in store.list(f"{namespace.root}shapes/")]
+    names = [info.key.rpartition("/")[2] for info in shapes]
+    assert names == ["h0-3of8-l0-31of32", "h0-7of8-l0-31of32", "h4-7of8-l0-31of32"]
+    assert all(info.nbytes == 0 and parse_sign(info.key) == namespace for info in shapes)
+
+
+async def test_a_store_that_takes_no_shapes_still_tells_the_namespace() -> None:
+    class Full(MemoryStore):
+        async def put(self, key: str, data: memoryview, *, if_absent: bool = False) -> bool:
+            if "/shapes/" in key:
+                raise StoreUnavailable("507 disk full")
+            return await super().put(key, data, if_absent=if_absent)
+
+    namespace, manifest = place(BASE)
+    said = await introduce(Full(), namespace, manifest, ["h0-7of8-l0-31of32"])
+    assert f"{namespace.root} is new" in said
+
+
+async def test_a_new_one_is_explained_by_the_nearest_field_by_field() -> None:
+    store = MemoryStore()
+    far = changed(dtype="torch.float16", name="other") | {"chunk_tokens": 512}
+    await meet(store, far)
+    said = await meet(store, BASE)
+    assert f"; the only other, {place(far)[0].digest}, differs in " in said
+    said = await meet(store, changed(dtype="torch.float32"))
+    assert f"of 2 others the nearest, {place(BASE)[0].digest}, differs in " in said
+    assert '\'model.dtype\' ("torch.bfloat16" there, "torch.float32" here)' in said
+    assert "chunk_tokens" not in said
+    said = await meet(store, changed(config={"rope": {"theta": 2e4}}))
+    assert "'model.config.rope.theta' (10000.0 there, 20000.0 here)" in said
+    said = await meet(store, BASE | {"lora": {"dtype": "x"}})
+    assert "'lora.dtype' (- there, \"x\" here)" in said
+
+
+async def test_many_differences_are_cut_short() -> None:
+    store = MemoryStore()
+    await meet(store, {f"field{n}": "x" * 100 for n in range(20)})
+    said = await meet(store, {f"field{n}": "y" * 100 for n in range(20)})
+    assert said.endswith("; and 12 more")
+    assert len(said) < 2_000
+
+
+async def test_a_bucket_that_may_only_be_read() -> None:
+    class ReadOnly(MemoryStore):
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            raise StoreDenied("s3:PutObject")
+
+    store = ReadOnly()
+    assert "is new (it has no manifest: writing one was denied)" in await meet(store, BASE)
+    namespace, manifest = place(BASE)
+    await MemoryStore.put(store, namespace.manifest, memoryview(manifest), if_absent=True)
+    assert "is known" in await meet(store, BASE)
+
+
+HOSTILE = [
+    b"",
+    b"\xff\xfe",
+    b"[" * 200_000,
+    b'{"a":' * 900 + b"1" + b"}" * 900,
+    b"[]",
+    b'"text"',
+    b"{" + b" " * MAX_MANIFEST_BYTES + b"}",
+    json.dumps({"\x1b[31m" + "k" * 1000: "\n\x1b[31m" + "v" * 100_000}).encode(),
+    json.dumps({"a": {}, "b": [], "c": None}).encode(),
+]
+
+
+@pytest.mark.parametrize("body", HOSTILE, ids=range(len(HOSTILE)))
+async def test_manifests_of_others_are_not_trusted(body: bytes) -> None:
+    store = MemoryStore()
+    other = Namespace("s3kv", "0" * 32)
+    await store.put(other.manifest, memoryview(body), if_absent=True)
+    await store.put("s3kv/v2/no-namespace/manifest.json", memoryview(body), if_absent=True)
+    said = await meet(store, BASE)
+    assert "is new" in said
+    assert "\x1b" not in said
+    assert "\n" not in said
+    assert len(said) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("opening", "values", "closing"),
+    [
+        (b'{"' + b"k" * 20_000 + b'":', 100, b"}"),
+        (b'{"k":' * 900, 100, b"}" * 900),
+    ],
+    ids=["a long name", "deep"],
+)
+def test_the_names_of_the_fields_of_others_are_cut_short(
+    opening: bytes, values: int, closing: bytes
+) -> None:
+    """Or those of a manifest with a long one and many values would be gigabytes."""
+    found = leaves(opening + b"[" + b",".join([b"1"] * values) + b"]" + closing)
+    assert found
+    assert max(map(len, found)) <= 1000
+
+
+def test_every_value_has_the_names_of_all_around_it() -> None:
+    tree = {"a": {"b": [1, {"c": None}]}, "d": [], "e": {}, "": {"f": "x"}, "g": [[2, 3]]}
+    assert leaves(json.dumps(tree).encode()) == {
+        "a.b.0": "1",
+        "a.b.1.c": "null",
+        "d": "[]",
+        "e": "{}",
+        "f": '"x"',
+        "g.0.0": "2",
+        "g.0.1": "3",
+    }
+
+
+async def test_a_manifest_that_is_damaged_is_said_to_be() -> None:
+    store = MemoryStore()
+    namespace, _ = place(BASE)
+    for body in (b"{}", b"x" * (MAX_MANIFEST_BYTES + 1)):
+        await store.put(namespace.manifest, memoryview(body), if_absent=False)
+        assert "its manifest is damaged" in await meet(store, BASE)
+        assert await store.head(namespace.manifest) is not None
+
+
+async def test_many_siblings_are_read_up_to_a_limit() -> None:
+    class Counting(MemoryStore):
+        reads = 0
+
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            self.reads += 1
+            return await super().get_into(key, buffer, claim)
+
+    store = Counting()
+    for number in range(100):
+        namespace, manifest = place(BASE | {"chunk_tokens": number})
+        await store.put(namespace.manifest, memoryview(manifest), if_absent=True)
+    assert "of 32 others" in await meet(store, BASE)
+    assert store.reads == 33
+
+
+# ---------------------------------------------------------------------- in the I/O process
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(8 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def with_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = rig.handshake
+
+    def handshake(config: Config) -> wire.Handshake:
+        import msgspec
+
+        return msgspec.structs.replace(plain(config), manifest=b'{"model":"m"}')
+
+    monkeypatch.setattr(rig, "handshake", handshake)
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_nobody_waits_for_it(slab: Slab) -> None:
+    class Stuck(MemoryStore):
+        asked = asyncio.Event()
+
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            if key == rig.NAMESPACE.manifest:
+                self.asked.set()
+                await asyncio.Event().wait()
+            return await super().get_into(key, buffer, claim)
+
+    store = Stuck()
+    async with served(lambda _: store, slab) as (worker, serving):
+        await worker.ready()
+        await store.asked.wait()
+        rig.fill(slab, 1, number=1)
+        worker.say(rig.upload(1))
+        assert (await worker.done(1))[1].outcome is Outcome.OK
+        worker.hang_up()
+        await asyncio.wait_for(serving, 5)
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_it_is_written_as_soon_as_the_bucket_is_there(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("s3kv.io.server.service._INTRODUCTION_PAUSE_S", 0.01)
+
+    class Late(MemoryStore):
+        failures = 5
+        written = asyncio.Event()
+
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            if self.failures:
+                self.failures -= 1
+                raise StoreUnavailable("refused")
+            return await super().get_into(key, buffer, claim)
+
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            self.written.set()
+            return await super().put(key, data, if_absent=if_absent)
+
+    store = Late()
+    caplog.set_level(logging.INFO, "s3kv.io")
+    async with served(lambda _: store, slab, max_attempts=1) as (worker, _):
+        await worker.ready()
+        await store.written.wait()
+        while not caplog.messages:  # noqa: ASYNC110 - a log record announces nothing
+            await asyncio.sleep(0.001)
+    assert await read(store, rig.NAMESPACE.manifest) == b'{"model":"m"}'
+    assert f"namespace {rig.NAMESPACE.root} is new" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_a_bucket_that_may_not_be_read_is_said_and_served(
+    slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Denied(MemoryStore):
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            raise StoreDenied("s3:GetObject on arn:aws:s3:::bkt")
+
+    async with served(lambda _: Denied(), slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(1))
+        assert (await worker.done(1))[1].outcome is Outcome.DENIED
+    assert "namespace's manifest cannot be read: s3:GetObject" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_a_defect_in_it_is_counted_and_costs_nothing(
+    slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(MemoryStore):
+        async def folders(self, prefix: str, limit: int) -> list[str]:
+            raise ZeroDivisionError("oops")
+
+    async with served(lambda _: Odd(), slab) as (worker, _):
+        await worker.ready()
+        while (await worker.settled()).counters["io_defects"] == 0:
+            pass
+        worker.say(rig.fetch(1))
+        assert (await worker.done(1))[1].outcome is Outcome.MISSING
+    assert "ZeroDivisionError" in caplog.text

@@ -1,0 +1,280 @@
+"""The sweep of a bucket: what goes, what stays, and what an engine notices."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.errors import StoreUnavailable
+from s3kv.objects.keys import Namespace, cleaner
+from s3kv.stores.store import ObjectInfo
+from s3kv.types import ChunkKey
+from s3kv.upkeep import listing
+from s3kv.upkeep.sweep import Sweep
+
+OLD, NEW = Namespace("s3kv", "a" * 32), Namespace("s3kv", "b" * 32)
+FOREIGN = (
+    cleaner("s3kv"),
+    "s3kv/v2/readme.txt",
+    f"s3kv/v2/{'c' * 32}/00/notes",
+    "s3kv/doctor/1",
+    Namespace("other", "a" * 32).chunk(ChunkKey(0, b"\0"), "h0-7of8-l0-31of32"),
+    Namespace("s3kv/v2/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "h0-7of8-l0-31of32"),
+)
+
+
+class Bucket(MemoryStore):
+    """Objects whose last write is what `now_s` was then."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: self.now_s)
+        self.now_s = 1e9
+        self.before_delete: dict[str, bytes] = {}
+        """Written by somebody else between the listing and the deletion."""
+        self.after_look: dict[str, bytes] = {}
+        """The same, between the second look and the deletion."""
+
+    async def fill(self, place: Namespace, numbers: Sequence[int], nbytes: int = 100) -> None:
+        for number in numbers:
+            self.now_s = 1e9 + number
+            await self.write(chunk(place, number), bytes([number]) * nbytes)
+
+    async def write(self, key: str, data: bytes) -> None:
+        await self.put(key, memoryview(data), if_absent=False)
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        self.now_s = 2e9
+        if key in self.before_delete:
+            await self.write(key, self.before_delete.pop(key))
+        return await super().head(key)
+
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        for key, data in self.after_look.items():
+            await self.write(key, data)
+        return await super().delete_many(objects)
+
+    async def keys(self) -> set[str]:
+        return {info.key async for info in self.list("")}
+
+
+def chunk(place: Namespace, number: int) -> str:
+    return place.chunk(ChunkKey(0, hashlib.sha256(bytes([number])).digest()), "h0-7of8-l0-31of32")
+
+
+async def sweep(bucket: MemoryStore, **options: Any) -> Sweep:
+    run = Sweep(bucket, "s3kv", **options)
+    await run.run()
+    return run
+
+
+async def test_the_young_stay_even_beyond_the_budget() -> None:
+    bucket = Bucket()
+    await bucket.fill(OLD, range(10))
+    run = await sweep(bucket, max_bytes=0, before_s=2e9, spare_s=1e9 + 7)
+    assert await bucket.keys() == {chunk(OLD, number) for number in (7, 8, 9)}
+    assert run.oldest_s == 1e9 + 7
+
+
+async def test_the_second_in_which_the_young_begin_is_split_at_no_place() -> None:
+    """Of the objects of one second some may go for the budget, but none that is young."""
+    bucket = Bucket()
+    await bucket.fill(OLD, [1, 7])
+    bucket.now_s = 1e9 + 7.6
+    for number in (70, 71, 72):
+        await bucket.write(chunk(OLD, number), bytes(100))
+    await sweep(bucket, max_bytes=100, spare_s=1e9 + 7.5)
+    assert await bucket.keys() == {chunk(OLD, number) for number in (7, 70, 71, 72)}
+
+
+async def test_a_checkpoint_comes_before_every_attempt_to_delete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listing, "PAUSES_S", (0.0, 0.0))
+    told: list[str] = []
+
+    class Unlucky(Bucket):
+        async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+            told.append("attempt")
+            if len(told) < 6:
+                raise StoreUnavailable("planned")
+            return await super().delete_many(objects)
+
+    async def checkpoint() -> None:
+        told.append("checkpoint")
+
+    bucket = Unlucky()
+    await bucket.fill(OLD, range(3))
+    await sweep(bucket, max_bytes=0, look_again=False, checkpoint=checkpoint)
+    assert told[:6] == ["checkpoint", "attempt"] * 3
+    assert await bucket.keys() == set()
+
+
+async def test_a_checkpoint_comes_before_every_deletion_and_can_end_the_run() -> None:
+    async def refuse() -> None:
+        raise StoreUnavailable("planned")
+
+    bucket = Bucket()
+    await bucket.fill(OLD, range(10))
+    with pytest.raises(StoreUnavailable, match="planned"):
+        await sweep(bucket, max_bytes=0, checkpoint=refuse)
+    assert len(await bucket.keys()) == 10
+
+
+async def test_the_oldest_go_first_whatever_namespace_they_are_in() -> None:
+    bucket = Bucket()
+    await bucket.fill(OLD, range(0, 10, 2))
+    await bucket.fill(NEW, range(1, 10, 2))
+    run = await sweep(bucket, max_bytes=350)
+    assert await bucket.keys() == {chunk(NEW, 7), chunk(OLD, 8), chunk(NEW, 9)}
+    old, new = run.namespaces[OLD.digest], run.namespaces[NEW.digest]
+    assert (old.deleted_objects, old.deleted_bytes, old.kept_objects) == (4, 400, 1)
+    assert (new.deleted_objects, new.kept_objects, new.kept_bytes) == (3, 2, 200)
+
+
+async def test_what_is_older_goes_even_within_the_budget() -> None:
+    bucket = Bucket()
+    await bucket.fill(OLD, range(10))
+    await sweep(bucket, before_s=1e9 + 4, max_bytes=10_000)
+    assert await bucket.keys() == {chunk(OLD, number) for number in range(4, 10)}
+
+
+async def test_a_manifest_and_shapes_go_last_and_only_with_their_namespace() -> None:
+    bucket = Bucket()
+    for place in (OLD, NEW):
+        await bucket.write(place.manifest, b"{}")
+        await bucket.write(place.shape("h0-7of8-l0-31of32"), b"")
+    await bucket.fill(OLD, [1, 2])
+    await bucket.fill(NEW, [3, 4])
+    run = await sweep(bucket, max_bytes=100)
+    assert await bucket.keys() == {
+        NEW.manifest,
+        NEW.shape("h0-7of8-l0-31of32"),
+        chunk(NEW, 4),
+    }
+    assert run.namespaces[OLD.digest].manifest_deleted
+    assert not run.namespaces[NEW.digest].manifest_deleted
+
+
+async def test_a_manifest_stays_when_somebody_has_written_meanwhile() -> None:
+    bucket = Bucket()
+    await bucket.write(OLD.manifest, b"{}")
+    await bucket.fill(OLD, [1])
+    bucket.after_look = {chunk(OLD, 5): b"new"}
+    await sweep(bucket, max_bytes=0)
+    assert await bucket.keys() == {OLD.manifest, chunk(OLD, 5)}
+
+
+async def test_nobody_elses_objects_are_touched() -> None:
+    bucket = Bucket()
+    for key in FOREIGN:
+        await bucket.write(key, b"theirs" * 1000)
+    await bucket.fill(OLD, [1])
+    await sweep(bucket, max_bytes=0, before_s=2e9)
+    assert await bucket.keys() == set(FOREIGN)
+
+
+@pytest.mark.parametrize("data", [b"\1" * 100, b"another"], ids=["refreshed", "replaced"])
+async def test_what_was_written_after_it_was_listed_stays(data: bytes) -> None:
+    bucket = Bucket()
+    await bucket.fill(OLD, range(3))
+    bucket.before_delete = {chunk(OLD, 1): data}
+    run = await sweep(bucket, max_bytes=0)
+    assert await bucket.keys() == {chunk(OLD, 1)}
+    swept = run.namespaces[OLD.digest]
+    assert (swept.deleted_objects, swept.changed, swept.kept_objects) == (2, 1, 1)
+
+
+async def test_what_was_replaced_at_the_last_moment_stays() -> None:
+    bucket = Bucket()
+    await bucket.fill(OLD, range(3))
+    bucket.after_look = {chunk(OLD, 1): b"another"}
+    run = await sweep(bucket, max_bytes=0)
+    assert await bucket.keys() == {chunk(OLD, 1)}
+    assert run.namespaces[OLD.digest].changed == 1
+
+
+async def test_a_dry_run_tells_the_same_and_does_nothing() -> None:
+    bucket = Bucket()
+    await bucket.write(OLD.manifest, b"{}")
+    await bucket.fill(OLD, range(10))
+    before = await bucket.keys()
+    told = await sweep(bucket, max_bytes=0, dry_run=True)
+    assert await bucket.keys() == before
+    done = await sweep(bucket, max_bytes=0)
+    assert told.namespaces == done.namespaces
+    assert await bucket.keys() == set()
+
+
+class Flaky(Bucket):
+    """Breaks off every third request and every listing after 40 keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    async def list(self, prefix: str, after: str = "") -> Any:
+        given = 0
+        async for info in super().list(prefix, after):
+            yield info
+            given += 1
+            if given == 40:
+                raise StoreUnavailable("planned")
+
+    async def head(self, key: str) -> ObjectInfo | None:
+        self.asked += 1
+        if self.asked % 3 == 0:
+            raise StoreUnavailable("planned")
+        return await super().head(key)
+
+
+async def test_it_gets_through_a_bucket_that_stumbles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "PAUSES_S", (0.0,) * 30)
+    bucket = Flaky()
+    await bucket.fill(OLD, range(200))
+    run = await sweep(bucket, max_bytes=5_000)
+    assert run.namespaces[OLD.digest].kept_objects == 50
+    assert bucket._objects.keys() == {chunk(OLD, number) for number in range(150, 200)}
+
+
+class Listed(Bucket):
+    """Counts its listings of everything."""
+
+    listings = 0
+
+    def list(self, prefix: str, after: str = "") -> Any:
+        self.listings += 1
+        return super().list(prefix, after)
+
+
+@pytest.mark.parametrize(("remembered", "listings"), [(0, 2), (5, 2), (6, 1), (10, 1), (100, 1)])
+async def test_what_is_remembered_is_not_listed_again(remembered: int, listings: int) -> None:
+    bucket = Listed()
+    await bucket.fill(OLD, range(0, 10, 2))
+    await bucket.fill(NEW, range(1, 10, 2))
+    run = await sweep(bucket, max_bytes=400, look_again=False, remembered=remembered)
+    assert bucket.listings == listings
+    assert await bucket.keys() == {chunk((OLD, NEW)[n % 2], n) for n in range(6, 10)}
+    old, new = run.namespaces[OLD.digest], run.namespaces[NEW.digest]
+    assert (old.deleted_objects, old.kept_bytes) == (3, 200)
+    assert (new.deleted_objects, new.kept_bytes) == (3, 200)
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_what_is_remembered_makes_no_difference(seed: int) -> None:
+    rng = random.Random(seed)
+    numbers = [rng.randrange(20) for _ in range(30)]
+    left = []
+    for remembered in (0, rng.randrange(1, 30)):
+        bucket = Bucket()
+        for place, number in enumerate(numbers):
+            bucket.now_s = 1e9 + number + place / 100
+            await bucket.write(chunk((OLD, NEW)[place % 2], place), b"x" * 100)
+        options = {"max_bytes": 100 * (seed % 20), "spare_s": 1e9 + 15}
+        await sweep(bucket, look_again=False, remembered=remembered, **options)
+        left.append(len(await bucket.keys()))
+    assert left[0] == left[1]
