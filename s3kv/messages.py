@@ -131,6 +131,8 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
         "quarantined" if the object is known to be bad and was not read; otherwise empty.
     fresh_s: after a success, the time from which on a use of the object is to be reported, because
         the object may be due for a refresh, or gone; of several ranks, the shortest.
+    source: name of the source that decided a fetch ("bucket"), the last one asked for a miss; of
+        several ranks, the slowest one's. Empty for other jobs, and for a fetch that was never sent.
     """
 
     job_id: int
@@ -142,6 +144,7 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
     detail: str = ""
     reason: str = ""
     fresh_s: float = math.inf
+    source: str = ""
 
 
 @dataclass(slots=True)
@@ -162,7 +165,8 @@ class StepReport:
             return
         known.outcome = max(known.outcome, end.outcome)
         known.nbytes += end.nbytes
-        known.seconds = max(known.seconds, end.seconds)
+        if end.seconds > known.seconds:
+            known.seconds, known.source = end.seconds, end.source
         known.ranks += end.ranks
         known.fresh_s = min(known.fresh_s, end.fresh_s)
 

@@ -49,20 +49,17 @@ def nanodollars(prices: Prices, traffic: Traffic) -> int:
 
 
 class Growth:
-    """Decides when to say that a bucket grows without a bound, and what to say. It says so once.
-
-    Times are seconds of one monotonic clock, passed in.
-    """
+    """Decides when to warn that a bucket grows without a bound. Times are seconds of one monotonic
+    clock, passed in."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
         """Time of the first look that found an upload."""
-        self._told = False
 
     def warning(self, now_s: float, sent_bytes: int, storage_price: float) -> str | None:
         """The warning, if it is due now. sent_bytes: of all uploads so far. storage_price: of a GiB
         for a month."""
-        if self._told or sent_bytes == 0:
+        if sent_bytes == 0:
             return None
         if self._first_s is None:
             self._first_s = now_s
@@ -72,7 +69,6 @@ class Growth:
         gib_per_month = sent_bytes / _GIB / seconds * _MONTH_S
         if gib_per_month < _TOLD_FROM_GIB:
             return None
-        self._told = True
         cost = f", which then costs ${gib_per_month * storage_price:,.2f} a month"
         return (
             "the bucket has no bound: neither bucket_bytes nor bucket_idle_s is set. At the rate "

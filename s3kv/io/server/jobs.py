@@ -28,7 +28,6 @@ from s3kv.messages import JobKind
 FETCHES_PER_UPLOAD = 16
 """Fetches that may pass a waiting upload. Uploads take at most 6 % of the places from fetches."""
 
-
 UPLOADS_PER_STREAM = 8
 """Waiting uploads per further running one. A lower number slows the engine: with four, a prompt of
 twelve chunks started three uploads at once, and a prompt computed on two shared cores took 8 %

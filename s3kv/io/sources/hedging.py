@@ -11,7 +11,6 @@ from s3kv.stores.store import Claim
 
 T = TypeVar("T")
 
-
 _SAMPLES = 256
 _FEWEST_SAMPLES = 32
 _QUANTILE, _FACTOR = 0.95, 1.5

@@ -175,4 +175,6 @@ class SharedReads:
         for part, buffer in zip(cover, buffers, strict=True):
             part.apply(buffer, job.buffer)
         own.seal(job.buffer, job.block_hash)
-        return job.end(Outcome.OK, nbytes=nbytes)
+        end = job.end(Outcome.OK, nbytes=nbytes)
+        end.source = "other_shards"
+        return end

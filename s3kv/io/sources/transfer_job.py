@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
@@ -28,8 +29,6 @@ class TransferJob:
     def nbytes(self) -> int:
         return self.format.object_bytes
 
-    def end(
-        self, outcome: Outcome, detail: str = "", *, nbytes: int = 0, reason: str = ""
-    ) -> JobEnd:
-        """The record of its end, without the duration."""
-        return JobEnd(self.job_id, self.kind, outcome, nbytes, detail=detail, reason=reason)
+    def end(self, outcome: Outcome, detail: str = "", *, nbytes: int = 0, **more: Any) -> JobEnd:
+        """The record of its end, without the duration. more: further fields of it."""
+        return JobEnd(self.job_id, self.kind, outcome, nbytes, detail=detail, **more)

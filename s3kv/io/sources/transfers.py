@@ -90,9 +90,12 @@ class Transfers:
         `job.buffer`."""
         transfer = self._fetch_and_note if job.kind is JobKind.FETCH else self._upload
         try:
-            return await transfer(job)
+            end = await transfer(job)
         except StoreError as error:
-            return job.end(_outcome_of(error), str(error))
+            end = job.end(_outcome_of(error), str(error))
+        if job.kind is JobKind.FETCH and not end.source:
+            end.source = "bucket"
+        return end
 
     async def _fetch_and_note(self, job: TransferJob) -> JobEnd:
         """Fetch, and note the answer for an upload of a chunk that is computed meanwhile."""
@@ -134,7 +137,7 @@ class Transfers:
             return job.end(Outcome.MISSING, f"{job.key} is not in the bucket")
         if reason is None:
             self._quarantine.lift(job.key)
-            return _fresh(job.end(Outcome.OK, nbytes=info.nbytes), self._refresher.hit(info))
+            return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=self._refresher.hit(info))
         said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
         if not delete_corrupt:
             self._quarantine.bad(job.key, _now_s())
@@ -172,8 +175,8 @@ class Transfers:
             if again is None:
                 self._quarantine.lift(job.key)
                 said = f"{said}; a second reading was right"
-                end = job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason)
-                return _fresh(end, self._refresher.hit(read))
+                fresh_s = self._refresher.hit(read)
+                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason, fresh_s=fresh_s)
             delete = partial(self._store.delete, job.key, if_etag=info.etag)
             deleted = await self.attempts(delete, until_s=job.due_s)
         except StoreError as error:
@@ -186,15 +189,15 @@ class Transfers:
 
     async def _upload(self, job: TransferJob) -> JobEnd:
         if (fresh_s := await self._found_fresh_s(job.key)) is not None:
-            return _fresh(job.end(Outcome.EXISTS), fresh_s)
+            return job.end(Outcome.EXISTS, fresh_s=fresh_s)
         job.format.seal(job.buffer, job.block_hash)
         write = partial(self._store.put, job.key, job.buffer, if_absent=True)
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
             self._quarantine.exists(job.key)
-            return _fresh(job.end(Outcome.EXISTS), self._refresher.exists(job.key))
+            return job.end(Outcome.EXISTS, fresh_s=self._refresher.exists(job.key))
         self._quarantine.lift(job.key)
-        return _fresh(job.end(Outcome.OK, nbytes=job.nbytes), self._refresher.written())
+        return job.end(Outcome.OK, nbytes=job.nbytes, fresh_s=self._refresher.written())
 
     async def attempts(self, call: Callable[[], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Await the request `call()`, and repeat it after `StoreUnavailable`: at most
@@ -241,11 +244,6 @@ class _Reads:
         buffer = job.buffer[bounds.start : bounds.stop]
         get = partial(self._store.get_range, job.key, bounds.start, buffer)
         return await self._transfers.read(get, job)
-
-
-def _fresh(end: JobEnd, fresh_s: float) -> JobEnd:
-    end.fresh_s = fresh_s
-    return end
 
 
 def _now_s() -> float:

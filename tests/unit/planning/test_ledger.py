@@ -91,12 +91,14 @@ def test_an_upload_that_failed_on_one_rank_is_repeated_on_all(
 
 
 def test_reports_of_ranks_that_were_merged_on_the_way_count_for_all() -> None:
-    desk, save = saving(world_size=2)
+    desk, save = saving(world_size=3)
     report = StepReport()
-    for _ in range(2):
+    for seconds in (0.1, 0.3, 0.2):
         other = StepReport()
-        other.add(JobEnd(save.job_id, SAVE, OK, 10, 0.1))
+        other.add(JobEnd(save.job_id, SAVE, OK, 10, seconds, source=f"after {seconds} s"))
         report.merge(other)
+    (end,) = report.ends.values()
+    assert (end.seconds, end.source, end.ranks) == (0.3, "after 0.3 s", 3)
     desk.planner.on_report(report, 0.0)
     assert desk.planner.ledger.state(desk.key("aaaa")) is ChunkState.RESIDENT
 

@@ -21,12 +21,6 @@ def test_the_rate_of_uploads_is_that_of_a_month() -> None:
     assert "bucket_bytes" in said
 
 
-def test_it_is_said_once() -> None:
-    growth = Growth()
-    said = [growth.warning(second * 60.0, GIB * second, PRICE) for second in range(100)]
-    assert sum(warning is not None for warning in said) == 1
-
-
 def test_time_without_uploads_does_not_count() -> None:
     growth = Growth()
     for second in range(0, 10_000, 60):
