@@ -23,7 +23,6 @@ loads that take no time, which no way of overlapping loads can better.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -42,7 +41,9 @@ from benchmarks.simulation.wire import Link, Network, Timeline
 from benchmarks.simulation.workload import identity, load
 from s3kv.config import Config
 from s3kv.io.sources.hedging import Lateness
-from s3kv.planning.pace import Pace, Wait
+from s3kv.planning.deadline import WaitFacts, decide
+from s3kv.planning.pace import Pace
+from s3kv.planning.wait import Wait
 
 SETTINGS = Config(bucket="overlap")
 AT_ONCE = SETTINGS.max_inflight_requests
@@ -204,21 +205,26 @@ def offer(fetched: Sequence[Fetched], case: Case, pace: Pace) -> Offer:
     found: Offer | None = None
     for number in sorted(range(count), key=lambda n: fetched[n].arrived_s):
         left = count - len(arrived)
-        limit_s = wait.limit_s(
-            now_s,
-            expected_s=pace.fetch_s(left, rounds=0),
-            patience_s=pace.patience_s(left),
-            likely_compute_s=(count - ready) * case.compute_s,
-            missing_compute_s=(count - ready) * case.compute_s,
-            wanted_compute_s=count * case.compute_s,
-            max_wait_s=SETTINGS.max_wait_ms / 1000,
-            gate=True,
+        deadline = decide(
+            WaitFacts(
+                now_s=now_s,
+                started_s=wait.started_s,
+                asked_s=wait.asked_s,
+                arrived_s=wait.arrived_s,
+                wanted=wait.wanted,
+                missing=count - ready,
+                unproven=0,
+                compute_s=case.compute_s,
+                forecast=pace.forecast(left, rounds=0),
+                max_wait_s=SETTINGS.max_wait_ms / 1000,
+                gate=True,
+            )
         )
         chunk = fetched[number]
-        if found is None and limit_s < chunk.arrived_s:
-            found = Offer(max(now_s, limit_s), ready)
-            if limit_s > -math.inf:
-                pace.gave_up(found.at_s - wait.arrival_s, left)
+        if found is None and deadline.until_s < chunk.arrived_s:
+            found = Offer(max(now_s, deadline.until_s), ready)
+            if deadline.pays:
+                pace.gave_up(found.at_s - wait.arrived_s, left)
         now_s = chunk.arrived_s
         arrived.add(number)
         wait.arrived(now_s)

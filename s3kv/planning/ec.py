@@ -3,7 +3,7 @@
 A request passes from its first `ensure` to `finished`:
 
     It requests each item that it needs once, unless the engine or host memory holds it. It waits
-    as long as `pace.Wait.limit_s` allows, and never twice for the same item. Resident items are
+    as long as `deadline.decide` allows, and never twice for the same item. Resident items are
     leased to it (pinned) until the engine has made room for them or the request ends.
 
 These rules make it safe:
@@ -17,17 +17,17 @@ Scheduler process, one thread. Time comes in as an argument (seconds, monotonic)
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from s3kv.host.table import Entry
 from s3kv.messages import FetchOrder, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
+from s3kv.planning.deadline import Deadline, Forecast, WaitFacts, decide
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
-from s3kv.planning.pace import Wait
+from s3kv.planning.wait import Wait
 from s3kv.types import ChunkKey, ItemShape, Outcome
 
 
@@ -59,7 +59,7 @@ class ItemFetch:
 @dataclass(slots=True)
 class _ItemRequest:
     """A request's items. leases: its pinned items, by identifier. pending: the fetches that it
-    waits for. wait: its wait for them; its limit takes in the planner's news up to `as_of`."""
+    waits for. wait: its wait for them; its deadline takes in the planner's news up to `as_of`."""
 
     asked: dict[str, Wanted] = field(default_factory=dict)
     pending: dict[str, Job] = field(default_factory=dict)
@@ -131,12 +131,12 @@ class ECPlanner:
         if now_s < request.wait.until_s:
             return True
         request.wait.wake()
-        limit_s = self._limit_s(request, now_s)
-        if now_s < limit_s:
-            request.wait.sleep(limit_s)
+        deadline = self._deadline(request, now_s)
+        if now_s < deadline.until_s:
+            request.wait.sleep(deadline.until_s)
             return True
-        if -math.inf < limit_s and request.wait.arrival_s < now_s:
-            self.pace.fetch.gave_up(now_s - request.wait.arrival_s)
+        if deadline.pays and request.wait.arrived_s < now_s:
+            self.pace.fetch.gave_up(now_s - request.wait.arrived_s)
             self._news += 1
         self.counters["deadline_cuts"] += 1
         for identifier, job in request.pending.items():
@@ -191,21 +191,26 @@ class ECPlanner:
             job.about = wanted
         return job
 
-    def _limit_s(self, request: _ItemRequest, now_s: float) -> float:
+    def _deadline(self, request: _ItemRequest, now_s: float) -> Deadline:
         last = max(job.job_id for job in request.pending.values())
         missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
         ahead = (job.about for job in self.ledger.jobs if job.is_fetch and job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
-        missing_compute_s = self.pace.encode_s(missing_rows)
-        return request.wait.limit_s(
-            now_s,
-            expected_s=self.pace.fetch.at(bytes_ahead),
-            patience_s=self.pace.fetch.patience_s(bytes_ahead),
-            likely_compute_s=missing_compute_s,
-            missing_compute_s=missing_compute_s,
-            wanted_compute_s=self.pace.encode_s(request.wait.wanted),
-            max_wait_s=self._settings.max_wait_s,
-            gate=self._settings.recompute_gate,
+        fetch, wait = self.pace.fetch, request.wait
+        return decide(
+            WaitFacts(
+                now_s=now_s,
+                started_s=wait.started_s,
+                asked_s=wait.asked_s,
+                arrived_s=wait.arrived_s,
+                wanted=wait.wanted,
+                missing=missing_rows,
+                unproven=0,
+                compute_s=self.pace.encode_s(1),
+                forecast=Forecast(fetch.at(bytes_ahead), fetch.measured(bytes_ahead)),
+                max_wait_s=self._settings.max_wait_s,
+                gate=self._settings.recompute_gate,
+            )
         )
 
     def finished(self, request_id: str) -> None:

@@ -1,7 +1,7 @@
 """Encoder items as requests need them, their lengths, and the measured speeds of moving them.
 
 The prompt gives an item's number of rows; the first item of a modality gives their width. Waits for
-items follow the rule for chunks (`pace.Wait`), with encoding in place of computing.
+items follow the rule for chunks (`deadline`), with encoding in place of computing.
 """
 
 from __future__ import annotations

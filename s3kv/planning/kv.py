@@ -10,7 +10,6 @@ for them, verified and in host memory, and keeps these leased until the load or 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
 from s3kv.planning.cover import GroupSpec, blocks_after, check_groups
+from s3kv.planning.deadline import WaitFacts, decide
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
@@ -170,7 +170,7 @@ class KVPlanner:
         again.
 
         May be called any number of times. Missing chunks are requested from the bucket; the request
-        waits for them only while the wait is expected to pay (see `pace`).
+        waits for them only while the wait is expected to pay (see `deadline`).
         """
         request = self._requests[request_id]
         if now_s < request.wait.until_s:
@@ -193,9 +193,8 @@ class KVPlanner:
         self, request: PlannedRequest, now_s: float, orders: int = ORDERS_PER_LOOKUP
     ) -> Lookup | None:
         awaited = request.collect(now_s, orders)
-        for lookup in request.lookups:
-            if lookup.has_more:
-                self._unfinished[request.request_id] = request
+        if request.has_more:
+            self._unfinished[request.request_id] = request
         return awaited
 
     def _go_on(self, now_s: float) -> None:
@@ -211,32 +210,33 @@ class KVPlanner:
 
     def _waits(self, request: PlannedRequest, lookup: Lookup, now_s: float) -> bool:
         """Whether the request waits for the missing chunks of `lookup`."""
-        wait, pace, size = request.wait, self.pace, self._chunk_tokens
+        wait, pace = request.wait, self.pace
         wait.begin(now_s, request.hashes.count - lookup.secured)
         # Chunks of other requests also arrive before the last of these.
         ahead = self.ledger.fetches_ahead_of(lookup.awaited)
-        missing = ahead + lookup.unasked
-        unproven = lookup.unproven
-        likely = lookup.missing - unproven + pace.likely(unproven, now_s - wait.asked_s)
-        limit_s = wait.limit_s(
-            now_s,
-            expected_s=pace.fetch_s(missing, rounds=lookup.rounds),
-            patience_s=pace.patience_s(missing),
-            likely_compute_s=pace.compute_s(likely * size),
-            missing_compute_s=pace.compute_s(lookup.missing * size),
-            wanted_compute_s=pace.compute_s(wait.wanted * size),
-            max_wait_s=self._settings.max_wait_s,
-            gate=self._settings.recompute_gate,
+        deadline = decide(
+            WaitFacts(
+                now_s=now_s,
+                started_s=wait.started_s,
+                asked_s=wait.asked_s,
+                arrived_s=wait.arrived_s,
+                wanted=wait.wanted,
+                missing=lookup.missing,
+                unproven=lookup.unproven,
+                compute_s=pace.compute_s(self._chunk_tokens),
+                forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds),
+                max_wait_s=self._settings.max_wait_s,
+                gate=self._settings.recompute_gate,
+            )
         )
-        if now_s < limit_s:
+        if now_s < deadline.until_s:
             request.step(RequestEvent.WAIT)
-            wait.sleep(limit_s)
-            if lookup.has_more:
-                wait.wake()
+            if not lookup.has_more:
+                wait.sleep(deadline.until_s)
             return True
         self.counters["deadline_cuts"] += 1
-        if -math.inf < limit_s and wait.arrival_s < now_s:
-            pace.gave_up(now_s - wait.arrival_s, ahead)
+        if deadline.pays and wait.arrived_s < now_s:
+            pace.gave_up(now_s - wait.arrived_s, ahead)
         return False
 
     def _offer(self, request: PlannedRequest) -> Answer:

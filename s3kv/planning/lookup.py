@@ -17,8 +17,8 @@ from s3kv.messages import JobKind, LoadPart
 from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, cover
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, FetchRefusal, Ledger
-from s3kv.planning.pace import Wait
 from s3kv.planning.states import IdentityEnum, Transitions
+from s3kv.planning.wait import Wait
 from s3kv.types import ChunkKey, Outcome
 
 KNOWN_WINDOW_CHUNKS = 256

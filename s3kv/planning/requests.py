@@ -13,9 +13,9 @@ from typing import NamedTuple
 from s3kv.planning.cover import GroupKind, GroupSpec, cover
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
-from s3kv.planning.pace import Wait
 from s3kv.planning.state_lookup import StateLookup
 from s3kv.planning.states import IdentityEnum, Transitions
+from s3kv.planning.wait import Wait
 from s3kv.types import ChunkKey
 
 

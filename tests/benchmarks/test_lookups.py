@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import lookups
 from benchmarks.lookups import Case
-from s3kv.planning.pace import FetchTime, Pace
+from s3kv.planning import deadline
+from s3kv.planning.pace import FetchTime
 
 
 def test_what_is_there_spares_time_and_what_is_not_costs_some() -> None:
@@ -24,7 +25,7 @@ def test_a_new_prompt_waits_less_because_of_the_chunks_behind_its_first(
 ) -> None:
     case = Case("tail", 12.0, 32, 0)
     now = lookups.ratios(case, 20, seed=0)
-    monkeypatch.setattr(Pace, "likely", lambda self, chunks, waited_s: chunks)
+    monkeypatch.setattr(deadline, "likely", lambda facts: facts.missing)
     monkeypatch.setattr(FetchTime, "absent", lambda self, seconds: None)
     before = lookups.ratios(case, 20, seed=0)
     assert fmean(now) < 1.05 < 1.08 < fmean(before)

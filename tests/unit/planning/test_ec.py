@@ -6,8 +6,9 @@ import pytest
 
 from s3kv.messages import ItemLoad, ItemReport, ItemSave
 from s3kv.objects.item_format import object_bytes
+from s3kv.planning.deadline import PATIENCE_S
 from s3kv.planning.items import Wanted
-from s3kv.planning.pace import PATIENCE_S, FetchTime
+from s3kv.planning.pace import FetchTime
 from s3kv.types import Outcome
 from tests.unit.planning.ec_desk import MIB, WIDTH, Desk, nbytes, wanted
 

@@ -12,15 +12,15 @@ import pytest
 
 from s3kv.host.table import Table, TableError
 from s3kv.messages import JobEnd, LoadPart
-from s3kv.planning import saves
+from s3kv.planning import kv, saves
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.cover import held_blocks
+from s3kv.planning.deadline import Deadline
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
 from s3kv.planning.kv import Answer, KVPlanner
 from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
-from s3kv.planning.pace import Wait
 from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledRequest
 from s3kv.planning.saves import ChunkSaves
 from s3kv.planning.uploads import Unsaved
@@ -242,7 +242,7 @@ def remembers_what_was_ready_before_it_gave_it_back(patch: Patch) -> None:
 
 @mutant
 def waits_for_ever(patch: Patch) -> None:
-    patch.setattr(Wait, "limit_s", lambda *args, **kwargs: float("inf"))
+    patch.setattr(kv, "decide", lambda facts: Deadline(float("inf")))
 
 
 @mutant

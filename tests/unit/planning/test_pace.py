@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
+from s3kv.planning.deadline import GAIN, LATE, PATIENCE_S
 from s3kv.planning.kv import NOTHING, WAIT, Answer
-from s3kv.planning.pace import GAIN, LATE, PATIENCE_S, FetchTime, Pace, Wait
+from s3kv.planning.pace import FetchTime, Pace
 from s3kv.types import Outcome
 from tests.unit.planning.desk import MISSING, Desk
 
@@ -123,14 +122,14 @@ def test_chunks_of_others_are_ahead_in_the_queue() -> None:
 
 def test_who_does_not_wait_has_measured_nothing() -> None:
     desk = measured(seconds_per_chunk=0.6)
-    before = desk.planner.pace.fetch_s(1, 0), desk.planner.pace.prefill_tokens_per_s
+    before = desk.planner.pace.forecast(1, 0).all_s, desk.planner.pace.prefill_tokens_per_s
     desk.now_s = 10.0
     for letter in "abcdefgh":
         desk.add(letter, letter * 4)
         assert desk.lookup(letter) == NOTHING
         desk.now_s += 0.001
     pace = desk.planner.pace
-    assert (pace.fetch_s(1, 0), pace.prefill_tokens_per_s) == before
+    assert (pace.forecast(1, 0).all_s, pace.prefill_tokens_per_s) == before
 
 
 def test_who_gives_up_has_measured_a_slow_bucket() -> None:
@@ -145,15 +144,15 @@ def test_who_gives_up_has_measured_a_slow_bucket() -> None:
 
 def test_giving_up_counts_until_something_arrives() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    assert pace.fetch_s(1, 0) is None
+    assert pace.forecast(1, 0).all_s is None
     pace.gave_up(0.2, 1)
-    assert pace.fetch_s(1, 0) == pytest.approx(0.4), "twice what was waited in vain"
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.4), "twice what was waited in vain"
     pace.gave_up(1.2, 16)  # four times four
-    assert pace.fetch_s(1, 0) == pytest.approx(0.8), "and more with every attempt"
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.8), "and more with every attempt"
     pace.fetched(0.5, began_with=1, ended_with=1)
-    assert pace.fetch_s(1, 0) == pytest.approx(0.5), "until one arrives"
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.5), "until one arrives"
     pace.gave_up(0.1, 1)
-    assert pace.fetch_s(1, 0) == pytest.approx(0.5), "less than is known to be needed"
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.5), "less than is known to be needed"
 
 
 def test_a_bucket_that_answered_is_given_less_patience() -> None:
@@ -276,11 +275,11 @@ def test_an_answer_that_nothing_is_there_bounds_a_fetch_until_one_arrives() -> N
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
     pace.fetch.absent(0.2)
     pace.fetch.absent(0.4)
-    assert pace.fetch_s(1, 0) == pytest.approx(0.3)
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.3)
     pace.gave_up(0.2, 1)
-    assert pace.fetch_s(1, 0) == pytest.approx(0.4)
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.4)
     pace.fetched(0.1, began_with=1, ended_with=1)
-    assert pace.fetch_s(1, 0) == pytest.approx(0.1)
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.1)
 
 
 def test_a_bucket_whose_answers_take_longer_than_computing_is_not_waited_for() -> None:
@@ -292,27 +291,6 @@ def test_a_bucket_whose_answers_take_longer_than_computing_is_not_waited_for() -
     assert desk.lookup("r") == NOTHING
     desk.add("long", "bbbbcccc")
     assert desk.lookup("long") == WAIT
-
-
-def test_before_an_absent_chunk_every_length_is_as_likely() -> None:
-    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    assert pace.likely(3, 1.0) == 3, "nothing is known of absences yet"
-    pace.fetch.absent(0.1)
-    assert pace.likely(0, 0.0) == 0
-    for waited_s in (0.0, 1.0):
-        assert pace.likely(1, waited_s) == pytest.approx(1 / 2)
-        assert pace.likely(4, waited_s) == pytest.approx(2)
-
-
-def test_where_fetches_take_longer_than_absences_silence_is_a_good_sign() -> None:
-    pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    pace.fetch.absent(0.1)
-    pace.fetched(0.5, began_with=1, ended_with=1)
-    assert pace.likely(4, 0.0) == pytest.approx(2)
-    assert pace.likely(1, 0.1) == pytest.approx(1 / (1 + math.exp(-1)))
-    assert pace.likely(4, 0.1) > 2.9
-    # From 0.4 s on a chunk that is there may have had its first byte as late as that, too.
-    assert pace.likely(4, 0.4) == pace.likely(4, 60.0) > 3.9
 
 
 @pytest.mark.parametrize(("absent", "answer"), [(5, WAIT), (2, WAIT), (1, NOTHING)])
@@ -355,7 +333,7 @@ def test_a_read_that_is_late_is_not_expected_soon() -> None:
     assert desk.lookup("r") == NOTHING
     desk.add("next", "xxxxyyyyzzzz")
     assert desk.lookup("next") == WAIT, "a wait that stopped paying is no measurement"
-    assert desk.planner.pace.fetch_s(1, 0) == pytest.approx(0.3)
+    assert desk.planner.pace.forecast(1, 0).all_s == pytest.approx(0.3)
 
 
 def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
@@ -375,11 +353,11 @@ def test_latency_and_bandwidth_are_told_apart() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=32)
     for n in (1, 4, 16, 2, 8, 1, 30, 3):
         pace.fetched(0.1 + 0.02 * n, began_with=n, ended_with=n)
-    assert pace.fetch_s(1, 0) == pytest.approx(0.12)
-    assert pace.fetch_s(1, 3) == pytest.approx(0.48), "three rounds before it"
+    assert pace.forecast(1, 0).all_s == pytest.approx(0.12)
+    assert pace.forecast(1, 3).all_s == pytest.approx(0.48), "three rounds before it"
     # Of 32 sent together, 16.5 are under way on average.
-    assert pace.fetch_s(32, 0) == pytest.approx(0.1 + 0.02 * 16.5)
-    assert pace.fetch_s(64, 0) == pytest.approx(2 * (0.1 + 0.02 * 16.5))
+    assert pace.forecast(32, 0).all_s == pytest.approx(0.1 + 0.02 * 16.5)
+    assert pace.forecast(64, 0).all_s == pytest.approx(2 * (0.1 + 0.02 * 16.5))
 
 
 def test_fetches_that_get_faster_under_load_are_noise() -> None:
@@ -394,22 +372,6 @@ def test_no_latency_is_below_nothing() -> None:
     fetch.add(9, 0.1)
     fetch.add(11, 0.9)
     assert fetch.at(0) == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize(("gate", "until_s"), [(True, 101.0), (False, 110.0)])
-def test_the_deadline_is_the_earlier_of_two(gate: bool, until_s: float) -> None:
-    wait = Wait(started_s=100.0, asked_s=100.0, arrival_s=100.4)
-    until = wait.limit_s(
-        100.5,
-        expected_s=None,
-        patience_s=1.0,
-        likely_compute_s=0.5,
-        missing_compute_s=0.5,
-        wanted_compute_s=1.0,
-        max_wait_s=10.0,
-        gate=gate,
-    )
-    assert until == until_s
 
 
 def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
@@ -451,7 +413,7 @@ def test_the_first_long_prompt_corrects_the_speed_of_short_ones() -> None:
     prefill(pace, (100, 4_600), (100, 4_600), (1_600, 2_080))
     for _ in range(12):
         pace.fetched(0.4, began_with=6, ended_with=6)
-    fetch_s = pace.fetch_s(12, rounds=0)
+    fetch_s = pace.forecast(12, rounds=0).all_s
     assert fetch_s is not None
     assert fetch_s < GAIN * pace.compute_s(1_536)
     assert pace.compute_s(1_536) == pytest.approx(0.74, rel=0.02)

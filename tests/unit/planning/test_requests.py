@@ -19,7 +19,6 @@ from s3kv.planning.lookup import (
     LookupEvent,
     LookupState,
 )
-from s3kv.planning.pace import WAIT_TRANSITIONS, Wait, WaitEvent, WaitState
 from s3kv.planning.requests import (
     REQUEST_TRANSITIONS,
     SAVING_TRANSITIONS,
@@ -31,6 +30,7 @@ from s3kv.planning.requests import (
     SavingState,
     ScheduledRequest,
 )
+from s3kv.planning.wait import WAIT_TRANSITIONS, Wait, WaitEvent, WaitState
 from tests.unit.planning.setup import Setup
 
 Legal = dict[Any, str]
@@ -143,10 +143,10 @@ def test_the_clock_of_a_wait_goes_on_until_it_starts_over() -> None:
     wait.arrived(2.0)
     assert wait.until_s == -math.inf, "there is something to look at"
     wait.begin(3.0, 6)
-    assert (wait.started_s, wait.arrival_s, wait.wanted) == (1.0, 2.0, 7)
+    assert (wait.started_s, wait.arrived_s, wait.wanted) == (1.0, 2.0, 7)
     wait.start_over()
     wait.begin(9.0, 5)
-    assert (wait.started_s, wait.arrival_s, wait.wanted) == (9.0, 9.0, 5)
+    assert (wait.started_s, wait.arrived_s, wait.wanted) == (9.0, 9.0, 5)
 
 
 def test_a_chunk_is_taken_once() -> None:

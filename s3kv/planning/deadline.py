@@ -1,0 +1,143 @@
+"""The rule for how long a request waits: `decide`, a pure function of `WaitFacts`.
+
+A request waits for chunks only while that is expected to be faster than to compute them. So no
+request waits for a bucket that is known to be slow; its chunks arrive later and serve others. A
+request loses time only before the first measurement, or when the bucket becomes slow, and at most
+the time to compute the chunks. Encoder outputs follow the same rule, with rows in place of chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GAIN = 0.9
+"""Largest expected fetch time that is worth a wait, as a share of the computing time. The rest is a
+margin for error."""
+
+LATE = 1.5
+"""Time after which a fetch is late, as a share of the expected one. All that is known of a late
+fetch is that it is a slow one, and slow ones may take as long again."""
+
+PATIENCE_S = 1.0
+"""Patience before the first measurement: ten times the first-byte time of a healthy S3."""
+
+PATIENCE_MIN_S = 0.25
+"""Shortest patience. An arrival is noticed only when an engine step ends, and two may run."""
+
+PATIENCE_FETCHES = 2.0
+"""Patience in fetch times."""
+
+PATIENCE_COMPUTE = 0.5
+"""Patience as a share of the time to compute what is missing. The slowest of many answers of a
+bucket with a tail takes much longer than twice the mean. To wait for it costs less than to compute
+all that comes after it."""
+
+
+class Forecast(NamedTuple):
+    """Times of the fetches that a request waits for, in seconds. None: nothing is known.
+
+    all_s: expected from the request of the first to the arrival of the last. fetch_s: of one of
+    them, as measured. alone_s: of one alone, as measured. absence_s: of an answer that a chunk is
+    not there.
+    """
+
+    all_s: float | None
+    fetch_s: float | None
+    alone_s: float | None = None
+    absence_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFacts:
+    """All that `decide` goes by. Times are seconds of one monotonic clock, counts are chunks (of
+    encoder outputs: rows).
+
+    started_s: time at which the engine was first told to wait. asked_s: time of the last request
+        for a fetch. arrived_s: time of the last arrival, or `started_s`.
+    wanted: count as of `started_s`. missing: count that is not there yet. unproven: those of the
+        missing ones that the bucket may not have, because it does not have the next one.
+    compute_s: time to compute one.
+    gate: whether waits have to pay (`recompute_gate`); otherwise only `max_wait_s` counts.
+    """
+
+    now_s: float
+    started_s: float
+    asked_s: float
+    arrived_s: float
+    wanted: int
+    missing: int
+    unproven: int
+    compute_s: float
+    forecast: Forecast
+    max_wait_s: float
+    gate: bool
+
+
+class Deadline(NamedTuple):
+    """The end of a wait in which nothing new happens; one that is not after now has passed. pays:
+    False if the wait has to end because it does not pay; otherwise its end shows a slow bucket."""
+
+    until_s: float
+    pays: bool = True
+
+
+DOES_NOT_PAY = Deadline(-math.inf, pays=False)
+
+
+def decide(facts: WaitFacts) -> Deadline:
+    """The deadline of a wait. The first case that applies counts.
+
+    | case | deadline |
+    |---|---|
+    | no `gate` | `max_wait_s` after the start |
+    | to fetch takes less than `GAIN` of computing what is likely there, or is not known | the
+      earliest of: `max_wait_s` after the start; the time to compute all `wanted` after the start;
+      the patience after the last arrival |
+    | the rest of that time, counted from `asked_s`, is short enough, and no fetch is late | the
+      same, or when a fetch is late, if that is earlier |
+    | otherwise | it does not pay |
+
+    A fetch is late when `LATE` of the expected time has passed since the last request or arrival.
+
+    | fetches | patience |
+    |---|---|
+    | not measured | `PATIENCE_S` |
+    | measured | `PATIENCE_FETCHES` of them, and at least `PATIENCE_MIN_S`; more where much is
+      missing: `PATIENCE_COMPUTE` of the time to compute it, up to `PATIENCE_S` |
+    """
+    hard_s, forecast = facts.started_s + facts.max_wait_s, facts.forecast
+    if not facts.gate:
+        return Deadline(hard_s)
+    expected_s, worth_s = forecast.all_s, GAIN * facts.compute_s * likely(facts)
+    if expected_s is not None and expected_s >= worth_s:
+        late_s = max(facts.asked_s, facts.arrived_s) + LATE * expected_s
+        if facts.now_s >= late_s or facts.asked_s + expected_s - facts.now_s >= worth_s:
+            return DOES_NOT_PAY
+        hard_s = min(hard_s, late_s)
+    patience_s = PATIENCE_S
+    if forecast.fetch_s is not None:
+        for_much_s = min(PATIENCE_S, PATIENCE_COMPUTE * facts.compute_s * facts.missing)
+        patience_s = max(PATIENCE_MIN_S, PATIENCE_FETCHES * forecast.fetch_s, for_much_s)
+    computed_s = facts.started_s + facts.compute_s * facts.wanted
+    return Deadline(min(hard_s, computed_s, facts.arrived_s + patience_s))
+
+
+def likely(facts: WaitFacts) -> float:
+    """Expected number of the missing ones that the bucket has.
+
+    A prefix is stored from its front, so the bucket may have the first few of the unproven ones.
+    At first any number of them is as likely as any other. A large one becomes more likely as time
+    passes, because an answer that a chunk is not there comes sooner than a chunk does: with the
+    time of an absence exponential, and that of a fetch as much longer as fetches are measured to
+    be, the odds of each absence more are `ratio`. Before the first absence, all are expected.
+    """
+    unproven, absence_s = facts.unproven, facts.forecast.absence_s
+    if not unproven or not absence_s:
+        return facts.missing
+    longer_s = max(0.0, (facts.forecast.alone_s or 0.0) - absence_s)
+    ratio = math.exp(-min(facts.now_s - facts.asked_s, longer_s) / absence_s)
+    odds = [ratio**absent for absent in range(unproven + 1)]
+    absent = sum(absent * share for absent, share in enumerate(odds)) / sum(odds)
+    return facts.missing - absent
