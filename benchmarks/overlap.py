@@ -199,7 +199,7 @@ def offer(fetched: Sequence[Fetched], case: Case, pace: Pace) -> Offer:
     """Wait by the rule. What arrives later is measured, too."""
     wait, count = Wait(), len(fetched)
     wait.begin(0.0, count)
-    wait.asked(0.0)
+    wait.asked_s = 0.0
     arrived: set[int] = set()
     ready, now_s = 0, 0.0
     found: Offer | None = None

@@ -11,11 +11,9 @@ Half-open lets one call through per pause; its outcome decides.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from s3kv.types import Outcome
-
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
 
 
 class BreakerState(enum.Enum):
@@ -24,34 +22,18 @@ class BreakerState(enum.Enum):
     HALF_OPEN = "half-open"
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Breaker:
     """The breaker of one store. Used from one thread; the caller passes the time. Any answer is a
     success, "no such object" included. threshold: failures in a row that open it."""
 
-    __slots__ = (
-        "_failures",
-        "_first_pause_s",
-        "_longest_pause_s",
-        "_open_until_s",
-        "_pause_s",
-        "_threshold",
-        "state",
-    )
-
-    def __init__(
-        self,
-        *,
-        threshold: int = 5,
-        first_pause_s: float = _FIRST_PAUSE_S,
-        longest_pause_s: float = _LONGEST_PAUSE_S,
-    ) -> None:
-        self.state = BreakerState.CLOSED
-        self._threshold = threshold
-        self._first_pause_s = first_pause_s
-        self._longest_pause_s = longest_pause_s
-        self._failures = 0
-        self._pause_s = first_pause_s
-        self._open_until_s = 0.0
+    threshold: int = 5
+    first_pause_s: float = 0.5
+    longest_pause_s: float = 30.0
+    state: BreakerState = BreakerState.CLOSED
+    _failures: int = 0
+    _pause_s: float = 0.0
+    _open_until_s: float = 0.0
 
     def allows(self, now_s: float) -> bool:
         """Whether a call may be made now. An open breaker whose pause is over allows one call."""
@@ -79,13 +61,14 @@ class Breaker:
     def succeeded(self) -> None:
         self.state = BreakerState.CLOSED
         self._failures = 0
-        self._pause_s = self._first_pause_s
 
     def failed(self, now_s: float) -> None:
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN:
-            self._pause_s = min(2 * self._pause_s, self._longest_pause_s)
-        elif self.state is BreakerState.OPEN or self._failures < self._threshold:
+            self._pause_s = min(2 * self._pause_s, self.longest_pause_s)
+        elif self.state is BreakerState.OPEN or self._failures < self.threshold:
             return
+        else:
+            self._pause_s = self.first_pause_s
         self.state = BreakerState.OPEN
         self._open_until_s = now_s + self._pause_s

@@ -54,9 +54,9 @@ class WaitFacts:
     """All that `decide` goes by. Times are seconds of one monotonic clock, counts are chunks (of
     encoder outputs: rows).
 
-    started_s: time at which the engine was first told to wait. asked_s: time of the last request
-        for a fetch. arrived_s: time of the last arrival, or `started_s`.
-    wanted: count as of `started_s`. missing: count that is not there yet. unproven: those of the
+    started_s: the engine was first told to wait. asked_s: the last fetch was requested. arrived_s:
+        the last one arrived; `started_s` before the first.
+    wanted: count as of `started_s`. missing: those still on their way. unproven: those of the
         missing ones that the bucket may not have, because it does not have the next one.
     compute_s: time to compute one.
     gate: whether waits have to pay (`recompute_gate`); otherwise only `max_wait_s` counts.
@@ -76,14 +76,12 @@ class WaitFacts:
 
 
 class Deadline(NamedTuple):
-    """The end of a wait in which nothing new happens; one that is not after now has passed. pays:
-    False if the wait has to end because it does not pay; otherwise its end shows a slow bucket."""
+    """Time until which a wait lasts if nothing new happens; if it is not after now, the wait ends.
+    pays: False if it ends because it does not pay. Otherwise its end shows that fetches are slow.
+    """
 
     until_s: float
     pays: bool = True
-
-
-DOES_NOT_PAY = Deadline(-math.inf, pays=False)
 
 
 def decide(facts: WaitFacts) -> Deadline:
@@ -91,47 +89,43 @@ def decide(facts: WaitFacts) -> Deadline:
 
     | case | deadline |
     |---|---|
-    | no `gate` | `max_wait_s` after the start |
-    | to fetch takes less than `GAIN` of computing what is likely there, or is not known | the
-      earliest of: `max_wait_s` after the start; the time to compute all `wanted` after the start;
-      the patience after the last arrival |
-    | the rest of that time, counted from `asked_s`, is short enough, and no fetch is late | the
-      same, or when a fetch is late, if that is earlier |
+    | no `gate` | `started_s` and `max_wait_s` |
+    | `all_s` is unknown, or less than `GAIN` of the time to compute what is likely there | the
+      first of `started_s` and `max_wait_s`, `started_s` and the time to compute all that was
+      wanted, `arrived_s` and patience |
+    | what is left of `all_s` since `asked_s` is less than that, and no fetch is late | the first of
+      these, and the time at which a fetch is late |
     | otherwise | it does not pay |
 
-    A fetch is late when `LATE` of the expected time has passed since the last request or arrival.
-
-    | fetches | patience |
-    |---|---|
-    | not measured | `PATIENCE_S` |
-    | measured | `PATIENCE_FETCHES` of them, and at least `PATIENCE_MIN_S`; more where much is
-      missing: `PATIENCE_COMPUTE` of the time to compute it, up to `PATIENCE_S` |
+    A fetch is late when `LATE` of `all_s` have passed since the last request or arrival. Patience
+    is `PATIENCE_S` before a fetch has been measured; then `PATIENCE_FETCHES` fetches or
+    `PATIENCE_MIN_S`, or, if that is more, `PATIENCE_COMPUTE` of the time to compute what is
+    missing, up to `PATIENCE_S`.
     """
-    hard_s, forecast = facts.started_s + facts.max_wait_s, facts.forecast
+    latest_s, forecast = facts.started_s + facts.max_wait_s, facts.forecast
     if not facts.gate:
-        return Deadline(hard_s)
-    expected_s, worth_s = forecast.all_s, GAIN * facts.compute_s * likely(facts)
-    if expected_s is not None and expected_s >= worth_s:
-        late_s = max(facts.asked_s, facts.arrived_s) + LATE * expected_s
-        if facts.now_s >= late_s or facts.asked_s + expected_s - facts.now_s >= worth_s:
-            return DOES_NOT_PAY
-        hard_s = min(hard_s, late_s)
+        return Deadline(latest_s)
+    all_s, worth_s = forecast.all_s, GAIN * facts.compute_s * likely(facts)
+    if all_s is not None and all_s >= worth_s:
+        late_s = max(facts.asked_s, facts.arrived_s) + LATE * all_s
+        if facts.now_s >= late_s or facts.asked_s + all_s - facts.now_s >= worth_s:
+            return Deadline(-math.inf, pays=False)
+        latest_s = min(latest_s, late_s)
     patience_s = PATIENCE_S
     if forecast.fetch_s is not None:
         for_much_s = min(PATIENCE_S, PATIENCE_COMPUTE * facts.compute_s * facts.missing)
         patience_s = max(PATIENCE_MIN_S, PATIENCE_FETCHES * forecast.fetch_s, for_much_s)
     computed_s = facts.started_s + facts.compute_s * facts.wanted
-    return Deadline(min(hard_s, computed_s, facts.arrived_s + patience_s))
+    return Deadline(min(latest_s, computed_s, facts.arrived_s + patience_s))
 
 
 def likely(facts: WaitFacts) -> float:
-    """Expected number of the missing ones that the bucket has.
+    """Expected number of the missing ones that the bucket has; before the first absence, all.
 
-    A prefix is stored from its front, so the bucket may have the first few of the unproven ones.
-    At first any number of them is as likely as any other. A large one becomes more likely as time
-    passes, because an answer that a chunk is not there comes sooner than a chunk does: with the
-    time of an absence exponential, and that of a fetch as much longer as fetches are measured to
-    be, the odds of each absence more are `ratio`. Before the first absence, all are expected.
+    A prefix is stored from its front. At first any number of the unproven ones is as likely as any
+    other. A large one becomes more likely as time passes, because an answer that a chunk is not
+    there comes sooner than a chunk does: with the time of an absence exponential, and that of a
+    fetch as much longer as fetches are measured to be, the odds of each absence more are `ratio`.
     """
     unproven, absence_s = facts.unproven, facts.forecast.absence_s
     if not unproven or not absence_s:

@@ -130,10 +130,9 @@ class ECPlanner:
             request.as_of = self._news
         if now_s < request.wait.until_s:
             return True
-        request.wait.wake()
         deadline = self._deadline(request, now_s)
         if now_s < deadline.until_s:
-            request.wait.sleep(deadline.until_s)
+            request.wait.until_s = deadline.until_s
             return True
         if deadline.pays and request.wait.arrived_s < now_s:
             self.pace.fetch.gave_up(now_s - request.wait.arrived_s)
@@ -164,7 +163,7 @@ class ECPlanner:
         if not request.pending:
             request.wait.start_over()
         request.wait.begin(now_s, 0)
-        request.wait.asked(now_s)
+        request.wait.asked_s = now_s
         request.wait.wanted += wanted.rows
         request.pending[wanted.identifier] = job
         job.waiters.append((request_id, wanted.identifier))

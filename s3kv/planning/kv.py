@@ -120,7 +120,7 @@ class KVPlanner:
         """Stop loads and saves of these requests for good. A load under way runs to its end."""
         for request_id in request_ids:
             request = self._requests[request_id]
-            request.saving.bar()
+            request.saving.is_barred = True
             if request.state is not RequestState.LOADING:
                 request.close()
 
@@ -182,7 +182,6 @@ class KVPlanner:
         if request.state is RequestState.COMPUTING:
             request.start_over()
         request.step(RequestEvent.LOOKUP)
-        request.wait.wake()
         while (lookup := self._collect(request, now_s)) is not None:
             if self._waits(request, lookup, now_s):
                 return WAIT
@@ -232,7 +231,7 @@ class KVPlanner:
         if now_s < deadline.until_s:
             request.step(RequestEvent.WAIT)
             if not lookup.has_more:
-                wait.sleep(deadline.until_s)
+                wait.until_s = deadline.until_s
             return True
         self.counters["deadline_cuts"] += 1
         if deadline.pays and wait.arrived_s < now_s:
@@ -296,7 +295,7 @@ class KVPlanner:
             request.close()
             if request_id in failed:
                 # The engine asks again in the same pass, and must get a miss.
-                request.saving.bar()
+                request.saving.is_barred = True
                 self.counters["loads_failed"] += 1
 
     # --- the step --------------------------------------------------------------------------
@@ -349,7 +348,7 @@ class KVPlanner:
         for step in scheduled:
             own_tokens = looked_up.get(step.request_id) if step.replaces else None
             if own_tokens is not None and step.computed_tokens > own_tokens:
-                self._requests[step.request_id].saving.bar()
+                self._requests[step.request_id].saving.is_barred = True
                 self._saves.doubt(blocks_after(self._settings.groups, own_tokens, step.block_ids))
 
     def _take_cancels(self) -> tuple[int, ...]:

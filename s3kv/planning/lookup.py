@@ -249,7 +249,7 @@ class Lookup:
                 self.has_more = True
                 break
         if len(self.pending) > pending:
-            self.wait.asked(now_s)
+            self.wait.asked_s = now_s
 
     def _lease(self, hashes: Sequence[bytes]) -> None:
         entries = self.ledger.table.pin_prefix(self.group.number, hashes, self.ready)

@@ -101,29 +101,6 @@ REQUEST_TRANSITIONS: Transitions[RequestState, RequestEvent] = Transitions(
 )
 
 
-class SavingState(IdentityEnum):
-    OPEN = "open"
-    BARRED = "barred"
-    """It neither saves nor loads any more: a load of it failed, the cache was reset, or its KV may
-    be wrong or in an unknown place for another reason."""
-
-
-class SavingEvent(IdentityEnum):
-    SAVE = "save"
-    BAR = "bar"
-
-
-_OPEN, _BARRED = SavingState
-
-SAVING_TRANSITIONS: Transitions[SavingState, SavingEvent] = Transitions(
-    {
-        (_OPEN, SavingEvent.SAVE): _OPEN,
-        (_OPEN, SavingEvent.BAR): _BARRED,
-        (_BARRED, SavingEvent.BAR): _BARRED,
-    }
-)
-
-
 @dataclass(slots=True, eq=False)
 class Saving:
     """Device blocks of a request, per KV-cache group, and the progress of its saves."""
@@ -133,16 +110,11 @@ class Saving:
     limit: int | None = None
     """Number of chunks from the start that may be saved; None: all."""
     block_ids: list[list[int]] = field(default_factory=list)
-    state: SavingState = _OPEN
+    is_barred: bool = False
+    """Whether it neither saves nor loads any more: a load of it failed, the cache was reset, or its
+    KV may be wrong or in an unknown place for another reason. Once barred, it stays so."""
     saved: int = 0
     """Position up to which all chunks have been decided on (saved or not)."""
-
-    @property
-    def is_barred(self) -> bool:
-        return self.state is _BARRED
-
-    def bar(self) -> None:
-        self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.BAR)
 
     def allowed(self, chunks: int) -> int:
         """The number of these chunks that may be saved."""
@@ -160,7 +132,7 @@ class Saving:
 
     def take(self, complete: int) -> list[tuple[int, int]]:
         """Take the chunks (group, position) before `complete` to save now."""
-        self.state = SAVING_TRANSITIONS.after(self.state, SavingEvent.SAVE)
+        assert not self.is_barred, "a barred request saves nothing"
         due = [(group, p) for p in range(self.saved, complete) for group in range(self.groups)]
         self.saved = max(self.saved, complete)
         return due

@@ -54,7 +54,7 @@ class ChunkSaves:
         """
         doubtful = self._doubtful
         if doubtful and step.replaces and not doubtful.isdisjoint(chain(*step.block_ids)):
-            request.saving.bar()
+            request.saving.is_barred = True
         saving, size = request.saving, self._chunk_tokens
         tokens = step.computed_tokens + step.scheduled_tokens
         # So it is in nearly every step of a request that decodes.

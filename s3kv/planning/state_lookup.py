@@ -74,7 +74,7 @@ class StateLookup(Lookup):
         pending = len(self.pending)
         self._request(now_s, orders)
         if len(self.pending) > pending:
-            self.wait.asked(now_s)
+            self.wait.asked_s = now_s
 
     def _find(self, own: int) -> tuple[int, Entry] | None:
         """The last resident chunk after the first `own`, and its position."""
