@@ -26,7 +26,7 @@ _LIMITED = (
     "benchmarks/simulation/service.py",
     "s3kv/io/server/jobs.py",
     "s3kv/io/sources/pacing.py",
-    "s3kv/io/sources/transfers.py",
+    "s3kv/io/sources/bucket.py",
     "s3kv/objects/keys.py",
 )
 _SERVING = tuple(

@@ -20,6 +20,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -65,6 +66,7 @@ class LeaseLost(Exception):
     """Another process holds the lease, or this one did not run for longer than a lease lasts."""
 
 
+@dataclass(eq=False)
 class Cleaner:
     """Takes the lease when it is free, and sweeps while it holds it. Belongs to one asyncio loop.
 
@@ -76,44 +78,32 @@ class Cleaner:
     Counters: `sweeps`, `deleted_objects`, `deleted_bytes`; `failed`: attempts.
     """
 
-    def __init__(
-        self,
-        store: BulkStore,
-        prefix: str,
-        *,
-        max_bytes: int,
-        idle_s: float,
-        min_age_s: float,
-        holder: str,
-        on_refresh_after: Callable[[float], None],
-        rng: random.Random,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
+    store: BulkStore
+    prefix: str
+    _: KW_ONLY
+    max_bytes: int
+    idle_s: float
+    min_age_s: float
+    holder: str
+    on_refresh_after: Callable[[float], None]
+    rng: random.Random
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    def __post_init__(self) -> None:
         self.sweeps = self.deleted_objects = self.deleted_bytes = self.failed = 0
-        self._store = store
-        self._prefix = prefix
-        self._key = keys.cleaner(prefix)
-        self._max_bytes = max_bytes
-        self._idle_s = idle_s
-        self._min_age_s = min_age_s
-        self._holder = holder
-        self._on_refresh_after = on_refresh_after
-        self._rng = rng
-        self._clock = clock
-        self._sleep = sleep
-        self._refresh_after_s: float | None = idle_s / REFRESHED if idle_s else None
+        self._refresh_after_s = self.idle_s / REFRESHED if self.idle_s else None
         """Written into the lease while this process holds it."""
-        self._renewed_s = self._checked_s = -math.inf
-        self._next_sweep_s = -math.inf
+        self._key = keys.cleaner(self.prefix)
+        self._renewed_s = self._checked_s = self._next_sweep_s = -math.inf
         self._left_bytes: int | None = None
-        """What the last sweep has left, at `_left_s`; None before the first."""
+        """Bytes that the last sweep has left, at `_left_s`; None before the first."""
         self._left_s = 0.0
         self._was_refused = False
 
     async def run(self) -> None:
         """Keep the bucket until cancelled. Raises no `StoreError`."""
-        await self._sleep(self._rng.uniform(0.0, RENEW_S))
+        await self.sleep(self.rng.uniform(0.0, RENEW_S))
         while True:
             try:
                 pause_s = await self._turn()
@@ -132,7 +122,7 @@ class Cleaner:
                     _log.warning(
                         "s3kv cannot keep the bucket to bucket_bytes and bucket_idle_s: %s", error
                     )
-            await self._sleep(pause_s)
+            await self.sleep(pause_s)
 
     async def _turn(self) -> float:
         """Look at the lease, and sweep if it is ours and a sweep is due. Returns the seconds until
@@ -140,43 +130,43 @@ class Cleaner:
         if not await self._hold():
             self._left_bytes = None
             # Other processes look seldom, and not all at once.
-            return LEASE_S * self._rng.uniform(1.0, 1.5)
-        if self._clock() >= self._next_sweep_s:
+            return LEASE_S * self.rng.uniform(1.0, 1.5)
+        if self.clock() >= self._next_sweep_s:
             await self._sweep()
-        return min(RENEW_S, max(0.0, self._next_sweep_s - self._clock()))
+        return min(RENEW_S, max(0.0, self._next_sweep_s - self.clock()))
 
     # --- the lease -------------------------------------------------------------------------
 
     async def _hold(self) -> bool:
         """Renew the lease, or take it if it is free. Returns whether this process holds it."""
         info, lease = await self._read()
-        if info is not None and (lease is None or lease.holder != self._holder):
+        if info is not None and (lease is None or lease.holder != self.holder):
             if info.age_s is None or info.age_s <= LEASE_S:
                 self._tell(lease)
                 return False
-            if not await self._store.delete(self._key, if_etag=info.etag or None):
+            if not await self.store.delete(self._key, if_etag=info.etag or None):
                 return False
             info = None
-        ours = Lease(self._holder, self._refresh_after_s)
+        ours = Lease(self.holder, self._refresh_after_s)
         data = memoryview(msgspec.json.encode(ours))
-        written = await self._store.put(self._key, data, if_absent=info is None)
+        written = await self.store.put(self._key, data, if_absent=info is None)
         if info is None:
             if not written:
                 return False
-            await self._sleep(_SETTLE_S)
+            await self.sleep(_SETTLE_S)
             _, lease = await self._read()
-            if lease is None or lease.holder != self._holder:
+            if lease is None or lease.holder != self.holder:
                 return False
-            _log.info("s3kv keeps %s/ of the bucket from here on, by this process", self._prefix)
-            self._next_sweep_s = self._clock()
+            _log.info("s3kv keeps %s/ of the bucket from here on, by this process", self.prefix)
+            self._next_sweep_s = self.clock()
         self._tell(ours)
-        self._renewed_s = self._clock()
+        self._renewed_s = self.clock()
         return True
 
     async def _read(self) -> tuple[ObjectInfo | None, Lease | None]:
         """The lease's object, if there is one, and its content, if it can be read."""
         buffer = bytearray(_MAX_LEASE_BYTES)
-        info = await self._store.get_into(self._key, memoryview(buffer))
+        info = await self.store.get_into(self._key, memoryview(buffer))
         if info is None or info.nbytes > _MAX_LEASE_BYTES:
             return info, None
         try:
@@ -186,20 +176,20 @@ class Cleaner:
 
     def _tell(self, lease: Lease | None) -> None:
         after_s = None if lease is None else lease.refresh_after_s
-        self._on_refresh_after(after_s or math.inf)  # anybody may have written 0
+        self.on_refresh_after(after_s or math.inf)  # anybody may have written 0
 
     # --- the sweep -------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
         """Sweep once, and set the time of the next sweep. Raises `LeaseLost` and `StoreError`."""
         now_s = await self._store_now_s()
-        self._checked_s = self._clock()
+        self._checked_s = self.clock()
         run = Sweep(
-            self._store,
-            self._prefix,
-            max_bytes=int(LEFT * self._max_bytes) if self._max_bytes else None,
-            before_s=now_s - self._idle_s if self._idle_s else 0.0,
-            spare_s=now_s - self._min_age_s,
+            self.store,
+            self.prefix,
+            max_bytes=int(LEFT * self.max_bytes) if self.max_bytes else None,
+            before_s=now_s - self.idle_s if self.idle_s else 0.0,
+            spare_s=now_s - self.min_age_s,
             look_again=False,
             remembered=_REMEMBERED,
             checkpoint=self._checkpoint,
@@ -212,29 +202,29 @@ class Cleaner:
             self.deleted_bytes += deleted_bytes
         self.sweeps += 1
         left_bytes = sum(one.kept_bytes for one in run.namespaces.values())
-        stays_s = [self._idle_s] if self._idle_s else []
-        if self._max_bytes and left_bytes > _FULL * self._max_bytes and run.oldest_s is not None:
+        stays_s = [self.idle_s] if self.idle_s else []
+        if self.max_bytes and left_bytes > _FULL * self.max_bytes and run.oldest_s is not None:
             stays_s.append(max(SWEEP_MIN_S, now_s - run.oldest_s))
         self._refresh_after_s = min(stays_s) / REFRESHED if stays_s else None
-        self._next_sweep_s = self._clock() + self._pause_s(left_bytes + deleted_bytes)
-        self._left_bytes, self._left_s = left_bytes, self._clock()
+        self._next_sweep_s = self.clock() + self._pause_s(left_bytes + deleted_bytes)
+        self._left_bytes, self._left_s = left_bytes, self.clock()
         if not await self._hold():
             raise LeaseLost("another process holds the lease")
 
     def _pause_s(self, found_bytes: int) -> float:
         """Time until the next sweep, by the bytes that this one found."""
-        pauses_s = [self._idle_s / _SWEEPS_PER_IDLE] if self._idle_s else []
-        if self._max_bytes and self._left_bytes is None:
+        pauses_s = [self.idle_s / _SWEEPS_PER_IDLE] if self.idle_s else []
+        if self.max_bytes and self._left_bytes is None:
             pauses_s.append(SWEEP_MIN_S)
         elif self._left_bytes is not None and found_bytes > self._left_bytes:
-            per_s = (found_bytes - self._left_bytes) / max(1.0, self._clock() - self._left_s)
-            pauses_s.append((1 - LEFT) * self._max_bytes / per_s)
+            per_s = (found_bytes - self._left_bytes) / max(1.0, self.clock() - self._left_s)
+            pauses_s.append((1 - LEFT) * self.max_bytes / per_s)
         return min(SWEEP_MAX_S, max(SWEEP_MIN_S, min(pauses_s, default=SWEEP_MAX_S)))
 
     async def _checkpoint(self) -> None:
         """Renew the lease in time. Raises `LeaseLost` if another process has it, or if this one
         has not run for so long that its listing is out of date."""
-        now_s, checked_s = self._clock(), self._checked_s
+        now_s, checked_s = self.clock(), self._checked_s
         self._checked_s = now_s
         if now_s - checked_s > LEASE_S:
             raise LeaseLost(f"this process did not run for {now_s - checked_s:.0f} s")
@@ -243,7 +233,7 @@ class Cleaner:
 
     async def _store_now_s(self) -> float:
         """Now by the store's clock, in seconds since the epoch."""
-        info = await self._store.head(self._key)
+        info = await self.store.head(self._key)
         if info is None:
             raise LeaseLost("its object is gone")
         if info.age_s is None:

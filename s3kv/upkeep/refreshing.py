@@ -80,6 +80,11 @@ class RefreshRule:
             )
         return cls(math.inf, rng)
 
+    def tell(self, refresh_after_s: float) -> None:
+        """Note the age that the cleaner has decided on. Settings go before it."""
+        if self.is_told:
+            self.refresh_after_s = refresh_after_s
+
     @property
     def refreshes(self) -> bool:
         return self.refresh_after_s < math.inf

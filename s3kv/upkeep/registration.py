@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.objects.keys import Namespace, all_namespaces
@@ -23,20 +24,32 @@ _MAX_SIBLINGS = 32
 _MAX_FIELDS_TOLD = 8
 
 
-async def introduce(
-    store: ObjectStore, namespace: Namespace, manifest: bytes, shapes: Sequence[str] = ()
-) -> str:
+class Registration(NamedTuple):
+    """The objects that introduce a namespace.
+
+    manifest: canonical JSON of the fingerprint. shapes: shards of this engine's ranks.
+    """
+
+    namespace: Namespace
+    manifest: bytes
+    shapes: Sequence[str] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        return [self.namespace.manifest, *map(self.namespace.shape, self.shapes)]
+
+
+async def introduce(store: ObjectStore, registration: Registration) -> str:
     """Write the manifest and the shapes that are not there. Returns a sentence that names the
     namespace and, for a new one, says how it differs from its nearest sibling.
 
-    manifest: canonical JSON of the fingerprint. shapes: shards of this engine's ranks. Raises
-    `StoreError` if a request for the manifest fails. A denied write of the manifest is mentioned in
-    the sentence. A shape that cannot be written is left out until the next start.
+    Raises `StoreError` if a request for the manifest fails. A denied write of the manifest is
+    mentioned in the sentence. A shape that cannot be written is left out until the next start.
     """
-    said = await _introduce(store, namespace, manifest)
+    said = await _introduce(store, registration.namespace, registration.manifest)
     with contextlib.suppress(StoreError):
-        for shard in shapes:
-            await store.put(namespace.shape(shard), memoryview(b""), if_absent=True)
+        for key in registration.keys[1:]:
+            await store.put(key, memoryview(b""), if_absent=True)
     return said
 
 

@@ -13,14 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from s3kv.objects.keys import Namespace

@@ -16,38 +16,30 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.formats import Formats
 from s3kv.io.server.jobs import JobQueue
-from s3kv.io.sources.other_shards import shared_reads
-from s3kv.io.sources.pacing import Pacing
-from s3kv.io.sources.ranges import RangedReads
+from s3kv.io.sources.bucket import BucketSource
+from s3kv.io.sources.chain import chain_of
+from s3kv.io.sources.ranges import SparePlaces
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.io.sources.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.keys import Namespace
 from s3kv.stores.store import BulkStore
 from s3kv.types import ChunkKey, Outcome
-from s3kv.upkeep.cleaner import Cleaner
-from s3kv.upkeep.costs import Growth, nanodollars, prices_of
-from s3kv.upkeep.refreshing import Refresher, RefreshRule
-from s3kv.upkeep.registration import introduce
+from s3kv.upkeep.housekeeping import Housekeeping
+from s3kv.upkeep.registration import Registration
 
 _log = logging.getLogger("s3kv.io")
 
 _CLOSE_TIMEOUT_S = 1.0
 _UNWIND_TIMEOUT_S = 2.0
 """Time for cancelled jobs to end. The process then exits, which stops the rest."""
-_INTRODUCTION_PAUSE_S = 60.0
-_INTRODUCED_AGAIN_S = 3600.0
-"""Time between two looks at the manifest while the cleaner says when objects are refreshed."""
-_GROWTH_LOOK_S = 60.0
 _TROUBLE: dict[type[StoreError], wire.Trouble] = {
     StoreDenied: "denied",
     StoreMissing: "missing",
@@ -80,50 +72,20 @@ class Service:
         self._shard = handshake.shard
         self._formats = Formats(handshake, slab.nbytes)
         self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
-        self._pacing = Pacing(config.max_inflight_requests, config.hedge_percent)
-        keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
-        self._refresh_rule = RefreshRule.of(config, rng)
-        self._refresher = Refresher(store, self._refresh_rule, lambda: self._queue.has_spare)
-        self._cleaner = self._make_cleaner(rng) if keeps else None
-        self._transfers = Transfers(
-            store,
-            self._pacing,
-            config.max_attempts,
-            rng,
-            delete_corrupt=config.on_corrupt == "delete",
-            refresher=self._refresher,
-            ranged=RangedReads(config.range_bytes, self._queue.borrow, self._give_back),
-            shared=shared_reads(
-                handshake, store, self._namespace, self._queue.borrow, self._give_back
-            ),
+        registration = Registration(self._namespace, handshake.manifest, handshake.shapes)
+        self._housekeeping = Housekeeping(
+            store, config, registration, lambda: self._queue.has_spare, rng
         )
+        self._refresher = self._housekeeping.refresher
+        spare = SparePlaces(self._queue.borrow, self._give_back)
+        self._bucket = BucketSource(store, config, self._refresher, spare, rng)
+        self._chain = chain_of(handshake, store, self._bucket, spare)
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
-        self._manifest = handshake.manifest
-        self._shapes = handshake.shapes
-        self._background: dict[str, asyncio.Task[None]] = {}
         self._started = False
         self._drain_left: int | None = None
         self._drained = asyncio.Event()
-
-    def _make_cleaner(self, rng: random.Random) -> Cleaner:
-        config = self._config
-
-        def refresh_after(seconds: float) -> None:
-            if self._refresh_rule.is_told:
-                self._refresh_rule.refresh_after_s = seconds
-
-        return Cleaner(
-            self._store,
-            config.prefix,
-            max_bytes=config.bucket_bytes,
-            idle_s=config.bucket_idle_s,
-            min_age_s=config.bucket_min_age_s,
-            holder=f"{rng.getrandbits(128):032x}",
-            on_refresh_after=refresh_after,
-            rng=rng,
-        )
 
     def start(self) -> None:
         """Try the bucket, then send `Ready` and start the jobs received meanwhile."""
@@ -134,76 +96,22 @@ class Service:
         if task.cancelled():
             return
         error = task.exception()
-        if error is None:
-            ready = task.result()
-        else:
+        if error is not None:
             _log.error("trying the bucket: %r", error, exc_info=error)
-            ready = wire.Ready(False, "defect", repr(error))
+        ready = task.result() if error is None else wire.Ready(False, "defect", repr(error))
         self._send(ready)
         if not ready.serving:
             self._hang_up()
             return
         self._started = True
         self._start_jobs()
-        self._run_beside("refreshing", self._refresher.run())
-        self._run_beside("looking at objects in use", self._refresher.look())
-        if self._cleaner is not None:
-            self._run_beside("keeping the bucket", self._cleaner.run())
-        elif self._config.refresh_after_s == 0:
-            self._run_beside("watching the bucket's growth", self._watch_growth(Growth()))
-        if self._manifest:
-            self._run_beside("the manifest of the namespace", self._introduce())
-
-    def _run_beside(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        task = self._background[what] = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(partial(self._background_ended, what))
-
-    async def _watch_growth(self, growth: Growth) -> None:
-        """Warn once if nobody seems to delete what this process uploads."""
-        warning = None
-        while warning is None:
-            await asyncio.sleep(_GROWTH_LOOK_S)
-            traffic = self._store.traffic
-            storage = prices_of(self._config, traffic).storage
-            warning = growth.warning(time.monotonic(), traffic.sent_bytes, storage)
-        _log.warning("%s", warning)
-
-    async def _introduce(self) -> None:
-        """Log the namespace as soon as the bucket answers. If objects are refreshed, refresh the
-        manifest, too, so that it does not expire before them."""
-        told = False
-        while True:
-            try:
-                said = await self._transfers.attempts(
-                    lambda: introduce(self._store, self._namespace, self._manifest, self._shapes)
-                )
-            except StoreUnavailable:
-                await asyncio.sleep(_INTRODUCTION_PAUSE_S)
-            except StoreError as error:
-                _log.warning("the namespace's manifest cannot be read: %s", error)
-                return
-            else:
-                if not told:
-                    _log.info("%s", said)
-                if not (self._refresh_rule.refreshes or self._refresh_rule.is_told):
-                    return
-                told = True
-                self._refresher.exists(self._namespace.manifest)
-                for shard in self._shapes:
-                    self._refresher.exists(self._namespace.shape(shard))
-                await asyncio.sleep(self._config.refresh_after_s or _INTRODUCED_AGAIN_S)
-
-    def _background_ended(self, what: str, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._defects += 1
-            _log.error("%s: %r", what, error, exc_info=error)
+        self._housekeeping.start()
 
     async def _try_bucket(self) -> wire.Ready:
         config = self._config
         trouble: wire.Trouble
         try:
-            checked = self._transfers.attempts(lambda: self._store.check(self._namespace.root))
+            checked = self._bucket.attempts(lambda: self._store.check(self._namespace.root))
             known = await asyncio.wait_for(checked, config.start_timeout_ms / 1000)
         except asyncio.TimeoutError:
             trouble = "unavailable"
@@ -272,9 +180,9 @@ class Service:
         return asyncio.get_running_loop().time() + self._config.max_wait_ms / 1000
 
     def _start_jobs(self) -> None:
-        self._queue.limit_requests(self._pacing.window.size)
+        self._queue.limit_requests(self._bucket.pacing.window.size)
         while self._started and (job := self._queue.take()) is not None:
-            task = asyncio.get_running_loop().create_task(self._transfers.run(job))
+            task = asyncio.get_running_loop().create_task(self._chain.run(job))
             self._tasks[job.job_id] = task
             task.add_done_callback(partial(self._job_ended, job, time.monotonic()))
 
@@ -325,14 +233,11 @@ class Service:
     def _drain(self, timeout_s: float) -> None:
         self._drain_left = 0
         self._queue.in_hurry = True
-        self._refresher.give_up()
-        for beside in ("refreshing", "keeping the bucket"):
-            if beside in self._background:
-                self._background[beside].cancel()
+        self._housekeeping.drain()
         for job_id in self._queue.ids(JobKind.FETCH):
             self._cancel(job_id)
         loop = asyncio.get_running_loop()
-        self._transfers.drain_until_s = loop.time() + timeout_s
+        self._bucket.drain_until_s = loop.time() + timeout_s
         loop.call_later(timeout_s, self._give_up_uploads)
         self._start_jobs()
         self._look_whether_drained()
@@ -351,26 +256,15 @@ class Service:
             self._send(wire.Drained(self._drain_left))
 
     def _statistics(self) -> wire.Stats:
-        queue, pacing, refresher = self._queue, self._pacing, self._refresher
-        cleaner = self._cleaner
-        traffic = self._store.traffic
-        counters = {
-            "io_retries": self._transfers.retries,
+        queue, pacing = self._queue, self._bucket.pacing
+        counters = self._housekeeping.counters() | {
+            "io_retries": self._bucket.retries,
             "io_throttled": pacing.throttled,
             "io_window_cuts": pacing.window.cuts,
             "io_hedges": pacing.hedges,
             "io_hedges_won": pacing.hedges_won,
-            "io_refresh_done": refresher.done,
-            "io_refresh_failed": refresher.failed,
-            "io_refresh_skipped": refresher.skipped,
-            "io_cleaner_sweeps": cleaner.sweeps if cleaner else 0,
-            "io_cleaner_failed": cleaner.failed if cleaner else 0,
-            "io_cleaner_deleted": cleaner.deleted_objects if cleaner else 0,
-            "io_cleaner_deleted_bytes": cleaner.deleted_bytes if cleaner else 0,
-            "io_defects": self._defects,
-            "cost_usd": nanodollars(prices_of(self._config, traffic), traffic),
+            "io_defects": self._defects + self._housekeeping.defects,
         }
-        counters |= {f"io_requests|{name}": count for name, count in traffic.requests.items()}
         return wire.Stats(
             queue.waiting, queue.running, queue.running_bytes, pacing.window.size, counters
         )
@@ -382,10 +276,9 @@ class Service:
         self._started = False
         for job_id in tuple(self._tasks):
             self._cancel(job_id)
-        background = [self._starting, *self._background.values()]
-        for task in background:
-            task.cancel()
-        await asyncio.wait([*background, *self._tasks.values()], timeout=_UNWIND_TIMEOUT_S)
+        self._starting.cancel()
+        ending = [self._starting, *self._tasks.values(), *self._housekeeping.cancel()]
+        await asyncio.wait(ending, timeout=_UNWIND_TIMEOUT_S)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
 

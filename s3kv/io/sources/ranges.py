@@ -12,8 +12,9 @@ Each range is a request of its own to everything below: to retries, hedging and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
@@ -31,14 +32,43 @@ Reading = tuple[ObjectInfo | None, Mismatch | None]
 """Metadata of an object (None: no such object), and why it does not verify (None: it does)."""
 
 
-class Requests(Protocol):
-    """Requests for the object of one job, with all their attempts."""
+class SparePlaces:
+    """Places of the job queue for requests beside a job's own.
 
-    async def whole(self) -> Reading:
+    borrow: takes up to so many, and returns their number. give_back: returns one.
+    """
+
+    def __init__(self, borrow: Callable[[int], int], give_back: Callable[[], None]) -> None:
+        self._borrow = borrow
+        self._give_back = give_back
+
+    @contextlib.contextmanager
+    def borrowed(self, most: int) -> Iterator[tuple[int, Callable[[], None]]]:
+        """Borrow up to so many places for the block. Gives their number, and a function that gives
+        back one of them early, if one is left."""
+        count = left = self._borrow(most) if most > 0 else 0
+
+        def give_back() -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                self._give_back()
+
+        try:
+            yield count, give_back
+        finally:
+            while left:
+                give_back()
+
+
+class Requests(Protocol):
+    """Requests for the object of a job, with all their attempts."""
+
+    async def whole(self, job: TransferJob) -> Reading:
         """Read the object by one GET."""
         ...
 
-    async def part(self, bounds: range) -> ObjectInfo | None:
+    async def part(self, job: TransferJob, bounds: range) -> ObjectInfo | None:
         """Read a range of the object into its place, as `ObjectStore.get_range` does."""
         ...
 
@@ -46,60 +76,46 @@ class Requests(Protocol):
 class RangedReads:
     """Reads objects in ranges where that pays. Belongs to one asyncio loop.
 
-    range_bytes: shortest range; 0 for none. borrow: takes up to so many places for requests beside
-    the job's own, and returns their number. give_back: returns one of them.
+    range_bytes: shortest range; 0 for none.
     """
 
-    def __init__(
-        self, range_bytes: int, borrow: Callable[[int], int], give_back: Callable[[], None]
-    ) -> None:
+    def __init__(self, range_bytes: int, spare: SparePlaces, requests: Requests) -> None:
         self._range_bytes = range_bytes
-        self._borrow = borrow
-        self._give_back = give_back
+        self._spare = spare
+        self._requests = requests
 
-    async def read(self, job: TransferJob, requests: Requests) -> Reading:
+    async def read(self, job: TransferJob) -> Reading:
         """Read and verify an object. It is read whole if it is small, if its length is not known,
         if no place is free, or if ranges do not give one object.
 
         No request is under way when this ends, however it ends."""
         if not isinstance(job.format, ChunkFormat) or not self._range_bytes:
-            return await requests.whole()
-        most = job.nbytes // self._range_bytes
-        borrowed = self._borrow(most - 1) if most > 1 else 0
-        if not borrowed:
-            return await requests.whole()
+            return await self._requests.whole(job)
         try:
-            reading = await self._in_ranges(job, job.format, requests, borrowed)
+            reading = await self._in_ranges(job, job.format)
         except StoreUnranged as error:
-            reading = await requests.whole()
+            reading = await self._requests.whole(job)
             if reading[0] is not None and reading[1] is None:  # then it is not the object's fault
                 self._range_bytes = 0
                 _log.warning("%s. From now on objects are read there by one GET each", error)
-        return await requests.whole() if reading is None else reading
+        return await self._requests.whole(job) if reading is None else reading
 
-    async def _in_ranges(
-        self, job: TransferJob, chunk: ChunkFormat, requests: Requests, borrowed: int
-    ) -> Reading | None:
-        """Read the object in one range more than there are borrowed places. None if the ranges are
-        not of one object."""
-        gathering = Gathering(chunk, job.buffer, job.block_hash)
-        held = borrowed
+    async def _in_ranges(self, job: TransferJob, chunk: ChunkFormat) -> Reading | None:
+        """Read the object in one range more than there are borrowed places. None if there are none,
+        or the ranges are not of one object."""
+        with self._spare.borrowed(job.nbytes // self._range_bytes - 1) as (count, give_back):
+            if not count:
+                return None
+            gathering = Gathering(chunk, job.buffer, job.block_hash)
 
-        async def read(bounds: range) -> ObjectInfo | None:
-            nonlocal held
-            info = await requests.part(bounds)
-            if held:
-                held -= 1
-                self._give_back()
-            if info is not None and info.nbytes == job.nbytes:
-                gathering.arrived(bounds)
-            return info
+            async def read(bounds: range) -> ObjectInfo | None:
+                info = await self._requests.part(job, bounds)
+                give_back()
+                if info is not None and info.nbytes == job.nbytes:
+                    gathering.arrived(bounds)
+                return info
 
-        try:
-            infos = await all_of(read(bounds) for bounds in cut(job.nbytes, 1 + borrowed))
-        finally:
-            for _ in range(held):
-                self._give_back()
+            infos = await all_of(read(bounds) for bounds in cut(job.nbytes, 1 + count))
         if infos is None:
             return None, None
         if len({info.etag for info in infos}) > 1 or not infos[0].etag:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from s3kv.errors import StoreDenied, StoreError, StoreRefused
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.item_format import ItemFormat
@@ -32,3 +33,10 @@ class TransferJob:
     def end(self, outcome: Outcome, detail: str = "", *, nbytes: int = 0, **more: Any) -> JobEnd:
         """The record of its end, without the duration. more: further fields of it."""
         return JobEnd(self.job_id, self.kind, outcome, nbytes, detail=detail, **more)
+
+    def failed(self, error: StoreError) -> JobEnd:
+        """The record of its end by an error of a source."""
+        if isinstance(error, StoreRefused):
+            return self.end(Outcome.INVALID, str(error))
+        denied = isinstance(error, StoreDenied)
+        return self.end(Outcome.DENIED if denied else Outcome.FAILED, str(error))

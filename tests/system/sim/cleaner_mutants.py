@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-from s3kv.io.sources.transfers import Transfers
+from s3kv.io.sources.chain import Chain
 from s3kv.messages import JobEnd
 from s3kv.objects import keys
 from s3kv.objects.keys import ChunkAddress, Namespace
@@ -26,7 +26,7 @@ MUTANTS: list[Mutant] = []
 
 survey = Sweep._survey
 sweep_once = Cleaner._sweep
-fetch = Transfers._fetch
+fetch = Chain._fetch
 
 
 def mutant(of: Mutant) -> Mutant:
@@ -156,8 +156,8 @@ def forgets_to_delete(patch: Patch) -> None:
 
 @mutant
 def takes_a_deleted_chunk_for_an_error(patch: Patch) -> None:
-    async def strict(self: Transfers, job: Any) -> JobEnd:
+    async def strict(self: Chain, job: Any) -> JobEnd:
         end = await fetch(self, job)
         return job.end(Outcome.FAILED) if end.outcome is Outcome.MISSING else end
 
-    patch.setattr(Transfers, "_fetch", strict)
+    patch.setattr(Chain, "_fetch", strict)

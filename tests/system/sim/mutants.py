@@ -19,9 +19,9 @@ from s3kv.io.client import IoClient, State
 from s3kv.io.server.jobs import JobQueue
 from s3kv.io.server.service import Service
 from s3kv.io.sources import pacing
+from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.quarantine import Quarantine
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.io.sources.transfers import Transfers
 from s3kv.messages import JobEnd, JobKind, SaveOrder, StepPlan, StepReport
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
@@ -40,8 +40,8 @@ MUTANTS: list[Mutant] = []
 
 check = ChunkFormat.check
 chunk = Namespace.chunk
-fetch = Transfers._fetch
-upload = Transfers._upload
+fetch = BucketSource.fetch
+upload = BucketSource.upload
 say_ended = Service._say_ended
 cancel = Service._cancel
 bury = IoClient._bury
@@ -108,40 +108,40 @@ def leaves_the_model_out_of_the_key(patch: Patch) -> None:
     patch.setattr(Namespace, "chunk", same)
 
 
-# ---- transfers
+# ---- the bucket as a source
 
 
 @mutant
 def takes_403_for_404(patch: Patch) -> None:
-    async def mild(self: Transfers, job: TransferJob) -> JobEnd:
+    async def mild(self: BucketSource, job: TransferJob) -> JobEnd:
         try:
             return await fetch(self, job)
         except StoreDenied:
             return job.end(Outcome.MISSING)
 
-    patch.setattr(Transfers, "_fetch", mild)
+    patch.setattr(BucketSource, "fetch", mild)
 
 
 @mutant
 def takes_every_error_for_404(patch: Patch) -> None:
-    async def mild(self: Transfers, job: TransferJob) -> JobEnd:
+    async def mild(self: BucketSource, job: TransferJob) -> JobEnd:
         try:
             return await fetch(self, job)
         except StoreError:
             return job.end(Outcome.MISSING)
 
-    patch.setattr(Transfers, "_fetch", mild)
+    patch.setattr(BucketSource, "fetch", mild)
 
 
 @mutant
 def counts_a_failed_upload_as_done(patch: Patch) -> None:
-    async def proud(self: Transfers, job: TransferJob) -> JobEnd:
+    async def proud(self: BucketSource, job: TransferJob) -> JobEnd:
         try:
             return await upload(self, job)
         except StoreError:
             return job.end(Outcome.OK, nbytes=job.nbytes)
 
-    patch.setattr(Transfers, "_upload", proud)
+    patch.setattr(BucketSource, "upload", proud)
 
 
 @mutant
@@ -151,23 +151,23 @@ def sends_without_sealing(patch: Patch) -> None:
 
 @mutant
 def tries_for_ever(patch: Patch) -> None:
-    async def stubborn(self: Transfers, call: Callable[[], Awaitable[Any]], **_: float) -> Any:
+    async def stubborn(self: BucketSource, call: Callable[[], Awaitable[Any]], **_: float) -> Any:
         while True:
             try:
                 return await call()
             except StoreError:
                 await asyncio.sleep(0.5)
 
-    patch.setattr(Transfers, "attempts", stubborn)
+    patch.setattr(BucketSource, "attempts", stubborn)
 
 
 @mutant
 def deletes_what_looked_bad_once(patch: Patch) -> None:
-    async def rash(self: Transfers, job: TransferJob, said: str, reason: str) -> JobEnd:
+    async def rash(self: BucketSource, job: TransferJob, said: str, reason: str) -> JobEnd:
         await self.attempts(lambda: self._store.delete(job.key))
         return job.end(Outcome.CORRUPT, said, reason=reason)
 
-    patch.setattr(Transfers, "_look_again", rash)
+    patch.setattr(BucketSource, "_look_again", rash)
 
 
 @mutant

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from s3kv.errors import StoreError
 from s3kv.io.sources import other_shards
-from s3kv.io.sources.transfers import Transfers
+from s3kv.io.sources.bucket import BucketSource
+from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd
 from s3kv.objects import rearranging
 from s3kv.types import Outcome
@@ -14,8 +16,8 @@ from tests.system.sim.mutants import Mutant, Patch
 
 MUTANTS: list[Mutant] = []
 
-fetch_object = Transfers._fetch_object
-read = other_shards.SharedReads.read
+fetch_of_others = BucketSource.fetch_of_others
+fetch = other_shards.OtherShards.fetch
 runs = rearranging._runs
 
 
@@ -49,28 +51,24 @@ def takes_every_model_s_pages_for_heads_outermost(patch: Patch) -> None:
 
 @mutant
 def believes_the_shards_of_others(patch: Patch) -> None:
-    async def trusting(self: Transfers, job: Any, *, delete_corrupt: bool) -> JobEnd:
-        end = await fetch_object(self, job, delete_corrupt=delete_corrupt)
-        of_others = f"-{self._shared._shard.name}." not in job.key  # type: ignore[union-attr]
-        return job.end(Outcome.OK) if of_others and end.outcome is Outcome.CORRUPT else end
+    async def trusting(self: BucketSource, job: TransferJob) -> JobEnd:
+        end = await fetch_of_others(self, job)
+        return job.end(Outcome.OK) if end.outcome is Outcome.CORRUPT else end
 
-    patch.setattr(Transfers, "_fetch_object", trusting)
+    patch.setattr(BucketSource, "fetch_of_others", trusting)
 
 
 @mutant
 def deletes_the_shards_of_others(patch: Patch) -> None:
-    async def zealous(self: Transfers, job: Any, *, delete_corrupt: bool) -> JobEnd:
-        return await fetch_object(self, job, delete_corrupt=self._delete_corrupt)
-
-    patch.setattr(Transfers, "_fetch_object", zealous)
+    patch.setattr(BucketSource, "fetch_of_others", BucketSource.fetch)
 
 
 @mutant
 def calls_an_outage_a_miss(patch: Patch) -> None:
-    async def quiet(self: other_shards.SharedReads, job: Any, fetch: Callable[..., Any]) -> Any:
+    async def quiet(self: other_shards.OtherShards, job: TransferJob) -> JobEnd | None:
         try:
-            return await read(self, job, fetch)
-        except other_shards.StoreError:
+            return await fetch(self, job)
+        except StoreError:
             return None
 
-    patch.setattr(other_shards.SharedReads, "read", quiet)
+    patch.setattr(other_shards.OtherShards, "fetch", quiet)

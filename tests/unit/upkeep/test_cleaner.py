@@ -14,20 +14,16 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
-from s3kv.host.slab import Slab
-from s3kv.io.server import service
 from s3kv.objects import keys
 from s3kv.objects.keys import Namespace
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import Claim, ObjectInfo
-from s3kv.types import ChunkKey, Outcome
-from s3kv.upkeep import cleaner as cleaning
-from s3kv.upkeep import costs, listing, refreshing
+from s3kv.types import ChunkKey
+from s3kv.upkeep import listing
 from s3kv.upkeep.cleaner import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Cleaner
 from s3kv.upkeep.refreshing import RefreshRule
 from tests import servers
 from tests.system.sim.loop import VirtualLoop
-from tests.unit.io import rig
 
 EPOCH_S = 1e9
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -474,67 +470,3 @@ async def test_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.sweeps, second.sweeps) == (1, 0)
     assert first.deleted_objects == 3
     assert told[-1] == told[-2] < math.inf
-
-
-async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
-    monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)
-    monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
-    bucket = MemoryStore(lambda: time_s)
-    time_s = EPOCH_S
-    for number in range(8):
-        time_s += MIN_AGE_S
-        data = memoryview(rig.sealed(number))
-        await bucket.put(rig.object_key(number), data, if_absent=False)
-    time_s += 2 * MIN_AGE_S
-    oldest_left = rig.object_key(2)
-    slab = Slab.create(4 * rig.SLOT_BYTES)
-    budget = 7 * rig.FORMAT.object_bytes
-    async with rig.served(lambda _: bucket, slab, bucket_bytes=budget) as (worker, _):
-        await worker.ready()
-        await counted(worker, "io_cleaner_sweeps")
-        left = {key for key in bucket._objects if keys.parse(key)}
-        assert left == {rig.object_key(number) for number in range(2, 8)}
-        worker.say(rig.fetch(2))
-        assert (await worker.done(1))[2].outcome is Outcome.OK
-        await counted(worker, "io_refresh_done")
-    slab.close()
-    assert bucket._objects[oldest_left][1] == time_s
-
-
-@pytest.mark.parametrize(
-    ("settings", "warns"),
-    [
-        ({}, True),
-        ({"bucket_bytes": 10**12}, False),
-        ({"bucket_idle_s": 3600.0}, False),
-        ({"refresh_after_s": 3600.0}, False),
-    ],
-)
-async def test_a_process_warns_of_a_bucket_without_a_bound(
-    settings: dict[str, Any],
-    warns: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(service, "_GROWTH_LOOK_S", 0.001)
-    monkeypatch.setattr(costs, "GROWTH_KNOWN_S", 0.01)
-    store = MemoryStore(lambda: EPOCH_S)
-    store.traffic.sent_bytes = 2**30
-    slab = Slab.create(4 * rig.SLOT_BYTES)
-    async with rig.served(lambda _: store, slab, **settings) as (worker, _):
-        await worker.ready()
-        while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
-            await asyncio.sleep(0.002)
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-    slab.close()
-    assert caplog.text.count("no bound") == warns
-
-
-async def counted(worker: rig.Worker, counter: str) -> None:
-    """Wait until the process has counted one."""
-    while not (await worker.settled()).counters[counter]:  # noqa: ASYNC110 nothing announces it
-        await asyncio.sleep(0.002)

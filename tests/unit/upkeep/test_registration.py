@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from lab.memory_store import MemoryStore
-from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
-from s3kv.host.slab import Slab
-from s3kv.io import wire
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.stores.store import Claim, ObjectInfo
-from s3kv.types import Outcome
-from s3kv.upkeep.registration import introduce
-from tests.unit.io import rig
-from tests.unit.io.rig import served
+from s3kv.upkeep.registration import Registration, introduce
 
 BASE: dict[str, Any] = {
     "model": {"name": "m", "dtype": "torch.bfloat16", "config": {"rope": {"theta": 1e4}}},
@@ -39,7 +30,7 @@ def place(fingerprint: dict[str, Any]) -> tuple[Namespace, bytes]:
 
 
 async def meet(store: MemoryStore, fingerprint: dict[str, Any]) -> str:
-    return await introduce(store, *place(fingerprint))
+    return await introduce(store, Registration(*place(fingerprint)))
 
 
 async def read(store: MemoryStore, key: str) -> bytes | None:
@@ -61,8 +52,10 @@ async def test_the_first_writes_it_and_the_second_knows_it() -> None:
 async def test_the_shapes_of_every_engine_are_listed_beside_it() -> None:
     store = MemoryStore()
     namespace, manifest = place(BASE)
-    await introduce(store, namespace, manifest, ["h0-3of8-l0-31of32", "h4-7of8-l0-31of32"])
-    await introduce(store, namespace, manifest, ["h0-7of8-l0-31of32"])
+    await introduce(
+        store, Registration(namespace, manifest, ["h0-3of8-l0-31of32", "h4-7of8-l0-31of32"])
+    )
+    await introduce(store, Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
     shapes = [info async for info in store.list(f"{namespace.root}shapes/")]
     names = [info.key.rpartition("/")[2] for info in shapes]
     assert names == ["h0-3of8-l0-31of32", "h0-7of8-l0-31of32", "h4-7of8-l0-31of32"]
@@ -77,7 +70,7 @@ async def test_a_store_that_takes_no_shapes_still_tells_the_namespace() -> None:
             return await super().put(key, data, if_absent=if_absent)
 
     namespace, manifest = place(BASE)
-    said = await introduce(Full(), namespace, manifest, ["h0-7of8-l0-31of32"])
+    said = await introduce(Full(), Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
     assert f"{namespace.root} is new" in said
 
 
@@ -198,116 +191,3 @@ async def test_many_siblings_are_read_up_to_a_limit() -> None:
         await store.put(namespace.manifest, memoryview(manifest), if_absent=True)
     assert "of 32 others" in await meet(store, BASE)
     assert store.reads == 33
-
-
-# ---------------------------------------------------------------------- in the I/O process
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(8 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
-
-
-@pytest.fixture
-def with_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = rig.handshake
-
-    def handshake(config: Config) -> wire.Handshake:
-        import msgspec
-
-        return msgspec.structs.replace(plain(config), manifest=b'{"model":"m"}')
-
-    monkeypatch.setattr(rig, "handshake", handshake)
-
-
-@pytest.mark.usefixtures("with_manifest")
-async def test_nobody_waits_for_it(slab: Slab) -> None:
-    class Stuck(MemoryStore):
-        asked = asyncio.Event()
-
-        async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
-        ) -> ObjectInfo | None:
-            if key == rig.NAMESPACE.manifest:
-                self.asked.set()
-                await asyncio.Event().wait()
-            return await super().get_into(key, buffer, claim)
-
-    store = Stuck()
-    async with served(lambda _: store, slab) as (worker, serving):
-        await worker.ready()
-        await store.asked.wait()
-        rig.fill(slab, 1, number=1)
-        worker.say(rig.upload(1))
-        assert (await worker.done(1))[1].outcome is Outcome.OK
-        worker.hang_up()
-        await asyncio.wait_for(serving, 5)
-
-
-@pytest.mark.usefixtures("with_manifest")
-async def test_it_is_written_as_soon_as_the_bucket_is_there(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("s3kv.io.server.service._INTRODUCTION_PAUSE_S", 0.01)
-
-    class Late(MemoryStore):
-        failures = 5
-        written = asyncio.Event()
-
-        async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
-        ) -> ObjectInfo | None:
-            if self.failures:
-                self.failures -= 1
-                raise StoreUnavailable("refused")
-            return await super().get_into(key, buffer, claim)
-
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
-            self.written.set()
-            return await super().put(key, data, if_absent=if_absent)
-
-    store = Late()
-    caplog.set_level(logging.INFO, "s3kv.io")
-    async with served(lambda _: store, slab, max_attempts=1) as (worker, _):
-        await worker.ready()
-        await store.written.wait()
-        while not caplog.messages:  # noqa: ASYNC110 - a log record announces nothing
-            await asyncio.sleep(0.001)
-    assert await read(store, rig.NAMESPACE.manifest) == b'{"model":"m"}'
-    assert f"namespace {rig.NAMESPACE.root} is new" in caplog.messages[0]
-
-
-@pytest.mark.usefixtures("with_manifest")
-async def test_a_bucket_that_may_not_be_read_is_said_and_served(
-    slab: Slab, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Denied(MemoryStore):
-        async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
-        ) -> ObjectInfo | None:
-            raise StoreDenied("s3:GetObject on arn:aws:s3:::bkt")
-
-    async with served(lambda _: Denied(), slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(1))
-        assert (await worker.done(1))[1].outcome is Outcome.DENIED
-    assert "namespace's manifest cannot be read: s3:GetObject" in caplog.messages[0]
-
-
-@pytest.mark.usefixtures("with_manifest")
-async def test_a_defect_in_it_is_counted_and_costs_nothing(
-    slab: Slab, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Odd(MemoryStore):
-        async def folders(self, prefix: str, limit: int) -> list[str]:
-            raise ZeroDivisionError("oops")
-
-    async with served(lambda _: Odd(), slab) as (worker, _):
-        await worker.ready()
-        while (await worker.settled()).counters["io_defects"] == 0:
-            pass
-        worker.say(rig.fetch(1))
-        assert (await worker.done(1))[1].outcome is Outcome.MISSING
-    assert "ZeroDivisionError" in caplog.text

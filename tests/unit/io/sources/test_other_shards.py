@@ -16,7 +16,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.io.sources import other_shards
+from s3kv.io.sources import other_shards, staging
 from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import XXH3, Integrity
@@ -205,6 +205,7 @@ async def test_it_is_put_together_of_what_others_have_stored(
         for number in range(2):
             end = await reader.fetch(number)
             assert end.outcome is Outcome.OK
+            assert end.source == "other_shards"
             assert end.nbytes == sum(len(stored(other)) for other in others)
             assert bytes(reader.slot(number)) == stored(shard)
 
@@ -362,8 +363,12 @@ async def test_a_cancelled_read_leaves_the_slot_alone(bucket: Bucket, slab: Slab
         assert (await reader.fetch()).outcome is Outcome.OK
 
 
-async def test_few_are_put_together_at_once(bucket: Bucket, slab: Slab) -> None:
+async def test_few_are_put_together_at_once(
+    bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each takes memory beside the slab; the others wait."""
+    cover_bytes = sum(len(stored(half)) for half in HALVES)
+    monkeypatch.setattr(staging, "MOST_BYTES", 4 * cover_bytes)
     await bucket.hold(*HALVES)
     hashes = [bytes([n]) * 32 for n in range(12)]
     for block_hash in hashes:

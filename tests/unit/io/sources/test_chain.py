@@ -1,21 +1,77 @@
-"""A chunk that is computed while it is fetched is uploaded only if the fetch does not find it."""
+"""Sources are asked in order, until one has the object or says that it is not merely absent. A
+chunk that is computed while it is fetched is uploaded only if the fetch does not find it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 
 import pytest
 
 from lab.memory_store import MemoryStore
+from s3kv.errors import StoreDenied, StoreRefused, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.io.sources import transfers
+from s3kv.io.sources import chain
+from s3kv.io.sources.chain import Chain
+from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.messages import JobEnd, JobKind
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker, served
+
+JOB = TransferJob(7, JobKind.FETCH, "key", b"hash", rig.FORMAT, memoryview(b""))
+ABSENT, HIT = JOB.end(Outcome.MISSING), JOB.end(Outcome.OK)
+
+
+@dataclass
+class Answering:
+    """A source with one answer."""
+
+    name: str
+    answer: JobEnd | Exception | None
+    asked: list[TransferJob] = field(default_factory=list)
+
+    async def fetch(self, job: TransferJob) -> JobEnd | None:
+        self.asked.append(job)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "decides", "outcome"),
+    [
+        ([HIT, HIT], "0", Outcome.OK),
+        ([ABSENT, HIT], "1", Outcome.OK),
+        ([None, ABSENT, HIT, ABSENT], "2", Outcome.OK),
+        ([ABSENT, ABSENT], "1", Outcome.MISSING),
+        ([ABSENT, None], "0", Outcome.MISSING),
+        ([None], "", Outcome.MISSING),
+        ([JOB.end(Outcome.CORRUPT, reason="digest"), HIT], "0", Outcome.CORRUPT),
+        ([JOB.end(Outcome.MISSING, reason="quarantined"), HIT], "0", Outcome.MISSING),
+        ([ABSENT, StoreUnavailable("down"), HIT], "1", Outcome.FAILED),
+        ([StoreDenied("no"), HIT], "0", Outcome.DENIED),
+        ([StoreRefused("too large"), HIT], "0", Outcome.INVALID),
+    ],
+)
+async def test_the_first_that_has_it_bad_or_good_or_fails_decides(
+    answers: list[JobEnd | Exception | None], decides: str, outcome: Outcome
+) -> None:
+    sources = [Answering(str(number), answer) for number, answer in enumerate(answers)]
+    end = await Chain(sources, bucket=None).run(JOB)  # type: ignore[arg-type]
+    assert (end.job_id, end.outcome, end.source) == (7, outcome, decides)
+    if isinstance(error := answers[int(decides or 0)], Exception):
+        assert end.detail == str(error)
+    asked = [bool(source.asked) for source in sources]
+    assert asked == sorted(asked, reverse=True), "in order"
+    assert all(asked) == (decides == str(len(answers) - 1) or answers[-1] is None)
+
+
+# ---- uploads beside a fetch
 
 KEY = rig.object_key(1)
 FETCH, UPLOAD = rig.fetch(3, number=1), rig.upload(1)
@@ -105,7 +161,7 @@ async def test_what_a_fetch_has_just_found_is_not_sent_once(worker: Worker, buck
 async def test_what_was_found_long_ago_may_be_gone(
     worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "_FOUND_S", 0.0)
+    monkeypatch.setattr(chain, "_FOUND_S", 0.0)
     await hold(bucket)
     bucket.answers.set()
     worker.say(FETCH)
@@ -118,7 +174,7 @@ async def test_what_was_found_long_ago_may_be_gone(
 async def test_few_finds_are_remembered(
     worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfers, "_FOUND_KEYS", 1)
+    monkeypatch.setattr(chain, "_FOUND_KEYS", 1)
     bucket.answers.set()
     for number in (1, 2):
         await MemoryStore.put(

@@ -1,0 +1,123 @@
+"""The chain of sources: runs jobs, fetches from its sources in order and uploads to the bucket.
+
+    first source ──absent──▶ next source ──absent──▶ … ──absent──▶ a miss
+        └──hit, bad or failed: the end of the fetch
+
+An object that is bad, in quarantine or out of reach is no absent one: the chain asks nobody after
+it. A source that only copies what a later one holds answers "absent" instead, and counts it.
+
+A chunk may be computed while its fetch is under way. Its upload waits for the fetch, and sends
+nothing if the fetch finds the object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from s3kv.errors import StoreError
+from s3kv.io import wire
+from s3kv.io.sources.bucket import BucketSource
+from s3kv.io.sources.other_shards import OtherShards
+from s3kv.io.sources.ranges import SparePlaces
+from s3kv.io.sources.staging import StagingMemory
+from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.messages import JobEnd, JobKind
+from s3kv.stores.store import ObjectStore
+from s3kv.types import Outcome
+
+_FOUND_KEYS = 1_024
+_FOUND_S = 30.0
+"""Time for which a key counts as found after the start of its fetch: longer than a chunk takes that
+is computed meanwhile and copied, and too short for the object to be deleted as unused."""
+
+
+class Source(Protocol):
+    """A place that objects are fetched from. Belongs to one asyncio loop."""
+
+    @property
+    def name(self) -> str:
+        """`JobEnd.source` of its answers."""
+        ...
+
+    async def fetch(self, job: TransferJob) -> JobEnd | None:
+        """Fetch the object of a job into its buffer, and verify it. None if the source has nowhere
+        to look for such an object.
+
+        The outcome is OK for a hit, MISSING for an absent object (with a `reason` for one in
+        quarantine), CORRUPT for a bad one. Raises `StoreError` if the source fails. After it has
+        ended (returned, raised or been cancelled), nothing writes to `job.buffer`.
+        """
+        ...
+
+
+def chain_of(
+    handshake: wire.Handshake, store: ObjectStore, bucket: BucketSource, spare: SparePlaces
+) -> Chain:
+    """The chain of one rank."""
+    of_others = OtherShards(handshake, store, bucket.fetch_of_others, spare, StagingMemory())
+    return Chain([bucket, of_others], bucket)
+
+
+class Chain:
+    """Executor of jobs. Runs any number at a time; the caller limits them.
+
+    sources: in the order in which they are asked.
+    """
+
+    def __init__(self, sources: Sequence[Source], bucket: BucketSource) -> None:
+        self._sources = sources
+        self._bucket = bucket
+        self._fetches: dict[str, tuple[asyncio.Task[Any] | None, float]] = {}
+        """The last fetches, by key: the task, which may have ended, and when it began. The oldest
+        are first."""
+
+    async def run(self, job: TransferJob) -> JobEnd:
+        """Move one object, in a task of its own. After it has returned, raised or been cancelled,
+        nothing reads or writes `job.buffer`."""
+        if job.kind is JobKind.FETCH:
+            return await self._fetch(job)
+        fresh_s = await self._found_fresh_s(job.key)
+        if fresh_s is not None:
+            return job.end(Outcome.EXISTS, fresh_s=fresh_s)
+        try:
+            return await self._bucket.upload(job)
+        except StoreError as error:
+            return job.failed(error)
+
+    async def _fetch(self, job: TransferJob) -> JobEnd:
+        self._fetches.pop(job.key, None)
+        self._fetches[job.key] = asyncio.current_task(), _now_s()
+        if len(self._fetches) > _FOUND_KEYS:
+            del self._fetches[next(iter(self._fetches))]
+        end = job.end(Outcome.MISSING, f"{job.key} has no source")
+        for source in self._sources:
+            try:
+                answer = await source.fetch(job)
+            except StoreError as error:
+                answer = job.failed(error)
+            if answer is not None:
+                end = answer
+                end.source = source.name
+            if end.outcome is not Outcome.MISSING or end.reason:
+                break
+        return end
+
+    async def _found_fresh_s(self, key: str) -> float | None:
+        """`JobEnd.fresh_s` of an object that a fetch has found just now; None if none has. Waits
+        for one that is under way."""
+        task, began_s = self._fetches.get(key, (None, -math.inf))
+        if task is None:
+            return None
+        await asyncio.wait([task])
+        self._fetches.pop(key, None)
+        if task.cancelled() or task.exception() or _now_s() >= began_s + _FOUND_S:
+            return None
+        end: JobEnd = task.result()
+        return end.fresh_s if end.outcome is Outcome.OK else None
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

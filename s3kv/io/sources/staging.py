@@ -1,0 +1,60 @@
+"""Staging: bounded memory beside the slab, for bytes that cannot arrive in their slot.
+
+A buffer is used again for the next lease of its length, because new memory costs a page fault for
+every 4 KiB. It holds the bytes of its last lease until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+MOST_BYTES = 256 * 2**20
+"""Bound for all leases of an I/O process together, and for the buffers that it keeps."""
+
+
+class StagingMemory:
+    """Memory of one I/O process, leased first come, first served. Belongs to one asyncio loop."""
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.leased_bytes = self._kept_bytes = 0
+        self._max_bytes = MOST_BYTES if max_bytes is None else max_bytes
+        self._kept: dict[int, list[bytearray]] = {}
+        """Buffers of ended leases, by length."""
+        self._turn = asyncio.Lock()
+        self._ended = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def lease(self, lengths: Sequence[int]) -> AsyncIterator[list[memoryview]]:
+        """Lease buffers of these lengths during the block; their content is undefined. Waits until
+        all fit at once. A lease beyond the bound is alone. Nothing may use them afterwards."""
+        nbytes = sum(lengths)
+        async with self._turn:
+            while self.leased_bytes and self.leased_bytes + nbytes > self._max_bytes:
+                self._ended.clear()
+                await self._ended.wait()
+            self.leased_bytes += nbytes
+        buffers: list[bytearray] = []
+        try:
+            buffers += map(self._buffer, lengths)
+            yield [memoryview(buffer) for buffer in buffers]
+        finally:
+            self.leased_bytes -= nbytes
+            self._ended.set()
+            for buffer in buffers:
+                self._keep(buffer)
+
+    def _buffer(self, length: int) -> bytearray:
+        if self._kept.get(length):
+            self._kept_bytes -= length
+            return self._kept[length].pop()
+        if self.leased_bytes + self._kept_bytes > self._max_bytes:
+            self._kept.clear()
+            self._kept_bytes = 0
+        return bytearray(length)
+
+    def _keep(self, buffer: bytearray) -> None:
+        if self.leased_bytes + self._kept_bytes + len(buffer) <= self._max_bytes:
+            self._kept.setdefault(len(buffer), []).append(buffer)
+            self._kept_bytes += len(buffer)

@@ -1,0 +1,150 @@
+"""Housekeeping: an I/O process's work for the bucket beside its jobs, each a task of its own.
+
+Objects in use are refreshed and looked at. With a budget the bucket is kept to it; without one its
+growth is watched. One rank introduces the namespace. No job waits for any of it, and a defect in
+it is counted and costs only the task that has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from s3kv.config import Config
+from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.stores.store import BulkStore
+from s3kv.upkeep.cleaner import Cleaner
+from s3kv.upkeep.costs import Growth, nanodollars, prices_of
+from s3kv.upkeep.refreshing import Refresher, RefreshRule
+from s3kv.upkeep.registration import Registration, introduce
+
+_log = logging.getLogger("s3kv.io")
+
+_INTRODUCTION_PAUSE_S = 60.0
+_INTRODUCED_AGAIN_S = 3600.0
+"""Time between two looks at the manifest while the cleaner says when objects are refreshed."""
+_GROWTH_LOOK_S = 60.0
+
+
+class Housekeeping:
+    """Starts and ends the work. Belongs to one asyncio loop.
+
+    registration: of the namespace; empty if another rank introduces it. is_idle: whether no job
+    needs the network now.
+    """
+
+    def __init__(
+        self,
+        store: BulkStore,
+        config: Config,
+        registration: Registration,
+        is_idle: Callable[[], bool],
+        rng: random.Random,
+    ) -> None:
+        self.defects = 0
+        self._rule = RefreshRule.of(config, rng)
+        self.refresher = Refresher(store, self._rule, is_idle)
+        self._store = store
+        self._config = config
+        self._registration = registration
+        self._cleaner = self._make_cleaner(rng)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def _make_cleaner(self, rng: random.Random) -> Cleaner | None:
+        config = self._config
+        if not (config.bucket_bytes or config.bucket_idle_s):
+            return None
+        return Cleaner(
+            self._store,
+            config.prefix,
+            max_bytes=config.bucket_bytes,
+            idle_s=config.bucket_idle_s,
+            min_age_s=config.bucket_min_age_s,
+            holder=f"{rng.getrandbits(128):032x}",
+            on_refresh_after=self._rule.tell,
+            rng=rng,
+        )
+
+    def start(self) -> None:
+        """Begin, once the bucket has answered."""
+        self._run("refreshing", self.refresher.run())
+        self._run("looking at objects in use", self.refresher.look())
+        if self._cleaner is not None:
+            self._run("keeping the bucket", self._cleaner.run())
+        elif self._config.refresh_after_s == 0:
+            self._run("watching the bucket's growth", self._watch_growth())
+        if self._registration.manifest:
+            self._run("the manifest of the namespace", self._introduce())
+
+    def drain(self) -> None:
+        """Send no more refreshes and deletions, and answer all uses."""
+        self.refresher.give_up()
+        for what in ("refreshing", "keeping the bucket"):
+            if what in self._tasks:
+                self._tasks[what].cancel()
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Cancel all work. Returns the tasks, some of which have yet to end."""
+        for task in self._tasks.values():
+            task.cancel()
+        return [*self._tasks.values()]
+
+    def counters(self) -> dict[str, int]:
+        """Sums since the start, by the name of their metric."""
+        refresher, cleaner, traffic = self.refresher, self._cleaner, self._store.traffic
+        return {
+            "io_refresh_done": refresher.done,
+            "io_refresh_failed": refresher.failed,
+            "io_refresh_skipped": refresher.skipped,
+            "io_cleaner_sweeps": cleaner.sweeps if cleaner else 0,
+            "io_cleaner_failed": cleaner.failed if cleaner else 0,
+            "io_cleaner_deleted": cleaner.deleted_objects if cleaner else 0,
+            "io_cleaner_deleted_bytes": cleaner.deleted_bytes if cleaner else 0,
+            "cost_usd": nanodollars(prices_of(self._config, traffic), traffic),
+            **{f"io_requests|{name}": count for name, count in traffic.requests.items()},
+        }
+
+    def _run(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[what] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(partial(self._ended, what))
+
+    def _ended(self, what: str, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.defects += 1
+            _log.error("%s: %r", what, error, exc_info=error)
+
+    async def _watch_growth(self) -> None:
+        """Warn once if nobody seems to delete what this process uploads."""
+        growth, warning = Growth(), None
+        while warning is None:
+            await asyncio.sleep(_GROWTH_LOOK_S)
+            traffic = self._store.traffic
+            storage = prices_of(self._config, traffic).storage
+            warning = growth.warning(time.monotonic(), traffic.sent_bytes, storage)
+        _log.warning("%s", warning)
+
+    async def _introduce(self) -> None:
+        """Log the namespace as soon as the bucket answers. If objects are refreshed, refresh the
+        manifest, too, so that it does not expire before them."""
+        level = logging.INFO
+        while True:
+            try:
+                _log.log(level, "%s", await introduce(self._store, self._registration))
+            except StoreUnavailable:
+                await asyncio.sleep(_INTRODUCTION_PAUSE_S)
+                continue
+            except StoreError as error:
+                _log.warning("the namespace's manifest cannot be read: %s", error)
+                return
+            if not (self._rule.refreshes or self._rule.is_told):
+                return
+            level = logging.DEBUG
+            for key in self._registration.keys:
+                self.refresher.exists(key)
+            await asyncio.sleep(self._config.refresh_after_s or _INTRODUCED_AGAIN_S)

@@ -1,0 +1,197 @@
+"""Beside the jobs of an I/O process: the namespace, the budget and the growth of its bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from lab.memory_store import MemoryStore
+from s3kv.config import Config
+from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.host.slab import Slab
+from s3kv.io import wire
+from s3kv.objects import keys
+from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.types import Outcome
+from s3kv.upkeep import cleaner as cleaning
+from s3kv.upkeep import costs, housekeeping, refreshing
+from tests.unit.io import rig
+from tests.unit.io.rig import served
+
+EPOCH_S = 1e9
+MIN_AGE_S = 60.0
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(8 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def with_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = rig.handshake
+
+    def handshake(config: Config) -> wire.Handshake:
+        return msgspec.structs.replace(plain(config), manifest=b'{"model":"m"}')
+
+    monkeypatch.setattr(rig, "handshake", handshake)
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_nobody_waits_for_it(slab: Slab) -> None:
+    class Stuck(MemoryStore):
+        asked = asyncio.Event()
+
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            if key == rig.NAMESPACE.manifest:
+                self.asked.set()
+                await asyncio.Event().wait()
+            return await super().get_into(key, buffer, claim)
+
+    store = Stuck()
+    async with served(lambda _: store, slab) as (worker, serving):
+        await worker.ready()
+        await store.asked.wait()
+        rig.fill(slab, 1, number=1)
+        worker.say(rig.upload(1))
+        assert (await worker.done(1))[1].outcome is Outcome.OK
+        worker.hang_up()
+        await asyncio.wait_for(serving, 5)
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_it_is_written_as_soon_as_the_bucket_is_there(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("s3kv.upkeep.housekeeping._INTRODUCTION_PAUSE_S", 0.01)
+
+    class Late(MemoryStore):
+        failures = 5
+        written = asyncio.Event()
+
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            if self.failures:
+                self.failures -= 1
+                raise StoreUnavailable("refused")
+            return await super().get_into(key, buffer, claim)
+
+        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+            self.written.set()
+            return await super().put(key, data, if_absent=if_absent)
+
+    store = Late()
+    caplog.set_level(logging.INFO, "s3kv.io")
+    async with served(lambda _: store, slab, max_attempts=1) as (worker, _):
+        await worker.ready()
+        await store.written.wait()
+        while not caplog.messages:  # noqa: ASYNC110 - a log record announces nothing
+            await asyncio.sleep(0.001)
+    assert store._objects[rig.NAMESPACE.manifest][0] == b'{"model":"m"}'
+    assert f"namespace {rig.NAMESPACE.root} is new" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_a_bucket_that_may_not_be_read_is_said_and_served(
+    slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Denied(MemoryStore):
+        async def get_into(
+            self, key: str, buffer: memoryview, claim: Claim | None = None
+        ) -> ObjectInfo | None:
+            raise StoreDenied("s3:GetObject on arn:aws:s3:::bkt")
+
+    async with served(lambda _: Denied(), slab) as (worker, _):
+        await worker.ready()
+        worker.say(rig.fetch(1))
+        assert (await worker.done(1))[1].outcome is Outcome.DENIED
+    assert "namespace's manifest cannot be read: s3:GetObject" in caplog.messages[0]
+
+
+@pytest.mark.usefixtures("with_manifest")
+async def test_a_defect_in_it_is_counted_and_costs_nothing(
+    slab: Slab, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(MemoryStore):
+        async def folders(self, prefix: str, limit: int) -> list[str]:
+            raise ZeroDivisionError("oops")
+
+    async with served(lambda _: Odd(), slab) as (worker, _):
+        await worker.ready()
+        while (await worker.settled()).counters["io_defects"] == 0:
+            pass
+        worker.say(rig.fetch(1))
+        assert (await worker.done(1))[1].outcome is Outcome.MISSING
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
+    slab: Slab,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
+    monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
+    bucket = MemoryStore(lambda: time_s)
+    time_s = EPOCH_S
+    for number in range(8):
+        time_s += MIN_AGE_S
+        data = memoryview(rig.sealed(number))
+        await bucket.put(rig.object_key(number), data, if_absent=False)
+    time_s += 2 * MIN_AGE_S
+    oldest_left = rig.object_key(2)
+    budget = 7 * rig.FORMAT.object_bytes
+    async with served(lambda _: bucket, slab, bucket_bytes=budget) as (worker, _):
+        await worker.ready()
+        await counted(worker, "io_cleaner_sweeps")
+        left = {key for key in bucket._objects if keys.parse(key)}
+        assert left == {rig.object_key(number) for number in range(2, 8)}
+        worker.say(rig.fetch(2))
+        assert (await worker.done(1))[2].outcome is Outcome.OK
+        await counted(worker, "io_refresh_done")
+    assert bucket._objects[oldest_left][1] == time_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({}, True),
+        ({"bucket_bytes": 10**12}, False),
+        ({"bucket_idle_s": 3600.0}, False),
+        ({"refresh_after_s": 3600.0}, False),
+    ],
+)
+async def test_a_process_warns_of_a_bucket_without_a_bound(
+    slab: Slab,
+    settings: dict[str, Any],
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(housekeeping, "_GROWTH_LOOK_S", 0.001)
+    monkeypatch.setattr(costs, "GROWTH_KNOWN_S", 0.01)
+    store = MemoryStore(lambda: EPOCH_S)
+    store.traffic.sent_bytes = 2**30
+    async with served(lambda _: store, slab, **settings) as (worker, _):
+        await worker.ready()
+        while warns and "no bound" not in caplog.text:  # noqa: ASYNC110 nothing announces it
+            await asyncio.sleep(0.002)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+    assert caplog.text.count("no bound") == warns
+
+
+async def counted(worker: rig.Worker, counter: str) -> None:
+    """Wait until the process has counted one."""
+    while not (await worker.settled()).counters[counter]:  # noqa: ASYNC110 nothing announces it
+        await asyncio.sleep(0.002)
