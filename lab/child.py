@@ -30,6 +30,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 Message = dict[str, Any]
 
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
 
 class Host(Protocol):
     """An engine whose requests are asynchronous generators; leaving one early aborts it."""
@@ -238,7 +240,13 @@ def start_host(settings: Message) -> Host:
     if "kv_events_config" in engine_args:
         engine_args["kv_events_config"] = KVEventsConfig(**engine_args["kv_events_config"])
     args = AsyncEngineArgs(model=settings["model"], **engine_args)
-    return InlineHost(args) if settings["in_process"] else AsyncLLM.from_engine_args(args)
+    if settings["in_process"]:
+        return InlineHost(args)
+    method = os.environ[START_METHOD]
+    config = args.create_engine_config()
+    os.environ[START_METHOD] = method  # vLLM's platform for CPUs insists on "spawn"
+    host: Host = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
+    return host
 
 
 def read_commands(loop: asyncio.AbstractEventLoop, commands: asyncio.Queue[Message]) -> None:

@@ -21,11 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import psutil
 
 from lab.second_runner import interpreted_triton
+from lab.zygote import ForkedProcess, Zygotes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +40,7 @@ ENVIRONMENT = {
     # One thread, not pinned: engines, S3 and I/O processes share few cores.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # The engine's processes are forked from one that has imported everything already: 8 s less.
+    # The engine's processes are forked from one that has imported everything already: 11 s less.
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_LOGGING_LEVEL": "INFO",
     "PYTHONUNBUFFERED": "1",
@@ -119,9 +120,8 @@ class Engine:
 
     model: a directory from `lab.models.build`.
     connector, ec_connector: vLLM's kv_transfer_config and ec_transfer_config as dicts, or None.
-    in_process: True runs scheduler, worker and client in one process: up in about 8 s, and `call`
-        reaches in. False starts the engine core and its worker as processes of their own, as a
-        server does: about 14 s.
+    in_process: True runs scheduler, worker and client in one process, and `call` reaches in. False
+        starts the engine core and its worker as processes of their own, as a server does.
     python: the interpreter, where it is to be another environment's.
     prepare: `module:function` to run in the engine's process before vLLM starts.
     second_runner: serve with vLLM's second-generation model runner, a step of which takes three to
@@ -129,6 +129,9 @@ class Engine:
     engine_args: any of vLLM's EngineArgs, over `ENGINE_ARGS`; `tensor_parallel_size=2` works on a
         CPU, with in_process=False.
     """
+
+    zygotes: ClassVar[Zygotes | None] = None
+    """Where the processes of all engines are forked; without, each imports vLLM itself."""
 
     def __init__(
         self,
@@ -180,17 +183,22 @@ class Engine:
         """Start the process without waiting. The result is there once the engine can serve."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [self._python, "-m", "lab.entry"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=self._env,
-                cwd=ROOT,
-                start_new_session=True,
-            )
+            self._process = self._new_process(log)
         self._write(self._settings)
         return Pending(self, 0)
+
+    def _new_process(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedProcess:
+        if self.zygotes is not None:
+            return self.zygotes.launch(self._python, self._env, log)
+        return subprocess.Popen(
+            [self._python, "-m", "lab.entry"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=self._env,
+            cwd=ROOT,
+            start_new_session=True,
+        )
 
     def shutdown(self, timeout_s: float = PATIENCE_S) -> None:
         """Shut down cleanly. Raises `EngineFailed` when a process of the engine is still there."""

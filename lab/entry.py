@@ -9,9 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 
-if __name__ == "__main__":
+
+def run() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from lab.child import main
 
     asyncio.run(main(answers))
+
+
+if __name__ == "__main__":
+    run()

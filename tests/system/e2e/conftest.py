@@ -22,6 +22,7 @@ import pytest
 from lab import models, vision
 from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server, moto_process
+from lab.zygote import Zygotes
 from tests.system.e2e.pictures import Pictures
 from tests.versions import since
 
@@ -69,6 +70,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(START_AND_STOP_S))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed: make venv"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygotes() -> Iterator[None]:
+    """The engines of a session are forked from processes that have imported vLLM."""
+    Engine.zygotes = Zygotes()
+    yield
+    Engine.zygotes.close()
+    Engine.zygotes = None
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from tests.system.e2e.test_groups import model_of
 class Case(NamedTuple):
     """hit: tokens of a prompt, in chunks of `chunk`, or of a block where that is 0. objects: of a
     rank and a prompt, those of full attention and those of windows or states. answer: its tokens.
-    prepare: of `Engine`. worker: prepared alike.
+    prepare: of `Engine`.
     alike: whether vLLM's own tokens depend on the ranks and the steps. They are then those of the
     first engine while the bucket is empty, with the prompts in its own cache."""
 
@@ -40,7 +40,6 @@ class Case(NamedTuple):
     answer: int = 8
     dtype: str = "float32"
     prepare: str | None = None
-    worker: str = "auto"
     alike: bool = False
 
 
@@ -63,7 +62,6 @@ GRANITE4 = Case(
     512,
     4 + 1,
     prepare="lab.states:one_state_per_step",
-    worker="lab.workers.OneStatePerStep",
     alike=True,
 )
 """States are large, and the last alone is saved."""
@@ -79,7 +77,6 @@ saved."""
 QWEN3_5 = QWEN3_NEXT._replace(
     name="qwen3_5",
     prepare="lab.text_only:without_torchvision",
-    worker="lab.workers.WithoutTorchvision",
 )
 CASES = (
     *(GEMMA3, GEMMA4, GEMMA4_SHARED, GPT_OSS, COHERE2, LLAMA, LLAMA4, MISTRAL, LFM2),
@@ -111,7 +108,6 @@ def test_two_tensor_ranks(
     args |= {
         "in_process": False,
         "tensor_parallel_size": 2,
-        "worker_cls": case.worker,
         "max_num_batched_tokens": 256,
     }
     connector = changed(patient, chunk_tokens=case.chunk)

@@ -110,6 +110,7 @@ def test_an_interrupt_of_the_launch_is_passed_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(Engine, "zygotes", None)
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Engine(tiny, log_path=tmp_path / "engine.log").start()
