@@ -23,7 +23,7 @@ from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
 from s3kv.messages import JobEnd, JobKind, StepReport
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
@@ -57,7 +57,7 @@ def make_planner() -> KVPlanner:
         world_size=1,
     )
     settings = KVPlannerSettings(
-        groups=(GroupSpec(BLOCK_TOKENS, CHUNK_TOKENS),),
+        coverages=(Coverage(BLOCK_TOKENS, CHUNK_TOKENS),),
         hash_tokens=BLOCK_TOKENS,
         probe_chunks=Config(bucket="any").probe_chunks,
         max_wait_s=10.0,

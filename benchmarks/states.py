@@ -37,7 +37,7 @@ from benchmarks.deadline import QUICK_REQUESTS, ends, say
 from benchmarks.origin import commit
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, command, identity, load
 from s3kv import prices
-from s3kv.planning.cover import STATE_SPACING
+from s3kv.planning.group_kinds import STATE_SPACING
 
 _PRICES = prices.TABLE["us-east-1/standard"]
 _MONTH_S = 365 / 12 * 86_400

@@ -25,7 +25,7 @@ from s3kv.host.table import Table
 from s3kv.io.server.jobs import JobQueue
 from s3kv.objects.codec import ChunkFormat
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
@@ -181,7 +181,7 @@ def make_planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
         world_size=1,
     )
     settings = KVPlannerSettings(
-        groups=(GroupSpec(BLOCK_TOKENS, CHUNK_TOKENS),),
+        coverages=(Coverage(BLOCK_TOKENS, CHUNK_TOKENS),),
         hash_tokens=CHUNK_TOKENS,
         probe_chunks=config.probe_chunks,
         max_wait_s=config.max_wait_ms / 1000,

@@ -2,27 +2,38 @@
 
 vLLM divides a model's layers into groups. Every request has a table of blocks per group, and all
 groups take their blocks from one pool. Groups that need the same positions to resume share their
-objects (`GroupSpec.members`).
+objects (`Coverage`).
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Sequence
-from math import gcd, lcm, prod
+from collections.abc import Callable, Iterator, Sequence
+from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from s3kv.errors import ConfigError, UnsupportedError
-from s3kv.planning.cover import STATE_SPACING, GroupKind, GroupSpec, held_blocks
+from s3kv.planning.group_kinds import (
+    KINDS,
+    STATE_SPACING,
+    Coverage,
+    FullAttention,
+    GroupKind,
+    LocalAttention,
+    SlidingWindow,
+    States,
+)
 from s3kv.types import default_chunk_tokens
 
 if TYPE_CHECKING:
@@ -31,14 +42,16 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0
 """vLLM's number for "no block". No layer's KV is ever in it."""
 
-_FULL = {"FullAttentionSpec", "MLAAttentionSpec"}
-_REACH = {
-    "SlidingWindowSpec": (GroupKind.WINDOW, "sliding_window"),
-    "ChunkedLocalAttentionSpec": (GroupKind.LOCAL, "attention_chunk_size"),
+_KIND: dict[type[KVCacheSpec], Callable[[Any], GroupKind]] = {
+    FullAttentionSpec: lambda _: FullAttention(),
+    MLAAttentionSpec: lambda _: FullAttention(),
+    SlidingWindowSpec: lambda layer: SlidingWindow(layer.sliding_window),
+    ChunkedLocalAttentionSpec: lambda layer: LocalAttention(layer.attention_chunk_size),
+    MambaSpec: lambda _: States(),
 }
-"""Layers with a window, and the attribute that says how far it reaches. A subclass is refused,
-because it may keep state that is not in the pages. MLA with a window is not among them: in
-DeepSeek-V4 such layers have other pages."""
+"""The kind of each class of layers that is served. A subclass is refused, because it may keep state
+that is not in the pages. MLA with a window is not among them: in DeepSeek-V4 such layers have other
+pages."""
 _STATES = {"SHORT_CONV", "GDN_ATTN", "MAMBA2"}
 """Kinds of states that s3kv has been run with on an engine."""
 
@@ -54,15 +67,15 @@ def check_groups_are_served(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             "MLA), sliding windows, chunked local attention, and states of Mamba2, Gated DeltaNet "
             "and short convolutions. Run it without s3kv"
         )
-    mixed = [group for group in groups if len(set(map(_need, _layers(group.kv_cache_spec)))) > 1]
+    mixed = [group for group in groups if len(set(map(_kind, _layers(group.kv_cache_spec)))) > 1]
     if mixed:
         raise UnsupportedError(
             f"layers that need different positions are in one KV-cache group ({mixed[0]}); s3kv "
             "needs each kind in groups of its own. Run it without s3kv"
         )
-    if len(groups) > 1 or _need(layers[0])[0] is not GroupKind.FULL:
+    if len(groups) > 1 or not _kind(layers[0]).is_cumulative:
         _check_tables_with_gaps(vllm_config, kv_cache_config)
-    if any(isinstance(layer, MambaSpec) for layer in layers):
+    if any(_kind(layer).is_sparse for layer in layers):
         _check_states(vllm_config)
 
 
@@ -98,7 +111,10 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
         raise UnsupportedError(
             "with EAGLE or MTP vLLM leaves the last block out of every hit, because the draft's KV "
             "there depends on the tokens that follow. s3kv does not do so yet, and has not been "
-            f"run so beside windows{_one_group_advice(kv_cache_config)}"
+            "run so beside windows. If the model has full attention and windows of one size, start "
+            "it with --disable-hybrid-kv-cache-manager: vLLM then keeps the KV of every token in "
+            "every layer, which takes more memory per token and gives the same answers. Otherwise "
+            "run it without s3kv"
         )
     for layer in layers_of(kv_cache_config):
         if (
@@ -112,40 +128,29 @@ def _check_tables_with_gaps(vllm_config: VllmConfig, kv_cache_config: KVCacheCon
             )
 
 
-def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[GroupSpec, ...]:
+def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[Coverage, ...]:
     """The engine's groups, joined where they need the same positions: those with full attention,
     then by how far they reach. Every rank and every engine with this model numbers them alike.
 
     Raises `ConfigError` if no chunk of this length fits them.
     """
-    members: dict[tuple[GroupKind, int, int], list[int]] = {}
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        kind, reach = _need(next(_layers(group.kv_cache_spec)))
-        members.setdefault((kind, reach, group.kv_cache_spec.block_size), []).append(number)
-    order = list(GroupKind)
-    needs = sorted(members, key=lambda need: (order.index(need[0]), *need[1:]))
     interval = _interval_tokens(kv_cache_config)
-    found = tuple(
-        GroupSpec(
-            block,
-            chunk_tokens,
-            kind,
-            reach,
-            number,
-            tuple(members[kind, reach, block]),
-            interval if kind is GroupKind.STATE else 1,
-        )
-        for number, (kind, reach, block) in enumerate(needs)
+    members: dict[tuple[GroupKind, int], list[int]] = {}
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        kind = _kind(next(_layers(group.kv_cache_spec)))
+        if isinstance(kind, States):
+            kind = States(interval_tokens=interval)
+        members.setdefault((kind, group.kv_cache_spec.block_size), []).append(number)
+    needs = sorted(
+        members, key=lambda need: (KINDS.index(type(need[0])), need[0].reach_tokens, need[1])
     )
-    for group in found:
-        if group.kind is GroupKind.LOCAL and group.reach_tokens % chunk_tokens:
-            raise ConfigError(
-                f"chunk_tokens is {chunk_tokens}: allowed is a divisor of {group.reach_tokens}, "
-                "because this model's local attention begins anew after so many tokens"
-            )
-        if not held_blocks(group):
-            raise ConfigError(f"a window of {group.reach_tokens} tokens needs no cache")
-    return found
+    try:
+        return tuple(
+            Coverage(need[1], chunk_tokens, need[0], number, tuple(members[need]))
+            for number, need in enumerate(needs)
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _interval_tokens(kv_cache_config: KVCacheConfig) -> int:
@@ -154,10 +159,9 @@ def _interval_tokens(kv_cache_config: KVCacheConfig) -> int:
     state_bytes = token_bytes = 0
     for group in kv_cache_config.kv_cache_groups:
         for layer in _every_layer(group):
-            need, _ = _need(layer)
-            if need is GroupKind.STATE:
+            if isinstance(layer, MambaSpec):
                 state_bytes += _state_bytes(layer)
-            elif need is GroupKind.FULL:
+            elif _kind(layer).is_cumulative:
                 token_bytes += layer.page_size_bytes // layer.block_size
     return max(1, STATE_SPACING * state_bytes // token_bytes) if token_bytes else 1
 
@@ -171,13 +175,13 @@ def _state_bytes(layer: Any) -> int:
 
 
 def states_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: GroupSpec
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coverage: Coverage
 ) -> dict[str, Any]:
-    """Meaning of the pages of a state group, for the fingerprint; empty for other groups. The
-    layout shows their bytes alone."""
-    if group.kind is not GroupKind.STATE:
+    """Meaning of the pages of states, for the fingerprint; empty for other kinds. The layout shows
+    their bytes alone."""
+    if not coverage.kind.is_sparse:
         return {}
-    specs = (kv_cache_config.kv_cache_groups[member].kv_cache_spec for member in group.members)
+    specs = (kv_cache_config.kv_cache_groups[member].kv_cache_spec for member in coverage.members)
     return {
         "states": {
             "members": [[_state(layer) for layer in _layers(spec)] for spec in specs],
@@ -201,25 +205,12 @@ def block_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 
 def chunk_tokens_for(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens per chunk if no setting says so. With states it is as short as the blocks allow: the
-    engine keeps the state of a prompt after its last whole block, and of no other for sure."""
+    """Tokens per chunk if no setting says so."""
     block = block_tokens(kv_cache_config)
-    if any(isinstance(layer, MambaSpec) for layer in layers_of(kv_cache_config)):
-        return block
     chunk = default_chunk_tokens(block)
-    for group in kv_cache_config.kv_cache_groups:
-        kind, reach = _need(next(_layers(group.kv_cache_spec)))
-        if kind is GroupKind.LOCAL:
-            chunk = gcd(chunk, reach)
+    for layer in layers_of(kv_cache_config):
+        chunk = _kind(layer).chunk_tokens(block, chunk)
     return chunk
-
-
-def grouping_module() -> Any:
-    """The module of vLLM that divides layers into groups. It has another name from 0.33 on."""
-    try:
-        return importlib.import_module("vllm.v1.core.kv_cache_planning")
-    except ModuleNotFoundError:
-        return importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 
 def layers_of(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
@@ -244,10 +235,8 @@ def _every_layer(group: Any) -> Sequence[KVCacheSpec]:
 
 
 def _is_served(layer: KVCacheSpec) -> bool:
-    if isinstance(layer, MambaSpec):
-        return type(layer) is MambaSpec and layer.mamba_type.name in _STATES
-    name = type(layer).__name__
-    return name in _REACH or (name in _FULL and isinstance(layer, FullAttentionSpec))
+    is_known_state = not isinstance(layer, MambaSpec) or layer.mamba_type.name in _STATES
+    return type(layer) in _KIND and is_known_state
 
 
 def _name(layer: KVCacheSpec) -> str:
@@ -255,41 +244,5 @@ def _name(layer: KVCacheSpec) -> str:
     return f"{kind} ({layer.mamba_type.name})" if isinstance(layer, MambaSpec) else kind
 
 
-def _need(layer: KVCacheSpec) -> tuple[GroupKind, int]:
-    """The kind of a layer's need, and how far it reaches."""
-    if isinstance(layer, MambaSpec):
-        return GroupKind.STATE, 0
-    kind, attribute = _REACH.get(type(layer).__name__, (GroupKind.FULL, ""))
-    return kind, getattr(layer, attribute) if attribute else 0
-
-
-def _one_group_advice(kv_cache_config: KVCacheConfig) -> str:
-    if not _fits_one_group(layers_of(kv_cache_config)):
-        return ". Or run it without s3kv"
-    return (
-        ". Or start it with --disable-hybrid-kv-cache-manager: vLLM then keeps the KV of every "
-        "token in every layer, which takes more memory per token and gives the same answers. Or "
-        "run it without s3kv"
-    )
-
-
-def _fits_one_group(layers: Sequence[KVCacheSpec]) -> bool:
-    """Whether vLLM can keep all these layers as full attention, in one group that s3kv serves.
-
-    vLLM's own function decides. It raises for models that vLLM cannot start in this way, such as
-    those with windows of two sizes.
-    """
-    planner = grouping_module()
-    specs = {str(number): layer for number, layer in enumerate(layers)}
-    kinds = {type(layer).__name__ for layer in layers}
-    if not (kinds & _FULL and kinds & set(_REACH)):
-        return False
-    quiet = planner.logger.disabled
-    planner.logger.disabled = True  # it would warn that the manager is on
-    try:
-        planner.unify_hybrid_kv_cache_specs(specs)
-        return UniformTypeKVCacheSpecs.from_specs(specs) is not None
-    except (AssertionError, TypeError, ValueError):  # vLLM would not start
-        return False
-    finally:
-        planner.logger.disabled = quiet
+def _kind(layer: KVCacheSpec) -> GroupKind:
+    return _KIND[type(layer)](layer)

@@ -36,7 +36,6 @@ from s3kv.host.table import Table
 from s3kv.messages import StepPlan
 from s3kv.metrics import KV_METRICS
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.cover import GroupKind
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
@@ -154,7 +153,7 @@ class SchedulerSide(Guarded):
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
         roles = {"may_load": self._may_load, "may_save": self._may_save}
-        level, line = start_line(self._config, handshakes, self._sizes.groups, **roles)
+        level, line = start_line(self._config, handshakes, self._sizes.coverages, **roles)
         logger.log(level, "%s", line)
         return self._make_planner(slots, handshakes[0].slot_bytes, object_bytes)
 
@@ -183,7 +182,7 @@ class SchedulerSide(Guarded):
             residency=None if self._observers is None else self._observers.log,
         )
         settings = KVPlannerSettings(
-            groups=self._sizes.groups,
+            coverages=self._sizes.coverages,
             hash_tokens=self._sizes.hash_tokens,
             probe_chunks=config.probe_chunks,
             max_wait_s=config.max_wait_ms / 1000,
@@ -230,9 +229,9 @@ class SchedulerSide(Guarded):
 
     def _local_tokens(self, request: Request) -> int:
         """Tokens of the request's prefix in the engine's own cache now, as far as the first group
-        knows. It is asked only if it has full attention, and its blocks are hashed one by one."""
-        first = self._sizes.groups[0]
-        is_known = first.kind is GroupKind.FULL and first.block_tokens == self._sizes.hash_tokens
+        knows. It is asked only if its tables have no gaps, and its blocks are hashed one by one."""
+        first = self._sizes.coverages[0]
+        is_known = first.kind.is_cumulative and first.block_tokens == self._sizes.hash_tokens
         if self._pool is None or not is_known:
             return 0
         find, group = self._pool.get_cached_block, [first.members[0]]

@@ -25,7 +25,7 @@ from s3kv.connectors.kv_groups import (
 )
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.messages import StepPlan, StepReport
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.requests import ScheduledRequest
 
 if TYPE_CHECKING:
@@ -36,28 +36,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """Sizes of blocks, block hashes and chunks, in tokens, and the KV-cache groups. They are equal
+    """Sizes of blocks, block hashes and chunks, in tokens, and the coverages. They are equal
     on every rank.
 
     block_tokens: the least number of tokens that is a whole number of blocks in every group.
-    groups: those that need the same positions are joined. Without any, one of full attention.
+    coverages: without any, one of full attention.
     """
 
     block_tokens: int
     hash_tokens: int
     chunk_tokens: int
-    groups: tuple[GroupSpec, ...] = ()
+    coverages: tuple[Coverage, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            group = GroupSpec(self.block_tokens, self.chunk_tokens)
-            object.__setattr__(self, "groups", (group,))
+        if not self.coverages:
+            coverage = Coverage(self.block_tokens, self.chunk_tokens)
+            object.__setattr__(self, "coverages", (coverage,))
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one group, with full attention: then tables only grow."""
-        (first, *others) = self.groups
-        return not others and len(first.members) == 1 and first.kind is GroupKind.FULL
+        """Whether there is one group, whose tables only grow."""
+        (first, *others) = self.coverages
+        return not others and len(first.members) == 1 and first.kind.is_cumulative
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -170,17 +170,17 @@ def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[S
 def _states_within(output: SchedulerOutput, sizes: KVGeometry) -> dict[str, list[int]]:
     """By request: the numbers of tokens after which the engine has every state in a full block, by
     its own account. Some kernels write states within a step, and not at its end alone."""
-    groups = [group for group in sizes.groups if group.kind is GroupKind.STATE]
-    told = output.kv_connector_block_state.boundary_state_offloads if groups else {}
+    sparse = [coverage for coverage in sizes.coverages if coverage.kind.is_sparse]
+    told = output.kv_connector_block_state.boundary_state_offloads if sparse else {}
     found: dict[str, list[int]] = {}
     for request_id in told.keys() & output.num_scheduled_tokens.keys():
         tables = output.kv_connector_block_state.get_block_ids(request_id)
         entries = told[request_id]
         for tokens in {tokens for _, _, tokens in entries if tokens % sizes.block_tokens == 0}:
             needed = {
-                (member, tables[member][tokens // group.block_tokens - 1], tokens)
-                for group in groups
-                for member in group.members
+                (member, tables[member][tokens // coverage.block_tokens - 1], tokens)
+                for coverage in sparse
+                for member in coverage.members
             }
             if needed.issubset(entries):
                 found.setdefault(request_id, []).append(tokens)
@@ -206,7 +206,7 @@ class PlanMetadata(KVConnectorMetadata):
 class WorkerHandshake(KVConnectorHandshakeMetadata):
     """A worker's message to the scheduler when it is ready to serve. A worker sends one.
 
-    object_bytes: the length of a chunk's object in each set of groups; empty, if there is one set:
+    object_bytes: the length of a chunk's object in each coverage; empty, if there is one:
     then an object takes one slot. pinned: whether all of the host memory is; None without a GPU.
     known: whether the namespace has objects; None if the bucket has not answered.
     """

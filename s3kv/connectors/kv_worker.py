@@ -37,7 +37,6 @@ from s3kv.io.wire import Handshake
 from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
 from s3kv.objects.rearranging import Pages
-from s3kv.planning.cover import held_blocks
 from s3kv.worker.rank import RankWorker
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class WorkerSide(Guarded):
         the engine warms up. Raises `ConfigError` or `UnsupportedError`.
         """
         layouts = self._layouts(kv_caches)
-        groups = self._sizes.groups
+        coverages = self._sizes.coverages
         shards, rank = self._shards()
         leave_to_first_rank(rank)
         handshake = self._introduce(layouts, shards, rank)
@@ -131,17 +130,17 @@ class WorkerSide(Guarded):
             block_bytes={group: layout.block_bytes for group, layout in layouts.items()},
             uploads=shards.index(shards[rank]) == rank,
             clock=time.monotonic,
-            members={g.number: g.members for g in groups},
+            members={c.number: c.members for c in coverages},
         )
         pinned = copies.statistics().pinned
         if not pinned:  # pinning has mapped the pages; without it, the first copies would
             tier.slab.prefault(processors=beside_the_model())
-        object_bytes = tuple(slots.formats[g.number].object_bytes for g in groups)
+        object_bytes = tuple(slots.formats[c.number].object_bytes for c in coverages)
         self._handshake = WorkerHandshake(
             handshake.namespace_digest,
             slots.count,
             slots.slot_bytes,
-            object_bytes if len(groups) > 1 else (),
+            object_bytes if len(coverages) > 1 else (),
             None if computes_here else pinned,
         )
 
@@ -153,18 +152,18 @@ class WorkerSide(Guarded):
                 kv_caches,
                 config.num_blocks,
                 config.kv_cache_groups[member].layer_names,
-                len(held_blocks(group)),
+                len(coverage.held),
             )
-            for group in self._sizes.groups
-            for member in group.members
+            for coverage in self._sizes.coverages
+            for member in coverage.members
         }
 
     def _parts(self, slots: Slots, layouts: dict[int, PageLayout]) -> dict[int, int]:
         """Where the part of each of vLLM's groups begins in its objects."""
         begins: dict[int, int] = {}
-        for group in self._sizes.groups:
-            at = slots.formats[group.number].header_bytes
-            for member in group.members:
+        for coverage in self._sizes.coverages:
+            at = slots.formats[coverage.number].header_bytes
+            for member in coverage.members:
                 begins[member] = at
                 at += layouts[member].payload_bytes
         return begins
@@ -202,25 +201,25 @@ class WorkerSide(Guarded):
     def _identity(
         self, layouts: dict[int, PageLayout], pages: Pages | None = None, shard: str = ""
     ) -> dict[str, Any]:
-        groups = self._sizes.groups
+        coverages = self._sizes.coverages
         layers = {n: kinds_of_layers(layout, pages, shard) for n, layout in layouts.items()}
         page: dict[str, Any]
         if self._sizes.is_plain:
             page = {
                 "chunk_blocks": self._sizes.chunk_tokens // self._sizes.block_tokens,
-                "layers": layers[groups[0].members[0]],
+                "layers": layers[coverages[0].members[0]],
             }
         else:
             page = {
                 "groups": [
                     {
-                        "kind": group.kind.value,
-                        "reach_tokens": group.reach_tokens,
-                        "block_tokens": group.block_tokens,
-                        "members": {str(member): layers[member] for member in group.members},
+                        "kind": coverage.kind.name,
+                        "reach_tokens": coverage.kind.reach_tokens,
+                        "block_tokens": coverage.block_tokens,
+                        "members": {str(member): layers[member] for member in coverage.members},
                     }
-                    | states_of(self._vllm_config, self._kv_cache_config, group)
-                    for group in groups
+                    | states_of(self._vllm_config, self._kv_cache_config, coverage)
+                    for coverage in coverages
                 ]
             }
         return fingerprint(
@@ -229,17 +228,17 @@ class WorkerSide(Guarded):
 
     def _introduce(self, layouts: dict[int, PageLayout], shards: list[str], rank: int) -> Handshake:
         """The handshake of this rank, whose shard is one of all the ranks'."""
-        groups, pages = self._sizes.groups, None
+        coverages, pages = self._sizes.coverages, None
         if self._config.share_ranks:
             pages = shared_pages(self._vllm_config, self._kv_cache_config, layouts, shards[rank])
         return introduce(
             self._config,
             self._identity(layouts, pages, shards[rank]),
             shards[rank],
-            {g.number: tuple(layouts[m].part(f"g{m}") for m in g.members) for g in groups},
+            {c.number: tuple(layouts[m].part(f"g{m}") for m in c.members) for c in coverages},
             writes_manifest=rank == 0,  # all ranks have the same manifest
             shapes=tuple(dict.fromkeys(shards)),
-            first_blocks={g.number: held_blocks(g).start for g in groups},
+            first_blocks={c.number: c.held.start for c in coverages},
             pages=pages,
         )
 

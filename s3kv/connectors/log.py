@@ -16,8 +16,8 @@ from s3kv.config import Config, count, size
 from s3kv.connectors.kv_translate import WorkerHandshake
 from s3kv.messages import JobKind, StepReport
 from s3kv.planning.breaker import BreakerState
-from s3kv.planning.cover import GroupKind, GroupSpec
 from s3kv.planning.ec import ECPlanner
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.kv import KVPlanner
 from s3kv.types import ENGINE_LOG
 
@@ -63,7 +63,7 @@ def leave_to_first_rank(rank: int) -> None:
 def start_line(
     config: Config,
     handshakes: Sequence[WorkerHandshake],
-    groups: Sequence[GroupSpec],
+    coverages: Sequence[Coverage],
     *,
     may_load: bool,
     may_save: bool,
@@ -79,8 +79,8 @@ def start_line(
         f"{_whereabouts(config, may_load=may_load, may_save=may_save)}: "
         f"namespace {handshakes[0].namespace} ({novelty}), {size(memory)} of {kind}host "
         f"memory on {count(len(handshakes), 'rank')}{note}, "
-        f"chunks of {groups[0].chunk_tokens} tokens, "
-        f"KV of {' and '.join(dict.fromkeys(map(_attention, groups)))}"
+        f"chunks of {coverages[0].chunk_tokens} tokens, "
+        f"KV of {' and '.join(dict.fromkeys(str(c.kind) for c in coverages))}"
     )
 
 
@@ -110,15 +110,6 @@ def _novelty(answers: set[bool | None]) -> str:
     if False in answers:
         return "new"
     return "known" if answers == {True} else "the bucket does not answer yet"
-
-
-def _attention(group: GroupSpec) -> str:
-    if group.kind is GroupKind.FULL:
-        return "full attention"
-    if group.kind is GroupKind.STATE:
-        return "states"
-    kind = "windows" if group.kind is GroupKind.WINDOW else "local attention"
-    return f"{kind} of {count(group.reach_tokens, 'token')}"
 
 
 _COUNTERS = ("hit_tokens_bucket", "hit_tokens_host", "deadline_cuts", "saves_dropped")

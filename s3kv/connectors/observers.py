@@ -122,7 +122,7 @@ class _Chunk:
 class KVEvents:
     """The events of one engine, made from a `ResidencyLog`. Used from the engine's thread.
 
-    They are of the first set of KV-cache groups only, in the name of its first group. It is the one
+    They are of the first coverage only, in the name of its first group. It is the one
     with full attention, if there is one, and what a router should know is how far a prefix goes.
     """
 
@@ -157,7 +157,7 @@ class KVEvents:
 
     def _remember(self, origin: Origin) -> None:
         request = self._requests.get(origin.request_id)
-        if request is None or origin.key.group != self._sizes.groups[0].number:
+        if request is None or origin.key.group != self._sizes.coverages[0].number:
             return
         tokens, per_hash = self._sizes.chunk_tokens, self._sizes.hash_tokens
         start = origin.position * tokens
@@ -184,7 +184,7 @@ class KVEvents:
             del self._chunks[change.key]
 
     def _emit(self, chunk: _Chunk, kind: Any, place: dict[str, Any]) -> None:
-        fields = place | {"group_idx": self._sizes.groups[0].members[0]}
+        fields = place | {"group_idx": self._sizes.coverages[0].members[0]}
         if kind is kv_events.BlockStored:
             fields |= {
                 "parent_block_hash": chunk.parent,

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
-from s3kv.planning.cover import GroupSpec, blocks_after, check_groups
 from s3kv.planning.deadline import WaitFacts, decide
+from s3kv.planning.group_kinds import Coverage, blocks_after, check_coverages
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
@@ -36,11 +36,11 @@ from s3kv.types import Outcome
 
 @dataclass(frozen=True, slots=True)
 class KVPlannerSettings:
-    """Planner settings. `hash_tokens` divides the chunk length, which all groups share."""
+    """Planner settings. `hash_tokens` divides the chunk length, which all coverages share."""
 
-    groups: tuple[GroupSpec, ...]
-    """KV-cache groups: full ones, then those with a window. Together they have every group of the
-    engine as a member, because a block of one may become a block of another."""
+    coverages: tuple[Coverage, ...]
+    """Cumulative ones, then all others. Together they have every KV-cache group of the engine as a
+    member, because a block of one may become a block of another."""
     hash_tokens: int
     probe_chunks: int
     max_wait_s: float
@@ -66,15 +66,16 @@ class KVPlanner:
     """The planner. It takes ownership of `ledger` and `pace`."""
 
     def __init__(self, ledger: Ledger, pace: Pace, settings: KVPlannerSettings) -> None:
-        check_groups(settings.groups)
+        check_coverages(settings.coverages)
         self.ledger = ledger
         self.pace = pace
         self.counters = ledger.counters
         self._settings = settings
-        self._chunk_tokens = settings.groups[0].chunk_tokens
+        self._coverages = settings.coverages
+        self._chunk_tokens = settings.coverages[0].chunk_tokens
         self._saves = ChunkSaves(
             ledger,
-            settings.groups,
+            self._coverages,
             max_saves_inflight=settings.max_saves_inflight,
             null_block=settings.null_block,
         )
@@ -100,7 +101,7 @@ class KVPlanner:
         self._requests[request_id] = PlannedRequest.of(
             request_id,
             ChunkHashes(block_hashes, self._chunk_tokens // settings.hash_tokens, self._salt),
-            settings.groups,
+            settings.coverages,
             self.ledger,
             settings.probe_chunks,
             limits,
@@ -279,7 +280,7 @@ class KVPlanner:
 
     def _fences_behind(self, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
         """Saves that still read any of these blocks after the first `tokens`."""
-        return self.ledger.fences(blocks_after(self._settings.groups, tokens, block_ids))
+        return self.ledger.fences(blocks_after(self._coverages, tokens, block_ids))
 
     def bucket_tokens(self, request_id: str, external_tokens: int) -> int:
         """Number of loaded tokens that were fetched for this request; the rest were resident."""
@@ -321,9 +322,7 @@ class KVPlanner:
                 if first_written := step.computed_tokens if step.replaces else 0:
                     request.use(first_written, now_s)
                 fences |= self._fences_behind(first_written, step.block_ids)
-                self._saves.written(
-                    blocks_after(self._settings.groups, first_written, step.block_ids)
-                )
+                self._saves.written(blocks_after(self._coverages, first_written, step.block_ids))
             if may_save:
                 self._saves.plan(request, step)
         self._go_on(now_s)
@@ -349,7 +348,7 @@ class KVPlanner:
             own_tokens = looked_up.get(step.request_id) if step.replaces else None
             if own_tokens is not None and step.computed_tokens > own_tokens:
                 self._requests[step.request_id].saving.is_barred = True
-                self._saves.doubt(blocks_after(self._settings.groups, own_tokens, step.block_ids))
+                self._saves.doubt(blocks_after(self._coverages, own_tokens, step.block_ids))
 
     def _take_cancels(self) -> tuple[int, ...]:
         """Fetches that no request wants any more, and that none has joined since."""

@@ -1,6 +1,6 @@
-"""Lookup of a request in one KV-cache group: leases resident chunks and requests the others.
+"""Lookup of a request in one coverage: leases resident chunks and requests the others.
 
-The GET is the probe. Chunks are requested in order from the first that the group needs (`cover`):
+The GET is the probe. Chunks are requested in order from the first that a resume needs:
 hundreds ahead where the bucket index says "present", otherwise `probe_chunks` ahead, a window that
 doubles with every arrival. The first missing chunk ends the lookup. A fetch under way for another
 request is joined; no chunk is requested twice.
@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from s3kv.host.table import Entry
 from s3kv.messages import JobKind, LoadPart
-from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, cover
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, FetchRefusal, Ledger
 from s3kv.planning.states import IdentityEnum, Transitions
@@ -47,7 +47,6 @@ class LookupEvent(IdentityEnum):
 
 
 _OPEN, _HELD, _CLOSED = LookupState
-_FULL = GroupKind.FULL
 
 LOOKUP_TRANSITIONS: Transitions[LookupState, LookupEvent] = Transitions(
     {
@@ -110,17 +109,13 @@ class ChunkHashes:
     def _limited(self, chunks: int) -> int:
         return chunks if self.limit is None else min(chunks, self.limit)
 
-    def may_resume(self, chunks: int) -> bool:
-        """Whether this prompt, if it comes again, can resume after so many chunks."""
-        return self.resumable is None or chunks <= self.resumable
-
     def _salted(self, block_hash: bytes) -> bytes:
         return blake2b(block_hash, key=self.salt, digest_size=32).digest()
 
 
 @dataclass(slots=True, eq=False)
 class Lookup:
-    """Lookup in one group. Same process, thread and clock as the planner.
+    """Lookup in one coverage. Same process, thread and clock as the planner.
 
     Chunk positions count from the start of the prompt. Chunks `first … ready` are resident, and
     leased until the engine decides; `ready … asked` have been requested; chunks from `end` on are
@@ -129,7 +124,7 @@ class Lookup:
 
     request_id: str
     ledger: Ledger
-    group: GroupSpec
+    coverage: Coverage
     hashes: ChunkHashes
     wait: Wait
     window: int
@@ -170,7 +165,7 @@ class Lookup:
     def secured(self) -> int:
         """Number of chunks from the start that need not be computed, whatever comes of those on
         their way. Without the rest of a window none can be resumed after but the engine's own."""
-        return self.own if self.group.reach_tokens else self.ready
+        return self.ready if self.coverage.kind.is_cumulative else self.own
 
     @property
     def missing(self) -> int:
@@ -185,7 +180,9 @@ class Lookup:
             return 0
         is_present, known = self.ledger.index.is_present, self.hashes.known
         for position in range(self.end - 1, self.ready - 1, -1):
-            if position in self.early or is_present(ChunkKey(self.group.number, known[position])):
+            if position in self.early or is_present(
+                ChunkKey(self.coverage.number, known[position])
+            ):
                 return self.end - 1 - position
         return self.end - self.ready
 
@@ -218,19 +215,20 @@ class Lookup:
         """Lease resident chunks from the first missing one on, and request more.
 
         aim: length to resume at, in chunks; None: all that may be loaded. Orders at most `orders`
-        fetches, all before `end`. A full group leases resident chunks between `end` and `aim`, too.
+        fetches, all before `end`. Where every chunk makes the hit longer, it leases resident chunks
+        between `end` and `aim`, too.
         """
         self._step(LookupEvent.COLLECT)
-        first = self.own = local_tokens // self.group.chunk_tokens
+        first = self.own = local_tokens // self.coverage.chunk_tokens
         hashes = self.hashes.loadable()
         end = len(hashes)
-        if self.group.kind is not _FULL:
+        if not self.coverage.kind.is_cumulative:
             end = self.hashes.before_the_last if aim is None else aim
             end = min(end, self.hashes.before_the_last)
-            first = max(first, cover(self.group, end * self.group.chunk_tokens).chunks.start)
+            first = max(first, self.coverage.chunks_for(end * self.coverage.chunk_tokens).start)
             hashes = hashes[:end]
         elif aim is not None:
-            # Chunks after those that all groups can have make room for those that they need.
+            # Chunks after those that all coverages can have make room for those that they need.
             hashes = hashes[:aim]
             self._shorten(aim)
         self.aim = end
@@ -252,7 +250,7 @@ class Lookup:
             self.wait.asked_s = now_s
 
     def _lease(self, hashes: Sequence[bytes]) -> None:
-        entries = self.ledger.table.pin_prefix(self.group.number, hashes, self.ready)
+        entries = self.ledger.table.pin_prefix(self.coverage.number, hashes, self.ready)
         self.leases += entries
         self.ready += len(entries)
         self.asked = max(self.asked, self.ready)
@@ -270,7 +268,7 @@ class Lookup:
         if position in self.pending or position in self.early:
             return True
         ledger = self.ledger
-        key = ChunkKey(self.group.number, self.hashes.known[position])
+        key = ChunkKey(self.coverage.number, self.hashes.known[position])
         state = ledger.state(key)
         if state is ChunkState.RESIDENT:
             entry = ledger.table.lookup(key)
@@ -327,7 +325,7 @@ class Lookup:
 
     def stop(self) -> None:
         """Stop waiting: `ready` is final, and a window is not requested for a shorter prefix."""
-        self.end = self.ready if self.group.kind is _FULL else 0
+        self.end = self.ready if self.coverage.kind.is_cumulative else 0
 
     def hold(self, chunks: int) -> None:
         """Keep only the leases of the ready chunks before `chunks`, for an offer."""
@@ -346,19 +344,17 @@ class Lookup:
     ) -> Iterator[LoadPart]:
         """The parts of a load that fill the blocks from `begin_tokens` to `end_tokens`. tables: the
         request's blocks in every KV-cache group of the engine."""
-        group = self.group
-        is_full = group.kind is _FULL
-        assert is_full or end_tokens == self.ready * group.chunk_tokens, "a window fits one length"
-        per_chunk = group.chunk_tokens // group.block_tokens
-        needed = cover(group, end_tokens).blocks
-        start, end = max(needed.start, begin_tokens // group.block_tokens), needed.stop
+        coverage, fits = self.coverage, end_tokens == self.ready * self.coverage.chunk_tokens
+        assert fits or coverage.kind.is_cumulative, "what is ready fits one length"
+        per_chunk, held = coverage.blocks_per_chunk, coverage.held.start
+        needed = coverage.blocks_for(end_tokens)
+        start, end = max(needed.start, begin_tokens // coverage.block_tokens), needed.stop
         for position in range(start // per_chunk, -(-end // per_chunk)):
             low, high = position * per_chunk, (position + 1) * per_chunk
             entry = self.leases[position - self.first]
-            held = low if is_full else blocks_of_chunk(group, position).start
-            for member in group.members:
+            for member in coverage.members:
                 blocks = tuple(tables[member][max(low, start) : min(high, end)])
-                yield LoadPart(member, entry.number, max(low, start) - held, blocks)
+                yield LoadPart(member, entry.number, max(low, start) - low - held, blocks)
 
     def release(self) -> None:
         """Give back all leases. Only `collect` takes new ones."""

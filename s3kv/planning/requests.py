@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from s3kv.planning.cover import GroupKind, GroupSpec, cover
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.state_lookup import StateLookup
@@ -105,8 +105,8 @@ REQUEST_TRANSITIONS: Transitions[RequestState, RequestEvent] = Transitions(
 class Saving:
     """Device blocks of a request, per KV-cache group, and the progress of its saves."""
 
-    groups: int
-    """Number of chunks at each position, one of each group."""
+    coverages: int
+    """Number of chunks at each position, one of each coverage."""
     limit: int | None = None
     """Number of chunks from the start that may be saved; None: all."""
     block_ids: list[list[int]] = field(default_factory=list)
@@ -131,9 +131,9 @@ class Saving:
                 known.extend(new)
 
     def take(self, complete: int) -> list[tuple[int, int]]:
-        """Take the chunks (group, position) before `complete` to save now."""
+        """Take the chunks (index of the coverage, position) before `complete` to save now."""
         assert not self.is_barred, "a barred request saves nothing"
-        due = [(group, p) for p in range(self.saved, complete) for group in range(self.groups)]
+        due = [(n, p) for p in range(self.saved, complete) for n in range(self.coverages)]
         self.saved = max(self.saved, complete)
         return due
 
@@ -159,21 +159,23 @@ class PlannedRequest:
         cls,
         request_id: str,
         hashes: ChunkHashes,
-        groups: Sequence[GroupSpec],
+        coverages: Sequence[Coverage],
         ledger: Ledger,
         probe_chunks: int,
         limits: RequestLimits = NO_LIMITS,
     ) -> PlannedRequest:
-        """Make the record of a request that has arrived, with a lookup per group."""
+        """Make the record of a request that has arrived, with a lookup per coverage."""
         wait = Wait()
         lookups = tuple(
-            StateLookup(request_id, ledger, group, hashes, wait)
-            if group.kind is GroupKind.STATE
-            else Lookup(request_id, ledger, group, hashes, wait, probe_chunks)
-            for group in groups
+            StateLookup(request_id, ledger, coverage, hashes, wait)
+            if coverage.kind.is_sparse
+            else Lookup(request_id, ledger, coverage, hashes, wait, probe_chunks)
+            for coverage in coverages
         )
         saved = limits.save_tokens
-        saving = Saving(len(groups), None if saved is None else saved // groups[0].chunk_tokens)
+        saving = Saving(
+            len(coverages), None if saved is None else saved // coverages[0].chunk_tokens
+        )
         return cls(request_id, hashes, lookups, wait, saving, limits)
 
     def step(self, event: RequestEvent) -> None:
@@ -182,7 +184,7 @@ class PlannedRequest:
     def arrange(self, local_tokens: int, tokens: int | None) -> None:
         """Note the tokens in the engine's own cache, and all that the request has (None: it is not
         told), for the next `collect`."""
-        size, most = self.lookups[0].group.chunk_tokens, self.limits.load_tokens
+        size, most = self.lookups[0].coverage.chunk_tokens, self.limits.load_tokens
         self.local_tokens = local_tokens
         self.hashes.resumable = None if tokens is None else max(0, tokens - 1) // size
         self.hashes.limit = None if most is None else (local_tokens + most) // size
@@ -192,10 +194,10 @@ class PlannedRequest:
         come from."""
         known = self.hashes.read()
         for lookup in self.lookups:
-            group, index = lookup.group, lookup.ledger.index
-            needed = cover(group, tokens - tokens % group.chunk_tokens).chunks
+            coverage, index = lookup.coverage, lookup.ledger.index
+            needed = coverage.chunks_for(tokens - tokens % coverage.chunk_tokens)
             for position in range(needed.start, min(needed.stop, len(known))):
-                index.use(ChunkKey(group.number, known[position]), now_s)
+                index.use(ChunkKey(coverage.number, known[position]), now_s)
 
     def start_over(self) -> None:
         """Forget the wait. The engine has preempted the request and asks for its prefix again."""
@@ -215,8 +217,8 @@ class PlannedRequest:
 
         Windows are requested together with the prefix that another lookup waits for, as if all of
         it were there. Otherwise they would arrive later by the time of a fetch."""
-        is_full = self.lookups[0].group.kind is GroupKind.FULL
-        chunks = None if is_full else self.hashes.before_the_last
+        is_cumulative = self.lookups[0].coverage.kind.is_cumulative
+        chunks = None if is_cumulative else self.hashes.before_the_last
         settled = False
         while not settled:
             settled = True
@@ -239,12 +241,12 @@ class PlannedRequest:
         if awaited.unasked or awaited.has_more:
             return
         for lookup in self.lookups[self.lookups.index(awaited) + 1 :]:
-            if lookup.group.kind is not GroupKind.STATE and lookup.end is None:
+            if not lookup.coverage.kind.is_sparse and lookup.end is None:
                 lookup.collect(self.local_tokens, awaited.limit, now_s, orders)
 
     def offer(self) -> int:
         """Hold the chunks that all groups have ready. Returns the tokens to offer, or 0."""
-        tokens = self.ready * self.lookups[0].group.chunk_tokens - self.local_tokens
+        tokens = self.ready * self.lookups[0].coverage.chunk_tokens - self.local_tokens
         for lookup in self.lookups:
             lookup.stop()
             if tokens > 0:
@@ -257,9 +259,9 @@ class PlannedRequest:
     def bucket_tokens(self, external_tokens: int) -> int:
         """Number of `external_tokens` that were fetched for this request, by the first group. One
         without full attention has few chunks: if any was fetched, so were all tokens."""
-        if self.lookups[0].group.kind is not GroupKind.FULL:
+        if not self.lookups[0].coverage.kind.is_cumulative:
             return external_tokens if self.lookups[0].fetched else 0
-        size = self.lookups[0].group.chunk_tokens
+        size = self.lookups[0].coverage.chunk_tokens
         begin, end = self.local_tokens, self.local_tokens + external_tokens
         return sum(
             max(0, min(end, (p + 1) * size) - max(begin, p * size)) for p in self.lookups[0].fetched

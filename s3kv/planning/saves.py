@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from s3kv.messages import JobKind
-from s3kv.planning.cover import GroupKind, GroupSpec, blocks_of_chunk, cover
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.requests import PlannedRequest, ScheduledRequest
 from s3kv.types import ChunkKey
@@ -23,14 +23,14 @@ class ChunkSaves:
     def __init__(
         self,
         ledger: Ledger,
-        groups: Sequence[GroupSpec],
+        coverages: Sequence[Coverage],
         *,
         max_saves_inflight: int,
         null_block: int | None,
     ) -> None:
         self._ledger = ledger
-        self._groups = groups
-        self._chunk_tokens = groups[0].chunk_tokens
+        self._coverages = coverages
+        self._chunk_tokens = coverages[0].chunk_tokens
         self._max_saves_inflight = max_saves_inflight
         self._null_block = null_block
         self._doubtful: set[int] = set()
@@ -68,36 +68,23 @@ class ChunkSaves:
         if not chunks:
             return
         tables = saving.block_ids if step.tables is None else step.tables()
-        for number, position in chunks:
-            if self._is_needed(self._groups[number], position, request, step):
-                self._save(request, number, position, tables, step)
-
-    def _is_needed(
-        self, group: GroupSpec, position: int, request: PlannedRequest, step: ScheduledRequest
-    ) -> bool:
-        """Whether a resume at the chunk's end needs anything of the group; of states, whether it is
-        there and worth its bytes."""
-        if group.kind is GroupKind.FULL:
-            return True
-        end = (position + 1) * group.chunk_tokens
-        if group.kind is GroupKind.STATE:
-            return (
-                _has_state(end, step)
-                and request.hashes.may_resume(position + 1)
-                and _is_worth_saving(end, step, group, request.hashes.resumable)
-            )
-        return bool(cover(group, end).blocks)
+        resumable, computed = request.hashes.resumable, step.computed_tokens
+        last = None if resumable is None else resumable * size
+        for index, position in chunks:
+            coverage, end = self._coverages[index], (position + 1) * size
+            if coverage.kind.is_saved(end, computed, step.scheduled_tokens, step.states, last):
+                self._save(request, coverage, position, tables, step)
 
     def _save(
         self,
         request: PlannedRequest,
-        number: int,
+        coverage: Coverage,
         position: int,
         tables: Sequence[Sequence[int]],
         step: ScheduledRequest,
     ) -> None:
-        group, ledger = self._groups[number], self._ledger
-        key = ChunkKey(group.number, request.hashes.known[position])
+        ledger = self._ledger
+        key = ChunkKey(coverage.number, request.hashes.known[position])
         state = ledger.state(key)
         if state is ChunkState.RESIDENT:
             ledger.unsaved.hit(key)
@@ -109,11 +96,11 @@ class ChunkSaves:
             if state is ChunkState.FETCHING:
                 ledger.fetch_job(key).is_computed = True
             return
-        held = blocks_of_chunk(group, position)
+        held, members = coverage.blocks_of(position), coverage.members
         blocks = tuple(
-            chain.from_iterable(tables[member][held.start : held.stop] for member in group.members)
+            chain.from_iterable(tables[member][held.start : held.stop] for member in members)
         )
-        if self._null_block in blocks or len(blocks) != len(held) * len(group.members):
+        if self._null_block in blocks or len(blocks) != len(held) * len(members):
             # The engine has given up a block that the object needs.
             if (position + 1) * self._chunk_tokens > step.computed_tokens:
                 ledger.counters["saves_dropped"] += 1
@@ -124,25 +111,3 @@ class ChunkSaves:
             ledger.counters["saves_dropped"] += 1
         elif ledger.residency is not None:
             ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)
-
-
-def _has_state(tokens: int, step: ScheduledRequest) -> bool:
-    """Whether a block holds the state after so many tokens once the step has run. A step writes one
-    state, at its end; the next one writes to another block, if this one is full."""
-    begin = step.computed_tokens
-    return tokens in (begin, begin + step.scheduled_tokens) or tokens in step.states
-
-
-def _is_worth_saving(
-    tokens: int, step: ScheduledRequest, group: GroupSpec, resumable: int | None
-) -> bool:
-    """Whether to save a state that is there: the prompt's last, the first after a multiple of the
-    interval, or one that the engine keeps itself, because it says so or the step began there.
-
-    resumable: chunks that the prompt can resume after; None: it is not known.
-    """
-    begin = step.computed_tokens
-    if tokens != begin + step.scheduled_tokens or tokens in step.states:
-        return True
-    is_last = resumable is None or tokens == resumable * group.chunk_tokens
-    return is_last or tokens // group.interval_tokens > begin // group.interval_tokens

@@ -59,7 +59,7 @@ class StateLookup(Lookup):
         self.hashes.read()
         last = self.hashes.before_the_last
         self.aim = last if aim is None else min(aim, last)
-        own = local_tokens // self.group.chunk_tokens
+        own = local_tokens // self.coverage.chunk_tokens
         found = self._find(own)
         before, self.leases = self.leases, []
         self.first = self.ready = own
@@ -78,16 +78,16 @@ class StateLookup(Lookup):
 
     def _find(self, own: int) -> tuple[int, Entry] | None:
         """The last resident chunk after the first `own`, and its position."""
-        find, known, group = self.ledger.table.lookup, self.hashes.known, self.group.number
+        find, known, coverage = self.ledger.table.lookup, self.hashes.known, self.coverage.number
         for position in range(self.aim - 1, own - 1, -1):
-            entry = find(ChunkKey(group, known[position]))
+            entry = find(ChunkKey(coverage, known[position]))
             if entry is not None and entry.is_resident:
                 return position, entry
         return None
 
     def _request(self, now_s: float, orders: int) -> None:
         """Request chunks after `ready`, from the back, until `window` are on their way."""
-        is_present, group = self.ledger.index.is_present, self.group.number
+        is_present, coverage = self.ledger.index.is_present, self.coverage.number
         awaited = 0
         for position in range(self.aim - 1, self.ready - 1, -1):
             if position in self.gone:
@@ -96,7 +96,7 @@ class StateLookup(Lookup):
             if self.end is not None or full or not self._ask(position, now_s):
                 return
             awaited += position in self.pending
-            if is_present(ChunkKey(group, self.hashes.known[position])):
+            if is_present(ChunkKey(coverage, self.hashes.known[position])):
                 return
 
     def _ask(self, position: int, now_s: float) -> bool:
@@ -105,7 +105,7 @@ class StateLookup(Lookup):
         if position in self.pending:
             return True
         ledger = self.ledger
-        key = ChunkKey(self.group.number, self.hashes.known[position])
+        key = ChunkKey(self.coverage.number, self.hashes.known[position])
         state = ledger.state(key)
         if state is ChunkState.FETCHING:
             return self._join(position, ledger.fetch_job(key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ SHAPE: dict[str, Any] = {
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 LATENT = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}, max_tp_shards=1)
+
+
+def grouping_module() -> Any:
+    """The module of vLLM that divides layers into groups. It has another name from 0.33 on."""
+    try:
+        return importlib.import_module("vllm.v1.core.kv_cache_planning")
+    except ModuleNotFoundError:
+        return importlib.import_module("vllm.v1.core.kv_cache_utils")
 
 
 def groups(*specs: Any) -> KVCacheConfig:

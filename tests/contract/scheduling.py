@@ -38,7 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from s3kv.connectors import kv_scheduler
 from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport
 from s3kv.connectors.plugin import register
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.group_kinds import Coverage
 from s3kv.types import Outcome
 from tests.contract.configurations import SHAPE, configured
 from tests.unit.planning.ranks import Bucket, Rank, Write
@@ -122,7 +122,7 @@ class Engine:
             0,
             slots=slots,
             blocks=blocks + 1,
-            tables=[GroupSpec(BLOCK, CHUNK)],
+            tables=[Coverage(BLOCK, CHUNK)],
             bucket=self.bucket,
         )
         self.latency: dict[str, int] = {}

@@ -10,10 +10,16 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from s3kv.connectors.kv_groups import grouping_module
 from s3kv.connectors.kv_shards import equal_ranks, shard_names
 from s3kv.errors import UnsupportedError
-from tests.contract.configurations import BLOCK_TOKENS, FULL, LATENT, WINDOW, groups
+from tests.contract.configurations import (
+    BLOCK_TOKENS,
+    FULL,
+    LATENT,
+    WINDOW,
+    grouping_module,
+    groups,
+)
 
 
 def test_a_rank_s_shard_says_its_heads_and_layers(tiny_config: Any) -> None:

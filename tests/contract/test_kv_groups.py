@@ -25,20 +25,20 @@ from s3kv.config import Config
 from s3kv.connectors.kv_groups import (
     check_groups_are_served,
     coverages,
-    grouping_module,
     states_of,
 )
 from s3kv.connectors.kv_shards import equal_ranks
 from s3kv.connectors.kv_translate import geometry
 from s3kv.device.layout import PageLayout
 from s3kv.errors import ConfigError, UnsupportedError
-from s3kv.planning.cover import GroupKind
+from s3kv.planning.group_kinds import FullAttention, LocalAttention, SlidingWindow, States
 from tests.contract.configurations import (
     BLOCK_TOKENS,
     FULL,
     LATENT,
     SHAPE,
     WINDOW,
+    grouping_module,
     groups,
 )
 
@@ -160,9 +160,10 @@ def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
     cache = groups(*kimi_linear())
     check_groups_are_served(keeps_states, cache)
     latent, states = coverages(cache, 128)
-    assert (latent.kind, latent.members) == (GroupKind.FULL, (3,))
-    assert (states.kind, states.members) == (GroupKind.STATE, (0, 1, 2))
-    assert states.interval_tokens == 4 * 3 * 4 * (3 * 384 + 4 * 32 * 32) // (4 * 576)
+    assert (latent.kind, latent.members) == (FullAttention(), (3,))
+    assert states.members == (0, 1, 2)
+    interval = 4 * 3 * 4 * (3 * 384 + 4 * 32 * 32) // (4 * 576)
+    assert states.kind == States(interval_tokens=interval)
     cache.kv_tp_replicas = grouping_module().kv_cache_groups_tp_replicas(cache.kv_cache_groups, 2)
     assert equal_ranks(keeps_states, cache, 2) == 1
 
@@ -182,7 +183,7 @@ def test_an_indexer_is_cached_with_its_latent_attention(tiny_config: Any) -> Non
     assert together is not None
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(list(layers), together)])
     check_groups_are_served(tiny_config, cache)
-    assert coverages(cache, 128)[0].kind is GroupKind.FULL
+    assert coverages(cache, 128)[0].kind == FullAttention()
     cache.kv_tp_replicas = grouping_module().kv_cache_groups_tp_replicas(cache.kv_cache_groups, 8)
     model = SimpleNamespace(use_mla=True)
     assert equal_ranks(SimpleNamespace(model_config=model), cache, 8) == 8  # type: ignore[arg-type]
@@ -253,26 +254,11 @@ def test_layers_whose_windows_vllm_keeps_longer_are_refused(tiny_config: Any) ->
 # ---------------------------------------------------------------------------- what is advised
 
 
-@pytest.mark.parametrize(
-    ("specs", "advice"),
-    [((FULL, WINDOW), True), ((FULL, WINDOW, OTHER_WINDOW), False), ((WINDOW,), False)],
-    ids=["window", "two-windows", "window-alone"],
-)
-def test_windows_with_eagle_are_refused(
-    tiny_config: Any, specs: tuple[Any, ...], advice: bool
-) -> None:
-    """The option is advised only where vLLM starts with it."""
-    cache = groups(*specs)
+def test_windows_with_eagle_are_refused(tiny_config: Any) -> None:
+    cache = groups(FULL, WINDOW)
     cache.kv_cache_groups[0].is_eagle_group = True
-    with pytest.raises(UnsupportedError, match="EAGLE or MTP") as refused:
+    with pytest.raises(UnsupportedError, match=r"EAGLE.*--disable-hybrid-kv-cache-manager"):
         check_groups_are_served(tiny_config, cache)
-    assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) is advice
-
-
-def test_vllm_does_not_start_with_windows_of_two_sizes_in_one_group() -> None:
-    layers = {"a": FULL, "b": WINDOW, "c": OTHER_WINDOW}
-    with pytest.raises(ValueError, match="same window size"):
-        grouping_module().unify_hybrid_kv_cache_specs(layers)
 
 
 def test_what_is_advised_is_served_once_vllm_has_done_it(tiny_config: Any) -> None:
@@ -287,11 +273,11 @@ def test_what_is_advised_is_served_once_vllm_has_done_it(tiny_config: Any) -> No
 def test_groups_that_need_the_same_positions_share_their_objects() -> None:
     specs = (WINDOW, OTHER_WINDOW, WINDOW, FULL, LOCAL, FULL)
     joined = coverages(groups(*specs), 256)
-    assert [(g.number, g.kind, g.reach_tokens, g.members) for g in joined] == [
-        (0, GroupKind.FULL, 0, (3, 5)),
-        (1, GroupKind.WINDOW, 64, (0, 2)),
-        (2, GroupKind.WINDOW, 256, (1,)),
-        (3, GroupKind.LOCAL, 512, (4,)),
+    assert [(c.number, c.kind, c.members) for c in joined] == [
+        (0, FullAttention(), (3, 5)),
+        (1, SlidingWindow(64), (0, 2)),
+        (2, SlidingWindow(256), (1,)),
+        (3, LocalAttention(512), (4,)),
     ]
 
 
@@ -304,7 +290,7 @@ def test_a_chunk_with_states_is_as_short_as_the_blocks_allow(tiny_config: Any) -
             geometry(Config(bucket="kv-cache"), tiny_config, groups(*specs)).chunk_tokens == chunk
         )
     (full, state) = coverages(groups(STATE, FULL, STATE), 128)
-    assert (full.kind, state.kind, state.members) == (GroupKind.FULL, GroupKind.STATE, (0, 2))
+    assert (full.kind, type(state.kind), state.members) == (FullAttention(), States, (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -321,10 +307,10 @@ def test_states_are_saved_after_four_times_their_bytes_of_kv(
     cache = groups(wide, full)
     for group in cache.kv_cache_groups:
         group.layer_names = [f"{name}.{group.layer_names}" for name in layers]
-    found = coverages(cache, BLOCK_TOKENS)
-    assert [group.interval_tokens for group in found] == [1, interval]
-    alone = coverages(groups(wide), BLOCK_TOKENS)
-    assert [group.interval_tokens for group in alone] == [1], "beside which KV?"
+    _, states = coverages(cache, BLOCK_TOKENS)
+    assert states.kind == States(interval_tokens=interval)
+    (alone,) = coverages(groups(wide), BLOCK_TOKENS)
+    assert alone.kind == States(), "beside which KV?"
 
 
 def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any) -> None:

@@ -16,7 +16,7 @@ from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import KVGeometry, WorkerHandshake, WorkerReport
 from s3kv.errors import UnsupportedError
 from s3kv.messages import JobEnd, JobKind, StepPlan, StepReport
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.pictures import picture, without_tensors
 
@@ -520,8 +520,8 @@ def test_a_private_request_that_is_entered_again_stays_private() -> None:
 
 def test_an_object_has_the_room_that_its_longest_shard_needs() -> None:
     """Pages instead of slots where there are objects of several lengths."""
-    window = GroupSpec(16, 32, GroupKind.WINDOW, 20, 1, (0,))
-    sizes = KVGeometry(16, 16, 32, (GroupSpec(16, 32, members=(1,)), window))
+    window = Coverage(16, 32, SlidingWindow(20), 1, (0,))
+    sizes = KVGeometry(16, 16, 32, (Coverage(16, 32, members=(1,)), window))
     scheduler = SchedulerSide(Config(bucket="bkt"), sizes, may_load=True, may_save=True)
     handshakes = [
         WorkerHandshake("n" * 32, 64, 4096, (9_000, 5_000)),

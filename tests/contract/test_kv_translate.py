@@ -23,7 +23,7 @@ from s3kv.connectors.kv_translate import (
     written_blocks,
 )
 from s3kv.errors import ConfigError
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
 
 
@@ -84,7 +84,7 @@ def test_which_steps_write_before_their_forward(
 
 
 WINDOWS = KVGeometry(
-    16, 16, 32, (GroupSpec(16, 32, members=(1,)), GroupSpec(16, 32, GroupKind.WINDOW, 20, 1, (0,)))
+    16, 16, 32, (Coverage(16, 32, members=(1,)), Coverage(16, 32, SlidingWindow(20), 1, (0,)))
 )
 
 
@@ -117,7 +117,7 @@ def test_the_tables_of_a_step_are_asked_for_only_with_several_groups() -> None:
 
 
 STATES = KVGeometry(
-    16, 16, 32, (GroupSpec(16, 32, members=(0,)), GroupSpec(16, 32, GroupKind.STATE, 0, 1, (1, 2)))
+    16, 16, 32, (Coverage(16, 32, members=(0,)), Coverage(16, 32, States(), 1, (1, 2)))
 )
 
 

@@ -26,12 +26,12 @@ from s3kv.connectors.log import (
 )
 from s3kv.messages import JobEnd, JobKind, StepReport
 from s3kv.planning.breaker import BreakerState
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from s3kv.types import ENGINE_LOG, Outcome
 from tests.project import ROOT
 
 OURS = logging.getLogger("s3kv")
-FULL = GroupSpec(16, 256)
+FULL = Coverage(16, 256)
 UP = BreakerState.CLOSED
 
 
@@ -129,9 +129,11 @@ def handshake(**more: Any) -> WorkerHandshake:
     return WorkerHandshake("ab12", 1024, 2**20, **{"known": False, **more})
 
 
-def told(*handshakes: WorkerHandshake, groups: tuple[GroupSpec, ...] = (FULL,), **more: Any) -> str:
+def told(
+    *handshakes: WorkerHandshake, coverages: tuple[Coverage, ...] = (FULL,), **more: Any
+) -> str:
     config = Config(bucket="my-bucket", **{"endpoint_url": "http://127.0.0.1:9000", **more})
-    return start_line(config, handshakes, groups, may_load=True, may_save=True)[1]
+    return start_line(config, handshakes, coverages, may_load=True, may_save=True)[1]
 
 
 def test_the_line_of_a_start() -> None:
@@ -143,9 +145,9 @@ def test_the_line_of_a_start() -> None:
 
 
 def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
-    windows = GroupSpec(16, 256, GroupKind.WINDOW, 1024, 1)
-    states = GroupSpec(256, 256, GroupKind.STATE, 0, 2)
-    line = told(handshake(pinned=True), handshake(pinned=True), groups=(FULL, windows, states))
+    windows = Coverage(16, 256, SlidingWindow(1024), 1)
+    states = Coverage(256, 256, States(), 2)
+    line = told(handshake(pinned=True), handshake(pinned=True), coverages=(FULL, windows, states))
     assert "2.0 GiB of pinned host memory on 2 ranks, chunks" in line
     assert line.endswith("KV of full attention and windows of 1,024 tokens and states")
 

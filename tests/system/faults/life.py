@@ -21,7 +21,7 @@ from s3kv.host.table import Table
 from s3kv.io.client import IoClient, State
 from s3kv.messages import LoadPart, StepReport
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
@@ -154,7 +154,7 @@ class Life:
             world_size=len(self._urls),
         )
         settings = KVPlannerSettings(
-            groups=(GroupSpec(CHUNK_TOKENS, CHUNK_TOKENS),),
+            coverages=(Coverage(CHUNK_TOKENS, CHUNK_TOKENS),),
             hash_tokens=CHUNK_TOKENS,
             probe_chunks=config.probe_chunks,
             max_wait_s=config.max_wait_ms / 1000,

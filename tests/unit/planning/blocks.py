@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import lcm
 
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, LocalAttention, SlidingWindow
 from tests.unit.planning.setup import Request
 
 Tables = list[list[int]]
@@ -26,7 +26,7 @@ class BlockPool:
     null: the number that stands for no block; None if no table has gaps.
     """
 
-    def __init__(self, count: int, tables: Sequence[GroupSpec], null: int | None = None) -> None:
+    def __init__(self, count: int, tables: Sequence[Coverage], null: int | None = None) -> None:
         self._specs = tables
         self._null = null
         self._step = lcm(*(spec.block_tokens for spec in tables))
@@ -65,11 +65,11 @@ class BlockPool:
 
     def _first_block(self, number: int, computed: int) -> int:
         """The first block that the token at `computed` or a later one sees."""
-        spec, first = self._specs[number], 0
-        if spec.kind is GroupKind.WINDOW:
-            first = max(0, computed - spec.reach_tokens + 1)
-        elif spec.kind is GroupKind.LOCAL:
-            first = computed - computed % spec.reach_tokens
+        spec, kind, first = self._specs[number], self._specs[number].kind, 0
+        if isinstance(kind, SlidingWindow):
+            first = max(0, computed - kind.reach_tokens + 1)
+        elif isinstance(kind, LocalAttention):
+            first = computed - computed % kind.reach_tokens
         return first // spec.block_tokens
 
     def missing(self, request: Request, computed: int, tokens: int, hit: Tables) -> int:

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from s3kv.messages import StepPlan, StepReport
-from s3kv.planning.cover import cover
 from s3kv.planning.kv import Answer
 from s3kv.planning.ledger import ChunkState
 from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
@@ -193,9 +192,9 @@ class Engine:
             self._decided[step.request_id] = max(first, end // size)
             for place in range(first, end // size):
                 block_hash = hash_of(request.chain[(place + 1) * size - 1])
-                for group in dict.fromkeys(self.setup.tables):
-                    if cover(group, (place + 1) * size).blocks:
-                        completed.add(ChunkKey(group.number, block_hash))
+                for coverage in dict.fromkeys(self.setup.tables):
+                    if coverage.blocks_for((place + 1) * size):
+                        completed.add(ChunkKey(coverage.number, block_hash))
         return self._lacking(completed)
 
     def _schedule_running(

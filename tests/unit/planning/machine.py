@@ -19,7 +19,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import (
+    Coverage,
+    FullAttention,
+    GroupKind,
+    LocalAttention,
+    SlidingWindow,
+)
 from s3kv.planning.ledger import ChunkState
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.types import ChunkKey, Outcome
@@ -179,7 +185,7 @@ class PlannerMachine(RuleBasedStateMachine):
         After a reset the hashes are not known here.
         """
         engine = self.engine
-        is_full = engine.setup.tables[0].kind is GroupKind.FULL
+        is_full = engine.setup.tables[0].kind.is_cumulative
         if engine.seen["resets"] or engine.seen["resets refused"] or not is_full:
             return
         for number, prompt in enumerate(self.prompts[-3:]):
@@ -200,27 +206,22 @@ def groups_of_several(draw: st.DrawFn) -> Setup:
     hash_tokens = draw(st.sampled_from([1, 2]))
     sizes = st.sampled_from([hash_tokens, 2 * hash_tokens])
     chunk_tokens = draw(st.sampled_from([2, 4])) * hash_tokens
-    kinds = draw(
-        st.lists(st.sampled_from([GroupKind.WINDOW, GroupKind.LOCAL]), min_size=1, max_size=2)
-    )
+    windows = st.builds(SlidingWindow, st.integers(2, 13))
+    local = st.builds(LocalAttention, st.integers(2, 4).map(lambda n: n * chunk_tokens))
+    kinds: list[GroupKind] = draw(st.lists(windows | local, min_size=1, max_size=2))
     if draw(st.sampled_from([True, True, True, False])):
-        kinds = [GroupKind.FULL, *kinds]
+        kinds = [FullAttention(), *kinds]
     members = [draw(st.integers(1, 2)) for _ in kinds]
     tables = sum(members)
     numbers = draw(st.permutations(range(tables)))
-    groups = []
+    coverages = []
     for number, kind in enumerate(kinds):
-        reach = {
-            GroupKind.FULL: 0,
-            GroupKind.WINDOW: draw(st.integers(2, 13)),
-            GroupKind.LOCAL: chunk_tokens * draw(st.integers(2, 4)),
-        }
         mine = tuple(numbers.pop() for _ in range(members[number]))
-        groups.append(GroupSpec(draw(sizes), chunk_tokens, kind, reach[kind], number, mine))
+        coverages.append(Coverage(draw(sizes), chunk_tokens, kind, number, mine))
     return Setup(
         chunk_tokens=chunk_tokens,
         hash_tokens=hash_tokens,
-        groups=tuple(groups),
+        coverages=tuple(coverages),
         null_block=0,
         world_size=draw(st.integers(1, 2)),
         slots=draw(st.sampled_from([6, 12, 24])),

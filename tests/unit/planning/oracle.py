@@ -13,7 +13,7 @@ from s3kv.messages import (
     StepReport,
     UploadOrder,
 )
-from s3kv.planning.cover import GroupSpec, blocks_of_chunk, cover, held_blocks
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.kv import NOTHING, Answer
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.planning.blocks import BlockPool
@@ -22,13 +22,13 @@ from tests.unit.planning.setup import Request, Setup, hash_of, meaning
 
 
 def content_of(
-    setup: Setup, group: GroupSpec, chain: Sequence[int], chunk: int, weights: int
+    setup: Setup, coverage: Coverage, chain: Sequence[int], chunk: int, weights: int
 ) -> tuple[TokenKV, ...]:
     """What the object of a chunk means."""
-    size, blocks = group.block_tokens, blocks_of_chunk(group, chunk)
+    size, blocks = coverage.block_tokens, coverage.blocks_of(chunk)
     tokens = chain[blocks.start * size : blocks.stop * size]
     count = len(setup.tables)
-    return tuple((weights, meaning(t, table, count)) for table in group.members for t in tokens)
+    return tuple((weights, meaning(t, table, count)) for table in coverage.members for t in tokens)
 
 
 def objects_of(
@@ -37,10 +37,10 @@ def objects_of(
     """The objects of all chunks in `chain`, computed with the first weights."""
     for chunk in range(len(chain) // setup.chunk_tokens):
         end = (chunk + 1) * setup.chunk_tokens
-        for group in dict.fromkeys(setup.tables):
-            if cover(group, end).blocks:
-                key = ChunkKey(group.number, hash_of(chain[end - 1]))
-                yield key, content_of(setup, group, chain, chunk, 0)
+        for coverage in dict.fromkeys(setup.tables):
+            if coverage.blocks_for(end):
+                key = ChunkKey(coverage.number, hash_of(chain[end - 1]))
+                yield key, content_of(setup, coverage, chain, chunk, 0)
 
 
 class Oracle:
@@ -132,14 +132,13 @@ class Oracle:
         assert not request.before_reset, "a request from before the reset loads"
         targets: dict[int, list[int]] = {}
         for part in load.parts:
-            group, table = self._setup.tables[part.group], request.tables[part.group]
+            coverage, table = self._setup.tables[part.group], request.tables[part.group]
             chunk, first_block = divmod(
-                table.index(part.block_ids[0]), group.chunk_tokens // group.block_tokens
+                table.index(part.block_ids[0]), coverage.chunk_tokens // coverage.block_tokens
             )
-            held = held_blocks(group)
-            assert part.first_block == first_block - held.start
-            assert part.first_block + len(part.block_ids) <= len(held)
-            content = content_of(self._setup, group, request.chain, chunk, self.weights)
+            assert part.first_block == first_block - coverage.held.start
+            assert part.first_block + len(part.block_ids) <= len(coverage.held)
+            content = content_of(self._setup, coverage, request.chain, chunk, self.weights)
             for rank in self._ranks:
                 wanted, found = (rank.number, content), rank.slots[part.slot]
                 assert found == wanted, f"{part} on rank {rank.number}: {found}, not {wanted}"
@@ -154,12 +153,12 @@ class Oracle:
     def check_loaded(self, request: Request) -> None:
         """The request's blocks hold its prefix, on every rank, wherever they came from."""
         tables = self._setup.tables
-        for number, group in enumerate(tables):
+        for number, coverage in enumerate(tables):
             for at, block in enumerate(request.tables[number]):
                 if block == self._setup.null_block:
                     continue
-                begin = at * group.block_tokens
-                known = request.chain[begin : min(begin + group.block_tokens, request.computed)]
+                begin = at * coverage.block_tokens
+                known = request.chain[begin : min(begin + coverage.block_tokens, request.computed)]
                 wanted = [(self.weights, meaning(t, number, len(tables))) for t in known]
                 for rank in self._ranks:
                     held = list(rank.blocks[block])[: len(wanted)]

@@ -21,7 +21,7 @@ from s3kv.messages import (
     StepReport,
     UploadOrder,
 )
-from s3kv.planning.cover import GroupSpec, held_blocks
+from s3kv.planning.group_kinds import Coverage
 from s3kv.types import ChunkKey, Outcome
 
 TokenKV = tuple[int, int]
@@ -49,7 +49,7 @@ class Rank:
     """One rank. What it has been ordered to do is done when the test says so, in any order."""
 
     def __init__(
-        self, number: int, *, slots: int, blocks: int, tables: Sequence[GroupSpec], bucket: Bucket
+        self, number: int, *, slots: int, blocks: int, tables: Sequence[Coverage], bucket: Bucket
     ) -> None:
         self.number = number
         self.slots: list[Content | None] = [None] * slots
@@ -166,7 +166,7 @@ class Rank:
             assert content is not None, f"{order} reads a slot that nothing has filled"
             group = self._tables[part.group]
             size = group.block_tokens
-            first = group.members.index(part.group) * len(held_blocks(group)) + part.first_block
+            first = group.members.index(part.group) * len(group.held) + part.first_block
             for at, block in enumerate(part.block_ids, first):
                 self.blocks[block][:size] = content[1][at * size : (at + 1) * size]
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
@@ -32,7 +32,7 @@ class Setup:
     gate: bool = False
     max_saves_inflight: int = 4
     miss_ttl_s: float = 20.0
-    groups: tuple[GroupSpec, ...] = ()
+    coverages: tuple[Coverage, ...] = ()
     """None: one of full attention."""
     may_load: bool = True
     may_save: bool = True
@@ -41,10 +41,13 @@ class Setup:
     """Steps planned before the output of one has come back: 0, or 1 for async scheduling."""
 
     @property
-    def tables(self) -> tuple[GroupSpec, ...]:
-        """The group of each of the engine's tables of blocks, by the number of the table."""
-        groups = self.groups or (GroupSpec(self.block_tokens, self.chunk_tokens),)
-        of = {member: group for group in groups for member in group.members}
+    def _all(self) -> tuple[Coverage, ...]:
+        return self.coverages or (Coverage(self.block_tokens, self.chunk_tokens),)
+
+    @property
+    def tables(self) -> tuple[Coverage, ...]:
+        """The coverage of each of the engine's tables of blocks, by the number of the table."""
+        of = {member: coverage for coverage in self._all for member in coverage.members}
         return tuple(of[number] for number in range(len(of)))
 
     def planner(self) -> KVPlanner:
@@ -57,7 +60,7 @@ class Setup:
             residency=ResidencyLog(),
         )
         settings = KVPlannerSettings(
-            groups=self.groups or (GroupSpec(self.block_tokens, self.chunk_tokens),),
+            coverages=self._all,
             hash_tokens=self.hash_tokens,
             probe_chunks=self.probe_chunks,
             max_wait_s=self.max_wait_s,

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from s3kv.messages import FetchOrder, JobKind, LoadOrder, LoadPart, SaveOrder
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
@@ -541,7 +541,7 @@ def test_blocks_that_have_been_copied_are_not_fenced(outcome: Outcome) -> None:
 # --- several groups ------------------------------------------------------------
 
 
-GROUPS = (GroupSpec(2, 4), GroupSpec(2, 4, GroupKind.WINDOW, 7, number=1))
+GROUPS = (Coverage(2, 4), Coverage(2, 4, SlidingWindow(7), number=1))
 """Full attention, and a window that needs the last two chunks: 6 tokens before the next one."""
 PROMPT = "aaaabbbbccccddddeeeeffff"
 
@@ -582,7 +582,7 @@ def longest(there: dict[int, set[int]], local_tokens: int, tokens: int) -> int:
 @pytest.mark.parametrize("seed", range(200))
 def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(seed: int) -> None:
     draw = random.Random(seed)
-    desk = Desk(groups=GROUPS, slots=40, probe_chunks=draw.randint(1, 4), max_wait_s=1e9)
+    desk = Desk(coverages=GROUPS, slots=40, probe_chunks=draw.randint(1, 4), max_wait_s=1e9)
     tokens = draw.randint(8, len(PROMPT))
     desk.add("r", PROMPT[:tokens])
     there = stored(draw, desk)

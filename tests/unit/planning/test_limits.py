@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, Answer
 from s3kv.planning.requests import RequestLimits
 from tests.unit.planning.desk import MISSING, Desk
@@ -116,8 +116,8 @@ def test_an_engine_that_loses_tokens_of_its_own_is_not_offered_more_for_it() -> 
 
 
 def test_a_window_resumes_where_the_limit_is() -> None:
-    groups = (GroupSpec(2, 4), GroupSpec(2, 4, GroupKind.WINDOW, 3, number=1, members=(1,)))
-    desk = Desk(groups=groups, null_block=0)
+    groups = (Coverage(2, 4), Coverage(2, 4, SlidingWindow(3), number=1, members=(1,)))
+    desk = Desk(coverages=groups, null_block=0)
     desk.make_resident(PROMPT + "z")
     desk.add("r", PROMPT + "z", RequestLimits(load_tokens=9))
     answer = desk.lookup("r")

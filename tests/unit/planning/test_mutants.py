@@ -14,8 +14,8 @@ from s3kv.host.table import Table, TableError
 from s3kv.messages import JobEnd, LoadPart
 from s3kv.planning import kv, saves
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.cover import held_blocks
 from s3kv.planning.deadline import Deadline
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
 from s3kv.planning.kv import Answer, KVPlanner
@@ -334,11 +334,8 @@ def saves_no_block_as_if_it_were_one(patch: Patch) -> None:
 
 @mutant_of_groups
 def saves_the_parts_of_a_chunk_in_another_order(patch: Patch) -> None:
-    def turned(self: ChunkSaves, request: PlannedRequest, *args: Any) -> None:
-        groups = self._groups
-        self._groups = [replace(group, members=group.members[::-1]) for group in groups]
-        save_chunk(self, request, *args)
-        self._groups = groups
+    def turned(self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any) -> None:
+        save_chunk(self, request, replace(coverage, members=coverage.members[::-1]), *args)
 
     patch.setattr(ChunkSaves, "_save", turned)
 
@@ -363,7 +360,7 @@ def offers_the_last_token(patch: Patch) -> None:
 def takes_a_window_for_a_whole_chunk(patch: Patch) -> None:
     def whole(self: Lookup, *args: Any) -> Iterator[LoadPart]:
         for part in load_parts(self, *args):
-            skipped = held_blocks(self.group).start
+            skipped = self.coverage.held.start
             yield replace(part, first_block=part.first_block + skipped)
 
     patch.setattr(Lookup, "load_parts", whole)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from s3kv.planning.cover import GroupSpec
+from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.lookup import (
     LOOKUP_TRANSITIONS,
     ChunkHashes,
@@ -53,7 +53,7 @@ def request() -> PlannedRequest:
 
 def lookup() -> Lookup:
     ledger = Setup().planner().ledger
-    return Lookup("r", ledger, GroupSpec(2, 4), ChunkHashes([], 1, b""), Wait(), 1)
+    return Lookup("r", ledger, Coverage(2, 4), ChunkHashes([], 1, b""), Wait(), 1)
 
 
 ON_REQUEST = {event: (lambda of, e=event: of.step(e)) for event in RequestEvent}

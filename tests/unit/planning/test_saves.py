@@ -7,14 +7,13 @@ from functools import partial
 
 import pytest
 
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, LocalAttention, SlidingWindow, States
 from s3kv.planning.requests import ScheduledRequest
 from tests.unit.planning.desk import Desk
 
-WINDOW, LOCAL, STATE = GroupKind.WINDOW, GroupKind.LOCAL, GroupKind.STATE
 GROUPS = (
-    GroupSpec(2, 4, members=(1,)),
-    GroupSpec(2, 4, WINDOW, 3, number=1, members=(0, 2)),
+    Coverage(2, 4, members=(1,)),
+    Coverage(2, 4, SlidingWindow(3), number=1, members=(0, 2)),
 )
 """A window between blocks of two groups of the engine, and full attention in the second one."""
 
@@ -26,7 +25,7 @@ def scheduled(
 
 
 def test_the_blocks_of_all_members_are_saved_as_one_object() -> None:
-    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
     desk.add("r", "aaaabbbb")
     desk.planner.admitted("r", ([], [], []), 0)
     tables = [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]
@@ -41,7 +40,7 @@ def test_the_blocks_of_all_members_are_saved_as_one_object() -> None:
 
 def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None:
     """A block that a group has given up is block 0 in its table; another group has it now."""
-    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
     desk.add("r", "aaaabbbb")
     desk.planner.admitted("r", ([], [], []), 0)
     first = [1, 2], [11, 12], [21, 22]
@@ -53,7 +52,7 @@ def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None
 
 
 def test_what_the_engine_has_given_up_is_not_saved() -> None:
-    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
     desk.add("r", "aaaa")
     desk.planner.admitted("r", ([], [], []), 0)
     tables = [1, 2], [11, 12], [21, 0]
@@ -62,7 +61,7 @@ def test_what_the_engine_has_given_up_is_not_saved() -> None:
 
 
 def test_a_block_of_one_group_that_goes_to_another_is_fenced() -> None:
-    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
     desk.add("r", "aaaabbbb")
     desk.planner.admitted("r", ([], [], []), 0)
     tables = [1, 2], [11, 12], [21, 22]
@@ -74,7 +73,7 @@ def test_a_block_of_one_group_that_goes_to_another_is_fenced() -> None:
 
 @pytest.mark.parametrize("written", [(2,), (12,), (5, 22)])
 def test_a_block_that_the_engine_zeroes_or_copies_to_is_fenced(written: tuple[int, ...]) -> None:
-    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
     desk.add("r", "aaaa")
     desk.planner.admitted("r", ([], [], []), 0)
     tables = [1, 2], [11, 12], [21, 22]
@@ -85,8 +84,8 @@ def test_a_block_that_the_engine_zeroes_or_copies_to_is_fenced(written: tuple[in
 
 
 def test_local_attention_saves_nothing_where_it_begins_anew() -> None:
-    groups = (GroupSpec(2, 4), GroupSpec(2, 4, LOCAL, 8, number=1))
-    desk = Desk(groups=groups, null_block=0, may_load=False)
+    groups = (Coverage(2, 4), Coverage(2, 4, LocalAttention(8), number=1))
+    desk = Desk(coverages=groups, null_block=0, may_load=False)
     desk.add("r", "aaaabbbbcccc")
     desk.planner.admitted("r", ([], []), 0)
     tables = [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]
@@ -97,7 +96,7 @@ def test_local_attention_saves_nothing_where_it_begins_anew() -> None:
 
 def test_a_window_is_saved_as_long_as_the_engine_has_it() -> None:
     """Its last tokens may be drafts: what they are is known a step later, further on."""
-    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
     desk.add("r", "aaaabbbb")
     desk.planner.admitted("r", ([], [], []), 0)
     first = [1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]
@@ -113,7 +112,7 @@ def test_a_window_is_saved_as_long_as_the_engine_has_it() -> None:
 
 
 def test_a_window_that_has_moved_on_is_not_saved() -> None:
-    desk = Desk(groups=GROUPS, null_block=0, may_load=False)
+    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
     desk.add("r", "aaa")
     desk.planner.admitted("r", ([], [], []), 0)
     first = [1, 2], [11, 12], [21, 22]
@@ -126,7 +125,7 @@ def test_a_window_that_has_moved_on_is_not_saved() -> None:
 
 # ------------------------------------------------------------------------------- states
 
-STATES = (GroupSpec(4, 4, members=(2,)), GroupSpec(4, 4, STATE, number=1, members=(0, 1)))
+STATES = (Coverage(4, 4, members=(2,)), Coverage(4, 4, States(), number=1, members=(0, 1)))
 
 
 def saved_states(
@@ -147,8 +146,8 @@ def saved_states(
 
 def state_desk(prompt: str, interval_tokens: int = 1) -> Desk:
     full, state = STATES
-    groups = full, replace(state, interval_tokens=interval_tokens)
-    desk = Desk(groups=groups, null_block=0, block_tokens=4, slots=40, may_load=False)
+    groups = full, replace(state, kind=States(interval_tokens=interval_tokens))
+    desk = Desk(coverages=groups, null_block=0, block_tokens=4, slots=40, may_load=False)
     desk.add("r", prompt)
     desk.planner.lookup("r", 0, 0.0, tokens=len(prompt))
     desk.planner.admitted("r", ([], [], []), 0)

@@ -6,29 +6,29 @@ import random
 
 import pytest
 
-from s3kv.planning.cover import GroupKind, GroupSpec, cover
+from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.state_lookup import MISSES_PER_LOOKUP
 from s3kv.types import ChunkKey
 from tests.unit.planning.desk import CHUNK, MISSING, OK, Desk
 
-FULL = GroupSpec(2, 4)
-WINDOW = GroupSpec(2, 4, GroupKind.WINDOW, 7, number=1)
-STATE = GroupSpec(4, 4, GroupKind.STATE, number=2)
+FULL = Coverage(2, 4)
+WINDOW = Coverage(2, 4, SlidingWindow(7), number=1)
+STATE = Coverage(4, 4, States(), number=2)
 PROMPT = "aaaabbbbccccddddeeeeffff"
 
 
-def desk_with(*groups: GroupSpec, prompt: str = PROMPT, **setup: object) -> Desk:
-    desk = Desk(**{"groups": groups, "slots": 60, "max_wait_s": 1e9, **setup})
+def desk_with(*groups: Coverage, prompt: str = PROMPT, **setup: object) -> Desk:
+    desk = Desk(**{"coverages": groups, "slots": 60, "max_wait_s": 1e9, **setup})
     desk.add("r", prompt)
     return desk
 
 
-def key(desk: Desk, group: GroupSpec, chunk: int) -> ChunkKey:
+def key(desk: Desk, group: Coverage, chunk: int) -> ChunkKey:
     return ChunkKey(group.number, desk.hashes["r"][2 * chunk + 1])
 
 
-def put(desk: Desk, group: GroupSpec, *chunks: int) -> None:
+def put(desk: Desk, group: Coverage, *chunks: int) -> None:
     """Make these chunks resident."""
     for chunk in chunks:
         reservation = desk.planner.ledger.table.reserve(key(desk, group, chunk))
@@ -96,14 +96,14 @@ def test_a_deadline_takes_the_last_state_that_is_there() -> None:
     assert desk.pinned() == 0
 
 
-def longest(there: dict[GroupSpec, set[int]], local_tokens: int, tokens: int) -> int:
+def longest(there: dict[Coverage, set[int]], local_tokens: int, tokens: int) -> int:
     """Tokens of the longest resume behind the local ones for which every group has what it needs,
     by trying all."""
     own = set(range(local_tokens // CHUNK))
     ends = [
         end
         for end in range(CHUNK, tokens, CHUNK)
-        if all(set(cover(group, end).chunks) - own <= there[group] for group in there)
+        if all(set(group.chunks_for(end)) - own <= there[group] for group in there)
     ]
     return max([0, *(end - local_tokens for end in ends)])
 
@@ -111,12 +111,12 @@ def longest(there: dict[GroupSpec, set[int]], local_tokens: int, tokens: int) ->
 @pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, WINDOW, STATE), (STATE,)])
 @pytest.mark.parametrize("seed", range(100))
 def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(
-    groups: tuple[GroupSpec, ...], seed: int
+    groups: tuple[Coverage, ...], seed: int
 ) -> None:
     draw = random.Random(seed)
     tokens = draw.randint(8, len(PROMPT))
     desk = desk_with(*groups, prompt=PROMPT[:tokens], probe_chunks=draw.randint(1, 4))
-    there: dict[GroupSpec, set[int]] = {group: set() for group in groups}
+    there: dict[Coverage, set[int]] = {group: set() for group in groups}
     for group in groups:
         places = ["nowhere"] * (4 if group is STATE else 1) + ["host", "host", "bucket", "known"]
         for chunk in range(tokens // CHUNK):
@@ -139,13 +139,13 @@ def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(
     assert desk.pinned() == 0
 
 
-def check_load(desk: Desk, groups: tuple[GroupSpec, ...], begin: int, end: int) -> None:
+def check_load(desk: Desk, groups: tuple[Coverage, ...], begin: int, end: int) -> None:
     """Each group loads the blocks that it needs; of a group of states that is the last one."""
     tables = [[100 * n + block for block in range(20)] for n in range(3)]
     desk.planner.admitted("r", tables, end - begin)
     (load,) = desk.plan().loads
     for group in groups:
-        needed = cover(group, end).blocks
+        needed = group.blocks_for(end)
         first = max(needed.start, begin // group.block_tokens)
         parts = [part for part in load.parts if part.group == group.number]
         blocks = [block for part in parts for block in part.block_ids]

@@ -25,8 +25,7 @@ from hypothesis.stateful import (
 )
 
 from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadOrder, SaveOrder, StepReport, UploadOrder
-from s3kv.planning import saves
-from s3kv.planning.cover import GroupKind, GroupSpec, held_blocks
+from s3kv.planning.group_kinds import Coverage, GroupKind, States
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
@@ -72,11 +71,11 @@ class StateMachine(RuleBasedStateMachine):
     def start(self, chunk: int, blocks: int, slots: int, late: bool) -> None:
         self.chunk, self.late = chunk, late
         self.groups = (
-            GroupSpec(BLOCK, chunk, members=FULL),
-            GroupSpec(BLOCK, chunk, GroupKind.STATE, number=1, members=STATES),
+            Coverage(BLOCK, chunk, members=FULL),
+            Coverage(BLOCK, chunk, States(), number=1, members=STATES),
         )
         setup = Setup(
-            groups=self.groups,
+            coverages=self.groups,
             slots=slots,
             hash_tokens=BLOCK,
             max_wait_s=50.0,
@@ -339,7 +338,7 @@ class StateMachine(RuleBasedStateMachine):
     def load(self, order: LoadOrder) -> None:
         for part in order.parts:
             group = next(g for g in self.groups if part.group in g.members)
-            at = len(held_blocks(group)) * group.members.index(part.group) + part.first_block
+            at = len(group.held) * group.members.index(part.group) + part.first_block
             for block, meaning in zip(part.block_ids, self.slots[part.slot][at:], strict=False):
                 self.memory[block] = meaning
         (request,) = (r for r in self.requests if r.name == order.request_id)
@@ -384,7 +383,7 @@ def test_no_request_goes_on_from_another_state_than_its_own(examples: int) -> No
 
 def test_states_that_no_step_has_written_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a full block is taken for the state after its last token."""
-    monkeypatch.setattr(saves, "_has_state", lambda tokens, step: True)
+    monkeypatch.setattr(States, "is_saved", GroupKind.is_saved)
     with pytest.raises(AssertionError, match="saves something else"):
         run(150)
 

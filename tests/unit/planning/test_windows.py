@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from s3kv.planning.cover import GroupKind, GroupSpec
+from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.lookup import Lookup
 from s3kv.planning.requests import PlannedRequest
 from s3kv.types import ChunkKey
 from tests.unit.planning.desk import CHUNK, MISSING, Desk
 
-FULL = GroupSpec(2, CHUNK)
-WINDOW = GroupSpec(2, CHUNK, GroupKind.WINDOW, 7, number=1)
+FULL = Coverage(2, CHUNK)
+WINDOW = Coverage(2, CHUNK, SlidingWindow(7), number=1)
 """The two chunks before the length."""
-STATE = GroupSpec(4, CHUNK, GroupKind.STATE, number=1)
+STATE = Coverage(4, CHUNK, States(), number=1)
 LETTERS = "abcdefgh"
 PROMPT = "".join(letter * CHUNK for letter in LETTERS) + "z"
 
 
-def desk_with(*groups: GroupSpec, probe_chunks: int = 16) -> Desk:
+def desk_with(*groups: Coverage, probe_chunks: int = 16) -> Desk:
     """Computing a chunk takes half a second, and all fetches take 1.2 s, measured."""
-    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=probe_chunks, groups=groups, slots=60)
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=probe_chunks, coverages=groups, slots=60)
     for fetches in (1, 2, 3, 4):
         desk.planner.pace.fetched(1.2, began_with=fetches, ended_with=fetches)
     desk.add("r", PROMPT)
@@ -34,9 +34,9 @@ def lookup(desk: Desk) -> Answer:
     return answer
 
 
-def asked(desk: Desk, group: GroupSpec) -> list[int]:
+def asked(desk: Desk, group: Coverage) -> list[int]:
     """Positions of the chunks of a group that wait for their answers."""
-    number = [lookup.group for lookup in lookups(desk)].index(group)
+    number = [lookup.coverage for lookup in lookups(desk)].index(group)
     return sorted(lookups(desk)[number].pending)
 
 
@@ -96,7 +96,7 @@ def test_what_a_window_is_worth_is_the_prefix_that_it_lets_resume(
 
 
 def test_a_model_of_windows_alone_waits_for_as_much() -> None:
-    desk = desk_with(GroupSpec(2, CHUNK, GroupKind.WINDOW, 7))
+    desk = desk_with(Coverage(2, CHUNK, SlidingWindow(7)))
     assert lookup(desk) == WAIT
     assert desk.planner._requests["r"].wait.wanted == 8
     desk.now_s = 3.0
@@ -146,7 +146,7 @@ def test_a_window_at_a_shorter_prefix_counts_if_it_is_there() -> None:
 @pytest.mark.parametrize("free", [0, 1, 2])
 def test_without_room_for_a_window_the_prefix_is_shorter(chunks: int, free: int) -> None:
     """No place is free beside those of the prefix, or one, or two: enough for the window."""
-    desk = Desk(max_wait_s=50.0, gate=False, groups=(FULL, WINDOW), slots=chunks + free)
+    desk = Desk(max_wait_s=50.0, gate=False, coverages=(FULL, WINDOW), slots=chunks + free)
     desk.add("r", PROMPT[: chunks * CHUNK] + "z")
     while (answer := lookup(desk)) == WAIT:
         fetches = desk.plan().fetches
