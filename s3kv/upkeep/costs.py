@@ -48,31 +48,19 @@ def nanodollars(prices: Prices, traffic: Traffic) -> int:
     return round(dollars * 1e9)
 
 
-class Growth:
-    """Decides when to warn that a bucket grows without a bound. Times are seconds of one monotonic
-    clock, passed in."""
+def growth_warning(seconds: float, sent_bytes: int, storage_price: float) -> str | None:
+    """Warning that a bucket grows without a bound, if it is due.
 
-    def __init__(self) -> None:
-        self._first_s: float | None = None
-        """Time of the first look that found an upload."""
-
-    def warning(self, now_s: float, sent_bytes: int, storage_price: float) -> str | None:
-        """The warning, if it is due now. sent_bytes: of all uploads so far. storage_price: of a GiB
-        for a month."""
-        if sent_bytes == 0:
-            return None
-        if self._first_s is None:
-            self._first_s = now_s
-        seconds = now_s - self._first_s
-        if seconds < GROWTH_KNOWN_S:
-            return None
-        gib_per_month = sent_bytes / _GIB / seconds * _MONTH_S
-        if gib_per_month < _TOLD_FROM_GIB:
-            return None
-        cost = f", which then costs ${gib_per_month * storage_price:,.2f} a month"
-        return (
-            "the bucket has no bound: neither bucket_bytes nor bucket_idle_s is set. At the rate "
-            f"of the last {seconds / 60:.0f} minutes, the uploads of this worker alone are "
-            f"{gib_per_month:,.0f} GiB after a month{cost if storage_price else ''}. Set "
-            "bucket_bytes; if a lifecycle rule deletes objects, set refresh_after_s"
-        )
+    seconds: time since the first upload. sent_bytes: of all uploads so far. storage_price: of a GiB
+    for a month.
+    """
+    gib_per_month = sent_bytes / _GIB / max(seconds, GROWTH_KNOWN_S) * _MONTH_S
+    if seconds < GROWTH_KNOWN_S or gib_per_month < _TOLD_FROM_GIB:
+        return None
+    cost = f", which then costs ${gib_per_month * storage_price:,.2f} a month"
+    return (
+        "the bucket has no bound: neither bucket_bytes nor bucket_idle_s is set. At the rate "
+        f"of the last {seconds / 60:.0f} minutes, the uploads of this worker alone are "
+        f"{gib_per_month:,.0f} GiB after a month{cost if storage_price else ''}. Set "
+        "bucket_bytes; if a lifecycle rule deletes objects, set refresh_after_s"
+    )

@@ -19,7 +19,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.stores.store import BulkStore
 from s3kv.upkeep.cleaner import Cleaner
-from s3kv.upkeep.costs import Growth, nanodollars, prices_of
+from s3kv.upkeep.costs import growth_warning, nanodollars, prices_of
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from s3kv.upkeep.registration import Registration, introduce
 
@@ -121,12 +121,14 @@ class Housekeeping:
 
     async def _watch_growth(self) -> None:
         """Warn once if nobody seems to delete what this process uploads."""
-        growth, warning = Growth(), None
+        while not self._store.traffic.sent_bytes:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(_GROWTH_LOOK_S)
+        began_s, warning = time.monotonic(), None
         while warning is None:
             await asyncio.sleep(_GROWTH_LOOK_S)
             traffic = self._store.traffic
             storage = prices_of(self._config, traffic).storage
-            warning = growth.warning(time.monotonic(), traffic.sent_bytes, storage)
+            warning = growth_warning(time.monotonic() - began_s, traffic.sent_bytes, storage)
         _log.warning("%s", warning)
 
     async def _introduce(self) -> None:

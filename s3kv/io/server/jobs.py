@@ -19,10 +19,12 @@ Jobs of one kind run in order of arrival: none overtakes one that waits for byte
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.io.sources.transfer_job import Borrowed, TransferJob
 from s3kv.messages import JobKind
 
 FETCHES_PER_UPLOAD = 16
@@ -158,18 +160,27 @@ class JobQueue:
                 return job
         return None
 
-    def borrow(self, wanted: int) -> int:
-        """Take places for up to `wanted` further requests of one running fetch; returns their
-        number."""
+    @contextlib.contextmanager
+    def borrowed(self, freed: Callable[[], None], wanted: int) -> Iterator[Borrowed]:
+        """Take places for up to `wanted` further requests of one running fetch, for the block.
+        freed: called whenever one of them is free again."""
         line, places = self._lines[JobKind.FETCH], self._places
         share = places.max_requests // (len(line.running) + len(line.waiting)) - 1
-        count = max(0, min(wanted, share, places.max_requests - places.requests))
+        count = left = max(0, min(wanted, share, places.max_requests - places.requests))
         places.requests += count
-        return count
 
-    def return_borrowed(self) -> None:
-        """Free one borrowed place."""
-        self._places.requests -= 1
+        def give_back() -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                places.requests -= 1
+                freed()
+
+        try:
+            yield count, give_back
+        finally:
+            while left:
+                give_back()
 
     def end(self, job: TransferJob) -> None:
         """Free the place of a running job that has ended."""

@@ -26,7 +26,6 @@ from s3kv.io.formats import Formats
 from s3kv.io.server.jobs import JobQueue
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.chain import chain_of
-from s3kv.io.sources.ranges import SparePlaces
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.keys import Namespace
@@ -77,9 +76,9 @@ class Service:
             store, config, registration, lambda: self._queue.has_spare, rng
         )
         self._refresher = self._housekeeping.refresher
-        spare = SparePlaces(self._queue.borrow, self._give_back)
-        self._bucket = BucketSource(store, config, self._refresher, spare, rng)
-        self._chain = chain_of(handshake, store, self._bucket, spare)
+        borrow = partial(self._queue.borrowed, self._start_jobs)
+        self._bucket = BucketSource(store, config, self._refresher, borrow, rng)
+        self._chain = chain_of(handshake, store, self._bucket, borrow)
         self._tasks: dict[int, asyncio.Task[JobEnd]] = {}
         self._cancelled: set[int] = set()
         self._defects = 0
@@ -185,10 +184,6 @@ class Service:
             task = asyncio.get_running_loop().create_task(self._chain.run(job))
             self._tasks[job.job_id] = task
             task.add_done_callback(partial(self._job_ended, job, time.monotonic()))
-
-    def _give_back(self) -> None:
-        self._queue.return_borrowed()
-        self._start_jobs()
 
     def _job_ended(self, job: TransferJob, started_s: float, task: asyncio.Task[JobEnd]) -> None:
         del self._tasks[job.job_id]

@@ -28,8 +28,8 @@ from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.io.sources.pacing import Pacing
 from s3kv.io.sources.quarantine import Quarantine
-from s3kv.io.sources.ranges import RangedReads, Reading, SparePlaces
-from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.io.sources.ranges import RangedReads, Reading
+from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.messages import JobEnd
 from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
 from s3kv.types import Outcome
@@ -49,7 +49,7 @@ class BucketSource:
     `drain_until_s`. No layer above repeats them within that time. The store below repeats none, but
     for the one fresh connection that `ObjectStore` allows.
 
-    refresher: takes note of the objects in use. spare: for ranges. rng: for the jitter of pauses.
+    refresher: takes note of the objects in use. borrow: for ranges. rng: for the jitter of pauses.
     """
 
     name = "bucket"
@@ -59,7 +59,7 @@ class BucketSource:
         store: ObjectStore,
         config: Config,
         refresher: Refresher,
-        spare: SparePlaces,
+        borrow: Borrow,
         rng: random.Random,
     ) -> None:
         self.retries = 0
@@ -69,19 +69,13 @@ class BucketSource:
         self._max_attempts = config.max_attempts
         self._delete_corrupt = config.on_corrupt == "delete"
         self._refresher = refresher
-        self._ranged = RangedReads(config.range_bytes, spare, self)
+        self._ranged = RangedReads(config.range_bytes, borrow, self)
         self._rng = rng
         self._quarantine = Quarantine()
 
-    async def fetch(self, job: TransferJob) -> JobEnd:
-        """Fetch and verify, for `Source.fetch`."""
-        return await self._fetch(job, delete_corrupt=self._delete_corrupt)
-
-    async def fetch_of_others(self, job: TransferJob) -> JobEnd:
-        """Fetch an object that another rank has stored, as `fetch` does. It is never deleted."""
-        return await self._fetch(job, delete_corrupt=False)
-
-    async def _fetch(self, job: TransferJob, *, delete_corrupt: bool) -> JobEnd:
+    async def fetch(self, job: TransferJob, *, is_own: bool = True) -> JobEnd:
+        """Fetch and verify, for `Source.fetch`. is_own: the object is one that this rank writes; no
+        other is ever deleted."""
         if self._quarantine.bars(job.key, _now_s()):
             said = f"{job.key} is in quarantine: its object was not what its key says"
             return job.end(Outcome.MISSING, said, reason="quarantined")
@@ -95,7 +89,7 @@ class BucketSource:
             self._quarantine.lift(job.key)
             return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=self._refresher.hit(info))
         said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
-        if not delete_corrupt:
+        if not (is_own and self._delete_corrupt):
             self._quarantine.bad(job.key, _now_s())
             return job.end(Outcome.CORRUPT, said, reason=reason)
         return await self._look_again(job, said, reason)

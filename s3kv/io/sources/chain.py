@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from s3kv.errors import StoreError
 from s3kv.io import wire
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.other_shards import OtherShards
-from s3kv.io.sources.ranges import SparePlaces
 from s3kv.io.sources.staging import StagingMemory
-from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.messages import JobEnd, JobKind
 from s3kv.stores.store import ObjectStore
 from s3kv.types import Outcome
@@ -54,11 +54,11 @@ class Source(Protocol):
 
 
 def chain_of(
-    handshake: wire.Handshake, store: ObjectStore, bucket: BucketSource, spare: SparePlaces
+    handshake: wire.Handshake, store: ObjectStore, bucket: BucketSource, borrow: Borrow
 ) -> Chain:
     """The chain of one rank."""
-    of_others = OtherShards(handshake, store, bucket.fetch_of_others, spare, StagingMemory())
-    return Chain([bucket, of_others], bucket)
+    fetch = partial(bucket.fetch, is_own=False)
+    return Chain([bucket, OtherShards(handshake, store, fetch, borrow, StagingMemory())], bucket)
 
 
 class Chain:

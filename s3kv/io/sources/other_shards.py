@@ -23,9 +23,9 @@ from dataclasses import replace
 
 from s3kv.errors import StoreError
 from s3kv.io import wire
-from s3kv.io.sources.ranges import SparePlaces, all_of
+from s3kv.io.sources.ranges import all_of
 from s3kv.io.sources.staging import StagingMemory
-from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
@@ -58,7 +58,7 @@ class OtherShards:
         handshake: wire.Handshake,
         store: ObjectStore,
         fetch: Callable[[TransferJob], Awaitable[JobEnd]],
-        spare: SparePlaces,
+        borrow: Borrow,
         staging: StagingMemory,
     ) -> None:
         self._store = store
@@ -66,7 +66,7 @@ class OtherShards:
         self._shard = Shard.parse(handshake.shard)
         self._pages = handshake.pages
         self._fetch = fetch
-        self._spare = spare
+        self._borrow = borrow
         self._staging = staging
         self._shapes: set[Shard] = set()
         self._covers: dict[int, list[ShardCover]] = {}
@@ -127,7 +127,7 @@ class OtherShards:
         lengths = [part.format.object_bytes for part in cover]
         nbytes = 0
         async with self._staging.lease(lengths) as buffers:
-            with self._spare.borrowed(len(cover) - 1) as (count, _):
+            with self._borrow(len(cover) - 1) as (count, _):
                 places = asyncio.Semaphore(1 + count)
 
                 async def read(part: Rearrangement, buffer: memoryview) -> JobEnd | None:

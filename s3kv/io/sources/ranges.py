@@ -12,14 +12,13 @@ Each range is a request of its own to everything below: to retries, hedging and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 from s3kv.errors import StoreUnranged
-from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.objects.codec import ChunkFormat, Gathering
 from s3kv.objects.headers import Mismatch
 from s3kv.stores.store import ObjectInfo
@@ -30,35 +29,6 @@ _T = TypeVar("_T")
 
 Reading = tuple[ObjectInfo | None, Mismatch | None]
 """Metadata of an object (None: no such object), and why it does not verify (None: it does)."""
-
-
-class SparePlaces:
-    """Places of the job queue for requests beside a job's own.
-
-    borrow: takes up to so many, and returns their number. give_back: returns one.
-    """
-
-    def __init__(self, borrow: Callable[[int], int], give_back: Callable[[], None]) -> None:
-        self._borrow = borrow
-        self._give_back = give_back
-
-    @contextlib.contextmanager
-    def borrowed(self, most: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Borrow up to so many places for the block. Gives their number, and a function that gives
-        back one of them early, if one is left."""
-        count = left = self._borrow(most) if most > 0 else 0
-
-        def give_back() -> None:
-            nonlocal left
-            if left:
-                left -= 1
-                self._give_back()
-
-        try:
-            yield count, give_back
-        finally:
-            while left:
-                give_back()
 
 
 class Requests(Protocol):
@@ -79,9 +49,9 @@ class RangedReads:
     range_bytes: shortest range; 0 for none.
     """
 
-    def __init__(self, range_bytes: int, spare: SparePlaces, requests: Requests) -> None:
+    def __init__(self, range_bytes: int, borrow: Borrow, requests: Requests) -> None:
         self._range_bytes = range_bytes
-        self._spare = spare
+        self._borrow = borrow
         self._requests = requests
 
     async def read(self, job: TransferJob) -> Reading:
@@ -103,7 +73,7 @@ class RangedReads:
     async def _in_ranges(self, job: TransferJob, chunk: ChunkFormat) -> Reading | None:
         """Read the object in one range more than there are borrowed places. None if there are none,
         or the ranges are not of one object."""
-        with self._spare.borrowed(job.nbytes // self._range_bytes - 1) as (count, give_back):
+        with self._borrow(job.nbytes // self._range_bytes - 1) as (count, give_back):
             if not count:
                 return None
             gathering = Gathering(chunk, job.buffer, job.block_hash)

@@ -1,8 +1,10 @@
-"""`TransferJob`: one object to move between a place in memory and a source."""
+"""`TransferJob`: one object to move between memory and a source; and places for its requests."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,11 @@ from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.item_format import ItemFormat
 from s3kv.types import Outcome
+
+Borrowed = tuple[int, Callable[[], None]]
+"""Number of borrowed places, and a function that gives back one of them early, if one is left."""
+Borrow = Callable[[int], AbstractContextManager[Borrowed]]
+"""Borrows up to so many places for requests beside the job's own, for a block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

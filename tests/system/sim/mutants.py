@@ -113,9 +113,9 @@ def leaves_the_model_out_of_the_key(patch: Patch) -> None:
 
 @mutant
 def takes_403_for_404(patch: Patch) -> None:
-    async def mild(self: BucketSource, job: TransferJob) -> JobEnd:
+    async def mild(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
         try:
-            return await fetch(self, job)
+            return await fetch(self, job, **kind)
         except StoreDenied:
             return job.end(Outcome.MISSING)
 
@@ -124,9 +124,9 @@ def takes_403_for_404(patch: Patch) -> None:
 
 @mutant
 def takes_every_error_for_404(patch: Patch) -> None:
-    async def mild(self: BucketSource, job: TransferJob) -> JobEnd:
+    async def mild(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
         try:
-            return await fetch(self, job)
+            return await fetch(self, job, **kind)
         except StoreError:
             return job.end(Outcome.MISSING)
 

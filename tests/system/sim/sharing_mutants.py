@@ -16,7 +16,7 @@ from tests.system.sim.mutants import Mutant, Patch
 
 MUTANTS: list[Mutant] = []
 
-fetch_of_others = BucketSource.fetch_of_others
+fetch_object = BucketSource.fetch
 fetch = other_shards.OtherShards.fetch
 runs = rearranging._runs
 
@@ -51,16 +51,20 @@ def takes_every_model_s_pages_for_heads_outermost(patch: Patch) -> None:
 
 @mutant
 def believes_the_shards_of_others(patch: Patch) -> None:
-    async def trusting(self: BucketSource, job: TransferJob) -> JobEnd:
-        end = await fetch_of_others(self, job)
-        return job.end(Outcome.OK) if end.outcome is Outcome.CORRUPT else end
+    async def trusting(self: BucketSource, job: TransferJob, *, is_own: bool = True) -> JobEnd:
+        end = await fetch_object(self, job, is_own=is_own)
+        bad = end.outcome is Outcome.CORRUPT and not is_own
+        return job.end(Outcome.OK) if bad else end
 
-    patch.setattr(BucketSource, "fetch_of_others", trusting)
+    patch.setattr(BucketSource, "fetch", trusting)
 
 
 @mutant
 def deletes_the_shards_of_others(patch: Patch) -> None:
-    patch.setattr(BucketSource, "fetch_of_others", BucketSource.fetch)
+    async def zealous(self: BucketSource, job: TransferJob, *, is_own: bool = True) -> JobEnd:
+        return await fetch_object(self, job)
+
+    patch.setattr(BucketSource, "fetch", zealous)
 
 
 @mutant

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -40,20 +42,27 @@ def test_a_fetch_borrows_its_share_of_the_free_places() -> None:
     queue = JobQueue(8, 2**30)
     queue.add(job(1))
     (first,) = take_all(queue)
-    assert queue.borrow(100) == 7
-    assert (queue.running, queue.borrow(1)) == (8, 0)
-    queue.add(job(2))
-    assert queue.take() is None
-    queue.return_borrowed()
-    (second,) = take_all(queue)
-    assert (queue.running, queue.borrow(9)) == (8, 0)
-    for _ in range(6):
-        queue.return_borrowed()
-    queue.add(job(3, UPLOAD))
-    (upload,) = take_all(queue)
-    assert [queue.borrow(2), queue.borrow(9), queue.borrow(9)] == [2, 3, 0]
-    for _ in range(5):
-        queue.return_borrowed()
+    freed: list[None] = []
+    with contextlib.ExitStack() as stack:
+
+        def borrow(wanted: int) -> tuple[int, Callable[[], None]]:
+            return stack.enter_context(queue.borrowed(lambda: freed.append(None), wanted))
+
+        count, give_back = borrow(100)
+        assert count == 7
+        assert (queue.running, borrow(1)[0]) == (8, 0)
+        queue.add(job(2))
+        assert queue.take() is None
+        give_back()
+        (second,) = take_all(queue)
+        assert (queue.running, borrow(9)[0], len(freed)) == (8, 0, 1)
+        for _ in range(9):  # more than are left
+            give_back()
+        assert (queue.running, len(freed)) == (2, 7)
+        queue.add(job(3, UPLOAD))
+        (upload,) = take_all(queue)
+        assert [borrow(wanted)[0] for wanted in (2, 9, 9)] == [2, 3, 0]
+    assert (queue.running, len(freed)) == (3, 12)
     for one in (first, second, upload):
         queue.end(one)
     assert queue.running == 0
@@ -65,7 +74,8 @@ def test_a_smaller_window_lends_nothing() -> None:
     queue.add(job(2))
     take_all(queue)
     queue.limit_requests(1)
-    assert queue.borrow(3) == 0
+    with queue.borrowed(lambda: None, 3) as (count, _):
+        assert count == 0
     assert queue.running == 2
 
 
