@@ -38,8 +38,8 @@ $(STAMP): pyproject.toml scripts/install_engine.sh
 test: $(STAMP) ## the unit and contract tests, and the engine tests that matter most: minutes; ARGS="tests/unit" for some of them
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup $(ARGS)
 
-test-all: $(STAMP) ## every test but the nightly ones: what CI runs
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m '(long or not long) and not nightly' $(ARGS)
+test-all: $(STAMP) ## every test but the nightly ones: what CI runs; ALL=1 with those of parts that are unchanged
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadgroup -m '(long or not long) and not nightly' $(if $(ALL),--all-parts) $(ARGS)
 
 test-matrix: $(VERSION:%=test-matrix-%) ## what holds s3kv to its host on every version of vLLM, or VERSION=0.31: 8 minutes and 4 GB each; writes what docs/compatibility.md shows
 
@@ -53,9 +53,9 @@ e2e: $(STAMP) ## only the tests on the real engine
 infra: $(STAMP) ## only the tests of terraform/ and deploy/: they need terraform, its AWS provider and kubectl, but no AWS
 	$(BIN)/python -m pytest -m '(long or not long) and not nightly' tests/system/infra tests/system/deploy $(ARGS)
 
-nightly: $(STAMP) ## the tests that take many minutes; those of engines on several hosts need root
+nightly: $(STAMP) ## the tests that take many minutes, PART=2/4 the second quarter of them; those of engines on several hosts need root
 	$(BIN)/python -m pip install --quiet --editable '.[hosts]'
-	$(BIN)/python -m pytest -m '(long or not long) and nightly' $(ARGS)
+	$(BIN)/python -m pytest -m '(long or not long) and nightly' $(if $(PART),--part $(PART)) $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy, the import contracts, and how docstrings start
 	$(BIN)/ruff check

@@ -12,9 +12,13 @@ import pytest
 from botocore.loaders import JSONFileLoader
 from hypothesis import settings
 
+from tests.changes import PARTS, untouched
+from tests.nightly import Night
 from tests.rgw import Gateway, missing_programs, rgw_server
 
 ON_REQUEST = ("long", "nightly")
+AT_NIGHT = pytest.StashKey[list[str]]()
+"""Those of `PARTS` that run at night alone."""
 SYSTEM, BENCHMARKS = (Path(__file__).parent / folder for folder in ("system", "benchmarks"))
 
 # An example takes as long as the machine lets it.
@@ -34,6 +38,26 @@ JSONFileLoader.load_file = lambda self, path: _load_file_once(path)
 JSONFileLoader.exists = lambda self, path: _exists_once(path)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-parts", action="store_true", help="tests of what is unchanged, too")
+    parser.addoption("--part", help="2/4: the second quarter of the tests, by the time they take")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    arguments, marks = config.invocation_params.args, config.option.markexpr
+    if "nightly" in marks.replace("not nightly", ""):
+        config.stash[AT_NIGHT] = list(PARTS)
+        config.pluginmanager.register(Night(config.option.part or "1/1"))
+    else:
+        named = [part for part in PARTS if any(part in argument for argument in arguments)]
+        unchanged = [] if config.option.all_parts else untouched()
+        config.stash[AT_NIGHT] = [part for part in unchanged if part not in named]
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"run at night, by day for a change of theirs: {' '.join(config.stash[AT_NIGHT]) or '-'}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests with a mark of `ON_REQUEST` unless the mark or the test is named.
 
@@ -50,10 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("infra") or BENCHMARKS in item.path.parents:
             item.add_marker(pytest.mark.long)
+        if item.nodeid.startswith(tuple(config.stash[AT_NIGHT])):
+            item.add_marker(pytest.mark.nightly)
     unasked = [mark for mark in ON_REQUEST if mark not in config.option.markexpr]
-    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    left_out = {item for item in items if any(map(item.get_closest_marker, unasked))}
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 

@@ -25,6 +25,7 @@ from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledR
 from s3kv.planning.saves import ChunkSaves
 from s3kv.planning.uploads import Unsaved
 from s3kv.types import ChunkKey
+from tests.nightly import some_by_day
 from tests.unit.planning.machine import GroupsMachine, run
 from tests.unit.planning.test_kv import (
     test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends as finishing,
@@ -367,9 +368,7 @@ def takes_a_window_for_a_whole_chunk(patch: Patch) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("mutate", "check"), [pytest.param(*both, id=both[0].__name__) for both in MUTANTS]
-)
+@pytest.mark.parametrize(("mutate", "check"), some_by_day(MUTANTS, 10))
 def test_it_is_noticed_that_a_planner(
     mutate: Callable[[Patch], None], check: Callable[[], object], monkeypatch: Patch
 ) -> None:

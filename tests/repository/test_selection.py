@@ -1,0 +1,81 @@
+"""Which tests a change runs, and how a night is cut into parts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import changes
+from tests.nightly import cut, minutes
+from tests.project import ROOT
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project with one commit on main."""
+    monkeypatch.setattr(changes, "ROOT", tmp_path)
+    git(tmp_path, "init", "--initial-branch", "main")
+    commit(tmp_path, "README.md")
+    return tmp_path
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=s3kv", "-c", "user.email=s3kv@example.org"]
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def commit(folder: Path, name: str) -> None:
+    write(folder, name)
+    git(folder, "add", "--all")
+    git(folder, "commit", "--message", name)
+
+
+def write(folder: Path, name: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(name)
+
+
+def run_for(checkout: Path) -> set[str]:
+    return set(changes.PARTS) - set(changes.untouched())
+
+
+def test_the_table_names_what_exists() -> None:
+    for part, subject in changes.PARTS.items():
+        assert (ROOT / part).exists()
+        assert [path for path in subject if not list(ROOT.glob(path))] == []
+
+
+def test_without_a_commit_to_compare_with_all_run(checkout: Path) -> None:
+    assert run_for(checkout) == set(changes.PARTS)
+
+
+def test_on_main_the_last_commit_counts(checkout: Path) -> None:
+    commit(checkout, "terraform/main.tf")
+    assert run_for(checkout) == {"tests/system/deploy", "tests/system/infra"}
+    commit(checkout, "s3kv/host/lru.py")
+    assert run_for(checkout) == set()
+
+
+def test_on_a_branch_all_commits_and_all_edits_count(checkout: Path) -> None:
+    git(checkout, "switch", "--create", "topic")
+    commit(checkout, "mkdocs.yml")
+    commit(checkout, "s3kv/host/lru.py")
+    assert run_for(checkout) == {"tests/system/site"}
+    write(checkout, "tests/system/infra/test_new.py")
+    assert run_for(checkout) == {"tests/system/site", "tests/system/infra"}
+    write(checkout, "Makefile")
+    assert run_for(checkout) == set(changes.PARTS)
+
+
+def test_outside_of_a_checkout_all_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "ROOT", tmp_path)
+    assert changes.untouched() == []
+
+
+def test_parts_are_of_a_length_and_hold_each_file_once() -> None:
+    minutes_of = minutes(["a"] * 60 + ["b"] * 20 + ["c"] * 20 + ["d"] * 22)
+    assert cut(minutes_of, 2) == [["a"], ["d", "b", "c"]]
+    assert sorted(name for part in cut(minutes_of, 3) for name in part) == ["a", "b", "c", "d"]
