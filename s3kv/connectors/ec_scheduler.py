@@ -23,26 +23,19 @@ from s3kv.connectors.ec_translate import (
     wanted,
     worker_rendezvous,
 )
-from s3kv.connectors.guard import Guarded, Linger, guarded, is_in_lockstep, wait_for_bucket
-from s3kv.connectors.log import EncoderTrafficLine, encoder_start_line, log_traffic
+from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.linger import Linger, is_in_lockstep
+from s3kv.connectors.log import EncoderTraffic, encoder_start_line
 from s3kv.connectors.media import MediaDigests
-from s3kv.connectors.metrics import (
-    Gauges,
-    Meter,
-    S3ECStats,
-    Values,
-    add,
-    memory_gauges,
-    with_misses,
-)
+from s3kv.connectors.metrics import S3ECStats, Values
 from s3kv.connectors.request_params import parse_limits
+from s3kv.connectors.telemetry import EC_SHARES, Telemetry, host_gauges
 from s3kv.errors import UnsupportedError
 from s3kv.host.room import Extents
 from s3kv.host.slab import Slab
 from s3kv.host.table import Table
-from s3kv.io.client import IoClient
 from s3kv.io.slab_handover import offer_slab
-from s3kv.io.tier import open_tier
+from s3kv.io.tier import Tier, open_tier
 from s3kv.io.wire import Handshake
 from s3kv.messages import ItemLoad, ItemPlan, JobKind
 from s3kv.metrics import EC_METRICS
@@ -86,9 +79,6 @@ class _Asked:
     settled: bool = False
 
 
-SHARES = with_misses({"saves_dropped": (("saves_dropped|memory_full", 1),)})
-
-
 class ECSchedulerSide(Guarded):
     """Scheduler side of one engine. Raises `UnsupportedError`, `ConfigError` or a `StoreError` at
     start, nothing afterwards.
@@ -102,16 +92,14 @@ class ECSchedulerSide(Guarded):
         self._dtype = item_dtype(vllm_config)
         self._digests = MediaDigests()
         self._has_tower_lora = has_tower_lora(vllm_config)
-        self._said_adapter = False
-        self._meter = Meter(EC_METRICS, SHARES)
-        self._io_meter = Meter(EC_METRICS)
-        self._gauges = Gauges()
-        self._traffic = EncoderTrafficLine()
-        self._stirred = True
-        """Whether the gauges may have changed since they were last read."""
-        self._seconds: Values = {}
-        self._client: IoClient | None = None
-        self._slab: Slab | None = None
+        if self._has_tower_lora:
+            logger.info(
+                "s3kv does not cache encoder outputs of requests with an adapter (LoRA), because "
+                "adapters change the encoder (enable_tower_connector_lora): an EC connector "
+                "cannot know what of an adapter the workers have loaded"
+            )
+        self._telemetry = Telemetry(EC_METRICS, EC_SHARES, EncoderTraffic())
+        self._tier: Tier | None = None
         self._asked: dict[str, _Asked] = {}
         self._promised: dict[str, ItemLoad] = {}
         self._due: dict[str, ItemLoad] = {}
@@ -127,7 +115,7 @@ class ECSchedulerSide(Guarded):
         tier = open_tier(
             self._config, self._config.host_bytes, self._introduce, wait=wait_for_bucket
         )
-        self._slab, self._client = tier.slab, tier.client
+        self._tier = tier
         namespace, nbytes = tier.handshake.namespace_digest, tier.slab.nbytes
         said = encoder_start_line(self._config, namespace, tier.known, nbytes, may_save=may_save)
         logger.info("%s", said)
@@ -180,10 +168,8 @@ class ECSchedulerSide(Guarded):
         """Close the I/O process and the slab. Idempotent. The workers keep the slab mapped until
         they exit.
         """
-        if self._client is not None:
-            self._client.close()
-        if self._slab is not None:
-            self._slab.close()
+        if self._tier is not None:
+            self._tier.close()
 
     # --- hooks, in the order of a scheduling pass ------------------------------------------
 
@@ -224,22 +210,12 @@ class ECSchedulerSide(Guarded):
     def _item(self, request: Request, index: int) -> Wanted | None:
         feature = request.mm_features[index]
         if self._has_tower_lora and request.lora_request is not None:
-            self._say_adapted()
             return None
         told = told_by(feature, self._digests, trust_media_names=self._config.trust_media_names)
         if told is not None:
             return wanted(feature, told)
         self.planner.counters["items_untrusted"] += 1
         return None
-
-    def _say_adapted(self) -> None:
-        if not self._said_adapter:
-            self._said_adapter = True
-            logger.info(
-                "s3kv does not cache encoder outputs of requests with an adapter (LoRA) while "
-                "adapters change the encoder (enable_tower_connector_lora): an EC connector "
-                "cannot know what of an adapter the workers have loaded"
-            )
 
     def has(self, identifier: str) -> bool:
         load = self._promise(identifier)
@@ -285,7 +261,7 @@ class ECSchedulerSide(Guarded):
         self._heard = False
         if pause_s := self._linger.pause_s(output, waits=self.planner.fetches_inflight > 0):
             self._poll(pause_s)
-        log_traffic(self._traffic, self.planner, time.monotonic())
+        self._telemetry.log(self.planner, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -293,35 +269,28 @@ class ECSchedulerSide(Guarded):
         report = output.ec_connector_worker_meta
         if isinstance(report, ItemWorkerReport):
             self.planner.on_report(report.report, time.monotonic())
-            add(self._seconds, report.report.seconds, EC_METRICS)
+            self._telemetry.add_seconds(report.report.seconds)
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
         self._asked.pop(request.request_id, None)
-        self._stirred = True
+        self._telemetry.stirred = True
         self.planner.finished(request.request_id)
         self._order()
-        log_traffic(self._traffic, self.planner, time.monotonic(), finished=request.request_id)
+        self._telemetry.log(self.planner, time.monotonic(), finished=True)
 
     def stats(self) -> S3ECStats | None:
-        values = self._meter.grown(self.planner.counters)
-        if self._client is not None:
-            add(values, self._io_meter.grown(self._client.counters), EC_METRICS)
-        seconds, self._seconds = self._seconds, {}
-        values |= seconds
-        if values or self._stirred:
-            values |= self._changed_gauges()
+        io_counters = () if self._tier is None else (self._tier.client.counters,)
+        values = self._telemetry.take(self._read_gauges, self.planner.counters, *io_counters)
         return S3ECStats(data=values) if values else None
 
     def on_broken(self) -> None:
         self.planner.counters["internal_errors"] += 1
 
     @guarded(default=dict)
-    def _changed_gauges(self) -> Values:
-        self._stirred = False
-        held = self.planner.ledger.table.statistics()
-        values = memory_gauges(EC_METRICS, held, held.unit_bytes, self.planner.ledger.breaker)
-        return self._gauges.changed(values)
+    def _read_gauges(self) -> Values:
+        ledger = self.planner.ledger
+        return host_gauges(ledger, ledger.table.statistics().unit_bytes)
 
     # --- the I/O process -------------------------------------------------------------------
 
@@ -329,27 +298,22 @@ class ECSchedulerSide(Guarded):
         """Send the planner's orders. Called once per pass, at its end, because waking the I/O
         process costs more than everything else in the pass.
         """
-        if self._client is None:
+        if self._tier is None:
             return
+        client = self._tier.client
         for order in self.planner.take_fetches():
-            self._client.fetch(order.job_id, order.key, order.offset, order.shape)
+            client.fetch(order.job_id, order.key, order.offset, order.shape)
         for job_id in self.planner.take_cancels():
-            self._client.cancel(job_id)
+            client.cancel(job_id)
         ledger = self.planner.ledger
         for use in ledger.take_uses():
-            self._client.use(use.job_id, use.key)
+            client.use(use.job_id, use.key)
         for upload in ledger.take_uploads(time.monotonic()):
             entry = ledger.table.lookup(upload.key)
             assert entry is not None, "a dirty entry cannot leave its place"
-            self._client.upload(upload.job_id, upload.key, entry.offset, self._shape(entry.span))
-        self._client.flush()
-
-    def _shape(self, span: Span) -> ItemShape:
-        """The shape of an item in the slab, by its verified header."""
-        assert self._slab is not None
-        header = self._slab.view[span.offset : span.offset + HEADER_BYTES]
-        (tensor,) = read_header(header, object_bytes=span.nbytes).tensors
-        return ItemShape(tensor.shape[0], span.nbytes)
+            shape = _shape_of(entry.span, self._tier.slab)
+            client.upload(upload.job_id, upload.key, entry.offset, shape)
+        client.flush()
 
     def _hear(self) -> None:
         """Poll the I/O process, once per pass, if it may have sent something."""
@@ -361,13 +325,20 @@ class ECSchedulerSide(Guarded):
 
     def _poll(self, linger_s: float) -> None:
         self._heard = True
-        if self._client is None:
+        if self._tier is None:
             return
-        ended = self._client.poll(linger_s)
+        ended = self._tier.client.poll(linger_s)
         self._polled_s = now_s = time.monotonic()
         for done in ended:
             if done.reason:
                 self.planner.counters[f"fetch_corrupt_{done.reason}"] += 1
             if done.outcome.is_success and done.kind is JobKind.FETCH:
-                self._seconds.setdefault("fetch_seconds", []).append(done.seconds)
+                self._telemetry.add_seconds({"fetch_seconds": [done.seconds]})
             self.planner.on_end(done, now_s)
+
+
+def _shape_of(span: Span, slab: Slab) -> ItemShape:
+    """The shape of an item in the slab, by its verified header."""
+    header = slab.view[span.offset : span.offset + HEADER_BYTES]
+    (tensor,) = read_header(header, object_bytes=span.nbytes).tensors
+    return ItemShape(tensor.shape[0], span.nbytes)

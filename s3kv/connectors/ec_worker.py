@@ -6,7 +6,6 @@ an encoder cache. All its ranks load. Only one of them saves, because all have t
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import MutableMapping
@@ -14,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from s3kv.config import Config, count
+from s3kv.config import Config
 from s3kv.connectors.ec_translate import ItemWorkerReport, item_dtype, worker_rendezvous
-from s3kv.connectors.guard import Guarded, guarded, planned_slabs, wait_for_bucket
+from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import encoder_fingerprint
-from s3kv.connectors.log import leave_to_first_rank
+from s3kv.connectors.log import leave_to_first_rank, warn_of_uploads_left
+from s3kv.connectors.worker_memory import open_worker_tier
 from s3kv.device.item_copies import ItemCopies, item_copies
-from s3kv.device.selection import memory_near
 from s3kv.errors import ConfigError
-from s3kv.host.placement import beside_the_model
 from s3kv.host.slab import Slab
 from s3kv.io.slab_handover import SlabTaker
-from s3kv.io.tier import introduce, open_tier
+from s3kv.io.tier import introduce
 from s3kv.io.wire import Handshake
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
 from s3kv.objects.item_format import HEADER_BYTES, SHARD, object_bytes
@@ -34,8 +32,6 @@ from s3kv.worker.outbox import Outbox
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger("s3kv")
 
 
 class ECWorkerSide(Guarded):
@@ -92,15 +88,13 @@ class ECWorkerSide(Guarded):
             ) from error
 
     def _open_outbox(self, handshake: Handshake, vllm_config: VllmConfig) -> Outbox:
-        computes_here = self._device.type == "cpu"
-        tier = open_tier(
+        tier = open_worker_tier(
             self._config,
+            vllm_config,
             self._config.staging_bytes,
             handshake,
-            node=memory_near(self._device),
-            processors=beside_the_model() if computes_here else None,
+            self._device,
             wait=wait_for_bucket,
-            planned=planned_slabs(vllm_config),
         )
         try:
             self._copies.attach(tier.slab.view)
@@ -121,13 +115,8 @@ class ECWorkerSide(Guarded):
         outbox, self._outbox = self._outbox, None
         self._copies.close()
         if outbox is not None:
-            left = outbox.close(self._config.drain_timeout_s)
-            if left:
-                logger.warning(
-                    "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s",
-                    self._config.drain_timeout_s,
-                    count(left, "encoder output"),
-                )
+            timeout_s = self._config.drain_timeout_s
+            warn_of_uploads_left(outbox.close(timeout_s), "encoder output", timeout_s)
         taker, self._taker = self._taker, None
         if taker is not None:
             self._loads_from = None

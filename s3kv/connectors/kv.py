@@ -6,7 +6,7 @@ docs/architecture.md explains the hooks and their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,10 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from s3kv.config import Config
-from s3kv.connectors.guard import is_in_lockstep
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake, check_supported, geometry
 from s3kv.connectors.kv_worker import WorkerSide
+from s3kv.connectors.linger import is_in_lockstep
 from s3kv.connectors.log import join_vllm_log
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
@@ -145,20 +145,12 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     # --- scheduler -------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(
-        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+        self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> None:
-        self._set_workers(list(metadata.values()))
+        handshakes = [one for one in metadata.values() if isinstance(one, WorkerHandshake)]
+        self._scheduler.set_workers(handshakes, self._world_size)
 
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
-    ) -> None:
-        self._set_workers(list(metadata.values()))
-
-    def _set_workers(self, handshakes: list[KVConnectorHandshakeMetadata]) -> None:
-        self._scheduler.set_workers(
-            [handshake for handshake in handshakes if isinstance(handshake, WorkerHandshake)],
-            self._world_size,
-        )
+    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler.bind_pool(gpu_block_pool)
@@ -198,16 +190,12 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_output(connector_output)
 
     def request_finished(
-        self, request: Request, block_ids: list[int]
+        self, request: Request, block_ids: list[int] | tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.on_finished(request)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduler.on_finished(request)
-        return False, None
+    request_finished_all_groups = request_finished
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.adapters import KnownAdapters
-from s3kv.connectors.guard import Guarded, Linger, guarded
+from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.kv_groups import NULL_BLOCK
 from s3kv.connectors.kv_translate import (
     KVGeometry,
@@ -25,11 +25,13 @@ from s3kv.connectors.kv_translate import (
     scheduled_requests,
     written_blocks,
 )
-from s3kv.connectors.log import TrafficLine, log_traffic, start_line
-from s3kv.connectors.metrics import KV_SHARES, Gauges, Meter, S3KVStats, Values, memory_gauges
+from s3kv.connectors.linger import Linger
+from s3kv.connectors.log import PromptTraffic, start_line
+from s3kv.connectors.metrics import S3KVStats, Values
 from s3kv.connectors.observers import Observers
 from s3kv.connectors.request_hashes import RequestHashes
 from s3kv.connectors.request_params import read_limits
+from s3kv.connectors.telemetry import KV_SHARES, Telemetry, host_gauges
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.host.room import room_for
 from s3kv.host.table import Table
@@ -79,11 +81,9 @@ class SchedulerSide(Guarded):
         self._sizes = sizes
         self._may_load = may_load
         self._may_save = may_save
-        self._meter = Meter(shares=KV_SHARES)
-        self._gauges = Gauges()
+        self._traffic = PromptTraffic()
+        self._telemetry = Telemetry(KV_METRICS, KV_SHARES, self._traffic)
         self._slot_bytes = 0
-        self._stirred = True
-        """Whether the gauges may have changed since they were last read."""
         self._pool: BlockPool | None = None
         self._planner: KVPlanner | None = None
         self._handshakes: list[WorkerHandshake] = []
@@ -95,9 +95,8 @@ class SchedulerSide(Guarded):
         self._hashes = RequestHashes(
             trust_media_names=config.trust_media_names, block_tokens=sizes.hash_tokens
         )
-        self._observers = observers
+        self._observers = observers or Observers()
         self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
-        self._traffic = TrafficLine()
         self._unplanned: list[str] = []
         """Requests whose load has been promised since the last plan."""
 
@@ -179,7 +178,7 @@ class SchedulerSide(Guarded):
             Breaker(),
             world_size=self._world_size,
             may_save=self._may_save,
-            residency=None if self._observers is None else self._observers.log,
+            residency=self._observers.log,
         )
         settings = KVPlannerSettings(
             coverages=self._sizes.coverages,
@@ -207,8 +206,7 @@ class SchedulerSide(Guarded):
             adapter = self.adapters.arrived(
                 request.request_id, request.lora_request, time.monotonic()
             )
-        if self._observers is not None:
-            self._observers.add_request(request)
+        self._observers.add_request(request)
         limits = read_limits(request.request_id, request.kv_transfer_params)
         self._enter(request, adapter, limits)
 
@@ -247,7 +245,7 @@ class SchedulerSide(Guarded):
         now_s, tokens = time.monotonic(), request.num_tokens
         answer = self.planner.lookup(request_id, computed_tokens, now_s, tokens=tokens, reads=reads)
         self._traffic.looked_up(request_id, tokens, now_s, waits=answer.wait)
-        if reads and self._observers is not None:
+        if reads:
             self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
         if answer.wait:
             return None, False
@@ -287,9 +285,8 @@ class SchedulerSide(Guarded):
         plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
         if pause_s := self._linger.pause_s(output, waits=self.planner.has_arrivals_inflight):
             plan = replace(plan, linger_s=pause_s)
-        if self._observers is not None:
-            self._observers.read()
-        log_traffic(self._traffic, self.planner, time.monotonic())
+        self._observers.read()
+        self._telemetry.log(self.planner, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -301,7 +298,7 @@ class SchedulerSide(Guarded):
         if is_ours:
             if report.broken:
                 self.broken = "report"
-            self._stirred |= bool(report.report.ends or report.handshakes)
+            self._telemetry.stirred |= bool(report.report.ends or report.handshakes)
             if report.handshakes:
                 self._report_late(report.handshakes)
             if report.adapters is not None:
@@ -309,25 +306,25 @@ class SchedulerSide(Guarded):
             self.planner.on_report(report.report, now_s)
             self._traffic.reported(report.report)
         if output.finished_recving:
-            self._stirred = True
+            self._telemetry.stirred = True
             # vLLM reports a failure together with the end of the load on the last rank.
             self.planner.loaded(output.finished_recving, output.failed_recving)
-        if self._observers is not None:
-            self._observers.read()
+        self._observers.read()
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
-        self._stirred = True
+        self._telemetry.stirred = True
         self._hashes.finished(request.request_id)
         self.adapters.finished(request.request_id)
         self.planner.finished(request.request_id)
-        if self._observers is not None:
-            self._observers.finished(request)
-        log_traffic(self._traffic, self.planner, time.monotonic(), finished=request.request_id)
+        self._observers.finished(request)
+        now_s = time.monotonic()
+        self._traffic.finished(request.request_id, now_s)
+        self._telemetry.log(self.planner, now_s, finished=True)
 
     @guarded(default=tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._observers is None else self._observers.take_events()
+        return self._observers.take_events()
 
     @guarded(default=lambda: False)
     def has_copies_inflight(self) -> bool:
@@ -337,28 +334,22 @@ class SchedulerSide(Guarded):
     def reset(self) -> bool:
         self._salt = secrets.token_bytes(32)
         self.planner.reset(self._salt)
-        if self._observers is not None:
-            self._observers.reset()
+        self._observers.reset()
         logger.info("s3kv: cache reset; what was cached before cannot be reached any more")
         return True
 
     def stats(self) -> S3KVStats | None:
         if self._planner is None:
             return None
-        values = self._meter.grown(self._planner.counters)
-        if values or self._stirred:
-            values |= self._changed_gauges()
+        values = self._telemetry.take(self._read_gauges, self._planner.counters)
         return S3KVStats(data=values) if values else None
 
     @guarded(default=dict)
-    def _changed_gauges(self) -> Values:
-        self._stirred = False
+    def _read_gauges(self) -> Values:
         ledger, speed = self.planner.ledger, self.planner.pace.prefill_tokens_per_s
-        held = ledger.table.statistics()
-        values = memory_gauges(KV_METRICS, held, self._slot_bytes, ledger.breaker)
         # Rounded to three digits, because every large step changes the measured speed.
-        values["prefill_tokens_per_s"] = float(f"{speed:.3g}")
-        return self._gauges.changed(values)
+        rounded = {"prefill_tokens_per_s": float(f"{speed:.3g}")}
+        return host_gauges(ledger, self._slot_bytes) | rounded
 
     def on_broken(self) -> None:
         if self._planner is not None:

@@ -10,9 +10,9 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from s3kv.config import Config, count
+from s3kv.config import Config
 from s3kv.connectors.adapter_loads import AdapterLoads, AdapterStep
-from s3kv.connectors.guard import Guarded, guarded, planned_slabs, wait_for_bucket
+from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
 from s3kv.connectors.identity import fingerprint
 from s3kv.connectors.kv_groups import states_of
 from s3kv.connectors.kv_shards import equal_ranks, kinds_of_layers, shard_names, shared_pages
@@ -23,16 +23,15 @@ from s3kv.connectors.kv_translate import (
     writes_after_fences,
     writes_before_fences,
 )
-from s3kv.connectors.log import leave_to_first_rank
-from s3kv.connectors.metrics import Meter, S3KVStats, add
+from s3kv.connectors.log import leave_to_first_rank, warn_of_uploads_left
+from s3kv.connectors.metrics import S3KVStats
+from s3kv.connectors.telemetry import Meter
+from s3kv.connectors.worker_memory import open_worker_tier
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
-from s3kv.device.selection import memory_near
 from s3kv.errors import IoProcessError, StoreError
 from s3kv.host.placement import beside_the_model
-from s3kv.host.slab import Slab
-from s3kv.io.client import IoClient
-from s3kv.io.tier import Slots, introduce, open_tier
+from s3kv.io.tier import Slots, Tier, introduce
 from s3kv.io.wire import Handshake
 from s3kv.messages import StepPlan, StepReport
 from s3kv.metrics import KV_METRICS
@@ -72,11 +71,9 @@ class WorkerSide(Guarded):
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._sizes = sizes
-        self._meter = Meter()
-        self._io_meter = Meter()
+        self._meter = Meter(KV_METRICS)
         self._rank: RankWorker | None = None
-        self._client: IoClient | None = None
-        self._slab: Slab | None = None
+        self._tier: Tier | None = None
         self._handshake: WorkerHandshake | None = None
         self._started = False
         self._handshake_is_owed = True
@@ -109,17 +106,9 @@ class WorkerSide(Guarded):
         handshake = self._introduce(layouts, shards, rank)
         slots = Slots.of(handshake, " for this model (a smaller chunk_tokens makes it smaller)")
         device = next(iter(layouts.values())).device
-        computes_here = device.type == "cpu"
-        tier = open_tier(
-            self._config,
-            slots.nbytes,
-            handshake,
-            node=memory_near(device),
-            processors=beside_the_model() if computes_here else None,
-            wait=None,
-            planned=planned_slabs(self._vllm_config),
+        self._tier = tier = open_worker_tier(
+            self._config, self._vllm_config, slots.nbytes, handshake, device, wait=None
         )
-        self._slab, self._client = tier.slab, tier.client
         copies = BlockCopies.open(
             layouts, tier.slab.view, slots.slot_bytes, self._parts(slots, layouts)
         )
@@ -141,7 +130,7 @@ class WorkerSide(Guarded):
             slots.count,
             slots.slot_bytes,
             object_bytes if len(coverages) > 1 else (),
-            None if computes_here else pinned,
+            None if device.type == "cpu" else pinned,
         )
 
     def _layouts(self, kv_caches: dict[str, torch.Tensor]) -> dict[int, PageLayout]:
@@ -175,11 +164,11 @@ class WorkerSide(Guarded):
         Later calls do not wait: vLLM 0.33 asks again when the engine wakes up, and by then an
         unusable bucket is no reason to stop.
         """
-        assert self._client is not None, "register comes first"
+        assert self._tier is not None, "register comes first"
         assert self._handshake is not None
         self._handshake_is_owed = False
         if not self._started:
-            known = wait_for_bucket(self._client, self._config)
+            known = wait_for_bucket(self._tier.client, self._config)
             self._handshake = dataclasses.replace(self._handshake, known=known)
             self._started = True
         return self._handshake
@@ -188,15 +177,10 @@ class WorkerSide(Guarded):
         """Finish uploads within `drain_timeout_s`, then release everything. Idempotent."""
         rank, self._rank = self._rank, None
         if rank is not None:
-            left = rank.shutdown(self._config.drain_timeout_s)
-            if left:
-                logger.warning(
-                    "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s",
-                    self._config.drain_timeout_s,
-                    count(left, "chunk"),
-                )
-        if self._slab is not None:
-            self._slab.close()
+            timeout_s = self._config.drain_timeout_s
+            warn_of_uploads_left(rank.shutdown(timeout_s), "chunk", timeout_s)
+        if self._tier is not None:
+            self._tier.close()
 
     def _identity(
         self, layouts: dict[int, PageLayout], pages: Pages | None = None, shard: str = ""
@@ -362,10 +346,8 @@ class WorkerSide(Guarded):
             return ()
 
     def stats(self) -> S3KVStats | None:
-        if self._rank is None or self._client is None:
+        if self._rank is None or self._tier is None:
             return None
-        values = self._meter.grown(self._rank.counters)
-        for more in (self._io_meter.grown(self._client.counters), self._rank.take_seconds()):
-            if more:
-                add(values, more, KV_METRICS)
+        values = self._meter.grown(self._rank.counters, self._tier.client.counters)
+        values |= self._rank.take_seconds()
         return S3KVStats(data=values) if values else None

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import ClassVar
 
 from s3kv import __version__
 from s3kv.config import Config, count, size
 from s3kv.connectors.kv_translate import WorkerHandshake
 from s3kv.messages import JobKind, StepReport
 from s3kv.planning.breaker import BreakerState
-from s3kv.planning.ec import ECPlanner
 from s3kv.planning.group_kinds import Coverage
-from s3kv.planning.kv import KVPlanner
 from s3kv.types import ENGINE_LOG
 
 logger = logging.getLogger("s3kv")
@@ -112,41 +111,6 @@ def _novelty(answers: set[bool | None]) -> str:
     return "known" if answers == {True} else "the bucket does not answer yet"
 
 
-_COUNTERS = ("hit_tokens_bucket", "hit_tokens_host", "deadline_cuts", "saves_dropped")
-_ENCODER_COUNTERS = (
-    "hit_rows_bucket",
-    "hit_rows_host",
-    "encoded_rows",
-    "fetch_bytes",
-    "upload_bytes",
-    "deadline_cuts",
-    "saves_dropped",
-)
-
-
-def _is_due(said_s: float | None, now_s: float, finished: str | None) -> bool:
-    return finished is not None if said_s is None else now_s - said_s >= INTERVAL_S
-
-
-def _grown(
-    counters: Mapping[str, int], before: Mapping[str, int], names: Sequence[str]
-) -> dict[str, int]:
-    return {name: counters.get(name, 0) - before.get(name, 0) for name in names}
-
-
-@dataclass(slots=True)
-class _Minute:
-    """What has happened since the last line."""
-
-    computed_tokens: int = 0
-    fetched_bytes: int = 0
-    uploaded_bytes: int = 0
-    waits: int = 0
-    waited_s: float = 0.0
-    counters: dict[str, int] = field(default_factory=dict)
-    """The planner's counters at the beginning."""
-
-
 class TrafficLine:
     """Line on the traffic of a minute, for the scheduler's log. Used from one thread; the caller
     passes the time.
@@ -155,9 +119,77 @@ class TrafficLine:
     engine without steps logs nothing, so a line may be on more than a minute.
     """
 
+    hits: ClassVar[tuple[str, str, str]]
+    """Counters of what came from the bucket, came from host memory, and was computed."""
+    words: ClassVar[tuple[str, str, str, str]]
+    """The title, the unit of the hits, the verb for computing, and the noun for objects."""
+
     def __init__(self) -> None:
-        self._minute = _Minute()
+        self.counts: Counter[str] = Counter()
+        """Counters beside the planner's."""
+        self._before: Mapping[str, int] = {}
         self._said_s: float | None = None
+
+    def line(
+        self,
+        counters: Mapping[str, int],
+        bucket: BreakerState,
+        now_s: float,
+        *,
+        finished: bool = False,
+    ) -> str | None:
+        """The line, if one is due and something has happened. Then the next minute begins.
+
+        counters: the planner's. finished: whether a request has just finished.
+        """
+        is_due = finished if self._said_s is None else now_s - self._said_s >= INTERVAL_S
+        if not is_due:
+            return None
+        total = {**counters, **self.counts}
+        names = (*self.hits, "fetch_bytes", "upload_bytes", "waits", "deadline_cuts")
+        grown = {
+            name: total.get(name, 0) - self._before.get(name, 0)
+            for name in (*names, "waited_ms", "saves_dropped")
+        }
+        if not any(grown.values()):
+            return None
+        self._said_s, self._before = now_s, total
+        return f"s3kv: {self._told(grown)}, Bucket: {_BUCKET[bucket]}{self._unsaved(grown)}"
+
+    def _told(self, grown: Mapping[str, int]) -> str:
+        title, unit, verb, _ = self.words
+        held, kept, computed = (grown[name] for name in self.hits)
+        share = (held + kept) / max(1, held + kept + computed)
+        return (
+            f"{title}Hit rate: {share:.1%} (bucket: {count(held, unit)}, "
+            f"host memory: {count(kept, unit)}, {verb}: {count(computed, unit)}), "
+            f"Fetched: {size(grown['fetch_bytes'])}, Uploaded: {size(grown['upload_bytes'])}, "
+            f"{self._waits(grown)}"
+        )
+
+    def _waits(self, grown: Mapping[str, int]) -> str:
+        return f"Waits cut short: {grown['deadline_cuts']:,}"
+
+    def _unsaved(self, grown: Mapping[str, int]) -> str:
+        dropped = grown["saves_dropped"]
+        return f", {self.words[3]} not saved: {dropped:,}" if dropped else ""
+
+
+class EncoderTraffic(TrafficLine):
+    """The line on encoder outputs."""
+
+    hits = ("hit_rows_bucket", "hit_rows_host", "encoded_rows")
+    words = ("Encoder outputs: ", "embedding", "encoded", "Items")
+
+
+class PromptTraffic(TrafficLine):
+    """The line on prompts, whose waits and bytes are counted here."""
+
+    hits = ("hit_tokens_bucket", "hit_tokens_host", "computed_tokens")
+    words = ("", "token", "computed", "Chunks")
+
+    def __init__(self) -> None:
+        super().__init__()
         self._waiting: dict[str, float] = {}
         """Beginning of the wait of each request that waits."""
         self._prompts: dict[str, int] = {}
@@ -174,119 +206,36 @@ class TrafficLine:
     def scheduled(self, request_id: str, computed_tokens: int) -> None:
         """Note that the engine computes a request from here on. A second call does nothing."""
         tokens = self._prompts.pop(request_id, computed_tokens)
-        self._minute.computed_tokens += tokens - computed_tokens
+        self.counts["computed_tokens"] += tokens - computed_tokens
+
+    def finished(self, request_id: str, now_s: float) -> None:
+        """Forget a request. A wait of it ends now."""
+        self._end_wait(request_id, now_s)
+        self._prompts.pop(request_id, None)
 
     def _end_wait(self, request_id: str, now_s: float) -> None:
         since_s = self._waiting.pop(request_id, None)
         if since_s is not None:
-            self._minute.waits += 1
-            self._minute.waited_s += now_s - since_s
+            self.counts["waits"] += 1
+            self.counts["waited_ms"] += round(1000 * (now_s - since_s))
 
     def reported(self, report: StepReport) -> None:
         """Note the bytes of the jobs that have ended."""
         for end in report.ends.values():
-            if end.kind is JobKind.FETCH:
-                self._minute.fetched_bytes += end.nbytes
-            elif end.kind is JobKind.UPLOAD:
-                self._minute.uploaded_bytes += end.nbytes
+            if end.kind in (JobKind.FETCH, JobKind.UPLOAD):
+                self.counts[f"{end.kind.value}_bytes"] += end.nbytes
 
-    def line(
-        self,
-        counters: Mapping[str, int],
-        bucket: BreakerState,
-        now_s: float,
-        *,
-        finished: str | None = None,
-    ) -> str | None:
-        """The line, if one is due and something has happened. Then the next minute begins.
-
-        counters: the planner's. finished: the request that has just finished.
-        """
-        if finished is not None:
-            self._end_wait(finished, now_s)
-            self._prompts.pop(finished, None)
-        if not _is_due(self._said_s, now_s, finished):
-            return None
-        minute = self._minute
-        grown = _grown(counters, minute.counters, _COUNTERS)
-        happened = (minute.computed_tokens, minute.fetched_bytes, minute.uploaded_bytes)
-        if not any((*happened, minute.waits, *grown.values())):
-            return None
-        self._said_s, self._minute = now_s, _Minute(counters=dict(counters))
-        return _told(minute, grown, _BUCKET[bucket])
+    def _waits(self, grown: Mapping[str, int]) -> str:
+        mean_s = grown["waited_ms"] / 1000 / max(1, grown["waits"])
+        cut = grown["deadline_cuts"]
+        return f"Waits: {grown['waits']:,} (mean: {mean_s:.2f} s, cut short: {cut:,})"
 
 
-def _told(minute: _Minute, grown: Mapping[str, int], bucket: str) -> str:
-    hits = grown["hit_tokens_bucket"] + grown["hit_tokens_host"]
-    share = hits / max(1, hits + minute.computed_tokens)
-    mean_s = minute.waited_s / max(1, minute.waits)
-    parts = [
-        f"Hit rate: {share:.1%} (bucket: {count(grown['hit_tokens_bucket'], 'token')}, "
-        f"host memory: {count(grown['hit_tokens_host'], 'token')}, "
-        f"computed: {count(minute.computed_tokens, 'token')})",
-        f"Fetched: {size(minute.fetched_bytes)}",
-        f"Uploaded: {size(minute.uploaded_bytes)}",
-        f"Waits: {minute.waits:,} (mean: {mean_s:.2f} s, cut short: {grown['deadline_cuts']:,})",
-        f"Bucket: {bucket}",
-    ]
-    if grown["saves_dropped"]:
-        parts.append(f"Chunks not saved: {grown['saves_dropped']:,}")
-    return f"s3kv: {', '.join(parts)}"
-
-
-class EncoderTrafficLine:
-    """The same line on encoder outputs, whose planner counts all that it says. A line is due as in
-    `TrafficLine`.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[str, int] = {}
-        self._said_s: float | None = None
-
-    def line(
-        self,
-        counters: Mapping[str, int],
-        bucket: BreakerState,
-        now_s: float,
-        *,
-        finished: str | None = None,
-    ) -> str | None:
-        """The line, if one is due and something has happened. Parameters as of `TrafficLine`."""
-        if not _is_due(self._said_s, now_s, finished):
-            return None
-        grown = _grown(counters, self._before, _ENCODER_COUNTERS)
-        if not any(grown.values()):
-            return None
-        self._said_s, self._before = now_s, dict(counters)
-        return _encoder_told(grown, _BUCKET[bucket])
-
-
-def _encoder_told(grown: Mapping[str, int], bucket: str) -> str:
-    hits = grown["hit_rows_bucket"] + grown["hit_rows_host"]
-    parts = [
-        f"Encoder outputs: Hit rate: {hits / max(1, hits + grown['encoded_rows']):.1%} "
-        f"(bucket: {count(grown['hit_rows_bucket'], 'embedding')}, "
-        f"host memory: {count(grown['hit_rows_host'], 'embedding')}, "
-        f"encoded: {count(grown['encoded_rows'], 'embedding')})",
-        f"Fetched: {size(grown['fetch_bytes'])}",
-        f"Uploaded: {size(grown['upload_bytes'])}",
-        f"Waits cut short: {grown['deadline_cuts']:,}",
-        f"Bucket: {bucket}",
-    ]
-    if grown["saves_dropped"]:
-        parts.append(f"Items not saved: {grown['saves_dropped']:,}")
-    return f"s3kv: {', '.join(parts)}"
-
-
-def log_traffic(
-    traffic: TrafficLine | EncoderTrafficLine,
-    planner: KVPlanner | ECPlanner,
-    now_s: float,
-    *,
-    finished: str | None = None,
-) -> None:
-    """Log the line on the traffic, if one is due. finished: the request that has just finished."""
-    bucket = planner.ledger.breaker.state
-    line = traffic.line(planner.counters, bucket, now_s, finished=finished)
-    if line is not None:
-        logger.info("%s", line)
+def warn_of_uploads_left(left: int, noun: str, drain_timeout_s: float) -> None:
+    """Log that so many uploads did not end in time, if there are any."""
+    if left:
+        logger.warning(
+            "s3kv: not in the bucket, because drain_timeout_s=%g was too short: %s",
+            drain_timeout_s,
+            count(left, noun),
+        )

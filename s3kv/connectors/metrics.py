@@ -7,9 +7,8 @@ nothing has happened has none.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from vllm.distributed.ec_transfer.ec_connector.metrics import (
     ECConnectorPromMetrics,
@@ -24,20 +23,11 @@ from s3kv.metrics import (
     EC_METRICS,
     EC_NAMESPACE,
     KV_METRICS,
-    MISSES,
     NAMESPACE,
-    UNSAVED,
     Metric,
     labels_of,
     name_of,
 )
-from s3kv.types import Outcome, Tally
-
-if TYPE_CHECKING:
-    from s3kv.host.table import TableStatistics
-    from s3kv.planning.breaker import Breaker
-
-logger = logging.getLogger("s3kv")
 
 Values = dict[str, Any]
 """Values by the keys of `s3kv.metrics`. The value of a histogram is a list of observations."""
@@ -100,110 +90,6 @@ class S3ECStats(Sums, ECConnectorStats):
     """The EC connector's increments since the last report. The scheduler reports for both sides."""
 
     metrics = EC_METRICS
-
-
-Shares = Mapping[str, tuple[tuple[str, int], ...]]
-"""By counter: the keys of the metrics that it is part of, each with a sign."""
-
-
-class Meter:
-    """Meter of a set of counters: returns how much they have grown since the last call.
-
-    shares: for counters that the table has under another name, or that are part of several
-        metrics, or of none. A counter that is neither there nor in the table is left out, and
-        logged as an error.
-    """
-
-    def __init__(
-        self, metrics: Mapping[str, Metric] = KV_METRICS, shares: Shares | None = None
-    ) -> None:
-        keys = (key for name, metric in metrics.items() for key in metric.keys(name))
-        self._shares = {key: ((key, 1),) for key in keys} | dict(shares or {})
-        self._counters: Tally | None = None
-        self._seen: dict[str, int] = {}
-        self._version = 0
-
-    def grown(self, counters: Tally) -> Values:
-        """The growth since the last call, all of it if `counters` are others than last time. It
-        costs two comparisons if no counter has grown, because it is called in every step.
-        """
-        if counters is not self._counters:
-            self._counters, self._seen, self._version = counters, {}, 0
-        if counters.version == self._version:
-            return {}
-        self._version = counters.version
-        grown: Values = {}
-        for name, value in counters.items() - self._seen.items():
-            more = value - self._seen.get(name, 0)
-            self._seen[name] = value
-            if name not in self._shares:
-                self._shares[name] = ()
-                logger.error("s3kv has no metric for its counter %r: please report this bug", name)
-            for key, sign in self._shares[name]:
-                grown[key] = grown.get(key, 0) + sign * more
-        return {key: value for key, value in grown.items() if value}
-
-
-class Gauges:
-    """Filter of gauges: returns those that have changed since the last call."""
-
-    def __init__(self) -> None:
-        self._told: Values = {}
-
-    def changed(self, values: Values) -> Values:
-        changed = {k: v for k, v in values.items() if self._told.get(k) != v}
-        self._told.update(changed)
-        return changed
-
-
-def with_misses(shares: Shares) -> Shares:
-    """`shares`, and each of a planner's miss counters as part of the metric "misses" as well."""
-    return {
-        **shares,
-        **{
-            name: (*shares.get(name, ((name, 1),)), (f"misses|{reason}", 1))
-            for name, reason in MISSES.items()
-        },
-    }
-
-
-KV_SHARES = with_misses(
-    {
-        # The ranks count and report these.
-        **{f"fetch_{outcome.name.lower()}": () for outcome in Outcome},
-        **{f"upload_{outcome.name.lower()}": () for outcome in Outcome},
-        "saves_failed": (),
-        "saves_dropped": (("saves_dropped|inflight", 1),),
-        **{
-            name: (("saves_dropped|inflight", -1), (f"saves_dropped|{reason}", 1))
-            for name, reason in UNSAVED.items()
-        },
-    }
-)
-"""The KV planner's counters, mapped to the keys of the metrics."""
-
-
-def memory_gauges(
-    metrics: Mapping[str, Metric], held: TableStatistics, unit_bytes: int, breaker: Breaker
-) -> Values:
-    """The gauges that both schedulers have. unit_bytes: host memory behind one unit of the table,
-    on all ranks together.
-    """
-    units = {
-        "free": held.free,
-        "filling": held.reserved,
-        "clean": held.clean,
-        "dirty": held.dirty,
-    }
-    now = (breaker.state.value,)
-    return {
-        **{
-            key: units[labels_of(key)[0]] * unit_bytes
-            for key in metrics["slab_bytes"].keys("slab_bytes")
-        },
-        "slab_pinned_bytes": held.pinned * unit_bytes,
-        **{key: int(labels_of(key) == now) for key in metrics["breaker"].keys("breaker")},
-    }
 
 
 class Exported:

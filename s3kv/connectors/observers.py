@@ -47,24 +47,26 @@ if TYPE_CHECKING:
 
 
 class Observers:
-    """KV events, spans, or both, made from the `log` that the planner writes. Used from the
-    engine's thread. Call `read` after every hook in which the planner may have written.
+    """KV events, spans, both or neither, made from the `log` that the planner writes; None for
+    neither. Used from the engine's thread. Call `read` after every hook in which the planner may
+    have written.
     """
 
-    def __init__(self, events: KVEvents | None, spans: RequestSpans | None) -> None:
-        self.log = ResidencyLog()
+    def __init__(self, events: KVEvents | None = None, spans: RequestSpans | None = None) -> None:
         self._events = events
         self._spans = spans
         self._all = tuple(o for o in (events, spans) if o is not None)
+        self.log = ResidencyLog() if self._all else None
 
     @classmethod
-    def wanted(cls, vllm_config: VllmConfig, sizes: KVGeometry) -> Observers | None:
-        """The observers that the engine's settings ask for; None if they ask for none."""
+    def wanted(cls, vllm_config: VllmConfig, sizes: KVGeometry) -> Observers:
+        """The observers that the engine's settings ask for."""
         config = vllm_config.kv_events_config
         publishes = config is not None and config.enable_kv_cache_events
-        events = KVEvents(sizes) if publishes else None
-        spans = RequestSpans() if is_traced(vllm_config) else None
-        return None if events is None and spans is None else cls(events, spans)
+        return cls(
+            KVEvents(sizes) if publishes else None,
+            RequestSpans() if is_traced(vllm_config) else None,
+        )
 
     def add_request(self, request: Request) -> None:
         for observer in self._all:
@@ -84,7 +86,7 @@ class Observers:
             self._spans.answered(request_id, tokens)
 
     def read(self) -> None:
-        for entry in self.log.take():
+        for entry in self.log.take() if self.log is not None else ():
             for observer in self._all:
                 observer.take_in(entry)
 

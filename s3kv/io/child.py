@@ -1,9 +1,10 @@
-"""The worker's handle on one I/O process: starts it, exchanges messages with it, and ends it."""
+"""Transport to one I/O process: starts it, exchanges messages with it, and ends it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -26,19 +27,23 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Child:
-    """One I/O process, from its start until it has been reaped. Used by one thread; only `end`
-    blocks.
+    """One I/O process, from its start until it has been reaped. Used by one thread. `end` blocks,
+    and `receive` for as long as it is told to wait.
 
     It stays in the worker's process group: a signal that a terminal or a supervisor sends to the
     group reaches both, and SIGKILL leaves neither. SIGINT, SIGTERM and SIGHUP do not end it.
     What it prints is logged in this process (`io.process_log`).
     """
 
-    def __init__(self, slab_fd: int, module: str) -> None:
-        """Start `python -m module`. Raises `OSError` if the system cannot."""
+    def __init__(
+        self, slab_fd: int, module: str, processors: Collection[int] | None = None
+    ) -> None:
+        """Start `python -m module`, to run on these processors even if the thread that starts it is
+        bound to others; None: where the thread may run. Raises `OSError` if the system cannot."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.setblocking(False)
         self._frames = wire.FrameReader(wire.Up)
+        self._posted: list[wire.Down] = []
         self._unsent = bytearray()
         self.hung_up = False
         """Whether the stream has ended, so that no message can be received or sent any more."""
@@ -51,29 +56,30 @@ class Child:
             theirs.close()
         assert self._process.stdout is not None
         self._log = LogPipe(self._process.stdout, self._process.pid)
-
-    def run_on(self, processors: Collection[int]) -> None:
-        """Let the process run on `processors`, even if its starting thread is bound to others."""
-        # A dead process is reported elsewhere.
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(self._process.pid, processors)
+        if processors is not None:
+            # A dead process is reported elsewhere.
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self._process.pid, processors)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def fileno(self) -> int:
-        """The socket, for `select`: readable when `receive` has something to return."""
-        return self._sock.fileno()
-
     @property
     def has_unsent(self) -> bool:
-        return bool(self._unsent)
+        return bool(self._posted or self._unsent)
 
-    def send(self, messages: list[wire.Down]) -> None:
-        """Send as much as the socket takes now, and keep the rest for the next call."""
-        self._unsent += wire.encode(messages)
-        if self.hung_up or not self._unsent:
+    def post(self, message: wire.Down) -> None:
+        """Queue a message for the next `flush`."""
+        self._posted.append(message)
+
+    def flush(self) -> None:
+        """Send as much of the queue as the socket takes now, and keep the rest."""
+        if not self.has_unsent:
+            return
+        self._unsent += wire.encode(self._posted)
+        self._posted.clear()
+        if self.hung_up:
             return
         try:
             while self._unsent:
@@ -84,12 +90,17 @@ class Child:
             # The process is dead. The messages it sent can still be read; then the stream ends.
             self._unsent.clear()
 
-    def receive(self) -> list[wire.Up]:
+    def receive(self, wait_s: float = 0.0) -> list[wire.Up]:
         """The messages that have arrived since the last call. Sets `hung_up` at the end of the
         stream.
 
+        wait_s: longest wait for a message, or for the socket to take more of the queue.
         Raises `WireError` if the process breaks the protocol; `kill` it then.
         """
+        if wait_s:
+            poller = select.poll()  # select() takes no descriptor above 1023
+            poller.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            poller.poll(wait_s * 1000)
         messages: list[wire.Up] = []
         while not self.hung_up:
             try:

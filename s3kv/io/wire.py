@@ -21,7 +21,14 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from s3kv.config import Config
-from s3kv.errors import S3KVError
+from s3kv.errors import (
+    ConfigError,
+    IoProcessError,
+    S3KVError,
+    StoreDenied,
+    StoreMissing,
+    StoreUnavailable,
+)
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.rearranging import Pages
@@ -132,7 +139,14 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 Trouble = Literal["config", "denied", "missing", "unavailable", "defect"]
-"""Kinds of trouble at start. All but "defect" correspond to one error in `s3kv.errors`."""
+TROUBLES: dict[type[S3KVError], Trouble] = {
+    ConfigError: "config",
+    StoreDenied: "denied",
+    StoreMissing: "missing",
+    StoreUnavailable: "unavailable",
+    IoProcessError: "defect",
+}
+"""Kinds of trouble at start, by the error that the worker raises."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=0):

@@ -17,8 +17,8 @@ from s3kv.messages import JobKind, LoadPart
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, FetchRefusal, Ledger
-from s3kv.planning.states import IdentityEnum, Transitions
 from s3kv.planning.wait import Wait
+from s3kv.states import IdentityEnum, Transitions
 from s3kv.types import ChunkKey, Outcome
 
 KNOWN_WINDOW_CHUNKS = 256

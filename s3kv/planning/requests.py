@@ -14,8 +14,8 @@ from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.state_lookup import StateLookup
-from s3kv.planning.states import IdentityEnum, Transitions
 from s3kv.planning.wait import Wait
+from s3kv.states import IdentityEnum, Transitions
 from s3kv.types import ChunkKey
 
 

@@ -119,7 +119,8 @@ class Client:
 
 def test_a_pass_speaks_to_the_io_process_once(side: ECSchedulerSide) -> None:
     """However many requests ask, and not at all while they only wait for what was asked."""
-    side._client = client = Client()  # type: ignore[assignment]
+    client = Client()
+    side._tier = SimpleNamespace(client=client, slab=None)  # type: ignore[assignment]
     side._polled_s = time.monotonic()
     requests = [request(f"r{n}", feature(f"{n:064x}")) for n in range(3)]
     for one in requests:
@@ -139,8 +140,8 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     side: ECSchedulerSide,
 ) -> None:
     """From the scheduler's memory, by the header that was verified there."""
-    side._client = client = Client()  # type: ignore[assignment]
-    side._slab = slab = Slab.create(2**22)
+    client, slab = Client(), Slab.create(2**22)
+    side._tier = SimpleNamespace(client=client, slab=slab)  # type: ignore[assignment]
     one = request("r", feature(length=100))
     assert not side.ensure(one, 0)
     (order,) = side.planner.take_fetches()
@@ -173,7 +174,8 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
     config = Config(bucket="bkt", host_bytes=2**22, recompute_gate=False)
     engine = vllm_config(data_parallel_size=ranks, is_moe=is_moe)
     side = ECSchedulerSide(config, engine, may_load=True, may_save=True)
-    side._client = client = Client()  # type: ignore[assignment]
+    client = Client()
+    side._tier = SimpleNamespace(client=client, slab=None)  # type: ignore[assignment]
     assert not side.ensure(request("r", feature()), 0)
     for _ in range(3):
         side.plan(output(tokens=0))

@@ -262,9 +262,9 @@ def test_a_bug_in_telling_costs_the_cache_not_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = side()
-    monkeypatch.setattr(kv_scheduler, "memory_gauges", None)
+    monkeypatch.setattr(kv_scheduler, "host_gauges", None)
     scheduler.stats()
-    assert scheduler.broken == "_changed_gauges"
+    assert scheduler.broken == "_read_gauges"
     assert told(scheduler)["internal_errors"] == 1
     assert "without its cache" in caplog.text
 

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_the_bucket_is_waited_for_at_start_and_not_at_a_wake_up(
 
     monkeypatch.setattr(kv_worker, "wait_for_bucket", knows)
     worker = side(tiny_config)
-    worker._client, worker._handshake = object(), WorkerHandshake("n" * 32, 8, 4096)  # type: ignore[assignment]
+    worker._tier, worker._handshake = Mock(), WorkerHandshake("n" * 32, 8, 4096)  # type: ignore[assignment]
     assert worker.handshake() is worker.handshake() is worker._handshake
     assert len(waited) == 1
     assert worker.handshake().known is True
@@ -107,7 +108,7 @@ def test_who_has_not_been_asked_reports_in_the_first_step(
     handshake = WorkerHandshake("n" * 32, 8, 4096)
     for asked in (False, True):
         worker = side(tiny_config, Quiet())
-        worker._client, worker._handshake = object(), handshake  # type: ignore[assignment]
+        worker._tier, worker._handshake = Mock(), handshake  # type: ignore[assignment]
         if asked:
             worker.handshake()
         first = worker.report()
@@ -123,7 +124,7 @@ def test_who_has_no_bucket_in_the_first_step_does_not_report(
 
     monkeypatch.setattr(kv_worker, "wait_for_bucket", fails)
     worker = side(tiny_config, Quiet())
-    worker._client, worker._handshake = object(), WorkerHandshake("n" * 32, 8, 4096)  # type: ignore[assignment]
+    worker._tier, worker._handshake = Mock(), WorkerHandshake("n" * 32, 8, 4096)  # type: ignore[assignment]
     first = worker.report()
     assert first is not None
     assert first.handshakes == ()

@@ -17,8 +17,8 @@ from s3kv.config import Config
 from s3kv.connectors.kv_translate import WorkerHandshake
 from s3kv.connectors.log import (
     INTERVAL_S,
-    EncoderTrafficLine,
-    TrafficLine,
+    EncoderTraffic,
+    PromptTraffic,
     encoder_start_line,
     join_vllm_log,
     leave_to_first_rank,
@@ -206,7 +206,7 @@ def report(*ends: JobEnd) -> StepReport:
 
 
 def test_the_first_request_is_told_of_as_soon_as_it_has_finished() -> None:
-    traffic = TrafficLine()
+    traffic = PromptTraffic()
     traffic.looked_up("r", 1000, 5.0, waits=True)
     traffic.looked_up("r", 1000, 5.2, waits=True)
     traffic.looked_up("r", 1000, 5.5, waits=False)
@@ -215,7 +215,7 @@ def test_the_first_request_is_told_of_as_soon_as_it_has_finished() -> None:
     traffic.scheduled("r", 900)  # preempted
     counters = {"hit_tokens_bucket": 512, "hit_tokens_host": 256, "deadline_cuts": 1}
     assert traffic.line(counters, UP, 6.0) is None
-    assert traffic.line(counters, UP, 7.0, finished="r") == (
+    assert traffic.line(counters, UP, 7.0, finished=True) == (
         "s3kv: Hit rate: 76.8% (bucket: 512 tokens, host memory: 256 tokens, computed: 232 "
         "tokens), Fetched: 3.0 MiB, Uploaded: 0 B, Waits: 1 (mean: 0.50 s, cut short: 1), "
         "Bucket: answers"
@@ -223,37 +223,38 @@ def test_the_first_request_is_told_of_as_soon_as_it_has_finished() -> None:
 
 
 def test_after_that_there_is_a_line_a_minute_while_something_happens() -> None:
-    traffic, counters = TrafficLine(), {"hit_tokens_bucket": 256}
-    assert traffic.line(counters, UP, 0.0, finished="a")
+    traffic, counters = PromptTraffic(), {"hit_tokens_bucket": 256}
+    assert traffic.line(counters, UP, 0.0, finished=True)
     traffic.reported(report(JobEnd(1, JobKind.UPLOAD, Outcome.OK, 2**20, 0.1)))
-    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished="b") is None
+    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished=True) is None
     line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
     assert line is not None
     assert "Hit rate: 0.0% (bucket: 0 tokens, " in line, "what the first line said is not repeated"
     assert "Uploaded: 1.0 MiB" in line
     assert line.endswith("Bucket: fails, not asked for now")
-    assert traffic.line(counters, UP, 9 * INTERVAL_S, finished="c") is None, "nothing happened"
+    assert traffic.line(counters, UP, 9 * INTERVAL_S, finished=True) is None, "nothing happened"
 
 
 def test_a_request_that_is_aborted_while_it_waits_has_waited() -> None:
-    traffic = TrafficLine()
+    traffic = PromptTraffic()
     traffic.looked_up("r", 100, 1.0, waits=True)
-    line = traffic.line({}, UP, 4.0, finished="r")
+    traffic.finished("r", 4.0)
+    line = traffic.line({}, UP, 4.0, finished=True)
     assert line is not None
     assert "Waits: 1 (mean: 3.00 s, cut short: 0)" in line
     assert "computed: 0 tokens" in line
     traffic.scheduled("r", 0)
-    assert traffic.line({}, UP, 100.0, finished="r") is None, "it is forgotten"
+    assert traffic.line({}, UP, 100.0, finished=True) is None, "it is forgotten"
 
 
 def test_chunks_that_are_not_saved_are_mentioned() -> None:
-    line = TrafficLine().line({"saves_dropped": 7}, UP, 0.0, finished="r")
+    line = PromptTraffic().line({"saves_dropped": 7}, UP, 0.0, finished=True)
     assert line is not None
     assert line.endswith(", Chunks not saved: 7")
 
 
 def test_one_of_a_kind_is_not_several() -> None:
-    line = TrafficLine().line({"hit_tokens_bucket": 1}, UP, 0.0, finished="r")
+    line = PromptTraffic().line({"hit_tokens_bucket": 1}, UP, 0.0, finished=True)
     assert line is not None
     assert "(bucket: 1 token, host memory: 0 tokens, " in line
 
@@ -262,7 +263,7 @@ def test_one_of_a_kind_is_not_several() -> None:
 
 
 def test_encoder_outputs_have_a_line_on_traffic_as_soon_as_a_request_has_finished() -> None:
-    traffic = EncoderTrafficLine()
+    traffic = EncoderTraffic()
     counters = {
         "hit_rows_bucket": 300,
         "hit_rows_host": 1,
@@ -272,7 +273,7 @@ def test_encoder_outputs_have_a_line_on_traffic_as_soon_as_a_request_has_finishe
         "deadline_cuts": 2,
     }
     assert traffic.line(counters, UP, 1.0) is None
-    assert traffic.line(counters, UP, 2.0, finished="r") == (
+    assert traffic.line(counters, UP, 2.0, finished=True) == (
         "s3kv: Encoder outputs: Hit rate: 75.1% (bucket: 300 embeddings, host memory: 1 "
         "embedding, encoded: 100 embeddings), Fetched: 3.0 MiB, Uploaded: 1.0 MiB, Waits cut "
         "short: 2, Bucket: answers"
@@ -280,10 +281,10 @@ def test_encoder_outputs_have_a_line_on_traffic_as_soon_as_a_request_has_finishe
 
 
 def test_that_line_comes_once_a_minute_and_tells_what_is_new() -> None:
-    traffic, counters = EncoderTrafficLine(), {"encoded_rows": 100}
-    assert traffic.line(counters, UP, 0.0, finished="r")
+    traffic, counters = EncoderTraffic(), {"encoded_rows": 100}
+    assert traffic.line(counters, UP, 0.0, finished=True)
     counters = {"encoded_rows": 150, "saves_dropped": 1}
-    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished="r") is None
+    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished=True) is None
     line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
     assert line is not None
     assert "encoded: 50 embeddings)" in line

@@ -3,9 +3,6 @@ aggregation and serialisation, into the registry that `/metrics` shows."""
 
 from __future__ import annotations
 
-import ast
-import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,21 +16,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from s3kv.connectors.ec_scheduler import SHARES as EC_SHARES
-from s3kv.connectors.metrics import (
-    KV_SHARES,
-    Gauges,
-    Meter,
-    S3ECPromMetrics,
-    S3ECStats,
-    S3KVPromMetrics,
-    S3KVStats,
-)
+from s3kv.connectors.metrics import S3ECPromMetrics, S3ECStats, S3KVPromMetrics, S3KVStats
 from s3kv.connectors.plugin import register
 from s3kv.metrics import EC_METRICS, KV_METRICS, labels_of
-from s3kv.stores.traffic import ANSWERS, VERBS
-from s3kv.types import Outcome, Tally
-from tests.project import ROOT
 
 TABLES = {"kv": KV_METRICS, "ec": EC_METRICS}
 
@@ -190,177 +175,6 @@ def test_what_is_in_no_table_is_not_exported(exported: Exported) -> None:
     metrics = prom(exported)
     metrics.observe({"of_a_later_version": 1, "io_requests|PATCH|2xx": 1, "fetch_ok": 1})
     assert exported("fetch_ok_total") == 1
-
-
-FETCH_ENDS = {o.name.lower() for o in Outcome if o is not Outcome.EXISTS}
-UPLOAD_ENDS = {o.name.lower() for o in Outcome if o not in (Outcome.MISSING, Outcome.CORRUPT)}
-REASONS = {name.removeprefix("fetch_corrupt_") for name in KV_METRICS if "_corrupt_" in name}
-JOB_ENDS = (
-    {f"fetch_{end}" for end in FETCH_ENDS}
-    | {f"upload_{end}" for end in UPLOAD_ENDS}
-    | {"save_ok", "save_failed"}
-)
-COMPOSED = {
-    "fetch_{outcome.name.lower()}": {f"fetch_{end}" for end in FETCH_ENDS},
-    "upload_{outcome.name.lower()}": {f"upload_{end}" for end in UPLOAD_ENDS},
-    "upload_{end.outcome.name.lower()}": {f"upload_{end}" for end in UPLOAD_ENDS},
-    "{kind}_{end.outcome.name.lower()}": JOB_ENDS,
-    "{kind}_bytes": {"fetch_bytes", "save_bytes", "upload_bytes"},
-    "{done.kind.value}_corrupt_{done.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
-    "fetch_corrupt_{done.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
-    "hit_rows_{tier}": {"hit_rows_bucket", "hit_rows_host"},
-    "io_requests|{name}": {f"io_requests|{verb}|{answer}" for verb in VERBS for answer in ANSWERS},
-}
-"""Names of counters that the sources compose: the expression, and its values."""
-PASSED_ON = {"name", "ends.counters", "io - self._io_told", "report.counters"}
-"""Counters that a module passes on under the names that another one has given them."""
-IO = ("io/client.py", "io/server/service.py", "upkeep/housekeeping.py")
-COUNTING = {
-    "KV planner": (
-        "planning/ledger.py",
-        "planning/kv.py",
-        "planning/lookup.py",
-        "planning/saves.py",
-        "connectors/kv_scheduler.py",
-    ),
-    "KV rank": ("worker/rank.py", "connectors/kv_worker.py", *IO),
-    "EC": (
-        "planning/ledger.py",
-        "planning/ec.py",
-        "worker/outbox.py",
-        "connectors/ec_scheduler.py",
-        "connectors/ec_worker.py",
-        *IO,
-    ),
-}
-"""The modules that count for each meter."""
-METERS = {
-    "KV planner": Meter(shares=KV_SHARES),
-    "KV rank": Meter(),
-    "EC": Meter(EC_METRICS, EC_SHARES),
-}
-NOT_OF_ITEMS = {
-    "saves_believed_present",
-    "saves_failed",
-    "saves_without_room",
-    "uploads_again",
-    "uploads_given_up",
-}
-"""Counters of the ledger's saves. The EC connector's items are saved without the ledger."""
-
-
-def names_of(key: ast.expr) -> set[str]:
-    if isinstance(key, ast.Constant):
-        return {str(key.value)}
-    if isinstance(key, ast.JoinedStr):
-        return COMPOSED[ast.unparse(key)[2:-1]]
-    assert ast.unparse(key) in PASSED_ON, f"which counters are these: {ast.unparse(key)}"
-    return set()
-
-
-def keys_counted(source: str) -> Iterator[ast.expr]:
-    """The keys under which a module counts, as its source has them."""
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.AugAssign(target=ast.Subscript(value=counters, slice=key)):
-                found: list[ast.expr | None] = [key]
-            case ast.Assign(targets=[ast.Subscript(value=counters, slice=key)]):
-                found = [key]
-            case ast.Call(func=ast.Attribute(value=counters, attr="update"), args=[more]):
-                found = [*more.keys] if isinstance(more, ast.Dict) else [more]
-            case ast.Assign(targets=[counters], value=ast.Dict(keys=keys)):
-                found = [*keys]
-            case ast.AugAssign(target=counters, value=ast.DictComp(key=key)):
-                found = [key]
-            case _:
-                continue
-        if ast.unparse(counters).endswith("counters"):
-            yield from (key for key in found if key is not None)
-
-
-@pytest.mark.parametrize("who", COUNTING)
-def test_every_counter_has_a_metric(who: str, caplog: pytest.LogCaptureFixture) -> None:
-    sources = [(ROOT / "s3kv" / path).read_text() for path in COUNTING[who]]
-    names = {name for text in sources for key in keys_counted(text) for name in names_of(key)}
-    names -= NOT_OF_ITEMS if who == "EC" else set()
-    assert len(names) > 15
-    METERS[who].grown(Tally({name: 1 for name in names}))
-    assert caplog.text == ""
-
-
-def test_every_module_that_counts_for_a_connector_is_known() -> None:
-    counting = {
-        str(path.relative_to(ROOT / "s3kv"))
-        for path in (ROOT / "s3kv").rglob("*.py")
-        if any(True for _ in keys_counted(path.read_text()))
-    }
-    known = {path for paths in COUNTING.values() for path in paths} | {"messages.py"}
-    unknown = {path for path in counting - known if not path.startswith("library/")}
-    assert not unknown, "the library has no metrics, everything else has"
-
-
-def test_a_counter_without_a_metric_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    meter = Meter(shares=KV_SHARES)
-    counters = Tally(fetch_queue_full=5, saves=1)
-    assert meter.grown(counters) == {"saves": 1}
-    counters.update(fetch_queue_full=1, saves=1)
-    assert meter.grown(counters) == {"saves": 1}
-    (record,) = caplog.records
-    assert record.levelno == logging.ERROR
-    assert "fetch_queue_full" in record.getMessage()
-
-
-@pytest.mark.parametrize("name", ["fetch_bytes", "upload_bytes", "fetch_corrupt_digest"])
-def test_the_ends_of_jobs_alone_are_left_to_the_ranks(name: str) -> None:
-    """Whatever else begins with fetch or upload is exported, should a planner count it."""
-    assert Meter(shares=KV_SHARES).grown(Tally({name: 2})) == {name: 2}
-
-
-def test_counters_are_handed_over_once() -> None:
-    meter = Meter()
-    counters = Tally(saves=2, evictions=0)
-    assert meter.grown(counters) == {"saves": 2}
-    assert meter.grown(counters) == {}
-    counters["saves"] += 1
-    assert meter.grown(counters) == {"saves": 1}
-
-
-def test_counters_of_a_planner_that_replaces_another_are_handed_over_whole() -> None:
-    """Under `MultiConnector` the late handshake makes a planner that does load and save."""
-    meter = Meter()
-    first, second = Tally(), Tally()
-    first["saves"] = 3
-    assert meter.grown(first) == {"saves": 3}
-    second["saves"] = 2  # the same version as the first
-    assert meter.grown(second) == {"saves": 2}
-    assert meter.grown(second) == {}
-
-
-def test_a_counter_can_be_part_of_several_metrics() -> None:
-    meter = Meter(shares=KV_SHARES)
-    counters = Tally(saves_dropped=5, saves_without_room=2, fetches_spared=3, fetch_missing=4)
-    assert meter.grown(counters) == {
-        "saves_dropped|inflight": 3,
-        "saves_dropped|memory_full": 2,
-        "fetches_spared": 3,
-        "misses|known_absent": 3,
-        "misses|absent": 4,
-    }
-    counters.update(saves_dropped=1, saves_without_room=1)
-    assert meter.grown(counters) == {"saves_dropped|memory_full": 1}
-
-
-def test_gauges_are_handed_over_when_they_change() -> None:
-    gauges = Gauges()
-    assert gauges.changed({"slab_bytes|free": 8, "slab_bytes|dirty": 0}) == {
-        "slab_bytes|free": 8,
-        "slab_bytes|dirty": 0,
-    }
-    assert gauges.changed({"slab_bytes|free": 8, "slab_bytes|dirty": 0}) == {}
-    assert gauges.changed({"slab_bytes|free": 4, "slab_bytes|dirty": 4}) == {
-        "slab_bytes|free": 4,
-        "slab_bytes|dirty": 4,
-    }
 
 
 def test_encoder_statistics_add_up_the_same_way(exported: Exported) -> None:

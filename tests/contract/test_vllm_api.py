@@ -26,7 +26,7 @@ from tests.versions import VERSION, newer, since
 
 CONNECTOR = "s3kv/connectors/kv.py"
 SCHEDULER = "s3kv/connectors/kv_scheduler.py"
-GUARD = "s3kv/connectors/guard.py"
+MEMORY = "s3kv/connectors/worker_memory.py"
 WORKER = "s3kv/connectors/kv_worker.py"
 TRANSLATE = "s3kv/connectors/kv_translate.py"
 IDENTITY = "s3kv/connectors/identity.py"
@@ -219,8 +219,8 @@ CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("vllm.platforms", "Platform.is_fp8_fnuz", None, IDENTITY),
     ("vllm.distributed.parallel_state", "get_tp_group", (), WORKER),
     ("vllm.distributed.parallel_state", "get_pp_group", (), WORKER),
-    ("vllm.distributed.parallel_state", "get_world_group", (), GUARD),
-    ("vllm.distributed.parallel_state", "get_node_count", (), GUARD),
+    ("vllm.distributed.parallel_state", "get_world_group", (), MEMORY),
+    ("vllm.distributed.parallel_state", "get_node_count", (), MEMORY),
     (
         "vllm.distributed.kv_transfer.kv_connector.factory",
         "KVConnectorFactory.register_connector",

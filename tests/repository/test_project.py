@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = sorted((ROOT / "s3kv").rglob("*.py"))
 FILE_LINES = 400
 LONGER = {
-    "s3kv/io/client.py": "the states of one I/O process, from its start to its restart",
     "s3kv/planning/kv.py": "the planner's events in the engine's order, which share its books",
 }
 """Files of one idea that are longer, and why they are not cut in two."""

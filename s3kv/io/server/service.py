@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable
+from s3kv.errors import StoreError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.formats import Formats
@@ -39,11 +39,6 @@ _log = logging.getLogger("s3kv.io")
 _CLOSE_TIMEOUT_S = 1.0
 _UNWIND_TIMEOUT_S = 2.0
 """Time for cancelled jobs to end. The process then exits, which stops the rest."""
-_TROUBLE: dict[type[StoreError], wire.Trouble] = {
-    StoreDenied: "denied",
-    StoreMissing: "missing",
-    StoreUnavailable: "unavailable",
-}
 
 
 class Service:
@@ -119,7 +114,7 @@ class Service:
                 f"({config.start_timeout_ms}): look at endpoint_url and the network"
             )
         except StoreError as error:
-            trouble, message = _TROUBLE.get(type(error), "unavailable"), str(error)
+            trouble, message = wire.TROUBLES.get(type(error), "unavailable"), str(error)
         else:
             return wire.Ready(True, None, "", known)
         return wire.Ready(config.on_unavailable == "serve", trouble, wire.truncated(message))

@@ -18,7 +18,8 @@ from s3kv.device.copy_jobs import CopyMark
 from s3kv.host.room import EqualSlots
 from s3kv.host.slab import Slab
 from s3kv.host.table import Table
-from s3kv.io.client import IoClient, State
+from s3kv.io.client import IoClient
+from s3kv.io.process_life import State
 from s3kv.messages import LoadPart, StepReport
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.group_kinds import Coverage
@@ -256,7 +257,7 @@ class Life:
 
     @property
     def is_over(self) -> bool:
-        return self.client.statistics().state is State.CLOSED
+        return self.client.life.state is State.CLOSED
 
     def counters(self) -> Counter[str]:
         """Of all ranks, and what their I/O processes say of themselves."""

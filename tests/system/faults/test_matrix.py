@@ -228,7 +228,7 @@ def test_at_upload(scene: Scene) -> None:
 
 def test_at_shutdown(scene: Scene) -> None:
     chunks, life = scene.chunks(4), scene.life
-    pid = life.client.statistics().pid
+    pid = life.client.pid
     scene.strike("PUT")
     life.compute(*chunks)
     left = life.stop()

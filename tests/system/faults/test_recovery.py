@@ -74,7 +74,7 @@ def said(life: Life, what: Callable[[Stats], bool]) -> Callable[[], bool]:
 
     def true() -> bool:
         life.step()
-        process = life.client.statistics().process
+        process = life.client._answers.stats
         return process is not None and what(process)
 
     return true

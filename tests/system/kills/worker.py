@@ -48,7 +48,7 @@ def serve(pipe: Connection, rank: int, config: Config, seed: int) -> None:
     )
     assert client is not None
     client.wait_ready(20.0)
-    pipe.send(client.statistics().pid)
+    pipe.send(client.pid)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while (command := pipe.recv())[0] != "stop":
             pipe.send(answer(byte_rank, client, *command))
@@ -60,7 +60,7 @@ def answer(rank: ByteRank, client: IoClient, what: str, *args: object) -> object
     if what == "run":
         rank.run(*args)  # type: ignore[arg-type]
         report, loaded, rank.loaded = rank.take_report(), rank.loaded, {}
-        return report, loaded, rank.orders, client.statistics().pid, rank.seen
+        return report, loaded, rank.orders, client.pid, rank.seen
     if what == "slot":
         return rank.slots[args[0]]  # type: ignore[index]
     assert what == "block"

@@ -14,8 +14,9 @@ import pytest
 
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.host.table import EntryState, Table
-from s3kv.io import client, wire
-from s3kv.io.client import IoClient, State
+from s3kv.io import process_life, wire
+from s3kv.io.client import IoClient
+from s3kv.io.process_life import State
 from s3kv.io.server.jobs import JobQueue
 from s3kv.io.server.service import Service
 from s3kv.io.sources import pacing
@@ -263,13 +264,13 @@ def never_replaces_a_dead_process(patch: Patch) -> None:
 
 @mutant
 def never_notices_a_process_that_hangs(patch: Patch) -> None:
-    patch.setattr(client, "_SILENCE_MAX_S", math.inf)
+    patch.setattr(process_life, "_SILENCE_MAX_S", math.inf)
 
 
 @mutant
 def loses_what_a_dead_process_was_sent(patch: Patch) -> None:
     def submit(self: IoClient, job: wire.Fetch | wire.Upload) -> None:
-        if self._state is State.UP:
+        if self.life.state is State.UP:
             submit_to_any(self, job)
 
     patch.setattr(IoClient, "_submit", submit)

@@ -63,7 +63,7 @@ class Order:
 class Process:
     """One simulated I/O process, and the worker's end of its pipe."""
 
-    def __init__(self, machine: Machine, module: str) -> None:
+    def __init__(self, machine: Machine, module: str, processors: Any) -> None:
         self.pid = 1000 + len(machine.processes)
         self.hung_up = False
         self.frozen = False
@@ -75,6 +75,7 @@ class Process:
         self._context = copy_context()
         self._context.run(OWNER.set, self._owner)
         self._down, self._up = wire.FrameReader(wire.Down), wire.FrameReader(wire.Up)
+        self._posted: list[wire.Down] = []
         self._unheard: deque[bytes] = deque()
         self._unsaid: list[wire.Up] = []
         self._arrived: deque[bytes] = deque()
@@ -89,23 +90,28 @@ class Process:
 
     # --- the worker's end --------------------------------------------------------------------
 
-    has_unsent = False
+    def post(self, message: wire.Down) -> None:
+        self._posted.append(message)
 
-    def send(self, messages: list[wire.Down]) -> None:
-        if messages and not self.hung_up:
-            self._later(_PIPE_S, self._hear, wire.encode(messages))
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._posted)
 
-    def receive(self) -> list[wire.Up]:
+    def flush(self) -> None:
+        posted, self._posted = self._posted, []
+        if posted and not self.hung_up:
+            self._later(_PIPE_S, self._hear, wire.encode(posted))
+
+    def receive(self, wait_s: float = 0.0) -> list[wire.Up]:
+        until_s = self._loop.time() + wait_s
+        while not self._arrived and (now_s := self._loop.time()) < until_s:
+            self._loop.run_until(min(now_s + 0.01, until_s))
         messages: list[wire.Up] = []
         while self._arrived:
             data = self._arrived.popleft()
             messages += self._up.feed(data)
             self.hung_up = self.hung_up or not data
         return messages
-
-    @property
-    def readable(self) -> bool:
-        return bool(self._arrived)
 
     def kill(self) -> None:
         self.hung_up = True

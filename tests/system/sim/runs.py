@@ -46,16 +46,10 @@ def virtual_time(loop: VirtualLoop) -> Iterator[None]:
     def sleep(seconds: float) -> None:
         loop.run_until(loop.time() + seconds)
 
-    def await_input(child: Process, timeout_s: float) -> None:
-        until_s = loop.time() + timeout_s
-        while not child.readable and loop.time() < until_s:
-            sleep(min(0.01, until_s - loop.time()))
-
     with (
         mock.patch.object(time, "monotonic", loop.time),
         mock.patch.object(time, "sleep", sleep),
         mock.patch.object(client, "Child", Process),
-        mock.patch.object(client, "_await_input", await_input),
         mock.patch.dict(Cleaner.__init__.__kwdefaults__, {"clock": loop.time}),
         # A simulated process does not live long enough to know what is late by more.
         mock.patch.object(hedging, "_FEWEST_SAMPLES", 3),

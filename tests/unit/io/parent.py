@@ -46,7 +46,7 @@ def upload_after_interrupt(client: IoClient, slab: Slab) -> None:
     ended = []
     while not ended:
         ended = client.poll()
-    say(ended[0].outcome.name, client.statistics().deaths)
+    say(ended[0].outcome.name, client.life.deaths)
     client.close()
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     client = IoClient(rig.handshake(Config(bucket=bucket, endpoint_url=endpoint)), slab)
     client.start()
     client.wait_ready(20)
-    say(client.statistics().pid)
+    say(client.pid)
     {d.__name__: d for d in DEEDS}[deed](client, slab)
 
 

@@ -11,34 +11,23 @@ from s3kv.host.slab import Slab
 from s3kv.io.child import Child, _environment
 
 
-@pytest.fixture
-def started() -> Child:
-    """Started by a thread that is bound to one processor."""
+@pytest.mark.parametrize("told", [False, True])
+def test_it_runs_where_it_is_told_or_where_its_starter_does(told: bool) -> None:
+    everywhere = os.sched_getaffinity(0)
+    bound = {min(everywhere)}
     children: list[Child] = []
 
     def start() -> None:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        os.sched_setaffinity(0, bound)
         slab = Slab.create(4096)
-        children.append(Child(slab.fd, "s3kv.io"))
+        children.append(Child(slab.fd, "s3kv.io", everywhere if told else None))
         slab.close()
 
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    return children[0]
-
-
-def test_it_may_run_where_it_is_told(started: Child) -> None:
-    everywhere = os.sched_getaffinity(0)
-    assert os.sched_getaffinity(started.pid) == {min(everywhere)}
-    started.run_on(everywhere)
-    assert os.sched_getaffinity(started.pid) == everywhere
-    started.end(5.0)
-
-
-def test_one_that_is_gone_is_left_alone(started: Child) -> None:
-    started.end(5.0)
-    started.run_on(os.sched_getaffinity(0))
+    assert os.sched_getaffinity(children[0].pid) == (everywhere if told else bound)
+    children[0].end(5.0)
 
 
 def test_openmp_binds_nothing_in_it() -> None:

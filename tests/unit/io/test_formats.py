@@ -115,7 +115,7 @@ def test_what_is_no_job_is_refused_at_the_call(what: str, slab: Slab) -> None:
     for order in (client.fetch, client.upload):
         with pytest.raises(error):
             order(*arguments)
-    assert client.statistics().outstanding == 0
+    assert client.outstanding == 0
     client.close()
 
 

@@ -13,9 +13,10 @@ import pytest
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.io.client import IoClient, State
+from s3kv.io.client import IoClient
 from s3kv.io.formats import Formats
 from s3kv.io.orders import Orders
+from s3kv.io.process_life import State
 from s3kv.messages import JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
 from tests.servers import BUCKET, moto_server, set_credentials
@@ -55,7 +56,7 @@ def carry_out(client: IoClient, jobs: dict[int, Callable[[int], None]]) -> dict[
     deadline_s = time.monotonic() + 40.0
     while len(ended) < len(jobs):
         assert time.monotonic() < deadline_s, f"{ended} of {list(jobs)}"
-        if client.statistics().state is State.UP:
+        if client.life.state is State.UP:
             for name in due:
                 number += 1
                 names[number] = name
@@ -89,11 +90,11 @@ def test_what_it_dies_of_is_sent_twice_and_its_neighbours_arrive(
         client = open_client(url, "tests.unit.io.delicate")
         ends = carry_out(client, uploads(client, slab, *range(1, 13)))
         assert ends == {n: Outcome.INVALID if n == POISON else Outcome.OK for n in range(1, 13)}
-        assert client.statistics().deaths == 2
+        assert client.life.deaths == 2
         for _ in range(5):  # it is not sent any more, whoever orders it
             again = carry_out(client, uploads(client, slab, POISON, 13))
             assert again[POISON] is Outcome.INVALID
-        assert client.statistics().deaths == 2
+        assert client.life.deaths == 2
 
 
 def test_a_hash_that_is_no_hash_kills_it_twice_if_it_gets_through(
@@ -106,7 +107,7 @@ def test_a_hash_that_is_no_hash_kills_it_twice_if_it_gets_through(
         jobs = uploads(client, slab, 1, 2)
         jobs[99] = lambda job_id: client.upload(job_id, poison, 0)
         assert carry_out(client, jobs) == {1: Outcome.OK, 2: Outcome.OK, 99: Outcome.INVALID}
-        assert client.statistics().deaths == 2
+        assert client.life.deaths == 2
 
 
 def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
@@ -115,13 +116,12 @@ def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
     with stubborn_server(rig.sealed(1)) as server:
         client = open_client(server.url)
         for kill in range(2):
-            while client.statistics().state is not State.UP:
+            while client.life.state is not State.UP:
                 client.poll()
             client.fetch(kill, rig.chunk(1), rig.SLOT_BYTES)
             while len(server.begun) <= kill:
                 client.poll(0.01)
-            pid = client.statistics().pid
-            assert pid is not None
+            pid = client.pid
             os.kill(pid, signal.SIGKILL)
             ended: list[JobEnd] = []
             while not ended:
@@ -140,11 +140,10 @@ def test_a_drain_finishes_suspects_too(slab: Slab, open_client: Callable[..., Io
         for number, order in jobs.items():
             order(number)
         client.flush()
-        pid = client.statistics().pid
-        assert pid is not None
+        pid = client.pid
         os.kill(pid, signal.SIGKILL)
         failed = 0
-        while failed < 3 or client.statistics().state is not State.UP:
+        while failed < 3 or client.life.state is not State.UP:
             failed += len(client.poll(0.01))
         for number, order in jobs.items():
             order(number)

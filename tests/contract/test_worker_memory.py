@@ -9,7 +9,7 @@ import pytest
 from vllm.config import ECTransferConfig, KVTransferConfig, ParallelConfig
 from vllm.distributed import parallel_state
 
-from s3kv.connectors.guard import planned_slabs
+from s3kv.connectors.worker_memory import planned_slabs
 from s3kv.errors import ConfigError
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""States and events of the planner's objects, and the tables that say what leads where."""
+"""State machines as tables: their states, their events, and the state that each event leads to."""
 
 from __future__ import annotations
 
