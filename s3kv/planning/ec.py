@@ -326,7 +326,7 @@ class ECPlanner:
         if end.outcome.is_success:
             self._sizes.arrived(job.about, end.nbytes)
             self.counters["fetch_bytes"] += end.nbytes
-            self.pace.fetch.add(end.nbytes, end.seconds)
+            self.pace.fetch.add(end.nbytes, end.seconds, end.source)
         elif end.outcome is Outcome.MISSING:
             self.pace.fetch.absent(end.seconds)
         for request_id, identifier in job.waiters:

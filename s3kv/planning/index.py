@@ -9,6 +9,10 @@ a known chunk under 150 bytes.
 The bucket sees no use of a chunk that is served above it, and may have deleted the chunk meanwhile.
 So "present" is good until a time that comes with it. The first use after that puts the chunk on a
 list of those that the bucket is asked about.
+
+A verdict is on the bucket alone. A source that is asked before the bucket passes on a fetch of what
+it does not have, so its "absent" reaches nobody. Its "present" says nothing about the bucket; today
+every source reads the bucket, and `Ledger._present` takes each success for the bucket's.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ class Job:
     """The shortest `JobEnd.fresh_s` of any rank."""
     seconds: float = 0.0
     """Longest time that any rank worked on it, without the wait for its turn."""
+    source: str = ""
+    """`JobEnd.source` of that rank."""
     outcomes: dict[JobKind, Outcome] = field(default_factory=dict)
     waiters: list[Any] = field(default_factory=list)
     """Waiters that joined the fetch, handed back with its end. Opaque to the ledger."""
@@ -57,7 +59,8 @@ class Job:
         assert left >= 0, f"job {end.job_id} ended more often than there are ranks"
         self.reports_left[end.kind] = left
         self.outcomes[end.kind] = max(self.outcomes.get(end.kind, Outcome.OK), end.outcome)
-        self.seconds = max(self.seconds, end.seconds)
+        if end.seconds >= self.seconds:
+            self.seconds, self.source = end.seconds, end.source
         self.fresh_s = min(self.fresh_s, end.fresh_s)
         if self.nbytes is not None:
             self.nbytes += end.nbytes

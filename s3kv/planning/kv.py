@@ -381,7 +381,7 @@ class KVPlanner:
         outcome = job.outcomes[JobKind.FETCH]
         if outcome.is_success:
             ended_with = self.ledger.fetches_inflight + 1
-            self.pace.fetched(job.seconds, began_with=job.began_with, ended_with=ended_with)
+            self.pace.fetched(job.seconds, job.began_with, ended_with, job.source)
         elif outcome is Outcome.MISSING:
             self.pace.fetch.absent(job.seconds)
         for lookup, position in job.waiters:

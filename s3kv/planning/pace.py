@@ -7,6 +7,9 @@ from collections import deque
 
 from s3kv.planning.deadline import Forecast
 
+_BUCKET = "bucket"
+"""Its name as a source, also of an end that names none."""
+
 _SMOOTHING = 0.2
 """Weight of a new fetch in the estimate."""
 
@@ -24,26 +27,14 @@ _MAX_STEPS_INFLIGHT = 8
 """More steps than any engine keeps in flight; a step that never reports is forgotten."""
 
 
-class FetchTime:
-    """Estimate of a fetch's time: a latency, plus a time per unit `n` of the load on the network
-    (fetches under way, or bytes up to the end of the fetch).
-
-    It is the least-squares line through the recent fetches; older ones weigh less. If one
-    connection is the limit, only the latency shows; on a full network, only the time per unit.
-    Until a fetch arrives, waits whose time ran out are a lower bound, and so are absences: answers
-    that something is not there.
-    """
+class _TimeByLoad:
+    """Least-squares line through the recent fetches from one source; older ones weigh less."""
 
     def __init__(self) -> None:
-        self.absence_s: float | None = None
-        """Mean time of an absence; None before the first."""
-        self._count = self._absences = 0
+        self._count = 0
         self._n = self._seconds = self._variance = self._covariance = 0.0
-        self._at_least_s = 0.0
 
     def add(self, n: float, seconds: float) -> None:
-        """Note a fetch that took `seconds`."""
-        self._at_least_s = 0.0
         self._count += 1
         weight = max(_SMOOTHING, 1 / self._count)
         more_n, more_s = n - self._n, seconds - self._seconds
@@ -51,6 +42,42 @@ class FetchTime:
         self._seconds += weight * more_s
         self._variance = (1 - weight) * (self._variance + weight * more_n * more_n)
         self._covariance = (1 - weight) * (self._covariance + weight * more_n * more_s)
+
+    def at(self, n: float) -> float:
+        slope = self._covariance / self._variance if self._variance > 0 else 0.0
+        # Load never makes a fetch faster, and no time is negative.
+        slope = min(max(slope, 0.0), self._seconds / self._n)
+        return self._seconds + slope * (n - self._n)
+
+
+class FetchTime:
+    """Estimate of a fetch's time: a latency, plus a time per unit `n` of the load on the network
+    (fetches under way, or bytes up to the end of the fetch).
+
+    It is a line for each source (`JobEnd.source`), so that a near source does not make the bucket
+    look fast, nor the bucket make it look slow. If one connection is the limit, only the latency
+    shows; on a full network, only the time per unit. The bucket is expected to answer, because it
+    is asked last and has the most; until it has answered, the source that answered last is.
+
+    Until a fetch arrives, waits whose time ran out are a lower bound, and so are absences: answers
+    that something is not there. Both are of all sources together: a fetch that has not arrived has
+    no source yet, and an absence is the answer of all.
+    """
+
+    def __init__(self) -> None:
+        self.absence_s: float | None = None
+        """Mean time of an absence; None before the first."""
+        self._absences = 0
+        self._at_least_s = 0.0
+        self._lines: dict[str, _TimeByLoad] = {}
+        self._expected: _TimeByLoad | None = None
+
+    def add(self, n: float, seconds: float, source: str = _BUCKET) -> None:
+        """Note a fetch that took `seconds`."""
+        self._at_least_s = 0.0
+        line = self._lines.setdefault(source or _BUCKET, _TimeByLoad())
+        line.add(n, seconds)
+        self._expected = self._lines.get(_BUCKET, line)
 
     def absent(self, seconds: float) -> None:
         """Note an absence that took `seconds`."""
@@ -64,12 +91,7 @@ class FetchTime:
 
     def measured(self, n: float) -> float | None:
         """Seconds according to the fetches that arrived; None before the first."""
-        if not self._count:
-            return None
-        slope = self._covariance / self._variance if self._variance > 0 else 0.0
-        # Load never makes a fetch faster, and no time is negative.
-        slope = min(max(slope, 0.0), self._seconds / self._n)
-        return self._seconds + slope * (n - self._n)
+        return None if self._expected is None else self._expected.at(n)
 
     def at(self, n: float) -> float | None:
         """Expected seconds; None before the first measurement."""
@@ -99,12 +121,14 @@ class Pace:
         self._step_number = 0
         self._step_ended_s = -math.inf
 
-    def fetched(self, seconds: float, *, began_with: int, ended_with: int) -> None:
+    def fetched(
+        self, seconds: float, began_with: int, ended_with: int, source: str = _BUCKET
+    ) -> None:
         """Note a chunk that arrived `seconds` after its request was sent.
 
         began_with, ended_with: fetches under way at its start and end, this one included.
         """
-        self.fetch.add(self._concurrency(began_with, ended_with), seconds)
+        self.fetch.add(self._concurrency(began_with, ended_with), seconds, source)
 
     def gave_up(self, waited_s: float, chunks: int) -> None:
         """Note a wait whose time ran out after `waited_s`; the last of `chunks` had not arrived."""

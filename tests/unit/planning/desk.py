@@ -78,13 +78,14 @@ class Desk:
         kind: JobKind | None = None,
         ranks: int | None = None,
         seconds: float = 0.0,
+        source: str = "",
     ) -> None:
         """Orders end, on all ranks: a fetch or an upload, or (by `kind`) one half of a save."""
         report = StepReport()
         for order in [orders] if isinstance(orders, Order) else orders:
             what = kind or (JobKind.FETCH if isinstance(order, FetchOrder) else JobKind.UPLOAD)
             count = self.setup.world_size if ranks is None else ranks
-            report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count))
+            report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count, source=source))
         self.planner.on_report(report, self.now_s)
         self.planner.check()
 

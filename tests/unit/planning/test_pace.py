@@ -43,16 +43,6 @@ def test_arrivals_do_not_move_the_deadline() -> None:
     assert desk.lookup("r") == Answer(False, 12)
 
 
-def test_unmeasured_the_gate_allows_as_long_as_computing_takes() -> None:
-    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=2)  # 8 tokens/s assumed
-    desk.add("r", "aaaabbbb")
-    assert desk.lookup("r") == WAIT
-    desk.now_s = 0.99
-    assert desk.lookup("r") == WAIT
-    desk.now_s = 1.0
-    assert desk.lookup("r") == NOTHING
-
-
 def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
     """Computing a chunk takes 0.5 s; up to four fetches are sent at once."""
     desk = Desk(max_wait_s=50.0, gate=True, **{"probe_chunks": 1, **setup})
@@ -75,18 +65,6 @@ def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
     assert desk.pinned() == 0, "who has been answered holds nothing"
     desk.add("next", "aaaazz")
     assert desk.lookup("next") == Answer(False, 4)
-
-
-def test_a_bucket_faster_than_computing_is_waited_for() -> None:
-    desk = measured(seconds_per_chunk=0.3)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == WAIT
-
-
-def test_a_gain_too_small_to_be_sure_of_is_left() -> None:
-    desk = measured(seconds_per_chunk=0.45)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == NOTHING
 
 
 def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
@@ -155,27 +133,6 @@ def test_giving_up_counts_until_something_arrives() -> None:
     assert pace.forecast(1, 0).all_s == pytest.approx(0.5), "less than is known to be needed"
 
 
-def test_a_bucket_that_answered_is_given_less_patience() -> None:
-    desk = measured(seconds_per_chunk=0.2)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == WAIT
-    desk.now_s += 0.39
-    assert desk.lookup("r") == WAIT
-    desk.now_s += 0.02
-    assert desk.lookup("r") == NOTHING, "twice 0.2 s"
-
-
-@pytest.mark.parametrize(("chunks", "patience_s"), [(3, 0.75), (4, 1.0), (8, 1.0)])
-def test_more_that_is_missing_is_given_more_patience(chunks: int, patience_s: float) -> None:
-    desk = measured(seconds_per_chunk=0.2)
-    desk.add("r", "aaaa" * chunks)  # half a second each to compute
-    assert desk.lookup("r") == WAIT
-    desk.now_s += patience_s - 0.01
-    assert desk.lookup("r") == WAIT
-    desk.now_s += 0.02
-    assert desk.lookup("r") == NOTHING
-
-
 def test_what_comes_too_late_is_withdrawn() -> None:
     desk = measured(seconds_per_chunk=0.6)
     desk.add("r", "aaaa")
@@ -209,17 +166,6 @@ def test_a_withdrawn_chunk_is_saved_where_it_was_computed() -> None:
     assert desk.keys(first.saves) == [desk.key("aaaa")]
     desk.end(first.fetches, Outcome.CANCELLED)
     assert desk.run("r", [], 5, 1, new=False).saves == ()
-
-
-def test_without_the_gate_a_slow_bucket_is_waited_for() -> None:
-    desk = Desk(max_wait_s=50.0, gate=False)
-    desk.add("first", "zzzz")
-    desk.lookup("first")
-    fetches = desk.plan().fetches
-    desk.now_s = 40.0
-    desk.end(fetches)
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == WAIT
 
 
 def test_prefill_is_measured_and_decode_is_not() -> None:
@@ -365,6 +311,39 @@ def test_fetches_that_get_faster_under_load_are_noise() -> None:
     fetch.add(1, 0.3)
     fetch.add(9, 0.1)
     assert fetch.at(1) == fetch.at(9) == pytest.approx(0.2)
+
+
+def test_a_near_source_says_nothing_about_the_bucket() -> None:
+    fetch = FetchTime()
+    fetch.add(1, 0.001, "disk")
+    assert fetch.at(1) == pytest.approx(0.001), "nobody else has answered yet"
+    fetch.add(1, 0.01, "peer")
+    assert fetch.at(1) == pytest.approx(0.01), "the last that answered"
+    fetch.add(1, 0.5, "bucket")
+    fetch.add(1, 0.001, "disk")
+    assert fetch.at(1) == pytest.approx(0.5)
+    fetch.add(1, 0.5, "")
+    assert fetch.at(1) == pytest.approx(0.5), "who names no source is the bucket"
+
+
+def test_an_absence_and_a_wait_in_vain_are_of_all_sources() -> None:
+    fetch = FetchTime()
+    fetch.add(1, 0.5)
+    fetch.gave_up(1.0)
+    assert fetch.at(1) == pytest.approx(2.0)
+    fetch.add(1, 0.001, "disk")
+    assert fetch.at(1) == pytest.approx(0.5), "something arrives again"
+
+
+def test_the_slowest_rank_names_the_source_of_a_chunk() -> None:
+    desk = Desk(world_size=2)
+    desk.add("r", "aaaabbbb")
+    assert desk.lookup("r") == WAIT
+    near, far = desk.plan().fetches
+    for fetch, source in ((far, "bucket"), (near, "disk")):
+        desk.end(fetch, ranks=1, seconds=0.5, source=source)
+        desk.end(fetch, ranks=1, seconds=0.1, source="peer")
+    assert sorted(desk.planner.pace.fetch._lines) == ["bucket", "disk"]
 
 
 def test_no_latency_is_below_nothing() -> None:
