@@ -38,6 +38,7 @@ from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.types import TensorSpec
 
@@ -60,7 +61,7 @@ def row(name: str, url: str, bucket: str, requests: int, chunk: ChunkFormat) -> 
     buffers = [memoryview(bytearray(chunk.object_bytes)) for _ in range(AT_ONCE)]
     for buffer in buffers:
         buffer[:] = b"\x5a" * len(buffer)  # its pages exist before the clock starts
-        chunk.seal(buffer, HASH)
+        chunk.seal(Place.of(buffer, chunk.header_bytes), HASH)
     if name.startswith("raw"):
         method, *alone = name.removeprefix("raw ").upper().split()
         wall_s, cpu_s = raw(method, url, bucket, requests, buffers[:1] if alone else buffers)
@@ -86,13 +87,13 @@ async def ours(
         while left:
             left.pop()
             if name.startswith("put"):
-                await store.put(key, buffer, if_absent=False)
+                await store.put(key, Place.of(buffer), if_absent=False)
                 continue
-            info = await store.get_into(key, buffer)
+            info = await store.get_into(key, Place.of(buffer))
             assert info is not None
             assert info.nbytes == chunk.object_bytes
             if name == "get checked":
-                assert chunk.check(buffer, info.nbytes, HASH) is None
+                assert chunk.check(Place.of(buffer, chunk.header_bytes), info.nbytes, HASH) is None
 
     await store.check()
     started_s, cpu_s = perf_counter(), process_time()

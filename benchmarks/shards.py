@@ -26,6 +26,7 @@ from benchmarks.rig import machine, publish
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.rearranging import Pages, rearrangements
 from s3kv.objects.shards import Shard, covers
+from s3kv.place import Place
 from s3kv.types import TensorSpec
 
 HEADS, LAYERS, BLOCKS, TOKENS, CONTENT = 8, 32, 16, 16, 256
@@ -77,15 +78,16 @@ def measure(writers: int, readers: int, order: str, rounds: int) -> dict[str, An
     (cover,) = covers(wanted, stored)
     found = rearrangements(own, wanted, cover, Pages(order))
     assert found is not None
-    target = memoryview(bytearray(own.object_bytes))
-    sources = [memoryview(bytearray(part.format.object_bytes)) for part in found]
+    target = Place.of(bytearray(own.object_bytes), own.header_bytes)
+    formats = [part.format for part in found]
+    sources = [Place.of(bytearray(it.object_bytes), it.header_bytes) for it in formats]
     took: list[float] = []
     for _ in range(rounds):
         begin_s = perf_counter()
         for part, source in zip(found, sources, strict=True):
             part.apply(source, target)
         took.append(perf_counter() - begin_s)
-    arrives_s = max(map(len, sources)) / CONNECTION_BYTES_PER_S
+    arrives_s = max(source.nbytes for source in sources) / CONNECTION_BYTES_PER_S
     return {
         "stored_at": writers,
         "read_at": readers,

@@ -44,6 +44,7 @@ from s3kv.io import wire
 from s3kv.io.server.service import Service
 from s3kv.io.sources import pacing
 from s3kv.io.sources.pacing import Window
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import TensorSpec
 from tests.system.sim.loop import VirtualLoop
@@ -81,7 +82,7 @@ class TailStore(MemoryStore):
         self._tokens = LIMIT_BURST
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self.asked[key] += 1
         draw = random.Random(f"{self._seed} {self._round} {key} {self.asked[key]}")
@@ -99,7 +100,7 @@ class TailStore(MemoryStore):
             return None
         await asyncio.sleep(body_s)
         self._idle_connections += 1
-        return await super().get_into(key, buffer)
+        return await super().get_into(key, place)
 
     def _times(self, draw: random.Random) -> tuple[float, float]:
         """Time to first byte, and from there to the last."""

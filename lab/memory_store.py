@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from s3kv.errors import StoreUnranged
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.stores.traffic import Traffic
 
@@ -30,7 +31,7 @@ class MemoryStore:
         self._objects: dict[str, tuple[bytes, float]] = {}
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         await asyncio.sleep(0)
         found = self._objects.get(key)
@@ -38,29 +39,29 @@ class MemoryStore:
             return None
         data, info = found[0], self._told(key)
         allowed = claim is None or claim()
-        if allowed and len(data) <= len(buffer):
-            buffer[: len(data)] = data
+        if allowed and len(data) <= place.nbytes:
+            place.write(data)
         return info
 
     async def get_range(
-        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+        self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         await asyncio.sleep(0)
         found = self._objects.get(key)
         if found is None:
             return None
-        data, info = found[0][first : first + len(buffer)], self._told(key)
-        if len(data) < len(buffer):
+        data, info = found[0][first : first + place.nbytes], self._told(key)
+        if len(data) < place.nbytes:
             raise StoreUnranged(f"{key} has {info.nbytes} bytes")
         if claim is None or claim():
-            buffer[:] = data
+            place.write(data)
         return info
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         await asyncio.sleep(0)
         if if_absent and key in self._objects:
             return False
-        self._objects[key] = (bytes(data), self._clock())
+        self._objects[key] = (bytes(place), self._clock())
         return True
 
     async def refresh(self, key: str, modified_s: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.types import ChunkKey, TensorSpec
 from scripts.marks import filled
 from scripts.pictures import ROOT
@@ -47,5 +48,5 @@ def example() -> memoryview:
     """The object."""
     buffer = memoryview(bytearray(CHUNK.object_bytes))
     buffer[CHUNK.header_bytes :] = bytes(range(CHUNK.payload_bytes))
-    CHUNK.seal(buffer, HASH)
+    CHUNK.seal(Place.of(buffer, CHUNK.header_bytes), HASH)
     return buffer

@@ -20,6 +20,7 @@ from typing import Protocol
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep.cleaner import Cleaner
@@ -137,14 +138,14 @@ class CountedStore(MemoryStore):
         await asyncio.sleep(self._request_s)
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         await self._take("gets")
-        return await super().get_into(key, buffer, claim)
+        return await super().get_into(key, place, claim)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         await self._take("lease_puts")
-        return await super().put(key, data, if_absent=if_absent)
+        return await super().put(key, place, if_absent=if_absent)
 
     async def head(self, key: str) -> ObjectInfo | None:
         await self._take("heads")

@@ -35,6 +35,7 @@ from s3kv.io.server.service import Service
 from s3kv.messages import FetchOrder, JobEnd, SaveOrder, UploadOrder
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey, TensorSpec
 from tests.system.sim.loop import VirtualLoop
@@ -94,7 +95,7 @@ class SharedBucket:
 
     def image(self, block_hash: bytes) -> memoryview:
         """The bytes of a chunk's object."""
-        self.layout.seal(self._image, block_hash)
+        self.layout.seal(Place.of(self._image, self.layout.header_bytes), block_hash)
         return self._image
 
 
@@ -125,20 +126,20 @@ class HostStore(MemoryStore):
         )
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         if not key.endswith(".safetensors"):
             await self._answer("get", key)
-            return await super().get_into(key, buffer, claim)
-        return await self._get(key, range(self._bucket.layout.object_bytes), buffer, claim)
+            return await super().get_into(key, place, claim)
+        return await self._get(key, range(self._bucket.layout.object_bytes), place, claim)
 
     async def get_range(
-        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+        self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        return await self._get(key, range(first, first + len(buffer)), buffer, claim)
+        return await self._get(key, range(first, first + place.nbytes), place, claim)
 
     async def _get(
-        self, key: str, bounds: range, buffer: memoryview, claim: Claim | None
+        self, key: str, bounds: range, place: Place, claim: Claim | None
     ) -> ObjectInfo | None:
         await self._answer("get", key)
         block_hash = bytes.fromhex(key.rsplit("/", 2)[1])
@@ -150,16 +151,16 @@ class HostStore(MemoryStore):
             return info
         await self._carry(self._down, len(bounds))
         image = self._bucket.image(block_hash)
-        buffer[: len(bounds)] = image[bounds.start : bounds.stop]
+        place.write(image[bounds.start : bounds.stop])
         self._bucket.requests["bytes_down"] += int(len(bounds) * self._bytes_per_byte)
         return info
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         served = self._bucket.take("put", key, self._timeline.now_s)
         if not key.endswith(".safetensors"):
             await self._answered(served)
-            return await super().put(key, data, if_absent=if_absent)
-        await self._carry(self._up, len(data))
+            return await super().put(key, place, if_absent=if_absent)
+        await self._carry(self._up, place.nbytes)
         await self._answered(served)
         block_hash = bytes.fromhex(key.rsplit("/", 2)[1])
         is_new = block_hash not in self._bucket.chunks

@@ -21,9 +21,10 @@ from s3kv.io.server.jobs import JobQueue
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder
 from s3kv.objects.codec import ChunkFormat
+from s3kv.place import Place
 from s3kv.types import ChunkKey, Outcome
 
-_NO_BUFFER = memoryview(b"")
+_NOWHERE = Place.of(b"")
 
 
 class Timeline:
@@ -215,7 +216,7 @@ class IoProcess:
         return True
 
     def _add(self, job_id: int, kind: JobKind, key: ChunkKey) -> None:
-        self._queue.add(TransferJob(job_id, kind, "", key.block_hash, self._layout, _NO_BUFFER))
+        self._queue.add(TransferJob(job_id, kind, "", key.block_hash, self._layout, _NOWHERE))
         self._start()
 
     def _start(self) -> None:

@@ -30,6 +30,7 @@ from s3kv.cli.invocation import (
 )
 from s3kv.config import Config, count
 from s3kv.errors import StoreError
+from s3kv.place import Place
 from s3kv.planning.pace import PREFILL_TOKENS_PER_S
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import BulkStore
@@ -173,29 +174,29 @@ class Measurement:
         # One buffer for each request under way, filled, so that its pages exist beforehand.
         at_once, nbytes = min(self.at_once, requests), self.object_bytes
         keys = [f"{self.prefix}/{lane}" for lane in range(at_once)]
-        buffers = [memoryview(bytearray(b"\x5a") * nbytes) for _ in keys]
-        few = memoryview(bytearray(1024))
+        places = [Place.of(bytearray(b"\x5a") * nbytes) for _ in keys]
+        few = Place.of(bytearray(1024))
         small_key = f"{self.prefix}/small"
         put = partial(self._own.put, self.store)
 
         written = await self._timed(
-            "PUT", lambda lane: put(keys[lane], buffers[lane]), requests, at_once, nbytes
+            "PUT", lambda lane: put(keys[lane], places[lane]), requests, at_once, nbytes
         )
         read = await self._timed(
-            "GET", lambda lane: self._get(keys[lane], buffers[lane]), requests, at_once, nbytes
+            "GET", lambda lane: self._get(keys[lane], places[lane]), requests, at_once, nbytes
         )
         await put(small_key, few)
         small = await self._timed(
-            "small GET", lambda _: self._get(small_key, few), small_requests, 1, len(few)
+            "small GET", lambda _: self._get(small_key, few), small_requests, 1, few.nbytes
         )
         return Speeds(nbytes, at_once, written, read, small)
 
-    async def _get(self, key: str, buffer: memoryview) -> None:
-        info = await self.store.get_into(key, buffer)
+    async def _get(self, key: str, place: Place) -> None:
+        info = await self.store.get_into(key, place)
         nbytes = None if info is None else info.nbytes
-        if nbytes != len(buffer):
+        if nbytes != place.nbytes:
             raise StoreError(
-                f"{key} was written with {len(buffer)} bytes, and {nbytes} bytes came back"
+                f"{key} was written with {place.nbytes} bytes, and {nbytes} bytes came back"
             )
 
     async def _timed(

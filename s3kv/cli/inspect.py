@@ -19,6 +19,7 @@ from s3kv.objects import keys
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import CodecError, Header, Mismatch, read_header
 from s3kv.objects.integrity import Integrity
+from s3kv.place import Place
 from s3kv.stores.store import ObjectStore
 
 MAX_OBJECT_BYTES = 2**30
@@ -112,7 +113,7 @@ async def look_at(
     if info.nbytes > MAX_OBJECT_BYTES:
         return Inspection(key, info.nbytes, None, "length")
     buffer = memoryview(bytearray(info.nbytes))
-    came = await store.get_into(key, buffer)
+    came = await store.get_into(key, Place.of(buffer))
     if came is None:
         return None
     if came.nbytes != info.nbytes:  # replaced between the two requests
@@ -141,7 +142,8 @@ def examine(config: Config, address: keys.ChunkAddress, key: str, buffer: memory
         return Inspection(key, nbytes, None, error.refusal)
     except ValueError:
         return Inspection(key, nbytes, None, "header")
-    refusal = expected.check(buffer, nbytes, address.key.block_hash)
+    place = Place.of(buffer, expected.header_bytes)
+    refusal = expected.check(place, nbytes, address.key.block_hash)
     return Inspection(key, nbytes, header, refusal)
 
 

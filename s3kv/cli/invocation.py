@@ -20,6 +20,7 @@ import click
 from s3kv.cli import show
 from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreDenied, StoreError
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import MAX_PUT_BYTES, open_store
 from s3kv.stores.store import BulkStore, ObjectStore
 
@@ -188,9 +189,9 @@ class OwnObjects:
     puts: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
 
     async def put(
-        self, store: ObjectStore, key: str, data: memoryview, *, if_absent: bool = False
+        self, store: ObjectStore, key: str, place: Place, *, if_absent: bool = False
     ) -> bool:
-        self.puts[key] = put = asyncio.ensure_future(store.put(key, data, if_absent=if_absent))
+        self.puts[key] = put = asyncio.ensure_future(store.put(key, place, if_absent=if_absent))
         put.add_done_callback(lambda put: put.cancelled() or put.exception())  # or asyncio logs it
         return await asyncio.shield(put)
 

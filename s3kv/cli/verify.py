@@ -26,6 +26,7 @@ from s3kv.objects.headers import Mismatch
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
 from s3kv.objects.manifest import leaves
+from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import BulkStore, ObjectInfo, ObjectStore
 from s3kv.upkeep import listing
@@ -181,7 +182,7 @@ class Verifier:
         if info.nbytes > MAX_OBJECT_BYTES:
             return "length"
         buffer = memoryview(bytearray(info.nbytes))
-        came = await listing.tried(lambda: self.store.get_into(info.key, buffer))
+        came = await listing.tried(lambda: self.store.get_into(info.key, Place.of(buffer)))
         if came is None or came.nbytes != info.nbytes:
             return "gone"
         return examine(self.config, address, info.key, buffer).refusal

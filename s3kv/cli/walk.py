@@ -13,7 +13,7 @@ from s3kv.cli.show import DAY_S, HOUR_S, Report
 from s3kv.errors import ConfigError, StoreDenied
 from s3kv.objects import keys
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
-from s3kv.stores.store import ObjectInfo, ObjectStore
+from s3kv.stores.store import ObjectInfo, ObjectStore, read_small
 from s3kv.upkeep.listing import chunks, tried
 
 MAX_NAMESPACES = 1000
@@ -97,11 +97,8 @@ async def resolve(store: ObjectStore, prefix: str, start: str) -> keys.Namespace
 async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceContent:
     """A namespace, which need not exist, with its manifest and nothing counted. Raises
     `StoreError`."""
-    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    info = await tried(lambda: store.get_into(namespace.manifest, buffer))
-    if info is None or info.nbytes > MAX_MANIFEST_BYTES:
-        return NamespaceContent(namespace)
-    text = bytes(buffer[: info.nbytes])
+    came = await tried(lambda: read_small(store, namespace.manifest, MAX_MANIFEST_BYTES))
+    text = b"" if came is None else came[1]
     if not hashlib.sha256(text).hexdigest().startswith(namespace.digest):
         return NamespaceContent(namespace)
     return NamespaceContent(namespace, leaves(text) or {})

@@ -27,6 +27,7 @@ from typing import Any
 from s3kv.objects.headers import FORMAT_VERSION, MAX_HEADER_BYTES, CodecError, Mismatch, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import MAX_HASH_BYTES
+from s3kv.place import Place
 from s3kv.types import TensorSpec
 
 ALIGN_BYTES = 4096
@@ -92,81 +93,49 @@ class ChunkFormat:
         """Length of the whole object, header and payload."""
         return self.header_bytes + self.payload_bytes
 
-    def seal(self, buffer: memoryview, block_hash: bytes) -> None:
-        """Write the header of a chunk whose payload is already in place behind it.
-
-        buffer: writable bytes, `object_bytes` or more; [header_bytes, object_bytes) is the
-        payload, and must not change any more. Raises `ValueError` if the buffer is too short, or
-        the hash is empty or too long.
+    def seal(self, place: Place, block_hash: bytes) -> None:
+        """Write the header of a chunk whose payload is already in place, and must not change any
+        more. Raises `ValueError` if the place is not one of this format, or the hash is empty or
+        too long.
         """
-        if len(buffer) < self.object_bytes:
-            raise ValueError(f"buffer of {len(buffer)} bytes for an object of {self.object_bytes}")
-        payload = buffer[self.header_bytes : self.object_bytes]
-        digests = self.digests(range(len(self.segments)), payload, block_hash)
-        buffer[: self.header_bytes] = self._header(block_hash, digests)
+        if not self._fills(place, self.object_bytes):
+            raise ValueError(f"a place of {place.nbytes} bytes for {self.object_bytes}")
+        numbers = range(len(self.segments) if self.integrity.digest_chars else 0)
+        digests = [self._digest(number, place, block_hash) for number in numbers]
+        place.header[:] = self._header(block_hash, digests)
 
-    def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Mismatch | None:
-        """Verify that the first `nbytes` of `buffer` are this format's object for `block_hash`.
+    def check(self, place: Place, nbytes: int, block_hash: bytes) -> Mismatch | None:
+        """Verify that the object of `nbytes` in `place` is this format's for `block_hash`.
 
-        nbytes: the object's length as the store reports it; it may exceed `buffer`. Returns None
-        if they are, or else the reason; the object is a miss then. Raises nothing because of the
+        nbytes: the object's length as the store reports it; it may exceed the place. Returns None
+        if it is, or else the reason; the object is a miss then. Raises nothing because of the
         object's content.
         """
-        if nbytes != self.object_bytes or len(buffer) < nbytes:
-            return "length"
-        header, payload = buffer[: self.header_bytes], buffer[self.header_bytes : nbytes]
-        return self.check_segments(header, range(len(self.segments)), payload, block_hash)
+        gathering = Gathering(self, place, block_hash)
+        gathering.arrived(0, nbytes)
+        return gathering.check(nbytes)
 
-    def check_segments(
-        self, header: memoryview, numbers: range, payload: memoryview, block_hash: bytes
-    ) -> Mismatch | None:
-        """Verify some segments of an object without the others, such as those of a part.
+    def _fills(self, place: Place, nbytes: int) -> bool:
+        """Whether an object of `nbytes` in `place` has this format's length. The place may have
+        room for a longer one."""
+        return (
+            nbytes == self.object_bytes
+            and len(place.header) == self.header_bytes
+            and len(place.payload) >= self.payload_bytes
+        )
 
-        header: the object's first `header_bytes`. numbers: consecutive segments. payload: their
-        bytes. Returns None if they are those of `block_hash`, or else the reason. The digests of
-        other segments are not looked at.
-        """
-        held = self.segments[numbers.start : numbers.stop]
-        if len(header) != self.header_bytes or len(payload) != sum(map(len, held)):
-            return "length"
-        listed = self._listed(header, block_hash)
-        if listed:
-            listed[numbers.start : numbers.stop] = self.digests(numbers, payload, block_hash)
-        return self.compare(header, block_hash, listed)
+    def _digest(self, number: int, place: Place, block_hash: bytes) -> bytes:
+        segment = self.segments[number]
+        data = place.payload[segment.start : segment.stop]
+        return self.integrity.digest(self._header(block_hash, []), number, data).encode()
 
-    def compare(
-        self, header: memoryview, block_hash: bytes, digests: Sequence[bytes]
-    ) -> Mismatch | None:
-        """Compare a header with that of an object whose segments have these digests. Returns None
-        if they are equal, or else the reason."""
-        expected = self._header(block_hash, digests)
-        # In constant time: in a keyed mode, timing would help a forger.
-        if hmac.compare_digest(bytes(header), expected):
-            return None
-        return self._reason(header, block_hash, expected)
-
-    def digests(self, numbers: range, payload: memoryview, block_hash: bytes) -> list[bytes]:
-        """The digests of consecutive segments, whose bytes are `payload`. None for mode "none"."""
-        if not self.integrity.digest_chars:
-            return []
-        header = self._header(block_hash, [])
-        first = self.segments[numbers.start].start if numbers else 0
-        return [
-            self.integrity.digest(
-                header,
-                number,
-                payload[self.segments[number].start - first : self.segments[number].stop - first],
-            ).encode()
-            for number in numbers
-        ]
-
-    def _listed(self, header: memoryview, block_hash: bytes) -> list[bytes]:
+    def _listed(self, header: bytes, block_hash: bytes) -> list[bytes]:
         """The unchecked bytes at the place of the digests in a header of this format."""
         chars = self.integrity.digest_chars
         before, between, _ = self._texts
         begin = len(before) + 2 * len(block_hash) + len(between)
         places = (begin + number * (chars + 1) for number in range(len(self.segments)))
-        return [bytes(header[at : at + chars]) for at in places] if chars else []
+        return [header[at : at + chars] for at in places] if chars else []
 
     def _header(self, block_hash: bytes, digests: Sequence[bytes]) -> bytes:
         if not 1 <= len(block_hash) <= MAX_HASH_BYTES:
@@ -175,12 +144,12 @@ class ChunkFormat:
         text = b"".join((before, block_hash.hex().encode(), between, _joined(digests), after))
         return text.ljust(self.header_bytes)
 
-    def _reason(self, header: memoryview, block_hash: bytes, expected: bytes) -> Mismatch:
+    def _reason(self, header: bytes, block_hash: bytes, expected: bytes) -> Mismatch:
         try:
-            said = read_header(header, object_bytes=self.object_bytes)
+            said = read_header(memoryview(header), object_bytes=self.object_bytes)
         except CodecError as error:
             return error.refusal
-        meant = self._listed(memoryview(expected), block_hash)
+        meant = self._listed(expected, block_hash)
         differences: tuple[tuple[Mismatch, bool], ...] = (
             ("namespace", said.namespace_digest != self.namespace_digest),
             ("coverage", said.coverage != self.coverage),
@@ -198,35 +167,44 @@ class Gathering:
     """Check of an object whose bytes arrive in any order. The digest of a segment is computed when
     the segment is whole, while others are still arriving.
 
-    buffer: where the object arrives; as long as the object.
+    place: where the object arrives.
     """
 
-    def __init__(self, chunk: ChunkFormat, buffer: memoryview, block_hash: bytes) -> None:
-        self._chunk, self._buffer, self._block_hash = chunk, buffer, block_hash
+    def __init__(self, chunk: ChunkFormat, place: Place, block_hash: bytes) -> None:
+        self._chunk, self._place, self._block_hash = chunk, place, block_hash
         self._missing = [len(segment) for segment in chunk.segments]
-        self._digests: dict[int, list[bytes]] = {}
+        self._digests: dict[int, bytes] = {}
 
-    def arrived(self, bounds: range) -> None:
-        """Note that these bytes of the object are in the buffer. None may arrive twice."""
-        header_bytes = self._chunk.header_bytes
-        begin, end = bounds.start - header_bytes, bounds.stop - header_bytes
+    def arrived(self, begin: int, end: int) -> None:
+        """Note that the object's bytes from number `begin` to before `end` are in the place. None
+        may arrive twice."""
+        seam = self._chunk.header_bytes
         for number, segment in enumerate(self._chunk.segments):
-            came = min(end, segment.stop) - max(begin, segment.start)
+            came = min(end - seam, segment.stop) - max(begin - seam, segment.start)
             if came > 0:
                 self._missing[number] -= came
                 if not self._missing[number]:
-                    payload = self._buffer[header_bytes:][segment.start : segment.stop]
-                    self._digests[number] = self._chunk.digests(
-                        range(number, number + 1), payload, self._block_hash
-                    )
+                    digest = self._chunk._digest(number, self._place, self._block_hash)
+                    self._digests[number] = digest
 
     def check(self, nbytes: int) -> Mismatch | None:
         """Verify the object like `ChunkFormat.check`, when all of it has arrived."""
-        if nbytes != self._chunk.object_bytes or any(self._missing):
+        if any(self._missing) or not self._chunk._fills(self._place, nbytes):
             return "length"
-        header = self._buffer[: self._chunk.header_bytes]
-        digests = [digest for _, held in sorted(self._digests.items()) for digest in held]
-        return self._chunk.compare(header, self._block_hash, digests)
+        return self.check_arrived()
+
+    def check_arrived(self) -> Mismatch | None:
+        """Verify the header and the segments that have arrived, such as those of a part. Returns
+        None if they are those of the block hash, or else the reason. Nothing is known then of the
+        other segments: their digests are taken from the header."""
+        header = bytes(self._place.header)
+        listed = enumerate(self._chunk._listed(header, self._block_hash))
+        digests = [self._digests.get(number, digest) for number, digest in listed]
+        expected = self._chunk._header(self._block_hash, digests)
+        # In constant time: in a keyed mode, timing would help a forger.
+        if hmac.compare_digest(header, expected):
+            return None
+        return self._chunk._reason(header, self._block_hash, expected)
 
 
 _HOLE = b"?"

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import Mismatch
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import WHOLE
+from s3kv.place import Place
 from s3kv.types import ItemShape, TensorSpec, item_bytes
 
 TENSOR = "encoder_output"
@@ -37,25 +39,25 @@ class ItemFormat:
     dtype: str
     shape: ItemShape
     integrity: Integrity = XXH3
+    header_bytes: ClassVar = HEADER_BYTES
 
     @property
     def object_bytes(self) -> int:
         """Length of the object; for a fetch, of the room for it."""
         return self.shape.nbytes
 
-    def seal(self, buffer: memoryview, block_hash: bytes) -> None:
-        """Write the header like `ChunkFormat.seal`; the payload begins at `HEADER_BYTES`. Raises
-        `ValueError`, too, if `shape` is not a whole number of rows of equal width.
-        """
+    def seal(self, place: Place, block_hash: bytes) -> None:
+        """Write the header like `ChunkFormat.seal`. Raises `ValueError`, too, if `shape` is not a
+        whole number of rows of equal width."""
         exact = self._exact(self.shape.nbytes)
         if exact is None:
             raise ValueError(f"{self.shape} of {self.dtype}: not the length of such an item")
-        exact.seal(buffer, block_hash)
+        exact.seal(place, block_hash)
 
-    def check(self, buffer: memoryview, nbytes: int, block_hash: bytes) -> Mismatch | None:
-        """Verify like `ChunkFormat.check`: None if the first `nbytes` of `buffer` are the item."""
+    def check(self, place: Place, nbytes: int, block_hash: bytes) -> Mismatch | None:
+        """Verify the item of `nbytes` in `place` like `ChunkFormat.check`."""
         exact = self._exact(nbytes) if nbytes <= self.shape.nbytes else None
-        return "length" if exact is None else exact.check(buffer, nbytes, block_hash)
+        return "length" if exact is None else exact.check(place, nbytes, block_hash)
 
     def _exact(self, nbytes: int) -> ChunkFormat | None:
         width = width_of(self.dtype, self.shape.rows, nbytes)

@@ -15,6 +15,7 @@ from math import prod
 
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.shards import Shard
+from s3kv.place import Place
 from s3kv.types import TensorSpec, item_bytes
 
 _DIMENSIONS = "HNC"
@@ -107,8 +108,8 @@ def _with_heads(layer: TensorSpec, heads: int, order: str) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`nbytes` bytes of a block, at `begin` in the rank's own object, and at `source` in the
-    other's."""
+    """`nbytes` bytes of a block, at `begin` in the payload of the rank's own object, and at
+    `source` in the other's."""
 
     begin: int
     source: int
@@ -135,7 +136,7 @@ class Rearrangement:
         self, own: ChunkFormat, wanted: Shard, other: ChunkFormat, shard: Shard, order: str
     ) -> None:
         self.format = other
-        begin, source = own.header_bytes, other.header_bytes
+        begin = source = 0
         self._parts: list[_PartRuns] = []
         for part, theirs in zip(own.tensors, other.tensors, strict=True):
             runs = _joined(_runs(part.layers, wanted.heads, theirs.layers, shard.heads, order))
@@ -149,20 +150,21 @@ class Rearrangement:
 
     @property
     def spans(self) -> Iterator[range]:
-        """The bytes of the rank's own object that `apply` writes."""
+        """The bytes of the rank's own payload that `apply` writes."""
         for part in self._parts:
             for block, run in product(range(part.blocks), part.runs):
                 begin = block * part.block_bytes + run.begin
                 yield range(begin, begin + run.nbytes)
 
-    def apply(self, source: memoryview, target: memoryview) -> None:
-        """Copy the rank's bytes of the object `source` to their places in its own."""
+    def apply(self, source: Place, target: Place) -> None:
+        """Copy the rank's bytes of the object in `source` to where they belong in its own."""
+        theirs, own = source.payload, target.payload
         for part in self._parts:
             for block in range(part.blocks):
                 to, of = block * part.block_bytes, block * part.source_bytes
                 for run in part.runs:
                     begin, other = to + run.begin, of + run.source
-                    target[begin : begin + run.nbytes] = source[other : other + run.nbytes]
+                    own[begin : begin + run.nbytes] = theirs[other : other + run.nbytes]
 
 
 def rearrangements(
@@ -176,12 +178,12 @@ def rearrangements(
         if other is None:
             return None
         found.append(Rearrangement(own, wanted, other, shard, pages.order))
-    at = own.header_bytes
+    at = 0
     for begin, end in sorted((s.start, s.stop) for it in found for s in it.spans):
         if begin != at:
             return None
         at = end
-    return found if at == own.object_bytes else None
+    return found if at == own.payload_bytes else None
 
 
 def _runs(

@@ -17,11 +17,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from s3kv.place import Place
 from s3kv.stores.traffic import Traffic
 
 Claim = Callable[[], bool]
-"""Claim of a read to its buffer, called once when the object is about to arrive, before the first
-byte is written. False: another read has the buffer, so this one must not write, and its result or
+"""Claim of a read to its place, called once when the object is about to arrive, before the first
+byte is written. False: another read has the place, so this one must not write, and its result or
 error is meaningless."""
 
 
@@ -57,35 +58,35 @@ class ObjectStore(Protocol):
         ...
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        """Read the whole object into the front of `buffer`, if `claim` allows it.
+        """Read the whole object into the front of `place`, if `claim` allows it.
 
         Returns the object's metadata, or None if there is no such object. If the object is longer
-        than `buffer`, the metadata has its true length, and the content of `buffer` is undefined.
+        than `place`, the metadata has its true length, and the content of `place` is undefined.
         Raises `StoreUnavailable` if the body ends before its announced length.
 
-        The caller owns `buffer`. Nothing writes to it after the coroutine has ended (returned,
-        raised or been cancelled), so that the caller can reuse it.
+        Nothing writes to `place` after the coroutine has ended (returned, raised or been
+        cancelled), so that the caller can reuse it.
         """
         ...
 
     async def get_range(
-        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+        self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        """Read the bytes of the object from number `first` on that fill `buffer`, as `get_into`
+        """Read the bytes of the object from number `first` on that fill `place`, as `get_into`
         does.
 
         Returns the metadata of the whole object. Ranges belong together if their ETags are equal.
-        Raises `StoreUnranged`, with the content of `buffer` undefined, if the object ends before
+        Raises `StoreUnranged`, with the content of `place` undefined, if the object ends before
         the range does, or the store serves no ranges.
         """
         ...
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
-        """Write the object. Returns False if `if_absent` and the object was already there.
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+        """Write the object in `place`. Returns False if `if_absent` and it was already there.
 
-        The caller leaves `data` unchanged until the coroutine has ended. After an error the object
+        The caller leaves `place` unchanged until the coroutine has ended. After an error the object
         may or may not have been written, but never in part.
         """
         ...
@@ -138,6 +139,18 @@ class ObjectStore(Protocol):
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         ...
+
+
+async def read_small(
+    store: ObjectStore, key: str, most_bytes: int
+) -> tuple[ObjectInfo, bytes] | None:
+    """Read an object into memory of its own. Returns its metadata and its content, which is empty
+    if it has more than `most_bytes`; None if there is no such object."""
+    place = Place.of(bytearray(most_bytes))
+    info = await store.get_into(key, place)
+    if info is None:
+        return None
+    return info, bytes(place.payload[: info.nbytes]) if info.nbytes <= most_bytes else b""
 
 
 MAX_BATCH = 1000

@@ -26,7 +26,8 @@ import msgspec
 
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects import keys
-from s3kv.stores.store import BulkStore, ObjectInfo
+from s3kv.place import Place
+from s3kv.stores.store import BulkStore, ObjectInfo, read_small
 from s3kv.upkeep.sweep import Sweep
 
 _log = logging.getLogger("s3kv.io")
@@ -148,8 +149,8 @@ class Cleaner:
                 return False
             info = None
         ours = Lease(self.holder, self._refresh_after_s)
-        data = memoryview(msgspec.json.encode(ours))
-        written = await self.store.put(self._key, data, if_absent=info is None)
+        place = Place.of(msgspec.json.encode(ours))
+        written = await self.store.put(self._key, place, if_absent=info is None)
         if info is None:
             if not written:
                 return False
@@ -165,14 +166,13 @@ class Cleaner:
 
     async def _read(self) -> tuple[ObjectInfo | None, Lease | None]:
         """The lease's object, if there is one, and its content, if it can be read."""
-        buffer = bytearray(_MAX_LEASE_BYTES)
-        info = await self.store.get_into(self._key, memoryview(buffer))
-        if info is None or info.nbytes > _MAX_LEASE_BYTES:
-            return info, None
+        came = await read_small(self.store, self._key, _MAX_LEASE_BYTES)
+        if came is None:
+            return None, None
         try:
-            return info, msgspec.json.decode(bytes(buffer[: info.nbytes]), type=Lease)
+            return came[0], msgspec.json.decode(came[1], type=Lease)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return info, None
+            return came[0], None
 
     def _tell(self, lease: Lease | None) -> None:
         after_s = None if lease is None else lease.refresh_after_s

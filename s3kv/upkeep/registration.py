@@ -17,7 +17,8 @@ from typing import NamedTuple
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.objects.keys import Namespace, all_namespaces
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, explain, leaves
-from s3kv.stores.store import ObjectStore
+from s3kv.place import Place
+from s3kv.stores.store import ObjectStore, read_small
 
 _MAX_SIBLINGS = 32
 """Most siblings read: one small object each, once in the life of a namespace."""
@@ -49,7 +50,7 @@ async def introduce(store: ObjectStore, registration: Registration) -> str:
     said = await _introduce(store, registration.namespace, registration.manifest)
     with contextlib.suppress(StoreError):
         for key in registration.keys[1:]:
-            await store.put(key, memoryview(b""), if_absent=True)
+            await store.put(key, Place.of(b""), if_absent=True)
     return said
 
 
@@ -64,7 +65,7 @@ async def _introduce(store: ObjectStore, namespace: Namespace, manifest: bytes) 
         )
     note = ""
     try:
-        await store.put(namespace.manifest, memoryview(manifest), if_absent=True)
+        await store.put(namespace.manifest, Place.of(manifest), if_absent=True)
     except StoreDenied:
         note = " (it has no manifest: writing one was denied)"
     return f"namespace {namespace.root} is new{note}; {await _compare(store, namespace, manifest)}"
@@ -103,8 +104,5 @@ async def _read_sibling(store: ObjectStore, prefix: str, name: str) -> bytes | N
 
 
 async def _read(store: ObjectStore, key: str) -> bytes | None:
-    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    info = await store.get_into(key, buffer)
-    if info is None:
-        return None
-    return bytes(buffer[: info.nbytes]) if info.nbytes <= MAX_MANIFEST_BYTES else b""
+    came = await read_small(store, key, MAX_MANIFEST_BYTES)
+    return came and came[1]

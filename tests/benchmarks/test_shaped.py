@@ -17,6 +17,7 @@ from benchmarks.shaped import BUCKET, NAME, Link, Shape, shaped
 from lab.certificates import self_signed
 from s3kv.config import Config
 from s3kv.errors import StoreThrottled, StoreUnranged
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from tests import servers
 from tests.unit.stores.suite import pattern
@@ -44,18 +45,18 @@ async def test_it_answers_as_s3_does(tmp_path: Path, tls: bool) -> None:
             )
         )
         await store.check()
-        assert await store.get_into("k", buffer) is None
-        assert await store.put("k", data, if_absent=False)
-        whole = await store.get_into("k", buffer)
+        assert await store.get_into("k", Place.of(buffer)) is None
+        assert await store.put("k", Place.of(data), if_absent=False)
+        whole = await store.get_into("k", Place.of(buffer))
         assert whole == await store.head("k")
         assert buffer == data
-        assert await store.get_range("k", 7, buffer[:500_000]) == whole
+        assert await store.get_range("k", 7, Place.of(buffer[:500_000])) == whole
         assert buffer[:500_000] == data[7:500_007]
         for first in (len(data) - 1, len(data)):
             with pytest.raises(StoreUnranged):
-                await store.get_range("k", first, buffer[:2])
-        assert not await store.put("k", data, if_absent=True)
-        assert await store.put("dir/k 2", data[:9], if_absent=True)
+                await store.get_range("k", first, Place.of(buffer[:2]))
+        assert not await store.put("k", Place.of(data), if_absent=True)
+        assert await store.put("dir/k 2", Place.of(data[:9]), if_absent=True)
         listed = [info async for info in store.list("")]
         assert [(info.key, info.nbytes) for info in listed] == [("dir/k 2", 9), ("k", len(data))]
         assert await store.refresh("k", listed[1].modified_s)

@@ -32,6 +32,7 @@ from s3kv.io import wire
 from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.place import Place
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
 from tests.unit.device.caches import Shape, build
@@ -156,14 +157,16 @@ async def test_all_at_once_find_their_own_bytes_and_no_others(
         for rank, other in zip(ranks, ranks[1:] + ranks[:1], strict=True):
             for block_hash in HASHES:
                 data = memoryview(bytearray(SLOT_BYTES))
-                info = await store.get_into(rank.key(block_hash), data)
+                info = await store.get_into(rank.key(block_hash), Place.of(data))
                 moved = data[: info.nbytes]
-                await store.put("moved/" + other.key(block_hash), moved, if_absent=False)
+                await store.put("moved/" + other.key(block_hash), Place.of(moved), if_absent=False)
         for rank in ranks:
             for block_hash in HASHES:
                 data = memoryview(bytearray(SLOT_BYTES))
-                info = await store.get_into("moved/" + rank.key(block_hash), data)
-                await store.put(rank.key(block_hash), data[: info.nbytes], if_absent=False)
+                info = await store.get_into("moved/" + rank.key(block_hash), Place.of(data))
+                await store.put(
+                    rank.key(block_hash), Place.of(data[: info.nbytes]), if_absent=False
+                )
         ended = await asyncio.gather(*(move(r, w, wire.Fetch) for r, w in pairs))
         assert {end.outcome for ends in ended for end in ends} == {Outcome.CORRUPT}
         reasons = {end.reason for ends in ended for end in ends}

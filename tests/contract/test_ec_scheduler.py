@@ -16,6 +16,7 @@ from s3kv.connectors.ec_translate import (
 from s3kv.host.slab import Slab
 from s3kv.messages import ItemReport, JobEnd, JobKind
 from s3kv.objects.item_format import ItemFormat, object_bytes
+from s3kv.place import Place
 from s3kv.types import ItemShape, Outcome
 from tests.contract.test_ec_translate import HASH, feature, request, vllm_config
 from tests.unit.planning.ec_desk import WIDTH
@@ -147,7 +148,8 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     (order,) = side.planner.take_fetches()
     nbytes = object_bytes("BF16", 100, WIDTH)
     layout = ItemFormat("0" * 32, "BF16", ItemShape(100, nbytes))
-    layout.seal(slab.view[order.offset : order.offset + nbytes], order.key.block_hash)
+    slot = slab.view[order.offset : order.offset + nbytes]
+    layout.seal(Place.of(slot, layout.header_bytes), order.key.block_hash)
     arrived = JobEnd(order.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1, fresh_s=0.0)
     side.planner.on_end(arrived, time.monotonic())
     assert not side.planner.ledger.uses

@@ -26,6 +26,7 @@ from s3kv.device.layout import PageLayout
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.rearranging import Pages, rearrangements
 from s3kv.objects.shards import Shard, covers
+from s3kv.place import Place
 from tests.contract.configurations import BLOCK_TOKENS, FULL, LATENT, WINDOW, configured, groups
 
 CHUNK_BLOCKS = 2
@@ -150,10 +151,11 @@ def test_ranks_read_of_others_what_vllm_says_they_hold(
         (cover,) = covers(reader.shard, stored)
         found = rearrangements(reader.form, reader.shard, cover, Pages(order))
         assert found is not None
-        made = bytearray(reader.form.object_bytes)
+        made = Place.of(bytearray(reader.form.object_bytes), reader.form.header_bytes)
         for part, shard in zip(found, cover, strict=True):
             assert part.format == stored[shard].form
-            part.apply(memoryview(stored[shard].object(pages)), memoryview(made))
+            source = Place.of(stored[shard].object(pages), part.format.header_bytes)
+            part.apply(source, made)
         assert bytes(made) == reader.object(pages)
 
 

@@ -17,6 +17,7 @@ from s3kv.cli.doctor.findings import Finding, Status, is_permission, remedy_for
 from s3kv.cli.invocation import VERSIONS_LEFT, OwnObjects
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError
+from s3kv.place import Place
 from s3kv.stores.s3.address import find_address, zone_of
 from s3kv.stores.s3.answers import arn_of
 from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
@@ -201,7 +202,7 @@ class BucketExamination:
 
     async def _get(self, *, written: bool) -> Finding:
         buffer = bytearray(len(_CONTENT))
-        info = await self._store.get_into(self.key, memoryview(buffer))
+        info = await self._store.get_into(self.key, Place.of(buffer))
         if not written:
             return Finding("get", "ok", "a missing object is reported as missing")
         nbytes = 0 if info is None else info.nbytes
@@ -238,11 +239,11 @@ class BucketExamination:
         self._note("clock", "warning", told, "synchronise the clock (chrony, systemd-timesyncd)")
 
     async def _latency(self) -> Finding:
-        buffer = memoryview(bytearray(len(_CONTENT)))
+        place = Place.of(bytearray(len(_CONTENT)))
         took_ms: list[float] = []
         for _ in range(LATENCY_ROUNDS):
             begin_s = self.clock_s()
-            await self._store.get_into(self.key, buffer)
+            await self._store.get_into(self.key, place)
             took_ms.append((self.clock_s() - begin_s) * 1e3)
         told = (
             f"a small GET takes {median(took_ms):.1f} ms (median of {len(took_ms)}, one after "
@@ -293,7 +294,7 @@ class BucketExamination:
         return False
 
     async def _bandwidth(self) -> Finding:
-        key, content = f"{self.key}-large", memoryview(bytearray(self.bandwidth_bytes))
+        key, content = f"{self.key}-large", Place.of(bytearray(self.bandwidth_bytes))
         try:
             begin_s = self.clock_s()
             await self._own.put(self._store, key, content)
@@ -325,7 +326,7 @@ class BucketExamination:
         return self._findings[check].status == "ok"
 
     async def _write(self, store: BulkStore) -> bool:
-        return await self._own.put(store, self.key, memoryview(_CONTENT), if_absent=True)
+        return await self._own.put(store, self.key, Place.of(_CONTENT), if_absent=True)
 
     async def _mended(
         self,

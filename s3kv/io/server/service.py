@@ -29,6 +29,7 @@ from s3kv.io.sources.chain import chain_of
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.store import BulkStore
 from s3kv.types import ChunkKey, Outcome
 from s3kv.upkeep.housekeeping import Housekeeping
@@ -159,10 +160,11 @@ class Service:
     def _job(self, message: wire.Transfer, key: str) -> TransferJob:
         """The job that a message requests. Raises `TypeError` or `ValueError` if it is invalid."""
         layout = self._formats.of(message)
-        buffer = self._slab.view[message.offset : message.offset + layout.object_bytes]
+        slot = self._slab.view[message.offset : message.offset + layout.object_bytes]
+        place = Place.of(slot, layout.header_bytes)
         due_s = self._due_s(message)
         return TransferJob(
-            message.job_id, message.kind, key, message.block_hash, layout, buffer, due_s
+            message.job_id, message.kind, key, message.block_hash, layout, place, due_s
         )
 
     def _due_s(self, message: wire.Transfer) -> float:

@@ -95,16 +95,16 @@ class BucketSource:
         return await self._look_again(job, said, reason)
 
     async def whole(self, job: TransferJob) -> Reading:
-        """Read the object of a job by one GET into its buffer, and verify it."""
-        info = await self._get(partial(self._store.get_into, job.key, job.buffer), job)
+        """Read the object of a job by one GET into its place, and verify it."""
+        info = await self._get(partial(self._store.get_into, job.key, job.place), job)
         if info is None:
             return None, None
-        return info, job.format.check(job.buffer, info.nbytes, job.block_hash)
+        return info, job.format.check(job.place, info.nbytes, job.block_hash)
 
     async def part(self, job: TransferJob, bounds: range) -> ObjectInfo | None:
-        """Read a range of the object of a job into its place, as `ObjectStore.get_range` does."""
-        buffer = job.buffer[bounds.start : bounds.stop]
-        return await self._get(partial(self._store.get_range, job.key, bounds.start, buffer), job)
+        """Read a range of the object of a job, as `ObjectStore.get_range` does."""
+        place = job.place.cut(bounds.start, bounds.stop)
+        return await self._get(partial(self._store.get_range, job.key, bounds.start, place), job)
 
     async def _get(
         self, get: Callable[[Claim], Awaitable[ObjectInfo | None]], job: TransferJob
@@ -144,9 +144,9 @@ class BucketSource:
         return job.end(Outcome.CORRUPT, f"{said}; {what}", reason=reason)
 
     async def upload(self, job: TransferJob) -> JobEnd:
-        """Seal the object in a job's buffer and write it, if there is none. Raises `StoreError`."""
-        job.format.seal(job.buffer, job.block_hash)
-        write = partial(self._store.put, job.key, job.buffer, if_absent=True)
+        """Seal the object in a job's place and write it, if there is none. Raises `StoreError`."""
+        job.format.seal(job.place, job.block_hash)
+        write = partial(self._store.put, job.key, job.place, if_absent=True)
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
             self._quarantine.exists(job.key)

@@ -43,12 +43,12 @@ class Source(Protocol):
         ...
 
     async def fetch(self, job: TransferJob) -> JobEnd | None:
-        """Fetch the object of a job into its buffer, and verify it. None if the source has nowhere
+        """Fetch the object of a job into its place, and verify it. None if the source has nowhere
         to look for such an object.
 
         The outcome is OK for a hit, MISSING for an absent object (with a `reason` for one in
         quarantine), CORRUPT for a bad one. Raises `StoreError` if the source fails. After it has
-        ended (returned, raised or been cancelled), nothing writes to `job.buffer`.
+        ended (returned, raised or been cancelled), nothing writes to `job.place`.
         """
         ...
 
@@ -76,7 +76,7 @@ class Chain:
 
     async def run(self, job: TransferJob) -> JobEnd:
         """Move one object, in a task of its own. After it has returned, raised or been cancelled,
-        nothing reads or writes `job.buffer`."""
+        nothing reads or writes `job.place`."""
         if job.kind is JobKind.FETCH:
             return await self._fetch(job)
         fresh_s = await self._found_fresh_s(job.key)

@@ -121,10 +121,10 @@ async def hedged(
     """Run `request`, and a second one if the object has not begun to arrive when `late` is done
     and `may_hedge` allows it. Returns the outcome and whether the second request produced it.
 
-    Both requests share one buffer. The first to receive the head of its answer claims it before any
+    Both requests share one place. The first to receive the head of its answer claims it before any
     byte of the body is written; the other is cancelled then, so that it takes no more of the
     network. One request's error counts only if the other can no longer succeed.
-    Both have ended when this returns, raises or is cancelled, so nothing writes to the buffer then.
+    Both have ended when this returns, raises or is cancelled, so nothing writes to the place then.
     """
     loop = asyncio.get_running_loop()
     claimed: asyncio.Future[int] = loop.create_future()
@@ -163,7 +163,7 @@ async def _winner_of(
     requests: list[asyncio.Task[T]], claimed: asyncio.Future[int]
 ) -> asyncio.Task[T]:
     """Wait for the request that decides the outcome, and return it: the one that claimed the
-    buffer, else the first that succeeded without it, else the last one sent."""
+    place, else the first that succeeded without it, else the last one sent."""
     while not claimed.done():
         running = [task for task in requests if not task.done()]
         for task in requests:

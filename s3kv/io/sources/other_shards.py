@@ -31,6 +31,7 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
 from s3kv.objects.rearranging import Pages, Rearrangement, rearrangements
 from s3kv.objects.shards import Shard, covers
+from s3kv.place import Place
 from s3kv.stores.store import ObjectStore
 from s3kv.types import ChunkKey, Outcome
 
@@ -75,7 +76,7 @@ class OtherShards:
         self._looking = asyncio.Lock()
 
     async def fetch(self, job: TransferJob) -> JobEnd | None:
-        """Fetch for `Source.fetch`. The job's buffer is written only once all of it is there."""
+        """Fetch for `Source.fetch`. The job's place is written only once all of it is there."""
         if self._pages is None or self._shard is None:  # it shares with ranks of no other size
             return None
         await self._look()
@@ -127,27 +128,29 @@ class OtherShards:
         lengths = [part.format.object_bytes for part in cover]
         nbytes = 0
         async with self._staging.lease(lengths) as buffers:
+            pairs = zip(cover, buffers, strict=True)
+            places = [Place.of(buffer, part.format.header_bytes) for part, buffer in pairs]
             with self._borrow(len(cover) - 1) as (count, _):
-                places = asyncio.Semaphore(1 + count)
+                requests = asyncio.Semaphore(1 + count)
 
-                async def read(part: Rearrangement, buffer: memoryview) -> JobEnd | None:
+                async def read(part: Rearrangement, place: Place) -> JobEnd | None:
                     nonlocal nbytes
                     name = self._namespace.chunk(key, part.format.shard)
-                    async with places:
+                    async with requests:
                         end = await self._fetch(
-                            replace(job, key=name, format=part.format, buffer=buffer)
+                            replace(job, key=name, format=part.format, place=place)
                         )
                     nbytes += end.nbytes
                     if end.outcome is Outcome.CORRUPT:
                         _log.warning("a shard of another shape is not used: %s", end.detail)
                     return end if end.outcome is Outcome.OK else None
 
-                ends = await all_of(read(*pair) for pair in zip(cover, buffers, strict=True))
+                ends = await all_of(read(*pair) for pair in zip(cover, places, strict=True))
             if ends is None:
                 return job.end(
                     Outcome.MISSING, f"{job.key} is not in shards of other shapes either"
                 )
-            for part, buffer in zip(cover, buffers, strict=True):
-                part.apply(buffer, job.buffer)
-            own.seal(job.buffer, job.block_hash)
+            for part, place in zip(cover, places, strict=True):
+                part.apply(place, job.place)
+            own.seal(job.place, job.block_hash)
             return job.end(Outcome.OK, nbytes=nbytes)

@@ -1,4 +1,4 @@
-"""Ranged reads: large objects by several GETs at once, each of a range, into one buffer.
+"""Ranged reads: large objects by several GETs at once, each of a range, into one place.
 
 One connection to S3 carries about 90 MB/s, however fast the network is. All ranges are requested at
 once, because waiting for the first answer would take a second first byte. No ETag is known then, so
@@ -76,13 +76,13 @@ class RangedReads:
         with self._borrow(job.nbytes // self._range_bytes - 1) as (count, give_back):
             if not count:
                 return None
-            gathering = Gathering(chunk, job.buffer, job.block_hash)
+            gathering = Gathering(chunk, job.place, job.block_hash)
 
             async def read(bounds: range) -> ObjectInfo | None:
                 info = await self._requests.part(job, bounds)
                 give_back()
-                if info is not None and info.nbytes == job.nbytes:
-                    gathering.arrived(bounds)
+                if info is not None:
+                    gathering.arrived(bounds.start, bounds.stop)
                 return info
 
             infos = await all_of(read(bounds) for bounds in cut(job.nbytes, 1 + count))

@@ -12,6 +12,7 @@ from s3kv.errors import StoreDenied, StoreError, StoreRefused
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.item_format import ItemFormat
+from s3kv.place import Place
 from s3kv.types import Outcome
 
 Borrowed = tuple[int, Callable[[], None]]
@@ -22,14 +23,14 @@ Borrow = Callable[[int], AbstractContextManager[Borrowed]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferJob:
-    """A job: one object to move. buffer: its part of the slab, `format.object_bytes` long."""
+    """A job: one object to move. place: `format.object_bytes` of memory, header and payload."""
 
     job_id: int
     kind: JobKind
     key: str
     block_hash: bytes
     format: ChunkFormat | ItemFormat
-    buffer: memoryview
+    place: Place
     due_s: float = math.inf
     """Deadline for the start of further attempts, on the loop's clock."""
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
+from s3kv.place import Place
 from s3kv.stores.http.exchange import BadAnswer, Exchange, Request, Response
 from s3kv.stores.http.watch import Patience, Watch
-from s3kv.stores.store import Claim
 
 SCRATCH_BYTES = 16 * 2**10
 """Size of the buffer that receives heads. Body bytes that arrive with a head are copied from it."""
@@ -64,8 +64,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        place = self._exchange.place() if self._exchange is not None else None
-        return self._scratch if place is None else place
+        buffer = self._exchange.buffer() if self._exchange is not None else None
+        return self._scratch if buffer is None else buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         exchange = self._exchange
@@ -76,7 +76,7 @@ class Connection(asyncio.BufferedProtocol):
             self._watch.moved(nbytes)
         if exchange is None:
             self.abort()  # Nobody asked: the peer and we no longer agree on where answers end.
-        elif exchange.place() is None:
+        elif exchange.buffer() is None:
             self._step(lambda: exchange.arrived_elsewhere(self._scratch[:nbytes]))
         else:
             self._step(lambda: exchange.arrived(nbytes))
@@ -112,17 +112,15 @@ class Connection(asyncio.BufferedProtocol):
         self._rested = True
         self.idle_since_s = self._loop.time()
 
-    async def run(
-        self, request: Request, head: bytes, into: memoryview | None, claim: Claim | None
-    ) -> Response:
+    async def run(self, request: Request, head: bytes) -> Response:
         """Send the request and return its answer. The connection is idle or ended afterwards.
 
-        Raises `Lost`, `Stalled` or `BadAnswer`. However it ends, nothing writes to `into` or reads
-        the request's body afterwards.
+        Raises `Lost`, `Stalled` or `BadAnswer`. However it ends, nothing writes to the request's
+        `into` or reads its `body` afterwards.
         """
         if not self.is_open:
             raise Stale("the peer closed the connection")
-        exchange = self._exchange = Exchange(request.method, into, claim, request.wanted)
+        exchange = self._exchange = Exchange(request)
         answer: asyncio.Future[Response] = self._loop.create_future()
         self._answer = answer
         self._watch.wait(self._patience.progress_ms)
@@ -187,11 +185,10 @@ class Connection(asyncio.BufferedProtocol):
             self._answer.set_exception(error)
         self._writable.set()
 
-    async def _send(self, head: bytes, body: memoryview, answer: asyncio.Future[Response]) -> bool:
+    async def _send(self, head: bytes, body: Place, answer: asyncio.Future[Response]) -> bool:
         """Write the request. False if its answer came, or the connection ended, before all was
         sent."""
-        pieces = (body[at : at + PIECE_BYTES] for at in range(0, len(body), PIECE_BYTES))
-        for piece in (memoryview(head), *pieces):
+        for piece in (memoryview(head), *body.pieces(PIECE_BYTES)):
             if self._transport is None or answer.done():
                 return False
             self._transport.write(piece)

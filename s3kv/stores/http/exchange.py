@@ -7,15 +7,18 @@ I/O, no asyncio, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import h11
 
+from s3kv.place import Place
+from s3kv.stores.store import Claim
+
 TEXT_LIMIT_BYTES = 8 * 2**20
 """Longest body kept without a caller's buffer, as of errors and listings. A page of 1,000 keys of
 1,024 escaped bytes has about 3.5 MB; no error comes near that."""
-EMPTY = memoryview(b"")
+EMPTY = Place.of(b"")
 OBJECT = (200, 206)
 """Statuses of answers whose body is an object or a range of one."""
 
@@ -26,24 +29,30 @@ class BadAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request as it is sent. `target` is already escaped; `headers` lack only Content-Length,
-    which follows from `body`."""
+    """A request as it is sent, and the memory for its answer.
+
+    target: already escaped. headers: lack only Content-Length, which follows from `body`. into: for
+    the body of an answer with the status `wanted`. A longer body is left unread, and so is every
+    body if `claim`, called before the first byte is written, returns False.
+    """
 
     method: str
     target: str
     headers: Mapping[str, str]
-    body: memoryview = EMPTY
+    body: Place = EMPTY
+    into: Place | None = None
+    claim: Claim | None = None
 
     @property
     def wanted(self) -> int:
-        """Status of an answer with the requested bytes."""
+        """Status of an answer with the requested bytes: 206 if they are a range, else 200."""
         return 206 if "Range" in self.headers else 200
 
     def head(self) -> bytes:
         """Request line and headers. Raises `h11.LocalProtocolError` for what HTTP forbids."""
         headers = list(self.headers.items())
         if self.method in ("PUT", "POST"):
-            headers.append(("Content-Length", str(len(self.body))))
+            headers.append(("Content-Length", str(self.body.nbytes)))
         request = h11.Request(method=self.method, target=self.target, headers=headers)
         return h11.Connection(h11.CLIENT).send(request) or b""
 
@@ -65,48 +74,40 @@ class Response:
 class Exchange:
     """Reader of the answer to one request.
 
-    The owner asks `place()` where to receive. It calls `arrived(n)` or `arrived_elsewhere(data)`
-    after each receive, and `ended()` when the peer has closed. Those three raise `BadAnswer`.
-
-    into: for the body of an answer with the status `wanted`: 200, or 206 if the request asks for a
-    range. A longer body is left unread, and so are the other one of the two, and every body if
-    `claim`, called before the first byte is written, returns False.
+    The owner asks `buffer()` where to receive. It calls `arrived(n)` or `arrived_elsewhere(data)`
+    after each receive, and `ended()` when the peer has closed. Those three raise `BadAnswer`. If
+    the request is for a range, a whole object is left unread, and the other way round.
     """
 
-    def __init__(
-        self,
-        method: str,
-        into: memoryview | None,
-        claim: Callable[[], bool] | None = None,
-        wanted: int = 200,
-    ) -> None:
+    def __init__(self, request: Request) -> None:
         self.response: Response | None = None
         """Set once, when the answer is complete."""
         self.reusable = False
         """Whether the connection can carry another exchange. Meaningful after `response`."""
         self.begun = False
         """Whether any byte of an answer has arrived."""
-        self._into = into
-        self._claim = claim
-        self._wanted_status = wanted
+        self._request = request
         self._filled = self._wanted = 0
+        self._unfilled: list[memoryview] = []
+        """The memory for the rest of the body, in order; none is empty."""
         self._text = bytearray()
         self._head: h11.Response | None = None
         self._parser = h11.Connection(h11.CLIENT)
         # h11 needs only the method to frame the answer; the rest of the request does not matter.
-        self._parser.send(h11.Request(method=method, target="/", headers=[("Host", "-")]))
+        self._parser.send(h11.Request(method=request.method, target="/", headers=[("Host", "-")]))
         self._parser.send(h11.EndOfMessage())
 
-    def place(self) -> memoryview | None:
+    def buffer(self) -> memoryview | None:
         """Memory for the next bytes; None: receive them elsewhere, for `arrived_elsewhere`."""
-        if self._into is None or self._filled >= self._wanted:
-            return None
-        return self._into[self._filled : self._wanted]
+        return self._unfilled[0] if self._unfilled else None
 
     def arrived(self, nbytes: int) -> None:
-        """Note that `nbytes` were received into the memory of `place()`."""
+        """Note that `nbytes` were received into the memory of `buffer()`."""
         self._filled += nbytes
-        if self._filled == self._wanted:
+        self._unfilled[0] = self._unfilled[0][nbytes:]
+        if not self._unfilled[0]:
+            del self._unfilled[0]
+        if not self._unfilled:
             self._finish(self._keeps_alive())
 
     def arrived_elsewhere(self, data: memoryview) -> None:
@@ -132,10 +133,10 @@ class Exchange:
                 raise BadAnswer(str(error)) from error
             if isinstance(event, h11.Response):
                 self._head = event
-                if event.status_code in OBJECT and self._into is not None:
-                    if event.status_code != self._wanted_status:
+                if event.status_code in OBJECT and (into := self._request.into) is not None:
+                    if event.status_code != self._request.wanted:
                         return self._finish(reusable=False)
-                    return self._receive_in_place(self._into, event)
+                    return self._receive_in_place(into, event)
             elif isinstance(event, h11.Data):
                 self._text += event.data
                 if len(self._text) > TEXT_LIMIT_BYTES:
@@ -147,19 +148,19 @@ class Exchange:
                 return None
         return None
 
-    def _receive_in_place(self, into: memoryview, head: h11.Response) -> None:
+    def _receive_in_place(self, into: Place, head: h11.Response) -> None:
         headers = dict(head.headers)
         length = headers.get(b"content-length")
         if length is None or b"transfer-encoding" in headers:  # which would take precedence
             raise BadAnswer("an object in chunks, or without Content-Length")
         self._wanted = int(length)
-        allowed = self._claim is None or self._claim()
-        if not allowed or self._wanted > len(into):
+        claim = self._request.claim
+        if (claim is not None and not claim()) or self._wanted > into.nbytes:
             return self._finish(reusable=False)
         first, _ = self._parser.trailing_data
-        taken = min(len(first), self._wanted)
-        into[:taken] = first[:taken]
-        self._filled = taken
+        self._filled = taken = min(len(first), self._wanted)
+        into.write(first[:taken])
+        self._unfilled += into.cut(taken, self._wanted).views
         if taken == self._wanted:
             self._finish(reusable=self._keeps_alive() and taken == len(first))
         return None
@@ -174,4 +175,4 @@ class Exchange:
         headers = {k.decode("ascii"): v.decode("latin-1") for k, v in self._head.headers}
         self.reusable = reusable
         self.response = Response(self._head.status_code, headers, self._wanted, bytes(self._text))
-        self._into = None
+        self._unfilled.clear()

@@ -28,7 +28,6 @@ from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.stores.http.connection import Connection, Lost, Stale
 from s3kv.stores.http.exchange import BadAnswer, Request, Response
 from s3kv.stores.http.watch import Patience, Stalled
-from s3kv.stores.store import Claim
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -82,16 +81,12 @@ class Pool:
     def origin(self) -> str:
         return f"http{'s' if self._tls else ''}://{self._host}:{self._port}"
 
-    async def request(
-        self, request: Request, into: memoryview | None = None, claim: Claim | None = None
-    ) -> Response:
+    async def request(self, request: Request) -> Response:
         """Send `request` and return its answer, whatever its status.
 
-        into: receives the body of a 200 answer (206 if a range is requested), which must have a
-        Content-Length. If that exceeds
-        `into`, or `claim` returns False, the body is left unread and `into` unchanged. However the
-        call ends, nothing writes to `into` or reads `request.body` afterwards. Cancelling the call
-        closes its connection.
+        An answer for `request.into` must have a Content-Length. However the call ends, nothing
+        writes to `request.into` or reads `request.body` afterwards. Cancelling the call closes its
+        connection.
 
         The request is sent once more on a new connection if an idle one proves to be closed: peers
         close idle connections at any moment. Any other failure raises `StoreUnavailable`; a closed
@@ -107,8 +102,8 @@ class Pool:
             used = self._take_idle()
             if used is not None:
                 with suppress(Stale):
-                    return await self._run(used, request, head, into, claim)
-            return await self._run(await self._connect(), request, head, into, claim)
+                    return await self._run(used, request, head)
+            return await self._run(await self._connect(), request, head)
 
     async def close(self) -> None:
         """End all connections. Requests on those in use raise. Idempotent."""
@@ -132,16 +127,9 @@ class Pool:
             connection.abort()
         return None
 
-    async def _run(
-        self,
-        connection: Connection,
-        request: Request,
-        head: bytes,
-        into: memoryview | None,
-        claim: Claim | None,
-    ) -> Response:
+    async def _run(self, connection: Connection, request: Request, head: bytes) -> Response:
         try:
-            response = await connection.run(request, head, into, claim)
+            response = await connection.run(request, head)
         except Stale:
             raise
         except (Lost, BadAnswer) as error:

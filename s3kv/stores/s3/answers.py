@@ -250,11 +250,7 @@ class Refusal(Exception):
     `error_about`."""
 
     def __init__(
-        self,
-        said: Mapping[str, str],
-        status: int,
-        call: Call,
-        bucket_region: str | None = None,
+        self, said: Mapping[str, str], status: int, call: Call, bucket_region: str | None = None
     ) -> None:
         self.status = status
         self.error = error_about(said, status, call, bucket_region)

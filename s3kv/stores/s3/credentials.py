@@ -173,10 +173,7 @@ class SessionCredentials:
         what = f"s3express:CreateSession on {self._config.bucket}"
         try:
             told = await asyncio.wait_for(self._create.result(), _LOOK_S)
-        except (
-            botocore.exceptions.HTTPClientError,
-            botocore.exceptions.ConnectionError,
-        ) as error:
+        except (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError) as error:
             raise StoreUnavailable(f"{what}: {error}") from error
         except botocore.exceptions.ClientError as error:
             status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)

@@ -12,9 +12,8 @@ import hashlib
 import ssl
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import formatdate
-from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -24,6 +23,7 @@ from botocore.httpsession import get_cert_path
 
 import s3kv
 from s3kv.config import Config
+from s3kv.place import Place
 from s3kv.stores.http.exchange import EMPTY, OBJECT, Request, Response
 from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.watch import Patience
@@ -102,9 +102,9 @@ class Endpoint:
         *,
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-        body: memoryview = EMPTY,
     ) -> Request:
-        """A request signed with `frozen`, a recent result of `credentials.frozen`."""
+        """A request without a body, signed with `frozen`, a recent result of `credentials.frozen`.
+        The signature does not depend on the body."""
         # Amazon's own escaping: everything but unreserved characters, and '/' in paths.
         target = self.path + quote(key, safe="/-_.~")
         if query:
@@ -116,7 +116,7 @@ class Endpoint:
         in_session = isinstance(self.credentials, SessionCredentials)
         signer = _SessionSigner if in_session else _Signer
         signer(frozen, self.service, self.region).add_auth(unsigned)
-        return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT}, body)
+        return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT})
 
 
 _AGENT = f"s3kv/{s3kv.__version__}"
@@ -179,24 +179,24 @@ class FastClient:
         self._opened: tuple[Endpoint, Pool] | None = None
 
     async def get(
-        self, key: str, buffer: memoryview, claim: Claim | None, first: int | None = None
+        self, key: str, place: Place, claim: Claim | None, first: int | None = None
     ) -> ObjectInfo:
-        wanted = {} if first is None else {"Range": range_of(first, len(buffer))}
+        wanted = {} if first is None else {"Range": range_of(first, place.nbytes)}
         response, call = await self._send(
-            "s3:GetObject", "GET", key, headers=wanted, into=buffer, claim=claim
+            "s3:GetObject", "GET", key, headers=wanted, into=place, claim=claim
         )
         nbytes, told = response.nbytes, response.headers
         if first is not None:
-            nbytes = whole_of(call, first, len(buffer), nbytes, told)
+            nbytes = whole_of(call, first, place.nbytes, nbytes, told)
         return info_of(key, nbytes, told)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> None:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
         headers = {"Content-Type": CONTENT_TYPE}
         if if_absent:
             headers["If-None-Match"] = "*"
         if self._config.checksum == "when_supported":
-            headers["x-amz-checksum-crc32"] = crc32_of(data)
-        await self._send("s3:PutObject", "PUT", key, headers=headers, body=data)
+            headers["x-amz-checksum-crc32"] = crc32_of(place)
+        await self._send("s3:PutObject", "PUT", key, headers=headers, body=place)
 
     async def copy(self, key: str, modified_s: float) -> bool:
         headers = {
@@ -234,7 +234,7 @@ class FastClient:
             None,
             query={"delete": ""},
             headers=headers,
-            body=memoryview(body),
+            body=Place.of(body),
         )
         return read_deletion(response.body, call)
 
@@ -260,25 +260,27 @@ class FastClient:
         *,
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
-        body: memoryview = EMPTY,
-        into: memoryview | None = None,
+        body: Place = EMPTY,
+        into: Place | None = None,
         claim: Claim | None = None,
     ) -> tuple[Response, Call]:
         endpoint, pool = self._opened or await self._open()
         call = Call(action, self._config.bucket, key, endpoint.url, endpoint.region)
         if method == "PUT":
             headers = {**(headers or {}), **(self._config.put_headers or {})}
-        sign = partial(
-            endpoint.sign, method=method, key=key or "", query=query, headers=headers, body=body
-        )
+
+        def signed(frozen: Any) -> Request:
+            request = endpoint.sign(frozen, method, key or "", query=query, headers=headers)
+            return replace(request, body=body, into=into, claim=claim)
+
         verb = _VERBS.get(method, method) if key is None else method
         frozen = await endpoint.credentials.frozen()
-        response = await self._counted(verb, pool, sign(frozen), into, claim)
+        response = await self._counted(verb, pool, signed(frozen))
         said = read_error(response.body)
         refused = refuses_credentials(response.status, said.get("Code", ""))
         if refused and await endpoint.credentials.differ_from(frozen):
             frozen = await endpoint.credentials.frozen()
-            response = await self._counted(verb, pool, sign(frozen), into, claim)
+            response = await self._counted(verb, pool, signed(frozen))
             said = read_error(response.body)
         # A server that begins to answer a write before it has finished can only put its error into
         # the body.
@@ -290,21 +292,14 @@ class FastClient:
             raise Refusal(said, response.status, call, region)
         return response, call
 
-    async def _counted(
-        self,
-        verb: str,
-        pool: Pool,
-        request: Request,
-        into: memoryview | None,
-        claim: Claim | None,
-    ) -> Response:
+    async def _counted(self, verb: str, pool: Pool, request: Request) -> Response:
         try:
-            response = await pool.request(request, into, claim)
+            response = await pool.request(request)
         except BaseException:
             self.traffic.note(verb, None)
             raise
         self.traffic.note(
-            verb, response.status, received_bytes=response.nbytes, sent_bytes=len(request.body)
+            verb, response.status, received_bytes=response.nbytes, sent_bytes=request.body.nbytes
         )
         return response
 
@@ -327,6 +322,9 @@ class FastClient:
             return self._opened
 
 
-def crc32_of(data: memoryview) -> str:
+def crc32_of(body: Place) -> str:
     """The CRC-32 of a body as S3's headers have it."""
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+    crc = 0
+    for view in body.views:
+        crc = zlib.crc32(view, crc)
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

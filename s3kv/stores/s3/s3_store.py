@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar
 
 from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreDenied, StoreError, StoreUnranged
+from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import Address, find_address
 from s3kv.stores.s3.answers import ListingPage, Refusal
@@ -61,12 +62,12 @@ class S3Client(Protocol):
     traffic: Traffic
 
     async def get(
-        self, key: str, buffer: memoryview, claim: Claim | None, first: int | None = None
+        self, key: str, place: Place, claim: Claim | None, first: int | None = None
     ) -> ObjectInfo:
         """Read as `ObjectStore.get_into` does; with `first` as `ObjectStore.get_range`."""
         ...
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> None:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
         """Write an object; if_absent: with `If-None-Match`."""
         ...
 
@@ -124,15 +125,15 @@ class S3Store:
         return f"S3Store({self._config.bucket!r} at {self._config.endpoint_url or 'AWS'})"
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        return self._seen(await _answer(self.client.get(key, buffer, claim), _GONE))
+        return self._seen(await _answer(self.client.get(key, place, claim), _GONE))
 
     async def get_range(
-        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+        self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         try:
-            return await self.client.get(key, buffer, claim, first)
+            return await self.client.get(key, place, claim, first)
         except Refusal as refusal:
             if refusal.no_such_key:
                 return None
@@ -140,15 +141,15 @@ class S3Store:
                 raise StoreUnranged(str(refusal)) from refusal
             raise refusal.error from refusal
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         """Write the object; see `ObjectStore.put`. Raises `ValueError` for more than 5 GiB."""
-        if len(data) > MAX_PUT_BYTES:
-            raise ValueError(f"{len(data)} bytes do not fit into one PUT ({MAX_PUT_BYTES})")
+        if place.nbytes > MAX_PUT_BYTES:
+            raise ValueError(f"{place.nbytes} bytes do not fit into one PUT ({MAX_PUT_BYTES})")
         if not if_absent or self._conditional_puts is False:
-            await _answer(self.client.put(key, data, if_absent=False))
+            await _answer(self.client.put(key, place, if_absent=False))
             return True
         try:
-            await self.client.put(key, data, if_absent=True)
+            await self.client.put(key, place, if_absent=True)
         except Refusal as refusal:
             if refusal.status == 412:
                 self._conditional_puts = True
@@ -156,7 +157,7 @@ class S3Store:
             unknown = refusal.status in (400, 501) and type(refusal.error) is StoreError
             if not unknown or self._conditional_puts is not None:
                 raise refusal.error from refusal
-            await _answer(self.client.put(key, data, if_absent=False))
+            await _answer(self.client.put(key, place, if_absent=False))
             self._conditional_puts = False
             _log.warning("%s. From now on plain PUTs are sent there", refusal.error)
         return True

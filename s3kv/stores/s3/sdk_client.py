@@ -24,6 +24,7 @@ from aiobotocore.session import AioSession
 
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.place import Place
 from s3kv.stores.http.connection import PIECE_BYTES
 from s3kv.stores.http.exchange import BadAnswer
 from s3kv.stores.http.pool import why_unreachable
@@ -48,7 +49,7 @@ T = TypeVar("T")
 Parsed = Mapping[str, Any]
 """A parsed answer, as the client returns it."""
 _Received = tuple[int, Mapping[str, str]]
-"""Of an answer with an object: the length of its body, which is in the buffer, and its headers."""
+"""Of an answer with an object: the length of its body, which is in the place, and its headers."""
 _VERBS = {
     "s3:GetObject": "GET",
     "s3:PutObject": "PUT",
@@ -97,9 +98,9 @@ class SdkClient:
         self._closed = False
 
     async def get(
-        self, key: str, buffer: memoryview, claim: Claim | None, first: int | None = None
+        self, key: str, place: Place, claim: Claim | None, first: int | None = None
     ) -> ObjectInfo:
-        names = {} if first is None else {"Range": range_of(first, len(buffer))}
+        names = {} if first is None else {"Range": range_of(first, place.nbytes)}
 
         async def receive(client: Any, watch: Watch) -> _Received:
             answer = await client.get_object(Bucket=self._config.bucket, Key=key, **names)
@@ -110,31 +111,30 @@ class SdkClient:
                     raise BadAnswer("an object without Content-Length")
                 nbytes = int(headers["content-length"])
                 allowed = claim is None or claim()
-                if allowed and nbytes <= len(buffer):
-                    await _fill(buffer[:nbytes], body, watch)
+                if allowed and nbytes <= place.nbytes:
+                    await _fill(place, nbytes, body, watch)
                 return nbytes, headers
             finally:
                 body.close()  # ends the connection, unless all of the body has come
 
         nbytes, told = await self._ask("s3:GetObject", key, receive)
         if first is not None:
-            call = self._call("s3:GetObject", key)
-            nbytes = whole_of(call, first, len(buffer), nbytes, told)
+            nbytes = whole_of(self._call("s3:GetObject", key), first, place.nbytes, nbytes, told)
         return info_of(key, nbytes, told)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> None:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
         more = {"IfNoneMatch": "*"} if if_absent else {}
         if self._config.checksum == "when_supported":
             # Given here it is sent as a header; botocore's own is a trailer, which others refuse.
-            more["ChecksumCRC32"] = crc32_of(data)
+            more["ChecksumCRC32"] = crc32_of(place)
 
         async def send(client: Any, watch: Watch) -> None:
-            body = _Pieces(data, watch, self._patience) if data else b""
+            body = _Pieces(place, watch, self._patience) if place.nbytes else b""
             await client.put_object(
                 Bucket=self._config.bucket, Key=key, Body=body, ContentType=CONTENT_TYPE, **more
             )
 
-        await self._ask("s3:PutObject", key, send, sent_bytes=len(data))
+        await self._ask("s3:PutObject", key, send, sent_bytes=place.nbytes)
 
     async def copy(self, key: str, modified_s: float) -> bool:
         # For what these are and are not, see `FastClient.copy`.
@@ -338,13 +338,13 @@ class _Pieces:
     whoever owns the memory may then have written to it.
     """
 
-    def __init__(self, data: memoryview, watch: Watch, patience: Patience) -> None:
-        self._data = data
+    def __init__(self, place: Place, watch: Watch, patience: Patience) -> None:
+        self._place = place
         self._watch = watch
         self._patience = patience
 
     def __len__(self) -> int:
-        return len(self._data)
+        return self._place.nbytes
 
     def read(self, size: int = -1) -> bytes:
         raise NotImplementedError("nothing here takes a digest of the body")
@@ -356,21 +356,21 @@ class _Pieces:
         return 0
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        for at in range(0, len(self._data), PIECE_BYTES):
+        for piece in self._place.pieces(PIECE_BYTES):
             self._watch.wait(self._patience.progress_ms)
-            yield bytes(self._data[at : at + PIECE_BYTES])
+            yield bytes(piece)
         # The last piece has been handed over; the kernel may still be sending it.
         wait_ms = self._patience.progress_ms + self._patience.first_byte_ms
         self._watch.wait(wait_ms, for_answer=True)
 
 
-async def _fill(buffer: memoryview, body: Any, watch: Watch) -> None:
+async def _fill(place: Place, nbytes: int, body: Any, watch: Watch) -> None:
     filled = 0
-    while filled < len(buffer):
-        piece = await body.read(min(PIECE_BYTES, len(buffer) - filled))
+    while filled < nbytes:
+        piece = await body.read(min(PIECE_BYTES, nbytes - filled))
         if not piece:
-            raise BadAnswer(f"the answer ended after {filled} of {len(buffer)} bytes")
-        buffer[filled : filled + len(piece)] = piece
+            raise BadAnswer(f"the answer ended after {filled} of {nbytes} bytes")
+        place.write(piece, filled)
         filled += len(piece)
         watch.moved(len(piece))
 

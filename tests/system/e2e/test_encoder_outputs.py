@@ -14,6 +14,7 @@ from lab.proxy import proxy
 from lab.s3 import S3Server
 from s3kv.objects.item_format import ItemFormat
 from s3kv.objects.keys import parse
+from s3kv.place import Place
 from s3kv.types import ItemShape
 from tests.system.e2e.conftest import new_bucket, patient_for, tokens
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
@@ -96,7 +97,8 @@ def zeroed(s3: S3Server, bucket: str) -> None:
         assert address is not None
         data = memoryview(bytearray(ITEM_BYTES))
         shape = ItemShape(vision.QUERY_TOKENS, ITEM_BYTES)
-        ItemFormat(address.namespace.digest, "BF16", shape).seal(data, address.key.block_hash)
+        layout = ItemFormat(address.namespace.digest, "BF16", shape)
+        layout.seal(Place.of(data, layout.header_bytes), address.key.block_hash)
         client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from lab.proxy import Proxy, proxy
 from lab.s3 import S3Server, moto_process
+from s3kv.place import Place
 from tests.servers import self_signed, set_credentials
 from tests.system.faults.cases import CASES, Case
 from tests.system.faults.life import Life
@@ -145,7 +146,9 @@ class Scene:
                 body = self._s3.get_object(Bucket=BUCKET, Key=entry["Key"])["Body"].read()
                 room = memoryview(bytearray(rig.FORMAT.object_bytes))
                 room[: len(body)] = body
-                refused = rig.FORMAT.check(room, len(body), rig.chunk(number).block_hash)
+                refused = rig.FORMAT.check(
+                    Place.of(room, rig.FORMAT.header_bytes), len(body), rig.chunk(number).block_hash
+                )
                 assert (body == rig.sealed(number)) == (refused is None)
 
 

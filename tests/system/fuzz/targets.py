@@ -13,11 +13,12 @@ from typing import Any, get_args
 from s3kv.config import Config
 from s3kv.io import wire
 from s3kv.messages import JobEnd, JobKind
-from s3kv.objects.codec import ChunkFormat
+from s3kv.objects.codec import ChunkFormat, Gathering
 from s3kv.objects.headers import MAX_HEADER_BYTES, CodecError, Mismatch, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, explain, leaves
+from s3kv.place import Place
 from s3kv.types import ItemShape, Outcome, TensorSpec
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -39,7 +40,7 @@ class Wrong(Exception):
 
 def sealed(form: ChunkFormat | ItemFormat) -> bytes:
     data = bytearray(bytes(range(256)) * (form.object_bytes // 256 + 1))[: form.object_bytes]
-    form.seal(memoryview(data), HASH)
+    form.seal(Place.of(data, form.header_bytes), HASH)
     return bytes(data)
 
 
@@ -63,7 +64,7 @@ def objects(data: bytes) -> None:
     """An object as it is, and as a change of a good one, for every format."""
     for form, good in GOOD.items():
         for candidate in (data, edited(good, data)):
-            refusal = form.check(memoryview(candidate), len(candidate), HASH)
+            refusal = form.check(Place.of(candidate, form.header_bytes), len(candidate), HASH)
             if refusal is None and candidate != good:
                 raise Wrong(f"{form} accepted a forgery")
             if refusal is not None and candidate == good:
@@ -101,17 +102,18 @@ def judge(form: ChunkFormat, good: bytes, candidate: bytes) -> str | None:
     """What the reader of the whole object, and the reader of each part, say. Raises `Wrong` if one
     of them takes what is not there.
     """
-    refusal = form.check(memoryview(candidate), len(candidate), HASH)
+    place = Place.of(candidate, form.header_bytes)
+    refusal = form.check(place, len(candidate), HASH)
     if refusal is None and candidate != good:
         raise Wrong(f"{form} accepted a forgery")
     if refusal is not None and refusal not in get_args(Mismatch):
         raise Wrong(f"{refusal} is no reason")
-    head, body = candidate[: form.header_bytes], candidate[form.header_bytes :]
     for numbers in form.parts:
-        begin, end = form.segments[numbers.start].start, form.segments[numbers.stop - 1].stop
-        piece = memoryview(body)[begin:end]
-        taken = form.check_segments(memoryview(head), numbers, piece, HASH) is None
-        if taken and piece != good[form.header_bytes + begin : form.header_bytes + end]:
+        begin = form.header_bytes + form.segments[numbers.start].start
+        end = form.header_bytes + form.segments[numbers.stop - 1].stop
+        gathering = Gathering(form, place, HASH)
+        gathering.arrived(begin, end)
+        if gathering.check_arrived() is None and candidate[begin:end] != good[begin:end]:
             raise Wrong(f"{form} accepted another part")
     return refusal
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from s3kv.io import wire
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import Mismatch, read_header
+from s3kv.place import Place
 from tests.system.fuzz import targets
 from tests.system.fuzz.targets import DOWN, FORMATS, GOOD, HASH, SEEDS, TARGETS, UP, edited
 
@@ -73,7 +74,9 @@ def test_memory_is_in_proportion(name: str, data: bytes) -> None:
 @settings(max_examples=200)
 def test_no_edit_of_a_good_object_is_accepted(form: ChunkFormat, pieces: bytes) -> None:
     data = edited(GOOD[form], pieces)
-    assert (form.check(memoryview(data), len(data), HASH) is None) == (data == GOOD[form])
+    assert (form.check(Place.of(data, form.header_bytes), len(data), HASH) is None) == (
+        data == GOOD[form]
+    )
 
 
 VALUES: list[Any] = ["", "0", "2", "x", "?", "00", "9" * 400, None, 0, -1, 2**70, 0.5, [], {}, [[]]]
@@ -133,7 +136,7 @@ def test_a_part_of_another_shard_is_refused(form: ChunkFormat) -> None:
     """One part of each from an object of another rank, with its digest and without."""
     other = dataclasses.replace(form, shard="h0-3of8-l0-31of32")
     theirs = bytearray(bytes(range(255, -1, -1)) * (other.object_bytes // 256 + 1))
-    other.seal(memoryview(theirs), HASH)
+    other.seal(Place.of(theirs, other.header_bytes), HASH)
     ours, header_bytes = GOOD[form], form.header_bytes
     digests = [
         read_header(memoryview(data)[:n], object_bytes=n).digests

@@ -13,6 +13,7 @@ from botocore.exceptions import ClientError
 from lab.s3 import REGION, moto_process
 from s3kv.config import Config
 from s3kv.errors import StoreDenied
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import BulkStore
 from tests.repository.test_commands import shown
@@ -106,11 +107,13 @@ async def _use(client: BulkStore) -> None:
     key = f"{PREFIX}/v2/{uuid.uuid4()}"
     buffer = memoryview(bytearray(10))
     await client.check()
-    assert await client.get_into(key, buffer) is None, "a key that is not there must be a miss"
+    assert await client.get_into(key, Place.of(buffer)) is None, (
+        "a key that is not there must be a miss"
+    )
     assert await client.head(key) is None
-    assert await client.put(key, memoryview(b"chunk"), if_absent=True)
-    assert not await client.put(key, memoryview(b"other"), if_absent=True)
-    assert (await client.get_into(key, buffer)).nbytes == 5
+    assert await client.put(key, Place.of(b"chunk"), if_absent=True)
+    assert not await client.put(key, Place.of(b"other"), if_absent=True)
+    assert (await client.get_into(key, Place.of(buffer))).nbytes == 5
     assert bytes(buffer[:5]) == b"chunk"
     assert await client.refresh(key, 2e9)
     assert key in [info.key async for info in client.list(f"{PREFIX}/v2/")]
@@ -126,9 +129,9 @@ async def test_a_cleaner_can_delete_as_well(
     key, buffer = f"{PREFIX}/v2/kept", memoryview(bytearray(10))
     with bucket.policies_enforced():
         await client.check()
-        assert await client.put(key, memoryview(b"chunk"), if_absent=True)
+        assert await client.put(key, Place.of(b"chunk"), if_absent=True)
         assert await client.delete(key)
-        assert await client.get_into(key, buffer) is None
+        assert await client.get_into(key, Place.of(buffer)) is None
     await client.close()
 
 
@@ -141,9 +144,9 @@ async def test_nobody_leaves_the_prefix(
     client = store(bucket)
     with bucket.policies_enforced():
         with pytest.raises(StoreDenied, match="s3:PutObject"):
-            await client.put(ELSEWHERE, memoryview(b"x"), if_absent=False)
+            await client.put(ELSEWHERE, Place.of(b"x"), if_absent=False)
         with pytest.raises(StoreDenied, match="s3:GetObject"):
-            await client.get_into(ELSEWHERE, memoryview(bytearray(10)))
+            await client.get_into(ELSEWHERE, Place.of(bytearray(10)))
         with pytest.raises(StoreDenied, match="s3:DeleteObject"):
             await client.delete(ELSEWHERE)
     await client.close()
@@ -159,11 +162,11 @@ async def test_a_reader_reads_and_changes_nothing(
     buffer = memoryview(bytearray(10))
     with bucket.policies_enforced():
         await client.check()
-        assert (await client.get_into(KEY, buffer)).nbytes == 5
-        assert await client.get_into(f"{PREFIX}/v2/none", buffer) is None
+        assert (await client.get_into(KEY, Place.of(buffer))).nbytes == 5
+        assert await client.get_into(f"{PREFIX}/v2/none", Place.of(buffer)) is None
         assert await client.head(f"{PREFIX}/v2/none") is None
         with pytest.raises(StoreDenied, match="s3:PutObject"):
-            await client.put(f"{PREFIX}/v2/new", memoryview(b"x"), if_absent=True)
+            await client.put(f"{PREFIX}/v2/new", Place.of(b"x"), if_absent=True)
         with pytest.raises(StoreDenied, match="s3:PutObject"):
             await client.refresh(KEY, 2e9)
         with pytest.raises(StoreDenied, match="s3:DeleteObject"):

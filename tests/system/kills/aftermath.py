@@ -13,6 +13,7 @@ from s3kv.objects import keys
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.keys import ChunkAddress
+from s3kv.place import Place
 
 _SLAB = "/memfd:s3kv-slab"
 
@@ -84,7 +85,9 @@ def check_objects(
         layout = ChunkFormat(
             address.namespace.digest, read_header(body).tensors, address.key.group, address.shard
         )
-        refusal = layout.check(body, len(body), address.key.block_hash)
+        refusal = layout.check(
+            Place.of(body, layout.header_bytes), len(body), address.key.block_hash
+        )
         assert refusal is None, f"{name}, {len(body)} bytes: {refusal}"
         check(address, body[layout.header_bytes :])
         count += 1

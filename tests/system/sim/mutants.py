@@ -28,6 +28,7 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.planning.breaker import Breaker, BreakerState
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.ledger import Ledger
@@ -64,12 +65,12 @@ def mutant(of: Mutant) -> Mutant:
 
 @mutant
 def believes_every_object(patch: Patch) -> None:
-    patch.setattr(ChunkFormat, "check", lambda self, buffer, nbytes, block_hash: None)
+    patch.setattr(ChunkFormat, "check", lambda self, place, nbytes, block_hash: None)
 
 
 @mutant
 def checks_the_length_alone(patch: Patch) -> None:
-    def check(self: ChunkFormat, buffer: memoryview, nbytes: int, block_hash: bytes) -> Any:
+    def check(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
         return None if nbytes == self.object_bytes else "length"
 
     patch.setattr(ChunkFormat, "check", check)
@@ -77,11 +78,11 @@ def checks_the_length_alone(patch: Patch) -> None:
 
 @mutant
 def checks_the_digest_and_not_whose_object_it_is(patch: Patch) -> None:
-    def trusting(self: ChunkFormat, buffer: memoryview, nbytes: int, block_hash: bytes) -> Any:
-        reason = check(self, buffer, nbytes, block_hash)
+    def trusting(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
+        reason = check(self, place, nbytes, block_hash)
         if reason != "block_hash":
             return reason
-        return check(self, buffer, nbytes, read_header(buffer[:nbytes]).block_hash)
+        return check(self, place, nbytes, read_header(place.header, object_bytes=nbytes).block_hash)
 
     patch.setattr(ChunkFormat, "check", trusting)
 

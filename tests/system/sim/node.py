@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from s3kv.config import Config
 from s3kv.errors import S3KVError
 from s3kv.messages import EMPTY_PLAN
+from s3kv.place import Place
 from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.meaning import Dictionary, Shard, format_of
 from tests.system.sim.oracle import FleetOracle
@@ -187,7 +188,7 @@ class Node:
                 payload = shard.payload(tokens, self.setup.block_tokens)
                 data = bytearray(layout.header_bytes) + payload
                 block_hash = hash_of(chain[end - 1])
-                layout.seal(memoryview(data), block_hash)
+                layout.seal(Place.of(data, layout.header_bytes), block_hash)
                 around.bucket.publish(_object_key(shard, block_hash), bytes(data))
         return self.keys(chain, shards)
 

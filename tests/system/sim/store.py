@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreMissing, StoreThrottled, StoreUnavailable, StoreUnranged
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.stores.traffic import Traffic
 from s3kv.upkeep.cleaner import LEASE_S
@@ -94,7 +95,7 @@ class Bucket:
     async def put(self, key: str, data: bytes, if_absent: bool) -> bool:
         if key != LEASE:
             self.check_put(key, data)
-        created = await self.objects.put(key, memoryview(data), if_absent=if_absent)
+        created = await self.objects.put(key, Place.of(data), if_absent=if_absent)
         if created:
             self.written[key] = data
         return created
@@ -198,20 +199,18 @@ class Connection:
             self.busy[key] -= 1
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         with self._using(key):
-            return await self._get_into(key, buffer, claim)
+            return await self._get_into(key, place, claim)
 
-    async def _get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None
-    ) -> ObjectInfo | None:
+    async def _get_into(self, key: str, place: Place, claim: Claim | None) -> ObjectInfo | None:
         until_s = self.quarantined.get(key, -math.inf)
         if asyncio.get_running_loop().time() < until_s:
             self._bucket.accuse(f"{key} was bad, and is asked for before {until_s}")
         fate = await self._begin("get", key)
-        scratch = bytearray(2 * len(buffer))
-        info = await self._bucket.objects.get_into(key, memoryview(scratch))
+        scratch = bytearray(2 * place.nbytes)
+        info = await self._bucket.objects.get_into(key, Place.of(scratch))
         if info is None:
             self.answers[key].append("missing")
             self._bucket.seen["deleted chunks asked for"] += key in self._bucket.deleted
@@ -220,7 +219,7 @@ class Connection:
         info = dataclasses.replace(info, nbytes=len(data))
         if claim is not None and not claim():
             return info
-        await self._receive(data, buffer)
+        await self._receive(data, place)
         if fate == "cut":
             self.answers[key].append("error")
             raise StoreUnavailable("the body ended early")
@@ -231,29 +230,29 @@ class Connection:
         return info
 
     async def get_range(
-        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+        self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         with self._using(key):
-            return await self._get_range(key, first, buffer, claim)
+            return await self._get_range(key, first, place, claim)
 
     async def _get_range(
-        self, key: str, first: int, buffer: memoryview, claim: Claim | None
+        self, key: str, first: int, place: Place, claim: Claim | None
     ) -> ObjectInfo | None:
         fate = await self._begin("get", key)
         self._bucket.seen["ranges"] += 1
         scratch = bytearray(2**16)
-        info = await self._bucket.objects.get_into(key, memoryview(scratch))
+        info = await self._bucket.objects.get_into(key, Place.of(scratch))
         if info is None:
             self.answers[key].append("missing")
             return None
-        bounds = slice(first, first + len(buffer))
+        bounds = slice(first, first + place.nbytes)
         data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
         if len(data) < bounds.stop:
             raise StoreUnranged("the object ends before")
         info = dataclasses.replace(info, nbytes=len(data))
         if claim is not None and not claim():
             return info
-        await self._receive(data[bounds], buffer)
+        await self._receive(data[bounds], place)
         if fate == "cut":
             self.answers[key].append("error")
             raise StoreUnavailable("the body ended early")
@@ -264,40 +263,40 @@ class Connection:
             self.bad.add(key)
         return info
 
-    async def _receive(self, data: bytes, buffer: memoryview) -> None:
+    async def _receive(self, data: bytes, place: Place) -> None:
         """In two pieces. Whoever cancels between them hears the second one arrive."""
-        data = data[: len(buffer)]
+        data = data[: place.nbytes]
         half = self._bucket.rng.randrange(len(data) + 1)
-        self._write(buffer, data[:half])
+        self._write(place, data[:half])
         try:
             await self._sleep(self._bucket.weather.latency(self._bucket.rng))
         except asyncio.CancelledError:
             if self.alive:
                 await asyncio.sleep(self._bucket.rng.choice([0.0, 0.05, 0.5]))
-                self._write(buffer, data)
+                self._write(place, data)
             raise
-        self._write(buffer, data)
+        self._write(place, data)
 
-    def _write(self, buffer: memoryview, data: bytes) -> None:
+    def _write(self, place: Place, data: bytes) -> None:
         if self.alive:
-            buffer[: len(data)] = data
+            place.write(data)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self.writing[key] += 1
         try:
-            return await self._put(key, data, if_absent)
+            return await self._put(key, place, if_absent)
         finally:
             self.writing[key] -= 1
 
-    async def _put(self, key: str, data: memoryview, if_absent: bool) -> bool:
-        sent = bytes(data)
+    async def _put(self, key: str, place: Place, if_absent: bool) -> bool:
+        sent = bytes(place)
         try:
             fate = await self._begin("put", key, noted=WRITE + key)
         except asyncio.CancelledError:
             if self._bucket.rng.random() < 0.5:
                 self._arrives_later(key, sent, if_absent)
             raise
-        if self.alive and bytes(data) != sent:
+        if self.alive and bytes(place) != sent:
             self._bucket.accuse(f"{key} changed while it was sent")
         created = await self._bucket.put(key, sent, if_absent)
         if fate == "lost":

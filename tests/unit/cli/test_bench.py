@@ -18,6 +18,7 @@ from lab.memory_store import MemoryStore
 from s3kv.cli.bench import Measurement, Speed, Speeds, expect, percentile
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from s3kv.place import Place
 from tests import servers
 from tests.rgw import Gateway
 from tests.unit.cli.conftest import Run
@@ -126,7 +127,7 @@ async def measured(store: MemoryStore, requests: int = 10) -> Speeds:
 
 async def test_the_first_error_is_told_and_not_that_of_cleaning_up() -> None:
     class Missing(MemoryStore):
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             raise StoreUnavailable("s3:PutObject")
 
         async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
@@ -152,12 +153,12 @@ async def test_as_many_at_once_as_asked_for() -> None:
     class Counting(MemoryStore):
         running = most = 0
 
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             self.running += 1
             self.most = max(self.most, self.running)
             await asyncio.sleep(0)
             self.running -= 1
-            return await super().put(key, data, if_absent=if_absent)
+            return await super().put(key, place, if_absent=if_absent)
 
     store = Counting(clock=lambda: 0.0)
     speeds = await measured(store)
@@ -170,11 +171,11 @@ async def test_what_fails_leaves_nothing() -> None:
     class Failing(MemoryStore):
         puts = 0
 
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             self.puts += 1
             if self.puts == 5:
                 raise StoreUnavailable("gone to lunch")
-            return await super().put(key, data, if_absent=if_absent)
+            return await super().put(key, place, if_absent=if_absent)
 
     store = Failing(clock=lambda: 0.0)
     with pytest.raises(StoreUnavailable, match="lunch"):
@@ -186,10 +187,10 @@ async def test_an_interrupted_put_is_carried_out_before_its_object_is_deleted() 
     class Slow(MemoryStore):
         began = asyncio.Event()
 
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             async def carry_out() -> bool:
                 await asyncio.sleep(0.02 * int(key[-1]))
-                return await MemoryStore.put(self, key, data, if_absent=if_absent)
+                return await MemoryStore.put(self, key, place, if_absent=if_absent)
 
             self.began.set()
             # A server goes on with what it has received, whatever becomes of the connection.
@@ -207,7 +208,7 @@ async def test_an_interrupted_put_is_carried_out_before_its_object_is_deleted() 
 
 async def test_what_does_not_come_back_is_said() -> None:
     class Losing(MemoryStore):
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             return True
 
     with pytest.raises(StoreError, match="None bytes came back"):

@@ -13,6 +13,7 @@ from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.types import ChunkKey, TensorSpec
 from tests import servers
 from tests.unit.cli.conftest import Run
@@ -31,7 +32,7 @@ def sealed(integrity: Integrity | None = None) -> bytearray:
     chunk = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD, integrity or Integrity())
     buffer = bytearray(range(chunk.object_bytes % 251)) + bytearray(chunk.object_bytes)
     del buffer[chunk.object_bytes :]
-    chunk.seal(memoryview(buffer), HASH)
+    chunk.seal(Place.of(buffer, chunk.header_bytes), HASH)
     return buffer
 
 
@@ -127,7 +128,7 @@ def test_numbers(run: Run, boto: Any) -> None:
     layout = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD)
     floats = struct.pack("<4f", 1.0, -2.0, float("nan"), float("inf"))
     data[layout.header_bytes :] = b"\x80\x3f" * 16 + floats  # sixteen times 1.0 in BF16
-    layout.seal(memoryview(data), HASH)
+    layout.seal(Place.of(data, layout.header_bytes), HASH)
     put(boto, data)
     result = run("inspect", KEY, "--stats", "--json")
     assert result.exit_code == 0, result.output

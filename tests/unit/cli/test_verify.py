@@ -15,6 +15,7 @@ from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.place import Place
 from s3kv.stores.store import Claim
 from s3kv.types import ChunkKey, TensorSpec
 from tests import servers
@@ -39,7 +40,7 @@ def sealed(number: int, place: Namespace = PLACE, integrity: Integrity | None = 
     layout = ChunkFormat(place.digest, tensors, 0, SHARD, integrity or Integrity())
     data = bytearray(layout.object_bytes)
     data[layout.header_bytes :] = bytes([number]) * 200
-    layout.seal(memoryview(data), block_hash(number))
+    layout.seal(Place.of(data, layout.header_bytes), block_hash(number))
     return bytes(data)
 
 
@@ -81,7 +82,7 @@ def test_shards_of_several_sizes_in_one_namespace(run: Run, boto: Any) -> None:
         layer = TensorSpec("layers.0", "BF16", (heads, 2, 4), (), "HNC")
         layout = ChunkFormat(PLACE.digest, (TensorSpec.of_layers("g0", 2, (layer,)),), 0, shard)
         data = bytearray(layout.object_bytes)
-        layout.seal(memoryview(data), block_hash(0))
+        layout.seal(Place.of(data, layout.header_bytes), block_hash(0))
         keys[shard] = PLACE.chunk(ChunkKey(0, block_hash(0)), shard)
         put(boto, keys[shard], bytes(data))
         put(boto, PLACE.shape(shard), b"")
@@ -135,7 +136,7 @@ def test_a_sample_is_the_same_for_the_same_seed(run: Run, boto: Any) -> None:
 async def test_every_object_is_as_likely_to_be_drawn() -> None:
     store = MemoryStore()
     for number in range(10):
-        await store.put(key(number), memoryview(b"x"), if_absent=True)
+        await store.put(key(number), Place.of(b"x"), if_absent=True)
     rng = random.Random(5)
     drawn = dict.fromkeys((key(number) for number in range(10)), 0)
     for _ in range(2000):
@@ -188,10 +189,10 @@ class Misreading(MemoryStore):
         super().__init__()
         self.read: set[str] = set()
 
-    async def get_into(self, key: str, buffer: memoryview, claim: Claim | None = None) -> Any:
-        came = await super().get_into(key, buffer, claim)
+    async def get_into(self, key: str, place: Place, claim: Claim | None = None) -> Any:
+        came = await super().get_into(key, place, claim)
         if came is not None and key not in self.read:
-            buffer[-1] ^= 1
+            place.payload[-1] ^= 1
             self.read.add(key)
         return came
 
@@ -199,7 +200,7 @@ class Misreading(MemoryStore):
 async def test_what_is_right_when_read_again_is_not_damaged() -> None:
     store = Misreading()
     for number in range(5):
-        await store.put(key(number), memoryview(sealed(number)), if_absent=True)
+        await store.put(key(number), Place.of(sealed(number)), if_absent=True)
     verifier = Verifier(store, Config(bucket="bkt"), delete=True)
     picks = await sample(store, "s3kv", 10, random.Random(0))
     await store.delete(key(2))

@@ -12,6 +12,7 @@ from s3kv.cli.show import DAY_S, HOUR_S
 from s3kv.cli.walk import NamespaceContent
 from s3kv.errors import ConfigError, StoreDenied
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
+from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 
@@ -38,7 +39,7 @@ async def filled() -> MemoryStore:
         key(nested, 1): b"1" * 1000,
     }
     for name, data in objects.items():
-        await store.put(name, memoryview(data), if_absent=True)
+        await store.put(name, Place.of(data), if_absent=True)
     return store
 
 
@@ -61,7 +62,7 @@ async def test_the_fields_in_which_manifests_differ() -> None:
 
 async def test_a_manifest_that_the_namespace_is_not_named_after_does_not_count() -> None:
     store = MemoryStore()
-    await store.put(FULLS.manifest, memoryview(canonical_json(HALF)), if_absent=True)
+    await store.put(FULLS.manifest, Place.of(canonical_json(HALF)), if_absent=True)
     assert (await walk.describe(store, FULLS)).manifest == {}
 
 

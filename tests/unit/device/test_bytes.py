@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gather import Stack, row_numbers, stacks, with_rows
 from s3kv.messages import LoadPart
+from s3kv.place import Place
 from tests.unit.device.caches import DTYPES, ORDERS, Caches, Shape, build, places, raw
 from tests.unit.device.devices import Device
 
@@ -77,7 +78,7 @@ def save_and_load(
     (end,) = copies.poll().saved
     assert end[:2] == (7, True)
     slot = slab[where.slot_bytes : 2 * where.slot_bytes]
-    form.seal(slot, HASH)
+    form.seal(Place.of(slot, form.header_bytes), HASH)
     assert_is_content(bytes(slot[: form.object_bytes]), saved, caches)
     assert set(slab[: where.slot_bytes]) == {0xA5}, "another slot was written to"
     assert set(slab[2 * where.slot_bytes :]) == {0xA5}, "another slot was written to"

@@ -17,6 +17,7 @@ from s3kv.io.server.process import serve
 from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.store import ObjectStore
 from s3kv.types import ChunkKey, TensorSpec
 
@@ -47,7 +48,7 @@ def payload(number: int) -> bytes:
 def sealed(number: int) -> bytes:
     """The whole object of a chunk."""
     data = bytearray(FORMAT.header_bytes) + payload(number)
-    FORMAT.seal(memoryview(data), chunk(number).block_hash)
+    FORMAT.seal(Place.of(data, FORMAT.header_bytes), chunk(number).block_hash)
     return bytes(data)
 
 

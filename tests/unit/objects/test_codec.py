@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from s3kv.objects.codec import ALIGN_BYTES, SEGMENT_BYTES, ChunkFormat, Gathering
 from s3kv.objects.headers import MAX_HEADER_BYTES, read_header
 from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.place import Place
 from s3kv.types import TensorSpec
 from tests.unit.stores.suite import pattern
 
@@ -60,13 +61,13 @@ def swapped(tensor: TensorSpec) -> TensorSpec:
 def sealed(chunk_format: ChunkFormat = FORMAT, block_hash: bytes = HASH) -> memoryview:
     buffer = memoryview(bytearray(chunk_format.object_bytes))
     buffer[chunk_format.header_bytes :] = pattern(chunk_format.payload_bytes, 1)
-    chunk_format.seal(buffer, block_hash)
+    chunk_format.seal(Place.of(buffer, chunk_format.header_bytes), block_hash)
     return buffer
 
 
 def check(buffer: memoryview | bytes, chunk_format: ChunkFormat = FORMAT) -> str | None:
     view = memoryview(buffer)
-    return chunk_format.check(view, len(view), HASH)
+    return chunk_format.check(Place.of(view, chunk_format.header_bytes), len(view), HASH)
 
 
 def test_golden_object() -> None:
@@ -97,7 +98,7 @@ def test_header_has_one_length_for_all_hashes(hash_bytes: int) -> None:
     block_hash = bytes(hash_bytes)
     buffer = sealed(block_hash=block_hash)
     assert FORMAT.header_bytes % ALIGN_BYTES == 0
-    assert FORMAT.check(buffer, len(buffer), block_hash) is None
+    assert FORMAT.check(Place.of(buffer, FORMAT.header_bytes), len(buffer), block_hash) is None
     assert read_header(buffer).header_bytes == FORMAT.header_bytes
 
 
@@ -151,8 +152,8 @@ def test_any_other_length_is_refused(nbytes: int) -> None:
 
 def test_length_beyond_the_buffer_is_refused() -> None:
     buffer = sealed()
-    assert FORMAT.check(buffer, len(buffer) + 1, HASH) == "length"
-    assert FORMAT.check(buffer[:-1], len(buffer), HASH) == "length"
+    assert FORMAT.check(Place.of(buffer, FORMAT.header_bytes), len(buffer) + 1, HASH) == "length"
+    assert FORMAT.check(Place.of(buffer[:-1], FORMAT.header_bytes), len(buffer), HASH) == "length"
 
 
 @given(block_hash=st.binary(min_size=1, max_size=64))
@@ -216,23 +217,28 @@ def test_a_segment_is_8_mib_of_one_part() -> None:
     assert LARGE.segments[-1].stop == LARGE.payload_bytes
 
 
+def check_part(
+    form: ChunkFormat, data: memoryview, begin: int, end: int, block_hash: bytes = HASH
+) -> str | None:
+    """Verify an object of whose payload these bytes have arrived."""
+    gathering = Gathering(form, Place.of(data, form.header_bytes), block_hash)
+    gathering.arrived(form.header_bytes + begin, form.header_bytes + end)
+    return gathering.check_arrived()
+
+
 @pytest.mark.parametrize("integrity", [XXH3, Integrity("blake3-keyed", bytes(32))])
 def test_every_run_of_segments_is_verified_alone(integrity: Integrity) -> None:
     form = dataclasses.replace(FORMAT, integrity=integrity)
     data = sealed(form)
-    header, payload = data[: form.header_bytes], bytes(data[form.header_bytes :])
     for first, last in itertools.combinations(range(4), 2):
         begin, end = form.segments[first].start, form.segments[last - 1].stop
-        numbers, piece = range(first, last), bytearray(payload[begin:end])
-        assert form.check_segments(header, numbers, memoryview(piece), HASH) is None
-        for at in range(len(piece)):
-            piece[at] ^= 1
-            assert form.check_segments(header, numbers, memoryview(piece), HASH) == "digest"
-            piece[at] ^= 1
-        for wrong in (piece[:-1], piece + b"x"):
-            assert form.check_segments(header, numbers, memoryview(wrong), HASH) == "length"
-        other = memoryview(piece)
-        assert form.check_segments(header, numbers, other, HASH[::-1]) == "block_hash"
+        assert check_part(form, data, begin, end) is None
+        for at in range(form.payload_bytes):
+            data[form.header_bytes + at] ^= 1
+            refusal = "digest" if begin <= at < end else None
+            assert check_part(form, data, begin, end) == refusal
+            data[form.header_bytes + at] ^= 1
+        assert check_part(form, data, begin, end, HASH[::-1]) == "block_hash"
 
 
 @pytest.mark.parametrize("mode", ["xxh3", "blake3-keyed", "none"])
@@ -241,28 +247,27 @@ def test_every_run_of_segments_is_verified_alone(integrity: Integrity) -> None:
 def test_an_object_arrives_in_any_order(mode: Any, cuts: set[int], order: Any) -> None:
     form = dataclasses.replace(FORMAT, integrity=Integrity(mode, bytes(32)))
     data = sealed(form)
-    arriving = [range(*ends) for ends in itertools.pairwise([0, *sorted(cuts), len(data)])]
+    arriving = list(itertools.pairwise([0, *sorted(cuts), len(data)]))
     order.shuffle(arriving)
     for at in (None, 0, form.header_bytes, len(data) - 1):
-        buffer = memoryview(bytearray(len(data)))
-        gathering = Gathering(form, buffer, HASH)
-        for bounds in arriving:
+        lengths = form.header_bytes, form.payload_bytes
+        place = Place(*(memoryview(bytearray(length)) for length in lengths))
+        gathering = Gathering(form, place, HASH)
+        for begin, end in arriving:
             assert gathering.check(len(data)) is not None
-            buffer[bounds.start : bounds.stop] = data[bounds.start : bounds.stop]
-            if at in bounds:
-                buffer[at] ^= 1
-            gathering.arrived(bounds)
-        assert gathering.check(len(data)) == form.check(buffer, len(data), HASH)
+            place.write(data[begin:end], begin)
+            if at is not None and begin <= at < end:
+                place.write(bytes([data[at] ^ 1]), at)
+            gathering.arrived(begin, end)
+        assert gathering.check(len(data)) == form.check(place, len(data), HASH)
         assert gathering.check(len(data) + 1) == "length"
 
 
 def test_a_segment_does_not_depend_on_the_digests_of_others() -> None:
     data = sealed()
-    header, payload = data[: FORMAT.header_bytes], data[FORMAT.header_bytes :]
-    at = bytes(header).index(read_header(data).digests[1].encode())
-    header[at] = ord('"')
-    assert FORMAT.check_segments(header, range(1), payload[:24], HASH) is None
-    assert FORMAT.check_segments(header, range(1, 2), payload[24:36], HASH) == "header"
+    data[bytes(data).index(read_header(data).digests[1].encode())] = ord('"')
+    assert check_part(FORMAT, data, 0, 24) is None
+    assert check_part(FORMAT, data, 24, 36) == "header"
 
 
 def test_with_a_key_a_segment_has_a_place() -> None:
@@ -270,7 +275,7 @@ def test_with_a_key_a_segment_has_a_place() -> None:
     specs = tuple(TensorSpec(name, "U8", (8,)) for name in "ab")
     form = ChunkFormat(DIGEST, specs, 0, "whole", Integrity("blake3-keyed", bytes(32)))
     buffer = memoryview(bytearray(form.object_bytes))
-    form.seal(buffer, HASH)
+    form.seal(Place.of(buffer, form.header_bytes), HASH)
     one, other = read_header(buffer).digests
     assert one != other
     swapped = bytes(buffer).replace(f"{one},{other}".encode(), f"{other},{one}".encode())
@@ -323,7 +328,7 @@ def test_format_refuses(tensors: tuple[TensorSpec, ...]) -> None:
 
 
 def test_seal_refuses() -> None:
-    with pytest.raises(ValueError, match="buffer of"):
-        FORMAT.seal(memoryview(bytearray(FORMAT.object_bytes - 1)), HASH)
+    with pytest.raises(ValueError, match="place of"):
+        FORMAT.seal(Place.of(bytearray(FORMAT.object_bytes - 1), FORMAT.header_bytes), HASH)
     with pytest.raises(ValueError, match="block hash"):
-        FORMAT.seal(memoryview(bytearray(FORMAT.object_bytes)), b"")
+        FORMAT.seal(Place.of(bytearray(FORMAT.object_bytes), FORMAT.header_bytes), b"")

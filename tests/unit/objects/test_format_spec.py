@@ -170,9 +170,10 @@ def accepts_part(what: Expected, header: bytes, part: int, data: bytes) -> bool:
 
 # ------------------------------------------------------------------------------------------------
 from s3kv.config import SECRET_VARIABLE, Config  # noqa: E402
-from s3kv.objects.codec import ChunkFormat  # noqa: E402
+from s3kv.objects.codec import ChunkFormat, Gathering  # noqa: E402
 from s3kv.objects.integrity import Integrity  # noqa: E402
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest  # noqa: E402
+from s3kv.place import Place  # noqa: E402
 from s3kv.types import ChunkKey, TensorSpec  # noqa: E402
 from scripts import format_example  # noqa: E402
 from tests.project import ROOT  # noqa: E402
@@ -231,7 +232,7 @@ def payload_of(what: Expected) -> bytes:
 def sealed(ours: ChunkFormat, block_hash: bytes, payload: bytes) -> bytes:
     buffer = memoryview(bytearray(ours.object_bytes))
     buffer[ours.header_bytes :] = payload
-    ours.seal(buffer, block_hash)
+    ours.seal(Place.of(buffer, ours.header_bytes), block_hash)
     return bytes(buffer)
 
 
@@ -249,7 +250,9 @@ def test_both_refuse_the_same(pair: tuple[Expected, ChunkFormat]) -> None:
     flipped = bytearray(good)
     flipped[len(good) // 2] ^= 1
     for data in (good, other, window, bytes(flipped), good[:-1], good + b"\0"):
-        refused = ours.check(memoryview(data), len(data), theirs.block_hash) is not None
+        refused = (
+            ours.check(Place.of(data, ours.header_bytes), len(data), theirs.block_hash) is not None
+        )
         assert refused == (not accepts(theirs, data))
     assert accepts(theirs, good)
     assert not accepts(theirs, other)
@@ -261,11 +264,12 @@ def test_both_verify_a_part_alone(pair: tuple[Expected, ChunkFormat]) -> None:
     data[-1] ^= 1  # of the last part
     header, payload = bytes(data[: ours.header_bytes]), bytes(data[ours.header_bytes :])
     found = []
-    for part, (numbers, cuts) in enumerate(zip(ours.parts, segments_of(theirs), strict=True)):
-        piece = payload[cuts[0][0] : cuts[-1][1]]
-        refusal = ours.check_segments(
-            memoryview(header), numbers, memoryview(piece), theirs.block_hash
-        )
+    for part, cuts in enumerate(segments_of(theirs)):
+        begin, end = cuts[0][0], cuts[-1][1]
+        piece = payload[begin:end]
+        gathering = Gathering(ours, Place.of(data, ours.header_bytes), theirs.block_hash)
+        gathering.arrived(len(header) + begin, len(header) + end)
+        refusal = gathering.check_arrived()
         assert (refusal is None) == accepts_part(theirs, header, part, piece)
         found.append(refusal)
     assert found == [None, None, None if theirs.algorithm == "none" else "digest"]

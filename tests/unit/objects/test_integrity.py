@@ -19,6 +19,7 @@ from s3kv.errors import ConfigError
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import XXH3, Integrity
+from s3kv.place import Place
 from s3kv.types import TensorSpec
 from tests.unit.stores.suite import pattern
 
@@ -38,13 +39,13 @@ def of(integrity: Integrity, **changes: Any) -> ChunkFormat:
 def sealed(chunk: ChunkFormat, block_hash: bytes = HASH, seed: int = 1) -> memoryview:
     buffer = memoryview(bytearray(chunk.object_bytes))
     buffer[chunk.header_bytes :] = pattern(chunk.payload_bytes, seed)
-    chunk.seal(buffer, block_hash)
+    chunk.seal(Place.of(buffer, chunk.header_bytes), block_hash)
     return buffer
 
 
 def refusal(chunk: ChunkFormat, data: bytes | memoryview, block_hash: bytes = HASH) -> str | None:
     view = memoryview(data)
-    return chunk.check(view, len(view), block_hash)
+    return chunk.check(Place.of(view, chunk.header_bytes), len(view), block_hash)
 
 
 # ------------------------------------------------------------------------------- the format

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.item_format import HEADER_BYTES, TENSOR, ItemFormat, object_bytes, width_of
+from s3kv.place import Place
 from s3kv.types import ItemShape
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -21,7 +22,7 @@ HASH = bytes(range(32))
 def sealed(rows: int, width: int, *, namespace: str = NAMESPACE) -> bytearray:
     nbytes = object_bytes("BF16", rows, width)
     data = bytearray(HEADER_BYTES) + random.Random(rows).randbytes(nbytes - HEADER_BYTES)
-    ItemFormat(namespace, "BF16", ItemShape(rows, nbytes)).seal(memoryview(data), HASH)
+    ItemFormat(namespace, "BF16", ItemShape(rows, nbytes)).seal(Place.of(data, HEADER_BYTES), HASH)
     return data
 
 
@@ -29,12 +30,16 @@ def reader(rows: int, room: int, *, namespace: str = NAMESPACE) -> ItemFormat:
     return ItemFormat(namespace, "BF16", ItemShape(rows, room))
 
 
+def check(item: ItemFormat, data: bytes, nbytes: int, block_hash: bytes = HASH) -> str | None:
+    return item.check(Place.of(data, HEADER_BYTES), nbytes, block_hash)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (32, 128), (576, 1024), (7, 3)])
 def test_a_reader_needs_the_rows_and_enough_room(rows: int, width: int, tmp_path: Path) -> None:
     data = sealed(rows, width)
     room = bytearray(len(data) + 10_000)
     room[: len(data)] = data
-    assert reader(rows, len(room)).check(memoryview(room), len(data), HASH) is None
+    assert check(reader(rows, len(room)), room, len(data)) is None
     assert width_of("BF16", rows, len(data)) == width
     assert read_header(memoryview(data)).header_bytes == HEADER_BYTES
     path = tmp_path / "item.safetensors"
@@ -52,7 +57,7 @@ def test_a_flipped_bit_anywhere_is_refused() -> None:
     places = [*range(600), *(draw.randrange(len(data)) for _ in range(400))]
     for place in places:
         data[place] ^= 1 << draw.randrange(8)
-        assert reader(3, len(data)).check(memoryview(data), len(data), HASH) is not None, place
+        assert check(reader(3, len(data)), data, len(data)) is not None, place
         data[:] = sealed(3, 40)
 
 
@@ -61,32 +66,32 @@ def test_with_a_key_an_item_without_it_is_refused() -> None:
     shape = ItemShape(3, object_bytes("BF16", 3, 40))
     data = sealed(3, 40)
     item = ItemFormat(NAMESPACE, "BF16", shape, keyed)
-    assert item.check(memoryview(data), len(data), HASH) == "algorithm"
-    item.seal(memoryview(data), HASH)
-    assert item.check(memoryview(data), len(data), HASH) is None
+    assert check(item, data, len(data)) == "algorithm"
+    item.seal(Place.of(data, item.header_bytes), HASH)
+    assert check(item, data, len(data)) is None
     data[-1] ^= 1
-    assert item.check(memoryview(data), len(data), HASH) == "digest"
+    assert check(item, data, len(data)) == "digest"
 
 
 def test_another_length_is_refused() -> None:
     data = sealed(6, 4)
     for nbytes in (0, 1, HEADER_BYTES, len(data) - 1, len(data) - 12, len(data) - 2 * 6):
-        refusal = reader(6, len(data)).check(memoryview(data), nbytes, HASH)
+        refusal = check(reader(6, len(data)), data, nbytes)
         assert refusal is not None, nbytes
-    assert reader(6, len(data)).check(memoryview(data), len(data) + 12, HASH) == "length"
-    assert reader(6, len(data) - 12).check(memoryview(data), len(data), HASH) == "length"
+    assert check(reader(6, len(data)), data, len(data) + 12) == "length"
+    assert check(reader(6, len(data) - 12), data, len(data)) == "length"
 
 
 def test_another_item_is_refused() -> None:
-    data = memoryview(sealed(6, 4))
-    assert reader(6, len(data)).check(data, len(data), HASH[::-1]) == "block_hash"
-    assert reader(6, len(data), namespace="f" * 32).check(data, len(data), HASH) == "namespace"
+    data = sealed(6, 4)
+    assert check(reader(6, len(data)), data, len(data), HASH[::-1]) == "block_hash"
+    assert check(reader(6, len(data), namespace="f" * 32), data, len(data)) == "namespace"
     # As many bytes in other rows: a reader that expects another number of tokens.
-    assert reader(4, len(data)).check(data, len(data), HASH) == "tensors"
-    assert reader(5, len(data)).check(data, len(data), HASH) == "length"
+    assert check(reader(4, len(data)), data, len(data)) == "tensors"
+    assert check(reader(5, len(data)), data, len(data)) == "length"
 
 
 def test_a_shape_of_no_whole_rows_is_not_written() -> None:
     with pytest.raises(ValueError, match="not the length"):
-        reader(3, HEADER_BYTES + 7).seal(memoryview(bytearray(HEADER_BYTES + 7)), HASH)
+        reader(3, HEADER_BYTES + 7).seal(Place.of(bytearray(HEADER_BYTES + 7), HEADER_BYTES), HASH)
     assert width_of("BF16", 0, HEADER_BYTES + 8) is None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.rearranging import Pages, follows, format_of, is_page, rearrangements
 from s3kv.objects.shards import Shard, covers
+from s3kv.place import Place
 from s3kv.types import TensorSpec, item_bytes
 
 BLOCKS = 3
@@ -69,7 +70,7 @@ class Model:
                 payload += np.concatenate(arrays, axis=1).tobytes()
         chunk = ChunkFormat("0" * 32, tuple(tensors), 0, shard.name)
         data = bytearray(chunk.header_bytes) + payload
-        chunk.seal(memoryview(data), HASH)
+        chunk.seal(Place.of(data, chunk.header_bytes), HASH)
         return chunk, bytes(data)
 
 
@@ -99,12 +100,13 @@ def put_together(
         found = rearrangements(own, wanted, cover, Pages(model.order, layer))
         if found is None:
             continue
-        made = memoryview(bytearray(own.object_bytes))
+        made = Place.of(bytearray(own.object_bytes), own.header_bytes)
         for part, shard in zip(found, cover, strict=True):
             theirs, data = model.object_of(shard, parts)
             assert part.format == theirs
-            assert part.format.check(memoryview(data), len(data), HASH) is None
-            part.apply(memoryview(data), made)
+            place = Place.of(data, part.format.header_bytes)
+            assert part.format.check(place, len(data), HASH) is None
+            part.apply(place, made)
         own.seal(made, HASH)
         return expected, bytes(made)
     return None

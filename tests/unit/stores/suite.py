@@ -12,6 +12,7 @@ import uuid
 import pytest
 
 from s3kv.errors import StoreUnranged
+from s3kv.place import Place
 from s3kv.stores.store import BulkStore
 
 ODD_NAMES = (
@@ -35,9 +36,22 @@ def pattern(nbytes: int, seed: int) -> memoryview:
     return memoryview((unit * (nbytes // len(unit) + 1))[:nbytes])
 
 
+def apart(nbytes: int, header_bytes: int = 1000) -> Place:
+    """A place of so many bytes whose payload is in other memory than its header."""
+    header, payload = (
+        bytearray(b"\xee" * header_bytes),
+        bytearray(b"\xee" * (nbytes - header_bytes)),
+    )
+    return Place(memoryview(header), memoryview(payload))
+
+
+async def write(store: BulkStore, key: str, data: memoryview, *, if_absent: bool = False) -> bool:
+    return await store.put(key, Place.of(data), if_absent=if_absent)
+
+
 async def fetch(store: BulkStore, key: str, room: int = 2**16) -> bytes | None:
     buffer = memoryview(bytearray(room))
-    info = await store.get_into(key, buffer)
+    info = await store.get_into(key, Place.of(buffer))
     return None if info is None else bytes(buffer[: info.nbytes])
 
 
@@ -53,14 +67,14 @@ class ObjectStoreSuite:
 
     async def test_missing_object_is_an_answer(self, store: BulkStore, root: str) -> None:
         buffer = memoryview(bytearray(b"untouched"))
-        assert await store.get_into(root + "no", buffer) is None
+        assert await store.get_into(root + "no", Place.of(buffer)) is None
         assert bytes(buffer) == b"untouched"
         assert await store.head(root + "no") is None
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 2**20 + 7])
     async def test_round_trip(self, store: BulkStore, root: str, nbytes: int) -> None:
         data = pattern(nbytes, 1)
-        assert await store.put(root + "k", data, if_absent=False) is True
+        assert await store.put(root + "k", Place.of(data), if_absent=False) is True
         assert await fetch(store, root + "k", room=nbytes) == bytes(data)
         info = await store.head(root + "k")
         assert info is not None
@@ -69,64 +83,105 @@ class ObjectStoreSuite:
     async def test_buffer_with_room_is_filled_at_its_front(
         self, store: BulkStore, root: str
     ) -> None:
-        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        await write(store, root + "k", pattern(3000, 1))
         buffer = memoryview(bytearray(b"\xee" * 5000))
-        assert (await store.get_into(root + "k", buffer)).nbytes == 3000
+        assert (await store.get_into(root + "k", Place.of(buffer))).nbytes == 3000
         assert buffer[:3000] == pattern(3000, 1)
         assert bytes(buffer[3000:]) == b"\xee" * 2000
 
     async def test_buffer_too_small_tells_the_length(self, store: BulkStore, root: str) -> None:
-        await store.put(root + "k", pattern(300_000, 1), if_absent=False)
+        await write(store, root + "k", pattern(300_000, 1))
         memory = bytearray(b"\xee" * 2000)
-        assert (await store.get_into(root + "k", memoryview(memory)[:1000])).nbytes == 300_000
+        assert (
+            await store.get_into(root + "k", Place.of(memoryview(memory)[:1000]))
+        ).nbytes == 300_000
         assert memory[1000:] == b"\xee" * 1000
         assert await fetch(store, root + "k", room=300_000) == bytes(pattern(300_000, 1))
 
     @pytest.mark.parametrize(("first", "nbytes"), [(0, 1), (0, 3000), (1000, 500), (2999, 1)])
     async def test_a_range(self, store: BulkStore, root: str, first: int, nbytes: int) -> None:
         """It fills its buffer, and tells of the object what a HEAD tells."""
-        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        await write(store, root + "k", pattern(3000, 1))
         memory = bytearray(b"\xee" * (nbytes + 1))
-        info = await store.get_range(root + "k", first, memoryview(memory)[:nbytes])
+        info = await store.get_range(root + "k", first, Place.of(memoryview(memory)[:nbytes]))
         assert info == await store.head(root + "k")
         assert memory == bytes(pattern(3000, 1)[first : first + nbytes]) + b"\xee"
 
     async def test_a_range_of_nothing(self, store: BulkStore, root: str) -> None:
         buffer = memoryview(bytearray(b"untouched"))
-        assert await store.get_range(root + "no", 0, buffer) is None
+        assert await store.get_range(root + "no", 0, Place.of(buffer)) is None
         assert bytes(buffer) == b"untouched"
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 999, 1000, 1001, 700_000])
+    async def test_header_and_payload_apart(self, store: BulkStore, root: str, nbytes: int) -> None:
+        """The object fills the header first, and leaves the rest of the place alone."""
+        data = bytes(pattern(nbytes, 1))
+        place = apart(nbytes + 1007)
+        place.write(data)
+        assert await store.put(root + "k", place.cut(0, nbytes), if_absent=True) is True
+        read = apart(nbytes + 1500)
+        info = await store.get_into(root + "k", read)
+        assert info is not None
+        assert (info.nbytes, info) == (nbytes, await store.head(root + "k"))
+        assert bytes(read) == data + b"\xee" * 1500
+
+    async def test_a_place_apart_that_is_too_small(self, store: BulkStore, root: str) -> None:
+        await write(store, root + "k", pattern(300_000, 1))
+        assert (await store.get_into(root + "k", apart(299_999))).nbytes == 300_000
+        assert await fetch(store, root + "k", room=300_000) == bytes(pattern(300_000, 1))
+
+    @pytest.mark.parametrize(
+        "bounds", [(0, 3000), (0, 1000), (999, 1001), (1000, 3000), (10, 20), (2000, 2001)]
+    )
+    async def test_a_range_across_the_seam(
+        self, store: BulkStore, root: str, bounds: tuple[int, int]
+    ) -> None:
+        begin, end = bounds
+        await write(store, root + "k", pattern(3000, 1))
+        place = apart(3000)
+        assert await store.get_range(root + "k", begin, place.cut(begin, end)) is not None
+        expected = bytearray(b"\xee" * 3000)
+        expected[begin:end] = pattern(3000, 1)[begin:end]
+        assert bytes(place) == expected
+
+    async def test_a_place_apart_that_nobody_claims(self, store: BulkStore, root: str) -> None:
+        await write(store, root + "k", pattern(3000, 1))
+        place = apart(3000)
+        await store.get_into(root + "k", place, lambda: False)
+        await store.get_range(root + "k", 5, place.cut(5, 2900), lambda: False)
+        assert bytes(place) == b"\xee" * 3000
 
     @pytest.mark.parametrize("first", [2999, 3000, 9000])
     async def test_a_range_beyond_the_end(self, store: BulkStore, root: str, first: int) -> None:
-        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        await write(store, root + "k", pattern(3000, 1))
         memory = bytearray(b"\xee" * 3)
         with pytest.raises(StoreUnranged):
-            await store.get_range(root + "k", first, memoryview(memory)[:2])
+            await store.get_range(root + "k", first, Place.of(memoryview(memory)[:2]))
         assert memory[2:] == b"\xee"
         assert await fetch(store, root + "k") == bytes(pattern(3000, 1))
 
     async def test_a_range_that_nobody_claims(self, store: BulkStore, root: str) -> None:
-        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        await write(store, root + "k", pattern(3000, 1))
         buffer = memoryview(bytearray(b"untouched"))
-        await store.get_range(root + "k", 5, buffer, lambda: False)
+        await store.get_range(root + "k", 5, Place.of(buffer), lambda: False)
         assert bytes(buffer) == b"untouched"
 
     async def test_ranges_of_one_object_have_one_etag(self, store: BulkStore, root: str) -> None:
         async def etag(first: int) -> str:
-            info = await store.get_range(root + "k", first, memoryview(bytearray(1000)))
+            info = await store.get_range(root + "k", first, Place.of(bytearray(1000)))
             assert info is not None
             return info.etag
 
-        await store.put(root + "k", pattern(3000, 1), if_absent=False)
+        await write(store, root + "k", pattern(3000, 1))
         before = {await etag(first) for first in (0, 1000, 2000)}
-        await store.put(root + "k", pattern(3000, 2), if_absent=False)
+        await write(store, root + "k", pattern(3000, 2))
         after = await etag(0)
         assert len(before) == 1
         assert after not in before
 
     async def test_many_at_once(self, store: BulkStore, root: str) -> None:
         async def there_and_back(i: int) -> bytes | None:
-            assert await store.put(f"{root}{i}", pattern(100_000 + i, i), if_absent=True)
+            assert await write(store, f"{root}{i}", pattern(100_000 + i, i), if_absent=True)
             return await fetch(store, f"{root}{i}", room=2**17)
 
         came = await asyncio.gather(*(there_and_back(i) for i in range(32)))
@@ -134,31 +189,31 @@ class ObjectStoreSuite:
 
     async def test_erase(self, store: BulkStore, root: str) -> None:
         for seed in (1, 2):
-            await store.put(root + "k", pattern(100, seed), if_absent=False)
+            await write(store, root + "k", pattern(100, seed))
         for _ in range(2):
             assert await store.erase(root + "k") is True
             assert await store.head(root + "k") is None
 
     async def test_overwrite(self, store: BulkStore, root: str) -> None:
-        await store.put(root + "k", pattern(100, 1), if_absent=False)
-        assert await store.put(root + "k", pattern(50, 2), if_absent=False) is True
+        await write(store, root + "k", pattern(100, 1))
+        assert await write(store, root + "k", pattern(50, 2)) is True
         assert await fetch(store, root + "k") == bytes(pattern(50, 2))
 
     async def test_if_absent_keeps_what_is_there(self, store: BulkStore, root: str) -> None:
-        assert await store.put(root + "k", pattern(100, 1), if_absent=True) is True
-        assert await store.put(root + "k", pattern(100, 2), if_absent=True) is False
+        assert await write(store, root + "k", pattern(100, 1), if_absent=True) is True
+        assert await write(store, root + "k", pattern(100, 2), if_absent=True) is False
         assert await fetch(store, root + "k") == bytes(pattern(100, 1))
 
     async def test_if_absent_race_has_one_winner(self, store: BulkStore, root: str) -> None:
         won = await asyncio.gather(
-            *(store.put(root + "k", pattern(5000, i), if_absent=True) for i in range(10))
+            *(write(store, root + "k", pattern(5000, i), if_absent=True) for i in range(10))
         )
         assert won.count(True) == 1
         assert await fetch(store, root + "k") == bytes(pattern(5000, won.index(True)))
 
     async def test_a_read_tells_what_a_head_tells(self, store: BulkStore, root: str) -> None:
-        await store.put(root + "k", pattern(100, 1), if_absent=True)
-        read = await store.get_into(root + "k", memoryview(bytearray(100)))
+        await write(store, root + "k", pattern(100, 1), if_absent=True)
+        read = await store.get_into(root + "k", Place.of(bytearray(100)))
         head = await store.head(root + "k")
         assert read is not None
         assert read == head
@@ -168,7 +223,7 @@ class ObjectStoreSuite:
     async def test_copy_onto_itself(self, store: BulkStore, root: str) -> None:
         """Everything stays but the time of the last write."""
         key = root + "k +ü&%20"
-        await store.put(key, pattern(100_000, 1), if_absent=True)
+        await write(store, key, pattern(100_000, 1), if_absent=True)
         before = await store.head(key)
         await asyncio.sleep(1.1)  # what a HEAD tells apart
         assert await store.refresh(key, before.modified_s) is True
@@ -183,14 +238,14 @@ class ObjectStoreSuite:
 
     async def test_copy_of_what_has_been_written_since(self, store: BulkStore, root: str) -> None:
         """Where the server knows no such condition, the new object is copied."""
-        await store.put(root + "k", pattern(100, 1), if_absent=True)
+        await write(store, root + "k", pattern(100, 1), if_absent=True)
         written = await store.head(root + "k")
         refreshed = await store.refresh(root + "k", written.modified_s - 3600)
         assert refreshed is not self.conditional_copies
         assert await fetch(store, root + "k") == bytes(pattern(100, 1))
 
     async def test_delete(self, store: BulkStore, root: str) -> None:
-        await store.put(root + "k", pattern(10, 1), if_absent=False)
+        await write(store, root + "k", pattern(10, 1))
         await store.delete(root + "k")
         assert await fetch(store, root + "k") is None
         await store.delete(root + "k")
@@ -198,10 +253,10 @@ class ObjectStoreSuite:
 
     async def test_conditional_delete(self, store: BulkStore, root: str) -> None:
         """Of servers that know none only the second half can be asked."""
-        await store.put(root + "k", pattern(10, 1), if_absent=False)
+        await write(store, root + "k", pattern(10, 1))
         first = await store.head(root + "k")
         assert first is not None
-        await store.put(root + "k", pattern(10, 2), if_absent=False)
+        await write(store, root + "k", pattern(10, 2))
         second = await store.head(root + "k")
         assert second is not None
         assert first.etag != second.etag
@@ -217,10 +272,10 @@ class ObjectStoreSuite:
     async def test_delete_many(self, store: BulkStore, root: str) -> None:
         """Of servers without conditional deletes, what has changed goes as well."""
         names = [f"{root}{i} <&> ü+%20'\"" for i in range(5)]
-        await asyncio.gather(*(store.put(n, pattern(9, 1), if_absent=True) for n in names))
-        await store.put(root + "other", pattern(9, 1), if_absent=True)
+        await asyncio.gather(*(write(store, n, pattern(9, 1), if_absent=True) for n in names))
+        await write(store, root + "other", pattern(9, 1), if_absent=True)
         listed = [info async for info in store.list(root) if info.key in names]
-        await store.put(names[2], pattern(9, 2), if_absent=False)
+        await write(store, names[2], pattern(9, 2))
         await store.delete(names[3])
         left = await store.delete_many(listed)
         kept = [names[2]] if self.conditional_batches else []
@@ -229,13 +284,13 @@ class ObjectStoreSuite:
 
     async def test_a_listing_begins_after_a_key(self, store: BulkStore, root: str) -> None:
         names = [f"{root}{i:03} +ü" for i in range(25)]
-        await asyncio.gather(*(store.put(n, pattern(7, 1), if_absent=True) for n in names))
+        await asyncio.gather(*(write(store, n, pattern(7, 1), if_absent=True) for n in names))
         assert [info.key async for info in store.list(root, names[11])] == names[12:]
         assert [info.key async for info in store.list(root, names[-1])] == []
 
     async def test_odd_characters_in_keys(self, store: BulkStore, root: str) -> None:
         for i, name in enumerate(ODD_NAMES):
-            await store.put(root + name, pattern(10 + i, i), if_absent=True)
+            await write(store, root + name, pattern(10 + i, i), if_absent=True)
         for i, name in enumerate(ODD_NAMES):
             assert await fetch(store, root + name) == bytes(pattern(10 + i, i)), name
         listed = [info.key async for info in store.list(root)]
@@ -243,8 +298,8 @@ class ObjectStoreSuite:
 
     async def test_list_is_ordered_and_crosses_pages(self, store: BulkStore, root: str) -> None:
         names = [f"{root}d/{i:03}" for i in range(25)]
-        await asyncio.gather(*(store.put(n, pattern(7, 1), if_absent=True) for n in names))
-        await store.put(f"{root}e", pattern(7, 1), if_absent=True)
+        await asyncio.gather(*(write(store, n, pattern(7, 1), if_absent=True) for n in names))
+        await write(store, f"{root}e", pattern(7, 1), if_absent=True)
         infos = [info async for info in store.list(f"{root}d/")]
         assert [info.key for info in infos] == names
         assert {info.nbytes for info in infos} == {7}
@@ -255,48 +310,55 @@ class ObjectStoreSuite:
 
     async def test_folders(self, store: BulkStore, root: str) -> None:
         for name in ("b/1", "b/2/3", "a b+/1", "c", "d/"):
-            await store.put(root + name, pattern(7, 1), if_absent=True)
+            await write(store, root + name, pattern(7, 1), if_absent=True)
         assert list(await store.folders(root, 100)) == ["a b+", "b", "d"]
         assert list(await store.folders(root, 2)) == ["a b+", "b"]
         assert list(await store.folders(root + "none/", 100)) == []
 
-    async def test_cancelled_get_leaves_the_buffer_alone(self, store: BulkStore, root: str) -> None:
+    @pytest.mark.parametrize("header_bytes", [0, 4096, 2**21])
+    async def test_cancelled_get_leaves_the_place_alone(
+        self, store: BulkStore, root: str, header_bytes: int
+    ) -> None:
         nbytes = 2**22
-        await store.put(root + "k", pattern(nbytes, 1), if_absent=False)
+        await write(store, root + "k", pattern(nbytes, 1))
         for turns in (0, 1, 2, 5, 10, 20, 40):
-            buffer = memoryview(bytearray(nbytes))
-            task = asyncio.create_task(store.get_into(root + "k", buffer))
+            place = apart(nbytes, header_bytes)
+            task = asyncio.create_task(store.get_into(root + "k", place))
             for _ in range(turns):
                 await asyncio.sleep(0.0005)
             task.cancel()
             await asyncio.wait([task])
-            buffer[:] = b"\xee" * nbytes
+            place.write(b"\xee" * nbytes)
             await asyncio.sleep(0.01)
-            assert buffer == b"\xee" * nbytes
+            assert bytes(place) == b"\xee" * nbytes
         assert await fetch(store, root + "k", room=nbytes) == bytes(pattern(nbytes, 1))
 
-    async def test_cancelled_put_is_whole_or_absent(self, store: BulkStore, root: str) -> None:
+    @pytest.mark.parametrize("header_bytes", [0, 4096, 2**21])
+    async def test_cancelled_put_is_whole_or_absent(
+        self, store: BulkStore, root: str, header_bytes: int
+    ) -> None:
         nbytes = 2**22
         for turns in (0, 1, 3, 6):
-            data = memoryview(bytearray(pattern(nbytes, turns)))
+            place = apart(nbytes, header_bytes)
+            place.write(pattern(nbytes, turns))
             key = f"{root}{turns}"
-            task = asyncio.create_task(store.put(key, data, if_absent=False))
+            task = asyncio.create_task(store.put(key, place, if_absent=False))
             for _ in range(turns):
                 await asyncio.sleep(0.0005)
             task.cancel()
             await asyncio.wait([task])
-            data[:] = b"\xee" * nbytes
+            place.write(b"\xee" * nbytes)
             await asyncio.sleep(0.02)
             assert await fetch(store, key, room=nbytes) in (None, bytes(pattern(nbytes, turns)))
 
     async def test_check_says_whether_there_is_an_object(self, store: BulkStore, root: str) -> None:
         await store.check()
         assert await store.check(root) is False
-        await store.put(root + "k", pattern(10, 1), if_absent=False)
+        await write(store, root + "k", pattern(10, 1))
         assert await store.check(root) is True
         assert await store.check(root + "elsewhere/") is False
 
     async def test_close_twice(self, store: BulkStore, root: str) -> None:
-        await store.put(root + "k", pattern(10, 1), if_absent=False)
+        await write(store, root + "k", pattern(10, 1))
         await store.close()
         await store.close()

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
+from s3kv.place import Place
 from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
@@ -51,12 +52,12 @@ class S3Suite(ObjectStoreSuite):
         url, bucket, keys = place
         other = servers.boto_client(url, keys)
         key = root + "odd +%20 ü/../k"
-        await store.put(key, pattern(70_000, 1), if_absent=True)
+        await store.put(key, Place.of(pattern(70_000, 1)), if_absent=True)
         found = await asyncio.to_thread(other.get_object, Bucket=bucket, Key=key)
         assert found["Body"].read() == bytes(pattern(70_000, 1))
         await asyncio.to_thread(other.put_object, Bucket=bucket, Key=key, Body=b"from elsewhere")
         buffer = memoryview(bytearray(100))
-        assert (await store.get_into(key, buffer)).nbytes == 14
+        assert (await store.get_into(key, Place.of(buffer))).nbytes == 14
         assert bytes(buffer[:14]) == b"from elsewhere"
 
 
@@ -105,13 +106,13 @@ class TestMemoryStore(ObjectStoreSuite):
 async def test_an_age_is_the_time_since_the_write() -> None:
     now = [1_000.0]
     store = MemoryStore(clock=lambda: now[0])
-    await store.put("k", memoryview(b"x"), if_absent=True)
+    await store.put("k", Place.of(b"x"), if_absent=True)
     now[0] += 60
     info = await store.head("k")
     assert info is not None
     assert (info.modified_s, info.age_s) == (1_000.0, 60.0)
     assert await store.refresh("k", 999.0) is False
     assert await store.refresh("k", 1_000.0) is True
-    info = await store.get_into("k", memoryview(bytearray(1)))
+    info = await store.get_into("k", Place.of(bytearray(1)))
     assert info is not None
     assert (info.modified_s, info.age_s) == (1_060.0, 0.0)

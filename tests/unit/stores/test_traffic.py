@@ -11,6 +11,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.errors import StoreUnavailable
+from s3kv.place import Place
 from s3kv.prices import TABLE, Prices
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.traffic import ANSWERS, VERBS, Traffic
@@ -34,11 +35,11 @@ async def test_requests_are_counted_by_verb_and_answer(
     store = open_store(Config(bucket=BUCKET, endpoint_url=url))
     buffer = memoryview(bytearray(100))
     await store.check()
-    assert await store.get_into("traffic/k", buffer) is None
-    assert await store.put("traffic/k", memoryview(b"x" * 40), if_absent=True)
-    assert not await store.put("traffic/k", memoryview(b"x" * 40), if_absent=True)
-    assert (await store.get_into("traffic/k", buffer)).nbytes == 40
-    assert (await store.get_into("traffic/k", buffer[:10])).nbytes == 40
+    assert await store.get_into("traffic/k", Place.of(buffer)) is None
+    assert await store.put("traffic/k", Place.of(b"x" * 40), if_absent=True)
+    assert not await store.put("traffic/k", Place.of(b"x" * 40), if_absent=True)
+    assert (await store.get_into("traffic/k", Place.of(buffer))).nbytes == 40
+    assert (await store.get_into("traffic/k", Place.of(buffer[:10]))).nbytes == 40
     await store.head("traffic/k")
     await store.delete("traffic/k")
     assert [info async for info in store.list("traffic/")] == []
@@ -72,8 +73,8 @@ async def test_a_request_without_an_answer_is_counted_as_one(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         store = open_store(Config(bucket=BUCKET, endpoint_url=url, first_byte_timeout_ms=200))
         with pytest.raises(StoreUnavailable):
-            await store.get_into("traffic/k", memoryview(bytearray(10)))
-        abandoned = asyncio.create_task(store.get_into("traffic/k", memoryview(bytearray(10))))
+            await store.get_into("traffic/k", Place.of(bytearray(10)))
+        abandoned = asyncio.create_task(store.get_into("traffic/k", Place.of(bytearray(10))))
         await asyncio.sleep(0.05)
         abandoned.cancel()
         await asyncio.wait([abandoned])

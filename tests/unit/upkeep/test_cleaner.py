@@ -16,6 +16,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.objects import keys
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey
@@ -78,8 +79,8 @@ class Bucket(MemoryStore):
     def age_s(self, key: str) -> float:
         return EPOCH_S + self._loop.time() - self._objects[key][1]
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
-        return await super().put(key, data, if_absent=if_absent and self._conditional)
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+        return await super().put(key, place, if_absent=if_absent and self._conditional)
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         if key in self._objects and keys.parse(key):
@@ -110,18 +111,18 @@ class Line(MemoryStore):
             raise self.error
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         await self._pass()
-        return await self._bucket.get_into(key, buffer, claim)
+        return await self._bucket.get_into(key, place, claim)
 
     async def head(self, key: str) -> ObjectInfo | None:
         await self._pass()
         return await self._bucket.head(key)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         await self._pass()
-        return await self._bucket.put(key, data, if_absent=if_absent)
+        return await self._bucket.put(key, place, if_absent=if_absent)
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         await self._pass()

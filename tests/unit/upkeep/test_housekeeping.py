@@ -16,6 +16,7 @@ from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects import keys
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from s3kv.upkeep import cleaner as cleaning
@@ -50,12 +51,12 @@ async def test_nobody_waits_for_it(slab: Slab) -> None:
         asked = asyncio.Event()
 
         async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
+            self, key: str, place: Place, claim: Claim | None = None
         ) -> ObjectInfo | None:
             if key == rig.NAMESPACE.manifest:
                 self.asked.set()
                 await asyncio.Event().wait()
-            return await super().get_into(key, buffer, claim)
+            return await super().get_into(key, place, claim)
 
     store = Stuck()
     async with served(lambda _: store, slab) as (worker, serving):
@@ -79,16 +80,16 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
         written = asyncio.Event()
 
         async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
+            self, key: str, place: Place, claim: Claim | None = None
         ) -> ObjectInfo | None:
             if self.failures:
                 self.failures -= 1
                 raise StoreUnavailable("refused")
-            return await super().get_into(key, buffer, claim)
+            return await super().get_into(key, place, claim)
 
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             self.written.set()
-            return await super().put(key, data, if_absent=if_absent)
+            return await super().put(key, place, if_absent=if_absent)
 
     store = Late()
     caplog.set_level(logging.INFO, "s3kv.io")
@@ -107,7 +108,7 @@ async def test_a_bucket_that_may_not_be_read_is_said_and_served(
 ) -> None:
     class Denied(MemoryStore):
         async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
+            self, key: str, place: Place, claim: Claim | None = None
         ) -> ObjectInfo | None:
             raise StoreDenied("s3:GetObject on arn:aws:s3:::bkt")
 
@@ -146,8 +147,7 @@ async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
     time_s = EPOCH_S
     for number in range(8):
         time_s += MIN_AGE_S
-        data = memoryview(rig.sealed(number))
-        await bucket.put(rig.object_key(number), data, if_absent=False)
+        await bucket.put(rig.object_key(number), Place.of(rig.sealed(number)), if_absent=False)
     time_s += 2 * MIN_AGE_S
     oldest_left = rig.object_key(2)
     budget = 7 * rig.FORMAT.object_bytes

@@ -11,6 +11,7 @@ from lab.memory_store import MemoryStore
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects import keys
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
@@ -32,7 +33,7 @@ async def test_objects_of_others_are_not_seen() -> None:
     }
     store = MemoryStore()
     for name in ours | foreign:
-        await store.put(name, memoryview(b"1"), if_absent=True)
+        await store.put(name, Place.of(b"1"), if_absent=True)
     seen = {info.key async for _, _, info in listing.owned(store, "s3kv")}
     assert seen == ours
     chunks = {info.key async for _, info in listing.chunks(store, "s3kv", place.root)}
@@ -57,7 +58,7 @@ class Breaking(MemoryStore):
 
 async def broken(store: Breaking) -> list[str]:
     for number in range(7):
-        await store.put(f"k{number}", memoryview(b"x"), if_absent=True)
+        await store.put(f"k{number}", Place.of(b"x"), if_absent=True)
     return [info.key async for info in listing.listed(store, "k")]
 
 

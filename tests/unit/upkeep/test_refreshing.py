@@ -18,6 +18,7 @@ from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.messages import JobEnd, JobKind
+from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import Outcome
 from s3kv.upkeep import refreshing
@@ -48,8 +49,7 @@ class Bucket(MemoryStore):
 
     async def fill(self, *numbers: int) -> None:
         for number in numbers:
-            data = memoryview(rig.sealed(number))
-            await self.put(rig.object_key(number), data, if_absent=False)
+            await self.put(rig.object_key(number), Place.of(rig.sealed(number)), if_absent=False)
 
     def ages(self) -> dict[str, float]:
         return {key: self.now_s - modified_s for key, (_, modified_s) in self._objects.items()}
@@ -83,7 +83,7 @@ def make(bucket: Bucket, *, is_idle: bool = True) -> tuple[Refresher, Pauses]:
 
 
 async def read(bucket: Bucket, number: int) -> ObjectInfo:
-    info = await bucket.get_into(rig.object_key(number), memoryview(bytearray(2**20)))
+    info = await bucket.get_into(rig.object_key(number), Place.of(bytearray(2**20)))
     assert info is not None
     return info
 
@@ -431,7 +431,7 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -
 
 async def test_what_does_not_verify_is_not_refreshed(slab: Slab) -> None:
     bucket = Bucket()
-    await bucket.put(rig.object_key(1), memoryview(b"bad" * 1000), if_absent=True)
+    await bucket.put(rig.object_key(1), Place.of(b"bad" * 1000), if_absent=True)
     await bucket.fill(2)
     bucket.now_s += 2 * AFTER_S
     async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):

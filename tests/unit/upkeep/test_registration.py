@@ -11,6 +11,7 @@ from lab.memory_store import MemoryStore
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.upkeep.registration import Registration, introduce
 
@@ -35,7 +36,7 @@ async def meet(store: MemoryStore, fingerprint: dict[str, Any]) -> str:
 
 async def read(store: MemoryStore, key: str) -> bytes | None:
     buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    info = await store.get_into(key, buffer)
+    info = await store.get_into(key, Place.of(buffer))
     return None if info is None else bytes(buffer[: info.nbytes])
 
 
@@ -64,10 +65,10 @@ async def test_the_shapes_of_every_engine_are_listed_beside_it() -> None:
 
 async def test_a_store_that_takes_no_shapes_still_tells_the_namespace() -> None:
     class Full(MemoryStore):
-        async def put(self, key: str, data: memoryview, *, if_absent: bool = False) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool = False) -> bool:
             if "/shapes/" in key:
                 raise StoreUnavailable("507 disk full")
-            return await super().put(key, data, if_absent=if_absent)
+            return await super().put(key, place, if_absent=if_absent)
 
     namespace, manifest = place(BASE)
     said = await introduce(Full(), Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
@@ -100,13 +101,13 @@ async def test_many_differences_are_cut_short() -> None:
 
 async def test_a_bucket_that_may_only_be_read() -> None:
     class ReadOnly(MemoryStore):
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             raise StoreDenied("s3:PutObject")
 
     store = ReadOnly()
     assert "is new (it has no manifest: writing one was denied)" in await meet(store, BASE)
     namespace, manifest = place(BASE)
-    await MemoryStore.put(store, namespace.manifest, memoryview(manifest), if_absent=True)
+    await MemoryStore.put(store, namespace.manifest, Place.of(manifest), if_absent=True)
     assert "is known" in await meet(store, BASE)
 
 
@@ -127,8 +128,8 @@ HOSTILE = [
 async def test_manifests_of_others_are_not_trusted(body: bytes) -> None:
     store = MemoryStore()
     other = Namespace("s3kv", "0" * 32)
-    await store.put(other.manifest, memoryview(body), if_absent=True)
-    await store.put("s3kv/v2/no-namespace/manifest.json", memoryview(body), if_absent=True)
+    await store.put(other.manifest, Place.of(body), if_absent=True)
+    await store.put("s3kv/v2/no-namespace/manifest.json", Place.of(body), if_absent=True)
     said = await meet(store, BASE)
     assert "is new" in said
     assert "\x1b" not in said
@@ -170,7 +171,7 @@ async def test_a_manifest_that_is_damaged_is_said_to_be() -> None:
     store = MemoryStore()
     namespace, _ = place(BASE)
     for body in (b"{}", b"x" * (MAX_MANIFEST_BYTES + 1)):
-        await store.put(namespace.manifest, memoryview(body), if_absent=False)
+        await store.put(namespace.manifest, Place.of(body), if_absent=False)
         assert "its manifest is damaged" in await meet(store, BASE)
         assert await store.head(namespace.manifest) is not None
 
@@ -180,14 +181,14 @@ async def test_many_siblings_are_read_up_to_a_limit() -> None:
         reads = 0
 
         async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
+            self, key: str, place: Place, claim: Claim | None = None
         ) -> ObjectInfo | None:
             self.reads += 1
-            return await super().get_into(key, buffer, claim)
+            return await super().get_into(key, place, claim)
 
     store = Counting()
     for number in range(100):
         namespace, manifest = place(BASE | {"chunk_tokens": number})
-        await store.put(namespace.manifest, memoryview(manifest), if_absent=True)
+        await store.put(namespace.manifest, Place.of(manifest), if_absent=True)
     assert "of 32 others" in await meet(store, BASE)
     assert store.reads == 33

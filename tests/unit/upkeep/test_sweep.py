@@ -12,6 +12,7 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreUnavailable
 from s3kv.objects.keys import Namespace, cleaner
+from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
@@ -45,7 +46,7 @@ class Bucket(MemoryStore):
             await self.write(chunk(place, number), bytes([number]) * nbytes)
 
     async def write(self, key: str, data: bytes) -> None:
-        await self.put(key, memoryview(data), if_absent=False)
+        await self.put(key, Place.of(data), if_absent=False)
 
     async def head(self, key: str) -> ObjectInfo | None:
         self.now_s = 2e9

@@ -19,6 +19,7 @@ from s3kv.io.client import IoClient
 from s3kv.io.wire import Handshake
 from s3kv.objects.item_format import HEADER_BYTES, SHARD, ItemFormat, object_bytes
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.types import ChunkKey, ItemShape, Outcome, Span
 from s3kv.worker.outbox import Outbox
 from tests.servers import BUCKET, KEYS, boto_client, moto_server, set_credentials
@@ -119,7 +120,9 @@ def test_items_reach_the_bucket_without_anybody_asking(
         data = bytearray(bucket.get_object(Bucket=BUCKET, Key=name)["Body"].read())
         shape = ItemShape(10 + number, len(data))
         form = ItemFormat(NAMESPACE.digest, "BF16", shape)
-        assert form.check(memoryview(data), len(data), key(number).block_hash) is None
+        assert (
+            form.check(Place.of(data, form.header_bytes), len(data), key(number).block_hash) is None
+        )
         assert data[HEADER_BYTES:] == random.Random(number).randbytes(len(data) - HEADER_BYTES)
     assert put(outbox, 0, rows=10) is not None
     assert ends(outbox, 1)[0]["upload_exists"] == 1

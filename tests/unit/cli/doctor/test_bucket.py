@@ -14,6 +14,7 @@ from s3kv.cli.doctor.bucket import BucketExamination
 from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
 from tests import servers
 from tests.unit.cli.conftest import Run
@@ -85,10 +86,10 @@ async def test_what_a_trial_wrote_is_named_if_it_cannot_be_deleted() -> None:
         async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
             raise StoreDenied("no", code="AccessDenied")
 
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             if not opened[-1].put_headers:
                 raise StoreDenied("no", code="AccessDenied")
-            return await super().put(key, data, if_absent=if_absent)
+            return await super().put(key, place, if_absent=if_absent)
 
     store, opened = Demanding(), list[Config]()
     examination = BucketExamination(
@@ -128,8 +129,8 @@ async def test_a_store_that_copies_nothing(error: StoreError, remedy: str) -> No
 
 async def test_a_server_that_ignores_conditions() -> None:
     class Ignorant(MemoryStore):
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
-            return await super().put(key, data, if_absent=False)
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+            return await super().put(key, place, if_absent=False)
 
     found = await examined(Ignorant(clock=lambda: 0.0))
     assert found["conditional put"].status == "warning"
@@ -137,8 +138,8 @@ async def test_a_server_that_ignores_conditions() -> None:
 
 async def test_bytes_that_changed_on_the_way() -> None:
     class Changing(MemoryStore):
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
-            return await super().put(key, memoryview(bytes(len(data))), if_absent=if_absent)
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+            return await super().put(key, Place.of(bytes(place.nbytes)), if_absent=if_absent)
 
     found = await examined(Changing(clock=lambda: 0.0))
     assert found["get"].status == "fault"
@@ -193,20 +194,20 @@ async def test_what_cannot_be_deleted_after_all_is_named() -> None:
 @pytest.mark.parametrize("at", ["put", "get_into", "head", "put of the large object"])
 async def test_ctrl_c_leaves_nothing(at: str) -> None:
     class Interrupted(MemoryStore):
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             async def carry_out() -> bool:
                 interrupt("put of the large object" if key.endswith("-large") else "put")
                 await asyncio.sleep(0.01)
-                return await MemoryStore.put(self, key, data, if_absent=if_absent)
+                return await MemoryStore.put(self, key, place, if_absent=if_absent)
 
             # A server goes on with what it has received, whatever becomes of the connection.
             return await asyncio.shield(carry_out())
 
         async def get_into(
-            self, key: str, buffer: memoryview, claim: Claim | None = None
+            self, key: str, place: Place, claim: Claim | None = None
         ) -> ObjectInfo | None:
             interrupt("get_into")
-            return await super().get_into(key, buffer, claim)
+            return await super().get_into(key, place, claim)
 
         async def head(self, key: str) -> ObjectInfo | None:
             interrupt("head")
@@ -229,7 +230,7 @@ async def test_ctrl_c_during_a_put_that_fails(caplog: pytest.LogCaptureFixture) 
     class Failing(MemoryStore):
         began = asyncio.Event()
 
-        async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
             self.began.set()
             await asyncio.sleep(0.01)
             raise StoreUnavailable("gone to lunch")

@@ -16,6 +16,7 @@ from s3kv.io.server.jobs import (
 )
 from s3kv.messages import JobKind
 from s3kv.objects.codec import ChunkFormat
+from s3kv.place import Place
 from s3kv.types import TensorSpec
 
 FETCH, UPLOAD = JobKind.FETCH, JobKind.UPLOAD
@@ -23,7 +24,7 @@ ONE = ChunkFormat("0" * 32, (TensorSpec("layer", "U8", (4096,)),), 0, "h0-7of8-l
 
 
 def job(job_id: int, kind: JobKind = FETCH, layout: ChunkFormat = ONE) -> TransferJob:
-    return TransferJob(job_id, kind, f"key-{job_id}", b"\1", layout, memoryview(b""))
+    return TransferJob(job_id, kind, f"key-{job_id}", b"\1", layout, Place.of(b""))
 
 
 def take_all(queue: JobQueue) -> list[TransferJob]:

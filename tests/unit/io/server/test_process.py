@@ -20,6 +20,7 @@ from s3kv.errors import (
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
@@ -52,21 +53,21 @@ class GatedStore(MemoryStore):
         self._gate.set()
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self.begun.append(("get", key))
-        buffer[:4] = b"part"
+        place.write(b"part")
         try:
             await self._gate.wait()
         finally:
             await self.unwound.wait()
-            buffer[:4] = b"last"
-        return await super().get_into(key, buffer, claim)
+            place.write(b"last")
+        return await super().get_into(key, place, claim)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self.begun.append(("put", key))
         await self._gate.wait()
-        return await super().put(key, data, if_absent=if_absent)
+        return await super().put(key, place, if_absent=if_absent)
 
     async def close(self) -> None:
         self.closed = True
@@ -84,14 +85,14 @@ class FailingStore(MemoryStore):
             raise self.errors.pop(0)
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self._fail()
-        return await super().get_into(key, buffer, claim)
+        return await super().get_into(key, place, claim)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self._fail()
-        return await super().put(key, data, if_absent=if_absent)
+        return await super().put(key, place, if_absent=if_absent)
 
     async def check(self, prefix: str | None = None) -> bool:
         self._fail()
@@ -160,7 +161,7 @@ async def test_an_object_that_is_not_what_its_key_says_is_corrupt(slab: Slab) ->
         4: (rig.sealed(4)[:-1] + bytes([rig.sealed(4)[-1] ^ 1]), "digest"),
     }
     for number, (data, _) in bad.items():
-        await store.put(rig.object_key(number), memoryview(data), if_absent=False)
+        await store.put(rig.object_key(number), Place.of(data), if_absent=False)
     async with served(lambda _: store, slab) as (worker, _):
         await worker.ready()
         beyond = bytes(slab.view[3 * rig.SLOT_BYTES - 8 : 3 * rig.SLOT_BYTES])
@@ -370,11 +371,11 @@ async def test_a_bucket_in_trouble_is_served_when_told(
 async def test_it_says_whether_the_namespace_has_objects(slab: Slab) -> None:
     store = MemoryStore()
     other = Namespace(rig.NAMESPACE.prefix, "f" * 32)
-    await store.put(other.manifest, memoryview(b"{}"), if_absent=True)
+    await store.put(other.manifest, Place.of(b"{}"), if_absent=True)
     for known in (False, True):
         async with served(lambda _: store, slab) as (worker, _):
             assert await worker.hear() == wire.Ready(True, None, "", known)
-        await store.put(rig.object_key(1), memoryview(b"1"), if_absent=True)
+        await store.put(rig.object_key(1), Place.of(b"1"), if_absent=True)
 
 
 async def test_a_store_that_cannot_be_made_names_the_setting(slab: Slab) -> None:

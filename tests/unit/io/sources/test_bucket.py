@@ -16,6 +16,7 @@ from s3kv.io.sources import bucket as source
 from s3kv.io.sources.quarantine import SUSPECT_S, Quarantine
 from s3kv.messages import JobEnd
 from s3kv.objects.headers import Mismatch
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
@@ -40,26 +41,26 @@ class Bucket(MemoryStore):
         self.repair_before_delete: bytes | None = None
 
     async def hold(self, data: bytes) -> None:
-        await super().put(KEY, memoryview(data), if_absent=False)
+        await super().put(KEY, Place.of(data), if_absent=False)
 
     async def held(self) -> bytes | None:
         buffer = memoryview(bytearray(2**20))
-        info = await super().get_into(KEY, buffer)
+        info = await super().get_into(KEY, Place.of(buffer))
         return None if info is None else bytes(buffer[: info.nbytes])
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self.asked["get"] += 1
         if self.lies:
             lie = self.lies.pop(0)
-            buffer[: len(lie)] = lie[: len(buffer)]
+            place.write(lie[: place.nbytes])
             return ObjectInfo(key, len(lie), 0.0)
-        return await super().get_into(key, buffer, claim)
+        return await super().get_into(key, place, claim)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self.asked["put"] += 1
-        return await super().put(key, data, if_absent=if_absent)
+        return await super().put(key, place, if_absent=if_absent)
 
     async def head(self, key: str) -> ObjectInfo | None:
         self.asked["head"] += 1

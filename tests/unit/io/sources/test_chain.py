@@ -18,12 +18,13 @@ from s3kv.io.sources import chain
 from s3kv.io.sources.chain import Chain
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd, JobKind
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker, served
 
-JOB = TransferJob(7, JobKind.FETCH, "key", b"hash", rig.FORMAT, memoryview(b""))
+JOB = TransferJob(7, JobKind.FETCH, "key", b"hash", rig.FORMAT, Place.of(b""))
 ABSENT, HIT = JOB.end(Outcome.MISSING), JOB.end(Outcome.OK)
 
 
@@ -86,15 +87,15 @@ class Bucket(MemoryStore):
         self.asked: Counter[str] = Counter()
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self.asked["get"] += 1
         await self.answers.wait()
-        return await super().get_into(key, buffer, claim)
+        return await super().get_into(key, place, claim)
 
-    async def put(self, key: str, data: memoryview, *, if_absent: bool) -> bool:
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
         self.asked["put"] += 1
-        return await super().put(key, data, if_absent=if_absent)
+        return await super().put(key, place, if_absent=if_absent)
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
 
 
 async def hold(bucket: Bucket) -> None:
-    await MemoryStore.put(bucket, KEY, memoryview(rig.sealed(1)), if_absent=False)
+    await MemoryStore.put(bucket, KEY, Place.of(rig.sealed(1)), if_absent=False)
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -178,7 +179,7 @@ async def test_few_finds_are_remembered(
     bucket.answers.set()
     for number in (1, 2):
         await MemoryStore.put(
-            bucket, rig.object_key(number), memoryview(rig.sealed(number)), if_absent=False
+            bucket, rig.object_key(number), Place.of(rig.sealed(number)), if_absent=False
         )
         worker.say(rig.fetch(3, number=number))
         await worker.done(1)

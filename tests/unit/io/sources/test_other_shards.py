@@ -23,6 +23,7 @@ from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import Namespace
 from s3kv.objects.rearranging import Pages
 from s3kv.objects.shards import Shard
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey, Outcome, TensorSpec
 from tests.unit.io.rig import Worker, served
@@ -65,7 +66,7 @@ def stored(
             for head in shard.heads:
                 first = seed + 64 * block + 16 * layer + head
                 data += bytes((first + 4 * place) % 251 for place in range(page))
-    chunk.seal(memoryview(data), block_hash)
+    chunk.seal(Place.of(data, chunk.header_bytes), block_hash)
     return bytes(data)
 
 
@@ -91,15 +92,15 @@ class Bucket(MemoryStore):
 
     async def hold(self, *shards: Shard, marked: bool = True, **kind: Any) -> None:
         for shard in shards:
-            await self.put(key(shard), memoryview(stored(shard, **kind)), if_absent=False)
+            await self.put(key(shard), Place.of(stored(shard, **kind)), if_absent=False)
             if marked:
                 await self.mark(shard)
 
     async def mark(self, shard: Shard) -> None:
-        await self.put(NAMESPACE.shape(shard.name), memoryview(b""), if_absent=True)
+        await self.put(NAMESPACE.shape(shard.name), Place.of(b""), if_absent=True)
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         shard = key.partition("/g0-")[2].removesuffix(".safetensors")
         self.asked[key] += 1
@@ -111,7 +112,7 @@ class Bucket(MemoryStore):
                 await self.gates[shard].wait()
             if self.errors.get(key):
                 raise self.errors[key].pop(0)
-            return await super().get_into(key, buffer, claim)
+            return await super().get_into(key, place, claim)
         finally:
             self.running[shard] -= 1
 
@@ -277,7 +278,7 @@ async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(
 ) -> None:
     await bucket.hold(*HALVES)
     data = bad(stored(HALVES[1]))
-    await bucket.put(key(HALVES[1]), memoryview(data), if_absent=False)
+    await bucket.put(key(HALVES[1]), Place.of(data), if_absent=False)
     async with reading(bucket, slab, WHOLE, on_corrupt=on_corrupt) as reader:
         for _ in range(3):
             assert (await reader.fetch()).outcome is Outcome.MISSING
@@ -294,10 +295,10 @@ async def test_with_a_key_a_shard_of_another_chunk_is_refused(bucket: Bucket, sl
         assert (await reader.fetch()).outcome is Outcome.OK
         assert bytes(reader.slot(0)) == stored(QUARTERS[0], integrity=keyed)
         forged = stored(WHOLE, integrity=Integrity("blake3-keyed", b"x" * 32))
-        await bucket.put(key(WHOLE), memoryview(forged), if_absent=False)
+        await bucket.put(key(WHOLE), Place.of(forged), if_absent=False)
         assert (await reader.fetch()).outcome is Outcome.MISSING
         await bucket.put(
-            key(WHOLE, OTHER_HASH), memoryview(stored(WHOLE, integrity=keyed)), if_absent=False
+            key(WHOLE, OTHER_HASH), Place.of(stored(WHOLE, integrity=keyed)), if_absent=False
         )
         assert (await reader.fetch(block_hash=OTHER_HASH)).outcome is Outcome.MISSING
         assert reader.is_untouched()
@@ -343,7 +344,7 @@ async def test_a_fleet_that_begins_later_is_noticed(
 async def test_names_that_are_no_shards_are_passed_over(bucket: Bucket, slab: Slab) -> None:
     await bucket.hold(*HALVES)
     for name in ("whole", "h0-9of4-l0-1of2", "zz", "h0-0of9-l0-0of1"):
-        await bucket.put(f"{NAMESPACE.shapes}{name}", memoryview(b""), if_absent=False)
+        await bucket.put(f"{NAMESPACE.shapes}{name}", Place.of(b""), if_absent=False)
     async with reading(bucket, slab, WHOLE) as reader:
         assert (await reader.fetch()).outcome is Outcome.OK
 
@@ -374,7 +375,7 @@ async def test_few_are_put_together_at_once(
     for block_hash in hashes:
         for half in HALVES:
             data = stored(half, block_hash=block_hash)
-            await bucket.put(key(half, block_hash), memoryview(data), if_absent=False)
+            await bucket.put(key(half, block_hash), Place.of(data), if_absent=False)
     async with reading(bucket, slab, WHOLE) as reader:
         bucket.gates[HALVES[0].name].clear()
         for number, block_hash in enumerate(hashes):

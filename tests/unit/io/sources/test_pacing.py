@@ -12,6 +12,7 @@ import pytest
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreThrottled
 from s3kv.io.sources.pacing import Pacing, Window
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 
 Play = Callable[[Claim], Awaitable[int]]
@@ -89,23 +90,23 @@ class LateStore(MemoryStore):
         self.asked: list[str] = []
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self.asked.append(key)
         if self.asked.count(key) == 1:
             await asyncio.Event().wait()
-        return await super().get_into(key, buffer, claim)
+        return await super().get_into(key, place, claim)
 
 
 async def paced() -> tuple[Pacing, LateStore]:
     """A pacing that knows what is late, and a store with an object."""
     store = LateStore()
-    await store.put("k", memoryview(b"here"), if_absent=True)
+    await store.put("k", Place.of(b"here"), if_absent=True)
     pacing = Pacing(8, 100.0)
     for number in range(32):
-        await store.put(f"{number}", memoryview(b"here"), if_absent=True)
+        await store.put(f"{number}", Place.of(b"here"), if_absent=True)
         store.asked.append(f"{number}")
-        await pacing.read(partial(store.get_into, f"{number}", memoryview(bytearray(4))))
+        await pacing.read(partial(store.get_into, f"{number}", Place.of(bytearray(4))))
     store.asked.clear()
     return pacing, store
 
@@ -113,7 +114,7 @@ async def paced() -> tuple[Pacing, LateStore]:
 async def test_a_late_read_is_sent_a_second_time() -> None:
     pacing, store = await paced()
     buffer = memoryview(bytearray(4))
-    info = await asyncio.wait_for(pacing.read(partial(store.get_into, "k", buffer)), 5)
+    info = await asyncio.wait_for(pacing.read(partial(store.get_into, "k", Place.of(buffer))), 5)
     assert info is not None
     assert info.nbytes == 4
     assert bytes(buffer) == b"here"
@@ -122,16 +123,16 @@ async def test_a_late_read_is_sent_a_second_time() -> None:
 
 async def test_the_very_first_read_is_sent_a_second_time() -> None:
     store = LateStore()
-    await store.put("k", memoryview(b"here"), if_absent=True)
+    await store.put("k", Place.of(b"here"), if_absent=True)
     pacing = Pacing(8, 3.0)
-    read = pacing.read(partial(store.get_into, "k", memoryview(bytearray(4))))
+    read = pacing.read(partial(store.get_into, "k", Place.of(bytearray(4))))
     assert await asyncio.wait_for(read, 30) is not None
     assert (store.asked, pacing.hedges_won) == (["k", "k"], 1)
 
 
 async def test_no_second_request_when_nobody_waits_any_more() -> None:
     pacing, store = await paced()
-    get = partial(store.get_into, "k", memoryview(bytearray(4)))
+    get = partial(store.get_into, "k", Place.of(bytearray(4)))
     read = pacing.read(get, until_s=asyncio.get_running_loop().time())
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(read, 0.3)
@@ -146,7 +147,7 @@ async def test_no_second_request_while_the_store_throttles() -> None:
     with pytest.raises(StoreThrottled):
         await pacing.send(throttled)
     assert (pacing.throttled, pacing.window.size) == (1, 4)
-    read = pacing.read(partial(store.get_into, "k", memoryview(bytearray(4))))
+    read = pacing.read(partial(store.get_into, "k", Place.of(bytearray(4))))
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(read, 0.3)
     assert (store.asked, pacing.hedges) == (["k"], 0)

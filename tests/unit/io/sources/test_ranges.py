@@ -18,6 +18,7 @@ from s3kv.io import wire
 from s3kv.io.sources.ranges import cut
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
+from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
@@ -48,16 +49,16 @@ class Bucket(MemoryStore):
         """What the object is replaced with after the next ranges have been answered."""
 
     async def hold(self, data: bytes) -> None:
-        await super().put(KEY, memoryview(data), if_absent=False)
+        await super().put(KEY, Place.of(data), if_absent=False)
 
     async def get_into(
-        self, key: str, buffer: memoryview, claim: Claim | None = None
+        self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self.asked[None] += 1
-        return await super().get_into(key, buffer, claim)
+        return await super().get_into(key, place, claim)
 
     async def get_range(
-        self, key: str, first: int, buffer: memoryview, claim: Claim | None = None
+        self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
         self.asked[first] += 1
         self.running += 1
@@ -66,11 +67,11 @@ class Bucket(MemoryStore):
             await self.gate.wait()
             if self.errors.get(first):
                 raise self.errors[first].pop(0)
-            return await super().get_range(key, first, buffer, claim)
+            return await super().get_range(key, first, place, claim)
         except asyncio.CancelledError:
             await self.unwound.wait()
             if claim is None or claim():
-                buffer[:] = bytes(len(buffer))
+                place.write(bytes(place.nbytes))
             raise
         finally:
             self.running -= 1
@@ -140,7 +141,7 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
 
     def sealed(number: int) -> bytes:
         data = bytearray(layout.header_bytes) + rig.payload(number)
-        layout.seal(memoryview(data), rig.chunk(1).block_hash)
+        layout.seal(Place.of(data, layout.header_bytes), rig.chunk(1).block_hash)
         return bytes(data)
 
     old, new = sealed(1), sealed(2)

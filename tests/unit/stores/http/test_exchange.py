@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import pytest
 
+from s3kv.place import Place
 from s3kv.stores.http.exchange import TEXT_LIMIT_BYTES, BadAnswer, Exchange, Request
+from s3kv.stores.store import Claim
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: abc\r\n\r\n"
+
+
+def reading(into: Place | None, claim: Claim | None = None, wanted: int = 200) -> Exchange:
+    headers = {"Range": "bytes=1-5"} if wanted == 206 else {}
+    return Exchange(Request("GET", "/", headers, into=into, claim=claim))
 
 
 def feed(exchange: Exchange, data: bytes, piece: int) -> None:
     """Give the exchange what arrives, `piece` bytes at most at a time, as a connection does."""
     while data:
-        place = exchange.place()
+        buffer = exchange.buffer()
         now, data = data[:piece], data[piece:]
-        if place is None:
+        if buffer is None:
             exchange.arrived_elsewhere(memoryview(now))
         else:
-            now, data = now[: len(place)], now[len(place) :] + data
-            place[: len(now)] = now
+            now, data = now[: len(buffer)], now[len(buffer) :] + data
+            buffer[: len(now)] = now
             exchange.arrived(len(now))
 
 
 @pytest.mark.parametrize("piece", [1, 3, 1000])
-def test_a_body_is_received_in_place(piece: int) -> None:
+@pytest.mark.parametrize("seam", range(9))
+def test_a_body_is_received_in_place(piece: int, seam: int) -> None:
     buffer = bytearray(b"untouched")
-    exchange = Exchange("GET", memoryview(buffer))
+    view = memoryview(buffer)
+    exchange = reading(Place(view[:seam], view[seam:]))
     feed(exchange, OK + b"hello", piece)
     assert exchange.response is not None
     assert (exchange.response.status, exchange.response.nbytes) == (200, 5)
@@ -36,7 +45,7 @@ def test_a_body_is_received_in_place(piece: int) -> None:
 
 def test_a_body_longer_than_the_buffer_is_left_unread() -> None:
     buffer = bytearray(b"four")
-    exchange = Exchange("GET", memoryview(buffer))
+    exchange = reading(Place.of(buffer))
     feed(exchange, OK + b"hello", 1000)
     assert exchange.response is not None
     assert exchange.response.nbytes == 5
@@ -49,7 +58,7 @@ RANGE = b"HTTP/1.1 206 -\r\nContent-Length: 5\r\nContent-Range: bytes 1-5/9\r\n\
 
 def test_a_range_is_received_in_place() -> None:
     buffer = bytearray(5)
-    exchange = Exchange("GET", memoryview(buffer), wanted=206)
+    exchange = reading(Place.of(buffer), wanted=206)
     feed(exchange, RANGE + b"hello", 3)
     assert exchange.response is not None
     assert (exchange.response.status, exchange.response.nbytes) == (206, 5)
@@ -61,7 +70,7 @@ def test_a_range_is_received_in_place() -> None:
 def test_an_object_in_place_of_its_range_is_left_unread(answer: bytes, wanted: int) -> None:
     """And the other way round. Nobody asks whose buffer it is, either."""
     buffer = bytearray(b"untouched")
-    exchange = Exchange("GET", memoryview(buffer), pytest.fail, wanted)
+    exchange = reading(Place.of(buffer), pytest.fail, wanted)
     feed(exchange, answer, 1000)
     assert exchange.response is not None
     assert exchange.response.nbytes == 0
@@ -71,7 +80,7 @@ def test_an_object_in_place_of_its_range_is_left_unread(answer: bytes, wanted: i
 
 def test_a_body_nobody_claims_is_left_unread() -> None:
     buffer = bytearray(b"untouched")
-    exchange = Exchange("GET", memoryview(buffer), lambda: False)
+    exchange = reading(Place.of(buffer), lambda: False)
     feed(exchange, OK + b"hello", 1000)
     assert bytes(buffer) == b"untouched"
     assert exchange.response is not None
@@ -81,7 +90,7 @@ def test_a_body_nobody_claims_is_left_unread() -> None:
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 def test_an_error_is_text_and_touches_no_buffer(piece: int) -> None:
     buffer = bytearray(b"untouched")
-    exchange = Exchange("GET", memoryview(buffer))
+    exchange = reading(Place.of(buffer))
     answer = b"HTTP/1.1 404 -\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
     feed(exchange, answer, piece)
     assert exchange.response is not None
@@ -91,7 +100,7 @@ def test_an_error_is_text_and_touches_no_buffer(piece: int) -> None:
 
 
 def test_an_endless_text_is_cut() -> None:
-    exchange = Exchange("GET", None)
+    exchange = reading(None)
     head = f"HTTP/1.1 500 -\r\nContent-Length: {2 * TEXT_LIMIT_BYTES}\r\n\r\n".encode()
     feed(exchange, head + b"x" * (TEXT_LIMIT_BYTES + 1), 2**20)
     assert exchange.response is not None
@@ -107,14 +116,14 @@ def test_an_endless_text_is_cut() -> None:
     ],
 )
 def test_a_connection_that_closes_is_not_used_again(head: bytes) -> None:
-    exchange = Exchange("GET", memoryview(bytearray(5)))
+    exchange = reading(Place.of(bytearray(5)))
     feed(exchange, head + b"hello", 1000)
     assert exchange.response is not None
     assert not exchange.reusable
 
 
 def test_bytes_after_the_answer_make_the_connection_useless() -> None:
-    exchange = Exchange("GET", memoryview(bytearray(5)))
+    exchange = reading(Place.of(bytearray(5)))
     feed(exchange, OK + b"hello" + b"more", 1000)
     assert not exchange.reusable
 
@@ -130,7 +139,7 @@ def test_bytes_after_the_answer_make_the_connection_useless() -> None:
 )
 def test_so_do_bytes_after_an_answer_without_a_buffer(method: str, answer: bytes) -> None:
     """They would be taken for the answer to the next request."""
-    exchange = Exchange(method, None)
+    exchange = Exchange(Request(method, "/", {}))
     feed(exchange, answer, 1000)
     assert exchange.response is not None
     assert not exchange.reusable
@@ -144,7 +153,7 @@ def test_so_do_bytes_after_an_answer_without_a_buffer(method: str, answer: bytes
     ],
 )
 def test_an_end_before_the_end_is_a_bad_answer(arrived: bytes, words: str) -> None:
-    exchange = Exchange("GET", memoryview(bytearray(5)))
+    exchange = reading(Place.of(bytearray(5)))
     feed(exchange, arrived, 1000)
     with pytest.raises(BadAnswer, match=words):
         exchange.ended()
@@ -152,11 +161,11 @@ def test_an_end_before_the_end_is_a_bad_answer(arrived: bytes, words: str) -> No
 
 def test_what_is_not_http_is_a_bad_answer() -> None:
     with pytest.raises(BadAnswer):
-        feed(Exchange("GET", None), b"SSH-2.0-OpenSSH_9.6\r\n\r\n", 1000)
+        feed(reading(None), b"SSH-2.0-OpenSSH_9.6\r\n\r\n", 1000)
 
 
 def test_an_object_needs_its_length() -> None:
-    exchange = Exchange("GET", memoryview(bytearray(5)))
+    exchange = reading(Place.of(bytearray(5)))
     with pytest.raises(BadAnswer, match="Content-Length"):
         feed(exchange, b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello", 1000)
 
@@ -166,12 +175,12 @@ def test_an_object_in_chunks_is_refused_whatever_length_it_has_besides() -> None
     buffer = bytearray(b"untouched")
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
     with pytest.raises(BadAnswer, match="Content-Length"):
-        feed(Exchange("GET", memoryview(buffer)), head + b"5\r\nhello\r\n0\r\n\r\n", 1000)
+        feed(reading(Place.of(buffer)), head + b"5\r\nhello\r\n0\r\n\r\n", 1000)
     assert bytes(buffer) == b"untouched"
 
 
 def test_the_head_of_a_request_announces_its_body() -> None:
-    put = Request("PUT", "/k", {"Host": "h"}, memoryview(b"12345")).head()
+    put = Request("PUT", "/k", {"Host": "h"}, Place.of(b"12345")).head()
     assert put.startswith(b"PUT /k HTTP/1.1\r\n")
     assert b"content-length: 5\r\n" in put.lower()
     assert b"content-length" not in Request("GET", "/k", {"Host": "h"}).head().lower()

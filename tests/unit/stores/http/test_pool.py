@@ -9,14 +9,17 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 
 import pytest
 import uvloop
 
 from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.place import Place
 from s3kv.stores.http.exchange import TEXT_LIMIT_BYTES, Request, Response
 from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.watch import Patience
+from s3kv.stores.store import Claim
 from tests import servers
 from tests.unit.stores.suite import pattern
 
@@ -24,8 +27,12 @@ Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 GET = Request("GET", "/k", {"Host": "test"})
 
 
-def put(body: memoryview) -> Request:
-    return Request("PUT", "/k", {"Host": "test"}, body)
+def get(buffer: bytearray | memoryview, claim: Claim | None = None) -> Request:
+    return replace(GET, into=Place.of(buffer), claim=claim)
+
+
+def put(body: bytes | memoryview) -> Request:
+    return Request("PUT", "/k", {"Host": "test"}, Place.of(body))
 
 
 def patience(**changed: int) -> Patience:
@@ -80,7 +87,7 @@ async def test_body_in_place(nbytes: int, pause: bool) -> None:
     async with pool_on(say(ok(body), ok(body), pause=pause)) as pool:
         for _ in range(2):
             memory = bytearray(b"\xee" * (nbytes + 10))
-            response = await pool.request(GET, memoryview(memory)[:nbytes])
+            response = await pool.request(get(memoryview(memory)[:nbytes]))
             assert (response.status, response.nbytes, response.body) == (200, nbytes, b"")
             assert memory == body + b"\xee" * 10
 
@@ -88,7 +95,7 @@ async def test_body_in_place(nbytes: int, pause: bool) -> None:
 async def test_interim_answers_are_passed_over() -> None:
     answer = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n" + ok(b"abc")
     async with pool_on(say(answer)) as pool:
-        assert (await pool.request(GET, memoryview(bytearray(3)))).nbytes == 3
+        assert (await pool.request(get(bytearray(3)))).nbytes == 3
 
 
 async def test_error_body_leaves_the_buffer_alone() -> None:
@@ -98,7 +105,7 @@ async def test_error_body_leaves_the_buffer_alone() -> None:
     )
     async with pool_on(say(answer, ok(b"next")), size=1) as pool:
         buffer = memoryview(bytearray(b"\xee" * 100))
-        response = await pool.request(GET, buffer)
+        response = await pool.request(get(buffer))
         assert (response.status, response.body) == (404, b"<Error>")
         assert bytes(buffer) == b"\xee" * 100
         assert (await pool.request(GET)).body == b"next"
@@ -126,9 +133,9 @@ async def test_endless_error_body_is_cut() -> None:
 async def test_too_long_body_is_left_on_the_wire() -> None:
     async with pool_on(say(ok(bytes(100_000))), say(ok(b"fresh"))) as pool:
         buffer = memoryview(bytearray(b"\xee" * 10))
-        assert (await pool.request(GET, buffer)).nbytes == 100_000
+        assert (await pool.request(get(buffer))).nbytes == 100_000
         assert bytes(buffer) == b"\xee" * 10
-        assert (await pool.request(GET, buffer)).nbytes == 5
+        assert (await pool.request(get(buffer))).nbytes == 5
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ async def test_too_long_body_is_left_on_the_wire() -> None:
 async def test_bad_answers(answer: bytes, message: str) -> None:
     async with pool_on(say(answer)) as pool:
         with pytest.raises(StoreUnavailable, match=message):
-            await pool.request(GET, memoryview(bytearray(1000)))
+            await pool.request(get(bytearray(1000)))
 
 
 async def test_closed_idle_connection_is_replaced_once() -> None:
@@ -189,7 +196,7 @@ async def test_connection_is_kept() -> None:
 )
 async def test_connection_is_not_kept(first: bytes) -> None:
     async with pool_on(say(first, ok(b"same")), say(ok(b"fresh"))) as pool:
-        await pool.request(GET, memoryview(bytearray(1)))
+        await pool.request(get(bytearray(1)))
         assert (await pool.request(GET)).body == b"fresh"
 
 
@@ -236,7 +243,7 @@ async def test_no_answer_is_given_up() -> None:
         with pytest.raises(StoreUnavailable, match=r"no answer within 50 ms.*first_byte_timeout"):
             await pool.request(GET)
         with pytest.raises(StoreUnavailable, match="first_byte_timeout_ms"):
-            await pool.request(put(memoryview(b"x")))
+            await pool.request(put(b"x"))
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -277,7 +284,7 @@ async def test_a_body_nobody_reads_is_given_up() -> None:
 
     async with pool_on(never_read, progress_ms=50) as pool:
         with pytest.raises(StoreUnavailable, match="request_timeout_ms"):
-            await pool.request(put(memoryview(bytes(2**25))))
+            await pool.request(put(bytes(2**25)))
 
 
 async def test_a_body_that_is_read_slowly_is_not_given_up() -> None:
@@ -302,7 +309,7 @@ async def test_a_body_that_is_read_slowly_is_not_given_up() -> None:
     reader.start()
     slow = patience(first_byte_ms=150, progress_ms=150)
     pool = Pool(*listener.getsockname(), tls=None, size=1, patience=slow)
-    assert (await pool.request(put(memoryview(bytes(nbytes))))).body == b"kept"
+    assert (await pool.request(put(bytes(nbytes)))).body == b"kept"
     await asyncio.to_thread(reader.join)
     await pool.close()
     listener.close()
@@ -323,7 +330,7 @@ async def test_slow_but_moving_is_not_given_up() -> None:
     slow = drip(ok(b"0123456789" * 100), 100, 0.05)
     async with pool_on(slow, progress_ms=400, min_bytes_per_s=10) as pool:
         buffer = memoryview(bytearray(1000))
-        await pool.request(GET, buffer)
+        await pool.request(get(buffer))
         assert bytes(buffer) == b"0123456789" * 100
 
 
@@ -333,15 +340,15 @@ async def test_a_body_that_trickles_is_given_up() -> None:
     async with pool_on(trickle, progress_ms=200, min_bytes_per_s=2**20) as pool:
         buffer = memoryview(bytearray(10_000))
         with pytest.raises(StoreUnavailable, match="min_bytes_per_s"):
-            await pool.request(GET, buffer)
+            await pool.request(get(buffer))
 
 
 async def test_a_body_nobody_claims_is_left_on_the_wire() -> None:
     async with pool_on(say(ok(bytes(1000))), say(ok(b"fresh"))) as pool:
         buffer = memoryview(bytearray(b"\xee" * 1000))
-        await pool.request(GET, buffer, lambda: False)
+        await pool.request(get(buffer, lambda: False))
         assert bytes(buffer) == b"\xee" * 1000
-        assert (await pool.request(GET, buffer, lambda: True)).nbytes == 5
+        assert (await pool.request(get(buffer, lambda: True))).nbytes == 5
 
 
 async def test_cancelled_get_writes_no_more() -> None:
@@ -357,7 +364,7 @@ async def test_cancelled_get_writes_no_more() -> None:
 
     async with pool_on(stutter) as pool:
         buffer = memoryview(bytearray(b"\xee" * 2 * half))
-        task = asyncio.create_task(pool.request(GET, buffer))
+        task = asyncio.create_task(pool.request(get(buffer)))
         while buffer[half - 1000] == 0xEE:  # noqa: ASYNC110 - nobody could set an event
             await asyncio.sleep(0.001)
         task.cancel()
@@ -444,7 +451,7 @@ async def test_answer_before_the_end_of_the_body() -> None:
         await reader.read()
 
     async with pool_on(refuse, say(ok(b"fresh"))) as pool:
-        response = await pool.request(put(memoryview(bytes(2**25))))
+        response = await pool.request(put(bytes(2**25)))
         assert (response.status, response.body) == (503, b"no!")
         assert (await pool.request(GET)).body == b"fresh"
 

@@ -11,6 +11,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import BulkStore
 from tests import servers
@@ -80,7 +81,7 @@ async def shelf(
 
 
 async def put(store: BulkStore, key: str = "k") -> bool:
-    return await store.put(key, BODY, if_absent=True)
+    return await store.put(key, Place.of(BODY), if_absent=True)
 
 
 @pytest.mark.parametrize(

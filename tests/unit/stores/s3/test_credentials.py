@@ -14,6 +14,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.place import Place
 from s3kv.stores.s3 import credentials
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import BulkStore
@@ -70,7 +71,7 @@ async def guarded(key: str) -> AsyncIterator[tuple[Guarded, BulkStore]]:
 
 
 async def read(store: BulkStore) -> int | None:
-    info = await store.get_into("k", memoryview(bytearray(len(OBJECT))))
+    info = await store.get_into("k", Place.of(bytearray(len(OBJECT))))
     return None if info is None else info.nbytes
 
 
@@ -94,7 +95,7 @@ async def test_a_shared_credentials_file_is_rewritten(keys_file: Path, code: str
         assert await read(store) == len(OBJECT)
         write_keys(keys_file, "second")
         server.key = "second"
-        assert await store.put("k", memoryview(OBJECT), if_absent=True)
+        assert await store.put("k", Place.of(OBJECT), if_absent=True)
         assert await read(store) == len(OBJECT)
         assert server.asked_by == ["first", "first", "second", "second"]
 

@@ -20,6 +20,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable, StoreUnranged
+from s3kv.place import Place
 from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import make_endpoint
 from s3kv.stores.s3.s3_store import DELETES_AT_ONCE, open_store
@@ -77,8 +78,8 @@ def error(status: int, code: str) -> bytes:
 
 
 CALLS: list[tuple[str, Callable[[BulkStore], Awaitable[Any]]]] = [
-    ("s3:GetObject", lambda store: store.get_into("k", memoryview(bytearray(10)))),
-    ("s3:PutObject", lambda store: store.put("k", memoryview(b"x"), if_absent=True)),
+    ("s3:GetObject", lambda store: store.get_into("k", Place.of(bytearray(10)))),
+    ("s3:PutObject", lambda store: store.put("k", Place.of(b"x"), if_absent=True)),
     ("s3:PutObject", lambda store: store.refresh("k", 1e9)),
     ("s3:DeleteObject", lambda store: store.delete("k")),
     ("s3:ListBucket", lambda store: anext(store.list("k"))),
@@ -111,7 +112,7 @@ async def test_an_answer_that_is_not_the_range(s3_store: OpenStore, answer: byte
     said = b"HTTP/1.1 " + answer + b"data"
     async with canned(said, heads) as url, s3_store(url) as store:
         with pytest.raises(StoreUnranged):
-            await store.get_range("k", 2, memoryview(bytearray(4)))
+            await store.get_range("k", 2, Place.of(bytearray(4)))
     assert "range: bytes=2-5" in heads[0].lower()
 
 
@@ -119,7 +120,7 @@ async def test_a_range_counts_as_its_own_bytes(s3_store: OpenStore) -> None:
     head = b"206 X\r\nContent-Length: 4\r\nContent-Range: bytes 2-5/900\r\n\r\n"
     buffer = memoryview(bytearray(4))
     async with canned(b"HTTP/1.1 " + head + b"data") as url, s3_store(url) as store:
-        info = await store.get_range("k", 2, buffer)
+        info = await store.get_range("k", 2, Place.of(buffer))
     assert info is not None
     assert (info.nbytes, bytes(buffer)) == (900, b"data")
     assert store.traffic.received_bytes == 4
@@ -175,7 +176,7 @@ async def test_an_age_is_told_by_the_store_or_not_at_all(
 ) -> None:
     lines = f"HTTP/1.1 200 X\r\nContent-Length: 1\r\n{headers}".rstrip() + "\r\n\r\nx"
     async with canned(lines.encode()) as url, s3_store(url) as store:
-        info = await store.get_into("k", memoryview(bytearray(1)))
+        info = await store.get_into("k", Place.of(bytearray(1)))
     assert info is not None
     assert (info.modified_s, info.age_s) == (modified_s, age_s)
 
@@ -185,7 +186,7 @@ async def test_dates_that_are_none_are_no_age(s3_store: OpenStore) -> None:
     dates = "Last-Modified: yesterday\r\nDate: today"
     answer = f"HTTP/1.1 200 X\r\nContent-Length: 1\r\n{dates}\r\n\r\nx".encode()
     async with canned(answer) as url, s3_store(url) as store:
-        info = await store.get_into("k", memoryview(bytearray(1)))
+        info = await store.get_into("k", Place.of(bytearray(1)))
     assert info is not None
     assert (info.modified_s, info.age_s) == (0.0, None)
 
@@ -383,16 +384,16 @@ async def test_tls(s3_store: OpenStore, certificate: Path, server_tls: ssl.SSLCo
         async with s3_store(url, ca_bundle=f"{certificate}.crt") as store:
             for _ in range(2):
                 buffer[:] = bytes(300_000)
-                assert (await store.get_into("k", buffer)).nbytes == 300_000
+                assert (await store.get_into("k", Place.of(buffer))).nbytes == 300_000
                 assert buffer == b"x" * 300_000
         async with s3_store(url, verify_tls=False) as store:
-            assert (await store.get_into("k", buffer)).nbytes == 300_000
+            assert (await store.get_into("k", Place.of(buffer))).nbytes == 300_000
     written = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
     async with (
         canned(written, tls=server_tls) as url,
         s3_store(url, ca_bundle=f"{certificate}.crt") as store,
     ):
-        assert await store.put("k", memoryview(bytes(3_000_000)), if_absent=False)
+        assert await store.put("k", Place.of(bytes(3_000_000)), if_absent=False)
 
 
 async def test_tls_with_an_unknown_authority(
@@ -438,7 +439,7 @@ async def test_credentials_are_asked_for_again(
     heads: list[str] = []
     async with canned(OBJECT, heads) as url, s3_store(url) as store:
         for _ in range(3):
-            await store.get_into("k", memoryview(bytearray(300_000)))
+            await store.get_into("k", Place.of(bytearray(300_000)))
     keys = [re.findall(r"Credential=key(\d+)/", head)[0] for head in heads]
     tokens = [re.findall(r"token: token(\d+)", head, re.IGNORECASE)[0] for head in heads]
     assert keys == tokens
@@ -449,9 +450,9 @@ async def test_request_on_the_wire(s3_store: OpenStore) -> None:
     heads: list[str] = []
     async with canned(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", heads) as url:
         async with s3_store(url, checksum="when_supported") as store:
-            assert await store.put("a b", memoryview(b"123456789"), if_absent=True)
+            assert await store.put("a b", Place.of(b"123456789"), if_absent=True)
         async with s3_store(url) as store:
-            assert await store.put("a b", memoryview(b"123456789"), if_absent=False)
+            assert await store.put("a b", Place.of(b"123456789"), if_absent=False)
     first, second = (head.lower() for head in heads)
     assert first.startswith("put /bkt/a%20b http/1.1\r\n")
     assert "\r\nif-none-match: *\r\n" in first

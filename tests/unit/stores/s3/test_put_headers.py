@@ -18,6 +18,7 @@ from lab.faults import s3_error
 from lab.proxy import proxy
 from s3kv.config import Config
 from s3kv.errors import StoreDenied
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import BulkStore
 from tests import servers
@@ -90,14 +91,14 @@ async def test_a_bucket_that_demands_headers_can_be_written(
     ground: Ground, opened: OpenStore, demanded: dict[str, str]
 ) -> None:
     async with opened(ground.url, put_headers=demanded) as store:
-        assert await store.put("k", DATA, if_absent=True) is True
-        assert await store.put("k", DATA, if_absent=True) is False
-        assert await store.put("k", DATA, if_absent=False) is True
+        assert await store.put("k", Place.of(DATA), if_absent=True) is True
+        assert await store.put("k", Place.of(DATA), if_absent=True) is False
+        assert await store.put("k", Place.of(DATA), if_absent=False) is True
         buffer = memoryview(bytearray(len(DATA)))
-        info = await store.get_into("k", buffer)
+        info = await store.get_into("k", Place.of(buffer))
         assert info is not None
         assert buffer == DATA
-        assert await store.get_range("k", 1000, buffer[:300]) == info
+        assert await store.get_range("k", 1000, Place.of(buffer[:300])) == info
         assert buffer[:300] == DATA[1000:1300]
         if not ground.is_real:  # Ceph copies no encrypted object
             assert await store.refresh("k", info.modified_s) is True
@@ -112,7 +113,7 @@ async def test_and_cannot_be_written_without_them(
 ) -> None:
     async with opened(ground.url) as store:
         with pytest.raises(StoreDenied, match="s3:PutObject"):
-            await store.put("k", DATA, if_absent=True)
+            await store.put("k", Place.of(DATA), if_absent=True)
         assert await store.head("k") is None
 
 
@@ -134,10 +135,10 @@ async def test_every_write_has_the_headers_signed_and_no_read_has_them(
         servers.scripted_server(serve) as port,
         opened(f"http://127.0.0.1:{port}", put_headers=KMS | ACL) as store,
     ):
-        await store.put("k", DATA, if_absent=True)
-        await store.put("k", DATA, if_absent=False)
+        await store.put("k", Place.of(DATA), if_absent=True)
+        await store.put("k", Place.of(DATA), if_absent=False)
         await store.refresh("k", 1e9)
-        await store.get_into("k", memoryview(bytearray(4)))
+        await store.get_into("k", Place.of(bytearray(4)))
         await store.delete("k")
     writes = [head for head in heads if head.startswith("put ")]
     assert (len(writes), len(heads)) == (3, 5)

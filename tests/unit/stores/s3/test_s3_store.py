@@ -17,6 +17,7 @@ from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
+from s3kv.place import Place
 from s3kv.stores.http.pool import Pool
 from s3kv.stores.s3 import fast_client
 from s3kv.stores.s3.fast_client import FastClient
@@ -114,7 +115,7 @@ async def use(config: Config) -> None:
     store = open_store(config)
     try:
         await store.check()
-        assert await store.put("relayed/k", pattern(300_000, 1), if_absent=False)
+        assert await store.put("relayed/k", Place.of(pattern(300_000, 1)), if_absent=False)
         assert await fetch(store, "relayed/k", room=300_000) == bytes(pattern(300_000, 1))
         assert await store.head("relayed/none") is None
         await store.delete("relayed/k")

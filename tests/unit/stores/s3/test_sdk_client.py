@@ -14,6 +14,7 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.place import Place
 from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
@@ -80,12 +81,14 @@ class Script:
 
     async def _put(self) -> Any:
         data = pattern(self._rng.choice([0, 1, 1000, 70_000, 600_000]), self._rng.randrange(3))
-        return await self._store.put(self._key(), data, if_absent=self._rng.random() < 0.5)
+        return await self._store.put(
+            self._key(), Place.of(data), if_absent=self._rng.random() < 0.5
+        )
 
     async def _get(self) -> Any:
         memory = bytearray(b"\xee" * 600_010)
         room = self._rng.choice([0, 999, 70_000, 600_000])
-        info = await self._store.get_into(self._key(), memoryview(memory)[:room])
+        info = await self._store.get_into(self._key(), Place.of(memoryview(memory)[:room]))
         fits = info is not None and info.nbytes <= room
         assert memory[room:] == b"\xee" * (len(memory) - room), "written behind the buffer"
         return [info, bytes(memory[: info.nbytes]) if fits and info else None]
@@ -99,7 +102,7 @@ class Script:
             asked.append(None)
             return False
 
-        await self._store.get_into(self._key(), buffer, claim)
+        await self._store.get_into(self._key(), Place.of(buffer), claim)
         assert buffer == b"\xee" * len(buffer)
         return len(asked)
 
@@ -160,8 +163,8 @@ async def test_random_operations_on_ceph(rgw: Gateway, monkeypatch: pytest.Monke
 
 
 CALLS: Sequence[Callable[[BulkStore], Awaitable[Any]]] = [
-    lambda store: store.get_into("k", memoryview(bytearray(10))),
-    lambda store: store.put("k", memoryview(b"x"), if_absent=True),
+    lambda store: store.get_into("k", Place.of(bytearray(10))),
+    lambda store: store.put("k", Place.of(b"x"), if_absent=True),
     lambda store: store.refresh("k", 1e9),
     lambda store: store.head("k"),
     lambda store: store.delete("k"),

@@ -18,6 +18,7 @@ from botocore.awsrequest import AWSResponse
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.place import Place
 from s3kv.stores.s3.address import find_address, zone_of
 from s3kv.stores.s3.fast_client import make_endpoint
 from s3kv.stores.s3.s3_store import open_store
@@ -90,7 +91,7 @@ async def store_in(zone: Zone) -> AsyncIterator[BulkStore]:
 
 
 async def get(store: BulkStore) -> int | None:
-    info = await store.get_into("s3kv/key", memoryview(bytearray(10)))
+    info = await store.get_into("s3kv/key", Place.of(bytearray(10)))
     return None if info is None else info.nbytes
 
 

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from s3kv.config import Config
 from s3kv.objects.keys import Namespace
+from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import BulkStore, ObjectInfo
 from s3kv.types import ChunkKey
@@ -73,7 +74,7 @@ def keep(boto: Any, status: str) -> None:
 
 
 async def write(store: BulkStore, key: str) -> ObjectInfo:
-    await store.put(key, memoryview(b"x"), if_absent=False)
+    await store.put(key, Place.of(b"x"), if_absent=False)
     info = await store.head(key)
     assert info is not None
     return info

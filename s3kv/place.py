@@ -1,0 +1,63 @@
+"""`Place`: the memory of one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Memory of an object, or of a range of one: `header`, and behind it `payload`, which need not
+    adjoin it.
+
+    Both are contiguous bytes, and either may be empty. An object shorter than its place fills the
+    header before the payload. A place owns no memory. Whoever makes it keeps both buffers mapped,
+    and leaves them to the coroutine or the function that has the place until that ends.
+    """
+
+    header: memoryview
+    payload: memoryview
+    _both: memoryview | None = field(default=None, repr=False)
+    """The buffer that consists of header and payload, if they adjoin."""
+
+    @classmethod
+    def of(cls, buffer: bytes | bytearray | memoryview, header_bytes: int = 0) -> Place:
+        """One buffer as a place whose header is the first `header_bytes`."""
+        view = memoryview(buffer)
+        return cls(view[:header_bytes], view[header_bytes:], view)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.views)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + len(self.payload)
+
+    @property
+    def views(self) -> tuple[memoryview, ...]:
+        """The bytes in order, in as few views as possible: at most two, none of them empty."""
+        views = (self.header, self.payload) if self._both is None else (self._both,)
+        return tuple(view for view in views if view)
+
+    def cut(self, begin: int, end: int) -> Place:
+        """The part with the bytes from number `begin` to before `end`; 0 <= begin <= end."""
+        seam = len(self.header)
+        if self._both is not None:
+            return Place.of(self._both[begin:end], max(0, min(seam, end) - begin))
+        behind = slice(max(0, begin - seam), max(0, end - seam))
+        return Place(self.header[begin:end], self.payload[behind])
+
+    def pieces(self, most_bytes: int) -> Iterator[memoryview]:
+        """The bytes in order, in views of at most so many."""
+        for view in self.views:
+            for at in range(0, len(view), most_bytes):
+                yield view[at : at + most_bytes]
+
+    def write(self, data: bytes | bytearray | memoryview, begin: int = 0) -> None:
+        """Copy `data` to the bytes from number `begin` on. Raises `ValueError` if it does not
+        fit."""
+        source = Place.of(data)
+        part = self.cut(begin, begin + source.nbytes)
+        part.header[:] = source.payload[: len(part.header)]
+        part.payload[:] = source.payload[len(part.header) :]
