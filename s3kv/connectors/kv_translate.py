@@ -142,24 +142,15 @@ def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[S
     tokens, plain = output.num_scheduled_tokens, sizes.is_plain
     tables = None if plain else output.kv_connector_block_state.get_block_ids
     states = {} if plain else _states_within(output, sizes)
-    for new in output.scheduled_new_reqs:
-        yield ScheduledRequest(
-            new.req_id,
-            new.block_ids,
-            True,
-            new.num_computed_tokens,
-            tokens[new.req_id],
-            None if tables is None else partial(tables, new.req_id),
-            states.get(new.req_id, ()),
-        )
-    cached = output.scheduled_cached_reqs
-    for request_id, blocks, computed in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
+    fresh, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+    replaced = {new.req_id for new in fresh} | cached.resumed_req_ids
+    rows = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in fresh]
+    rows += zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for request_id, blocks, computed in rows:
         yield ScheduledRequest(
             request_id,
             blocks or (),
-            request_id in cached.resumed_req_ids,
+            request_id in replaced,
             computed,
             tokens[request_id],
             None if tables is None else partial(tables, request_id),

@@ -32,6 +32,7 @@ from s3kv.messages import JobEnd
 from s3kv.types import Outcome
 from tests.servers import BUCKET, KEYS, boto_client, moto_server, set_credentials
 from tests.unit.io import rig
+from tests.unit.io.conftest import Open
 from tests.unit.io.stubborn import StubbornServer, stubborn_server
 
 ROOT = Path(__file__).parents[3]
@@ -63,43 +64,12 @@ def stubborn() -> Iterator[StubbornServer]:
         yield server
 
 
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(32 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
-
-
 class Clock:
     def __init__(self) -> None:
         self.now_s = 1000.0
 
     def __call__(self) -> float:
         return self.now_s
-
-
-Open = Callable[..., IoClient]
-
-
-@pytest.fixture
-def open_client(slab: Slab) -> Iterator[Open]:
-    clients: list[IoClient] = []
-
-    def open_client(
-        url: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        module: str = "s3kv.io",
-        **settings: Any,
-    ) -> IoClient:
-        config = Config(**{"bucket": BUCKET, "endpoint_url": url, **settings})
-        clients.append(IoClient(rig.handshake(config), slab, clock=clock, module=module))
-        clients[-1].start()
-        return clients[-1]
-
-    yield open_client
-    for client in clients:
-        client.close()
 
 
 def until(condition: Callable[[], Any], what: str = "the condition", bound_s: float = 20.0) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,33 +19,11 @@ from s3kv.io.orders import Orders
 from s3kv.io.process_life import State
 from s3kv.messages import JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
-from tests.servers import BUCKET, moto_server, set_credentials
+from tests.servers import moto_server
 from tests.unit.io import rig
+from tests.unit.io.conftest import Open
 from tests.unit.io.delicate import POISON
 from tests.unit.io.stubborn import stubborn_server
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(32 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
-
-
-@pytest.fixture
-def open_client(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., IoClient]]:
-    set_credentials(monkeypatch)
-    clients: list[IoClient] = []
-
-    def open_client(url: str, module: str = "s3kv.io") -> IoClient:
-        config = Config(bucket=BUCKET, endpoint_url=url)
-        clients.append(IoClient(rig.handshake(config), slab, module=module))
-        clients[-1].start()
-        return clients[-1]
-
-    yield open_client
-    for client in clients:
-        client.close()
 
 
 def carry_out(client: IoClient, jobs: dict[int, Callable[[int], None]]) -> dict[int, Outcome]:
@@ -84,10 +62,10 @@ def uploads(client: IoClient, slab: Slab, *numbers: int) -> dict[int, Callable[[
 
 
 def test_what_it_dies_of_is_sent_twice_and_its_neighbours_arrive(
-    slab: Slab, open_client: Callable[..., IoClient]
+    slab: Slab, open_client: Open
 ) -> None:
     with moto_server() as url:
-        client = open_client(url, "tests.unit.io.delicate")
+        client = open_client(url, module="tests.unit.io.delicate")
         ends = carry_out(client, uploads(client, slab, *range(1, 13)))
         assert ends == {n: Outcome.INVALID if n == POISON else Outcome.OK for n in range(1, 13)}
         assert client.life.deaths == 2
@@ -98,7 +76,7 @@ def test_what_it_dies_of_is_sent_twice_and_its_neighbours_arrive(
 
 
 def test_a_hash_that_is_no_hash_kills_it_twice_if_it_gets_through(
-    slab: Slab, open_client: Callable[..., IoClient], monkeypatch: pytest.MonkeyPatch
+    slab: Slab, open_client: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Formats, "of", lambda self, job: None)
     with moto_server() as url:
@@ -111,7 +89,7 @@ def test_a_hash_that_is_no_hash_kills_it_twice_if_it_gets_through(
 
 
 def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
-    slab: Slab, open_client: Callable[..., IoClient]
+    slab: Slab, open_client: Open
 ) -> None:
     with stubborn_server(rig.sealed(1)) as server:
         client = open_client(server.url)
@@ -132,7 +110,7 @@ def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
         assert carry_out(client, jobs) == {1: Outcome.OK}
 
 
-def test_a_drain_finishes_suspects_too(slab: Slab, open_client: Callable[..., IoClient]) -> None:
+def test_a_drain_finishes_suspects_too(slab: Slab, open_client: Open) -> None:
     with moto_server() as url:
         client = open_client(url)
         client.wait_ready(20.0)

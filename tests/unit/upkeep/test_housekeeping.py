@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,13 +25,6 @@ from tests.unit.io.rig import served
 
 EPOCH_S = 1e9
 MIN_AGE_S = 60.0
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(8 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -375,13 +375,6 @@ async def test_a_look_that_is_cut_short_is_answered_once() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert answers.given == [(Outcome.CANCELLED, 0.0)] * 2
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(8 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -25,13 +25,6 @@ from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import served
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(64 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
 
 
 class GatedStore(MemoryStore):

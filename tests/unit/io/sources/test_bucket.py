@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import get_args
 
 import pytest
@@ -73,13 +73,6 @@ class Bucket(MemoryStore):
         if self.repair_before_delete is not None:
             await self.hold(self.repair_before_delete)
         return await super().delete(key, if_etag=if_etag if self.conditional_deletes else None)
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(8 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -77,13 +76,6 @@ class Bucket(MemoryStore):
             self.running -= 1
             if self.after:
                 self._objects[KEY] = (self.after.pop(0), 0.0)  # at once, before the next answer
-
-
-@pytest.fixture
-def slab() -> Iterator[Slab]:
-    slab = Slab.create(16 * rig.SLOT_BYTES)
-    yield slab
-    slab.close()
 
 
 @pytest.fixture

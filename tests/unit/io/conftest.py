@@ -1,0 +1,47 @@
+"""A slab, and clients of it that are closed after the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.host.slab import Slab
+from s3kv.io.client import IoClient
+from tests.servers import BUCKET, set_credentials
+from tests.unit.io import rig
+
+Open = Callable[..., IoClient]
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = Slab.create(64 * rig.SLOT_BYTES)
+    yield slab
+    slab.close()
+
+
+@pytest.fixture
+def open_client(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Starts a client."""
+    set_credentials(monkeypatch)
+    clients: list[IoClient] = []
+
+    def open_client(
+        url: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        module: str = "s3kv.io",
+        **settings: Any,
+    ) -> IoClient:
+        config = Config(**{"bucket": BUCKET, "endpoint_url": url, **settings})
+        clients.append(IoClient(rig.handshake(config), slab, clock=clock, module=module))
+        clients[-1].start()
+        return clients[-1]
+
+    yield open_client
+    for client in clients:
+        client.close()
