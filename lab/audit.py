@@ -75,7 +75,7 @@ def _leftover_items(engine: LLMEngine) -> dict[str, int]:
     return {
         "requests": len(planner._requests) + len(scheduler._asked),
         "names": len(planner._names),
-        "fetches": planner.fetches_inflight,
+        "fetches": planner.ledger.fetches_inflight,
         "pinned": sum(entry.pins > 0 for entry in planner.ledger.table.entries()),
         "uploads": 0 if outbox is None else len(outbox._extents),
     }

@@ -259,7 +259,7 @@ class ECSchedulerSide(Guarded):
         plan = self.planner.plan(output.free_encoder_mm_hashes)
         self._order()
         self._heard = False
-        if pause_s := self._linger.pause_s(output, waits=self.planner.fetches_inflight > 0):
+        if pause_s := self._linger.pause_s(output, waits=self.planner.ledger.fetches_inflight > 0):
             self._poll(pause_s)
         self._telemetry.log(self.planner, time.monotonic())
         return plan
@@ -320,7 +320,8 @@ class ECSchedulerSide(Guarded):
         if self._heard:
             return
         self._heard = True
-        if self.planner.fetches_inflight or time.monotonic() > self._polled_s + _LOOK_AFTER_S:
+        is_due = time.monotonic() > self._polled_s + _LOOK_AFTER_S
+        if is_due or self.planner.ledger.fetches_inflight:
             self._poll(0.0)
 
     def _poll(self, linger_s: float) -> None:

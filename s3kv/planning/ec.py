@@ -98,10 +98,6 @@ class ECPlanner:
         self._news = 0
         """Number of events so far that may change how long requests should wait."""
 
-    @property
-    def fetches_inflight(self) -> int:
-        return self.ledger.fetches_inflight
-
     # --- a request's view ------------------------------------------------------------------
 
     def ensure(self, request_id: str, wanted: Sequence[Wanted], now_s: float) -> bool:
@@ -159,7 +155,6 @@ class ECPlanner:
         job = self._fetch(wanted, now_s)
         if job is None:
             return
-        request.wait.wake()
         if not request.pending:
             request.wait.start_over()
         request.wait.begin(now_s, 0)

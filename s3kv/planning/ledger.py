@@ -36,7 +36,7 @@ from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder, U
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
-from s3kv.planning.residency import Residency, ResidencyLog
+from s3kv.planning.residency import Change, Residency, ResidencyLog
 from s3kv.planning.uploads import Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome, Tally
 
@@ -364,8 +364,8 @@ class Ledger:
         if self.residency is not None:
             # Readers count: the bucket's last announcement is withdrawn before the next one.
             if residency is Residency.BUCKET_STORED and self.index.is_present(key):
-                self.residency.change(key, Residency.BUCKET_REMOVED)
-            self.residency.change(key, residency)
+                self.residency.append(Change(key, Residency.BUCKET_REMOVED))
+            self.residency.append(Change(key, residency))
 
     def _register(self, key: ChunkKey, entry: Entry, ends: dict[JobKind, int]) -> Job:
         job = Job(next(self._job_ids), key, entry, ends)

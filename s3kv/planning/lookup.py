@@ -17,6 +17,7 @@ from s3kv.messages import JobKind, LoadPart
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, FetchRefusal, Ledger
+from s3kv.planning.residency import Origin
 from s3kv.planning.wait import Wait
 from s3kv.states import IdentityEnum, Transitions
 from s3kv.types import ChunkKey, Outcome
@@ -290,7 +291,7 @@ class Lookup:
         """Order the fetch of a chunk. None: there is no room, and the next lookup tries again."""
         job, residency = self.ledger.plan_fetch(key), self.ledger.residency
         if job is not None and residency is not None:
-            residency.origin(key, JobKind.FETCH, self.request_id, position)
+            residency.append(Origin(key, JobKind.FETCH, self.request_id, position))
         return job
 
     def _join(self, position: int, job: Job | None) -> bool:

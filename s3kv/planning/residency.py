@@ -48,23 +48,13 @@ class Change(NamedTuple):
     residency: Residency
 
 
-class ResidencyLog:
+class ResidencyLog(list[Origin | Change]):
     """The entries since the last `take`. For the planner's thread.
 
     Every chunk has an `Origin` before its first `Change`, and another whenever it comes back.
     """
 
-    __slots__ = ("_entries",)
-
-    def __init__(self) -> None:
-        self._entries: list[Origin | Change] = []
-
-    def origin(self, key: ChunkKey, kind: JobKind, request_id: str, position: int) -> None:
-        self._entries.append(Origin(key, kind, request_id, position))
-
-    def change(self, key: ChunkKey, residency: Residency) -> None:
-        self._entries.append(Change(key, residency))
-
     def take(self) -> list[Origin | Change]:
-        entries, self._entries = self._entries, []
+        entries = self[:]
+        self.clear()
         return entries

@@ -9,6 +9,7 @@ from s3kv.messages import JobKind
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.requests import PlannedRequest, ScheduledRequest
+from s3kv.planning.residency import Origin
 from s3kv.types import ChunkKey
 
 _KEPT = (ChunkState.RESIDENT, ChunkState.COPYING)
@@ -110,4 +111,4 @@ class ChunkSaves:
         if full or not ledger.plan_save(key, blocks):
             ledger.counters["saves_dropped"] += 1
         elif ledger.residency is not None:
-            ledger.residency.origin(key, JobKind.SAVE, request.request_id, position)
+            ledger.residency.append(Origin(key, JobKind.SAVE, request.request_id, position))

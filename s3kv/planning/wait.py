@@ -25,6 +25,7 @@ class Wait:
 
     def begin(self, now_s: float, wanted: int) -> None:
         """Tell the engine to wait. Only the first call since `start_over` sets the clock."""
+        self.wake()
         if not self.is_begun:
             self.started_s = self.arrived_s = now_s
             self.wanted = wanted

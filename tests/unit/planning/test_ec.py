@@ -6,7 +6,6 @@ import pytest
 
 from s3kv.messages import ItemLoad, ItemReport, ItemSave
 from s3kv.objects.item_format import object_bytes
-from s3kv.planning.deadline import PATIENCE_S
 from s3kv.planning.items import Wanted
 from s3kv.planning.pace import FetchTime
 from s3kv.types import Outcome
@@ -305,16 +304,6 @@ def test_nobody_waits_longer_than_encoding_takes() -> None:
     desk.answer()
     assert desk.ensure("s", fifty)
     assert desk.planner.promise("fifty")
-
-
-def test_nobody_waits_for_a_bucket_that_gives_no_sign_of_life() -> None:
-    desk = Desk(max_wait_s=100.0)
-    large = wanted("large", rows=5_000)
-    assert not desk.ensure("r", large)
-    desk.now_s = PATIENCE_S - 0.01
-    assert not desk.ensure("r", large)
-    desk.now_s = PATIENCE_S
-    assert desk.ensure("r", large)
 
 
 def test_a_bucket_known_to_be_slower_than_the_encoder_is_not_waited_for() -> None:

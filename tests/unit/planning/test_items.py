@@ -49,10 +49,3 @@ def test_the_first_measured_encoding_replaces_the_assumed_speed() -> None:
     assert pace.encode_s(100) == pytest.approx(1.0)
     pace.encoded(200, 1.0)
     assert pace.encode_s(120) == pytest.approx(1.0)
-
-
-def test_nothing_is_expected_of_fetches_before_one_has_ended() -> None:
-    pace = EncodingPace(encode_rows_per_s=1.0)
-    assert pace.fetch.at(1000) is None
-    pace.fetch.add(1000, 0.5)
-    assert pace.fetch.at(1000) is not None
