@@ -45,13 +45,11 @@ class Fleet:
     bucket: Bucket
     host_objects: int
     memories: list[OrderedDict[bytes, None]]
-    asked: list[set[bytes]]
-    second_use: bool = False
     chunks: int = 0
     host_hits: int = 0
 
     def serve(self, arrival: Arrival, replica: int) -> None:
-        memory, asked, now_s = self.memories[replica], self.asked[replica], arrival.time_s
+        memory, now_s = self.memories[replica], arrival.time_s
         found = True
         for key in arrival.hashes:
             self.chunks += 1
@@ -62,9 +60,8 @@ class Fleet:
             else:
                 found = False
                 # What is in memory was saved when it came there.
-                if key in asked if self.second_use else key not in memory:
+                if key not in memory:
                     self.bucket.put(key, replica, now_s)
-            asked.add(key)
             memory[key] = None
             memory.move_to_end(key)
             if len(memory) > self.host_objects:
@@ -78,11 +75,10 @@ def run(
     replicas: int,
     routing: str,
     host_objects: int,
-    second_use: bool,
 ) -> dict[str, Any]:
     """Figures of one bucket, the same for the same arguments."""
     memories: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(replicas)]
-    fleet = Fleet(bucket, host_objects, memories, [set() for _ in memories], second_use)
+    fleet = Fleet(bucket, host_objects, memories)
     for arrival in arrivals:
         fleet.serve(arrival, arrival.engine(replicas, routing))
     bucket.end(arrivals[-1].time_s)
@@ -131,22 +127,15 @@ def bill(
 
 def compare(arrivals: Sequence[Arrival], options: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry for every budget."""
-    together = options.chunks_per_object
-    object_bytes = together * Setup(kib_per_token=options.kib_per_token).layout.object_bytes
-    arrivals = [
-        dataclasses.replace(arrival, hashes=arrival.hashes[together - 1 :: together])
-        for arrival in arrivals
-    ]
+    object_bytes = Setup(kib_per_token=options.kib_per_token).layout.object_bytes
     fleet = {
-        "second_use": options.save == "second_use",
         "replicas": options.replicas,
         "routing": options.routing,
         "host_objects": int(options.host_gib * 2**30) // object_bytes,
     }
     hours = arrivals[-1].time_s / 3600
-    ways = WAYS[:1] if options.ideal_only else WAYS
     with ProcessPoolExecutor(options.jobs) as pool:
-        wanted = [(gib, way) for gib in options.budget_gib for way in ways]
+        wanted = [(gib, way) for gib in options.budget_gib for way in WAYS]
         one = partial(_run_one, arrivals, options, object_bytes, fleet)
         done = {}
         for (gib, way), run_ in zip(wanted, pool.map(one, *zip(*wanted, strict=True)), strict=True):
@@ -155,12 +144,12 @@ def compare(arrivals: Sequence[Arrival], options: argparse.Namespace) -> list[di
     results = []
     for gib in options.budget_gib:
         capacity = int(gib * 2**30) // object_bytes
-        runs = {way: done[gib, way] for way in ways}
+        runs = {way: done[gib, way] for way in WAYS}
         ideal = runs["ideal LRU"]
         for figures in runs.values():
             figures["hits_of_ideal"] = round(figures["bucket_hits"] / ideal["bucket_hits"], 3)
             figures["peak_of_budget"] = round(figures["peak_objects"] / capacity, 3)
-            figures["usd_per_month"] = bill(figures, object_bytes, together * CHUNK_TOKENS, hours)
+            figures["usd_per_month"] = bill(figures, object_bytes, CHUNK_TOKENS, hours)
         turnover_s = round(capacity / written_per_s(arrivals), 1)
         results.append({"budget_gib": gib, "turnover_s": turnover_s, "runs": runs})
     return results
@@ -231,11 +220,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, default=8, help="that share the bucket (8)")
     parser.add_argument("--routing", choices=("session", "round-robin"), default="round-robin")
     parser.add_argument("--host-gib", type=float, default=32.0, help="per replica (32)")
-    parser.add_argument("--save", choices=("all", "second_use"), default="all")
-    parser.add_argument(
-        "--chunks-per-object", type=int, default=1, help="that are found and fetched together (1)"
-    )
-    parser.add_argument("--ideal-only", action="store_true", help="without s3kv's own way")
     parser.add_argument("--kib-per-token", type=float, default=128.0, help="as in the trace (128)")
     parser.add_argument(
         "--min-age-s",

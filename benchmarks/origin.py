@@ -21,17 +21,9 @@ _KEEPING = (
     "s3kv/upkeep/ages.py",
     "s3kv/upkeep/sweep.py",
 )
-_LIMITED = (
-    "benchmarks/simulation/s3.py",
-    "benchmarks/simulation/service.py",
-    "s3kv/io/server/jobs.py",
-    "s3kv/io/sources/pacing.py",
-    "s3kv/io/sources/bucket.py",
-    "s3kv/objects/keys.py",
-)
 _SERVING = tuple(
     f"s3kv/{folder}"
-    for folder in ("connectors", "device", "host", "io", "objects", "planning", "worker")
+    for folder in ("connectors", "device", "host", "io", "objects", "planning", "stores", "worker")
 )
 MEASURED: dict[str, tuple[str, ...]] = {
     "bucket": ("benchmarks/bucket.py", *_KEEPING),
@@ -39,11 +31,9 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "engine": _SERVING,
     "peers": _SERVING,
     "planner": ("s3kv/host", "s3kv/planning"),
-    "replicas": (*_LIMITED, "benchmarks/simulation/replicas.py", "benchmarks/simulation/scaled.py"),
     "saving": _SERVING,
     "short": _SERVING,
     "slow": _SERVING,
-    "throttled": _LIMITED,
     "trace": (
         "benchmarks/simulation",
         "s3kv/host",

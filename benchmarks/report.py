@@ -63,18 +63,7 @@ class Program:
 
 PROGRAMS = (
     Program("planner", quick=()),
-    Program("host", quick=("10000",)),
-    Program("copy_launch", quick=("--rounds", "3")),
-    Program("cpu_copies", quick=("--rounds", "3")),
-    Program("shards", quick=("--rounds", "3")),
-    Program("digests", quick=("0.25",)),
     Program("pages", quick=("0.25", "3")),
-    Program("tail"),
-    Program("ranges"),
-    Program("first", quick=("--quick", "--tls")),
-    Program("throttled"),
-    Program("lookups"),
-    Program("overlap"),
     Program("objects", server=True),
     Program("encoder", server=True),
     Program("engine", server=True),
@@ -84,8 +73,6 @@ PROGRAMS = (
     Program("peers", server=True),
     Program("trace", trace=True),
     Program("bucket", trace=True),
-    Program("states", trace=True),
-    Program("replicas", trace=True),
 )
 
 

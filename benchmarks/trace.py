@@ -40,7 +40,7 @@ from benchmarks.origin import code, commit
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, run
 from benchmarks.simulation.workload import command, identity, load
 
-GRID = ("host_gib", "bucket_gib", "save")
+GRID = ("host_gib", "bucket_gib")
 """Options that may have several values: every combination is a run."""
 MANY = {"host_gib": [8.0, 32.0, 128.0]}
 ROWS = (
@@ -48,8 +48,6 @@ ROWS = (
     ("  from host memory, %", "percent.host"),
     ("  from the bucket, %", "percent.bucket"),
     ("  computed, %", "percent.computed"),
-    ("host hits Belady could have had, %", "belady_host_percent"),
-    ("host hits / Belady's", "host_of_belady"),
     ("TTFT p50, ms", "ttft_ms.p50"),
     ("TTFT p95, ms", "ttft_ms.p95"),
     ("requests that waited for the bucket", "requests_that_waited"),
@@ -99,9 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say(title)
             print("\n".join(table(title, [*runs[: len(BASELINES)], ours])), flush=True)
             runs.append(ours)
-    found = list(verdicts(runs))
-    for verdict in found:
-        print(f"\n{told(verdict)}")
     if options.json:
         result = {
             "benchmark": "trace",
@@ -111,7 +106,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "trace": identity(options.trace, len(arrivals)),
             "seconds": arrivals[-1].time_s,
             "setup": {name: getattr(setup, name) for name in names},
-            "verdicts": found,
             "runs": runs,
         }
         options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -137,49 +131,6 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{field.metadata['doc']} (default: {field.default})",
         )
     return parser
-
-
-def verdicts(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For each host memory, what the budget and the rule of `Setup`'s defaults net, as a
-    share of the most that any budget and rule net, and their hits in the bucket as a share of those
-    without a budget. Nothing where the grid has not all of these.
-    """
-    default = Setup()
-    groups: dict[float, list[dict[str, Any]]] = {}
-    for run_ in runs:
-        if run_["policy"] not in BASELINES:
-            groups.setdefault(run_["host_gib"], []).append(run_)
-    for host_gib, members in groups.items():
-        places = {(member["bucket_gib"], member["save"]): member for member in members}
-        ours = places.get((default.bucket_gib, default.save))
-        unbound = places.pop((0, default.save), None)
-        bound = {place: member for place, member in places.items() if place[0]}
-        if ours is None or unbound is None or len(bound) < 2:
-            continue
-        best = max(bound.values(), key=lambda member: float(member["usd_per_month"]["net"]))
-        net, best_net = (one["usd_per_month"]["net"] for one in (ours, best))
-        hits, all_hits = (one["tokens"]["bucket"] for one in (ours, unbound))
-        yield {
-            "host_gib": host_gib,
-            "bucket_gib": default.bucket_gib,
-            "save": default.save,
-            "net": net,
-            "best": {name: best[name] for name in ("bucket_gib", "save")} | {"net": best_net},
-            "net_of_best": round(net / best_net, 3) if best_net > 0 else None,
-            "hits_of_unbound": round(hits / all_hits, 3) if all_hits else None,
-        }
-
-
-def told(verdict: dict[str, Any]) -> str:
-    """A verdict in words."""
-    best = verdict["best"]
-    return (
-        f"host_gib {verdict['host_gib']:g}: bucket_gib "
-        f"{verdict['bucket_gib']:g}, save {verdict['save']} nets ${verdict['net']:,.2f} a month, "
-        f"{verdict['net_of_best']} of the best (bucket_gib {best['bucket_gib']:g}, save "
-        f"{best['save']}: ${best['net']:,.2f}), with {verdict['hits_of_unbound']} of the hits of a "
-        "bucket without a budget"
-    )
 
 
 def table(title: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:

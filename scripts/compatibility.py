@@ -1,13 +1,16 @@
-"""The tables of versions and families in docs/compatibility.md, and through `scripts.status` those
-in README.md.
+"""The tables of docs/compatibility.md: what has run, versions and families.
 
-They show what `scripts.matrix` has recorded.
+Versions and families are those that `scripts.matrix` has recorded. A row of the first table says
+"run" only if its evidence is there: a result that a run has recorded, or the tests that run on it.
+So the table changes when the first result of a GPU or of AWS is recorded.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from scripts.areas import AREAS, FAMILIES, Area
@@ -22,6 +25,55 @@ CONTINUOUS = "0.32.0"
 """The version that scripts/install_engine.sh takes unasked: every change has to pass on it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One row of the table.
+
+    evidence: patterns of files from the root; one match each makes it true. run: what has been run.
+    otherwise: the state without evidence.
+    """
+
+    what: str
+    evidence: tuple[str, ...]
+    run: str
+    otherwise: str = "**not yet run**"
+
+
+CLAIMS = (
+    Claim(
+        "Ceph RADOS Gateway",
+        ("tests/rgw.py",),
+        "run: tests",
+    ),
+    Claim("moto, a simulated S3", ("tests/servers.py",), "run with every change: every test"),
+    Claim(
+        "Terraform",
+        ("tests/system/infra/test_applied.py",),
+        "run: applied to moto, and used from there. **Not yet applied to AWS**",
+    ),
+    Claim(
+        "GPUs (CUDA)",
+        ("benchmarks/results/gpu-*.json",),
+        "run",
+        "**not yet run**: written from vLLM's source, with tests that want a GPU",
+    ),
+    Claim("AWS S3", ("benchmarks/results/*-aws.json",), "run"),
+    Claim(
+        "MinIO, R2, Google Cloud Storage, S3 Express",
+        ("benchmarks/results/*-minio.json",),
+        "run",
+        "read only: their documentation; **not yet run**",
+    ),
+    Claim(
+        "Kubernetes, the image",
+        ("benchmarks/results/kubernetes-*.json",),
+        "run",
+        "manifests validated against the schemas, the image built on a stand-in for vLLM's; "
+        "**not yet run**",
+    ),
+)
+
+
 def recorded() -> list[Result]:
     """Every version that has run, the oldest first."""
     results: list[Result] = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
@@ -32,18 +84,13 @@ def page() -> str:
     """docs/compatibility.md."""
     results = recorded()
     versions = "\n\n".join((table(results), beneath(results)))
-    parts = {"versions": versions, "families": families(results)}
+    parts = {"status": status(results), "versions": versions, "families": families(results)}
     return filled(ROOT / "docs" / "compatibility.md", parts)
 
 
 def table(results: list[Result]) -> str:
     """How many tests of each area have passed on each version."""
     return _rows(results, ("what", "runner"), lambda a: (a.told, a.runner), _counts)
-
-
-def summary(results: list[Result]) -> str:
-    """The same in a word each."""
-    return _rows(results, ("",), lambda a: (a.told,), _word)
 
 
 def families(results: list[Result]) -> str:
@@ -109,15 +156,36 @@ def _counts(version: str, cell: dict[str, Any] | None) -> str:
     return f"{ran} passed" if ran else f"lacks {', '.join(_lacking(cell))}"
 
 
-def _word(version: str, cell: dict[str, Any] | None) -> str:
-    if cell is None:
-        return "tested" if version == CONTINUOUS else NOT_RUN
-    if cell["failed"]:
-        return "**fails**"
-    return "tested" if cell["passed"] else "–"
-
-
 def _lacking(*cells: dict[str, Any]) -> list[str]:
     """What a version does not have of what tests ask for."""
     reasons = {why for cell in cells for why in cell["newer"].values()}
     return sorted(why.partition(": ")[2] for why in reasons)
+
+
+def status(results: list[Result], root: Path = ROOT) -> str:
+    """The table of what has run. results: the runs on versions of vLLM, the oldest first."""
+    first, second = (_ran(results, runner) for runner in ("first", "second"))
+    rows = [
+        ("vLLM on a CPU, first-generation model runner", first),
+        ("the same, second-generation model runner, interpreted kernels", second),
+    ]
+    rows += [(claim.what, _state(claim, root)) for claim in CLAIMS]
+    lines = ["| | state |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {what} | {state} |" for what, state in rows)])
+
+
+def _state(claim: Claim, root: Path) -> str:
+    found = all(any(root.glob(pattern)) for pattern in claim.evidence)
+    return claim.run if found else claim.otherwise
+
+
+def _ran(results: list[Result], runner: str) -> str:
+    """What has run on this runner; tests that start no engine count with the first."""
+    told = []
+    for result in results:
+        cells = [c for c in result["cells"] if (c["runner"] == "second") == (runner == "second")]
+        passed = sum(cell["passed"] for cell in cells)
+        if passed and result["vllm"] != CONTINUOUS:
+            told.append(f"{result['vllm']} ({passed:,} test{'s' if passed > 1 else ''})")
+    part = f"; run in part: {', '.join(told)}" if told else ""
+    return f"run with every change: {CONTINUOUS}{part}"

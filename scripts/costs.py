@@ -1,24 +1,16 @@
 """Computes the numbers of docs/cost.md from stated prices.
 
-Prices and bills come from `s3kv.cli`. This module assumes the size of KV, what an engine costs and
-how fast it computes.
+Prices come from `s3kv.prices`. This module assumes the size of KV, what an engine costs and how
+fast it computes.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-
-from benchmarks import counters
-from benchmarks.simulation.fleet import Setup
 from s3kv import prices
 from s3kv.cli import billing
-from s3kv.cli.app import cli
 from scripts.marks import filled
 from scripts.pictures import ROOT, recorded
 
@@ -72,28 +64,13 @@ ENGINES = (
     Engine("70B, four GPUs", 80 * 2 * 256 * 2, 4, 3_000, 12.0),
     Engine("the same, KV in fp8", 80 * 2 * 256, 4, 3_000, 12.0),
 )
-RUN = ("benchmarks/results/trace-session.json", "--host-gib", "32")
-COMMAND = (
-    "cost --metrics counters.txt --over 1h --keep-days 1 --gpu-dollars-per-hour 3 "
-    "--prefill-tokens-per-s 8000"
-)
-
-
-GRIDS = {"chat": "trace-bill.json", "public data sets": "trace-bill-synthetic.json"}
-"""Results of `benchmarks.trace` for several budgets, by what their traffic is called."""
 
 
 def page() -> str:
     """docs/cost.md."""
-    shown = f"$ python -m benchmarks.counters {' '.join(RUN)} > counters.txt\n$ s3kv {COMMAND}"
     return filled(
         ROOT / "docs" / "cost.md",
-        {
-            "prices": price_list(),
-            "budgets": budgets({name: recorded(file) for name, file in GRIDS.items()}),
-            "chunk": table(),
-            "bill": f"```console\n{shown}\n{bill()}\n```",
-        },
+        {"prices": price_list(), "bill": bill(recorded("trace-session.json")), "chunk": table()},
     )
 
 
@@ -105,60 +82,29 @@ def price_list() -> str:
     )
 
 
-def budgets(results: Mapping[str, dict[str, Any]]) -> str:
-    """Bills of results of `benchmarks.trace`, by what they are called: of the first result with the
-    host memory of `Setup` every budget, otherwise that of `Setup` alone."""
+def bill(result: dict[str, Any]) -> str:
+    """Dollars a month of each run of `benchmarks.trace` with s3kv."""
     lines = [
-        "| traffic | `host_bytes` | `bucket_bytes` | prompt tokens found in the bucket | PUTs "
-        "| other requests | storage | computing spared | net | net, if saved at second use |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| `host_bytes` | `bucket_bytes` | prompt tokens found in the bucket | PUTs "
+        "| other requests | storage | computing spared | net |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    default = Setup()
-    for number, (name, result) in enumerate(results.items()):
-        runs = [run for run in result["runs"] if run["bucket_gib"]]
-        runs.sort(key=lambda run: (-run["host_gib"], run["bucket_gib"]))
-        for run in runs:
-            place = run["host_gib"], run["bucket_gib"]
-            every = number == 0 and run["host_gib"] == default.host_gib
-            if run["save"] != "all" or not (every or run["bucket_gib"] == default.bucket_gib):
-                continue
-            (later,) = (
-                one["usd_per_month"]["net"]
-                for one in runs
-                if (one["host_gib"], one["bucket_gib"], one["save"]) == (*place, "second_use")
-            )
-            lines.append(_budget(name, run, later))
-    return "\n".join([*lines, "", *(f"- {_verdict(*of)}" for of in results.items())])
-
-
-def _budget(name: str, run: dict[str, Any], later: float) -> str:
-    month = run["usd_per_month"]
-    puts, others, storage, spared = (
-        f"{dollars:,.0f}"
-        for dollars in (
+    for run in result["runs"]:
+        if not run["host_gib"]:
+            continue
+        month = run["usd_per_month"]
+        dollars = (
             month["puts"],
             month["gets"] + month["upkeep"],
             month["storage"],
             month["spared"],
         )
-    )
-    return (
-        f"| {name} | {run['host_gib']:g} GiB | {run['bucket_gib']:,.0f} GiB "
-        f"| {run['percent']['bucket']:.1f} % | {puts} | {others} | {storage} | {spared} "
-        f"| **{month['net']:+,.0f}** | {later:+,.0f} |"
-    )
-
-
-def _verdict(name: str, result: dict[str, Any]) -> str:
-    """How the budget and the host memory of `Setup` do among all budgets."""
-    (ours,) = (v for v in result["verdicts"] if v["host_gib"] == Setup().host_gib)
-    grid = {(r["bucket_gib"], r["save"]) for r in result["runs"] if r["bucket_gib"]}
-    return (
-        f"{name[0].upper()}{name[1:]}: {ours['bucket_gib']:,.0f} GiB nets "
-        f"{ours['net_of_best']:.3f} of the most that any of {len(grid)} combinations nets, and has "
-        f"{ours['hits_of_unbound']:.3f} of the hits of a bucket without a bound. "
-        f"`{result['command']}`, at {result['commit']}."
-    )
+        budget = f"{run['bucket_gib']:,.0f} GiB" if run["bucket_gib"] else "none, a day's objects"
+        lines.append(
+            f"| {run['host_gib']:g} GiB | {budget} | {run['percent']['bucket']:.1f} % "
+            f"| {' | '.join(f'{amount:,.0f}' for amount in dollars)} | **{month['net']:+,.0f}** |"
+        )
+    return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
 
 
 def table() -> str:
@@ -186,20 +132,6 @@ def table() -> str:
     lines = [head, "|---" * (len(ENGINES) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(values)} |" for name, values in rows]
     return "\n".join(lines)
-
-
-def bill() -> str:
-    """What `COMMAND` prints."""
-    file, _, host_gib = RUN
-    run = counters.chosen(ROOT / file, float(host_gib))
-    with tempfile.TemporaryDirectory() as directory:
-        written = Path(directory) / "counters.txt"
-        written.write_text(counters.exposition(run))
-        done = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(
-            cli, COMMAND.replace("counters.txt", str(written)).split()
-        )
-    assert done.exit_code == 0, done.output
-    return "\n".join(line.rstrip() for line in done.output.splitlines())
 
 
 def _micro(dollars: float) -> str:

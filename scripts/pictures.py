@@ -1,4 +1,4 @@
-"""The pictures of the documentation, drawn from the code's own tables and from recorded results.
+"""The pictures of the documentation, drawn from the code's own tables.
 
 `python -m scripts.render_docs` writes them to docs/pictures/; a test compares. All are as narrow as
 a phone, so that their letters stay readable there.
@@ -14,7 +14,6 @@ from typing import Any
 from s3kv.host.table import TRANSITIONS, EntryState
 from s3kv.planning.requests import REQUEST_TRANSITIONS, RequestState
 from scripts import svg
-from scripts.processes import processes
 from scripts.svg import Box
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,41 +118,6 @@ def tiers() -> str:
     )
 
 
-def engine_bars() -> str:
-    """Time per request of `benchmarks/results/engine-shaped.json`."""
-    result = recorded("engine-shaped.json")
-    rows = (
-        ("none", "computed, no connector", svg.GREY),
-        ("cold", "computed, saving to S3", svg.GREY),
-        ("warm", "from S3, in a new process", svg.BLUE),
-        ("local", "from the engine's own cache", svg.GREEN),
-    )
-    longest = max(result["median_ms"][key] for key, _, _ in rows)
-    elements = []
-    for i, (key, label, color) in enumerate(rows):
-        y, milliseconds = 72 + i * 52, result["median_ms"][key]
-        wide = 260 * milliseconds / longest
-        elements += [
-            svg.words(12, y, label, anchor="start"),
-            svg.bar(12, y + 12, wide, 24, color),
-            svg.words(20 + wide, y + 24, f"{milliseconds:,.0f} ms", anchor="start"),
-        ]
-    about = (
-        f"Median per request, {result['prompts']},",
-        f"{result['machine']}, a server with the shape of S3",
-    )
-    return svg.document(
-        360,
-        280,
-        "Time per request. " + " ".join(about),
-        *(
-            svg.words(12, 20 + 18 * i, line, color=svg.SOFT, anchor="start", size=12)
-            for i, line in enumerate(about)
-        ),
-        *elements,
-    )
-
-
 def recorded(name: str) -> dict[str, Any]:
     """A file of benchmarks/results/."""
     result: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
@@ -161,8 +125,6 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 ALL = {
-    "engine": engine_bars,
-    "processes": processes,
     "requests": requests,
     "slots": slots,
     "tiers": tiers,

@@ -11,6 +11,8 @@ from types import ModuleType
 
 from s3kv import config, errors, types
 from s3kv.library import tiered_store
+from scripts.marks import filled
+from scripts.pictures import ROOT
 
 LINE = 88
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -44,7 +46,7 @@ PUBLIC: tuple[tuple[ModuleType, str, str, tuple[str, ...]], ...] = (
 def page() -> str:
     """docs/api.md."""
     sections = [section(*public) for public in PUBLIC]
-    return "\n".join([_BEGIN, *sections, _errors()])
+    return filled(ROOT / "docs" / "api.md", {"reference": "\n".join([*sections, _errors()])})
 
 
 def section(module: ModuleType, name: str, imported: str, methods: tuple[str, ...]) -> str:
@@ -146,11 +148,3 @@ def _errors() -> str:
     tree = doc[doc.index("    S3KVError") : doc.index("\n\nIn flight")]
     drawn = "\n".join(line.removeprefix("    ") for line in tree.splitlines())
     return f"## Errors\n\n`from s3kv.errors import …`\n\n```text\n{drawn}\n```\n"
-
-
-_BEGIN = """# The library
-
-The same tiers without vLLM, for blocks by hash. Two programs that run:
-[README](../README.md#without-vllm). Rendered from the docstrings by `scripts/reference.py`. What is
-not here may change in any release.
-"""

@@ -23,7 +23,6 @@ from scripts import (
     pictures,
     reference,
     results,
-    status,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -139,7 +138,7 @@ def documents() -> dict[str, Callable[[], str]]:
     """Everything that is rendered: its path from the root, and what writes it."""
     drawn = {f"docs/pictures/{name}.svg": draw for name, draw in pictures.ALL.items()}
     return {
-        "README.md": status.readme,
+        "README.md": results.readme,
         "deploy/grafana/s3kv.json": dashboard.page,
         "docs/api.md": reference.page,
         "docs/cli.md": command_line,
@@ -150,7 +149,6 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/object-format.md": format_example.page,
         "docs/peers-benchmark.md": results.peers_page,
         "docs/performance.md": results.page,
-        "docs/quickstart.md": status.quick_start,
         "docs/trace.md": results.simulation_page,
         **drawn,
     }

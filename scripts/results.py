@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.simulation.fleet import BASELINES, OURS
-from scripts import fleets
+from benchmarks.simulation.fleet import OURS
 from scripts.marks import filled
 from scripts.pictures import ROOT, recorded
 
@@ -19,7 +18,6 @@ def page() -> str:
     return filled(
         ROOT / "docs" / "performance.md",
         {
-            "engine": engine(recorded("engine-rgw.json")),
             "engine-shaped": engine(recorded("engine-shaped.json")),
             "encoder": encoder(recorded("encoder-rgw.json")),
             "short": short(recorded("short.json")),
@@ -33,17 +31,7 @@ def page() -> str:
 
 def simulation_page() -> str:
     """docs/trace.md."""
-    fleet = recorded("replicas.json")
-    return filled(
-        ROOT / "docs" / "trace.md",
-        {
-            "kept": kept(recorded("bucket-kept.json")),
-            "grown": fleets.grown(fleet),
-            "sampled": fleets.sampled(fleet),
-            "started": fleets.started(fleet),
-            "throttled": fleets.throttled(recorded("throttled.json")),
-        },
-    )
+    return filled(ROOT / "docs" / "trace.md", {"kept": kept(recorded("bucket-kept.json"))})
 
 
 def kept(result: dict[str, Any]) -> str:
@@ -66,11 +54,7 @@ def kept(result: dict[str, Any]) -> str:
 def peers_page() -> str:
     """docs/peers-benchmark.md."""
     document = ROOT / "docs" / "peers-benchmark.md"
-    results = {"peers": "rgw", "peers-shaped": "shaped", "peers-large": "large"}
-    return filled(
-        document,
-        {mark: peers(recorded(f"peers-{name}.json")) for mark, name in results.items()},
-    )
+    return filled(document, {"peers-shaped": peers(recorded("peers-shaped.json"))})
 
 
 def engine(result: dict[str, Any]) -> str:
@@ -148,37 +132,31 @@ def _passes(result: dict[str, Any], figure: str, figures: dict[str, str]) -> str
     return "\n".join(lines)
 
 
+def readme() -> str:
+    """README.md."""
+    return filled(ROOT / "README.md", {"speed": speed()})
+
+
 def speed() -> str:
-    """What the README says of all this."""
     ratios = {name: told["median"] for name, told in recorded("short.json")["ratio"].items()}
     saved = recorded("saving.json")["ratio"]["own"]["median"]
-    beside = [recorded(f"peers-{place}.json")["passes"] for place in ("shaped", "large", "rgw")]
-    hits = [
-        (
-            told,
-            *(_over_local(each.get(name, {}).get("warm", FAILED), each["none"]) for each in beside),
-        )
-        for name, told in (
-            ("s3kv", "s3kv"),
-            ("offloading-obj", "vLLM's OffloadingConnector with NIXL"),
-            ("lmcache", "LMCache"),
-        )
-    ]
+    passes = recorded("peers-shaped.json")["passes"]
+    others = {"offloading-obj": "vLLM's OffloadingConnector with NIXL", "lmcache": "LMCache"}
+    ours, *theirs = (
+        _over_local(passes.get(name, {}).get("warm", FAILED), passes["none"])
+        for name in ("s3kv", *others)
+    )
+    beside = " and ".join(
+        f"{ratio} with {told}" for ratio, told in zip(theirs, others.values(), strict=True)
+    )
     return "\n".join(
         [
             engine(recorded("engine-shaped.json")),
             "",
-            f"With s3kv, short prompts, with nothing to hit or save, reach {ratios['own']:.3f} of "
-            "the throughput without a connector; a connector whose hooks do nothing reaches "
-            f"{ratios['empty']:.3f}. Prompts that are saved, a few at a time, take {_ratio(saved)} "
-            "times as long as in the same engine without a connector.",
-            "",
-            "How many times as long a hit takes as one in the engine's own cache, measured "
-            "[beside the connectors of others](docs/peers-benchmark.md):",
-            "",
-            "| | shape of S3 | the same, 8,000 tokens of 128 KiB | Ceph on the same machine |",
-            "|---|---|---|---|",
-            *(f"| {' | '.join(row)} |" for row in hits),
+            "[Beside the connectors of others](docs/peers-benchmark.md), in one run, a hit takes "
+            f"{ours} times as long as one in the engine's own cache, {beside}. Prompts too short "
+            f"to hit or save reach {ratios['own']:.3f} of the throughput without a connector. "
+            f"Prompts that are saved take {_ratio(saved)} times as long.",
         ]
     )
 
@@ -252,7 +230,7 @@ def trace(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for run in result["runs"]:
-        if run["policy"] not in (*BASELINES, OURS):
+        if run["policy"] == OURS and not run["bucket_gib"]:
             continue
         share = run["percent"]
         memory = f"{run['host_gib']:g} GiB" if run["host_gib"] else f"– ({run['policy']})"

@@ -16,7 +16,6 @@ from itertools import chain
 from time import thread_time
 from typing import Any, Protocol
 
-from benchmarks.simulation.admission import Admission
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
@@ -31,9 +30,8 @@ from s3kv.messages import (
     UploadOrder,
 )
 from s3kv.planning.kv import KVPlanner
-from s3kv.planning.ledger import ChunkState
 from s3kv.planning.requests import ScheduledRequest
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import Outcome
 
 BLOCK_TOKENS = 16
 """vLLM's default. Requests hold whole pages; the planner sees their blocks."""
@@ -59,7 +57,6 @@ class EngineSpeed:
 class Request:
     request_id: str
     arrival: Arrival
-    arrival_local_tokens: int
     computed: int = 0
     filled: int = 0
     """Full pages that others can find."""
@@ -83,9 +80,6 @@ class Seen:
     waited_s: list[float] = field(default_factory=list)
     gpu_tokens: int = 0
     computed_tokens: int = 0
-    references: list[bytes] = field(default_factory=list)
-    """Chunks asked of host memory: those of each prompt that the device did not have, either when
-    it arrived or when it was answered."""
 
 
 class Stopwatch:
@@ -136,10 +130,8 @@ class Engine:
         pool: PagePool,
         speed: EngineSpeed,
         chunk_bytes: int,
-        admission: Admission,
     ) -> None:
         self.planner = planner
-        self._admission = admission
         self.stopwatch = Stopwatch(planner)
         self.seen = Seen()
         self._timeline = timeline
@@ -164,8 +156,7 @@ class Engine:
     def arrive(self, arrival: Arrival) -> None:
         now_s, request_id = self._timeline.now_s, str(arrival.number)
         local_tokens = len(self._local_hit(arrival)) * CHUNK_TOKENS
-        self._waiting.append(Request(request_id, arrival, local_tokens))
-        self._admission.ask(arrival.hashes)
+        self._waiting.append(Request(request_id, arrival))
         self._calls.add_request(request_id, arrival.hashes)
         self._calls.prefetch(request_id, local_tokens, now_s)
         self._wake()
@@ -305,8 +296,6 @@ class Engine:
         seen = self.seen
         seen.waited_s.append(request.waited_s)
         seen.gpu_tokens += request.local_tokens
-        first = min(request.arrival_local_tokens, request.local_tokens) // CHUNK_TOKENS
-        seen.references += request.arrival.hashes[first:]
 
     def _local_hit(self, arrival: Arrival) -> list[int]:
         return self._pool.hit(arrival.hashes, arrival.prompt_tokens, CHUNK_TOKENS)
@@ -324,7 +313,7 @@ class Engine:
         for order in plan.saves:
             # The copy is done by the end of the step, and the upload starts.
             self._report.add(JobEnd(order.job_id, JobKind.SAVE, Outcome.OK, 0, 0.0))
-            self._upload(order)
+            self.io.upload(order)
         report, self._report = self._report, StepReport()
         loaded, self._loaded = self._loaded, []
         self._calls.step_ended(now_s, plan.number)
@@ -337,21 +326,6 @@ class Engine:
         self._first_tokens()
         self._stepping = False
         self._go_on_stepping(bool(tokens or loaded or report.ends or self._has_news))
-
-    def _upload(self, order: SaveOrder) -> None:
-        if self._admission.allows(order.key.block_hash):
-            self.io.upload(order)
-            return
-        # The chunk stays in host memory, and the planner does not believe it to be in the bucket.
-        self._report.add(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.INVALID, 0, 0.0))
-        self._admission.withhold(order.key, self._upload_late)
-
-    def _upload_late(self, key: ChunkKey) -> None:
-        """The chunk has been asked for again. Upload it if it is still in host memory."""
-        ledger = self.planner.ledger
-        if ledger.state(key) is ChunkState.RESIDENT:
-            self.io.send(key.block_hash)
-            ledger.index.note_present(key)
 
     def _go_on_stepping(self, changed: bool) -> None:
         if self._prefilling or (changed and (self._waiting or self._decoding)):

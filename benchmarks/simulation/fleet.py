@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.simulation import admission, belady
-from benchmarks.simulation.admission import Admission
 from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
 from benchmarks.simulation.expiry import KeptBucket, Upkeep
 from benchmarks.simulation.gpu import PagePool
@@ -63,7 +61,6 @@ class Setup:
     recompute_gate: str = option("on", "s3kv's setting of that name", choices=("on", "off"))
     engine_dollars_per_hour: float = option(3.0, "price of an engine, for what hits spare")
     bucket_gib: float = option(4096.0, "budget of the bucket (bucket_bytes); 0: none")
-    save: str = option("all", "which chunks are uploaded", choices=admission.RULES)
     seed: int = option(0, "of the first-byte times")
 
     @property
@@ -124,10 +121,9 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
         kept = KeptBucket(
             setup.layout.object_bytes, upkeep, replicas=setup.engines, seed=setup.seed
         )
-    timeline, bucket, admitted = Timeline(), Bucket(kept), Admission(setup.save)
+    timeline, bucket = Timeline(), Bucket(kept)
     engines = [
-        make_engine(timeline, bucket, setup, policy, place, admitted)
-        for place in range(setup.engines)
+        make_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)
     ]
     for arrival in arrivals:
         engine = engines[arrival.engine(setup.engines, setup.routing)]
@@ -151,13 +147,12 @@ def make_engine(
     setup: Setup,
     policy: str,
     place: int,
-    admitted: Admission,
 ) -> Engine:
     config = Config(bucket="trace", recompute_gate=setup.recompute_gate == "on")
     planner = make_planner(config, setup, policy)
     pool = PagePool(setup.pages, keeps=policy != "no cache")
     chunk_bytes = setup.layout.object_bytes
-    engine = Engine(timeline, planner, pool, setup.speed, chunk_bytes, admitted)
+    engine = Engine(timeline, planner, pool, setup.speed, chunk_bytes)
     engine.io = IoProcess(
         timeline,
         bucket,
@@ -213,16 +208,12 @@ def _figures(
     prompt_tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     waited_s = [s for engine in engines for s in engine.seen.waited_s if s > 0]
     is_on = policy not in BASELINES
-    best = sum(belady.hits(e.seen.references, setup.slots) for e in engines) * CHUNK_TOKENS
     return {
         "policy": policy,
         "host_gib": setup.host_gib if is_on else 0,
         "bucket_gib": setup.bucket_gib if is_on else 0,
-        "save": setup.save if is_on else "none",
         "tokens": tokens,
         "percent": {tier: round(100 * n / prompt_tokens, 2) for tier, n in tokens.items()},
-        "belady_host_percent": round(100 * best / prompt_tokens, 2) if is_on else None,
-        "host_of_belady": round(tokens["host"] / best, 3) if best and is_on else None,
         **_bill(setup, bucket, tokens["bucket"], arrivals[-1].time_s),
         "requests_that_waited": len(waited_s),
         "wait_ms": percentiles_ms(waited_s, 50, 95, 99),

@@ -47,7 +47,7 @@ class MediaDigests:
     """Digests of processed media. Used from one thread, the engine's.
 
     An item's tensors are read once for as long as vLLM keeps them. That takes 0.2 ms for an image
-    of 1.3 MB and 5 ms for a video of 20 MB (`python -m benchmarks.digests`).
+    of 1.3 MB and 5 ms for a video of 20 MB.
     """
 
     def __init__(self) -> None:

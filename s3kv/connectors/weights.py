@@ -116,7 +116,7 @@ def weights_digest(
 
     The same files have the same digest under any path. method: "sampled" or "full"; their digests
     are never equal. cache: digests of earlier runs, by default this user's. Raises `OSError` for
-    files that cannot be read. `python -m benchmarks.digests` measures the time.
+    files that cannot be read.
     """
     place = Path(path)
     files = [place] if place.is_file() else _files(place, *_PATTERNS)

@@ -3,7 +3,7 @@
 Torch is the slower choice: it copies on OpenMP threads, which wait for each other on cores that the
 engine uses. On two busy cores, with pages of 512 KiB, `memmove` reaches 12 GB/s, and torch's
 `copy_` 0.5 to 1.5. `ctypes` releases the GIL during each call, and holds it for 1.5 to 2.5 µs.
-Pages of 8 KiB reach 0.3 of the speed of one large `memmove` (`python -m benchmarks.cpu_copies`).
+Pages of 8 KiB reach 0.3 of the speed of one large `memmove`.
 
 A request waits for a load, so a second thread takes half of it: 14 GB/s instead of 10 with pages of
 512 KiB. A save is not urgent, and the engine is computing.

@@ -116,21 +116,3 @@ def test_one_of_many_replicas_sweeps() -> None:
         fill(either, 2_500)
         either.end(2_500.0)
     assert many.counts["sweeps"] == pytest.approx(one.counts["sweeps"], rel=0.2)
-
-
-def test_an_object_of_several_chunks_is_one_request(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl")
-    arguments = ("--budget-gib", "60", "--ideal-only", "--chunks-per-object")
-    (one,) = simulated(trace, tmp_path / "1.json", *arguments, "1")["budgets"]
-    (four,) = simulated(trace, tmp_path / "4.json", *arguments, "4")["budgets"]
-    one, four = one["runs"]["ideal LRU"], four["runs"]["ideal LRU"]
-    assert four["puts"] < one["puts"] / 3
-    assert four["usd_per_month"]["requests"] < one["usd_per_month"]["requests"] / 3
-
-
-def test_what_is_asked_for_once_is_not_written(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "trace.jsonl")
-    arguments = ("--budget-gib", "60", "--ideal-only", "--save")
-    (every,) = simulated(trace, tmp_path / "1.json", *arguments, "all")["budgets"]
-    (twice,) = simulated(trace, tmp_path / "2.json", *arguments, "second_use")["budgets"]
-    assert twice["runs"]["ideal LRU"]["puts"] < every["runs"]["ideal LRU"]["puts"]

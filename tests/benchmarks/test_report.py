@@ -14,18 +14,16 @@ from tests.project import ROOT
 def test_results_failures_and_what_is_left_out_are_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails = report.Program("host", quick=("no-number",))
-    monkeypatch.setattr(
-        report, "PROGRAMS", (report.Program("shards", quick=("--rounds", "1")), fails)
-    )
+    fails = report.Program("pages", quick=("no-number",))
+    monkeypatch.setattr(report, "PROGRAMS", (report.Program("planner", quick=()), fails))
     with pytest.raises(SystemExit):
         report.main(["--out", str(tmp_path), "trace"])
     assert report.main(["--quick", "--out", str(tmp_path)]) == 1
     page = (tmp_path / "index.md").read_text()
-    assert "| chunk_mib | 32.0 |" in page
+    assert "arrival_nothing_known" in page or "a repeated lookup" in page
     assert "**failed with 1**" in page
-    assert (tmp_path / "shards.json").exists()
-    assert not (tmp_path / "host.json").exists()
+    assert (tmp_path / "planner.json").exists()
+    assert not (tmp_path / "pages.json").exists()
 
 
 def test_a_benchmark_on_a_trace_is_left_out_without_one(tmp_path: Path) -> None:
@@ -57,4 +55,4 @@ def test_a_server_and_a_trace_are_passed_on(tmp_path: Path) -> None:
         "--shaped",
     ]
     assert by_name["trace"].command(options)[3:] == ["--quick", "--trace", str(tmp_path / "t")]
-    assert sys.executable == by_name["host"].command(options)[0]
+    assert sys.executable == by_name["planner"].command(options)[0]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from benchmarks import trace
-from benchmarks.simulation import belady
 from benchmarks.simulation.fleet import BASELINES, OURS, Setup, percentiles_ms, run
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Link, Timeline
@@ -71,8 +70,6 @@ def test_every_prompt_token_comes_from_somewhere(path: Path, policy: str, routin
     # A prompt found as a whole has its last token computed again.
     again = sum(figures["tokens"].values()) - sum(a.prompt_tokens for a in arrivals)
     assert 0 <= again <= len(arrivals)
-    if figures["host_of_belady"] is not None:
-        assert 0 <= figures["host_of_belady"] <= 1
 
 
 def test_with_room_and_time_for_everything_nothing_is_computed_twice(tmp_path: Path) -> None:
@@ -89,7 +86,6 @@ def test_with_room_and_time_for_everything_nothing_is_computed_twice(tmp_path: P
     assert tokens["host"] > 0
     assert figures["requests"]["put_new"] == len(seen)
     assert figures["gib_stored"] == pytest.approx(len(seen) / 16, abs=0.2)
-    assert figures["host_of_belady"] == 1
     assert figures["saves_dropped"] == figures["evictions"] == 0
 
 
@@ -156,26 +152,6 @@ def test_pages_go_tail_first_and_come_back_by_their_prefix() -> None:
     assert pool.hit(chat, CHUNK_TOKENS, CHUNK_TOKENS) == []  # its last token is always computed
     assert pool.take(pages[:2], 3) is None
     assert pool.take(pages[:2], 2) == pages[:2]
-
-
-def most_hits(references: list[int], slots: int, held: frozenset[int] = frozenset()) -> int:
-    """By trying everything that could be kept."""
-    if not references:
-        return 0
-    chunk, rest = references[0], references[1:]
-    choices = (
-        frozenset(kept)
-        for kept in itertools.combinations(sorted(held | {chunk}), min(slots, len(held | {chunk})))
-    )
-    return (chunk in held) + max(most_hits(rest, slots, kept) for kept in choices)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_belady_is_the_best_there_is(seed: int) -> None:
-    rng = random.Random(seed)
-    references = [rng.randrange(5) for _ in range(9)]
-    slots = rng.randrange(1, 4)
-    assert belady.hits(references, slots) == most_hits(references, slots), (references, slots)
 
 
 def test_percentiles_by_nearest_rank() -> None:

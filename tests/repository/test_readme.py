@@ -1,20 +1,22 @@
-"""What the README shows works as it stands there."""
+"""The examples of the README and of the library's page work as they stand there."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from benchmarks.simulation.fleet import Setup
 from s3kv.config import Config
+from tests.project import ROOT
 from tests.servers import KEYS, REGION, boto_client, moto_server, set_credentials
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+README = (ROOT / "README.md").read_text()
+LIBRARY = (ROOT / "docs" / "api.md").read_text().partition("<!-- BEGIN")[0]
+EXAMPLES = re.findall(r"```python\n(.*?)```", LIBRARY, re.DOTALL)
+MOST_LINES = 150
 
 
 PRINTED = (
@@ -22,6 +24,10 @@ PRINTED = (
     ["computing", "0.25", "0.25"],
 )
 """What the examples print, in the order they come."""
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
 
 
 def test_there_is_no_python_example_but_these() -> None:
@@ -46,7 +52,7 @@ def test_a_python_example_runs(
     set_credentials(monkeypatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
     monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "api.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.splitlines() == printed
 
 

@@ -21,18 +21,11 @@ SAVED_AT_ONCE = (
 OLDER: dict[str, str] = {
     "bucket-kept.json": "the benchmark has got a deadline since, and a short mode",
     "encoder-rgw.json": BEFORE,
-    "engine-rgw.json": BEFORE,
     "engine-shaped.json": SAVED_AT_ONCE,
-    "peers-large.json": SAVED_AT_ONCE,
-    "peers-rgw.json": BEFORE,
     "peers-shaped.json": SAVED_AT_ONCE,
-    "replicas.json": "the check at start has got an argument since, and is still one request",
     "saving.json": SAVED_AT_ONCE,
     "short.json": "late reads are sent a second time earlier since; this benchmark reads nothing",
     "slow-rgw.json": BEFORE,
-    "throttled.json": "modules moved since, and nothing else changed",
-    "trace-bill-synthetic.json": BEFORE,
-    "trace-bill.json": BEFORE,
     "trace-session.json": BEFORE,
 }
 """Results that the documentation shows though the code they measure has changed since, and why that
@@ -52,10 +45,15 @@ def shown() -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (costs, pictures, results):
             patch.setattr(module, "recorded", noted)
-        for render in (costs.page, results.page, results.peers_page, results.simulation_page):
+        for render in (
+            costs.page,
+            results.page,
+            results.peers_page,
+            results.readme,
+            results.simulation_page,
+        ):
             render()
-        pictures.engine_bars()
-    return names
+        return names
 
 
 def changed(name: str) -> list[str] | None:

@@ -46,11 +46,6 @@ def test_a_cell_says_how_many_tests_have_passed() -> None:
     assert len(rows) == len(AREAS)
 
 
-def test_the_short_table_has_a_word_for_each() -> None:
-    _, _, *rows = cells_of(compatibility.summary([OLD, NEW]))
-    assert rows[:3] == [["tested", "tested"], ["**fails**", "not run"], ["–", "not run"]]
-
-
 def test_a_family_has_the_versions_it_ran_on_by_runner_and_ranks() -> None:
     older = result(
         "0.31.0",
@@ -80,7 +75,6 @@ def test_every_family_has_a_cell_for_each_runner_or_one_that_says_why_not() -> N
 def test_the_version_that_every_change_runs_on_needs_no_record() -> None:
     always = result(compatibility.CONTINUOUS)
     assert "| with every change |" in compatibility.table([always, NEW])
-    assert "| tested | not run |" in compatibility.summary([always, NEW])
     (default,) = re.findall(r"VLLM:-(.*?)}", (ROOT / "scripts/install_engine.sh").read_text())
     assert f"{default}.0" == compatibility.CONTINUOUS
 

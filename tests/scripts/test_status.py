@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from scripts import status
+from scripts import compatibility
 from scripts.compatibility import CONTINUOUS
 from tests.project import ROOT
 
 
 def state(what: str, root: Path) -> str:
-    (line,) = [line for line in status.table([], root).splitlines() if line.startswith(f"| {what}")]
+    (line,) = [
+        line for line in compatibility.status([], root).splitlines() if line.startswith(f"| {what}")
+    ]
     return line.strip("| ").split(" | ")[1]
 
 
 def test_without_evidence_nothing_has_run(tmp_path: Path) -> None:
-    for claim in status.CLAIMS:
+    for claim in compatibility.CLAIMS:
         assert "not yet run" in state(claim.what, tmp_path)
 
 
@@ -37,26 +37,16 @@ def test_today_nothing_has_run_on_a_gpu_and_ceph_has() -> None:
 def test_a_version_says_how_much_of_it_has_run() -> None:
     cells = [{"runner": "–", "passed": 1400}, {"runner": "first", "passed": 2}]
     results = [{"vllm": "0.31.0", "cells": cells}, {"vllm": CONTINUOUS, "cells": cells}]
-    told = status.table(results)
+    told = compatibility.status(results)
     assert f"run with every change: {CONTINUOUS}; run in part: 0.31.0 (1,402 tests) |" in told
     assert f"interpreted kernels | run with every change: {CONTINUOUS} |" in told
 
 
 def test_a_runner_counts_its_own_tests() -> None:
     cells = [{"runner": "first", "passed": 7}, {"runner": "second", "passed": 1}]
-    told = status.table([{"vllm": "0.31.0", "cells": cells}])
+    told = compatibility.status([{"vllm": "0.31.0", "cells": cells}])
     always = f"run with every change: {CONTINUOUS}; run in part:"
     assert f"first-generation model runner | {always} 0.31.0 (7 tests) |" in told
     assert (
         f"second-generation model runner, interpreted kernels | {always} 0.31.0 (1 test) |" in told
     )
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/quickstart.md"])
-def test_the_status_is_the_first_section(document: str) -> None:
-    text = (ROOT / document).read_text()
-    assert text.index("\n## ") == text.index("\n## Status\n")
-    head = text.partition("## Status\n")[2].partition("<!-- BEGIN status -->")[0]
-    lines = [line for line in head.splitlines() if line]
-    assert len(lines) == 3
-    assert "GPU" in head

@@ -24,7 +24,7 @@ PHONE, LAPTOP, WIDE = 390, 1300, 1920
 WIDTHS = (PHONE, LAPTOP, WIDE)
 LOOK = Path(__file__).with_name("boxes.js").read_text().partition("\n")[2]
 SHOTS = ROOT / "build" / "screenshots"
-PICTURED = ("index", "docs/configuration/index", "docs/comparison/index", "docs/tour/index",
+PICTURED = ("index", "docs/configuration/index", "docs/comparison/index",
             "docs/architecture/index")  # fmt: skip
 READABLE_PX = 11
 LIMIT_MS = 200_000

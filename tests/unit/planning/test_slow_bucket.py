@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-
 from benchmarks.simulation.admission import Admission
+
 from benchmarks.simulation.fleet import Setup, make_engine
 from benchmarks.simulation.wire import Bucket, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, block_hash
