@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from benchmarks.simulation.admission import Admission
 
 from benchmarks.simulation.fleet import Setup, make_engine
 from benchmarks.simulation.wire import Bucket, Timeline
@@ -53,7 +52,7 @@ class Case:
     def ttfts_s(self, policy: str) -> list[float]:
         """Times to first token, in order."""
         timeline, bucket = Timeline(), Bucket()
-        engine = make_engine(timeline, bucket, self.setup, policy, 0, Admission("all"))
+        engine = make_engine(timeline, bucket, self.setup, policy, 0)
         for number in range(self.prompts):
             hashes = tuple(block_hash(number * self.chunks + place) for place in range(self.chunks))
             bucket.objects.update(hashes)
