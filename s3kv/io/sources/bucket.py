@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.io.sources.hedging import now_s
 from s3kv.io.sources.pacing import Pacing
 from s3kv.io.sources.quarantine import Quarantine
 from s3kv.io.sources.ranges import RangedReads, Reading
@@ -76,7 +77,7 @@ class BucketSource:
     async def fetch(self, job: TransferJob, *, is_own: bool = True) -> JobEnd:
         """Fetch and verify, for `Source.fetch`. is_own: the object is one that this rank writes; no
         other is ever deleted."""
-        if self._quarantine.bars(job.key, _now_s()):
+        if self._quarantine.bars(job.key, now_s()):
             said = f"{job.key} is in quarantine: its object was not what its key says"
             return job.end(Outcome.MISSING, said, reason="quarantined")
         # A second reading is whole, so that two bad ones have not only ranges in common.
@@ -90,7 +91,7 @@ class BucketSource:
             return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=self._refresher.hit(info))
         said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
         if not (is_own and self._delete_corrupt):
-            self._quarantine.bad(job.key, _now_s())
+            self._quarantine.bad(job.key, now_s())
             return job.end(Outcome.CORRUPT, said, reason=reason)
         return await self._look_again(job, said, reason)
 
@@ -136,7 +137,7 @@ class BucketSource:
             delete = partial(self._store.delete, job.key, if_etag=info.etag)
             deleted = await self.attempts(delete, until_s=job.due_s)
         except StoreError as error:
-            self._quarantine.bad(job.key, _now_s(), certain=certain)
+            self._quarantine.bad(job.key, now_s(), certain=certain)
             said = f"{said}; it could not be deleted: {error}"
             return job.end(Outcome.CORRUPT, said, reason=reason)
         self._quarantine.lift(job.key)
@@ -166,7 +167,6 @@ class BucketSource:
         return await self._retried(partial(self.pacing.send, call), until_s=until_s)
 
     async def _retried(self, call: Callable[[], Awaitable[T]], *, until_s: float) -> T:
-        now_s = asyncio.get_running_loop().time
         for attempt in range(self._max_attempts - 1):
             pause_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**attempt)
             pause_s *= self._rng.uniform(0.5, 1.0)
@@ -178,7 +178,3 @@ class BucketSource:
             self.retries += 1
             await asyncio.sleep(pause_s)
         return await call()
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

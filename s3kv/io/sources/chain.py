@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from s3kv.errors import StoreError
 from s3kv.io import wire
 from s3kv.io.sources.bucket import BucketSource
+from s3kv.io.sources.hedging import now_s
 from s3kv.io.sources.other_shards import OtherShards
 from s3kv.io.sources.staging import StagingMemory
 from s3kv.io.sources.transfer_job import Borrow, TransferJob
@@ -89,7 +90,7 @@ class Chain:
 
     async def _fetch(self, job: TransferJob) -> JobEnd:
         self._fetches.pop(job.key, None)
-        self._fetches[job.key] = asyncio.current_task(), _now_s()
+        self._fetches[job.key] = asyncio.current_task(), now_s()
         if len(self._fetches) > _FOUND_KEYS:
             del self._fetches[next(iter(self._fetches))]
         end = job.end(Outcome.MISSING, f"{job.key} has no source")
@@ -113,11 +114,7 @@ class Chain:
             return None
         await asyncio.wait([task])
         self._fetches.pop(key, None)
-        if task.cancelled() or task.exception() or _now_s() >= began_s + _FOUND_S:
+        if task.cancelled() or task.exception() or now_s() >= began_s + _FOUND_S:
             return None
         end: JobEnd = task.result()
         return end.fresh_s if end.outcome is Outcome.OK else None
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

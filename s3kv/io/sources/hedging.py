@@ -87,7 +87,7 @@ class Unanswered:
     def sent(self) -> asyncio.Future[None]:
         """Note a read that is sent now. Returns the future that is done once it is late."""
         read: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sent_s[read] = _now_s()
+        self._sent_s[read] = now_s()
         if self._timer is None:
             self._look()
         return read
@@ -106,7 +106,7 @@ class Unanswered:
         for read, sent_s in self._sent_s.items():
             if read.done():
                 continue
-            if _now_s() < sent_s + late_s:
+            if now_s() < sent_s + late_s:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_at(sent_s + late_s, self._look)
                 return
@@ -181,5 +181,6 @@ async def _first_of(*awaited: asyncio.Future[Any]) -> None:
     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
 
-def _now_s() -> float:
+def now_s() -> float:
+    """Now, on the running loop's clock."""
     return asyncio.get_running_loop().time()

@@ -5,14 +5,13 @@ Both rules watch every request to the store, below the retries. Decision 16 has 
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
 from s3kv.errors import StoreThrottled
-from s3kv.io.sources.hedging import Lateness, Unanswered, hedged
+from s3kv.io.sources.hedging import Lateness, Unanswered, hedged, now_s
 from s3kv.stores.store import Claim
 
 T = TypeVar("T")
@@ -70,14 +69,14 @@ class Pacing:
 
     async def send(self, request: Callable[[], Awaitable[T]]) -> T:
         """Send a request. Its answer may change the window."""
-        sent_s = _now_s()
+        sent_s = now_s()
         self._running += 1
         try:
             answer = await request()
             self.window.answered(running=self._running)
         except StoreThrottled:
             self.throttled += 1
-            self.window.throttled(sent_s, _now_s())
+            self.window.throttled(sent_s, now_s())
             raise
         finally:
             self._running -= 1
@@ -92,10 +91,10 @@ class Pacing:
         late = self._unanswered.sent()
 
         async def timed(claim: Claim) -> T:
-            sent_s = _now_s()
+            sent_s = now_s()
 
             def begin() -> bool:
-                self._lateness.began(_now_s() - sent_s)
+                self._lateness.began(now_s() - sent_s)
                 self._unanswered.answered(late)
                 return claim()
 
@@ -109,11 +108,7 @@ class Pacing:
         return answer
 
     def _may_hedge(self, until_s: float) -> bool:
-        is_waited_for = _now_s() < until_s
+        is_waited_for = now_s() < until_s
         allowed = is_waited_for and not self.window.is_cut and self._lateness.take()
         self.hedges += allowed
         return allowed
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -178,10 +178,10 @@ async def test_one_damaged_answer_is_forgotten_after_a_while(
     await bucket.hold(GOOD)
     bucket.lies = [BAD]
     assert (await fetch(ignoring)).outcome is Outcome.CORRUPT
-    now_s = source._now_s
-    monkeypatch.setattr(source, "_now_s", lambda: now_s() + SUSPECT_S - 10.0)
+    now_s = source.now_s
+    monkeypatch.setattr(source, "now_s", lambda: now_s() + SUSPECT_S - 10.0)
     assert (await fetch(ignoring)).reason == "quarantined"
-    monkeypatch.setattr(source, "_now_s", lambda: now_s() + SUSPECT_S)
+    monkeypatch.setattr(source, "now_s", lambda: now_s() + SUSPECT_S)
     assert (await fetch(ignoring)).outcome is Outcome.OK
 
 
@@ -189,8 +189,8 @@ async def test_an_object_that_is_bad_stays_out(
     ignoring: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await bucket.hold(BAD)
-    now_s, later_s = source._now_s, 0.0
-    monkeypatch.setattr(source, "_now_s", lambda: now_s() + later_s)
+    now_s, later_s = source.now_s, 0.0
+    monkeypatch.setattr(source, "now_s", lambda: now_s() + later_s)
     outcomes = []
     for later_s in (0.0, SUSPECT_S, 2 * SUSPECT_S, 1e6, 1e9):  # noqa: B007
         outcomes.append((await fetch(ignoring)).outcome)
@@ -267,7 +267,7 @@ async def test_one_that_may_not_be_deleted_is_ignored(
     end = await fetch(deleting)
     assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
     assert "s3:DeleteObject" in end.detail
-    monkeypatch.setattr(source, "_now_s", lambda: 1e9)
+    monkeypatch.setattr(source, "now_s", lambda: 1e9)
     assert (await fetch(deleting)).reason == "quarantined", "it has been bad twice"
     assert bucket.asked["delete"] == 1
 
