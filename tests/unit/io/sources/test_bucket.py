@@ -1,24 +1,37 @@
-"""Objects that are not what their key says: a miss, told by reason, and looked at twice at most."""
+"""Objects that are not what their key says: a miss, told by reason, and looked at twice at most.
+
+And objects whose header and payload lie apart."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import get_args
+from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
 from lab.memory_store import MemoryStore
+from s3kv.config import Config
 from s3kv.errors import StoreDenied
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.sources import bucket as source
 from s3kv.io.sources.quarantine import SUSPECT_S, Quarantine
-from s3kv.messages import JobEnd
+from s3kv.io.sources.transfer_job import TransferJob
+from s3kv.messages import JobEnd, JobKind
+from s3kv.objects.codec import SEGMENT_BYTES, ChunkFormat
 from s3kv.objects.headers import Mismatch
+from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.place import Place
+from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import Claim, ObjectInfo
-from s3kv.types import Outcome
+from s3kv.types import ItemShape, Outcome, TensorSpec
+from s3kv.upkeep.refreshing import Refresher, RefreshRule
+from tests import servers
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker, served
 
@@ -92,6 +105,56 @@ async def deleting(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
     async with served(lambda _: bucket, slab, on_corrupt="delete") as (worker, _):
         await worker.ready()
         yield worker
+
+
+@pytest.fixture(scope="module")
+def moto_url() -> Iterator[str]:
+    with servers.moto_server() as url:
+        yield url
+
+
+def apart(form: ChunkFormat | ItemFormat) -> Place:
+    """Memory for an object of this format that is not the slab's, in two pieces."""
+    payload_bytes = form.object_bytes - form.header_bytes
+    return Place(memoryview(bytearray(form.header_bytes)), memoryview(bytearray(payload_bytes)))
+
+
+ITEM = ItemFormat("0" * 32, "BF16", ItemShape(9, object_bytes("BF16", 9, 40_000)))
+LARGE = ChunkFormat("0" * 32, (TensorSpec("g0", "U8", (SEGMENT_BYTES + 5,)),), 0, "whole")
+
+
+@pytest.mark.parametrize("client", ["fast", "aiobotocore"])
+@pytest.mark.parametrize("form", [rig.FORMAT, LARGE, ITEM], ids=["chunk", "segments", "item"])
+@pytest.mark.parametrize("range_bytes", [0, 2**20])
+async def test_header_and_payload_in_memory_of_their_own(
+    client: Any,
+    form: ChunkFormat | ItemFormat,
+    range_bytes: int,
+    moto_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From two buffers into two others, as one object between them, and whole or in ranges."""
+    servers.set_credentials(monkeypatch)
+    config = Config(
+        bucket=servers.BUCKET, endpoint_url=moto_url, client=client, range_bytes=range_bytes
+    )
+    store, rng = open_store(config), random.Random(1)
+    refresher = Refresher(store, RefreshRule(math.inf, rng), lambda: False)
+    bucket = source.BucketSource(
+        store, config, refresher, lambda count: nullcontext((max(0, count), lambda: None)), rng
+    )
+    key = f"apart/{client}-{range_bytes}-{form.object_bytes}"
+    written, read = apart(form), apart(form)
+    written.payload[:] = rng.randbytes(len(written.payload))
+    job = TransferJob(1, JobKind.UPLOAD, key, b"hash", form, written)
+    assert (await bucket.upload(job)).outcome is Outcome.OK
+    end = await bucket.fetch(replace(job, kind=JobKind.FETCH, place=read))
+    assert (end.outcome, end.nbytes) == (Outcome.OK, form.object_bytes)
+    assert bytes(read) == bytes(written)
+    assert form.check(Place.of(bytes(read), form.header_bytes), read.nbytes, b"hash") is None
+    read.payload[0] ^= 1
+    assert form.check(read, read.nbytes, b"hash") == "digest"
+    await store.close()
 
 
 async def fetch(worker: Worker) -> JobEnd:
