@@ -116,15 +116,7 @@ class S3ECConnector(ECConnectorBase):
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> S3ECStats | None:
         return S3ECStats(data=dict(data or {}))
 
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> S3ECPromMetrics | None:
-        return S3ECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    build_prom_metrics = S3ECPromMetrics
 
 
 def _plan_of(metadata: ECConnectorMetadata) -> ItemPlan:

@@ -28,7 +28,7 @@ from s3kv.connectors.linger import Linger, is_in_lockstep
 from s3kv.connectors.log import EncoderTraffic, encoder_start_line
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import S3ECStats, Values
-from s3kv.connectors.request_params import parse_limits
+from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import EC_SHARES, Telemetry, host_gauges
 from s3kv.errors import UnsupportedError
 from s3kv.host.room import Extents
@@ -202,7 +202,7 @@ class ECSchedulerSide(Guarded):
         if asked is None or len(asked.items) != len(request.mm_features):
             items = [self._item(request, n) for n in range(len(request.mm_features))]
             # The KV connector logs what is wrong with them.
-            limits, _ = parse_limits(request.kv_transfer_params)
+            limits = read_limits(request.kv_transfer_params)
             asked = _Asked(items, limits)
             self._asked[request.request_id] = asked
         return asked

@@ -38,12 +38,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics,
-        KVConnectorStats,
-        PromMetric,
-        PromMetricT,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -230,15 +225,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorStats | None:
         return S3KVStats(data=dict(data or {}))
 
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type[PromMetric], type[PromMetricT]],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics | None:
-        return S3KVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    build_prom_metrics = S3KVPromMetrics
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

@@ -207,7 +207,7 @@ class SchedulerSide(Guarded):
                 request.request_id, request.lora_request, time.monotonic()
             )
         self._observers.add_request(request)
-        limits = read_limits(request.request_id, request.kv_transfer_params)
+        limits = read_limits(request.kv_transfer_params, request.request_id)
         self._enter(request, adapter, limits)
 
     def _enter(self, request: Request, adapter: bytes | None, limits: RequestLimits) -> None:

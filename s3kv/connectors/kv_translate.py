@@ -70,30 +70,19 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     _check_hashes_are_stable(vllm_config)
 
 
-def writes_before_fences(
+def writes_around_fences(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sizes: KVGeometry
-) -> bool:
-    """Whether a step may write to blocks before it calls `handle_preemptions`, which sets fences.
+) -> tuple[bool, bool]:
+    """Whether a step may write to blocks before it calls `handle_preemptions`, which sets fences,
+    and whether to the blocks of its loads between that call and its forward.
 
-    The second-generation model runner does so while it takes in the step's requests, in two cases.
-    It zeroes new blocks, if layers have different precisions. It copies the block in which a
-    partial hit ends, if hashes are finer than blocks.
+    The second-generation model runner does the first, and the first-generation one the second, in
+    two cases. They zero new blocks, if layers have different precisions. They copy the block in
+    which a partial hit ends, if hashes are finer than blocks.
     """
-    return vllm_config.use_v2_model_runner and _writes_before_forward(kv_cache_config, sizes)
-
-
-def writes_after_fences(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sizes: KVGeometry
-) -> bool:
-    """Whether a step may write to the blocks of its loads after `handle_preemptions`.
-
-    The first-generation model runner does so, in the cases of `writes_before_fences`.
-    """
-    return not vllm_config.use_v2_model_runner and _writes_before_forward(kv_cache_config, sizes)
-
-
-def _writes_before_forward(kv_cache_config: KVCacheConfig, sizes: KVGeometry) -> bool:
-    return kv_cache_config.needs_kv_cache_zeroing or sizes.hash_tokens < sizes.block_tokens
+    writes = kv_cache_config.needs_kv_cache_zeroing or sizes.hash_tokens < sizes.block_tokens
+    second_runner = vllm_config.use_v2_model_runner
+    return writes and second_runner, writes and not second_runner
 
 
 def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:

@@ -20,8 +20,7 @@ from s3kv.connectors.kv_translate import (
     KVGeometry,
     WorkerHandshake,
     WorkerReport,
-    writes_after_fences,
-    writes_before_fences,
+    writes_around_fences,
 )
 from s3kv.connectors.log import leave_to_first_rank, warn_of_uploads_left
 from s3kv.connectors.metrics import S3KVStats
@@ -83,8 +82,9 @@ class WorkerSide(Guarded):
         lora = vllm_config.lora_config
         # Made here, because vLLM loads no adapter before the KV caches exist.
         self._adapters = AdapterLoads(lora, config.weights_digest) if lora is not None else None
-        self._fences_at_once = writes_before_fences(vllm_config, kv_cache_config, sizes)
-        self._loads_after_writes = writes_after_fences(vllm_config, kv_cache_config, sizes)
+        self._fences_at_once, self._loads_after_writes = writes_around_fences(
+            vllm_config, kv_cache_config, sizes
+        )
         # Before a sleep, vLLM waits for the device and then unmaps the memory. It does not wait
         # for a copy that has not been launched yet.
         self._launches_at_once = (

@@ -36,33 +36,27 @@ class _Params(msgspec.Struct, frozen=True):
     max_load_tokens: Tokens | None = None
 
 
-def parse_limits(params: Any) -> tuple[RequestLimits, str]:
-    """The limits in a request's `kv_transfer_params`, and a complaint, which is empty if all of
-    them could be read."""
+def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
+    """The limits in a request's `kv_transfer_params`. request_id: logs why they cannot be read."""
     if not params:
-        return NO_LIMITS, ""
+        return NO_LIMITS
     try:
         given = msgspec.convert(params, _Params)
     except msgspec.ValidationError as error:
-        # It may repeat what the client has sent.
-        said = str(error).encode("unicode_escape").decode("ascii")
-        return RequestLimits(save_tokens=0), said[:_LONGEST_COMPLAINT]
+        if request_id is not None:
+            # It may repeat what the client has sent.
+            said = str(error).encode("unicode_escape").decode("ascii")
+            logger.warning(
+                "s3kv saves nothing of request %s, because its kv_transfer_params cannot be read: "
+                "%s",
+                request_id,
+                said[:_LONGEST_COMPLAINT],
+            )
+        return RequestLimits(save_tokens=0)
     own = given.s3kv
     save_tokens = _least(own.max_save_tokens, given.max_offload_tokens, None if own.save else 0)
     load_tokens = _least(given.max_load_tokens, None if own.load else 0)
-    return RequestLimits(save_tokens, load_tokens), ""
-
-
-def read_limits(request_id: str, params: Any) -> RequestLimits:
-    """The same, for a request that has arrived. Logs the complaint."""
-    limits, complaint = parse_limits(params)
-    if complaint:
-        logger.warning(
-            "s3kv saves nothing of request %s, because its kv_transfer_params cannot be read: %s",
-            request_id,
-            complaint,
-        )
-    return limits
+    return RequestLimits(save_tokens, load_tokens)
 
 
 def _least(*limits: int | None) -> int | None:

@@ -18,8 +18,7 @@ from s3kv.connectors.kv_translate import (
     check_supported,
     geometry,
     scheduled_requests,
-    writes_after_fences,
-    writes_before_fences,
+    writes_around_fences,
     written_blocks,
 )
 from s3kv.errors import ConfigError
@@ -79,8 +78,7 @@ def test_which_steps_write_before_their_forward(
     vllm_config: Any = SimpleNamespace(use_v2_model_runner=second_runner)
     sizes = KVGeometry(BLOCK_TOKENS, hash_tokens, 2 * BLOCK_TOKENS)
     step = vllm_config, groups(spec), sizes
-    assert writes_before_fences(*step) is (writes and second_runner)
-    assert writes_after_fences(*step) is (writes and not second_runner)
+    assert writes_around_fences(*step) == (writes and second_runner, writes and not second_runner)
 
 
 WINDOWS = KVGeometry(

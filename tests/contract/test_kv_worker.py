@@ -193,7 +193,7 @@ def test_copies_that_are_never_launched_are_waited_for_once(
 def test_saves_are_fenced_at_once_where_a_step_writes_before_its_fences(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    monkeypatch.setattr(kv_worker, "writes_before_fences", lambda *args: at_once)
+    monkeypatch.setattr(kv_worker, "writes_around_fences", lambda *args: (at_once, False))
     rank = Rank()
     step(side(tiny_config, rank))
     assert rank.log[1].endswith("has been read") == at_once
@@ -203,7 +203,7 @@ def test_saves_are_fenced_at_once_where_a_step_writes_before_its_fences(
 def test_loads_come_after_what_a_step_writes_behind_its_fences(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch, writes: bool
 ) -> None:
-    monkeypatch.setattr(kv_worker, "writes_after_fences", lambda *args: writes)
+    monkeypatch.setattr(kv_worker, "writes_around_fences", lambda *args: (False, writes))
     rank = Rank()
     step(side(tiny_config, rank))
     assert rank.log[0] == ("load from now" if writes else "load")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from s3kv.connectors.request_params import parse_limits, read_limits
+from s3kv.connectors.request_params import read_limits
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
 
 READABLE: list[tuple[Any, RequestLimits]] = [
@@ -45,21 +45,23 @@ UNREADABLE: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("params", "limits"), READABLE)
 def test_what_is_said_is_heard(params: Any, limits: RequestLimits) -> None:
-    assert parse_limits(params) == (limits, "")
+    assert read_limits(params) == limits
 
 
 @pytest.mark.parametrize(("params", "said"), UNREADABLE)
-def test_what_cannot_be_read_makes_the_request_private(params: Any, said: str) -> None:
-    limits, complaint = parse_limits(params)
-    assert limits == RequestLimits(save_tokens=0)
-    assert complaint
-    assert said in complaint
+def test_what_cannot_be_read_makes_the_request_private(
+    params: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_limits(params) == RequestLimits(save_tokens=0)
+    assert caplog.messages == []
+    assert read_limits(params, "r") == RequestLimits(save_tokens=0)
+    assert said in caplog.messages[0]
 
 
 def test_a_client_writes_no_lines_of_its_own_into_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    read_limits("r", {"s3kv": {"save\nERROR: all is lost" + "!" * 1_000: False}})
+    read_limits({"s3kv": {"save\nERROR: all is lost" + "!" * 1_000: False}}, "r")
     (record,) = caplog.records
     assert "\n" not in record.getMessage()
     assert len(record.getMessage()) < 400
