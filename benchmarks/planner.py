@@ -137,7 +137,7 @@ def settle(planner: KVPlanner, request_id: str) -> None:
     """The request is over, and so are its fetches."""
     planner.finished(request_id)
     report = StepReport()
-    for fetch in planner.plan((), 0.0).fetches:
+    for fetch in planner.plan((), 0.0).jobs:
         report.add(JobEnd(fetch.job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
     planner.on_report(report, 0.0)
 

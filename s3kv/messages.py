@@ -13,16 +13,32 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import ChunkKey, ItemShape, Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class FetchOrder:
-    """Order to fill `slot` with the object of `key`. Ends once per rank, as `JobKind.FETCH`."""
+class JobKind(enum.Enum):
+    FETCH = "fetch"
+    SAVE = "save"
+    UPLOAD = "upload"
+    USE = "use"
+    """A question about an object that is used and not read: EXISTS or MISSING, CANCELLED if it is
+    not known. Moves nothing."""
+
+
+class BucketJob(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A job of the I/O process, from the plan that orders it to the process: fill a slot with the
+    object of `key`, seal and upload the object in a slot, or look at an object that was used and
+    not read. It ends once per rank, with a `JobEnd` of its kind, which is never SAVE.
+
+    job_id: unique among the jobs that have not ended. slot: number of its first slot, each of
+    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk.
+    """
 
     job_id: int
+    kind: JobKind
     key: ChunkKey
-    slot: int
+    slot: int = 0
+    item: ItemShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +54,6 @@ class SaveOrder:
     key: ChunkKey
     slot: int
     block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UploadOrder:
-    """Order to upload again a slot with a saved chunk. Ends once, as `JobKind.UPLOAD`."""
-
-    job_id: int
-    key: ChunkKey
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class UseOrder:
-    """Order to ask the bucket for a chunk that is used above it. Ends once, as `JobKind.USE`."""
-
-    job_id: int
-    key: ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +93,8 @@ class StepPlan:
         no output of a step that computes nothing, unless a connector reports something.
     """
 
-    fetches: tuple[FetchOrder, ...] = ()
+    jobs: tuple[BucketJob, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
-    uploads: tuple[UploadOrder, ...] = ()
     loads: tuple[LoadOrder, ...] = ()
     fences: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
@@ -104,18 +102,9 @@ class StepPlan:
     abandons: tuple[str, ...] = ()
     linger_s: float = 0.0
     number: int | None = None
-    uses: tuple[UseOrder, ...] = ()
 
 
 EMPTY_PLAN = StepPlan()
-
-
-class JobKind(enum.Enum):
-    FETCH = "fetch"
-    SAVE = "save"
-    UPLOAD = "upload"
-    USE = "use"
-    """A question about an object that is used and not read: EXISTS or MISSING. Moves nothing."""
 
 
 class JobEnd(msgspec.Struct, array_like=True, tag=1):

@@ -12,7 +12,7 @@ from s3kv.config import Config
 from s3kv.device.copies import BlockCopies
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Handshake
-from s3kv.messages import LoadPart
+from s3kv.messages import BucketJob, JobKind, LoadPart
 from s3kv.objects.keys import Namespace
 from s3kv.types import ChunkKey
 
@@ -41,7 +41,12 @@ class Pipeline:
         self.places = [
             rig.slab.view[self._offset(i) :][: rig.format.object_bytes] for i in range(rig.count)
         ]
-        handshake = Handshake(config, PREFIX, NAMESPACE, SHARD, {0: rig.format.tensors})
+        handshake = Handshake(
+            config,
+            *(PREFIX, NAMESPACE, SHARD),
+            {0: rig.format.tensors},
+            slot_bytes=rig.slot_bytes,
+        )
         self._client = IoClient(handshake, rig.slab)
         self._client.start()
         self._client.wait_ready(_START_S)
@@ -61,7 +66,7 @@ class Pipeline:
         while under_way:
             for end in self.copies.poll().saved:
                 assert end.ok, end
-                self._client.upload(end.job_id, self._keys[end.job_id], self._offset(end.job_id))
+                self._submit(end.job_id, JobKind.UPLOAD)
             self._client.flush()
             under_way -= self._ended_jobs()
             _pause(left_s)
@@ -83,14 +88,17 @@ class Pipeline:
         """Seconds until all are. over: takes those that have arrived since, tells how many are."""
         self._rig.machine.synchronize()
         begin_s = perf_counter()
-        for i, key in enumerate(self._keys):
-            self._client.fetch(i, key, self._offset(i))
+        for i in range(self._rig.count):
+            self._submit(i, JobKind.FETCH)
         self._client.flush()
         left = self._rig.count
         while left:
             left -= over(self._ended_jobs())
             _pause(begin_s + LONG_S)
         return perf_counter() - begin_s
+
+    def _submit(self, number: int, kind: JobKind) -> None:
+        self._client.submit(BucketJob(number, kind, self._keys[number], number))
 
     def _ended_jobs(self) -> set[int]:
         done = self._client.poll()

@@ -20,14 +20,12 @@ from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
 from s3kv.messages import (
-    FetchOrder,
+    BucketJob,
     JobEnd,
     JobKind,
     LoadOrder,
-    SaveOrder,
     StepPlan,
     StepReport,
-    UploadOrder,
 )
 from s3kv.planning.kv import KVPlanner
 from s3kv.planning.requests import ScheduledRequest
@@ -105,9 +103,7 @@ class Stopwatch:
 class Transport(Protocol):
     """What moves an engine's objects, and tells the engine's `job_ended` of every end."""
 
-    def fetch(self, order: FetchOrder) -> None: ...
-
-    def upload(self, order: SaveOrder | UploadOrder) -> None: ...
+    def submit(self, job: BucketJob) -> None: ...
 
     def cancel(self, job_id: int) -> None: ...
 
@@ -214,10 +210,8 @@ class Engine:
         self._stepping = True
         for job_id in plan.cancels:
             self.io.cancel(job_id)
-        for order in plan.fetches:
-            self.io.fetch(order)
-        for again in plan.uploads:
-            self.io.upload(again)
+        for job in plan.jobs:
+            self.io.submit(job)
         for job_id in plan.withdrawals:
             self.io.withdraw(job_id)
         for load in plan.loads:
@@ -313,7 +307,7 @@ class Engine:
         for order in plan.saves:
             # The copy is done by the end of the step, and the upload starts.
             self._report.add(JobEnd(order.job_id, JobKind.SAVE, Outcome.OK, 0, 0.0))
-            self.io.upload(order)
+            self.io.submit(BucketJob(order.job_id, JobKind.UPLOAD, order.key, order.slot))
         report, self._report = self._report, StepReport()
         loaded, self._loaded = self._loaded, []
         self._calls.step_ended(now_s, plan.number)

@@ -19,10 +19,10 @@ from functools import partial
 from benchmarks.simulation.expiry import KeptBucket
 from s3kv.io.server.jobs import JobQueue
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.place import Place
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import Outcome
 
 _NOWHERE = Place.of(b"")
 
@@ -183,11 +183,10 @@ class IoProcess:
         for link in self._links.values():
             link.set_speed(bytes_per_s)
 
-    def fetch(self, order: FetchOrder) -> None:
-        self._add(order.job_id, JobKind.FETCH, order.key)
-
-    def upload(self, order: SaveOrder | UploadOrder) -> None:
-        self._add(order.job_id, JobKind.UPLOAD, order.key)
+    def submit(self, job: BucketJob) -> None:
+        block_hash = job.key.block_hash
+        self._queue.add(TransferJob(job.job_id, job.kind, "", block_hash, self._layout, _NOWHERE))
+        self._start()
 
     def send(self, block_hash: bytes) -> None:
         """Upload a chunk beside the queue."""
@@ -214,10 +213,6 @@ class IoProcess:
             return False
         self._on_end(JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED, 0, 0.0))
         return True
-
-    def _add(self, job_id: int, kind: JobKind, key: ChunkKey) -> None:
-        self._queue.add(TransferJob(job_id, kind, "", key.block_hash, self._layout, _NOWHERE))
-        self._start()
 
     def _start(self) -> None:
         while (job := self._queue.take()) is not None:

@@ -295,24 +295,20 @@ class ECSchedulerSide(Guarded):
     # --- the I/O process -------------------------------------------------------------------
 
     def _order(self) -> None:
-        """Send the planner's orders. Called once per pass, at its end, because waking the I/O
+        """Send the planner's jobs. Called once per pass, at its end, because waking the I/O
         process costs more than everything else in the pass.
         """
         if self._tier is None:
             return
         client = self._tier.client
-        for order in self.planner.take_fetches():
-            client.fetch(order.job_id, order.key, order.offset, order.shape)
+        for fetch in self.planner.take_fetches():
+            client.submit(fetch)
         for job_id in self.planner.take_cancels():
             client.cancel(job_id)
-        ledger = self.planner.ledger
-        for use in ledger.take_uses():
-            client.use(use.job_id, use.key)
-        for upload in ledger.take_uploads(time.monotonic()):
-            entry = ledger.table.lookup(upload.key)
-            assert entry is not None, "a dirty entry cannot leave its place"
-            shape = _shape_of(entry.span, self._tier.slab)
-            client.upload(upload.job_id, upload.key, entry.offset, shape)
+        for job in self.planner.ledger.plan_due(time.monotonic()):
+            is_upload = job.kind is JobKind.UPLOAD
+            shape = _shape_of(job.entry.span, self._tier.slab) if is_upload else None
+            client.submit(job.for_bucket(shape))
         client.flush()
 
     def _hear(self) -> None:

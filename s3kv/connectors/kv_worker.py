@@ -115,7 +115,6 @@ class WorkerSide(Guarded):
         self._rank = RankWorker(
             copies=copies,
             client=tier.client,
-            slot_bytes=slots.slot_bytes,
             block_bytes={group: layout.block_bytes for group, layout in layouts.items()},
             uploads=shards.index(shards[rank]) == rank,
             clock=time.monotonic,

@@ -1,8 +1,8 @@
 """Client of the I/O process, in its worker.
 
 `IoClient` belongs to the worker's engine thread. It starts no thread but the one that logs what the
-process prints (`io.process_log`). Between `wait_ready` and `drain`, `fetch`, `upload` and `cancel`
-queue a message, `flush` hands the queue to the kernel, `poll` collects the ends of jobs. Of these
+process prints (`io.process_log`). Between `wait_ready` and `drain`, `submit` and `cancel` queue a
+message, `flush` hands the queue to the kernel, `poll` collects the ends of jobs. Of these
 only `poll` blocks: for its `linger_s` and, if the process has died, for up to 0.2 s until its last
 lines are logged, and while the next process is started.
 
@@ -13,8 +13,8 @@ It guarantees, whatever happens to the process:
    process that has died end as FAILED, after the kernel has confirmed its death.
 3. A process that dies, breaks the protocol or stops answering is replaced, after a pause that
    doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next `poll`.
-4. An invalid job raises at the call. A job that crashes the process ends as INVALID, and so does
-   every later job like it; the jobs beside it survive (`io.orders`).
+4. An invalid job ends as INVALID. So does a job that crashes the process, and every later job like
+   it; the jobs beside it survive (`io.orders`).
 
 `io.process_life` decides when a process is given up, killed and replaced; `io.child` is the
 transport to it.
@@ -33,11 +33,10 @@ from s3kv.errors import IoProcessError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.child import Child
-from s3kv.io.formats import Formats
 from s3kv.io.orders import Orders
 from s3kv.io.process_life import Heartbeat, ProcessLife, State
-from s3kv.messages import JobEnd
-from s3kv.types import ChunkKey, ItemShape, Tally
+from s3kv.messages import BucketJob, JobEnd
+from s3kv.types import Tally
 
 _GRACE_S = 2.0
 """Time that a process gets to end a drain, or to exit by itself."""
@@ -75,7 +74,7 @@ class IoClient:
         """For reading only."""
         self._handshake = handshake
         self._clock = clock
-        self._orders = Orders(Formats(handshake, slab.nbytes), clock)
+        self._orders = Orders(clock)
         self._make_child: Callable[[], Child] = lambda: Child(slab.fd, module, processors)
         self._child: Child | None = None
         self._heartbeat = Heartbeat(0.0)
@@ -160,26 +159,17 @@ class IoClient:
 
     # While the engine runs: nothing below blocks but `poll`.
 
-    def fetch(self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None) -> None:
-        """Fetch the object of `key` into the slab at `offset`. item: the shape of an item.
-
-        The I/O process owns that part of the slab until the job has ended. The next `flush` or
-        `poll` sends the job. Raises `ValueError` if a job with this id has not ended, and
-        `TypeError` or `ValueError` for a job that cannot be carried out (`Formats.of`); nothing is
-        sent then, and no end follows.
+    def submit(self, job: BucketJob) -> None:
+        """Take a job; the next `flush` or `poll` sends it. The I/O process owns the job's part of
+        the slab until the job has ended. Raises `ValueError` if a job with this id has not ended; a
+        job that cannot be carried out ends as INVALID (`io.formats`).
         """
-        self._submit(wire.Fetch(job_id, key.group, key.block_hash, offset, item))
-
-    def upload(
-        self, job_id: int, key: ChunkKey, offset: int, item: ItemShape | None = None
-    ) -> None:
-        """Upload the object at `offset`: room for its header, then its payload. As `fetch`."""
-        self._submit(wire.Upload(job_id, key.group, key.block_hash, offset, item))
-
-    def use(self, job_id: int, key: ChunkKey) -> None:
-        """Report a use of the object of `key` that was not read. The end says whether the bucket
-        has it: EXISTS or MISSING; CANCELLED if it is not known."""
-        self._submit(wire.Look(job_id, key.group, key.block_hash))
+        state = self.life.state
+        why_down = "" if state is State.UP else f"the I/O process is {state.value}"
+        if self._orders.add(job, why_down):
+            self._post(job)
+        else:
+            self._release()
 
     def cancel(self, job_id: int) -> None:
         """Ask for a job to end soon. It ends as CANCELLED, or as it would have otherwise."""
@@ -224,14 +214,6 @@ class IoClient:
     def outstanding(self) -> int:
         """Number of jobs accepted and not yet returned by `poll`."""
         return len(self._orders)
-
-    def _submit(self, job: wire.Order) -> None:
-        state = self.life.state
-        why_down = "" if state is State.UP else f"the I/O process is {state.value}"
-        if self._orders.add(job, why_down):
-            self._post(job)
-        else:
-            self._release()
 
     def _release(self) -> None:
         """Send the suspects whose turn has come, once the process has sent `Ready`."""

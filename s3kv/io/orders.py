@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from s3kv.io.failure_log import JobEndLog
-from s3kv.io.formats import Formats
 from s3kv.io.poison_jobs import PoisonJobs
-from s3kv.io.wire import Look, Order, WireError
-from s3kv.messages import JobEnd, JobKind
+from s3kv.io.wire import WireError
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import Outcome
 
 _CONDEMNED = "this job crashes the I/O process, so it is not sent any more"
@@ -27,11 +26,10 @@ _CONDEMNED = "this job crashes the I/O process, so it is not sent any more"
 class Orders:
     """Ordered jobs. Each is held once, as outstanding or as ended."""
 
-    def __init__(self, formats: Formats, clock: Callable[[], float]) -> None:
-        self._formats = formats
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._failure_log = JobEndLog(clock)
         self._suspects = PoisonJobs()
-        self._outstanding: dict[int, Order] = {}
+        self._outstanding: dict[int, BucketJob] = {}
         self._ended: list[JobEnd] = []
 
     def __len__(self) -> int:
@@ -55,16 +53,14 @@ class Orders:
         """Ids of the successful jobs whose ends have not been taken."""
         return {end.job_id for end in self._ended if end.outcome.is_success}
 
-    def add(self, job: Order, why_down: str) -> bool:
+    def add(self, job: BucketJob, why_down: str) -> bool:
         """Add a job. Returns True if the caller must send it now; otherwise it waits, or has ended.
 
         why_down: why no process can take the job; empty if one can. Raises `ValueError` if a job
-        with this id has not ended, and what `Formats.of` raises; nothing has changed then.
+        with this id has not ended; nothing has changed then.
         """
         if job.job_id in self._outstanding:
             raise ValueError(f"job {job.job_id} has not ended yet")
-        if not isinstance(job, Look):
-            self._formats.of(job)
         if self._suspects.is_condemned(job):
             self._end(job, Outcome.INVALID, _CONDEMNED)
             return False
@@ -74,7 +70,7 @@ class Orders:
         self._outstanding[job.job_id] = job
         return not self._suspects.hold(job)
 
-    def release(self) -> list[Order]:
+    def release(self) -> list[BucketJob]:
         """Take out the waiting jobs whose turn has come; the caller sends them."""
         return self._suspects.release() if self._suspects.waiting else []
 
@@ -132,5 +128,5 @@ class Orders:
         self._suspects.waiting.clear()
         self._ended.clear()
 
-    def _end(self, job: Order, outcome: Outcome, detail: str) -> None:
+    def _end(self, job: BucketJob, outcome: Outcome, detail: str) -> None:
         self._ended.append(JobEnd(job.job_id, job.kind, outcome, detail=detail))

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from s3kv.io.wire import Order
-from s3kv.messages import JobKind
-from s3kv.types import ItemShape
+from s3kv.messages import BucketJob, JobKind
+from s3kv.types import ChunkKey, ItemShape
 
-Cargo = tuple[JobKind, int, bytes, ItemShape | None]
+Cargo = tuple[JobKind, ChunkKey, ItemShape | None]
 _DEATHS_TO_CONDEMN = 3
 _MOST_SUSPECTS = 4096
 _MOST_CONDEMNED = 1024
@@ -39,7 +38,7 @@ class PoisonJobs:
     """The suspects of one client. A job is in `waiting` from `hold` until `release` or `drop`."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Order] = {}
+        self.waiting: dict[int, BucketJob] = {}
         self._deaths: dict[Cargo, int] = {}
         """Deaths of the process while a suspect was the only one in it, by suspect."""
         self._condemned: dict[Cargo, None] = {}
@@ -47,10 +46,10 @@ class PoisonJobs:
         self._at_once = 1
         self._most_at_once = 1
 
-    def is_condemned(self, job: Order) -> bool:
+    def is_condemned(self, job: BucketJob) -> bool:
         return bool(self._condemned) and _cargo(job) in self._condemned
 
-    def hold(self, job: Order) -> bool:
+    def hold(self, job: BucketJob) -> bool:
         """Keep the job until its turn if it is a suspect. Returns whether it is one."""
         if not self._deaths or _cargo(job) not in self._deaths:
             return False
@@ -61,9 +60,9 @@ class PoisonJobs:
         """Forget a waiting job, so that it is not sent. Returns False if it is not waiting."""
         return self.waiting.pop(job_id, None) is not None
 
-    def release(self) -> list[Order]:
+    def release(self) -> list[BucketJob]:
         """Take out the jobs whose turn has come; fetches first, because requests wait for them."""
-        released: list[Order] = []
+        released: list[BucketJob] = []
         while self.waiting and len(self._sent) < self._at_once:
             waiting = self.waiting.values()
             job = next((j for j in waiting if j.kind is JobKind.FETCH), next(iter(waiting)))
@@ -72,14 +71,14 @@ class PoisonJobs:
             released.append(job)
         return released
 
-    def ended(self, job: Order) -> None:
+    def ended(self, job: BucketJob) -> None:
         """Note that the process survived this job, however the job ended."""
         if job.job_id in self._sent:
             self._sent.discard(job.job_id)
             self._deaths.pop(_cargo(job), None)
             self._at_once = min(2 * self._at_once, self._most_at_once)
 
-    def died(self, jobs: Collection[Order], *, crashed: bool) -> None:
+    def died(self, jobs: Collection[BucketJob], *, crashed: bool) -> None:
         """Note that the process died with these jobs in it. Afterwards no job waits.
 
         crashed: whether it ended by itself or broke the protocol; False for a SIGKILL.
@@ -92,13 +91,13 @@ class PoisonJobs:
         self.waiting.clear()
         self._at_once, self._most_at_once = 1, 1 if crashed else _MOST_SUSPECTS
 
-    def _suspect(self, jobs: Iterable[Order]) -> None:
+    def _suspect(self, jobs: Iterable[BucketJob]) -> None:
         for job in jobs:
             self._deaths.setdefault(_cargo(job), 0)
         while len(self._deaths) > _MOST_SUSPECTS:
             del self._deaths[next(iter(self._deaths))]
 
-    def _try(self, job: Order, *, proven: bool) -> None:
+    def _try(self, job: BucketJob, *, proven: bool) -> None:
         cargo = _cargo(job)
         deaths = self._deaths.get(cargo, 0) + 1
         self._deaths[cargo] = deaths
@@ -109,5 +108,5 @@ class PoisonJobs:
                 del self._condemned[next(iter(self._condemned))]
 
 
-def _cargo(job: Order) -> Cargo:
-    return job.kind, job.group, job.block_hash, job.item
+def _cargo(job: BucketJob) -> Cargo:
+    return job.kind, job.key, job.item

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.host.limits import Plan
@@ -58,7 +60,7 @@ def introduce(
     integrity = Integrity.of(config)
     fingerprint = {**identity, "integrity": integrity.identity()}
     place = Namespace(config.prefix, fingerprint_digest(fingerprint))
-    return Handshake(
+    handshake = Handshake(
         config,
         place.prefix,
         place.digest,
@@ -71,6 +73,14 @@ def introduce(
         first_blocks=dict(first_blocks or {}),
         pages=pages,
     )
+    formats = chunk_formats(handshake).values()
+    slot_bytes = _whole_pages(formats) if len(formats) == 1 else PAGE_BYTES
+    return msgspec.structs.replace(handshake, slot_bytes=slot_bytes)
+
+
+def _whole_pages(formats: Collection[ChunkFormat]) -> int:
+    """Size of the largest object of these formats, rounded up to pages."""
+    return max(-(-chunk.object_bytes // PAGE_BYTES) for chunk in formats) * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ class Slots:
     """Division of a slab into equal slots. A slot has room for a chunk, if all are of one group;
     otherwise it is a page, and a chunk takes several. So all ranks divide theirs alike.
 
-    formats: by group, the format of its objects.
+    formats: by group, the format of its objects. slot_bytes: as in `Handshake`.
     """
 
     formats: Mapping[int, ChunkFormat]
@@ -91,20 +101,15 @@ class Slots:
         end, if that is none.
         """
         formats = chunk_formats(handshake)
-        pages = [-(-chunk.object_bytes // PAGE_BYTES) for chunk in formats.values()]
-        least_bytes = max(pages) * PAGE_BYTES
-        host_bytes = handshake.config.host_bytes
-        if len(formats) == 1:
-            slots = cls(formats, least_bytes, host_bytes // least_bytes)
-        else:
-            slots = cls(formats, PAGE_BYTES, host_bytes // PAGE_BYTES)
-            least_bytes = PAGE_BYTES << order_of(max(pages))
+        slot_bytes, host_bytes = handshake.slot_bytes, handshake.config.host_bytes
+        slots = -(-_whole_pages(formats.values()) // slot_bytes)
+        least_bytes = slot_bytes << order_of(slots)
         if host_bytes < least_bytes:
             raise ConfigError(
                 f"host_bytes is {host_bytes}: allowed is {least_bytes} or more, the size of one "
                 f"object{advice}"
             )
-        return slots
+        return cls(formats, slot_bytes, host_bytes // slot_bytes)
 
     @property
     def nbytes(self) -> int:

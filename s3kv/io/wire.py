@@ -6,9 +6,9 @@ A stream socket between the two carries frames in both directions:
     bytes 4..    MessagePack array of messages, each an array whose first item is its tag
 
 The worker sends `Handshake` first. The I/O process answers `Ready` once, when it has tried the
-bucket; jobs may be sent before that. Every `Fetch`, `Upload` and `Look` is answered by one
-`JobEnd`, every `Ping` by one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last
-answer. Objects are in the slab, and are not sent over the socket.
+bucket; jobs may be sent before that. Every `BucketJob` is answered by one `JobEnd`, every `Ping` by
+one `Stats`. The worker sends nothing after `Drain`; `Drained` is the last answer. Objects are in
+the slab, and are not sent over the socket.
 
 Both ends have the same version and run on one machine, so the protocol has no version.
 """
@@ -16,7 +16,7 @@ Both ends have the same version and run on one machine, so the protocol has no v
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,10 +29,11 @@ from s3kv.errors import (
     StoreMissing,
     StoreUnavailable,
 )
-from s3kv.messages import JobEnd, JobKind
+from s3kv.host.room import PAGE_BYTES
+from s3kv.messages import BucketJob, JobEnd
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.rearranging import Pages
-from s3kv.types import ItemShape, TensorSpec
+from s3kv.types import TensorSpec
 
 MAX_FRAME_BYTES = 2**20
 """Largest frame a peer accepts. `Handshake` is the largest message: about 60 bytes per layer."""
@@ -63,6 +64,7 @@ class Handshake(msgspec.Struct, frozen=True, array_like=True, tag=0):
     manifest: the namespace's manifest, to be written and compared; empty if another rank does it.
     shapes: shards of all ranks, to be listed in the namespace beside the manifest.
     first_blocks: by number, the first of a chunk's blocks that its objects hold; 0, if not given.
+    slot_bytes: distance between slots, the first of which is at offset 0 of the slab.
     pages: what pages of ranks of all sizes in this namespace have in common; None: the namespace is
         one size's.
     """
@@ -77,42 +79,8 @@ class Handshake(msgspec.Struct, frozen=True, array_like=True, tag=0):
     manifest: bytes = b""
     shapes: tuple[str, ...] = ()
     first_blocks: dict[int, int] = {}
+    slot_bytes: int = PAGE_BYTES
     pages: Pages | None = None
-
-
-class Fetch(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Request to fetch the object of a chunk, or of an item if `item` is its shape, into the slab
-    at `offset`. `job_id` is unique among the jobs that have not ended, uploads included."""
-
-    kind: ClassVar[JobKind] = JobKind.FETCH
-    job_id: int
-    group: int
-    block_hash: bytes
-    offset: int
-    item: ItemShape | None = None
-
-
-class Upload(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Request to seal and upload the chunk or item at `offset`: room for its header, then its
-    payload. `job_id` is unique as for `Fetch`."""
-
-    kind: ClassVar[JobKind] = JobKind.UPLOAD
-    job_id: int
-    group: int
-    block_hash: bytes
-    offset: int
-    item: ItemShape | None = None
-
-
-class Look(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Request to look at an object that was used and not read: whether it is there, and due for a
-    refresh. Moves nothing. `job_id` is unique as for `Fetch`."""
-
-    kind: ClassVar[JobKind] = JobKind.USE
-    item: ClassVar[None] = None
-    job_id: int
-    group: int
-    block_hash: bytes
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -186,9 +154,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=3):
     counters: dict[str, int]
 
 
-Transfer = Fetch | Upload
-Order = Transfer | Look
-Down = Handshake | Fetch | Upload | Look | Cancel | Withdraw | Drain | Ping
+Down = Handshake | BucketJob | Cancel | Withdraw | Drain | Ping
 Up = Ready | JobEnd | Drained | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -23,7 +23,7 @@ from s3kv.library.caller_streams import Beside, CallerStream
 from s3kv.library.device_tier import DeviceBlocks
 from s3kv.library.host_tier import HostTier
 from s3kv.library.pump import carried, claimed, in_thread
-from s3kv.messages import SaveOrder
+from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState
 from s3kv.types import ChunkKey
 
@@ -59,11 +59,11 @@ class BlockTiers:
         beside = Beside(tensor.device for tensor in tensors.values())
         held = self._placed(key, tensors, stream)
 
-        async def save(order: SaveOrder) -> bool:
+        async def save(job: Job) -> bool:
             if held is not None:
-                return await self._saved(order, *held, stream)
-            copy = partial(self._tensors.copy_out, tensors, self._payload(order.slot))
-            return await self.host.copied_by(order, in_thread(partial(beside, copy)))
+                return await self._saved(job, *held, stream)
+            copy = partial(self._tensors.copy_out, tensors, self._payload(job.entry.number))
+            return await self.host.copied_by(job, in_thread(partial(beside, copy)))
 
         try:
             return await self.host.pump.call(self.host.put_by(key, save, wait=wait))
@@ -98,10 +98,10 @@ class BlockTiers:
         if state is not ChunkState.ABSENT:
             self._put_later(hot, key, stream)
             return True
-        order = self.host.reserve(key)
-        if order is None:
+        job = self.host.reserve(key)
+        if job is None:
             return False
-        self._save(hot, order, number, stream)
+        self._save(hot, job, number, stream)
         return True
 
     async def flush(self) -> tuple[bytes, ...]:
@@ -140,8 +140,8 @@ class BlockTiers:
         number = hot.acquire(key, stream)
         assert number is not None, "it has just been named"
 
-        async def save(order: SaveOrder) -> bool:
-            return await self._saved(order, hot, number, stream)
+        async def save(job: Job) -> bool:
+            return await self._saved(job, hot, number, stream)
 
         putting = asyncio.get_running_loop().create_task(self.host.put_by(key, save))
         self._waiting_puts.add(putting)
@@ -150,24 +150,22 @@ class BlockTiers:
         self.host.pump.start(putting)
 
     def _save(
-        self, hot: DeviceBlocks, order: SaveOrder, number: int, stream: CallerStream
+        self, hot: DeviceBlocks, job: Job, number: int, stream: CallerStream
     ) -> asyncio.Future[bool]:
         """Start the copy of a held block to host memory. The block may be released at once."""
         saved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def ended(ok: bool) -> None:
-            self.host.copied(order, ok)
+            self.host.copied(job, ok)
             saved.set_result(ok)
 
-        hot.save(order.job_id, order.slot, number, stream, ended)
+        hot.save(job.job_id, job.entry.number, number, stream, ended)
         self.host.pump.start(saved)
         self.host.pump.wake()
         return saved
 
-    async def _saved(
-        self, order: SaveOrder, hot: DeviceBlocks, number: int, stream: CallerStream
-    ) -> bool:
-        saved = self._save(hot, order, number, stream)
+    async def _saved(self, job: Job, hot: DeviceBlocks, number: int, stream: CallerStream) -> bool:
+        saved = self._save(hot, job, number, stream)
         await asyncio.wait([saved])
         return saved.result()
 

@@ -18,7 +18,7 @@ from s3kv.host.table import Entry, EntryState, Table
 from s3kv.io.tier import Slots, Tier
 from s3kv.io.wire import Handshake
 from s3kv.library.pump import Pump, carried, claimed, opened, succeeded
-from s3kv.messages import JobEnd, JobKind, SaveOrder
+from s3kv.messages import JobEnd, JobKind
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
@@ -95,18 +95,18 @@ class HostTier:
     # --- to host memory --------------------------------------------------------------------
 
     async def put_by(
-        self, key: ChunkKey, fill: Callable[[SaveOrder], Awaitable[bool]], *, wait: bool = False
+        self, key: ChunkKey, fill: Callable[[Job], Awaitable[bool]], *, wait: bool = False
     ) -> bool:
         """Copy `key` to host memory, if it is not there. Returns whether it is there afterwards.
 
-        fill: copies it to the place of the order, ends the order with `copied`, and returns whether
-            the copy succeeded.
+        fill: copies it to the place of the job, ends the copy with `copied`, and returns whether it
+            succeeded.
         wait: wait for room instead of returning False.
         """
         while not await self._settled(key):
-            order = self.reserve(key)
-            if order is not None:
-                kept = await fill(order)
+            job = self.reserve(key)
+            if job is not None:
+                kept = await fill(job)
                 if not kept:  # the caller is told here, so `flush` need not report it
                     self._owed.pop(key, None)
                 return kept
@@ -118,35 +118,34 @@ class HostTier:
         self.hit(key)
         return True
 
-    def reserve(self, key: ChunkKey) -> SaveOrder | None:
+    def reserve(self, key: ChunkKey) -> Job | None:
         """Reserve a place until `copied`, for the copy of a key that is not in host memory. None if
         there is no room.
         """
-        if not self.ledger.plan_save(key, ()):
-            return None
-        (order,) = self.ledger.take_saves()
-        self._owe(key)
-        return order
+        job = self.ledger.plan_save(key, ())
+        if job is not None:
+            self._owe(key)
+        return job
 
-    def copied(self, order: SaveOrder, ok: bool) -> None:
+    def copied(self, job: Job, ok: bool) -> None:
         """End the copy to a place, which is not written any more. ok: the place holds the object,
         and its upload starts now; otherwise the place is free again.
         """
         outcome = Outcome.OK if ok else Outcome.FAILED
-        self._end(JobEnd(order.job_id, JobKind.SAVE, outcome))
+        self._end(JobEnd(job.job_id, JobKind.SAVE, outcome))
         if ok:
-            self._upload(order.job_id, order.key)
+            self.pump.submit(job.for_bucket())
         else:
-            self._end(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED))
+            self._end(JobEnd(job.job_id, JobKind.UPLOAD, Outcome.CANCELLED))
 
-    async def copied_by(self, order: SaveOrder, copying: asyncio.Future[Any]) -> bool:
+    async def copied_by(self, job: Job, copying: asyncio.Future[Any]) -> bool:
         """End the copy to a place when `copying` has ended. Returns whether it succeeded."""
         try:
             await carried(copying)
         except RuntimeError as error:
             logger.warning("s3kv: a block was not kept, its copy failed: %s", error)
         finally:
-            self.copied(order, succeeded(copying))
+            self.copied(job, succeeded(copying))
         return succeeded(copying)
 
     def hit(self, key: ChunkKey) -> None:
@@ -186,13 +185,13 @@ class HostTier:
             self.pump.announce()
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> int:
-        """Order fetches of the keys that are not in host memory, as long as fetches under way take
+        """Start fetches of the keys that are not in host memory, as long as fetches under way take
         less than half of it. Returns how many of `keys` are in host memory or on their way.
         """
         return sum(self._is_coming(key) for key in keys)
 
     def fetch(self, key: ChunkKey) -> Job | None:
-        """Join or order the fetch of a key that is not in host memory. None if the key is known to
+        """Join or start the fetch of a key that is not in host memory. None if the key is known to
         be absent from the bucket, or cannot be fetched now.
         """
         if self.state(key) is ChunkState.FETCHING:
@@ -200,9 +199,8 @@ class HostTier:
         if self.pump.is_closing or self.ledger.refusal(key, time.monotonic()) is not None:
             return None
         job = self.ledger.plan_fetch(key)
-        for order in self.ledger.take_fetches():
-            assert job is not None
-            self.pump.fetch(order.job_id, order.key, job.entry.offset)
+        if job is not None:
+            self.pump.submit(job.for_bucket())
         return job
 
     # --- the end ---------------------------------------------------------------------------
@@ -213,8 +211,8 @@ class HostTier:
         bucket lacks, and forgets those that have left host memory. Raises `ClosedError` if the
         store is closed meanwhile.
         """
-        self._order_uploads()
-        while self.ledger.uses:
+        self._start_due()
+        while self.ledger.uses_inflight:
             await self.pump.next_end()
             self.pump.check_open()
         left = list(self._owed)
@@ -226,8 +224,8 @@ class HostTier:
             left = [key for key in left if key in self._owed]
             for key in left:
                 self.ledger.unsaved.hit(key)
-            self._order_uploads()
-            # The pump's timer may have ordered some of them meanwhile.
+            self._start_due()
+            # The pump's timer may have started some of them meanwhile.
             if not any(map(self._is_leaving, left)):
                 break
         for key in left:
@@ -288,22 +286,16 @@ class HostTier:
         entry = self.ledger.table.lookup(key)
         return entry is not None and entry.state is not EntryState.CLEAN
 
-    def _upload(self, job_id: int, key: ChunkKey) -> None:
-        entry = self.ledger.table.lookup(key)
-        assert entry is not None, "a dirty entry cannot leave its place"
-        self.pump.upload(job_id, key, entry.offset)
-
-    def _order_uploads(self) -> None:
-        for order in self.ledger.take_uploads(time.monotonic()):
-            self._owe(order.key)
-            self._upload(order.job_id, order.key)
-        for use in self.ledger.take_uses():
-            self.pump.use(use.job_id, use.key)
+    def _start_due(self) -> None:
+        for job in self.ledger.plan_due(time.monotonic()):
+            if job.kind is JobKind.UPLOAD:
+                self._owe(job.key)
+            self.pump.submit(job.for_bucket())
 
     def _is_busy(self) -> bool:
-        self._order_uploads()
+        self._start_due()
         ledger = self.ledger
-        jobs = ledger.fetches_inflight or ledger.saves_inflight or ledger.uses
+        jobs = ledger.fetches_inflight or ledger.saves_inflight or ledger.uses_inflight
         return bool(self._poll_copies() or jobs)
 
     def _on_done(self, end: JobEnd) -> None:

@@ -23,8 +23,7 @@ from s3kv.errors import ClosedError
 from s3kv.host.placement import FIRST_TOUCH, NodeChoice
 from s3kv.io.tier import Tier, open_tier
 from s3kv.io.wire import Handshake
-from s3kv.messages import JobEnd
-from s3kv.types import ChunkKey
+from s3kv.messages import BucketJob, JobEnd, JobKind
 
 logger = logging.getLogger("s3kv")
 
@@ -148,20 +147,11 @@ class Pump:
 
     # --- jobs ------------------------------------------------------------------------------
 
-    def fetch(self, job_id: int, key: ChunkKey, offset: int) -> None:
-        """Order a fetch as `IoClient.fetch` does, and send it at once."""
-        self._fetches.add(job_id)
-        self._client.fetch(job_id, key, offset)
-        self.wake()
-
-    def upload(self, job_id: int, key: ChunkKey, offset: int) -> None:
-        """Order an upload as `IoClient.upload` does, and send it at once."""
-        self._client.upload(job_id, key, offset)
-        self.wake()
-
-    def use(self, job_id: int, key: ChunkKey) -> None:
-        """Report a use as `IoClient.use` does, and send it at once."""
-        self._client.use(job_id, key)
+    def submit(self, job: BucketJob) -> None:
+        """Submit a job as `IoClient.submit` does, and send it at once."""
+        if job.kind is JobKind.FETCH:
+            self._fetches.add(job.job_id)
+        self._client.submit(job)
         self.wake()
 
     def wake(self) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from s3kv.host.table import Entry
-from s3kv.messages import FetchOrder, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
+from s3kv.messages import BucketJob, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
 from s3kv.planning.deadline import Deadline, Forecast, WaitFacts, decide
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
@@ -44,16 +44,6 @@ class ECPlannerSettings:
     steps_inflight: int
     may_load: bool
     may_save: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ItemFetch:
-    """An order for the I/O process: fetch the item into the slab at `offset`."""
-
-    job_id: int
-    key: ChunkKey
-    offset: int
-    shape: ItemShape
 
 
 @dataclass(slots=True)
@@ -94,6 +84,7 @@ class ECPlanner:
         self._loads: dict[str, ItemLoad] = {}
         self._saves: dict[str, ItemSave] = {}
         self._loading: deque[tuple[Entry, ...]] = deque()
+        self._fetches: list[BucketJob] = []
         self._cancels: list[int] = []
         self._news = 0
         """Number of events so far that may change how long requests should wait."""
@@ -172,7 +163,7 @@ class ECPlanner:
         self.ledger.table.touch_chain([item])
 
     def _fetch(self, wanted: Wanted, now_s: float) -> Job | None:
-        """The fetch of a non-resident item, joined or ordered now; None if it is not fetched."""
+        """The fetch of a non-resident item, joined or planned now; None if it is not fetched."""
         ledger = self.ledger
         if ledger.state(wanted.key) is ChunkState.FETCHING:
             return ledger.fetch_job(wanted.key)
@@ -183,6 +174,8 @@ class ECPlanner:
         job = ledger.plan_fetch(wanted.key, room) if not ledger.refusal(wanted.key, now_s) else None
         if job is not None:
             job.about = wanted
+            shape = ItemShape(wanted.rows, job.entry.nbytes)
+            self._fetches.append(job.for_bucket(shape))
         return job
 
     def _deadline(self, request: _ItemRequest, now_s: float) -> Deadline:
@@ -297,13 +290,10 @@ class ECPlanner:
 
     # --- the bucket ------------------------------------------------------------------------
 
-    def take_fetches(self) -> list[ItemFetch]:
-        return [self._item_fetch(order) for order in self.ledger.take_fetches()]
-
-    def _item_fetch(self, order: FetchOrder) -> ItemFetch:
-        job = self.ledger.fetch_job(order.key)
-        shape = ItemShape(job.about.rows, job.entry.nbytes)
-        return ItemFetch(order.job_id, order.key, job.entry.offset, shape)
+    def take_fetches(self) -> list[BucketJob]:
+        """Take the fetches planned since the last call."""
+        fetches, self._fetches = self._fetches, []
+        return fetches
 
     def take_cancels(self) -> list[int]:
         """Take the fetches that have no waiter left. Their place is free only after their end."""

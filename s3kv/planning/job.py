@@ -1,4 +1,4 @@
-"""Job of the ledger: work of all ranks on one key, from its order to the last rank's report."""
+"""Job of the ledger: work of all ranks on one key, from its plan to the last rank's report."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from s3kv.host.table import Entry
-from s3kv.messages import JobEnd, JobKind
-from s3kv.types import ChunkKey, Outcome
+from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder
+from s3kv.types import ChunkKey, ItemShape, Outcome
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A job under way. `reports_left`: reports still to come, by kind of end."""
+    """A job under way. reports_left: reports still to come, by kind of end: a save ends as SAVE and
+    as UPLOAD, any other job as its kind."""
 
     job_id: int
+    kind: JobKind
     key: ChunkKey
     held: Entry | None
     """Entry that the job fills or reads; None for a use."""
@@ -25,9 +27,9 @@ class Job:
     block_ids: tuple[int, ...] = ()
     attempt: int = 0
     sequence: int = 0
-    """Number of this fetch, in the order in which fetches were ordered, from 1."""
+    """Number of this fetch, in the order in which fetches were planned, from 1."""
     began_with: int = 0
-    """Fetches under way when this one was ordered, including it."""
+    """Fetches under way when this one was planned, including it."""
     fresh_s: float = math.inf
     """The shortest `JobEnd.fresh_s` of any rank."""
     seconds: float = 0.0
@@ -51,7 +53,17 @@ class Job:
 
     @property
     def is_fetch(self) -> bool:
-        return JobKind.FETCH in self.outcomes or JobKind.FETCH in self.reports_left
+        return self.kind is JobKind.FETCH
+
+    def for_bucket(self, item: ItemShape | None = None) -> BucketJob:
+        """The message that has the I/O process carry it out; of a save, the upload after it."""
+        kind = JobKind.UPLOAD if self.kind is JobKind.SAVE else self.kind
+        slot = self.held.number if self.held is not None else 0
+        return BucketJob(self.job_id, kind, self.key, slot, item)
+
+    def for_copies(self) -> SaveOrder:
+        """The message that has the ranks carry out a save."""
+        return SaveOrder(self.job_id, self.key, self.entry.number, self.block_ids)
 
     def take(self, end: JobEnd) -> bool:
         """Take in its end on some ranks. Returns whether all ranks have reported this kind."""

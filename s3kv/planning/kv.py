@@ -84,6 +84,7 @@ class KVPlanner:
         self._orphans: dict[str, PlannedRequest] = {}
         self._unfinished: dict[str, PlannedRequest] = {}
         """Requests whose lookups stopped at the limit on orders per step."""
+        self._fetches: list[Job] = []
         self._loads: list[LoadOrder] = []
         self._fences: set[int] = set()
         self._unwanted: dict[int, Job] = {}
@@ -103,6 +104,7 @@ class KVPlanner:
             ChunkHashes(block_hashes, self._chunk_tokens // settings.hash_tokens, self._salt),
             settings.coverages,
             self.ledger,
+            self._fetches,
             settings.probe_chunks,
             limits,
         )
@@ -312,6 +314,7 @@ class KVPlanner:
             scheduled = list(scheduled)
             self._doubt_loads(scheduled)
         tokens, requests, may_save = 0, self._requests, self._settings.may_save
+        saves: list[Job] = []
         for step in scheduled:
             tokens += step.scheduled_tokens
             request = requests.get(step.request_id)
@@ -324,21 +327,20 @@ class KVPlanner:
                 fences |= self._fences_behind(first_written, step.block_ids)
                 self._saves.written(blocks_after(self._coverages, first_written, step.block_ids))
             if may_save:
-                self._saves.plan(request, step)
+                saves += self._saves.plan(request, step)
         self._go_on(now_s)
+        most = self._settings.max_saves_inflight
+        jobs = self._fetches + self.ledger.plan_due(now_s, max_saves_inflight=most)
+        self._fetches.clear()
         loads, self._loads = tuple(self._loads), []
         return StepPlan(
-            fetches=self.ledger.take_fetches(),
-            saves=self.ledger.take_saves(),
-            uploads=self.ledger.take_uploads(
-                now_s, max_saves_inflight=self._settings.max_saves_inflight
-            ),
+            jobs=tuple(job.for_bucket() for job in jobs) if jobs else (),
+            saves=tuple(job.for_copies() for job in saves) if saves else (),
             loads=loads,
             fences=tuple(sorted(fences)) if fences else (),
             cancels=self._take_cancels() if self._unwanted else (),
             withdrawals=self._take_withdrawals() if self._overdue else (),
             number=self.pace.step_started(now_s, tokens),
-            uses=self.ledger.take_uses() if self.ledger.index.due else (),
         )
 
     def _doubt_loads(self, scheduled: Iterable[ScheduledRequest]) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from itertools import count
 
 from s3kv.host.table import Entry, EntryState, Table
-from s3kv.messages import FetchOrder, JobEnd, JobKind, SaveOrder, UploadOrder, UseOrder
+from s3kv.messages import JobEnd, JobKind
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
@@ -41,7 +41,7 @@ from s3kv.planning.uploads import Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome, Tally
 
 _AGAIN_PER_STEP = 32
-"""Most given-up uploads that are ordered again in one step. An order takes the engine's thread 3 to
+"""Most given-up uploads that are planned again in one step. Each takes the engine's thread 3 to
 5 µs."""
 
 
@@ -55,7 +55,7 @@ class ChunkState(enum.Enum):
 
 
 class FetchRefusal(enum.Enum):
-    """Reason for which a fetch is not ordered."""
+    """Reason for which a fetch is not planned."""
 
     ABSENT = "absent"
     """The bucket recently answered that it has no such object."""
@@ -88,18 +88,15 @@ class Ledger:
         self._may_save = may_save
         self._jobs: dict[int, Job] = {}
         self._job_of: dict[ChunkKey, Job] = {}
-        self.uses: dict[int, Job] = {}
-        """Uses that the bucket is asked about, beside the key's job if it has one. For reading."""
         # Several saves read the same block if a reset has renamed its chunk meanwhile.
         self._saving_blocks: dict[int, tuple[int, ...]] = {}
         self._job_ids = count(1)
         self.fetches_inflight = 0
         self.saves_inflight = 0
-        """Number of entries between their save order and the bucket's answer."""
+        """Number of entries between their planned save and the bucket's answer."""
+        self.uses_inflight = 0
+        """Number of uses that the bucket is asked about, beside the key's job if it has one."""
         self._retries = UploadRetries()
-        self._uploads: list[UploadOrder] = []
-        self._fetch_orders: list[FetchOrder] = []
-        self._save_orders: list[SaveOrder] = []
 
     # --- questions -------------------------------------------------------------------------
 
@@ -124,7 +121,7 @@ class Ledger:
     @property
     def has_copies_inflight(self) -> bool:
         """Whether blocks are still being copied. An idle engine has to keep polling meanwhile."""
-        return bool(self._saving_blocks) or bool(self._save_orders)
+        return bool(self._saving_blocks)
 
     def fences(self, block_ids: Iterable[int]) -> set[int]:
         """Saves that still read any of these blocks, which are about to be overwritten."""
@@ -133,7 +130,7 @@ class Ledger:
             return set()
         return {job_id for block in block_ids for job_id in saving.get(block, ())}
 
-    # --- orders ----------------------------------------------------------------------------
+    # --- jobs ------------------------------------------------------------------------------
 
     def refusal(self, key: ChunkKey, now_s: float, *, known: bool = False) -> FetchRefusal | None:
         """The reason not to fetch `key` now, which is counted; None if it may be fetched. known:
@@ -147,59 +144,38 @@ class Ledger:
         return None
 
     def plan_fetch(self, key: ChunkKey, nbytes: int | None = None) -> Job | None:
-        """Order the fetch of an absent key. nbytes: largest length of the object, if the length is
-        known only at the end. Returns None, and orders nothing, if there is no room."""
+        """Plan the fetch of an absent key. nbytes: largest length of the object, if the length is
+        known only at the end. Returns None, and changes nothing, if there is no room."""
         entry = self._reserve(key, nbytes, replace=False)
         if entry is None:
             self.counters["fetches_without_room"] += 1
             return None
-        job = self._register(key, entry, {JobKind.FETCH: self._world_size})
+        job = self._register(JobKind.FETCH, key, entry)
         job.nbytes = None if nbytes is None else 0
         self.fetches_inflight += 1
         self.counters["fetches"] += 1
         job.sequence = self.counters["fetches"]
         job.began_with = self.fetches_inflight
-        self._fetch_orders.append(FetchOrder(job.job_id, key, entry.number))
         return job
 
     def fetch_job(self, key: ChunkKey) -> Job:
         """The fetch under way for a key in FETCHING."""
         return self._job_of[key]
 
-    def plan_save(
-        self, key: ChunkKey, block_ids: tuple[int, ...], nbytes: int | None = None
-    ) -> bool:
-        """Order the copy of the blocks of an absent key, or of one that is being fetched, and its
-        upload. Returns False, and orders nothing, if there is no room. nbytes: as for
-        `Table.reserve`."""
-        entry = self._reserve(key, nbytes, replace=True)
+    def plan_save(self, key: ChunkKey, block_ids: tuple[int, ...]) -> Job | None:
+        """Plan the copy of the blocks of an absent key, or of one that is being fetched, and its
+        upload. Returns None, and changes nothing, if there is no room."""
+        entry = self._reserve(key, None, replace=True)
         if entry is None:
             self.counters["saves_without_room"] += 1
-            return False
-        ends = {JobKind.SAVE: self._world_size, JobKind.UPLOAD: self._world_size}
-        job = self._register(key, entry, ends)
+            return None
+        job = self._register(JobKind.SAVE, key, entry)
         job.block_ids = block_ids
         self.saves_inflight += 1
         self.counters["saves"] += 1
         for block in block_ids:
             self._saving_blocks[block] = (*self._saving_blocks.get(block, ()), job.job_id)
-        self._save_orders.append(SaveOrder(job.job_id, key, entry.number, block_ids))
-        return True
-
-    def plan_upload(self, key: ChunkKey, *, tried: bool = False) -> None:
-        """Order the upload of a clean entry, which becomes dirty. tried: the upload was given up
-        before, and gets only this attempt."""
-        entry = self.table.lookup(key)
-        assert entry is not None, f"{key} is not resident"
-        self.unsaved.discard(key)
-        self.table.mark_dirty(entry)
-        self.saves_inflight += 1
-        self._upload(entry, self._retries.last if tried else 0)
-
-    def _upload(self, entry: Entry, attempt: int) -> None:
-        job = self._register(entry.key, entry, {JobKind.UPLOAD: self._world_size})
-        job.attempt = attempt
-        self._uploads.append(UploadOrder(job.job_id, entry.key, entry.number))
+        return job
 
     def _reserve(self, key: ChunkKey, nbytes: int | None, *, replace: bool) -> Entry | None:
         """Reserve a place, and account for evicted entries. As `Table.reserve`."""
@@ -212,67 +188,52 @@ class Ledger:
             self._note(evicted, Residency.HOST_REMOVED)
         return reservation.entry
 
-    def take_fetches(self) -> tuple[FetchOrder, ...]:
-        if not self._fetch_orders:
-            return ()  # in nearly every step
-        orders, self._fetch_orders = tuple(self._fetch_orders), []
-        return orders
-
-    def take_saves(self) -> tuple[SaveOrder, ...]:
-        if not self._save_orders:
-            return ()  # in nearly every step
-        orders, self._save_orders = tuple(self._save_orders), []
-        return orders
-
-    def take_uploads(
-        self, now_s: float, *, max_saves_inflight: int = _AGAIN_PER_STEP
-    ) -> tuple[UploadOrder, ...]:
-        """Take the planned uploads and those whose next attempt is due. While fewer than
-        `max_saves_inflight` saves are under way, also take the uploads of entries that were hit
-        after their upload was given up."""
+    def plan_due(self, now_s: float, *, max_saves_inflight: int = _AGAIN_PER_STEP) -> list[Job]:
+        """Plan the uploads whose next attempt is due, and the questions about used objects that the
+        bucket may have deleted (`index.use`). While fewer than `max_saves_inflight` saves are under
+        way, also plan one last upload of entries that were hit after their upload was given up."""
+        jobs = []
         for retry in self._retries.take_due(now_s):
-            entry = self.table.lookup(retry.key)
-            assert entry is not None, "a dirty entry cannot leave its place"
-            if self.index.is_present(retry.key):  # a fetch beside which it was saved has found it
-                self._end_save(entry)
+            if self.index.is_present(retry.entry.key):  # a fetch beside the save has found it
+                self._end_save(retry.entry)
             else:
-                self._upload(entry, retry.attempt)
+                jobs.append(self._upload(retry.entry, retry.attempt))
         if self.unsaved.wanted:
             most = min(_AGAIN_PER_STEP, max_saves_inflight - self.saves_inflight)
             for key in self.unsaved.take(most, self.breaker, now_s):
+                entry = self.table.lookup(key)
+                assert entry is not None, f"{key} is unsaved and not resident"
+                self.table.mark_dirty(entry)
                 self.counters["uploads_again"] += 1
-                self.plan_upload(key, tried=True)
-        if not self._uploads:
-            return ()
-        orders, self._uploads = tuple(self._uploads), []
-        return orders
+                self.saves_inflight += 1
+                jobs.append(self._upload(entry, self._retries.last))
+        if self.index.due:
+            keys, self.index.due = self.index.due, []
+            self.uses_inflight += len(keys)
+            jobs += [self._register(JobKind.USE, key, None) for key in keys]
+        return jobs
 
-    def take_uses(self) -> tuple[UseOrder, ...]:
-        """Orders to ask the bucket about used chunks that it may have deleted (`index.use`)."""
-        keys, self.index.due = self.index.due, []
-        ends = {JobKind.USE: self._world_size}
-        jobs = [Job(next(self._job_ids), key, None, dict(ends)) for key in keys]
-        self.uses.update((job.job_id, job) for job in jobs)
-        return tuple(UseOrder(job.job_id, job.key) for job in jobs)
+    def _upload(self, entry: Entry, attempt: int) -> Job:
+        job = self._register(JobKind.UPLOAD, entry.key, entry)
+        job.attempt = attempt
+        return job
 
     # --- ends ------------------------------------------------------------------------------
 
     def on_end(self, end: JobEnd, now_s: float) -> Job | None:
         """Take in a job's end on some ranks. Returns the job if all ranks are done, else None."""
-        jobs = self.uses if end.kind is JobKind.USE else self._jobs
-        job = jobs[end.job_id]
+        job = self._jobs[end.job_id]
         if job.take(end) and end.kind is JobKind.SAVE:
             self._copied(job)
         if any(job.reports_left.values()):
             return None
-        del jobs[job.job_id]
-        if jobs is self.uses:
-            self._asked(job, now_s)
-            return job
+        del self._jobs[job.job_id]
         if self._job_of.get(job.key) is job:
             del self._job_of[job.key]
-        if JobKind.FETCH in job.outcomes:
+        if job.kind is JobKind.FETCH:
             self._fetched(job, now_s)
+        elif job.kind is JobKind.USE:
+            self._asked(job, now_s)
         else:
             self._uploaded(job, now_s)
         return job
@@ -312,6 +273,7 @@ class Ledger:
 
     def _asked(self, job: Job, now_s: float) -> None:
         """Take in the answer to a use. The verdict may have changed since the question."""
+        self.uses_inflight -= 1
         outcome = job.outcomes[JobKind.USE]
         if outcome.is_success and self.index.is_present(job.key):
             self.index.note_present(job.key, now_s + job.fresh_s)
@@ -348,7 +310,7 @@ class Ledger:
             self._present(job, now_s)
         elif not self.index.is_present(job.key):  # else a fetch has found it meanwhile
             is_final = outcome is Outcome.INVALID
-            if not is_final and self._retries.failed(job.key, job.attempt, now_s):
+            if not is_final and self._retries.failed(job.entry, job.attempt, now_s):
                 return
             self.counters["uploads_given_up"] += 1
             self._note(job.key, Residency.HOST_ONLY)
@@ -367,15 +329,20 @@ class Ledger:
                 self.residency.append(Change(key, Residency.BUCKET_REMOVED))
             self.residency.append(Change(key, residency))
 
-    def _register(self, key: ChunkKey, entry: Entry, ends: dict[JobKind, int]) -> Job:
-        job = Job(next(self._job_ids), key, entry, ends)
-        self._jobs[job.job_id] = self._job_of[key] = job
+    def _register(self, kind: JobKind, key: ChunkKey, entry: Entry | None) -> Job:
+        ends = (JobKind.SAVE, JobKind.UPLOAD) if kind is JobKind.SAVE else (kind,)
+        reports_left = dict.fromkeys(ends, self._world_size)
+        job = Job(next(self._job_ids), kind, key, entry, reports_left)
+        self._jobs[job.job_id] = job
+        if entry is not None:
+            self._job_of[key] = job
         return job
 
     def check(self) -> None:
         """Recompute every index. Raises AssertionError where one differs. For tests."""
         self.table.check()
-        jobs = self._jobs.values()
+        jobs = [job for job in self._jobs.values() if job.kind is not JobKind.USE]
+        assert len(self._jobs) - len(jobs) == self.uses_inflight
         fetching = sum(job.is_fetch for job in jobs)
         assert fetching == self.fetches_inflight, (fetching, self.fetches_inflight)
         saving = len(jobs) - fetching + len(self._retries)

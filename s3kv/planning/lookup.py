@@ -129,6 +129,8 @@ class Lookup:
     hashes: ChunkHashes
     wait: Wait
     window: int
+    planned: list[Job] = field(default_factory=list)
+    """The fetches for this step's plan: one list for all lookups."""
     state: LookupState = _OPEN
     first: int = 0
     ready: int = 0
@@ -289,9 +291,10 @@ class Lookup:
 
     def _order(self, position: int, key: ChunkKey) -> Job | None:
         """Order the fetch of a chunk. None: there is no room, and the next lookup tries again."""
-        job, residency = self.ledger.plan_fetch(key), self.ledger.residency
-        if job is not None and residency is not None:
-            residency.append(Origin(key, JobKind.FETCH, self.request_id, position))
+        if (job := self.ledger.plan_fetch(key)) is not None:
+            self.planned.append(job)
+            if (residency := self.ledger.residency) is not None:
+                residency.append(Origin(key, JobKind.FETCH, self.request_id, position))
         return job
 
     def _join(self, position: int, job: Job | None) -> bool:

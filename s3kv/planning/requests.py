@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from s3kv.planning.group_kinds import Coverage
+from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.state_lookup import StateLookup
@@ -161,15 +162,17 @@ class PlannedRequest:
         hashes: ChunkHashes,
         coverages: Sequence[Coverage],
         ledger: Ledger,
+        planned: list[Job],
         probe_chunks: int,
         limits: RequestLimits = NO_LIMITS,
     ) -> PlannedRequest:
-        """Make the record of a request that has arrived, with a lookup per coverage."""
+        """Make the record of a request that has arrived, with a lookup per coverage. planned: as in
+        `Lookup`."""
         wait = Wait()
         lookups = tuple(
-            StateLookup(request_id, ledger, coverage, hashes, wait)
+            StateLookup(request_id, ledger, coverage, hashes, wait, planned=planned)
             if coverage.kind.is_sparse
-            else Lookup(request_id, ledger, coverage, hashes, wait, probe_chunks)
+            else Lookup(request_id, ledger, coverage, hashes, wait, probe_chunks, planned)
             for coverage in coverages
         )
         saved = limits.save_tokens

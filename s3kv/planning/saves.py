@@ -7,6 +7,7 @@ from itertools import chain
 
 from s3kv.messages import JobKind
 from s3kv.planning.group_kinds import Coverage
+from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
 from s3kv.planning.requests import PlannedRequest, ScheduledRequest
 from s3kv.planning.residency import Origin
@@ -48,8 +49,8 @@ class ChunkSaves:
         if self._doubtful:
             self._doubtful.difference_update(blocks)
 
-    def plan(self, request: PlannedRequest, step: ScheduledRequest) -> None:
-        """Save the chunks that are complete after this step, have a hash, and may be saved.
+    def plan(self, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
+        """Plan to save the chunks that are complete after this step, have a hash, and may be saved.
 
         Only known tokens have hashes, so drafts that may be rejected are never saved.
         """
@@ -60,21 +61,23 @@ class ChunkSaves:
         tokens = step.computed_tokens + step.scheduled_tokens
         # So it is in nearly every step of a request that decodes.
         if tokens < (saving.saved + 1) * size:
-            return
+            return ()
         complete = saving.allowed(tokens // size)
         if saving.is_barred or complete <= saving.saved:
-            return
+            return ()
         complete = min(complete, len(request.hashes.read()))
         chunks = saving.take(complete)
         if not chunks:
-            return
+            return ()
         tables = saving.block_ids if step.tables is None else step.tables()
         resumable, computed = request.hashes.resumable, step.computed_tokens
         last = None if resumable is None else resumable * size
+        jobs = []
         for index, position in chunks:
             coverage, end = self._coverages[index], (position + 1) * size
             if coverage.kind.is_saved(end, computed, step.scheduled_tokens, step.states, last):
-                self._save(request, coverage, position, tables, step)
+                jobs.append(self._save(request, coverage, position, tables, step))
+        return [job for job in jobs if job is not None]
 
     def _save(
         self,
@@ -83,20 +86,20 @@ class ChunkSaves:
         position: int,
         tables: Sequence[Sequence[int]],
         step: ScheduledRequest,
-    ) -> None:
+    ) -> Job | None:
         ledger = self._ledger
         key = ChunkKey(coverage.number, request.hashes.known[position])
         state = ledger.state(key)
         if state is ChunkState.RESIDENT:
             ledger.unsaved.hit(key)
         if state in _KEPT:
-            return
+            return None
         # A later step is too late for a chunk that is on its way: the request may have none, or no
         # longer the blocks. The I/O process uploads it only if the bucket turns out to lack it.
         if ledger.index.is_present(key):
             if state is ChunkState.FETCHING:
                 ledger.fetch_job(key).is_computed = True
-            return
+            return None
         held, members = coverage.blocks_of(position), coverage.members
         blocks = tuple(
             chain.from_iterable(tables[member][held.start : held.stop] for member in members)
@@ -106,9 +109,11 @@ class ChunkSaves:
             if (position + 1) * self._chunk_tokens > step.computed_tokens:
                 ledger.counters["saves_dropped"] += 1
                 ledger.counters["saves_without_blocks"] += 1
-            return
+            return None
         full = ledger.saves_inflight >= self._max_saves_inflight
-        if full or not ledger.plan_save(key, blocks):
+        job = None if full else ledger.plan_save(key, blocks)
+        if job is None:
             ledger.counters["saves_dropped"] += 1
         elif ledger.residency is not None:
             ledger.residency.append(Origin(key, JobKind.SAVE, request.request_id, position))
+        return job

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
+from s3kv.host.table import Entry
 from s3kv.planning.breaker import Breaker
 from s3kv.types import ChunkKey, Outcome
 
@@ -34,11 +35,12 @@ _LONGEST_PAUSE_S = 300.0
 
 
 class Retry(NamedTuple):
-    """An upload to try again at `due_s`. attempt: number of attempts that have failed."""
+    """An upload to try again at `due_s`. entry: dirty, so it keeps its place. attempt: number of
+    attempts that have failed."""
 
     due_s: float
     number: int
-    key: ChunkKey
+    entry: Entry
     attempt: int
 
 
@@ -57,12 +59,12 @@ class UploadRetries:
         """The number of the last attempt; the first one is 0."""
         return len(UPLOAD_RETRY_S)
 
-    def failed(self, key: ChunkKey, attempt: int, now_s: float) -> bool:
+    def failed(self, entry: Entry, attempt: int, now_s: float) -> bool:
         """Note that an attempt has failed. Returns False if it was the last."""
         if attempt >= self.last:
             return False
         due_s = now_s + UPLOAD_RETRY_S[attempt]
-        heapq.heappush(self._waiting, Retry(due_s, next(self._numbers), key, attempt + 1))
+        heapq.heappush(self._waiting, Retry(due_s, next(self._numbers), entry, attempt + 1))
         return True
 
     def take_due(self, now_s: float) -> list[Retry]:

@@ -20,7 +20,7 @@ from s3kv.host.room import PAGE_BYTES, Extents
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.failure_log import JobEndLog
-from s3kv.messages import JobEnd, JobKind
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, ItemShape, Outcome, Span
 
 _IDLE_S = 1.0
@@ -161,7 +161,8 @@ class Outbox:
             self._ended.put((parcel, None, end))
             return
         self._underway[job_id] = parcel, self._clock() - parcel.since_s
-        self._client.upload(job_id, parcel.key, parcel.span.offset, parcel.shape)
+        slot = parcel.span.offset // PAGE_BYTES
+        self._client.submit(BucketJob(job_id, JobKind.UPLOAD, parcel.key, slot, parcel.shape))
         self._client.flush()
 
     def _poll(self) -> None:

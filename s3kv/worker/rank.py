@@ -16,17 +16,8 @@ from typing import NamedTuple
 from s3kv.device.copies import BlockCopies, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
 from s3kv.io.client import IoClient
-from s3kv.messages import (
-    FetchOrder,
-    JobEnd,
-    JobKind,
-    LoadOrder,
-    SaveOrder,
-    StepPlan,
-    StepReport,
-    UseOrder,
-)
-from s3kv.types import ChunkKey, Outcome, Tally
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
+from s3kv.types import Outcome, Tally
 
 _GIVE_UP_S = 5.0
 
@@ -39,11 +30,10 @@ class _RequestLoad(NamedTuple):
 class RankWorker:
     """The worker of one rank. `copies` and `client` work on the same slab; `shutdown` closes both.
 
-    slot_bytes: distance between slots, which start at offset 0 of the slab. block_bytes: size of
-    one block of each KV-cache group on this rank. members: by the group in keys, the KV-cache
-    groups whose blocks are in its objects; itself, if not given. uploads: False if
-    a rank that holds the same uploads it. This rank's upload then ends at once. clock: seconds,
-    monotonic.
+    block_bytes: size of one block of each KV-cache group on this rank. members: by the group in
+    keys, the KV-cache groups whose blocks are in its objects; itself, if not given. uploads: False
+    if a rank that holds the same uploads it and asks about its uses. Such jobs of this rank then
+    end at once. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -51,7 +41,6 @@ class RankWorker:
         *,
         copies: BlockCopies,
         client: IoClient,
-        slot_bytes: int,
         block_bytes: Mapping[int, int],
         uploads: bool = True,
         clock: Callable[[], float],
@@ -62,7 +51,6 @@ class RankWorker:
         self._clock = clock
         self._copies = copies
         self._client = client
-        self._slot_bytes = slot_bytes
         self._block_bytes = block_bytes
         self._uploads = uploads
         self._members = members or {group: (group,) for group in block_bytes}
@@ -99,16 +87,12 @@ class RankWorker:
         if plan.fences:
             self._fence(plan.fences)
         self._begun = self._copies.mark() if plan.loads else None
-        for fetch in plan.fetches:
-            self._fetch(fetch)
+        for job in plan.jobs:
+            self._start(job)
         for job_id in plan.cancels:
             self._client.cancel(job_id)
         for job_id in plan.withdrawals:
             self._client.withdraw(job_id)
-        for upload in plan.uploads:
-            self._upload(upload.job_id, upload.key, upload.slot)
-        for use in plan.uses:
-            self._use(use)
         self._client.flush()
 
     def load(self, orders: Iterable[LoadOrder], *, from_now: bool = False) -> None:
@@ -242,23 +226,12 @@ class RankWorker:
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _fetch(self, order: FetchOrder) -> None:
-        self._jobs.add(order.job_id)
-        self._client.fetch(order.job_id, order.key, order.slot * self._slot_bytes)
-
-    def _upload(self, job_id: int, key: ChunkKey, slot: int) -> None:
-        if not self._uploads:
-            self._report.add(JobEnd(job_id, JobKind.UPLOAD, Outcome.OK))
-            return
-        self._jobs.add(job_id)
-        self._client.upload(job_id, key, slot * self._slot_bytes)
-
-    def _use(self, order: UseOrder) -> None:
-        if not self._uploads:
-            self._report.add(JobEnd(order.job_id, JobKind.USE, Outcome.EXISTS))
-            return
-        self._jobs.add(order.job_id)
-        self._client.use(order.job_id, order.key)
+    def _start(self, job: BucketJob) -> None:
+        if self._uploads or job.kind is JobKind.FETCH:
+            self._jobs.add(job.job_id)
+            self._client.submit(job)
+        else:
+            self._report.add(JobEnd(job.job_id, job.kind, Outcome.OK))
 
     def _nbytes(self, group: int, block_ids: tuple[int, ...]) -> int:
         return self._block_bytes[group] * len(block_ids)
@@ -304,7 +277,7 @@ class RankWorker:
         nbytes = block_bytes * len(order.block_ids) // len(members)
         self._end(JobEnd(order.job_id, JobKind.SAVE, outcome, nbytes, seconds))
         if ok:
-            self._upload(order.job_id, order.key, order.slot)
+            self._start(BucketJob(order.job_id, JobKind.UPLOAD, order.key, order.slot))
         else:
             self._end(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED))
 

@@ -15,7 +15,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.device.layout import PageLayout
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.messages import JobEnd
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
 from s3kv.place import Place
@@ -64,11 +63,11 @@ class Rank:
         size = self.form.payload_bytes
         return random.Random(1000 * self.number + chunk).randbytes(size)
 
-    def offset(self, chunk: int) -> int:
-        return (self.number * len(HASHES) + chunk) * SLOT_BYTES
+    def slot(self, chunk: int) -> int:
+        return self.number * len(HASHES) + chunk
 
     def view(self, slab: Slab, chunk: int) -> memoryview:
-        begin = self.offset(chunk) + self.form.header_bytes
+        begin = self.slot(chunk) * SLOT_BYTES + self.form.header_bytes
         return slab.view[begin : begin + self.form.payload_bytes]
 
 
@@ -97,6 +96,7 @@ def ranks(directory: Path) -> list[Rank]:
                     shard_names(vllm_config.model_config, tp, 1)[rank],
                     {0: (layout.part("g0"),)},
                     manifest=canonical_json(identity),
+                    slot_bytes=SLOT_BYTES,
                 )
                 found.append(Rank(len(found), handshake))
     return found
@@ -110,9 +110,10 @@ def slab(ranks: list[Rank]) -> Iterator[Slab]:
     slab.close()
 
 
-async def move(rank: Rank, worker: Worker, message: Any) -> list[JobEnd]:
-    """Send one message for each chunk; how they ended."""
-    worker.say(*(message(n, 0, h, rank.offset(n)) for n, h in enumerate(HASHES)))
+async def move(rank: Rank, worker: Worker, kind: JobKind) -> list[JobEnd]:
+    """Send one job for each chunk; how they ended."""
+    keys = [ChunkKey(0, block_hash) for block_hash in HASHES]
+    worker.say(*(BucketJob(n, kind, key, rank.slot(n)) for n, key in enumerate(keys)))
     ends = await worker.done(len(HASHES))
     return [ends[n] for n in range(len(HASHES))]
 
@@ -139,15 +140,15 @@ async def test_all_at_once_find_their_own_bytes_and_no_others(
 
         # One after the other has saved, everybody asks: before its own save, nothing is there.
         for rank, worker in pairs:
-            assert {e.outcome for e in await move(rank, worker, wire.Fetch)} == {Outcome.MISSING}
+            assert {e.outcome for e in await move(rank, worker, JobKind.FETCH)} == {Outcome.MISSING}
             for chunk in range(len(HASHES)):
                 rank.view(slab, chunk)[:] = rank.payload(chunk)
-            assert {e.outcome for e in await move(rank, worker, wire.Upload)} == {Outcome.OK}
+            assert {e.outcome for e in await move(rank, worker, JobKind.UPLOAD)} == {Outcome.OK}
 
         for rank in ranks:
             for chunk in range(len(HASHES)):
                 rank.view(slab, chunk)[:] = bytes(rank.form.payload_bytes)
-        ended = await asyncio.gather(*(move(r, w, wire.Fetch) for r, w in pairs))
+        ended = await asyncio.gather(*(move(r, w, JobKind.FETCH) for r, w in pairs))
         assert {end.outcome for ends in ended for end in ends} == {Outcome.OK}
         for rank in ranks:
             for chunk in range(len(HASHES)):
@@ -167,7 +168,7 @@ async def test_all_at_once_find_their_own_bytes_and_no_others(
                 await store.put(
                     rank.key(block_hash), Place.of(data[: info.nbytes]), if_absent=False
                 )
-        ended = await asyncio.gather(*(move(r, w, wire.Fetch) for r, w in pairs))
+        ended = await asyncio.gather(*(move(r, w, JobKind.FETCH) for r, w in pairs))
         assert {end.outcome for ends in ended for end in ends} == {Outcome.CORRUPT}
         reasons = {end.reason for ends in ended for end in ends}
         assert reasons <= {"length", "namespace", "shard"}

@@ -152,7 +152,7 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     layout.seal(Place.of(slot, layout.header_bytes), order.key.block_hash)
     arrived = JobEnd(order.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1, fresh_s=0.0)
     side.planner.on_end(arrived, time.monotonic())
-    assert not side.planner.ledger.uses
+    assert not side.planner.ledger.uses_inflight
     assert not client.take().count("use 2")
     side.ensure(request("s", feature(length=100)), 0)
     side.plan(output())

@@ -22,6 +22,7 @@ from s3kv.connectors.plugin import register
 from s3kv.messages import EMPTY_PLAN, StepPlan
 from tests.contract.configurations import FULL, configured, groups
 from tests.contract.test_kv_scheduler import HELLO, request, step
+from tests.plans import fetches_of
 from tests.versions import since
 
 
@@ -120,7 +121,7 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
     scheduler.on_new_request(waiting)
     assert scheduler.lookup(waiting, 0) == (None, False)
     plans = [scheduler.plan(step()) for _ in range(3)]
-    assert plans[0].fetches
+    assert fetches_of(plans[0])
     assert [plan.linger_s > 0 for plan in plans] == [False, pauses, pauses]
     assert scheduler.broken is None
 

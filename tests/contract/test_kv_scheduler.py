@@ -19,6 +19,7 @@ from s3kv.messages import JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.pictures import picture, without_tensors
+from tests.plans import fetches_of
 
 
 def side(**settings: Any) -> SchedulerSide:
@@ -85,14 +86,16 @@ def test_workers_linger_only_while_all_the_engine_can_do_is_ask_again() -> None:
     scheduler.on_new_request(request("r"))
     assert scheduler.lookup(request("r"), 0) == (None, False)
     first = scheduler.plan(step())
-    assert len(first.fetches) == 2
+    assert len(fetches_of(first)) == 2
     assert first.linger_s == 0, "the step before may still be running"
     assert scheduler.plan(step()).linger_s > 0
     assert scheduler.plan(step(tokens=5)).linger_s == 0
     assert scheduler.plan(step()).linger_s == 0
     assert scheduler.plan(step()).linger_s > 0
     scheduler.on_output(
-        output([JobEnd(f.job_id, JobKind.FETCH, Outcome.MISSING, 0, 0.1) for f in first.fetches])
+        output(
+            [JobEnd(f.job_id, JobKind.FETCH, Outcome.MISSING, 0, 0.1) for f in fetches_of(first)]
+        )
     )
     assert scheduler.plan(step()).linger_s == 0, "nothing is under way"
     assert scheduler.broken is None
@@ -125,7 +128,7 @@ def test_a_request_whose_hashes_say_too_little_has_no_cache(local_tokens: int) -
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, local_tokens) == (0, False)
     plan = scheduler.plan(step())
-    assert (plan.fetches, plan.saves) == ((), ())
+    assert (fetches_of(plan), plan.saves) == ((), ())
     scheduler.on_finished(subject)
     scheduler.planner.check()
     assert scheduler.broken is None
@@ -168,7 +171,7 @@ def test_a_request_that_must_not_load_asks_the_bucket_for_nothing() -> None:
     subject.kv_transfer_params = {"s3kv": {"load": False}}
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, 0) == (0, False)
-    assert scheduler.plan(step()).fetches == ()
+    assert fetches_of(scheduler.plan(step())) == ()
 
 
 def test_a_request_whose_parameters_cannot_be_read_is_served_and_not_saved(
@@ -230,7 +233,7 @@ def test_what_is_missed_and_what_memory_holds_is_told() -> None:
     asked = told(scheduler)
     assert asked["fetches"] == 2
     assert (asked["slab_bytes|free"], asked["slab_bytes|filling"]) == (6 * slot, 2 * slot)
-    good, bad = scheduler.plan(step()).fetches
+    good, bad = fetches_of(scheduler.plan(step()))
     assert scheduler.stats() is None
     ends = {good: Outcome.OK, bad: Outcome.CORRUPT}
     for _ in handshake:
@@ -273,7 +276,7 @@ def asked_for(scheduler: SchedulerSide, name: str) -> set[ChunkKey]:
     """The chunks that a request has fetched."""
     scheduler.on_new_request(request(name))
     scheduler.lookup(request(name), 0)
-    return {fetch.key for fetch in scheduler.plan(step()).fetches}
+    return {fetch.key for fetch in fetches_of(scheduler.plan(step()))}
 
 
 def test_workers_that_say_the_same_again_change_nothing() -> None:
@@ -338,7 +341,7 @@ def test_workers_that_report_in_the_first_step_are_served_from_then_on(at_once: 
     late = request("late")
     scheduler.on_new_request(late)
     assert scheduler.lookup(late, 0) == (None, False)
-    assert len(scheduler.plan(step()).fetches) == 2
+    assert len(fetches_of(scheduler.plan(step()))) == 2
     scheduler.on_finished(early)
     scheduler.set_workers([], 2)  # at a wake-up
     assert scheduler.broken is None
@@ -353,7 +356,7 @@ def test_a_reset_before_the_workers_report_is_kept() -> None:
         scheduler.on_output(reporting(HELLO))
         scheduler.on_new_request(request("r"))
         scheduler.lookup(request("r"), 0)
-        keys.append([fetch.key for fetch in scheduler.plan(step()).fetches])
+        keys.append([fetch.key for fetch in fetches_of(scheduler.plan(step()))])
         assert scheduler.broken is None
     assert len(keys[0]) == len(keys[1]) == 2
     assert not set(keys[0]) & set(keys[1])
@@ -430,10 +433,10 @@ def test_a_request_with_an_adapter_waits_for_what_the_workers_have_loaded() -> N
     subject = adapted("r")
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, 0) == (None, False)
-    assert planned(scheduler).fetches == (), "nothing to ask the bucket for yet"
+    assert fetches_of(planned(scheduler)) == (), "nothing to ask the bucket for yet"
     tell(scheduler, 1, LOADED)
     scheduler.lookup(subject, 0)
-    fetched = planned(scheduler).fetches
+    fetched = fetches_of(planned(scheduler))
     assert len(fetched) == 2
     assert not {fetch.key.block_hash for fetch in fetched} & set(subject.block_hashes)
     plain = adapted("r2", lora_request=None)
@@ -453,12 +456,12 @@ def test_what_is_not_loaded_yet_is_neither_looked_up_nor_saved() -> None:
     tell(scheduler, 1)
     assert scheduler.lookup(subject, 0) == (0, False)
     plan = planned(scheduler, admit(scheduler, subject))
-    assert (plan.fetches, plan.saves) == ((), ())
+    assert (fetches_of(plan), plan.saves) == ((), ())
     later = adapted("r2")
     tell(scheduler, 2, LOADED)
     scheduler.on_new_request(later)
     assert scheduler.lookup(later, 0) == (None, False)
-    fetches = planned(scheduler).fetches
+    fetches = fetches_of(planned(scheduler))
     assert len(fetches) == 2, "asked for at once, under what is believed"
     assert scheduler.broken is None
 
@@ -472,12 +475,12 @@ def test_what_was_believed_of_an_adapter_and_is_not_so(now: str | None) -> None:
     subject = adapted("r")
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, 0) == (None, False)
-    believed = {fetch.key for fetch in planned(scheduler).fetches}
+    believed = {fetch.key for fetch in fetches_of(planned(scheduler))}
     assert len(believed) == 2
     tell(scheduler, 2, *([LoadedAdapter(LOADED.name, now.encode())] if now else []))
     answer = scheduler.lookup(subject, 0)
     plan = planned(scheduler)
-    asked = {fetch.key for fetch in plan.fetches}
+    asked = {fetch.key for fetch in fetches_of(plan)}
     assert len(plan.cancels) == 2
     assert not asked & believed
     assert (answer, len(asked)) == (((None, False), 2) if now else ((0, False), 0))

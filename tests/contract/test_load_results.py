@@ -17,6 +17,7 @@ from s3kv.messages import EMPTY_PLAN, JobEnd, JobKind, LoadOrder, LoadPart, Step
 from s3kv.types import Outcome
 from tests.contract.test_kv_scheduler import output, request, step
 from tests.contract.test_kv_worker import connector, side
+from tests.plans import fetches_of
 
 
 class Rank:
@@ -112,7 +113,7 @@ def test_the_scheduler_computes_what_failed_on_any_rank(failing: int) -> None:
     subject = request("r")
     scheduler.on_new_request(subject)
     scheduler.lookup(subject, 0)
-    fetches = scheduler.plan(step()).fetches
+    fetches = fetches_of(scheduler.plan(step()))
     arrived = [JobEnd(f.job_id, JobKind.FETCH, Outcome.OK, 1, 0.1) for f in fetches]
     scheduler.on_output(output(arrived))
     assert scheduler.lookup(subject, 16) == (48, True)

@@ -21,6 +21,7 @@ from s3kv.connectors.observers import KVEvents, RequestSpans
 from s3kv.messages import JobKind
 from s3kv.planning.residency import Change, Origin, Residency
 from s3kv.types import ChunkKey, Outcome
+from tests.plans import fetches_of
 from tests.unit.planning.desk import Desk
 
 SECOND = ChunkKey(0, b"second chunk".ljust(32))
@@ -155,7 +156,7 @@ def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None
         desk.make_resident("bbbb")  # evicts it
     desk.add("r", "aaaa")
     desk.lookup("r")
-    desk.end(desk.plan().fetches, Outcome.MISSING)
+    desk.end(fetches_of(desk.plan()), Outcome.MISSING)
     follow()
     assert not any(counts[block] for block in blocks)
 

@@ -27,11 +27,11 @@ from s3kv.io.server.jobs import JobQueue
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.chain import chain_of
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.messages import JobEnd, JobKind
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import BulkStore
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import Outcome
 from s3kv.upkeep.housekeeping import Housekeeping
 from s3kv.upkeep.registration import Registration
 
@@ -123,7 +123,7 @@ class Service:
     def receive(self, message: wire.Down) -> None:
         """Act on one message. Raises `WireError` for a message that is not allowed now."""
         match message:
-            case wire.Fetch() | wire.Upload() | wire.Look():
+            case BucketJob():
                 self._accept(message)
             case wire.Cancel():
                 self._cancel(message.job_id)
@@ -136,38 +136,35 @@ class Service:
             case wire.Handshake():
                 raise wire.WireError("a second Handshake")
 
-    def _accept(self, message: wire.Order) -> None:
+    def _accept(self, message: BucketJob) -> None:
         if message.job_id in self._queue:
             raise wire.WireError(f"job {message.job_id} has not ended and was sent again")
         if self._drain_left is not None:
             self._say_ended(_unsent(message, Outcome.CANCELLED, "shutting down"))
             return
         try:
-            key = self._namespace.chunk(ChunkKey(message.group, message.block_hash), self._shard)
-            if isinstance(message, wire.Look):
+            key = self._namespace.chunk(message.key, self._shard)
+            if message.kind is JobKind.USE:
                 self._refresher.use(key, partial(self._use_ended, message))
                 return
             job = self._job(message, key)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             self._say_ended(_unsent(message, Outcome.INVALID, str(error)))
             return
         self._queue.add(job)
         self._start_jobs()
 
-    def _use_ended(self, message: wire.Look, outcome: Outcome, fresh_s: float) -> None:
+    def _use_ended(self, message: BucketJob, outcome: Outcome, fresh_s: float) -> None:
         self._say_ended(JobEnd(message.job_id, message.kind, outcome, fresh_s=fresh_s))
 
-    def _job(self, message: wire.Transfer, key: str) -> TransferJob:
-        """The job that a message requests. Raises `TypeError` or `ValueError` if it is invalid."""
-        layout = self._formats.of(message)
-        slot = self._slab.view[message.offset : message.offset + layout.object_bytes]
-        place = Place.of(slot, layout.header_bytes)
-        due_s = self._due_s(message)
-        return TransferJob(
-            message.job_id, message.kind, key, message.block_hash, layout, place, due_s
-        )
+    def _job(self, message: BucketJob, key: str) -> TransferJob:
+        """The job that a message requests. Raises `ValueError` if it is invalid."""
+        layout, where = self._formats.of(message)
+        job_id, kind, block_hash = message.job_id, message.kind, message.key.block_hash
+        place, due_s = Place.of(self._slab.view[where], layout.header_bytes), self._due_s(message)
+        return TransferJob(job_id, kind, key, block_hash, layout, place, due_s)
 
-    def _due_s(self, message: wire.Transfer) -> float:
+    def _due_s(self, message: BucketJob) -> float:
         """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
         item. A chunk's upload has none left: its planner tries again by itself, seconds later,
         when that is of more use. The outbox of items never tries again."""
@@ -275,5 +272,5 @@ class Service:
             await asyncio.wait_for(self._store.close(), _CLOSE_TIMEOUT_S)
 
 
-def _unsent(message: wire.Order, outcome: Outcome, detail: str) -> JobEnd:
+def _unsent(message: BucketJob, outcome: Outcome, detail: str) -> JobEnd:
     return JobEnd(message.job_id, message.kind, outcome, detail=detail)

@@ -129,7 +129,6 @@ class Life:
             RankWorker(
                 copies=SlabCopies(slab),  # type: ignore[arg-type]
                 client=client,
-                slot_bytes=rig.SLOT_BYTES,
                 block_bytes={0: 1},
                 uploads=client is self.client or not self._first_uploads,
                 clock=time.monotonic,

@@ -288,7 +288,7 @@ def test_a_cancelled_fetch_keeps_its_slot_until_its_socket_is_done(
     store.fault(Fault(kind="trickle", verbs=("GET",), nbytes=1000, seconds=0.02))
     slot = rig.slot(life.slabs[0], 3)
     slot[:] = b"\xee" * len(slot)
-    life.client.fetch(1, rig.chunk(1), 3 * rig.SLOT_BYTES)
+    life.client.submit(rig.fetch(1, slot=3))
     until("the first bytes come", lambda: life.client.poll(0.002) or slot[0] != 0xEE)
     life.client.cancel(1)
     ended: list[Outcome] = []

@@ -12,14 +12,14 @@ from typing import Any, get_args
 
 from s3kv.config import Config
 from s3kv.io import wire
-from s3kv.messages import JobEnd, JobKind
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat, Gathering
 from s3kv.objects.headers import MAX_HEADER_BYTES, CodecError, Mismatch, read_header
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, explain, leaves
 from s3kv.place import Place
-from s3kv.types import ItemShape, Outcome, TensorSpec
+from s3kv.types import ChunkKey, ItemShape, Outcome, TensorSpec
 
 NAMESPACE = "0123456789abcdef" * 2
 HASH = bytes(range(32))
@@ -200,8 +200,8 @@ def manifests(data: bytes) -> None:
 DOWN = wire.encode(
     [
         wire.Handshake(Config(bucket="bkt"), "s3kv", NAMESPACE, "h0-7of8-l0-31of32", {0: TENSORS}),
-        wire.Fetch(1, 0, HASH, 4096),
-        wire.Upload(2, 0, HASH, 0, ItemShape(3, ITEM_BYTES)),
+        BucketJob(1, JobKind.FETCH, ChunkKey(0, HASH), 1),
+        BucketJob(2, JobKind.UPLOAD, ChunkKey(0, HASH), 0, ItemShape(3, ITEM_BYTES)),
         wire.Cancel(1),
         wire.Ping(),
         wire.Drain(1.0),

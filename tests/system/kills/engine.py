@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from s3kv.config import Config
-from s3kv.messages import FetchOrder, StepPlan, StepReport
+from s3kv.messages import BucketJob, StepPlan, StepReport
 from tests.system.kills import worker
 from tests.system.kills.prompts import NEW_TOKENS, PROMPTS, dictionary
 from tests.system.kills.worker import SETUP
@@ -51,7 +51,7 @@ class RemoteRank:
     def __init__(self, number: int, config: Config, seed: int) -> None:
         self.number = number
         self.slots, self.blocks = View(self, "slot"), View(self, "block")
-        self.orders: dict[int, FetchOrder] = {}
+        self.orders: dict[int, BucketJob] = {}
         self.report = StepReport()
         self.loaded: dict[str, bool] = {}
         self.seen: Counter[str] = Counter()

@@ -14,7 +14,7 @@ import pytest
 
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.host.table import EntryState, Table
-from s3kv.io import process_life, wire
+from s3kv.io import process_life
 from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
 from s3kv.io.server.jobs import JobQueue
@@ -23,7 +23,7 @@ from s3kv.io.sources import pacing
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.quarantine import Quarantine
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.messages import JobEnd, JobKind, SaveOrder, StepPlan, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder, StepPlan, StepReport
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
@@ -47,7 +47,7 @@ upload = BucketSource.upload
 say_ended = Service._say_ended
 cancel = Service._cancel
 bury = IoClient._bury
-submit_to_any = IoClient._submit
+submit_to_any = IoClient.submit
 end_of_job = JobQueue.end
 saved = RankWorker._saved
 begin = RankWorker.begin
@@ -270,11 +270,11 @@ def never_notices_a_process_that_hangs(patch: Patch) -> None:
 
 @mutant
 def loses_what_a_dead_process_was_sent(patch: Patch) -> None:
-    def submit(self: IoClient, job: wire.Fetch | wire.Upload) -> None:
+    def submit(self: IoClient, job: BucketJob) -> None:
         if self.life.state is State.UP:
             submit_to_any(self, job)
 
-    patch.setattr(IoClient, "_submit", submit)
+    patch.setattr(IoClient, "submit", submit)
 
 
 # ---- a rank
@@ -297,7 +297,7 @@ def uploads_before_it_has_copied(patch: Patch) -> None:
         for order in orders:
             self._saves[order.job_id] = order
             self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
-            self._upload(order.job_id, order.key, order.slot)
+            self._start(BucketJob(order.job_id, JobKind.UPLOAD, order.key, order.slot))
 
     def only_ended(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
         self._end(order.job_id, JobKind.SAVE, Outcome.OK, 0, seconds)

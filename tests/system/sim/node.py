@@ -160,7 +160,7 @@ class Node:
             self.has_work
             or engine.planner.ledger.saves_inflight
             or engine.planner.ledger.fetches_inflight
-            or engine.planner.ledger.uses
+            or engine.planner.ledger.uses_inflight
             or any(rank.worker.busy or rank.report.ends for rank in self.ranks)
         )
 

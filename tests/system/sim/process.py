@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from s3kv.io import wire
 from s3kv.io.server.service import Service
-from s3kv.messages import JobEnd, JobKind
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey
 from tests.system.sim.loop import OWNER, Owner, VirtualLoop
 from tests.system.sim.store import Bucket, Connection
@@ -198,19 +198,18 @@ class Process:
             self._service.start()
             return
         assert self._service is not None, "the first message is no Handshake"
-        if isinstance(message, wire.Order):
+        if isinstance(message, BucketJob):
             self._note(message)
         self._service.receive(message)
 
-    def _note(self, message: wire.Order) -> None:
-        key = ChunkKey(message.group, message.block_hash)
+    def _note(self, message: BucketJob) -> None:
         self.orders[message.job_id] = Order(
             message.kind,
-            self._object_key(key),
-            key,
+            self._object_key(message.key),
+            message.key,
             self._handshake.shard,
             self._handshake.namespace_digest,
-            -1 if isinstance(message, wire.Look) else message.offset,
+            message.slot * self._handshake.slot_bytes,
             self._loop.time(),
         )
 

@@ -15,9 +15,11 @@ from s3kv.config import Config
 from s3kv.device.copies import SavedEnd
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Handshake
-from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadPart, StepPlan, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadPart, StepPlan, StepReport
+from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.rearranging import Pages
 from s3kv.worker.rank import RankWorker
+from tests.plans import fetches_of
 from tests.system.sim.meaning import Shard, format_of
 from tests.system.sim.process import Machine, Process
 from tests.unit.planning.ranks import TokenKV, Write
@@ -149,9 +151,15 @@ def handshake_for(shard: Shard, setup: Setup, config: Config, padding_bytes: int
         space.digest,
         shard.name,
         {0: layout.tensors},
+        slot_bytes=slot_bytes_of(layout),
         integrity=shard.integrity,
         pages=Pages(shard.order, "layer.{}") if config.share_ranks else None,
     )
+
+
+def slot_bytes_of(layout: ChunkFormat) -> int:
+    """No multiple of anything, so that a wrong offset is noticed."""
+    return layout.object_bytes + 64
 
 
 class ByteRank:
@@ -175,7 +183,7 @@ class ByteRank:
         self.shard = shard
         self.blocks = Blocks(shard, setup)
         self.slots = Slots(self)
-        self.orders: dict[int, FetchOrder] = {}
+        self.orders: dict[int, BucketJob] = {}
         self.report = StepReport()
         self.loaded: dict[str, bool] = {}
         self.seen: Counter[str] = Counter()
@@ -184,14 +192,13 @@ class ByteRank:
         self._header_bytes = layout.header_bytes
         self._block_bytes = shard.block_bytes(setup.block_tokens)
         self._tokens_bytes = layout.payload_bytes - padding_bytes
-        self._slot_bytes = layout.object_bytes + 64
+        self._slot_bytes = slot_bytes_of(layout)
         self._slab = make_slab(setup.slots * self._slot_bytes)
         self.client = make_client(self._slab)
         copies = Copies(self, rng, rng.choice([0.0, 0.0, 0.03]))
         self.worker = RankWorker(
             copies=copies,  # type: ignore[arg-type]
             client=self.client,
-            slot_bytes=self._slot_bytes,
             block_bytes={0: 1},
             clock=clock,
         )
@@ -209,7 +216,7 @@ class ByteRank:
 
     def run(self, plan: StepPlan, writes: Iterable[Write]) -> None:
         """In the order in which vLLM goes about a step."""
-        self.orders.update((fetch.job_id, fetch) for fetch in plan.fetches)
+        self.orders.update((fetch.job_id, fetch) for fetch in fetches_of(plan))
         self.worker.begin(plan)
         self.worker.load(plan.loads)
         self.blocks.write(writes)

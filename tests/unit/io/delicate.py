@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from s3kv.io import __main__, wire
 from s3kv.io.server.service import Service
+from s3kv.messages import BucketJob
 from tests.unit.io import rig
 
 POISON = 7
@@ -18,8 +18,7 @@ receive = Service.receive
 
 def dying(self: Service, message: wire.Down) -> None:
     receive(self, message)
-    poison: Any = rig.chunk(POISON).block_hash
-    if isinstance(message, wire.Fetch | wire.Upload) and message.block_hash == poison:
+    if isinstance(message, BucketJob) and message.key == rig.chunk(POISON):
         os._exit(3)
 
 

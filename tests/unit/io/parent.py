@@ -42,7 +42,7 @@ def upload_after_interrupt(client: IoClient, slab: Slab) -> None:
     while len(interrupted) < 2:
         time.sleep(0.01)
     rig.fill(slab, 1, number=1)
-    client.upload(1, rig.chunk(1), rig.SLOT_BYTES)
+    client.submit(rig.upload(1))
     ended = []
     while not ended:
         ended = client.poll()
@@ -53,7 +53,7 @@ def upload_after_interrupt(client: IoClient, slab: Slab) -> None:
 def drain(client: IoClient, slab: Slab) -> None:
     for i in range(4):
         rig.fill(slab, i, number=i)
-        client.upload(i, rig.chunk(i), i * rig.SLOT_BYTES)
+        client.submit(rig.upload(i))
     client.drain(20.0)
 
 

@@ -14,7 +14,7 @@ from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.process import serve
-from s3kv.messages import JobEnd
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
@@ -29,7 +29,9 @@ SLOT_BYTES = -(-FORMAT.object_bytes // 4096) * 4096
 
 
 def handshake(config: Config) -> wire.Handshake:
-    return wire.Handshake(config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {0: TENSORS})
+    return wire.Handshake(
+        config, NAMESPACE.prefix, NAMESPACE.digest, SHARD, {0: TENSORS}, slot_bytes=SLOT_BYTES
+    )
 
 
 def chunk(number: int) -> ChunkKey:
@@ -61,14 +63,18 @@ def fill(slab: Slab, index: int, number: int) -> None:
     slot(slab, index)[FORMAT.header_bytes :] = payload(number)
 
 
-def fetch(job_id: int, number: int | None = None) -> wire.Fetch:
-    """Fetch chunk `number` (as `job_id` unless told) into slot `job_id`."""
-    number = job_id if number is None else number
-    return wire.Fetch(job_id, 0, chunk(number).block_hash, job_id * SLOT_BYTES)
+def fetch(job_id: int, number: int | None = None, *, slot: int | None = None) -> BucketJob:
+    """Fetch chunk `number` into a slot; both are `job_id` unless told."""
+    return _job(JobKind.FETCH, job_id, number, slot)
 
 
-def upload(job_id: int) -> wire.Upload:
-    return wire.Upload(job_id, 0, chunk(job_id).block_hash, job_id * SLOT_BYTES)
+def upload(job_id: int, number: int | None = None, *, slot: int | None = None) -> BucketJob:
+    return _job(JobKind.UPLOAD, job_id, number, slot)
+
+
+def _job(kind: JobKind, job_id: int, number: int | None, slot: int | None) -> BucketJob:
+    key = chunk(job_id if number is None else number)
+    return BucketJob(job_id, kind, key, job_id if slot is None else slot)
 
 
 class Worker:

@@ -89,11 +89,11 @@ def ends(client: IoClient, count: int) -> dict[int, JobEnd]:
 
 
 def fetch(client: IoClient, job_id: int, number: int) -> None:
-    client.fetch(job_id, rig.chunk(number), job_id * rig.SLOT_BYTES)
+    client.submit(rig.fetch(job_id, number))
 
 
 def upload(client: IoClient, job_id: int) -> None:
-    client.upload(job_id, rig.chunk(job_id), job_id * rig.SLOT_BYTES)
+    client.submit(rig.upload(job_id))
 
 
 def is_gone(pid: int) -> bool:

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.client import IoClient
-from s3kv.io.formats import Formats
 from s3kv.io.orders import Orders
 from s3kv.io.process_life import State
-from s3kv.messages import JobEnd, JobKind
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
 from tests.servers import moto_server
 from tests.unit.io import rig
@@ -52,8 +50,7 @@ def carry_out(client: IoClient, jobs: dict[int, Callable[[int], None]]) -> dict[
 def uploads(client: IoClient, slab: Slab, *numbers: int) -> dict[int, Callable[[int], None]]:
     def upload(number: int) -> Callable[[int], None]:
         rig.fill(slab, number, number)
-        at = number * rig.SLOT_BYTES
-        return lambda job_id: client.upload(job_id, rig.chunk(number), at)
+        return lambda job_id: client.submit(rig.upload(job_id, number, slot=number))
 
     return {number: upload(number) for number in numbers}
 
@@ -75,15 +72,12 @@ def test_what_it_dies_of_is_sent_twice_and_its_neighbours_arrive(
         assert client.life.deaths == 2
 
 
-def test_a_hash_that_is_no_hash_kills_it_twice_if_it_gets_through(
-    slab: Slab, open_client: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Formats, "of", lambda self, job: None)
+def test_a_hash_that_is_no_hash_kills_it_twice(slab: Slab, open_client: Open) -> None:
     with moto_server() as url:
         client = open_client(url)
         poison: Any = ChunkKey(0, "a string")  # type: ignore[arg-type]
         jobs = uploads(client, slab, 1, 2)
-        jobs[99] = lambda job_id: client.upload(job_id, poison, 0)
+        jobs[99] = lambda job_id: client.submit(BucketJob(job_id, JobKind.UPLOAD, poison))
         assert carry_out(client, jobs) == {1: Outcome.OK, 2: Outcome.OK, 99: Outcome.INVALID}
         assert client.life.deaths == 2
 
@@ -96,7 +90,7 @@ def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
         for kill in range(2):
             while client.life.state is not State.UP:
                 client.poll()
-            client.fetch(kill, rig.chunk(1), rig.SLOT_BYTES)
+            client.submit(rig.fetch(kill, 1))
             while len(server.begun) <= kill:
                 client.poll(0.01)
             pid = client.pid
@@ -106,7 +100,7 @@ def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
                 ended = client.poll(0.01)
             assert ended[0].outcome is Outcome.FAILED
         server.go_on.set()
-        jobs = {1: lambda job_id: client.fetch(job_id, rig.chunk(1), rig.SLOT_BYTES)}
+        jobs = {1: lambda job_id: client.submit(rig.fetch(job_id, 1, slot=1))}
         assert carry_out(client, jobs) == {1: Outcome.OK}
 
 
@@ -125,14 +119,14 @@ def test_a_drain_finishes_suspects_too(slab: Slab, open_client: Open) -> None:
             failed += len(client.poll(0.01))
         for number, order in jobs.items():
             order(number)
-        client.fetch(9, rig.chunk(9), 9 * rig.SLOT_BYTES)
+        client.submit(rig.fetch(9))
         assert client.drain(30.0) == 0
         assert {e.outcome for e in client.poll() if e.job_id < 9} <= {Outcome.OK, Outcome.EXISTS}
 
 
 def test_a_job_that_ends_as_another_kind_is_still_there_when_the_process_dies() -> None:
-    orders = Orders(Formats(rig.handshake(Config(bucket="any")), rig.SLOT_BYTES), time.monotonic)
-    assert orders.add(wire.Fetch(7, 0, b"h" * 32, 0), "")
+    orders = Orders(time.monotonic)
+    assert orders.add(rig.fetch(7), "")
     with pytest.raises(wire.WireError, match="never sent"):
         orders.ended(JobEnd(7, JobKind.UPLOAD, Outcome.OK))
     orders.died("it broke the protocol", crashed=True)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from s3kv.io import wire
 from s3kv.io.poison_jobs import PoisonJobs
+from s3kv.messages import BucketJob
 from tests.unit.io import rig
 
 # ---- who is suspected, and who is condemned
 
 
-def jobs_of(*numbers: int, first_id: int = 0) -> list[wire.Upload]:
-    return [
-        wire.Upload(first_id + n, 0, rig.chunk(n).block_hash, n * rig.SLOT_BYTES) for n in numbers
-    ]
+def jobs_of(*numbers: int, first_id: int = 0) -> list[BucketJob]:
+    return [rig.upload(first_id + n, n) for n in numbers]
 
 
 def released(suspects: PoisonJobs) -> list[int]:

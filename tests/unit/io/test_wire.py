@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from s3kv.config import Config
 from s3kv.io import wire
-from s3kv.messages import JobEnd, JobKind
-from s3kv.types import Outcome, TensorSpec
+from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.types import ChunkKey, ItemShape, Outcome, TensorSpec
 
 job_ids = st.integers(0, 2**63 - 1)
-jobs = st.tuples(job_ids, st.integers(0, 9), st.binary(min_size=1, max_size=64), job_ids)
+keys = st.builds(ChunkKey, st.integers(0, 9), st.binary(min_size=1, max_size=64))
+shapes = st.none() | st.builds(ItemShape, job_ids, job_ids)
 downs = st.lists(
     st.one_of(
-        jobs.map(lambda fields: wire.Fetch(*fields)),
-        jobs.map(lambda fields: wire.Upload(*fields)),
+        st.builds(BucketJob, job_ids, st.sampled_from(JobKind), keys, job_ids, shapes),
         job_ids.map(wire.Cancel),
         st.floats(0, 1e6).map(wire.Drain),
         st.just(wire.Ping()),

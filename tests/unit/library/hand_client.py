@@ -11,26 +11,20 @@ from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Tier, introduce
-from s3kv.messages import JobEnd, JobKind
-from s3kv.types import ChunkKey, Outcome
+from s3kv.messages import BucketJob, JobEnd
+from s3kv.types import Outcome
 
 
 @dataclass
 class HandClient:
-    """sent: the jobs under way, by id: kind, key, place in the slab."""
+    """sent: the jobs under way, by id."""
 
-    sent: dict[int, tuple[JobKind, ChunkKey, int]] = field(default_factory=dict)
+    sent: dict[int, BucketJob] = field(default_factory=dict)
     ended: list[JobEnd] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
-    def fetch(self, job_id: int, key: ChunkKey, offset: int) -> None:
-        self.sent[job_id] = (JobKind.FETCH, key, offset)
-
-    def upload(self, job_id: int, key: ChunkKey, offset: int) -> None:
-        self.sent[job_id] = (JobKind.UPLOAD, key, offset)
-
-    def use(self, job_id: int, key: ChunkKey) -> None:
-        self.sent[job_id] = (JobKind.USE, key, -1, None)
+    def submit(self, job: BucketJob) -> None:
+        self.sent[job.job_id] = job
 
     def cancel(self, job_id: int) -> None:
         self.end(job_id, Outcome.CANCELLED)
@@ -56,8 +50,7 @@ class HandClient:
     def end(self, job_id: int, outcome: Outcome, nbytes: int = 0) -> None:
         """End a job; the next poll tells of it."""
         if job_id in self.sent:
-            kind, *_ = self.sent.pop(job_id)
-            self.ended.append(JobEnd(job_id, kind, outcome, nbytes))
+            self.ended.append(JobEnd(job_id, self.sent.pop(job_id).kind, outcome, nbytes))
 
 
 def tier_of(client: HandClient, nbytes: int, **settings: Any) -> Tier:

@@ -9,7 +9,7 @@ import pytest
 
 from s3kv.errors import ClosedError
 from s3kv.library.pump import Pump, carried, claimed, in_thread, succeeded
-from s3kv.messages import JobEnd
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
 from tests.unit.library.hand_client import HandClient, tier_of, until
 from tests.unit.library.stores import slow_threads
@@ -66,7 +66,7 @@ async def test_what_nobody_claims_is_given_back() -> None:
 async def test_it_polls_while_there_is_something_to_wait_for() -> None:
     client, ends = HandClient(), list[JobEnd]()
     pump = Pump(tier_of(client, 4096), ends.append, lambda: bool(client.sent or client.ended))
-    pump.upload(1, KEY, 0)
+    pump.submit(BucketJob(1, JobKind.UPLOAD, KEY))
     client.end(1, Outcome.OK)
     await until(lambda: ends)
     assert pump._next_look is None or not client.sent
@@ -82,7 +82,7 @@ async def test_one_timer_runs_however_often_a_look_orders_a_job() -> None:
         nonlocal looks
         looks += 1
         if (job_id := next(orders, None)) is not None:
-            pump.upload(job_id, KEY, 0)
+            pump.submit(BucketJob(job_id, JobKind.UPLOAD, KEY))
         return True
 
     pump = Pump(tier_of(client, 4096), lambda end: None, order_one)
@@ -104,7 +104,7 @@ async def test_close_cancels_fetches_waits_for_calls_and_gives_back_in_order() -
     pump.before_slab(lambda: client.told.append(f"user, slab {tier.slab.fd >= 0}"))
     may_end = asyncio.Event()
     call = asyncio.create_task(pump.call(may_end.wait()))
-    pump.fetch(1, KEY, 0)
+    pump.submit(BucketJob(1, JobKind.FETCH, KEY))
     await asyncio.sleep(0)
     closing = [asyncio.create_task(pump.close()) for _ in range(2)]
     closing[0].cancel()

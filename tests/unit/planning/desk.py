@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from s3kv.messages import (
-    FetchOrder,
+    BucketJob,
     JobEnd,
     JobKind,
     LoadOrder,
     SaveOrder,
     StepPlan,
     StepReport,
-    UploadOrder,
-    UseOrder,
 )
 from s3kv.planning.kv import Answer
 from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
+from tests.plans import fetches_of, uploads_of, uses_of
 from tests.unit.planning.setup import Prefixes, Setup, hash_of
 
 OK, MISSING, FAILED = Outcome.OK, Outcome.MISSING, Outcome.FAILED
 CHUNK = 4
 """Tokens of a chunk, unless a test says otherwise; two blocks of two."""
 
-Order = FetchOrder | SaveOrder | UploadOrder | UseOrder
+Order = BucketJob | SaveOrder
 
 
 class Desk:
@@ -61,6 +60,16 @@ class Desk:
         self.planner.check()
         return plan
 
+    def fetches(self) -> tuple[BucketJob, ...]:
+        """Of a step without requests."""
+        return fetches_of(self.plan())
+
+    def uploads(self) -> tuple[BucketJob, ...]:
+        return uploads_of(self.plan())
+
+    def uses(self) -> tuple[BucketJob, ...]:
+        return uses_of(self.plan())
+
     def run(
         self, request_id: str, blocks: Iterable[int], computed: int, tokens: int, *, new: bool
     ) -> StepPlan:
@@ -83,7 +92,7 @@ class Desk:
         """Orders end, on all ranks: a fetch or an upload, or (by `kind`) one half of a save."""
         report = StepReport()
         for order in [orders] if isinstance(orders, Order) else orders:
-            what = kind or (JobKind.FETCH if isinstance(order, FetchOrder) else JobKind.UPLOAD)
+            what = kind or (order.kind if isinstance(order, BucketJob) else JobKind.UPLOAD)
             count = self.setup.world_size if ranks is None else ranks
             report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count, source=source))
         self.planner.on_report(report, self.now_s)
@@ -112,7 +121,7 @@ class Desk:
         request_id = f"for {prompt}"
         self.add(request_id, prompt)
         while self.lookup(request_id).wait:
-            self.end(self.plan().fetches)
+            self.end(self.fetches())
         self.planner.finished(request_id)
 
     def _hashes(self, text: str) -> list[bytes]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from s3kv.host.room import Extents
 from s3kv.host.table import Table
-from s3kv.messages import ItemPlan, JobEnd, JobKind
+from s3kv.messages import BucketJob, ItemPlan, JobEnd, JobKind
 from s3kv.objects.item_format import object_bytes
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.ec import ECPlanner, ECPlannerSettings, ItemFetch
+from s3kv.planning.ec import ECPlanner, ECPlannerSettings
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.items import EncodingPace, Wanted
 from s3kv.planning.ledger import Ledger
@@ -55,7 +55,7 @@ class Desk:
             widths,
         )
         self.bucket: set[ChunkKey] = set()
-        self.orders: list[tuple[ItemFetch, int]] = []
+        self.orders: list[tuple[BucketJob, int]] = []
         self.now_s = 0.0
 
     def ensure(self, request_id: str, *items: Wanted) -> bool:
@@ -69,7 +69,8 @@ class Desk:
         order, width = self.orders.pop(0)
         if outcome is None:
             outcome = Outcome.OK if order.key in self.bucket else Outcome.MISSING
-        size = object_bytes("BF16", order.shape.rows, width)
+        assert order.item is not None
+        size = object_bytes("BF16", order.item.rows, width)
         length = size if outcome is Outcome.OK else 0
         end = JobEnd(order.job_id, JobKind.FETCH, outcome, length, seconds)
         self.planner.on_end(end, self.now_s)

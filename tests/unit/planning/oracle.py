@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from s3kv.messages import (
-    FetchOrder,
-    JobKind,
-    LoadOrder,
-    SaveOrder,
-    StepPlan,
-    StepReport,
-    UploadOrder,
-)
+from s3kv.messages import BucketJob, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.kv import NOTHING, Answer
 from s3kv.types import ChunkKey, Outcome
+from tests.plans import fetches_of, uploads_of
 from tests.unit.planning.blocks import BlockPool
 from tests.unit.planning.ranks import Rank, TokenKV
 from tests.unit.planning.setup import Request, Setup, hash_of, meaning
@@ -96,24 +89,24 @@ class Oracle:
 
     def check_plan(self, plan: StepPlan, loading: dict[str, Request]) -> None:
         orders = [order for rank in self._ranks for order in rank.orders.values()]
-        fetches = [order for order in orders if isinstance(order, FetchOrder)]
+        fetches = [o for o in orders if isinstance(o, BucketJob) and o.kind is JobKind.FETCH]
         under_way = {order.key for order in fetches if order.job_id not in self._replaced}
-        for fetch in plan.fetches:
+        planned, uploads = fetches_of(plan), uploads_of(plan)
+        for fetch in planned:
             assert fetch.key not in under_way, f"{fetch} is on its way already"
         saved = {save.key for save in plan.saves}
-        beside = [order for order in (*fetches, *plan.fetches) if order.key in saved]
+        beside = [order for order in (*fetches, *planned) if order.key in saved]
         self._replaced.update(order.job_id for order in beside)
         for load in plan.loads:
             self._check_load(loading[load.request_id], load)
         for save in plan.saves:
             assert save.key not in self.in_bucket, f"{save}: the bucket is known to have it"
-        for upload in plan.uploads:
+        for upload in uploads:
             assert upload.key not in self.in_bucket, f"{upload}: the bucket is known to have it"
-        jobs: list[FetchOrder | SaveOrder | UploadOrder] = [*plan.saves, *plan.uploads]
+        jobs: list[BucketJob | SaveOrder] = [*plan.saves, *uploads]
         assert len({job.key for job in jobs}) == len(jobs), "two jobs for one chunk"
-        assert len({job.key for job in plan.fetches}) == len(plan.fetches), "fetched twice"
-        jobs += plan.fetches
-        self._key_of.update((job.job_id, job.key) for job in (*jobs, *plan.uses))
+        assert len({job.key for job in planned}) == len(planned), "fetched twice"
+        self._key_of.update((job.job_id, job.key) for job in (*plan.saves, *plan.jobs))
 
     def check_limits(self, plan: StepPlan, running: Sequence[Request]) -> None:
         """Every chunk that is saved belongs to a request that lets it be saved. The hashes are

@@ -11,18 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from s3kv.messages import (
-    FetchOrder,
-    JobEnd,
-    JobKind,
-    LoadOrder,
-    SaveOrder,
-    StepPlan,
-    StepReport,
-    UploadOrder,
-)
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
 from s3kv.types import ChunkKey, Outcome
+from tests.plans import fetches_of, uploads_of
 
 TokenKV = tuple[int, int]
 """One token's KV: which weights computed it, and the id of the token with its whole prefix."""
@@ -42,7 +34,7 @@ class Bucket:
     meanings: dict[ChunkKey, tuple[TokenKV | None, ...]] = field(default_factory=dict)
 
 
-Order = FetchOrder | SaveOrder | UploadOrder | LoadOrder
+Order = BucketJob | SaveOrder | LoadOrder
 
 
 class Rank:
@@ -77,11 +69,11 @@ class Rank:
         self.cancelled.update(plan.cancels)
         # Whether a fetch has begun differs between ranks.
         self.cancelled.update(job for job in plan.withdrawals if (job + self.number) % 2)
-        for fetch in plan.fetches:
+        for fetch in fetches_of(plan):
             self._claim(fetch.slot)
             self.slots[fetch.slot] = None
             self.orders["fetch", fetch.job_id] = fetch
-        for upload in plan.uploads:
+        for upload in uploads_of(plan):
             self.orders["upload", upload.job_id] = upload
         for load in plan.loads:
             self._check_untouched(block for part in load.parts for block in part.block_ids)
@@ -122,7 +114,7 @@ class Rank:
 
     def _fetch(self, job_id: int, outcome: Outcome) -> None:
         order = self.orders.pop(("fetch", job_id))
-        assert isinstance(order, FetchOrder)
+        assert isinstance(order, BucketJob)
         found = self.bucket.objects.get((self.number, order.key))
         if outcome.is_success:
             outcome = Outcome.MISSING if found is None else Outcome.OK
@@ -142,13 +134,13 @@ class Rank:
         self.slots[order.slot] = (self.number, tokens) if ok else None
         self._say(job_id, JobKind.SAVE, Outcome.OK if ok else Outcome.FAILED)
         if ok:
-            self.orders["upload", job_id] = UploadOrder(job_id, order.key, order.slot)
+            self.orders["upload", job_id] = BucketJob(job_id, JobKind.UPLOAD, order.key, order.slot)
         else:
             self._say(job_id, JobKind.UPLOAD, Outcome.CANCELLED)
 
     def _upload(self, job_id: int, outcome: Outcome) -> None:
         order = self.orders.pop(("upload", job_id))
-        assert isinstance(order, UploadOrder)
+        assert isinstance(order, BucketJob)
         content = self.slots[order.slot]
         assert content is not None, f"{order} sends a slot that nothing has filled"
         if outcome.is_success:

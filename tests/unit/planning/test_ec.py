@@ -239,16 +239,16 @@ def test_room_is_for_the_widest_until_the_first_item_has_told() -> None:
     desk = Desk()
     desk.bucket |= {A.key, B.key}
     desk.ensure("r", A)
-    assert desk.orders[0][0].shape.nbytes == object_bytes("BF16", A.rows, 8 * WIDTH)
+    assert desk.orders[0][0].item.nbytes == object_bytes("BF16", A.rows, 8 * WIDTH)
     desk.answer()
     held = desk.planner.ledger.table.lookup(A.key)
     assert held is not None
     assert held.nbytes == nbytes(A), "what it did not need is free again"
     desk.ensure("r", A, B)
-    assert desk.orders[0][0].shape.nbytes == nbytes(B)
+    assert desk.orders[0][0].item.nbytes == nbytes(B)
     known = Desk(widths={"image": 3 * WIDTH})
     known.ensure("r", A)
-    assert known.orders[0][0].shape.nbytes == object_bytes("BF16", A.rows, 3 * WIDTH)
+    assert known.orders[0][0].item.nbytes == object_bytes("BF16", A.rows, 3 * WIDTH)
 
 
 def test_one_identifier_for_two_sizes_is_promised_to_nobody() -> None:

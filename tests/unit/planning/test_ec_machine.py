@@ -12,6 +12,7 @@ from collections import deque
 
 import pytest
 
+from s3kv.host.room import PAGE_BYTES
 from s3kv.messages import ItemLoad, ItemReport
 from s3kv.objects.item_format import object_bytes
 from s3kv.planning.items import Wanted
@@ -62,8 +63,9 @@ class Engine:
             order = orders[0][0]
             outcome = self.desk.answer(Outcome.FAILED if self.draw.random() < 0.1 else None)
             if outcome is Outcome.OK:
-                end = order.offset + object_bytes("BF16", order.shape.rows, WIDTH)
-                self.slab[order.offset] = (end, order.key.block_hash)
+                at = order.slot * PAGE_BYTES
+                end = at + object_bytes("BF16", order.item.rows, WIDTH)
+                self.slab[at] = (end, order.key.block_hash)
 
     def _pass(self) -> None:
         """One scheduling pass: some of the requests that may be scheduled are, some items of the
@@ -74,7 +76,8 @@ class Engine:
         for name, items in list(self.waiting.items()):
             ready = self.desk.ensure(name, *items)
             for order, _ in self.desk.orders:
-                self._overwrite(order.offset, order.offset + order.shape.nbytes)
+                at = order.slot * PAGE_BYTES
+                self._overwrite(at, at + order.item.nbytes)
             if not ready:
                 continue
             for item in items:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from s3kv.messages import FetchOrder, JobKind, LoadOrder, LoadPart, SaveOrder
+from s3kv.messages import BucketJob, JobKind, LoadOrder, LoadPart, SaveOrder
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.requests import ScheduledRequest
@@ -34,7 +34,7 @@ def loading(**setup: object) -> tuple[Desk, LoadOrder]:
 def assert_full_for_others(desk: Desk) -> None:
     desk.add("intruder", "xxxx")
     assert desk.lookup("intruder") == NOTHING
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()
     desk.planner.finished("intruder")
 
 
@@ -42,7 +42,7 @@ def assert_free_for_others(desk: Desk) -> None:
     assert desk.pinned() == 0
     desk.add("successor", "yyyyzzzz")
     assert desk.lookup("successor") == WAIT
-    assert len(desk.plan().fetches) == 2
+    assert len(desk.fetches()) == 2
 
 
 def test_an_offer_stands_until_the_engine_decides() -> None:
@@ -125,7 +125,7 @@ def test_a_request_aborted_while_chunks_arrive_gives_them_back(asked: bool) -> N
     desk.planner.prefetch("r", 0, 0.0)
     if asked:
         assert desk.lookup("r") == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[0])
     assert desk.pinned() == 1, "leased on arrival"
     desk.planner.finished("r")
@@ -183,7 +183,7 @@ def test_a_preempted_request_whose_chunks_have_left_waits_for_them_again() -> No
     desk.planner.loaded(["r"])
     desk.make_resident("xxxx")
     assert desk.lookup("r") == WAIT
-    desk.end(desk.plan().fetches, MISSING)
+    desk.end(desk.fetches(), MISSING)
     assert desk.lookup("r") == NOTHING
 
 
@@ -192,7 +192,7 @@ def test_hits_are_counted_by_where_they_came_from() -> None:
     desk.make_resident("aaaa")
     desk.add("r", "aaaabbbbzz")
     assert desk.lookup("r") == WAIT
-    desk.end(desk.plan().fetches)
+    desk.end(desk.fetches())
     assert desk.lookup("r", local_tokens=2) == Answer(False, 6)
     desk.admit("r", [0, 1, 2, 3, 4], 6)
     assert desk.planner.bucket_tokens("r", 6) == 4
@@ -213,7 +213,7 @@ def test_a_barred_request_neither_loads_nor_saves_any_more(moment: str) -> None:
         desk.add("r", "aaaabbbbzz")
         if moment == "waiting":
             assert desk.lookup("r") == WAIT
-            desk.end(desk.plan().fetches[0])
+            desk.end(desk.fetches()[0])
             assert desk.pinned() == 1
     desk.planner.bar(["r"])
     assert desk.pinned() == (2 if moment == "loading" else 0)
@@ -356,12 +356,12 @@ def test_without_leave_to_save_nothing_is_saved() -> None:
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
 
 
-def computed_while_fetched(**setup: object) -> tuple[Desk, FetchOrder, SaveOrder]:
+def computed_while_fetched(**setup: object) -> tuple[Desk, BucketJob, SaveOrder]:
     """The only step of a request has computed two chunks; the second is still being fetched."""
     desk = Desk(**{"probe_chunks": 2, **setup})
     desk.add("r", "aaaabbbbzzzz")
     desk.lookup("r")
-    first, fetch = desk.plan().fetches
+    first, fetch = desk.fetches()
     desk.end(first, MISSING)
     assert not desk.lookup("r").wait
     desk.admit("r")
@@ -411,7 +411,7 @@ def test_a_request_that_has_joined_the_fetch_takes_the_copy() -> None:
     for request_id in ("r", "next"):
         desk.add(request_id, "aaaazz")
         assert desk.lookup(request_id) == WAIT
-    (fetch,) = desk.plan().fetches
+    (fetch,) = desk.fetches()
     desk.admit("r")  # the engine may admit without an answer
     (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
     desk.copied(save)
@@ -427,7 +427,7 @@ def test_a_copy_that_fails_beside_a_fetch_leaves_the_chunk_to_the_next_request()
     desk.end(fetch)
     desk.add("next", "aaaabbbbzz")
     assert desk.lookup("next") == WAIT
-    (again,) = desk.plan().fetches
+    (again,) = desk.fetches()
     desk.end(again)
     assert desk.lookup("next") == Answer(False, 8)
 
@@ -436,7 +436,7 @@ def test_without_room_beside_the_fetch_the_save_is_dropped_and_counted() -> None
     desk = Desk(probe_chunks=1, slots=1)
     desk.add("r", "aaaazz")
     desk.lookup("r")
-    (fetch,) = desk.plan().fetches
+    (fetch,) = desk.fetches()
     desk.admit("r")
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
     assert desk.planner.counters["saves_dropped"] == 1
@@ -455,7 +455,7 @@ def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does
     desk.make_resident("bbbbcccc")
     desk.add("r", "aaaazz")
     assert desk.lookup("r") == WAIT
-    (fetch,) = desk.plan().fetches
+    (fetch,) = desk.fetches()
     desk.admit("r")
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
     desk.end(fetch, outcome)
@@ -593,7 +593,7 @@ def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(seed: int) -
     }
     local_tokens = draw.choice([0, 0, 2, 4, 8])
     while (answer := desk.lookup("r", local_tokens)).wait:
-        fetches = desk.plan().fetches
+        fetches = desk.fetches()
         for fetch in draw.sample(fetches, len(fetches)):
             is_there = keys[fetch.key.group, fetch.key.block_hash] in there[fetch.key.group]
             desk.end(fetch, OK if is_there else MISSING)

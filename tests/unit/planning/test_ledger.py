@@ -9,11 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from s3kv.host.table import EntryState
-from s3kv.messages import JobEnd, JobKind, SaveOrder, StepReport, UploadOrder
+from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.ledger import ChunkState
 from s3kv.types import Outcome
+from tests.plans import uploads_of
 from tests.unit.planning.desk import FAILED, MISSING, OK, Desk
 
 SAVE, UPLOAD = JobKind.SAVE, JobKind.UPLOAD
@@ -83,7 +84,7 @@ def test_an_upload_that_failed_on_one_rank_is_repeated_on_all(
         desk.end(save, outcome, kind=kind, ranks=1)
     assert not desk.planner.ledger.index.is_present(desk.key("aaaa"))
     desk.now_s = 1.0
-    (upload,) = desk.plan().uploads
+    (upload,) = desk.uploads()
     desk.end(upload, Outcome.EXISTS, ranks=1)
     assert not desk.planner.ledger.index.is_present(desk.key("aaaa"))
     desk.end(upload, OK, ranks=1)
@@ -108,7 +109,7 @@ def test_a_fetch_counts_when_it_arrived_on_all_ranks(order: tuple[Outcome, Outco
     desk = Desk(world_size=2)
     desk.add("r", "aaaa")
     desk.lookup("r")
-    (fetch,) = desk.plan().fetches
+    (fetch,) = desk.fetches()
     desk.end(fetch, order[0], ranks=1)
     assert desk.lookup("r") == WAIT
     assert desk.planner.ledger.table.statistics().reserved == 1
@@ -133,16 +134,16 @@ def test_uploads_are_tried_again_less_and_less_often_and_then_given_up() -> None
     desk.uploaded(save, FAILED)
     for pause_s in (1.0, 4.0, 15.0, 60.0):
         desk.now_s += pause_s - 0.1
-        assert desk.plan().uploads == ()
+        assert desk.uploads() == ()
         assert desk.planner.ledger.saves_inflight == 1
         desk.now_s += 0.1
-        (upload,) = desk.plan().uploads
+        (upload,) = desk.uploads()
         assert (upload.key, upload.slot) == (save.key, save.slot)
         desk.end(upload, Outcome.DENIED)
     assert desk.planner.counters["uploads_given_up"] == 1
     assert desk.planner.ledger.saves_inflight == 0
     desk.now_s += 1_000
-    assert desk.plan().uploads == ()
+    assert desk.uploads() == ()
     desk.add("next", "bbbb")
     desk.admit("next")
     assert len(desk.run("next", [2, 3], 0, 4, new=True).saves) == 1, "its slot can be had now"
@@ -155,17 +156,17 @@ def given_up(**setup: object) -> tuple[Desk, SaveOrder]:
     desk.uploaded(save, FAILED)
     for pause_s in (1.0, 4.0, 15.0, 60.0):
         desk.now_s += pause_s
-        desk.end(desk.plan().uploads, FAILED)
+        desk.end(desk.uploads(), FAILED)
     assert desk.planner.counters["uploads_given_up"] == 1
     return desk, save
 
 
-def hit(desk: Desk, name: str, prompt: str = "aaaa") -> tuple[UploadOrder, ...]:
+def hit(desk: Desk, name: str, prompt: str = "aaaa") -> tuple[BucketJob, ...]:
     """Another request has this prompt, and its blocks already; the uploads of its step."""
     desk.add(name, prompt)
     desk.admit(name)
     blocks = list(range(len(prompt) // 2))
-    return desk.run(name, blocks, 0, len(prompt), new=True).uploads
+    return uploads_of(desk.run(name, blocks, 0, len(prompt), new=True))
 
 
 def test_after_a_long_outage_a_hit_uploads_what_was_given_up() -> None:
@@ -191,7 +192,7 @@ def test_what_is_loaded_from_host_memory_is_hit_too() -> None:
     desk.plan()
     desk.planner.loaded(["r2"])
     desk.admit("r2")
-    (upload,) = desk.run("r2", [2, 3, 4], 4, 2, new=True).uploads
+    (upload,) = uploads_of(desk.run("r2", [2, 3, 4], 4, 2, new=True))
     assert upload.key == save.key
 
 
@@ -241,7 +242,7 @@ def test_a_store_that_is_back_is_not_stormed() -> None:
         desk.uploaded(saves, FAILED)
     while desk.planner.ledger.saves_inflight:
         desk.now_s += 60.0
-        desk.end(desk.plan().uploads, FAILED)
+        desk.end(desk.uploads(), FAILED)
     assert len(desk.planner.ledger.unsaved) == 8
     desk.planner._settings = dataclasses.replace(desk.planner._settings, max_saves_inflight=3)
     desk.now_s += 100.0
@@ -250,7 +251,7 @@ def test_a_store_that_is_back_is_not_stormed() -> None:
     desk.end(uploads)
     counts = []
     while desk.planner.ledger.unsaved:
-        orders = desk.plan().uploads
+        orders = desk.uploads()
         counts.append(len(orders))
         desk.end(orders)
     assert counts == [3, 3, 1], "each of them was hit before"
@@ -263,7 +264,7 @@ def test_what_was_evicted_is_not_uploaded() -> None:
     desk.admit("other")
     plan = desk.run("other", [2, 3], 0, 4, new=True)
     assert desk.keys(plan.saves) == [desk.key("bbbb")]
-    assert plan.uploads == ()
+    assert uploads_of(plan) == ()
     assert len(desk.planner.ledger.unsaved) == 0
 
 
@@ -297,7 +298,7 @@ def broken() -> Desk:
     desk = Desk(probe_chunks=3)
     desk.add("unlucky", "aaaabbbbcccc")
     desk.lookup("unlucky")
-    desk.end(desk.plan().fetches, FAILED)
+    desk.end(desk.fetches(), FAILED)
     assert desk.planner.ledger.breaker.state is BreakerState.OPEN
     return desk
 
@@ -305,14 +306,14 @@ def broken() -> Desk:
 def fetches_for(desk: Desk, prompt: str) -> int:
     desk.add(prompt, prompt)
     desk.lookup(prompt)
-    return len(desk.plan().fetches)
+    return len(desk.fetches())
 
 
 def test_an_open_breaker_asks_for_nothing_and_nobody_waits() -> None:
     desk = broken()
     desk.add("r", "xxxx")
     assert desk.lookup("r") == NOTHING
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()
 
 
 def test_after_a_pause_one_fetch_finds_out() -> None:
@@ -320,7 +321,7 @@ def test_after_a_pause_one_fetch_finds_out() -> None:
     desk.now_s = 0.5
     desk.add("r", "xxxxyyyy")
     assert desk.lookup("r") == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     assert len(fetches) == 1
     desk.end(fetches, MISSING)
     assert desk.planner.ledger.breaker.state is BreakerState.CLOSED, "an answer is an answer"
@@ -332,7 +333,7 @@ def test_a_failed_attempt_doubles_the_pause() -> None:
     desk.now_s = 0.5
     desk.add("r", "xxxx")
     desk.lookup("r")
-    desk.end(desk.plan().fetches, FAILED)
+    desk.end(desk.fetches(), FAILED)
     desk.now_s = 1.4
     assert fetches_for(desk, "yyyy") == 0
     desk.now_s = 1.5
@@ -345,7 +346,7 @@ def test_uploads_tell_the_breaker_too() -> None:
     desk.uploaded(save, FAILED)
     for _ in range(2):
         desk.now_s += 100
-        desk.end(desk.plan().uploads, FAILED)
+        desk.end(desk.uploads(), FAILED)
     assert desk.planner.ledger.breaker.state is BreakerState.OPEN
 
 
@@ -358,7 +359,7 @@ def test_after_a_reset_nothing_of_before_is_reachable() -> None:
     desk.planner.reset(b"salt")
     desk.add("r", "aaaa")
     assert desk.lookup("r") == WAIT, "it has to ask the bucket"
-    (fetch,) = desk.plan().fetches
+    (fetch,) = desk.fetches()
     assert fetch.key != desk.key("aaaa")
     assert len(fetch.key.block_hash) == 32
 
@@ -367,7 +368,7 @@ def test_jobs_in_flight_during_a_reset_bring_nothing_back() -> None:
     desk = Desk(probe_chunks=1)
     desk.add("old", "aaaa")
     desk.lookup("old")
-    (fetch,) = desk.plan().fetches
+    (fetch,) = desk.fetches()
     desk.add("computing", "bbbb")
     desk.admit("computing")
     (save,) = desk.run("computing", [0, 1], 0, 4, new=True).saves
@@ -379,7 +380,7 @@ def test_jobs_in_flight_during_a_reset_bring_nothing_back() -> None:
     for prompt in ("aaaa", "bbbb"):
         desk.add(f"new {prompt}", prompt)
         assert desk.lookup(f"new {prompt}") == WAIT
-    assert not {fetch.key, save.key} & set(desk.keys(desk.plan().fetches))
+    assert not {fetch.key, save.key} & set(desk.keys(desk.fetches()))
     assert desk.pinned() == 0
 
 
@@ -390,7 +391,7 @@ def test_requests_of_before_a_reset_neither_load_nor_save(state: str) -> None:
     if state != "computing":
         assert desk.lookup("r") == WAIT
         if state != "waiting":
-            desk.end(desk.plan().fetches)
+            desk.end(desk.fetches())
             assert desk.lookup("r") == Answer(False, 8)
         if state == "loading":
             desk.admit("r", [0, 1, 2, 3], 8)
@@ -414,5 +415,5 @@ def test_two_resets_have_nothing_in_common() -> None:
             desk.planner.reset(salt)
         desk.add("r", "aaaa")
         desk.lookup("r")
-        keys.update(desk.keys(desk.plan().fetches))
+        keys.update(desk.keys(desk.fetches()))
     assert len(keys) == 3

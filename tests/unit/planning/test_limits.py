@@ -7,6 +7,7 @@ import pytest
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, Answer
 from s3kv.planning.requests import RequestLimits
+from tests.plans import fetches_of
 from tests.unit.planning.desk import MISSING, Desk
 
 PRIVATE = RequestLimits(save_tokens=0)
@@ -19,7 +20,7 @@ def computed(limits: RequestLimits, prompt: str = PROMPT, **setup: object) -> De
     desk = Desk(**setup)
     desk.add("r", prompt, limits)
     while desk.lookup("r").wait:
-        desk.end(desk.plan().fetches, MISSING)
+        desk.end(desk.fetches(), MISSING)
     desk.admit("r")
     return desk
 
@@ -50,7 +51,7 @@ def test_a_private_request_hides_nothing_from_a_public_one_that_saves_the_same()
     desk.add("public", PROMPT + "d")
     desk.now_s = 1_000.0
     while desk.lookup("public", 12).wait:
-        desk.end(desk.plan().fetches, MISSING)
+        desk.end(desk.fetches(), MISSING)
     desk.admit("public")
     saves = desk.run("public", range(7), 12, 1, new=True).saves
     assert [save.block_ids for save in saves] == [(0, 1), (2, 3), (4, 5)]
@@ -61,7 +62,7 @@ def test_a_private_request_loads_what_others_have_saved() -> None:
     desk.make_resident("aaaabbbb")
     desk.add("r", PROMPT, PRIVATE)
     assert not desk.lookup("r").tokens
-    desk.end(desk.plan().fetches, MISSING)
+    desk.end(desk.fetches(), MISSING)
     assert desk.lookup("r") == Answer(False, 8)
 
 
@@ -69,7 +70,7 @@ def test_a_private_request_does_not_save_what_a_fetch_did_not_bring() -> None:
     desk = Desk()
     desk.add("r", PROMPT, PRIVATE)
     desk.lookup("r")
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.now_s = 1_000.0
     assert desk.lookup("r") == NOTHING
     desk.admit("r")
@@ -87,7 +88,7 @@ def test_a_request_that_must_not_load_asks_for_nothing_and_saves() -> None:
     assert desk.pinned() == 0
     desk.admit("r")
     plan = desk.run("r", range(6), 0, 12, new=True)
-    assert plan.fetches == ()
+    assert fetches_of(plan) == ()
     assert desk.keys(plan.saves) == [desk.key("aaaabbbb"), desk.key(PROMPT)]
 
 
@@ -101,7 +102,7 @@ def test_no_more_is_offered_than_a_request_lets_be_loaded(
     desk.make_resident(PROMPT)
     desk.add("r", PROMPT + "z", RequestLimits(load_tokens=most))
     assert desk.lookup("r", local) == Answer(False, offered)
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()
 
 
 def test_an_engine_that_loses_tokens_of_its_own_is_not_offered_more_for_it() -> None:
@@ -122,6 +123,6 @@ def test_a_window_resumes_where_the_limit_is() -> None:
     desk.add("r", PROMPT + "z", RequestLimits(load_tokens=9))
     answer = desk.lookup("r")
     while answer.wait:
-        desk.end(desk.plan().fetches)
+        desk.end(desk.fetches())
         answer = desk.lookup("r")
     assert answer == Answer(False, 8)

@@ -6,6 +6,7 @@ import pytest
 
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.types import Outcome
+from tests.plans import fetches_of
 from tests.unit.planning.desk import CHUNK, FAILED, MISSING, OK, Desk
 
 LONG = "aaaabbbbccccddddeeeeffffgggghhhh"  # eight chunks
@@ -15,17 +16,17 @@ def test_the_window_opens_with_what_arrives() -> None:
     desk = Desk(probe_chunks=2)
     desk.add("r", LONG)
     assert desk.lookup("r") == WAIT
-    first = desk.plan().fetches
+    first = desk.fetches()
     assert desk.keys(first) == [desk.key(LONG[:4]), desk.key(LONG[:8])]
     assert desk.lookup("r") == WAIT
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()
     desk.end(first[:1])  # the window is 4 now, from the second chunk on
     assert desk.lookup("r") == WAIT
-    second = desk.plan().fetches
+    second = desk.fetches()
     assert desk.keys(second) == [desk.key(LONG[:n]) for n in (12, 16, 20)]
     desk.end([*first[1:], *second])
     assert desk.lookup("r") == WAIT
-    assert len(desk.plan().fetches) == 3
+    assert len(desk.fetches()) == 3
 
 
 def test_the_window_is_open_where_the_bucket_is_known_to_hold_the_prefix() -> None:
@@ -34,7 +35,7 @@ def test_the_window_is_open_where_the_bucket_is_known_to_hold_the_prefix() -> No
     desk.make_resident("x" * 32)  # pushes all of it out of host memory
     desk.add("r", LONG)
     assert desk.lookup("r") == WAIT
-    assert len(desk.plan().fetches) == 8
+    assert len(desk.fetches()) == 8
 
 
 @pytest.mark.parametrize("outcome", [OK, MISSING])
@@ -45,7 +46,7 @@ def test_what_came_of_the_last_prefix_does_not_change_how_far_the_next_is_asked_
     for first in (0x200, 0x300, 0x400):
         desk.add(str(first), letters(40, first))
         assert desk.lookup(str(first)) == WAIT
-        fetches = desk.plan().fetches
+        fetches = desk.fetches()
         assert len(fetches) == 8
         desk.end(fetches, outcome)
         desk.planner.finished(str(first))
@@ -70,7 +71,7 @@ def test_a_lookup_orders_a_long_prefix_in_several_steps(is_known: bool) -> None:
     assert desk.lookup("r") == WAIT
     asked = []
     for count in (64, 32, 4, 0):  # and the engine has other requests to look up
-        fetches = desk.plan().fetches
+        fetches = desk.fetches()
         assert len(fetches) == count
         asked += fetches
     desk.end(asked)
@@ -81,8 +82,8 @@ def test_when_a_request_arrives_all_is_ordered_at_once() -> None:
     desk = Desk(slots=512)
     desk.add("r", known(desk, 300))
     desk.planner.prefetch("r", 0, 0.0)
-    assert len(desk.plan().fetches) == 256
-    assert desk.plan().fetches == ()
+    assert len(desk.fetches()) == 256
+    assert desk.fetches() == ()
 
 
 def test_nothing_more_is_asked_for_a_request_that_is_gone() -> None:
@@ -91,8 +92,8 @@ def test_nothing_more_is_asked_for_a_request_that_is_gone() -> None:
     assert desk.lookup("r") == WAIT
     desk.planner.finished("r")
     plan = desk.plan()
-    assert len(plan.fetches) == len(plan.cancels) == 32
-    assert desk.plan().fetches == ()
+    assert len(fetches_of(plan)) == len(plan.cancels) == 32
+    assert desk.fetches() == ()
 
 
 def test_resident_chunks_are_offered_at_once() -> None:
@@ -106,7 +107,7 @@ def test_the_first_missing_chunk_ends_the_prefix() -> None:
     desk = Desk(probe_chunks=4)
     desk.add("r", LONG)
     desk.lookup("r")
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[:2])
     desk.end(fetches[2], MISSING)
     assert desk.lookup("r") == Answer(False, 2 * CHUNK), "and nobody waits for the fourth"
@@ -117,23 +118,23 @@ def test_a_chunk_that_is_not_there_is_not_asked_for_again_for_a_while(outcome: O
     desk = Desk(probe_chunks=1)
     desk.add("first", "aaaa")
     desk.lookup("first")
-    desk.end(desk.plan().fetches, outcome)
+    desk.end(desk.fetches(), outcome)
     assert desk.lookup("first") == NOTHING
     desk.now_s = 19.9
     desk.add("second", "aaaa")
     assert desk.lookup("second") == NOTHING
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()
     desk.now_s = 20.0
     desk.add("third", "aaaa")
     assert desk.lookup("third") == WAIT
-    assert len(desk.plan().fetches) == 1
+    assert len(desk.fetches()) == 1
 
 
 def test_a_failure_ends_the_prefix_and_is_not_remembered() -> None:
     desk = Desk()
     desk.add("first", "aaaa")
     desk.lookup("first")
-    desk.end(desk.plan().fetches, FAILED)
+    desk.end(desk.fetches(), FAILED)
     assert desk.lookup("first") == NOTHING
     desk.add("second", "aaaa")
     assert desk.lookup("second") == WAIT
@@ -146,7 +147,7 @@ def test_one_flight_for_all_and_to_each_its_own() -> None:
     for letter in tails:
         desk.add(letter, shared + letter * 4)
         assert desk.lookup(letter) == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     assert len(tails) == 32
     assert len(fetches) == len(set(desk.keys(fetches))) == 2 + 32
     desk.end(fetches[:3])  # what they share, and the tail of the first
@@ -155,14 +156,14 @@ def test_one_flight_for_all_and_to_each_its_own() -> None:
     desk.end(fetches[4])
     assert desk.lookup("e") == Answer(False, 12)
     assert desk.lookup("d") == WAIT, "its own tail is still missing"
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()
 
 
 def test_nobody_waits_for_the_tail_of_somebody_else() -> None:
     desk = Desk(probe_chunks=8)
     desk.add("long", LONG)
     desk.lookup("long")
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.add("short", LONG[:8] + "zz")
     assert desk.lookup("short") == WAIT
     desk.end(fetches[:2])
@@ -174,7 +175,7 @@ def test_without_a_free_slot_it_is_asked_for_later() -> None:
     desk = Desk(slots=2, probe_chunks=2)
     desk.add("first", "aaaabbbb")
     desk.planner.prefetch("first", 0, 0.0)
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.add("second", "cccc")
     desk.planner.prefetch("second", 0, 0.0)
     assert desk.lookup("second") == NOTHING, "nothing is on its way, so there is no use in waiting"
@@ -189,9 +190,9 @@ def test_what_was_refused_at_arrival_is_asked_for_at_the_first_lookup() -> None:
     desk.lookup("first")
     desk.add("second", "cccc")
     desk.planner.prefetch("second", 0, 0.0)
-    desk.end(desk.plan().fetches, MISSING)
+    desk.end(desk.fetches(), MISSING)
     assert desk.lookup("second") == WAIT
-    assert desk.keys(desk.plan().fetches) == [desk.key("cccc")]
+    assert desk.keys(desk.fetches()) == [desk.key("cccc")]
 
 
 def test_prefetch_leaves_half_of_host_memory_alone() -> None:
@@ -199,18 +200,18 @@ def test_prefetch_leaves_half_of_host_memory_alone() -> None:
     for name in ("aaaabbbb", "ccccdddd"):
         desk.add(name, name)
         desk.planner.prefetch(name, 0, 0.0)
-    assert len(desk.plan().fetches) == 2
+    assert len(desk.fetches()) == 2
 
 
 def test_a_local_hit_moves_the_start() -> None:
     desk = Desk(probe_chunks=1)
     desk.add("r", LONG)
     assert desk.lookup("r", local_tokens=6) == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     assert desk.keys(fetches) == [desk.key(LONG[:8])], "the chunk it is in the middle of"
     desk.end(fetches)
     desk.lookup("r", local_tokens=6)
-    desk.end(desk.plan().fetches, MISSING)
+    desk.end(desk.fetches(), MISSING)
     assert desk.lookup("r", local_tokens=6) == Answer(False, 2)
 
 
@@ -218,7 +219,7 @@ def test_an_unplaced_request_is_offered_what_has_arrived_since() -> None:
     desk = Desk(probe_chunks=3, max_wait_s=1.0)
     desk.add("r", LONG[:12])
     desk.lookup("r")
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[:1])
     desk.now_s = 1.0
     assert desk.lookup("r") == Answer(False, 4)
@@ -230,7 +231,7 @@ def test_the_fetches_of_an_aborted_request_are_cancelled() -> None:
     desk = Desk(probe_chunks=2)
     desk.add("r", "aaaabbbb")
     desk.lookup("r")
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.planner.finished("r")
     assert set(desk.plan().cancels) == {fetch.job_id for fetch in fetches}
     assert desk.planner.ledger.table.statistics().reserved == 2, "until they have really ended"
@@ -244,7 +245,7 @@ def test_what_others_wait_for_is_not_cancelled() -> None:
     desk.add("other", "aaaacccc")
     desk.lookup("r")
     desk.lookup("other")
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.planner.finished("r")
     assert desk.plan().cancels == (fetches[1].job_id,)
 
@@ -264,14 +265,14 @@ def test_who_joins_a_cancelled_fetch_asks_again() -> None:
     desk = Desk()
     desk.add("r", "aaaa")
     desk.lookup("r")
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.planner.finished("r")
     desk.plan()
     desk.add("late", "aaaa")
     assert desk.lookup("late") == WAIT
     desk.end(fetches, Outcome.CANCELLED)
     assert desk.lookup("late") == WAIT
-    again = desk.plan().fetches
+    again = desk.fetches()
     assert desk.keys(again) == [desk.key("aaaa")]
     desk.end(again)
     assert desk.lookup("late") == Answer(False, 4)
@@ -282,4 +283,4 @@ def test_without_leave_to_load_nothing_is_asked_for() -> None:
     desk.add("r", "aaaa")
     desk.planner.prefetch("r", 0, 0.0)
     assert desk.lookup("r") == NOTHING
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()

@@ -155,8 +155,8 @@ def offers_what_is_on_its_way(patch: Patch) -> None:
 
 @mutant
 def saves_chunks_that_are_not_complete(patch: Patch) -> None:
-    def early(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
-        save(self, request, step._replace(scheduled_tokens=step.scheduled_tokens + 1))
+    def early(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
+        return save(self, request, step._replace(scheduled_tokens=step.scheduled_tokens + 1))
 
     patch.setattr(ChunkSaves, "plan", early)
 
@@ -189,7 +189,7 @@ def loads_more_than_a_request_allows(patch: Patch) -> None:
 
 @mutant
 def saves_blocks_in_the_wrong_order(patch: Patch) -> None:
-    def turned(self: Ledger, key: ChunkKey, block_ids: tuple[int, ...]) -> bool:
+    def turned(self: Ledger, key: ChunkKey, block_ids: tuple[int, ...]) -> Job | None:
         return plan_save(self, key, block_ids[::-1])
 
     patch.setattr(Ledger, "plan_save", turned)

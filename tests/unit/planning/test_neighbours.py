@@ -125,14 +125,14 @@ def test_blocks_that_are_loaded_from_here_are_trusted_again() -> None:
     desk.make_resident("xxxxyyyy")
     desk.add("a", "aaaabbbbcc")
     desk.lookup("a")
-    desk.end(desk.plan().fetches, MISSING)
+    desk.end(desk.fetches(), MISSING)
     assert desk.lookup("a") == NOTHING
     desk.admit("a", [1, 2, 3, 4, 5])
     desk.run("a", [1, 2, 3, 4, 5], 8, 2, new=True)
     desk.planner.finished("a")
     desk.add("b", "xxxxyyyyzzzz")
     while desk.lookup("b").wait:
-        desk.end(desk.plan().fetches, MISSING)
+        desk.end(desk.fetches(), MISSING)
     desk.admit("b", [1, 2, 3, 4], 8)
     desk.plan()
     desk.planner.loaded(["b"])

@@ -8,6 +8,7 @@ from s3kv.planning.deadline import GAIN, LATE, PATIENCE_S
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.pace import FetchTime, Pace
 from s3kv.types import Outcome
+from tests.plans import fetches_of
 from tests.unit.planning.desk import MISSING, Desk
 
 
@@ -36,7 +37,7 @@ def test_arrivals_do_not_move_the_deadline() -> None:
     desk = Desk(max_wait_s=3.0, probe_chunks=4)
     desk.add("r", "aaaabbbbccccdddd")
     assert desk.lookup("r") == WAIT
-    for fetch in desk.plan().fetches[:3]:
+    for fetch in desk.fetches()[:3]:
         assert desk.lookup("r") == WAIT
         desk.now_s += 1.0
         desk.end(fetch)
@@ -49,7 +50,7 @@ def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
     desk.add("first", "zzzz")
     desk.lookup("first")
     desk.now_s = seconds_per_chunk
-    desk.end(desk.plan().fetches, seconds=seconds_per_chunk)
+    desk.end(desk.fetches(), seconds=seconds_per_chunk)
     desk.planner.finished("first")
     return desk
 
@@ -58,7 +59,7 @@ def test_a_bucket_slower_than_computing_is_not_waited_for() -> None:
     desk = measured(seconds_per_chunk=0.6)
     desk.add("r", "aaaa")
     assert desk.lookup("r") == NOTHING
-    late = desk.plan().fetches
+    late = desk.fetches()
     assert desk.keys(late) == [desk.key("aaaa")], "it is asked for all the same"
     desk.admit("r", [0, 1])
     desk.end(late)
@@ -71,7 +72,7 @@ def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
     desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
     desk.add("r", "aaaabbbb")
     assert desk.lookup("r") == WAIT
-    first, _ = desk.plan().fetches
+    first, _ = desk.fetches()
     desk.now_s += 0.5
     desk.end(first, seconds=0.5)
     assert desk.lookup("r") == WAIT, "for a chunk that takes longer than computing it, but not now"
@@ -128,10 +129,10 @@ def test_what_comes_too_late_is_withdrawn() -> None:
     desk.add("r", "aaaa")
     assert desk.lookup("r") == NOTHING
     plan = desk.plan()
-    assert plan.withdrawals == tuple(fetch.job_id for fetch in plan.fetches)
+    assert plan.withdrawals == tuple(fetch.job_id for fetch in fetches_of(plan))
     assert plan.cancels == ()
     desk.admit("r", [0, 1])
-    desk.end(plan.fetches, Outcome.CANCELLED)
+    desk.end(fetches_of(plan), Outcome.CANCELLED)
     assert desk.planner.ledger.table.statistics().reserved == 0
 
 
@@ -154,7 +155,7 @@ def test_a_withdrawn_chunk_is_saved_where_it_was_computed() -> None:
     desk.admit("r", [0, 1, 2])
     first = desk.run("r", [0, 1, 2], 0, 5, new=True)
     assert desk.keys(first.saves) == [desk.key("aaaa")]
-    desk.end(first.fetches, Outcome.CANCELLED)
+    desk.end(fetches_of(first), Outcome.CANCELLED)
     assert desk.run("r", [], 5, 1, new=False).saves == ()
 
 
@@ -214,7 +215,7 @@ def test_a_bucket_whose_answers_take_longer_than_computing_is_not_waited_for() -
     desk = Desk(max_wait_s=50.0, gate=True)
     desk.add("first", "zzzz")
     assert desk.lookup("first") == WAIT
-    desk.end(desk.plan().fetches, MISSING, seconds=0.5)
+    desk.end(desk.fetches(), MISSING, seconds=0.5)
     desk.add("r", "aaaa")  # half a second to compute
     assert desk.lookup("r") == NOTHING
     desk.add("long", "bbbbcccc")
@@ -227,7 +228,7 @@ def test_an_absent_chunk_ends_a_wait_for_the_few_before_it(absent: int, answer: 
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
     desk.add("r", "aaaabbbbccccddddeeeeffff")
     assert desk.lookup("r") == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[absent], MISSING, seconds=0.3)
     assert desk.lookup("r") == answer
     desk.end(fetches[0])
@@ -240,7 +241,7 @@ def test_a_chunk_that_is_there_shows_that_those_before_it_are() -> None:
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
     desk.add("r", "aaaabbbbcccc")
     assert desk.lookup("r") == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[1], seconds=0.3)
     desk.end(fetches[2], MISSING, seconds=0.3)
     assert desk.lookup("r") == WAIT, "for the first, of which nothing is known but that"
@@ -251,7 +252,7 @@ def test_a_read_that_is_late_is_not_expected_soon() -> None:
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
     desk.add("r", "aaaabbbbcccc")
     assert desk.lookup("r") == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.now_s = 0.2
     desk.end(fetches[1:], MISSING, seconds=0.3)
     assert desk.lookup("r") == WAIT, "the first is due in 0.1 s, and worth 0.25 s"
@@ -271,7 +272,7 @@ def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
         desk.planner.pace.fetched(0.2 * n, began_with=n, ended_with=n)
     desk.add("r", "aaaabbbbccccddddeeee")
     assert desk.lookup("r") == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[1], MISSING)
     assert desk.planner.ledger.fetches_ahead_of(desk.planner._requests["r"].lookups[0].awaited) == 1
 
@@ -314,7 +315,7 @@ def test_the_slowest_rank_names_the_source_of_a_chunk() -> None:
     desk = Desk(world_size=2)
     desk.add("r", "aaaabbbb")
     assert desk.lookup("r") == WAIT
-    near, far = desk.plan().fetches
+    near, far = desk.fetches()
     for fetch, source in ((far, "bucket"), (near, "disk")):
         desk.end(fetch, ranks=1, seconds=0.5, source=source)
         desk.end(fetch, ranks=1, seconds=0.1, source="peer")
@@ -342,7 +343,7 @@ def test_a_bucket_that_does_not_answer_is_given_a_second_once() -> None:
     assert desk.lookup("r") == NOTHING
     desk.add("next", "zzzzyyyyxxxx")
     assert desk.lookup("next") == NOTHING, "what the first has seen counts for the next"
-    desk.end(desk.plan().fetches)
+    desk.end(desk.fetches())
     desk.add("later", "qqqqwwwweeee")
     assert desk.lookup("later") == WAIT, "it answers again"
 

@@ -29,7 +29,7 @@ def test_a_fetched_chunk_is_in_both_tiers() -> None:
     desk.lookup("r")
     a, b = desk.key("aaaa"), desk.key("aaaabbbb")
     assert log(desk) == [Origin(a, FETCH, "r", 0), Origin(b, FETCH, "r", 1)]
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches, ranks=1)
     assert log(desk) == [], "one rank alone has nothing"
     desk.end(fetches[:1], ranks=1)
@@ -88,12 +88,12 @@ def test_the_bucket_is_taken_back_when_it_has_lost_the_chunk() -> None:
     desk.add("r", "aaaa")
     desk.lookup("r")
     log(desk)
-    desk.end(desk.plan().fetches, Outcome.CORRUPT)
+    desk.end(desk.fetches(), Outcome.CORRUPT)
     assert changes(desk) == [(a, GONE), (a, NOTHING)]
     # Nobody is told again of what nobody was told of.
     desk.add("s", "cccc")
     desk.lookup("s")
-    desk.end(desk.plan().fetches, MISSING)
+    desk.end(desk.fetches(), MISSING)
     assert changes(desk) == [(desk.key("cccc"), NOTHING)]
 
 
@@ -104,7 +104,7 @@ def test_a_fetch_that_fails_says_nothing_about_the_bucket() -> None:
     desk.add("r", "aaaa")
     desk.lookup("r")
     log(desk)
-    desk.end(desk.plan().fetches, FAILED)
+    desk.end(desk.fetches(), FAILED)
     assert changes(desk) == [(desk.key("aaaa"), NOTHING)]
 
 
@@ -117,6 +117,6 @@ def test_an_upload_that_is_given_up_leaves_the_chunk_in_host_memory() -> None:
     desk.uploaded(saves, FAILED)
     for _ in range(4):
         desk.now_s += 100
-        desk.uploaded(desk.plan().uploads, FAILED)
+        desk.uploaded(desk.uploads(), FAILED)
     key = desk.key("aaaa")
     assert changes(desk) == [(key, HOST), (key, Residency.HOST_ONLY)]

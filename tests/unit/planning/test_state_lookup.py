@@ -38,7 +38,7 @@ def put(desk: Desk, group: Coverage, *chunks: int) -> None:
 
 def asked(desk: Desk) -> list[int]:
     """Chunks whose states this step's fetches are for; they are missing."""
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     assert {fetch.key.group for fetch in fetches} <= {STATE.number}
     desk.end(fetches, MISSING)
     return [desk.hashes["r"].index(fetch.key.block_hash) // 2 for fetch in fetches]
@@ -68,9 +68,9 @@ def test_none_is_asked_for_before_one_that_the_bucket_has() -> None:
 def test_none_is_asked_for_without_the_prefix() -> None:
     desk = desk_with(FULL, STATE)
     assert desk.lookup("r") == WAIT
-    desk.end(desk.plan().fetches, MISSING)
+    desk.end(desk.fetches(), MISSING)
     assert desk.lookup("r") == NOTHING
-    assert desk.plan().fetches == ()
+    assert desk.fetches() == ()
 
 
 def test_a_model_of_states_alone_asks_for_some_and_no_more() -> None:
@@ -88,7 +88,7 @@ def test_a_deadline_takes_the_last_state_that_is_there() -> None:
     put(desk, FULL, *range(6))
     put(desk, STATE, 1)
     assert desk.lookup("r") == WAIT
-    late = desk.plan().fetches
+    late = desk.fetches()
     desk.now_s = 6.0
     assert desk.lookup("r") == Answer(False, 2 * CHUNK)
     desk.end(late)
@@ -130,7 +130,7 @@ def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(
     stored = {key(desk, group, chunk) for group in groups for chunk in there[group]}
     local_tokens = draw.choice([0, 0, 4, 8])
     while (answer := desk.planner.lookup("r", local_tokens, 0.0, tokens=tokens)).wait:
-        for fetch in desk.plan().fetches:
+        for fetch in desk.fetches():
             desk.end(fetch, OK if fetch.key in stored else MISSING)
     assert answer.tokens == longest(there, local_tokens, tokens), f"seed {seed}"
     if answer.tokens:

@@ -24,11 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from s3kv.messages import FetchOrder, JobEnd, JobKind, LoadOrder, SaveOrder, StepReport, UploadOrder
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadOrder, SaveOrder, StepReport
 from s3kv.planning.group_kinds import Coverage, GroupKind, States
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
+from tests.plans import fetches_of, uploads_of
 from tests.unit.planning.setup import Prefixes, Setup, hash_of
 
 BLOCK = 4
@@ -95,8 +96,8 @@ class StateMachine(RuleBasedStateMachine):
         self.content: dict[ChunkKey, tuple[Meaning, ...]] = {}
         """What the object of a key has to hold."""
         self.copies: dict[int, SaveOrder] = {}
-        self.fetches: list[FetchOrder] = []
-        self.uploads: list[SaveOrder | UploadOrder] = []
+        self.fetches: list[BucketJob] = []
+        self.uploads: list[SaveOrder | BucketJob] = []
         self.loads: list[LoadOrder] = []
 
     # --- requests --------------------------------------------------------------------------
@@ -252,8 +253,8 @@ class StateMachine(RuleBasedStateMachine):
         for request, end in ends:
             self.compute(request, end)
         self.loads += plan.loads
-        self.fetches += plan.fetches
-        self.uploads += plan.uploads
+        self.fetches += fetches_of(plan)
+        self.uploads += uploads_of(plan)
         for save in plan.saves:
             self.seen["states saved"] += save.key.group
             self.copies[save.job_id] = save
@@ -321,12 +322,12 @@ class StateMachine(RuleBasedStateMachine):
         self.uploads.append(order)
         self.report(order.job_id, JobKind.SAVE, Outcome.OK)
 
-    def uploaded(self, order: SaveOrder | UploadOrder, fails: bool) -> None:
+    def uploaded(self, order: SaveOrder | BucketJob, fails: bool) -> None:
         if not fails:
             self.bucket[order.key] = self.slots[order.slot]
         self.report(order.job_id, JobKind.UPLOAD, Outcome.FAILED if fails else Outcome.OK)
 
-    def fetched(self, order: FetchOrder, fails: bool) -> None:
+    def fetched(self, order: BucketJob, fails: bool) -> None:
         there = self.bucket.get(order.key)
         if there is not None and not fails:
             self.slots[order.slot] = there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from s3kv.host.table import Entry
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.uploads import UPLOAD_RETRY_S, Unsaved, UploadRetries
 from s3kv.types import ChunkKey, Outcome
@@ -11,24 +12,27 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(0, number.to_bytes(4, "big"))
 
 
+def entry(number: int) -> Entry:
+    return Entry(key(number), number, 0, 1, 1)
+
+
 def test_an_upload_is_due_after_each_pause_and_given_up_after_the_last() -> None:
-    retries, now_s = UploadRetries(), 0.0
+    retries, dirty, now_s = UploadRetries(), entry(1), 0.0
     for attempt, pause_s in enumerate(UPLOAD_RETRY_S):
-        assert retries.failed(key(1), attempt, now_s)
+        assert retries.failed(dirty, attempt, now_s)
         assert not retries.take_due(now_s + pause_s - 0.001)
         now_s += pause_s
         (due,) = retries.take_due(now_s)
-        assert (due.key, due.attempt) == (key(1), attempt + 1)
-    assert not retries.failed(key(1), retries.last, now_s)
+        assert (due.entry, due.attempt) == (dirty, attempt + 1)
+    assert not retries.failed(dirty, retries.last, now_s)
     assert len(retries) == 0
 
 
 def test_uploads_are_taken_in_the_order_in_which_they_are_due() -> None:
     retries = UploadRetries()
-    retries.failed(key(1), 1, 0.0)
-    retries.failed(key(2), 0, 0.0)
-    retries.failed(key(3), 0, 0.0)
-    assert [retry.key for retry in retries.take_due(60.0)] == [key(2), key(3), key(1)]
+    for number, attempt in ((1, 1), (2, 0), (3, 0)):
+        retries.failed(entry(number), attempt, 0.0)
+    assert [retry.entry.number for retry in retries.take_due(60.0)] == [2, 3, 1]
 
 
 def test_only_what_is_hit_is_taken_and_only_once() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from s3kv.messages import ItemReport, JobEnd, JobKind, StepPlan, StepReport, UseOrder
+from s3kv.messages import BucketJob, ItemReport, JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.index import ASK_AGAIN_S
 from s3kv.planning.residency import Change, Residency
 from s3kv.types import Outcome
+from tests.plans import uploads_of, uses_of
 from tests.unit.planning import ec_desk
 from tests.unit.planning.desk import CHUNK, Desk
 
@@ -23,7 +24,7 @@ def resident(prompt: str = "aaaa", **setup: object) -> Desk:
     desk = Desk(**setup)
     desk.add("first", prompt)
     while desk.lookup("first").wait:
-        fetches = desk.plan().fetches
+        fetches = desk.fetches()
         answer(desk, [f.job_id for f in fetches], Outcome.OK, JobKind.FETCH)
     desk.planner.finished("first")
     desk.plan()
@@ -49,7 +50,7 @@ def in_host_memory(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:
     desk.admit(name, range(tokens // 2 + 1), tokens)
     loading = desk.plan()
     assert loading.loads
-    assert not loading.uses, "they are not used before they are there"
+    assert not uses_of(loading), "they are not used before they are there"
     desk.planner.loaded([name])
     return desk.run(name, range(tokens // 2 + 1), tokens, 1, new=True)
 
@@ -63,7 +64,7 @@ def in_own_cache(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:
     return desk.run(name, range(tokens // 2 + 1), tokens, 1, new=True)
 
 
-def ids(uses: Iterable[UseOrder]) -> list[int]:
+def ids(uses: Iterable[BucketJob]) -> list[int]:
     return [use.job_id for use in uses]
 
 
@@ -73,41 +74,41 @@ def test_what_is_used_above_the_bucket_is_asked_for_once_it_is_due(
 ) -> None:
     desk = resident()
     desk.now_s = FRESH_S - 1.0
-    assert use(desk, "early").uses == ()
+    assert uses_of(use(desk, "early")) == ()
     desk.now_s = FRESH_S
-    uses = use(desk, "due").uses
+    uses = uses_of(use(desk, "due"))
     assert desk.keys(uses) == [desk.key("aaaa")]  # type: ignore[arg-type]
-    assert use(desk, "again").uses == (), "once is enough"
+    assert uses_of(use(desk, "again")) == (), "once is enough"
     answer(desk, ids(uses), EXISTS)
     desk.now_s += FRESH_S - 1.0
-    assert use(desk, "early again").uses == ()
+    assert uses_of(use(desk, "early again")) == ()
     desk.now_s += 1.0
-    assert len(use(desk, "due again").uses) == 1
+    assert len(uses_of(use(desk, "due again"))) == 1
 
 
 def test_what_is_not_known_to_be_in_the_bucket_is_not_asked_for() -> None:
     desk = Desk()
     desk.now_s = 1e6
-    assert in_own_cache(desk, "r").uses == ()
+    assert uses_of(in_own_cache(desk, "r")) == ()
 
 
 def test_a_request_that_may_not_be_saved_counts_as_well() -> None:
     desk = resident(may_save=False)
     desk.now_s = FRESH_S
-    (use,) = in_host_memory(desk, "r").uses
+    (use,) = uses_of(in_host_memory(desk, "r"))
     answer(desk, [use.job_id], MISSING)
-    assert desk.plan().uploads == (), "who may not save does not upload"
+    assert desk.uploads() == (), "who may not save does not upload"
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CANCELLED, Outcome.DENIED])
 def test_without_an_answer_it_is_asked_for_again_after_a_while(outcome: Outcome) -> None:
     desk = resident()
     desk.now_s = FRESH_S
-    answer(desk, ids(in_own_cache(desk, "r").uses), outcome)
+    answer(desk, ids(uses_of(in_own_cache(desk, "r"))), outcome)
     desk.now_s += ASK_AGAIN_S - 1.0
-    assert in_own_cache(desk, "early").uses == ()
+    assert uses_of(in_own_cache(desk, "early")) == ()
     desk.now_s += 1.0
-    assert len(in_own_cache(desk, "late").uses) == 1
+    assert len(uses_of(in_own_cache(desk, "late"))) == 1
 
 
 def test_of_a_long_prompt_few_chunks_are_asked_for_in_one_step() -> None:
@@ -116,7 +117,7 @@ def test_of_a_long_prompt_few_chunks_are_asked_for_in_one_step() -> None:
     desk.now_s = FRESH_S
     asked = []
     for number in range(4):
-        uses = in_own_cache(desk, f"r{number}", prompt).uses
+        uses = uses_of(in_own_cache(desk, f"r{number}", prompt))
         assert len(uses) <= 4
         asked += desk.keys(uses)
     assert len(asked) == len(set(asked)) == 10
@@ -125,13 +126,13 @@ def test_of_a_long_prompt_few_chunks_are_asked_for_in_one_step() -> None:
 def test_what_is_resident_and_gone_from_the_bucket_is_uploaded_again() -> None:
     desk = resident()
     desk.now_s = FRESH_S
-    (use,) = in_host_memory(desk, "r").uses
+    (use,) = uses_of(in_host_memory(desk, "r"))
     residency = desk.planner.ledger.residency
     assert residency is not None
     residency.take()
     answer(desk, [use.job_id], MISSING)
     assert residency.take() == [Change(use.key, Residency.BUCKET_REMOVED)]
-    (upload,) = desk.plan().uploads
+    (upload,) = desk.uploads()
     assert upload.key == use.key
     answer(desk, [upload.job_id], Outcome.OK, JobKind.UPLOAD)
     assert desk.planner.ledger.index.verdict(use.key, desk.now_s) is True
@@ -142,7 +143,7 @@ def test_what_only_the_engine_has_is_saved_by_the_next_request_that_runs_over_it
     desk.now_s = FRESH_S
     desk.make_resident("bbbb")  # takes the only slot
     plan = in_own_cache(desk, "r")
-    answer(desk, ids(plan.uses), MISSING)
+    answer(desk, ids(uses_of(plan)), MISSING)
     desk.now_s += 30.0
     assert desk.keys(in_own_cache(desk, "next").saves) == [desk.key("aaaa")]
 
@@ -151,22 +152,22 @@ def test_one_rank_without_it_is_enough() -> None:
     for first, second in [(EXISTS, MISSING), (MISSING, EXISTS)]:
         desk = resident(world_size=2)
         desk.now_s = FRESH_S
-        (use,) = in_host_memory(desk, "r").uses
+        (use,) = uses_of(in_host_memory(desk, "r"))
         answer(desk, [use.job_id], first, ranks=1)
         answer(desk, [use.job_id], second, ranks=1)
-        assert desk.keys(desk.plan().uploads) == [use.key]
+        assert desk.keys(desk.uploads()) == [use.key]
 
 
 def test_an_answer_that_comes_late_does_not_overrule_what_is_known_since() -> None:
     desk = resident()
     desk.now_s = FRESH_S
-    (slow,) = in_host_memory(desk, "r").uses
+    (slow,) = uses_of(in_host_memory(desk, "r"))
     desk.now_s += ASK_AGAIN_S
-    (quick,) = in_host_memory(desk, "again").uses
+    (quick,) = uses_of(in_host_memory(desk, "again"))
     answer(desk, [quick.job_id], MISSING)
     answer(desk, [slow.job_id], EXISTS)
     assert desk.planner.ledger.index.verdict(slow.key, desk.now_s) is False
-    (upload,) = desk.plan().uploads
+    (upload,) = desk.uploads()
     assert upload.key == slow.key
 
 
@@ -175,7 +176,7 @@ def test_a_reset_asks_for_nothing_of_before() -> None:
     desk.now_s = FRESH_S
     desk.planner.ledger.index.use(desk.key("aaaa"), desk.now_s)
     desk.planner.reset(b"salt")
-    assert desk.plan().uses == ()
+    assert desk.uses() == ()
 
 
 def test_books_balance_whatever_is_answered_and_when() -> None:
@@ -184,21 +185,21 @@ def test_books_balance_whatever_is_answered_and_when() -> None:
         draw = random.Random(seed)
         prompt = "aaaabbbbccccdddd"
         desk = resident(prompt, slots=5, blocks=64)
-        asked: list[UseOrder] = []
+        asked: list[BucketJob] = []
         for number in range(40):
             desk.now_s += draw.choice([1.0, ASK_AGAIN_S, FRESH_S])
             plan = in_own_cache(desk, f"r{number}", prompt[: 4 * draw.randint(1, 4)])
-            asked += plan.uses
+            asked += uses_of(plan)
             for save in plan.saves:
                 desk.copied(save)
                 desk.uploaded(save, draw.choice([Outcome.OK, Outcome.FAILED]))
             outcome = draw.choice([Outcome.OK, Outcome.INVALID, Outcome.FAILED])
-            desk.end(plan.uploads, outcome)
+            desk.end(uploads_of(plan), outcome)
             draw.shuffle(asked)
             answer(desk, ids(asked[:2]), draw.choice([EXISTS, MISSING, Outcome.FAILED]))
             del asked[:2]
             desk.planner.finished(f"r{number}")
-        assert len(desk.planner.ledger.uses) == len(asked), f"seed {seed}"
+        assert desk.planner.ledger.uses_inflight == len(asked), f"seed {seed}"
 
 
 def test_items_count_as_well_wherever_they_are() -> None:
@@ -208,10 +209,10 @@ def test_items_count_as_well_wherever_they_are() -> None:
     ledger = desk.planner.ledger
     ledger.index.note_present(image.key, FRESH_S)
     desk.ensure("early", image)
-    assert ledger.take_uses() == ()
+    assert ledger.plan_due(desk.now_s) == []
     desk.now_s = FRESH_S
     desk.ensure("in host memory", image)
-    (use,) = ledger.take_uses()
+    (use,) = ledger.plan_due(desk.now_s)
     assert use.key == image.key
     exists = JobEnd(use.job_id, JobKind.USE, EXISTS, fresh_s=FRESH_S)
     desk.planner.on_end(exists, desk.now_s)
@@ -219,9 +220,9 @@ def test_items_count_as_well_wherever_they_are() -> None:
     desk.planner.finished("in host memory")
     desk.now_s += FRESH_S
     desk.ensure("in the engine's cache", image)
-    (use,) = ledger.take_uses()
+    (use,) = ledger.plan_due(desk.now_s)
     desk.planner.on_end(JobEnd(use.job_id, JobKind.USE, MISSING), desk.now_s)
-    (upload,) = ledger.take_uploads(desk.now_s)
+    (upload,) = ledger.plan_due(desk.now_s)
     assert upload.key == image.key
     desk.ensure("waits beside the upload", ec_desk.wanted("other"))
     end = JobEnd(upload.job_id, JobKind.UPLOAD, Outcome.OK, fresh_s=FRESH_S)
@@ -237,4 +238,4 @@ def test_what_the_workers_have_uploaded_is_asked_for_when_it_is_due() -> None:
     desk.planner._on_device.add(image.identifier)
     desk.now_s = FRESH_S
     desk.ensure("r", image)
-    assert [use.key for use in desk.planner.ledger.take_uses()] == [image.key]
+    assert [use.key for use in desk.planner.ledger.plan_due(desk.now_s)] == [image.key]

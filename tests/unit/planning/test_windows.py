@@ -48,20 +48,20 @@ def test_a_window_is_requested_together_with_the_prefix() -> None:
     desk = desk_with(FULL, WINDOW)
     assert lookup(desk) == WAIT
     assert (asked(desk, FULL), asked(desk, WINDOW)) == ([*range(8)], [6, 7])
-    desk.end(desk.plan().fetches, seconds=1.2)
+    desk.end(desk.fetches(), seconds=1.2)
     assert lookup(desk) == Answer(False, 8 * CHUNK), "after one round of answers"
 
 
 def test_a_window_is_requested_elsewhere_where_the_prefix_ends_before() -> None:
     desk = desk_with(FULL, WINDOW)
     assert lookup(desk) == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[5], MISSING)
     desk.end([*fetches[:5], *fetches[6:8]])
     desk.end(fetches[8:], MISSING)
     assert lookup(desk) == WAIT
     assert asked(desk, WINDOW) == [3, 4]
-    desk.end(desk.plan().fetches)
+    desk.end(desk.fetches())
     assert lookup(desk) == Answer(False, 5 * CHUNK)
     assert desk.pinned() == 5 + 2
 
@@ -87,11 +87,11 @@ def test_what_a_window_is_worth_is_the_prefix_that_it_lets_resume(
     monkeypatch.setattr(PlannedRequest, "_prefetch_windows", lambda *args: None)
     desk = desk_with(FULL, WINDOW)
     assert lookup(desk) == WAIT
-    desk.end(desk.plan().fetches)
+    desk.end(desk.fetches())
     assert lookup(desk) == WAIT
     assert (asked(desk, FULL), asked(desk, WINDOW)) == ([], [6, 7])
     assert lookups(desk)[1].missing == 8
-    desk.end(desk.plan().fetches)
+    desk.end(desk.fetches())
     assert lookup(desk) == Answer(False, 8 * CHUNK)
 
 
@@ -107,11 +107,11 @@ def test_a_window_of_a_longer_prefix_is_not_waited_for() -> None:
     """The prefix proves to be shorter than was hoped, and all that it needs has arrived."""
     desk = desk_with(FULL, WINDOW)
     assert lookup(desk) == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[6:8], MISSING)
     desk.end(fetches[:6])
     assert lookup(desk) == WAIT
-    desk.end(desk.plan().fetches)
+    desk.end(desk.fetches())
     assert asked(desk, WINDOW) == [6, 7], "on their way, and not needed"
     assert lookup(desk) == Answer(False, 6 * CHUNK)
     assert desk.planner.counters["deadline_cuts"] == 0
@@ -120,7 +120,7 @@ def test_a_window_of_a_longer_prefix_is_not_waited_for() -> None:
 def test_a_window_that_comes_too_late_is_not_looked_for_at_shorter_prefixes() -> None:
     desk = desk_with(FULL, WINDOW)
     assert lookup(desk) == WAIT
-    fetches = desk.plan().fetches
+    fetches = desk.fetches()
     desk.end(fetches[:8], seconds=1.2)
     ordered = desk.planner.counters["fetches"]
     while lookup(desk) == WAIT:
@@ -134,9 +134,9 @@ def test_a_window_at_a_shorter_prefix_counts_if_it_is_there() -> None:
     for chunk in (2, 3):
         job = desk.planner.ledger.plan_fetch(ChunkKey(1, desk.hashes["r"][2 * chunk + 1]))
         assert job is not None
-    desk.end(desk.plan().fetches)
+        desk.end(job.for_bucket())
     assert lookup(desk) == WAIT
-    desk.end([fetch for fetch in desk.plan().fetches if fetch.key.group == 0])
+    desk.end([fetch for fetch in desk.fetches() if fetch.key.group == 0])
     while (answer := lookup(desk)) == WAIT:
         desk.now_s += 0.1
     assert answer == Answer(False, 4 * CHUNK)
@@ -149,7 +149,7 @@ def test_without_room_for_a_window_the_prefix_is_shorter(chunks: int, free: int)
     desk = Desk(max_wait_s=50.0, gate=False, coverages=(FULL, WINDOW), slots=chunks + free)
     desk.add("r", PROMPT[: chunks * CHUNK] + "z")
     while (answer := lookup(desk)) == WAIT:
-        fetches = desk.plan().fetches
+        fetches = desk.fetches()
         assert fetches, "it waits for chunks on their way"
         desk.end(fetches)
     assert answer == Answer(False, (chunks - 2 + free) * CHUNK)

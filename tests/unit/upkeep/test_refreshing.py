@@ -17,10 +17,10 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
-from s3kv.messages import JobEnd, JobKind
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, Outcome
 from s3kv.upkeep import refreshing
 from s3kv.upkeep.cleaner import LEASE_S
 from s3kv.upkeep.refreshing import CERTAIN_AT, MAX_WAITING, Refresher, RefreshRule
@@ -453,8 +453,8 @@ async def test_a_copy_that_fails_is_nobody_elses_affair(slab: Slab) -> None:
         assert (await worker.done(1))[2].outcome is Outcome.OK
 
 
-def use(job_id: int) -> wire.Look:
-    return wire.Look(job_id, 0, rig.chunk(job_id).block_hash)
+def use(job_id: int) -> BucketJob:
+    return BucketJob(job_id, JobKind.USE, rig.chunk(job_id))
 
 
 @pytest.mark.parametrize("settings", [{"refresh_after_s": AFTER_S}, {}], ids=["on", "off"])
@@ -465,7 +465,7 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(
     await bucket.fill(1)
     bucket.now_s += 2 * AFTER_S
     async with served(lambda _: bucket, slab, **settings) as (worker, _):
-        worker.say(use(1), use(2), wire.Look(3, 0, b""))
+        worker.say(use(1), use(2), BucketJob(3, JobKind.USE, ChunkKey(0, b"")))
         ends = {}
         while len(ends) < 3:  # the third is answered before the bucket has been tried
             message = await worker.hear()

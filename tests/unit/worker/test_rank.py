@@ -10,7 +10,7 @@ import pytest
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
 from s3kv.messages import (
-    FetchOrder,
+    BucketJob,
     JobEnd,
     JobKind,
     LoadOrder,
@@ -18,8 +18,6 @@ from s3kv.messages import (
     SaveOrder,
     StepPlan,
     StepReport,
-    UploadOrder,
-    UseOrder,
 )
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker.rank import RankWorker
@@ -70,17 +68,11 @@ class Client:
         self.ends: list[JobEnd] = []
         self.waits: list[float] = []
 
-        self.uploads: list[tuple[Any, ...]] = []
-        self.uses: list[tuple[Any, ...]] = []
+        self.jobs: list[BucketJob] = []
 
-    def fetch(self, *order: Any) -> None:
+    def submit(self, job: BucketJob) -> None:
         """Ends when a test says so."""
-
-    def upload(self, *order: Any) -> None:
-        self.uploads.append(order)
-
-    def use(self, *order: Any) -> None:
-        self.uses.append(order)
+        self.jobs.append(job)
 
     def flush(self) -> None:
         """Nothing is sent."""
@@ -104,7 +96,6 @@ class Rig:
         self.rank = RankWorker(
             copies=self.copies,  # type: ignore[arg-type]
             client=self.client,  # type: ignore[arg-type]
-            slot_bytes=4096,
             block_bytes=block_bytes or {0: 1_000},
             uploads=uploads,
             clock=lambda: self.now_s,
@@ -124,8 +115,9 @@ class Rig:
 
 def test_uses_are_asked_about_and_move_nothing() -> None:
     rig = Rig()
-    rig.rank.begin(StepPlan(uses=(UseOrder(7, KEY), UseOrder(8, KEY))))
-    assert rig.client.uses == [(7, KEY), (8, KEY)]
+    jobs = (BucketJob(7, JobKind.USE, KEY), BucketJob(8, JobKind.USE, KEY))
+    rig.rank.begin(StepPlan(jobs=jobs))
+    assert rig.client.jobs == [*jobs]
     assert not rig.rank.is_quiet
     rig.client.ends = [
         JobEnd(7, JobKind.USE, Outcome.EXISTS, seconds=0.1, fresh_s=50.0),
@@ -142,8 +134,8 @@ def test_uses_are_asked_about_and_move_nothing() -> None:
 
 def test_of_ranks_that_hold_the_same_one_asks() -> None:
     rig = Rig(uploads=False)
-    rig.rank.begin(StepPlan(uses=(UseOrder(7, KEY),)))
-    assert rig.client.uses == []
+    rig.rank.begin(StepPlan(jobs=(BucketJob(7, JobKind.USE, KEY),)))
+    assert rig.client.jobs == []
     report = rig.rank.take_report()
     assert report is not None
     other = StepReport()
@@ -213,20 +205,20 @@ def test_what_another_rank_uploads_ends_at_once(uploads: bool) -> None:
     rig.save(SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7)))
     rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.1), SavedEnd(2, False, 0.1)], [])
     rig.rank.poll()
-    rig.rank.begin(StepPlan(uploads=(UploadOrder(3, KEY, 2),)))
+    rig.rank.begin(StepPlan(jobs=(BucketJob(3, JobKind.UPLOAD, KEY, 2),)))
     report = rig.rank.take_report()
     assert report is not None
     ended = {job: end.outcome for (job, kind), end in report.ends.items() if kind is JobKind.UPLOAD}
     refused = {2: Outcome.CANCELLED}
     assert ended == (refused if uploads else refused | {1: Outcome.OK, 3: Outcome.OK})
-    assert len(rig.client.uploads) == rig.rank.busy == (2 if uploads else 0)
+    assert len(rig.client.jobs) == rig.rank.busy == (2 if uploads else 0)
     assert rig.rank.counters["upload_ok"] == 0, "only what was sent is counted"
 
 
 def test_only_transfers_that_succeed_are_timed() -> None:
     rig = Rig()
-    fetches = tuple(FetchOrder(number, KEY, number) for number in range(1, 4))
-    rig.rank.begin(StepPlan(fetches=fetches))
+    jobs = tuple(BucketJob(number, JobKind.FETCH, KEY, number) for number in range(1, 4))
+    rig.rank.begin(StepPlan(jobs=jobs))
     rig.client.ends = [
         JobEnd(1, JobKind.FETCH, Outcome.OK, 4_000, 0.1),
         JobEnd(2, JobKind.FETCH, Outcome.MISSING, 0, 0.2),

@@ -19,10 +19,11 @@ from s3kv.errors import (
 )
 from s3kv.host.slab import Slab
 from s3kv.io import wire
+from s3kv.messages import BucketJob, JobKind
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, ItemShape, Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import served
 
@@ -296,11 +297,14 @@ async def test_errors_become_outcomes(
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Fetch(1, 7, b"\1", 0),
-        wire.Fetch(1, 0, b"\1", -1),
-        wire.Fetch(1, 0, b"\1", 64 * rig.SLOT_BYTES - rig.FORMAT.object_bytes + 1),
-        wire.Upload(1, 0, b"", 0),
-        wire.Upload(1, 0, bytes(65), 0),
+        BucketJob(1, JobKind.FETCH, ChunkKey(7, b"\1")),
+        BucketJob(1, JobKind.FETCH, ChunkKey(0, b"\1"), -1),
+        BucketJob(1, JobKind.FETCH, ChunkKey(0, b"\1"), 64),
+        BucketJob(1, JobKind.FETCH, ChunkKey(0, b"\1"), item=ItemShape(1, 8192)),
+        BucketJob(1, JobKind.SAVE, ChunkKey(0, b"\1")),
+        BucketJob(1, JobKind.UPLOAD, ChunkKey(0, b"")),
+        BucketJob(1, JobKind.UPLOAD, ChunkKey(0, bytes(65))),
+        BucketJob(1, JobKind.USE, ChunkKey(0, b"")),
     ],
 )
 async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Down) -> None:

@@ -17,7 +17,7 @@ from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.sources import other_shards, staging
-from s3kv.messages import JobEnd
+from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import Namespace
@@ -151,7 +151,7 @@ class Reader:
     def ask(self, number: int = 0, block_hash: bytes = BLOCK_HASH) -> None:
         slot = self.slot(number)
         slot[:] = bytes([UNTOUCHED]) * len(slot)
-        self.worker.say(wire.Fetch(number, 0, block_hash, number * len(slot)))
+        self.worker.say(BucketJob(number, JobKind.FETCH, ChunkKey(0, block_hash), number))
 
     async def fetch(self, number: int = 0, block_hash: bytes = BLOCK_HASH) -> JobEnd:
         self.ask(number, block_hash)
@@ -177,6 +177,7 @@ async def reading(
         NAMESPACE.digest,
         shard.name,
         {0: form(shard, integrity).tensors},
+        slot_bytes=form(shard, integrity).object_bytes,
         integrity=integrity,
         pages=pages,
     )
