@@ -310,7 +310,7 @@ class Engine:
             self.io.submit(BucketJob(order.job_id, JobKind.UPLOAD, order.key, order.slot))
         report, self._report = self._report, StepReport()
         loaded, self._loaded = self._loaded, []
-        self._calls.step_ended(now_s, plan.number)
+        self.planner.pace.step_ended(now_s, plan.number)
         self._calls.on_report(report, now_s)
         self._calls.loaded(loaded)
         for request_id in loaded:

@@ -294,7 +294,7 @@ class SchedulerSide(Guarded):
         now_s = time.monotonic()
         report = output.kv_connector_worker_meta
         is_ours = isinstance(report, WorkerReport)
-        self.planner.step_ended(now_s, report.report.number if is_ours else None)
+        self.planner.pace.step_ended(now_s, report.report.number if is_ours else None)
         if is_ours:
             if report.broken:
                 self.broken = "report"

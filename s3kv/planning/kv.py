@@ -368,10 +368,6 @@ class KVPlanner:
 
     # --- reports ---------------------------------------------------------------------------
 
-    def step_ended(self, now_s: float, number: int | None) -> None:
-        """Note that a step has been carried out. number: that of its plan, if the ranks told it."""
-        self.pace.step_ended(now_s, number)
-
     def on_report(self, report: StepReport, now_s: float) -> None:
         """Take in a report of the ranks."""
         for end in report.ends.values():

@@ -188,7 +188,7 @@ class Life:
             loaded = rank.take_loaded()  # of this step's loads, so the same on every rank
         self.planner.on_report(folded, self._now_s)
         self.planner.loaded(*loaded)
-        self.planner.step_ended(self._now_s, folded.number)
+        self.planner.pace.step_ended(self._now_s, folded.number)
         self.planner.check()
 
     def serve(self, *chunks: int) -> int:

@@ -345,7 +345,7 @@ class Engine:
             for request_id, ok in rank.loaded.items():
                 self._load_ends.setdefault(request_id, []).append(ok)
             rank.loaded.clear()
-        self.planner.step_ended(self.now_s, report.number)
+        self.planner.pace.step_ended(self.now_s, report.number)
         self.planner.on_report(report, self.now_s)
         self._loads_ended()
         for request, sampled, rejected in output.sampled:
