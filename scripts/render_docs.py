@@ -73,9 +73,9 @@ and `s3kv COMMAND --help`, rendered by `scripts/render_docs.py`.
 which one it has left there, and does not write the second. If `bucket_bytes` or `bucket_idle_s` is
 set, it also says that this engine cannot keep the bucket to it. A warning means that the cache
 works less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` shows its answer to each
-fault, on moto and on Ceph RGW: no bucket, no credentials, wrong ones, each missing permission, the
-wrong region, a wrong clock, path style only, no conditional PUT, checksums refused, no server.
-`test_host.py` beside it shows its findings on the host. The slab is a memory
+fault, on moto, SeaweedFS and Ceph RGW: no bucket, no credentials, wrong ones, each missing
+permission, the wrong region, a wrong clock, path style only, no conditional PUT, checksums refused,
+no server. `test_host.py` beside it shows its findings on the host. The slab is a memory
 file, so `/dev/shm` matters only to vLLM's own queues.
 
 `inspect` verifies an object by its key and the settings, and takes only the tensors from its

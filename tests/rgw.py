@@ -159,7 +159,7 @@ class _Cluster:
 
     def start_gateway(self, url: str) -> None:
         self._start("radosgw", "-n", "client.rgw", *self._owner)
-        self._wait("the gateway", lambda: _answers(url))
+        self._wait("the gateway", lambda: answers(url))
         user = ["user", "create", "--uid=s3kv", "--display-name=s3kv", "--max-buckets=10000"]
         access = ["--access-key", KEYS["AWS_ACCESS_KEY_ID"]]
         secret = ["--secret-key", KEYS["AWS_SECRET_ACCESS_KEY"]]
@@ -207,7 +207,7 @@ class _Cluster:
             raise RuntimeError(f"ended: {dead}; logs: {self._home}")
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5):
             return True

@@ -20,6 +20,11 @@ from lab.certificates import self_signed as self_signed
 
 BUCKET = "s3kv-test"
 REGION = "us-east-1"
+REAL_SERVERS = (
+    pytest.param("weed", marks=pytest.mark.long),
+    pytest.param("rgw", marks=[pytest.mark.infra, pytest.mark.nightly]),
+)
+"""The fixtures of real S3 servers, as parameters: SeaweedFS, and at night Ceph."""
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret"}
 
 
@@ -67,6 +72,11 @@ def demanding(bucket: str, name: str, value: str) -> str:
     conditions = ({"Null": {f"s3:{name}": "true"}}, {"StringNotEquals": {f"s3:{name}": value}})
     statements = [{**whose, **where, "Condition": condition} for condition in conditions]
     return json.dumps({"Version": "2012-10-17", "Statement": statements})
+
+
+def remove_policy(boto: Any, bucket: str) -> None:
+    with suppress(boto.exceptions.ClientError):  # some servers mind if there is none
+        boto.delete_bucket_policy(Bucket=bucket)
 
 
 def set_credentials(monkeypatch: pytest.MonkeyPatch, keys: dict[str, str] = KEYS) -> None:

@@ -100,14 +100,13 @@ def test_no_bucket_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
         assert word in said
 
 
-@pytest.mark.infra
-def test_wrong_credentials_no_start(tiny: Path, rgw: Gateway, tmp_path: Path) -> None:
-    env = {**rgw.keys, "AWS_DEFAULT_REGION": "us-east-1"}
-    S3Server(rgw.url, env).client().create_bucket(Bucket="kv-cache")
+def test_wrong_credentials_no_start(tiny: Path, weed: Gateway, tmp_path: Path) -> None:
+    env = {**weed.keys, "AWS_DEFAULT_REGION": "us-east-1"}
+    S3Server(weed.url, env).client().create_bucket(Bucket="kv-cache")
     wrong = {**env, "AWS_SECRET_ACCESS_KEY": "wrong"}
-    connector = patient_for(S3Server(rgw.url, wrong), "kv-cache", fails=True)
+    connector = patient_for(S3Server(weed.url, wrong), "kv-cache", fails=True)
     said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong))
-    for word in ("kv-cache", rgw.url, "403", "AWS_SECRET_ACCESS_KEY"):
+    for word in ("kv-cache", weed.url, "403", "AWS_SECRET_ACCESS_KEY"):
         assert word in said
 
 

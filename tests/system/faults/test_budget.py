@@ -21,7 +21,7 @@ from lab.s3 import moto_process
 from s3kv.config import Config
 from s3kv.library.opening import Opening
 from s3kv.library.tiered_store import TieredStore
-from tests.servers import REGION, boto_client, set_credentials
+from tests.servers import REAL_SERVERS, REGION, boto_client, set_credentials
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1_800)]
 
@@ -78,10 +78,10 @@ def moto_bucket() -> Iterator[Bucket]:
         yield Bucket(server.url, server.env)
 
 
-@pytest.fixture(params=["moto", pytest.param("ceph", marks=pytest.mark.infra)])
+@pytest.fixture(params=["moto", *REAL_SERVERS])
 def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    if request.param == "ceph":
-        gateway = request.getfixturevalue("rgw")
+    if request.param != "moto":
+        gateway = request.getfixturevalue(request.param)
         set_credentials(monkeypatch, gateway.keys)
         yield Bucket(gateway.url, gateway.keys)
         return

@@ -20,7 +20,7 @@ import pytest
 from lab.proxy import Proxy, proxy
 from lab.s3 import S3Server, moto_process
 from s3kv.place import Place
-from tests.servers import self_signed, set_credentials
+from tests.servers import REAL_SERVERS, self_signed, set_credentials
 from tests.system.faults.cases import CASES, Case
 from tests.system.faults.life import Life
 from tests.system.faults.nameless import NAME, VARIABLE
@@ -31,13 +31,10 @@ RECOVERIES = 20
 _numbers = itertools.count(1)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["moto", pytest.param("ceph", marks=[pytest.mark.infra, pytest.mark.nightly])],
-)
+@pytest.fixture(scope="module", params=["moto", REAL_SERVERS[-1]])
 def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
-    if request.param == "ceph":
-        gateway = request.getfixturevalue("rgw")
+    if request.param != "moto":
+        gateway = request.getfixturevalue(request.param)
         found = S3Server(gateway.url, gateway.keys | {"AWS_DEFAULT_REGION": "us-east-1"})
         found.client().create_bucket(Bucket=BUCKET)
         yield found

@@ -60,12 +60,12 @@ def test_as_text(run: Run) -> None:
     assert "A prompt of 600 tokens, 2 chunks" in result.stdout
 
 
-@pytest.mark.infra
-def test_on_a_real_server(rgw: Gateway, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    servers.set_credentials(monkeypatch, rgw.keys)
-    boto = servers.boto_client(rgw.url, rgw.keys)
+@pytest.mark.long
+def test_on_a_real_server(weed: Gateway, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    servers.set_credentials(monkeypatch, weed.keys)
+    boto = servers.boto_client(weed.url, weed.keys)
     boto.create_bucket(Bucket="s3kv-bench")
-    result = run("bench", *SMALL, "--json", at=rgw.url, bucket="s3kv-bench")
+    result = run("bench", *SMALL, "--json", at=weed.url, bucket="s3kv-bench")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["get"]["nbytes"] == 20 * 2**20
     assert "Contents" not in boto.list_objects_v2(Bucket="s3kv-bench")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from os.path import normpath
 
 import pytest
 
@@ -58,6 +59,8 @@ async def fetch(store: BulkStore, key: str, room: int = 2**16) -> bytes | None:
 class ObjectStoreSuite:
     conditional_deletes = True
     conditional_copies = True
+    keys_are_texts = True
+    """Otherwise they are paths of files, without `.`, `..` and `//`."""
     conditional_batches = True
     """Whether that goes for deleting many at once, too."""
 
@@ -289,12 +292,13 @@ class ObjectStoreSuite:
         assert [info.key async for info in store.list(root, names[-1])] == []
 
     async def test_odd_characters_in_keys(self, store: BulkStore, root: str) -> None:
-        for i, name in enumerate(ODD_NAMES):
+        names = [n for n in ODD_NAMES if self.keys_are_texts or normpath(n) == n]
+        for i, name in enumerate(names):
             await write(store, root + name, pattern(10 + i, i), if_absent=True)
-        for i, name in enumerate(ODD_NAMES):
+        for i, name in enumerate(names):
             assert await fetch(store, root + name) == bytes(pattern(10 + i, i)), name
         listed = [info.key async for info in store.list(root)]
-        assert listed == sorted((root + name for name in ODD_NAMES), key=str.encode)
+        assert listed == sorted((root + name for name in names), key=str.encode)
 
     async def test_list_is_ordered_and_crosses_pages(self, store: BulkStore, root: str) -> None:
         names = [f"{root}d/{i:03}" for i in range(25)]

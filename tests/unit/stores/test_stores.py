@@ -1,4 +1,4 @@
-"""The suite on every store: moto, Ceph, the server the environment names, and the reference."""
+"""The suite on every store: moto, SeaweedFS, Ceph, the environment's, and the reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class S3Suite(ObjectStoreSuite):
     ) -> None:
         url, bucket, keys = place
         other = servers.boto_client(url, keys)
-        key = root + "odd +%20 ü/../k"
+        key = root + ("odd +%20 ü/../k" if self.keys_are_texts else "odd +%20 ü/k")
         await store.put(key, Place.of(pattern(70_000, 1)), if_absent=True)
         found = await asyncio.to_thread(other.get_object, Bucket=bucket, Key=key)
         assert found["Body"].read() == bytes(pattern(70_000, 1))
@@ -70,7 +70,6 @@ def moto_url() -> Iterator[str]:
 class TestS3StoreOnMoto(S3Suite):
     conditional_batches = False  # it does not look at the ETags in there
     conditional_copies = False
-    conditional_copies = False
 
     @pytest.fixture
     def place(self, moto_url: str) -> tuple[str, str, dict[str, str]]:
@@ -78,6 +77,7 @@ class TestS3StoreOnMoto(S3Suite):
 
 
 @pytest.mark.infra
+@pytest.mark.nightly
 class TestS3StoreOnCeph(S3Suite):
     # Not in Pacific (16.2): it deletes whatever is there.
     conditional_deletes = conditional_batches = False
@@ -87,6 +87,22 @@ class TestS3StoreOnCeph(S3Suite):
     def place(self, rgw: Gateway) -> tuple[str, str, dict[str, str]]:
         servers.boto_client(rgw.url, rgw.keys).create_bucket(Bucket=servers.BUCKET)
         return rgw.url, servers.BUCKET, rgw.keys
+
+
+@pytest.fixture(scope="module")
+def weed_bucket(weed: Gateway) -> Gateway:
+    """With an empty bucket, `BUCKET`."""
+    servers.boto_client(weed.url, weed.keys).create_bucket(Bucket=servers.BUCKET)
+    return weed
+
+
+@pytest.mark.long
+class TestS3StoreOnSeaweedFS(S3Suite):
+    keys_are_texts = False
+
+    @pytest.fixture
+    def place(self, weed_bucket: Gateway) -> tuple[str, str, dict[str, str]]:
+        return weed_bucket.url, servers.BUCKET, weed_bucket.keys
 
 
 if REAL is not None:

@@ -1,7 +1,7 @@
-"""Each fault of a bucket, planted on moto and on Ceph RGW, is named with what to do about it.
+"""Each fault of a bucket, planted on moto and on real servers, is named, with a remedy.
 
-RGW refuses by itself what a real store refuses: unknown keys, wrong secrets, a clock that is wrong,
-what a bucket policy denies. moto refuses nothing, and the regions of both are empty words; there
+Real servers refuse by themselves: unknown keys, wrong secrets, a clock that is wrong,
+what a bucket policy denies. moto refuses nothing, and the regions of all are empty words; there
 the proxy in between gives S3's own answer.
 """
 
@@ -24,6 +24,7 @@ from s3kv.cli.app import cli
 from s3kv.stores.s3.s3_store import S3Store
 from tests import servers
 from tests.rgw import Gateway
+from tests.servers import REAL_SERVERS
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
 
 pytestmark = pytest.mark.usefixtures("no_torch")
@@ -50,11 +51,11 @@ class Ground:
         return CliRunner().invoke(cli, command, catch_exceptions=False)
 
 
-@pytest.fixture(params=["moto", pytest.param("rgw", marks=pytest.mark.infra)])
+@pytest.fixture(params=["moto", *REAL_SERVERS])
 def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    is_real = request.param == "rgw"
+    is_real = request.param != "moto"
     if is_real:
-        gateway: Gateway = request.getfixturevalue("rgw")
+        gateway: Gateway = request.getfixturevalue(request.param)
         url, keys = gateway.url, gateway.keys
     else:
         url, keys = request.getfixturevalue("moto_url"), servers.KEYS
@@ -65,7 +66,7 @@ def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield Ground(is_real, between, boto, monkeypatch)
     monkeypatch.undo()  # the right clock
     if is_real:
-        boto.delete_bucket_policy(Bucket=BUCKET)
+        servers.remove_policy(boto, BUCKET)
     for key in left(boto, BUCKET):
         boto.delete_object(Bucket=BUCKET, Key=key)
     boto.delete_bucket(Bucket=BUCKET)

@@ -23,6 +23,7 @@ from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import BulkStore
 from tests import servers
 from tests.rgw import KMS_KEY, Gateway
+from tests.servers import REAL_SERVERS
 
 BUCKET = "s3kv-policies"
 ENCRYPTION = "x-amz-server-side-encryption"
@@ -46,7 +47,7 @@ def demanded(request: pytest.FixtureRequest) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(params=["moto", pytest.param("rgw", marks=pytest.mark.infra)])
+@pytest.fixture(params=["moto", REAL_SERVERS[-1]])
 def ground(
     request: pytest.FixtureRequest, demanded: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Ground]:

@@ -1,6 +1,6 @@
 """Buckets that keep versions: what is erased there, and the warning that deleting frees nothing.
 
-On moto and on Ceph, with both clients.
+On moto, SeaweedFS and Ceph, with both clients.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from s3kv.types import ChunkKey
 from s3kv.upkeep.cleaner import Cleaner
 from tests import servers
 from tests.rgw import Gateway
+from tests.servers import REAL_SERVERS
 
 BUCKET = "s3kv-versions"
 
@@ -34,7 +35,7 @@ def versions(boto: Any) -> list[tuple[str, str]]:
     return [(item["Key"], item["VersionId"]) for item in kept]
 
 
-@pytest.fixture(params=["moto", pytest.param("rgw", marks=pytest.mark.infra)])
+@pytest.fixture(params=["moto", *REAL_SERVERS])
 def place(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Any]]:
@@ -46,12 +47,12 @@ def place(
             boto.create_bucket(Bucket=BUCKET)
             yield url, boto
         return
-    gateway: Gateway = request.getfixturevalue("rgw")
+    gateway: Gateway = request.getfixturevalue(request.param)
     servers.set_credentials(monkeypatch, gateway.keys)
     boto = servers.boto_client(gateway.url, gateway.keys)
     boto.create_bucket(Bucket=BUCKET)
     yield gateway.url, boto
-    boto.delete_bucket_policy(Bucket=BUCKET)
+    servers.remove_policy(boto, BUCKET)
     for key, version in versions(boto):
         boto.delete_object(Bucket=BUCKET, Key=key, VersionId=version)
     boto.delete_bucket(Bucket=BUCKET)
@@ -131,9 +132,11 @@ async def test_what_is_erased_leaves_nothing(store: BulkStore, place: tuple[str,
     assert [key for key, _ in versions(boto)] == ["kk"]
 
 
+@pytest.mark.parametrize("place", ["moto", REAL_SERVERS[-1]], indirect=True)
 async def test_what_is_erased_after_versioning_was_suspended(
     store: BulkStore, place: tuple[str, Any]
 ) -> None:
+    """SeaweedFS answers to each deletion that it is done, and keeps both versions."""
     _, boto = place
     keep(boto, "Enabled")
     await write(store, "k")
