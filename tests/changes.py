@@ -21,6 +21,10 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests/system/infra": ("terraform/*", "deploy/*", "scripts/render_terraform.py", "lab/s3.py"),
     "tests/system/site": ("docs/*", "mkdocs.yml", "*.md", "scripts/*"),
     "tests/repository/test_installation.py": ("README.md", "docs/*", "s3kv/cli/*", "vllm_s3kv.py"),
+    "tests/scripts/gpu/test_commands.py": (
+        *("scripts/gpu/*", "scripts/install_engine.sh", "s3kv/device/*", "benchmarks/gpu*"),
+        *("tests/gpu/*", "tests/unit/device/*"),
+    ),
     "tests/repository/test_packaging.py": ("README.md", "scripts/index_page.py", "vllm_s3kv.py"),
 }
 """The tests, a folder or a file, and the paths of their subject beside themselves and `_BUILD`.

@@ -13,7 +13,7 @@ TestPlanner.settings = settings(max_examples=100, suppress_health_check=[HealthC
 TestPlannerWithGroups.settings = settings(TestPlanner.settings, max_examples=40)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("machine", [PlannerMachine, GroupsMachine])
 def test_the_machine_gets_everywhere(machine: type[PlannerMachine]) -> None:
     seen = run(examples=1_000, machine=machine)  # with 300, some seeds fail no load

@@ -375,7 +375,7 @@ def run(examples: int) -> Counter[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("examples", [60, pytest.param(1_500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [60, pytest.param(1_500, marks=pytest.mark.nightly)])
 def test_no_request_goes_on_from_another_state_than_its_own(examples: int) -> None:
     seen = run(examples)
     for event in ("hits", "states saved", "states fetched", "fences"):
