@@ -55,14 +55,14 @@ def test_without_a_commit_to_compare_with_all_run(checkout: Path) -> None:
 def test_on_main_the_last_commit_counts(checkout: Path) -> None:
     commit(checkout, "terraform/main.tf")
     assert run_for(checkout) == {"tests/system/deploy", "tests/system/infra"}
-    commit(checkout, "s3kv/host/lru.py")
+    commit(checkout, "s3kv/worker/outbox.py")
     assert run_for(checkout) == set()
 
 
 def test_on_a_branch_all_commits_and_all_edits_count(checkout: Path) -> None:
     git(checkout, "switch", "--create", "topic")
     commit(checkout, "mkdocs.yml")
-    commit(checkout, "s3kv/host/lru.py")
+    commit(checkout, "s3kv/worker/outbox.py")
     assert run_for(checkout) == {"tests/system/site"}
     write(checkout, "tests/system/infra/test_new.py")
     assert run_for(checkout) == {"tests/system/site", "tests/system/infra"}
