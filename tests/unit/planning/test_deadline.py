@@ -129,16 +129,13 @@ def test_no_wait_outlasts_its_bounds(facts: WaitFacts) -> None:
         assert until_s <= decide(replace(facts, gate=False)).until_s
 
 
-@given(any_facts(), SECONDS)
-def test_a_longer_max_wait_never_ends_a_wait_earlier(facts: WaitFacts, more_s: float) -> None:
+@given(any_facts(), SECONDS, st.floats(1.0, 10.0))
+def test_a_longer_limit_or_slower_computing_never_ends_a_wait_earlier(
+    facts: WaitFacts, more_s: float, times: float
+) -> None:
     longer = replace(facts, max_wait_s=facts.max_wait_s + more_s)
-    assert decide(longer).until_s >= decide(facts).until_s
-
-
-@given(any_facts(), st.floats(1.0, 10.0))
-def test_slower_computing_never_ends_a_wait_earlier(facts: WaitFacts, times: float) -> None:
     slower = replace(facts, compute_s=facts.compute_s * times)
-    assert decide(slower).until_s >= decide(facts).until_s
+    assert min(decide(longer).until_s, decide(slower).until_s) >= decide(facts).until_s
 
 
 @given(any_facts())

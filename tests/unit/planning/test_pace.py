@@ -33,17 +33,6 @@ def test_the_clock_starts_when_the_engine_asks() -> None:
     assert desk.lookup("r") == WAIT
 
 
-def test_arrivals_do_not_move_the_deadline() -> None:
-    desk = Desk(max_wait_s=3.0, probe_chunks=4)
-    desk.add("r", "aaaabbbbccccdddd")
-    assert desk.lookup("r") == WAIT
-    for fetch in desk.fetches()[:3]:
-        assert desk.lookup("r") == WAIT
-        desk.now_s += 1.0
-        desk.end(fetch)
-    assert desk.lookup("r") == Answer(False, 12)
-
-
 def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
     """Computing a chunk takes 0.5 s; up to four fetches are sent at once."""
     desk = Desk(max_wait_s=50.0, gate=True, **{"probe_chunks": 1, **setup})
@@ -209,17 +198,6 @@ def test_an_answer_that_nothing_is_there_bounds_a_fetch_until_one_arrives() -> N
     assert pace.forecast(1, 0).all_s == pytest.approx(0.4)
     pace.fetched(0.1, began_with=1, ended_with=1)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.1)
-
-
-def test_a_bucket_whose_answers_take_longer_than_computing_is_not_waited_for() -> None:
-    desk = Desk(max_wait_s=50.0, gate=True)
-    desk.add("first", "zzzz")
-    assert desk.lookup("first") == WAIT
-    desk.end(desk.fetches(), MISSING, seconds=0.5)
-    desk.add("r", "aaaa")  # half a second to compute
-    assert desk.lookup("r") == NOTHING
-    desk.add("long", "bbbbcccc")
-    assert desk.lookup("long") == WAIT
 
 
 @pytest.mark.parametrize(("absent", "answer"), [(5, WAIT), (2, WAIT), (1, NOTHING)])
