@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         "--min-age-s",
         type=float,
         default=Upkeep(0).min_age_s,
-        help="the setting bucket_min_age_s (%(default)s)",
+        help="age below which nothing is deleted (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of chance and delays")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, a process each")

@@ -18,7 +18,6 @@ from time import perf_counter_ns
 
 from benchmarks import origin
 from benchmarks.deadline import ends
-from s3kv.config import Config
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
 from s3kv.messages import JobEnd, JobKind, StepReport
@@ -59,10 +58,8 @@ def make_planner() -> KVPlanner:
     settings = KVPlannerSettings(
         coverages=(Coverage(BLOCK_TOKENS, CHUNK_TOKENS),),
         hash_tokens=BLOCK_TOKENS,
-        probe_chunks=Config(bucket="any").probe_chunks,
         max_wait_s=10.0,
         recompute_gate=False,
-        max_saves_inflight=256,
     )
     return KVPlanner(ledger, Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=32), settings)
 

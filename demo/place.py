@@ -27,7 +27,8 @@ class Place:
     prefix: str
 
     def connector(self, **settings: Any) -> dict[str, Any]:
-        """s3kv's, as the engine's kv_transfer_config, with these settings over the demo's."""
+        """s3kv's, as the engine's kv_transfer_config, with these settings over the demo's. It has
+        constants, too (`lab.constants`)."""
         extra: dict[str, Any] = {
             "bucket": self.bucket,
             "prefix": self.prefix,

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lab.constants import split_connector
+
 CONFIG = "demo.json"
 METRICS = "{}-metrics.txt"
 COMMANDS = ("doctor", "ls --summary", "verify", "gc --max-bytes 400MiB --dry-run")
@@ -32,7 +34,7 @@ def exposition(metrics: Mapping[str, float]) -> str:
 
 def write_config(directory: Path, connector: Mapping[str, Any]) -> None:
     """What stands after --kv-transfer-config, as `s3kv --config` takes it."""
-    (directory / CONFIG).write_text(json.dumps(connector, indent=2) + "\n")
+    (directory / CONFIG).write_text(json.dumps(split_connector(connector)[0], indent=2) + "\n")
 
 
 def instructions(directory: Path, env: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from typing import IO, Any, ClassVar
 
 import psutil
 
+from lab.constants import environment, split_connector
 from lab.second_runner import interpreted_triton
 from lab.zygote import ForkedProcess, Zygotes
 
@@ -120,6 +121,7 @@ class Engine:
 
     model: a directory from `lab.models.build`.
     connector, ec_connector: vLLM's kv_transfer_config and ec_transfer_config as dicts, or None.
+        Their settings may name constants (`lab.constants`).
     in_process: True runs scheduler, worker and client in one process, and `call` reaches in. False
         starts the engine core and its worker as processes of their own, as a server does.
     python: the interpreter, where it is to be another environment's.
@@ -151,10 +153,16 @@ class Engine:
         self.log_path = log_path
         self._python = python
         self._start_timeout_s = start_timeout_s
+        transfers: list[dict[str, Any] | None] = []
+        others: dict[str, Any] = {}
+        for given in (connector, ec_connector):
+            found, its_own = (None, {}) if given is None else split_connector(given)
+            transfers.append(found)
+            others |= its_own
         self._settings = {
             "model": str(model),
-            "kv_transfer_config": connector,
-            "ec_transfer_config": ec_connector,
+            "kv_transfer_config": transfers[0],
+            "ec_transfer_config": transfers[1],
             "in_process": in_process,
             "prepare": prepare,
             "engine_args": ENGINE_ARGS | engine_args,
@@ -162,6 +170,7 @@ class Engine:
         self._env = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | dict(env or {})
         if second_runner:
             self._env |= interpreted_triton(self._env["PYTHONPATH"])
+        self._env |= environment(others, self._env["PYTHONPATH"])
         self._env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
         self._commands = 0
         self._answers: dict[int, Any] = {}

@@ -30,7 +30,7 @@ KEPT = 2
 """Zygotes at a time. Each takes 0.5 GiB."""
 
 # Read when an engine starts, never by an import.
-_LATE = ("AWS_", "PYTEST_", "S3KV_", "VLLM_ENABLE_V1_MULTIPROCESSING")
+_LATE = ("AWS_", "LAB_CONSTANTS", "PYTEST_", "S3KV_", "VLLM_ENABLE_V1_MULTIPROCESSING")
 
 
 class ForkedProcess:

@@ -21,16 +21,40 @@ import msgspec
 from msgspec import Meta
 
 from s3kv.errors import ConfigError
-from s3kv.prices import PriceRow
 
 SECRET_VARIABLE = "S3KV_INTEGRITY_SECRET"
 """The environment variable that holds the secret of `integrity` if no file does."""
 _SECRET_MIN_BYTES = 16
+_STAGING_BYTES = 64 * 2**20
+MAX_INFLIGHT_BYTES = 2**30
+"""Most bytes of objects that one worker fetches or uploads at once."""
+_TIMEOUT = "it follows from request_timeout_ms"
+_FIXED = "its value is fixed: no store and no measurement needed another"
 REMOVED = {
+    "bucket_min_age_s": "nothing younger than a minute is deleted",
+    "checksum": "uploads carry no checksum for the server, because many servers refuse it: TLS "
+    "protects the transfer, and s3kv verifies every object that it reads",
+    "connect_timeout_ms": f"{_TIMEOUT} (a fifth)",
     "encode_tokens_per_s": "the speed of the encoder is measured",
     "eviction": "host memory is evicted by LRU (docs/decisions/0003-default-eviction-policy.md)",
+    "first_byte_timeout_ms": f"{_TIMEOUT} (half)",
+    "hedge_percent": "at most a tenth of the fetches are sent twice (docs/operating.md)",
+    "huge_pages": "s3kv always asks for huge pages, and takes ordinary ones if Linux has no others",
+    "max_attempts": f"{_FIXED} (3)",
+    "max_inflight_bytes": "set max_inflight_requests to have fewer objects on their way at once",
+    "max_item_bytes": f"{_FIXED} (64 MiB)",
+    "max_saves_inflight": f"{_FIXED} (256)",
+    "min_bytes_per_s": f"{_FIXED} (16 KiB)",
+    "miss_ttl_s": f"{_FIXED} (20 s)",
     "pool_size": "a worker has two connections for each of max_inflight_requests",
     "prefill_tokens_per_s": "the speed of prefill is measured (docs/operating.md)",
+    "prices": "the prices are AWS's for the bucket's region; for others see `s3kv cost`",
+    "probe_chunks": f"{_FIXED} (64; docs/decisions/0008-the-first-window.md)",
+    "range_bytes": f"{_FIXED} (4 MiB; docs/decisions/0017-ranged-reads.md)",
+    "recompute_gate": "a request always stops waiting once computing is expected to be faster; "
+    "max_wait_ms bounds its wait",
+    "staging_bytes": "it follows from host_bytes (a sixteenth)",
+    "start_timeout_ms": f"{_FIXED} (20 s); set on_unavailable to serve without the bucket",
     "trust_client_uuid": "it is called 'trust_media_names' now, and both connectors have it",
 }
 """Settings of earlier versions, and what holds instead."""
@@ -126,35 +150,14 @@ class Config:
     """File of certificate authorities to trust instead of the system's."""
     verify_tls: bool = True
     """Verify the server's certificate. Turn off only in a laboratory."""
-    checksum: Literal["when_required", "when_supported"] = "when_required"
-    """Checksums of requests. Many S3-compatible servers reject when_supported."""
     put_headers: PutHeaders | None = None
     """Headers of every write, for buckets whose policy demands them, such as
     {"x-amz-server-side-encryption": "aws:kms"}. Without it the bucket's own encryption applies."""
-    connect_timeout_ms: Positive = 2_000
-    """Longest wait for a connection, TLS included."""
-    first_byte_timeout_ms: Positive = 5_000
-    """Longest wait for the first byte of an answer after its request has been sent."""
     request_timeout_ms: Positive = 10_000
-    """Longest time without progress on a request before it is given up."""
-    min_bytes_per_s: Annotated[Bytes, Meta(ge=1)] = 16 * 2**10
-    """Slowest body transfer: a request whose body is slower than this for request_timeout_ms is
-    given up."""
-    max_attempts: Positive = 3
-    """Most attempts of one fetch before it counts as failed. None begins after max_wait_ms."""
-    hedge_percent: Annotated[float, Meta(ge=0.0, le=100.0)] = 10.0
-    """Largest share of fetches that are sent a second time because their first byte is late: later
-    than 1.5 times the 95th percentile, and for the last two under way, than three times the median.
-    Until 32 are measured, that is 300 and 100 ms. 0: none."""
+    """Longest time that a request may be slower than 16 KiB a second before it is given up. A
+    connection has to be made in a fifth of it, and the first byte of an answer to come in half."""
     max_inflight_requests: Positive = 32
     """Most requests to the store at once, per worker; fewer while it throttles."""
-    max_inflight_bytes: Mebibytes = 2**30
-    """Most bytes of objects on their way at once, per worker."""
-    range_bytes: Annotated[Bytes, Meta(ge=0)] = 4 * 2**20
-    """Shortest range of a large object that is read by a request of its own. An object of twice
-    that or more is read in several ranges at once, as far as fewer than max_inflight_requests are
-    under way: one connection to S3 carries about 90 MB/s. Every range is billed as a GET. 0: one
-    request for each object."""
 
     integrity: Literal["xxh3", "blake3-keyed", "none"] = "xxh3"
     """Verification of objects: xxh3 finds damage, blake3-keyed also finds forgery, none finds
@@ -180,9 +183,6 @@ class Config:
     refresh_after_s. Give all engines the same value. 0: no budget. Needs s3:DeleteObject."""
     bucket_idle_s: Seconds = 0.0
     """Time after which an object that is not used is deleted, in the same way. 0: never."""
-    bucket_min_age_s: Seconds = 60.0
-    """Age below which bucket_bytes and bucket_idle_s delete no object. An object that is refreshed
-    in the seconds between its listing and its deletion counts as listed."""
 
     model_id: str | None = None
     """Name of the weights, for instances that load the same weights from different paths. Without
@@ -200,43 +200,18 @@ class Config:
     namespace: give all instances the same value. Models whose KV cannot be divided by heads share
     with their own size alone, and the log says so. See docs/objects.md."""
     host_bytes: Mebibytes = 4 * 2**30
-    """Host memory for chunks, per worker."""
-    huge_pages: bool = True
-    """Ask Linux for huge pages for host memory, which are allocated and copied faster. Linux gives
-    them if shmem_enabled in /sys/kernel/mm/transparent_hugepage is advise; otherwise the pages are
-    ordinary ones."""
+    """Host memory for chunks, per worker. EC connector: for encoder outputs, per engine, and a
+    sixteenth more (64 MiB or more) for those on their way to the bucket."""
 
     max_wait_ms: NotNegative = 10_000
-    """Longest wait of a request for the bucket."""
-    recompute_gate: bool = True
-    """Stop waiting as soon as computing the rest is expected to be faster. Off: wait up to
-    max_wait_ms for every chunk."""
-    probe_chunks: Positive = 64
-    """Chunks of a prefix fetched at once while the bucket's content is unknown. The number doubles
-    with each chunk that arrives."""
-    miss_ttl_s: Seconds = 20.0
-    """Time for which a chunk that the bucket did not have is not asked for again."""
-    max_saves_inflight: Positive = 256
-    """Most chunks on their way to the bucket at once; saves beyond that are dropped and counted."""
-
-    max_item_bytes: Annotated[Bytes, Meta(ge=2**16, le=2**28)] = 64 * 2**20
-    """Largest encoder output that is saved or fetched; give it the same value on all instances. EC
-    connector only."""
-    staging_bytes: Mebibytes = 256 * 2**20
-    """Host memory for encoder outputs on their way to the bucket, in one worker. An output that
-    finds no room is not saved. EC connector only."""
+    """Longest wait of a request for the bucket. It ends earlier if computing the rest is expected
+    to be faster."""
     trust_media_names: bool = False
     """Identify images, audio and video by their names, including names that clients give. Off:
     identify them by a digest of the encoder's input."""
 
-    prices: Literal["auto", PriceRow, "none"] = "auto"
-    """Prices of requests, for the metric cost_usd; docs/metrics.md lists them. auto: AWS's prices
-    for a bucket on AWS, no cost for one with another endpoint."""
-
     on_unavailable: Literal["fail", "serve"] = "fail"
     """Action if the bucket cannot be used at start: fail, or serve without it and keep trying."""
-    start_timeout_ms: Positive = 20_000
-    """Longest wait for the bucket at start."""
     drain_timeout_s: Seconds = 4.0
     """Longest time given to unfinished uploads at shutdown. `vllm serve` kills its engine at once
     by default; give it a `--shutdown-timeout` to make it wait."""
@@ -256,13 +231,17 @@ class Config:
 
     @property
     def pool_size(self) -> int:
-        """Most connections to the store per worker. Each request may be sent a second time
-        (`hedge_percent`)."""
+        """Most connections to the store per worker. Each request may be sent a second time."""
         return 2 * self.max_inflight_requests
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory for encoder outputs on their way to the bucket, in one worker."""
+        return max(self.host_bytes // 16, min(self.host_bytes, _STAGING_BYTES))
 
     def fetches_at_once(self, object_bytes: int) -> int:
         """Most objects of `object_bytes` that one worker fetches at once."""
-        return max(1, min(self.max_inflight_requests, self.max_inflight_bytes // object_bytes))
+        return max(1, min(self.max_inflight_requests, MAX_INFLIGHT_BYTES // object_bytes))
 
     def read_integrity_secret(self) -> bytes:
         """The secret of integrity "blake3-keyed", without white space at its ends.

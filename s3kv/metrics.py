@@ -124,7 +124,7 @@ _ENGINE: Mapping[str, Metric] = {
     "io_restarts": Metric("I/O processes that died and were replaced."),
     "io_defects": Metric("Unforeseen errors inside an I/O process: bugs of s3kv."),
     "cost_usd": Metric(
-        "Estimated cost of the requests in US dollars, at the prices of the setting prices.",
+        "Estimated cost of the requests in US dollars, at AWS's prices of the bucket's region.",
         scale=1e-9,
     ),
     "internal_errors": Metric("Bugs of s3kv that made it stop caching in this engine."),
@@ -203,7 +203,7 @@ KV_METRICS: Mapping[str, Metric] = {
     "loads_failed": Metric("Requests whose copy to the device failed."),
     "saves": Metric("Chunks ordered saved."),
     "saves_dropped": Metric(
-        "Chunks not saved. inflight: max_saves_inflight were on their way to the bucket. "
+        "Chunks not saved. inflight: 256 were on their way to the bucket. "
         "memory_full: every slot of host memory was in use. blocks_gone: the engine had given up "
         "blocks of the chunk. believed_present: the bucket had lost the chunk meanwhile.",
         labels={"reason": ("inflight", *UNSAVED.values())},
@@ -251,7 +251,7 @@ EC_METRICS: Mapping[str, Metric] = {
     "load_seconds": _seconds("Time an item's copy to the device takes.", _COPY_S),
     "saves": Metric("Items ordered saved."),
     "saves_dropped": Metric(
-        "Items not saved. memory_full: too many were on their way to the bucket (staging_bytes).",
+        "Items not saved. memory_full: too many were on their way to the bucket (host_bytes).",
         labels={"reason": ("memory_full",)},
     ),
     "saves_unfit": Metric("Items not saved because their shape or dtype was not the one expected."),
@@ -264,7 +264,7 @@ EC_METRICS: Mapping[str, Metric] = {
     **_uploads(""),
     "uploads_again": Metric("Uploads ordered again because the bucket had lost an item in use."),
     "upload_cancelled": Metric("Uploads given up at shutdown."),
-    "items_too_large": Metric("Items larger than max_item_bytes or host memory."),
+    "items_too_large": Metric("Items larger than 64 MiB or host memory."),
     "items_untrusted": Metric("Items left alone because nothing told their content."),
     "evictions": Metric("Items evicted from host memory."),
     "slab_bytes": Metric(

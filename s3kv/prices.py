@@ -1,14 +1,13 @@
 """S3's prices for what a cache does, in dollars.
 
 Prices change, and differ by region, contract and store. So every price is a field here and an
-option of `s3kv cost`; the setting `prices` chooses a row for the metric `cost_usd`. Transfer
+option of `s3kv cost`; the metric `cost_usd` takes the row of the bucket's region. Transfer
 between a bucket and instances of its own region costs nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 AS_OF = "2025-11"
 SOURCE = "https://aws.amazon.com/s3/pricing/"
@@ -30,9 +29,6 @@ class Prices:
     transfer: float = price("a GiB transferred from the bucket to another region or cloud")
 
 
-PriceRow = Literal[
-    "us-east-1/standard", "us-east-1/express", "eu-central-1/standard", "ap-northeast-1/standard"
-]
 TABLE: dict[str, Prices] = {
     "us-east-1/standard": Prices(put=0.005, get=0.0004, storage=0.023),
     "us-east-1/express": Prices(

@@ -38,14 +38,14 @@ what they cost, and the same for encoder outputs. Alarms on the same metrics are
 
 _COST = """## What requests are taken to cost
 
-`cost_usd` multiplies requests by the prices that the setting `prices` names. They are Amazon's list
-prices of {as_of} (<{source}>); `none` is a price of nothing. `auto` takes the row of the bucket's
-region if there is one, that of us-east-1 for another region of AWS, and `none` for a store that is
-not AWS's. Answers of class 5xx are not billed, those of class 4xx are. Traffic between a bucket and
-machines in its region is free; what leaves the region, storage, and requests that are not the
-engine's (lifecycle rules, the command line) are not in it. `s3kv cost` makes a bill of all of them.
+`cost_usd` multiplies requests by Amazon's list prices of {as_of} (<{source}>): those of
+the bucket's region if the table has them, those of us-east-1 for another region of AWS. Requests to
+a store that is not AWS's cost nothing. Answers of class 5xx are not billed, those of class 4xx are.
+Traffic between a bucket and machines in its region is free. Traffic out of the region, storage, and
+requests of others (lifecycle rules, the command line) are not included. `s3kv cost` makes a bill of
+all of them.
 
-| `prices` | 1,000 PUT or LIST | 1,000 GET or HEAD | DELETE | a GiB read | a GiB written |
+| region and class | 1,000 PUT or LIST | 1,000 GET or HEAD | DELETE | a GiB read | a GiB written |
 |---|---|---|---|---|---|
 {rows}
 """

@@ -244,7 +244,7 @@ STORE = (
     ),
     Panel(
         "Dollars a day",
-        "What the requests cost at this rate, by the price list of the setting prices.",
+        "What the requests cost at this rate, at AWS's prices of the bucket's region.",
         "currencyUSD",
         (Query(f"{rate('cost_usd')} * 86400", "KV"), Query(f"{rate('ec_cost_usd')} * 86400", "EC")),
     ),

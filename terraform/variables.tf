@@ -319,14 +319,10 @@ locals {
 
   # Those of s3kv/config.py, less those of the bucket.
   setting_names = [
-    "addressing_style", "bucket_bytes", "bucket_idle_s", "bucket_min_age_s", "ca_bundle",
-    "checksum", "chunk_tokens", "client", "connect_timeout_ms", "drain_timeout_s",
-    "endpoint_url", "first_byte_timeout_ms", "hedge_percent",
-    "host_bytes", "huge_pages", "integrity", "integrity_secret_file", "max_attempts",
-    "max_inflight_bytes", "max_inflight_requests", "max_item_bytes", "max_saves_inflight",
-    "max_wait_ms", "min_bytes_per_s", "miss_ttl_s", "model_id", "on_corrupt", "on_unavailable",
-    "prices", "probe_chunks", "put_headers", "range_bytes",
-    "recompute_gate", "refresh_after_s", "request_timeout_ms", "share_ranks", "staging_bytes",
-    "start_timeout_ms", "trust_media_names", "verify_tls", "weights_digest",
+    "addressing_style", "bucket_bytes", "bucket_idle_s", "ca_bundle", "chunk_tokens", "client",
+    "drain_timeout_s", "endpoint_url", "host_bytes", "integrity", "integrity_secret_file",
+    "max_inflight_requests", "max_wait_ms", "model_id", "on_corrupt", "on_unavailable",
+    "put_headers", "refresh_after_s", "request_timeout_ms", "share_ranks", "trust_media_names",
+    "verify_tls", "weights_digest",
   ]
 }

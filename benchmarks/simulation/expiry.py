@@ -23,7 +23,7 @@ from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import ChunkKey
-from s3kv.upkeep.cleaner import Cleaner
+from s3kv.upkeep.cleaner import MIN_AGE_S, Cleaner
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from tests.system.sim.loop import VirtualLoop
 
@@ -90,15 +90,15 @@ class IdealBucket:
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """How a bucket is kept. max_bytes, idle_s, min_age_s: the settings `bucket_bytes`,
-    `bucket_idle_s` and `bucket_min_age_s`. refreshes: off, no hit refreshes an object.
+    """How a bucket is kept. max_bytes, idle_s: the settings `bucket_bytes` and `bucket_idle_s`.
+    min_age_s: the cleaner's `MIN_AGE_S`. refreshes: off, no hit refreshes an object.
 
     request_s: time of one request of the cleaner or of a refresh.
     """
 
     max_bytes: int
     idle_s: float = 0.0
-    min_age_s: float = _DEFAULTS.bucket_min_age_s
+    min_age_s: float = MIN_AGE_S
     refreshes: bool = True
     request_s: float = 0.1
 

@@ -17,7 +17,7 @@ from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
 from s3kv import prices
-from s3kv.config import Config
+from s3kv.config import MAX_INFLIGHT_BYTES, Config
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
 from s3kv.io.server.jobs import JobQueue
@@ -58,7 +58,7 @@ class Setup:
     first_byte_sigma: float = option(0.3, "shape of its lognormal distribution; 0: always the same")
     network_gbit_per_s: float = option(25.0, "per worker and direction")
     connection_mb_per_s: float = option(90.0, "of one S3 connection, at most")
-    recompute_gate: str = option("on", "s3kv's setting of that name", choices=("on", "off"))
+    recompute_gate: str = option("on", "whether computing ends a wait", choices=("on", "off"))
     engine_dollars_per_hour: float = option(3.0, "price of an engine, for what hits spare")
     bucket_gib: float = option(4096.0, "budget of the bucket (bucket_bytes); 0: none")
     seed: int = option(0, "of the first-byte times")
@@ -148,7 +148,7 @@ def make_engine(
     policy: str,
     place: int,
 ) -> Engine:
-    config = Config(bucket="trace", recompute_gate=setup.recompute_gate == "on")
+    config = Config(bucket="trace")
     planner = make_planner(config, setup, policy)
     pool = PagePool(setup.pages, keeps=policy != "no cache")
     chunk_bytes = setup.layout.object_bytes
@@ -157,7 +157,7 @@ def make_engine(
         timeline,
         bucket,
         setup.network,
-        JobQueue(config.max_inflight_requests, config.max_inflight_bytes),
+        JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES),
         setup.layout,
         random.Random(f"{setup.seed}/{place}"),
         place,
@@ -167,21 +167,19 @@ def make_engine(
 
 
 def make_planner(config: Config, setup: Setup, policy: str) -> KVPlanner:
-    """As `s3kv.connectors.kv_scheduler` makes it, with the defaults of `s3kv.config`."""
+    """As `s3kv.connectors.kv_scheduler` makes it, with s3kv's defaults."""
     is_on = policy not in BASELINES
     ledger = Ledger(
         Table(EqualSlots(setup.slots)),
-        BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
+        BucketIndex(capacity=_INDEX_CHUNKS),
         Breaker(threshold=_BREAKER_FAILURES),
         world_size=1,
     )
     settings = KVPlannerSettings(
         coverages=(Coverage(BLOCK_TOKENS, CHUNK_TOKENS),),
         hash_tokens=CHUNK_TOKENS,
-        probe_chunks=config.probe_chunks,
         max_wait_s=config.max_wait_ms / 1000,
-        recompute_gate=config.recompute_gate,
-        max_saves_inflight=config.max_saves_inflight,
+        recompute_gate=setup.recompute_gate == "on",
         may_load=is_on,
         may_save=is_on,
     )

@@ -32,6 +32,7 @@ from s3kv.config import Config, count
 from s3kv.errors import StoreError
 from s3kv.place import Place
 from s3kv.planning.pace import PREFILL_TOKENS_PER_S
+from s3kv.planning.requests import PROBE_CHUNKS
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import BulkStore
 
@@ -113,7 +114,7 @@ def bench(
     """Measure how long this host takes to read a prompt from this bucket.
 
     Sends as many PUTs, and then as many GETs, of a chunk's size as the prompt has chunks, with as
-    many at once as one worker has (at most max_inflight_bytes), through the client of the cache.
+    many at once as one worker has (at most 1 GiB), through the client of the cache.
     Its objects are under PREFIX/bench/ID and are deleted at the end, also on Ctrl-C. Requests and
     bytes are billed like any others. The copy to the GPU is not included.
     """
@@ -121,7 +122,7 @@ def bench(
     check_object_size("--bytes-per-token", object_bytes)
     chunks = max(1, prompt_tokens // chunk_tokens(config))
     speeds = on_bucket(config, partial(_measure, config, object_bytes, chunks))
-    expected = expect(config, speeds, chunks, prompt_tokens / prefill_tokens_per_s)
+    expected = expect(speeds, chunks, prompt_tokens / prefill_tokens_per_s)
     if as_json:
         print_json(asdict(speeds) | {"prompt": asdict(expected)})
     else:
@@ -231,15 +232,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
-def expect(config: Config, speeds: Speeds, chunks: int, computed_s: float) -> Expectation:
+def expect(speeds: Speeds, chunks: int, computed_s: float) -> Expectation:
     """Expected times for a prompt of that many chunks at these speeds. Pure. computed_s: the time
     to compute it.
 
-    The cache asks for `probe_chunks` of an unknown prefix first, and for twice as many after every
+    The cache asks for `PROBE_CHUNKS` of an unknown prefix first, and for twice as many after every
     answer. Every doubling waits for one first byte, until all requests are in use.
     """
     asked = min(chunks, speeds.at_once)
-    doublings = max(0, math.ceil(math.log2(asked / min(asked, config.probe_chunks))))
+    doublings = max(0, math.ceil(math.log2(asked / min(asked, PROBE_CHUNKS))))
     known_ms = speeds.get.seconds * 1e3
     return Expectation(
         chunks=chunks,

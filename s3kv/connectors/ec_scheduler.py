@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from s3kv.config import Config
@@ -36,7 +37,7 @@ from s3kv.host.slab import Slab
 from s3kv.host.table import Table
 from s3kv.io.slab_handover import offer_slab
 from s3kv.io.tier import Tier, open_tier
-from s3kv.io.wire import Handshake
+from s3kv.io.wire import START_TIMEOUT_S, Handshake
 from s3kv.messages import ItemLoad, ItemPlan, JobKind
 from s3kv.metrics import EC_METRICS
 from s3kv.objects.headers import read_header
@@ -113,7 +114,9 @@ class ECSchedulerSide(Guarded):
     def _start(self, may_save: bool) -> None:
         # No node is preferred: workers on several nodes may load from this slab.
         tier = open_tier(
-            self._config, self._config.host_bytes, self._introduce, wait=wait_for_bucket
+            self._config.host_bytes,
+            self._introduce,
+            wait=partial(wait_for_bucket, config=self._config),
         )
         self._tier = tier
         namespace, nbytes = tier.handshake.namespace_digest, tier.slab.nbytes
@@ -124,7 +127,7 @@ class ECSchedulerSide(Guarded):
         """Hand the slab to the workers, which answer with the digest of the namespace."""
         tp = self._vllm_config.parallel_config.tensor_parallel_size
         names = [worker_rendezvous(self._vllm_config, rank) for rank in range(tp)]
-        words = set(offer_slab(names, slab, self._config.start_timeout_ms / 1000))
+        words = set(offer_slab(names, slab, START_TIMEOUT_S))
         if len(words) != 1:
             raise UnsupportedError(f"the ranks disagree on the namespace: {sorted(words)}")
         return Handshake(
@@ -143,15 +146,13 @@ class ECSchedulerSide(Guarded):
             dtype=self._dtype,
             width=embedding_width(vllm_config),
             max_wait_s=config.max_wait_ms / 1000,
-            recompute_gate=config.recompute_gate,
-            max_item_bytes=config.max_item_bytes,
             steps_inflight=steps_inflight(vllm_config),
             may_load=may_load,
             may_save=may_save,
         )
         ledger = Ledger(
             Table(Extents.of(config.host_bytes if may_load else 0)),
-            BucketIndex(capacity=_INDEX_ITEMS, miss_ttl_s=config.miss_ttl_s),
+            BucketIndex(capacity=_INDEX_ITEMS),
             Breaker(),
             world_size=1,
             may_save=may_save,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from s3kv.io.slab_handover import SlabTaker
 from s3kv.io.tier import introduce
 from s3kv.io.wire import Handshake
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
-from s3kv.objects.item_format import HEADER_BYTES, SHARD, object_bytes
+from s3kv.objects.item_format import HEADER_BYTES, MAX_ITEM_BYTES, SHARD, object_bytes
 from s3kv.types import ItemShape
 from s3kv.worker.outbox import Outbox
 
@@ -89,12 +90,11 @@ class ECWorkerSide(Guarded):
 
     def _open_outbox(self, handshake: Handshake, vllm_config: VllmConfig) -> Outbox:
         tier = open_worker_tier(
-            self._config,
             vllm_config,
             self._config.staging_bytes,
             handshake,
             self._device,
-            wait=wait_for_bucket,
+            wait=partial(wait_for_bucket, config=self._config),
         )
         try:
             self._copies.attach(tier.slab.view)
@@ -105,8 +105,7 @@ class ECWorkerSide(Guarded):
 
     def _take(self, slab: Slab) -> None:
         """Take in the scheduler's slab. Runs on the taker's thread, during the engine's start."""
-        if self._config.huge_pages:
-            slab.ask_for_huge_pages()
+        slab.ask_for_huge_pages()
         self._copies.attach(slab.view)
         self._loads_from = slab
 
@@ -184,7 +183,7 @@ class ECWorkerSide(Guarded):
             self._counters["saves_unfit"] += 1
             return
         nbytes = object_bytes(self._dtype_name, order.rows, tensor.shape[1])
-        if nbytes > self._config.max_item_bytes:
+        if nbytes > MAX_ITEM_BYTES:
             self._counters["items_too_large"] += 1
             return
         self._take_ends()

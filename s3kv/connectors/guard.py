@@ -65,7 +65,7 @@ def wait_for_bucket(client: IoClient, config: Config) -> bool | None:
     `IoProcessError` if the I/O process cannot be started or has died. The client is closed then.
     """
     try:
-        return try_bucket(client, config)
+        return try_bucket(client)
     except (IoProcessError, StoreError) as error:
         said = f"s3kv: bucket {config.bucket!r} cannot be used: {error}"
         if isinstance(error, StoreError):

@@ -174,7 +174,7 @@ class SchedulerSide(Guarded):
         room = room_for(slots, slot_bytes, object_bytes)
         ledger = Ledger(
             Table(room, dict(enumerate(object_bytes))),
-            BucketIndex(capacity=_INDEX_CHUNKS, miss_ttl_s=config.miss_ttl_s),
+            BucketIndex(capacity=_INDEX_CHUNKS),
             Breaker(),
             world_size=self._world_size,
             may_save=self._may_save,
@@ -183,10 +183,7 @@ class SchedulerSide(Guarded):
         settings = KVPlannerSettings(
             coverages=self._sizes.coverages,
             hash_tokens=self._sizes.hash_tokens,
-            probe_chunks=config.probe_chunks,
             max_wait_s=config.max_wait_ms / 1000,
-            recompute_gate=config.recompute_gate,
-            max_saves_inflight=config.max_saves_inflight,
             may_load=self._may_load and serves,
             may_save=self._may_save and serves,
             null_block=None if self._sizes.is_plain else NULL_BLOCK,

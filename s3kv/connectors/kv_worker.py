@@ -107,7 +107,7 @@ class WorkerSide(Guarded):
         slots = Slots.of(handshake, " for this model (a smaller chunk_tokens makes it smaller)")
         device = next(iter(layouts.values())).device
         self._tier = tier = open_worker_tier(
-            self._config, self._vllm_config, slots.nbytes, handshake, device, wait=None
+            self._vllm_config, slots.nbytes, handshake, device, wait=None
         )
         copies = BlockCopies.open(
             layouts, tier.slab.view, slots.slot_bytes, self._parts(slots, layouts)

@@ -20,18 +20,16 @@ if TYPE_CHECKING:
 
 
 def open_worker_tier(
-    config: Config,
     vllm_config: VllmConfig,
     nbytes: int,
     handshake: Handshake,
     device: torch.device,
     *,
-    wait: Callable[[IoClient, Config], bool | None] | None,
+    wait: Callable[[IoClient], bool | None] | None,
 ) -> Tier:
     """A tier in memory near `device`. Its I/O process keeps off the cores of a model on the CPU.
     Parameters, blocking and errors as of `open_tier`."""
     return open_tier(
-        config,
         nbytes,
         handshake,
         node=memory_near(device),
@@ -62,5 +60,5 @@ def planned_slabs(vllm_config: VllmConfig) -> Plan:
         planned += [
             (engines, config.host_bytes, "host_bytes of encoder outputs")
         ] * ec.is_ec_consumer
-        planned += [(engines, config.staging_bytes, "staging_bytes")] * ec.is_ec_producer
+        planned += [(engines, config.staging_bytes, "a sixteenth of that")] * ec.is_ec_producer
     return tuple(planned)

@@ -249,6 +249,6 @@ def slab_files(root: Path = ROOT) -> list[str]:
 
 def _too_large(reason: str) -> ConfigError:
     return ConfigError(
-        f"too little memory for s3kv: {reason}. Set host_bytes (of encoder outputs: staging_bytes, "
-        "too) lower, or give the container more memory"
+        f"too little memory for s3kv: {reason}. Set host_bytes lower, or give the container more "
+        "memory"
     )

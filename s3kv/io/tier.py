@@ -22,7 +22,7 @@ from s3kv.host.room import PAGE_BYTES, order_of
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.formats import chunk_formats
-from s3kv.io.wire import Handshake
+from s3kv.io.wire import START_TIMEOUT_S, Handshake
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest
@@ -32,7 +32,7 @@ from s3kv.types import TensorSpec
 logger = logging.getLogger("s3kv")
 
 _PROCESS_START_S = 10.0
-"""Time that an I/O process gets to start, before its `start_timeout_ms` begins. So it gives up
+"""Time that an I/O process gets to start, before its `START_TIMEOUT_S` begins. So it gives up
 before its worker does, and says why."""
 
 
@@ -133,13 +133,13 @@ class Tier:
         self.slab.close()
 
 
-def try_bucket(client: IoClient, config: Config) -> bool | None:
-    """Wait until the I/O process has tried the bucket, for `start_timeout_ms` and its own start.
+def try_bucket(client: IoClient) -> bool | None:
+    """Wait until the I/O process has tried the bucket, as long as it may take.
 
     Returns whether the namespace has objects; None if the bucket does not answer. Raises what
     `IoClient.wait_ready` raises, after which the client is closed.
     """
-    ready = client.wait_ready(config.start_timeout_ms / 1000 + _PROCESS_START_S)
+    ready = client.wait_ready(START_TIMEOUT_S + _PROCESS_START_S)
     if ready.trouble is not None:
         logger.warning("s3kv serves without the bucket for now: %s", ready.message)
         return None
@@ -147,13 +147,12 @@ def try_bucket(client: IoClient, config: Config) -> bool | None:
 
 
 def open_tier(
-    config: Config,
     nbytes: int,
     handshake: Handshake | Callable[[Slab], Handshake],
     *,
     node: NodeChoice = FIRST_TOUCH,
     processors: Collection[int] | None = None,
-    wait: Callable[[IoClient, Config], bool | None] | None = try_bucket,
+    wait: Callable[[IoClient], bool | None] | None = try_bucket,
     planned: Plan = (),
 ) -> Tier:
     """Make a slab of `nbytes`, start its I/O process, and wait until that has tried the bucket.
@@ -165,7 +164,7 @@ def open_tier(
     Blocks. Raises `ConfigError` if there is too little memory, and the errors of `handshake`,
     `IoClient.start` and `wait`. On an error everything is closed.
     """
-    slab = Slab.create(nbytes, node=node, huge_pages=config.huge_pages, planned=planned)
+    slab = Slab.create(nbytes, node=node, huge_pages=True, planned=planned)
     client: IoClient | None = None
     known = None
     try:
@@ -173,7 +172,7 @@ def open_tier(
         client = IoClient(introduced, slab, processors=processors)
         client.start()
         if wait is not None:
-            known = wait(client, config)
+            known = wait(client)
     except BaseException:
         if client is not None:
             client.close()

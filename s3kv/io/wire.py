@@ -35,6 +35,8 @@ from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.rearranging import Pages
 from s3kv.types import TensorSpec
 
+START_TIMEOUT_S = 20.0
+"""Longest wait of an I/O process for the bucket at start."""
 MAX_FRAME_BYTES = 2**20
 """Largest frame a peer accepts. `Handshake` is the largest message: about 60 bytes per layer."""
 _MESSAGES_PER_FRAME = 1024

@@ -43,7 +43,7 @@ class HostTier:
         (self.chunk,) = slots.formats.values()
         self.ledger = Ledger(
             Table(EqualSlots(slots.count, slots.slot_bytes)),
-            BucketIndex(capacity=_INDEX_BLOCKS, miss_ttl_s=tier.handshake.config.miss_ttl_s),
+            BucketIndex(capacity=_INDEX_BLOCKS),
             Breaker(),
             world_size=1,
         )

@@ -80,7 +80,7 @@ async def opened(handshake: Handshake, nbytes: int, node: NodeChoice = FIRST_TOU
     """Open a tier as `open_tier` does, in a thread. If cancelled meanwhile, this raises
     `CancelledError` after the tier has been closed.
     """
-    opening = in_thread(partial(open_tier, handshake.config, nbytes, handshake, node=node))
+    opening = in_thread(partial(open_tier, nbytes, handshake, node=node))
     try:
         return await carried(opening)
     except asyncio.CancelledError:

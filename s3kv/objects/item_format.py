@@ -23,9 +23,11 @@ from s3kv.types import ItemShape, TensorSpec, item_bytes
 TENSOR = "encoder_output"
 GROUP = 0
 SHARD = WHOLE
+MAX_ITEM_BYTES = 64 * 2**20
+"""Length of the largest encoder output that is saved or fetched."""
 HEADER_BYTES = 4096
-"""Length of every item's header. One tensor's description and the digests of 256 MiB, the most that
-`max_item_bytes` allows, never need a second page."""
+"""Length of every item's header. One tensor's description and the digests of `MAX_ITEM_BYTES` never
+need a second page."""
 
 
 @dataclass(frozen=True, slots=True)

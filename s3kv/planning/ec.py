@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from s3kv.host.table import Entry
 from s3kv.messages import BucketJob, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
+from s3kv.objects.item_format import MAX_ITEM_BYTES
 from s3kv.planning.deadline import Deadline, Forecast, WaitFacts, decide
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
@@ -31,7 +32,7 @@ from s3kv.planning.wait import Wait
 from s3kv.types import ChunkKey, ItemShape, Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ECPlannerSettings:
     """Planner settings. dtype: safetensors name of all items' dtype. width: width of the model's
     embeddings. steps_inflight: most engine steps that may run at once."""
@@ -39,11 +40,11 @@ class ECPlannerSettings:
     dtype: str
     width: int
     max_wait_s: float
-    recompute_gate: bool
-    max_item_bytes: int
     steps_inflight: int
     may_load: bool
     may_save: bool
+    recompute_gate: bool = True
+    max_item_bytes: int = MAX_ITEM_BYTES
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ class BucketIndex:
 
     __slots__ = ("_absent_until", "_generation_size", "_miss_ttl_s", "_old", "_young", "due")
 
-    def __init__(self, *, capacity: int, miss_ttl_s: float) -> None:
+    def __init__(self, *, capacity: int, miss_ttl_s: float = 20.0) -> None:
         if capacity < 2:
             raise ValueError(f"capacity is {capacity}: allowed is 2 or more")
         self._generation_size = capacity // 2

@@ -24,6 +24,7 @@ from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHa
 from s3kv.planning.pace import Pace
 from s3kv.planning.requests import (
     NO_LIMITS,
+    PROBE_CHUNKS,
     PlannedRequest,
     RequestEvent,
     RequestLimits,
@@ -34,18 +35,18 @@ from s3kv.planning.saves import ChunkSaves
 from s3kv.types import Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlannerSettings:
-    """Planner settings. `hash_tokens` divides the chunk length, which all coverages share."""
+    """Planner settings. hash_tokens: divides a chunk. recompute_gate: computing may end a wait."""
 
     coverages: tuple[Coverage, ...]
     """Cumulative ones, then all others. Together they have every KV-cache group of the engine as a
     member, because a block of one may become a block of another."""
     hash_tokens: int
-    probe_chunks: int
     max_wait_s: float
-    recompute_gate: bool
-    max_saves_inflight: int
+    probe_chunks: int = PROBE_CHUNKS
+    recompute_gate: bool = True
+    max_saves_inflight: int = 256
     may_load: bool = True
     may_save: bool = True
     null_block: int | None = None

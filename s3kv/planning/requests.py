@@ -19,6 +19,9 @@ from s3kv.planning.wait import Wait
 from s3kv.states import IdentityEnum, Transitions
 from s3kv.types import ChunkKey
 
+PROBE_CHUNKS = 64
+"""Chunks that a lookup requests at first while the bucket's content is unknown (decision 8)."""
+
 
 class ScheduledRequest(NamedTuple):
     """One request of an engine step.

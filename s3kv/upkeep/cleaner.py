@@ -38,6 +38,9 @@ LEFT = 0.95
 """Share of the budget that a sweep leaves."""
 SWEEP_MIN_S, SWEEP_MAX_S = 10.0, 3600.0
 """Shortest and longest time from the end of a sweep to the next one."""
+MIN_AGE_S = 60.0
+"""Age below which no object is deleted. An object that is refreshed between its listing and its
+deletion counts as listed."""
 REFRESHED = 4
 """Refreshes of an object in use in the time for which unused objects stay."""
 _FULL = 0.8

@@ -12,6 +12,7 @@ from s3kv.prices import DEFAULT, TABLE, Prices
 from s3kv.stores.s3.address import zone_of
 from s3kv.stores.traffic import Traffic
 
+AWS_HOSTS = (".amazonaws.com", ".amazonaws.com.cn")
 _FREE = Prices()
 _GIB = 2**30
 _MONTH_S = 365 / 12 * 86_400.0
@@ -22,14 +23,10 @@ _TOLD_FROM_GIB = 1.0
 
 
 def prices_of(config: Config, traffic: Traffic) -> Prices:
-    """Prices by the setting `prices`. auto: those of the bucket's region if the table has them, or
-    else those of us-east-1; all zero for a store other than AWS's.
+    """Prices of the bucket's region if the table has them, or else those of us-east-1; all zero for
+    a store other than AWS's.
     """
-    if config.prices == "none":
-        return _FREE
-    if config.prices != "auto":
-        return TABLE[config.prices]
-    if not traffic.host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+    if not traffic.host.endswith(AWS_HOSTS):
         return _FREE
     kind = "standard" if zone_of(config.bucket) is None else "express"
     region, _ = DEFAULT.split("/")

@@ -18,7 +18,7 @@ from typing import Any
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.stores.store import BulkStore
-from s3kv.upkeep.cleaner import Cleaner
+from s3kv.upkeep.cleaner import MIN_AGE_S, Cleaner
 from s3kv.upkeep.costs import growth_warning, nanodollars, prices_of
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
 from s3kv.upkeep.registration import Registration, introduce
@@ -64,7 +64,7 @@ class Housekeeping:
             config.prefix,
             max_bytes=config.bucket_bytes,
             idle_s=config.bucket_idle_s,
-            min_age_s=config.bucket_min_age_s,
+            min_age_s=MIN_AGE_S,
             holder=f"{rng.getrandbits(128):032x}",
             on_refresh_after=self._rule.tell,
             rng=rng,

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks.gpu.server import running
 from lab import models
+from lab.constants import split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Answer, Engine
 
 CHUNK_TOKENS = 128
@@ -98,8 +99,7 @@ def connector(port: int) -> dict[str, Any]:
             "recompute_gate": False,
             "max_wait_ms": 60_000,
             "probe_chunks": 1,
-            "first_byte_timeout_ms": 60_000,
-            "request_timeout_ms": 60_000,
+            "request_timeout_ms": 120_000,
         },
     }
 
@@ -119,9 +119,8 @@ def _rehearsed(model: Path, runner: str, folder: Path) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT | environment(runner) | fresh)
     from scripts.gpu.rehearsal import rehearse
 
-    return rehearse(
-        model, ENGINE_ARGS | ON_CUDA | {"kv_transfer_config": connector(1)}, runner, folder
-    )
+    transfer, _ = split_connector(connector(1))
+    return rehearse(model, ENGINE_ARGS | ON_CUDA | {"kv_transfer_config": transfer}, runner, folder)
 
 
 def _served(

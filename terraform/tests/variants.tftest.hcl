@@ -119,7 +119,7 @@ run "kept" {
       bucket_bytes    = "10TiB"
       bucket_idle_s   = 86400
       on_corrupt      = "delete"
-      huge_pages      = false
+      verify_tls      = false
     }
     pod_identities = {
       engine = { cluster_name = "gpu", namespace = "inference", service_account = "vllm", access = "keeper" }
@@ -163,7 +163,7 @@ run "kept" {
       bucket_bytes    = "10TiB"
       bucket_idle_s   = 86400
       on_corrupt      = "delete"
-      huge_pages      = false
+      verify_tls      = false
     })] == []
     error_message = "writers must be told the bucket and the caller's settings: ${output.kv_transfer_config}"
   }
@@ -172,7 +172,7 @@ run "kept" {
     condition = [for told in [jsondecode(output.reader_kv_transfer_config).kv_connector_extra_config, jsondecode(output.reader_ec_transfer_config).ec_connector_extra_config] : told if told != merge({ bucket = "cache", prefix = "s3kv", region = "eu-west-1" }, {
       host_bytes      = "32GiB"
       drain_timeout_s = 7.5
-      huge_pages      = false
+      verify_tls      = false
     })] == []
     error_message = "readers must be told the same, without what they may not do: ${output.reader_kv_transfer_config}"
   }

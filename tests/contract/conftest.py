@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab import models
+from lab.constants import changed
 
 collect_ignore_glob: list[str] = []
 
@@ -22,6 +24,13 @@ elif os.environ.get("CI"):
     raise RuntimeError("vLLM is not installed, and on CI it has to be")
 else:
     collect_ignore_glob.append("test_*.py")
+
+
+@pytest.fixture(autouse=True)
+def patient() -> Iterator[None]:
+    """No request gives up waiting because computing would be faster."""
+    with changed(recompute_gate=False):
+        yield
 
 
 @pytest.fixture(scope="session")

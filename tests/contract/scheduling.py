@@ -68,7 +68,6 @@ def configuration(model: Path) -> Any:
         "kv_connector_extra_config": {
             "bucket": "bucket",
             "chunk_tokens": CHUNK,
-            "recompute_gate": False,
             "max_wait_ms": 5_000,
         },
     }

@@ -26,7 +26,7 @@ from tests.unit.planning.ec_desk import WIDTH
 def side(monkeypatch: pytest.MonkeyPatch) -> ECSchedulerSide:
     """Without an I/O process: the test ends the fetches."""
     monkeypatch.setattr(ECSchedulerSide, "_start", lambda self, may_save: None)
-    config = Config(bucket="bkt", host_bytes=2**22, recompute_gate=False)
+    config = Config(bucket="bkt", host_bytes=2**22)
     return ECSchedulerSide(config, vllm_config(), may_load=True, may_save=True)
 
 
@@ -173,7 +173,7 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
     monkeypatch: pytest.MonkeyPatch, ranks: int, is_moe: bool, pauses: bool
 ) -> None:
     monkeypatch.setattr(ECSchedulerSide, "_start", lambda self, may_save: None)
-    config = Config(bucket="bkt", host_bytes=2**22, recompute_gate=False)
+    config = Config(bucket="bkt", host_bytes=2**22)
     engine = vllm_config(data_parallel_size=ranks, is_moe=is_moe)
     side = ECSchedulerSide(config, engine, may_load=True, may_save=True)
     client = Client()

@@ -68,8 +68,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         pipeline = SimpleNamespace(is_first_rank=stage == 0)
         monkeypatch.setattr(parallel_state, "get_pp_group", lambda: pipeline)
         monkeypatch.setattr(ec_worker, "encoder_fingerprint", lambda *args: {"model": "m"})
+        monkeypatch.setattr(ec_worker, "MAX_ITEM_BYTES", 2**16)
         monkeypatch.setattr(ECWorkerSide, "_open_outbox", lambda self, *_: Outbox())
-        config = Config(bucket="bkt", max_item_bytes=2**16)
+        config = Config(bucket="bkt")
         side = ECWorkerSide(
             config, vllm_config(), **({"may_load": False, "may_save": True} | directions)
         )

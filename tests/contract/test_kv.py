@@ -112,7 +112,7 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
         "kv_connector": "S3KVConnector",
         "kv_connector_module_path": "s3kv.connectors",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"bucket": "bucket", "recompute_gate": False},
+        "kv_connector_extra_config": {"bucket": "bucket"},
     }
     config = configured(path, data_parallel_size=ranks, kv_transfer_config=transfer)
     scheduler = S3KVConnector(config, KVConnectorRole.SCHEDULER, groups(FULL))._scheduler

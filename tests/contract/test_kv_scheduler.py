@@ -82,7 +82,7 @@ def test_the_time_of_a_step_is_known_though_idle_steps_are_not_told_of(
 
 
 def test_workers_linger_only_while_all_the_engine_can_do_is_ask_again() -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     scheduler.on_new_request(request("r"))
     assert scheduler.lookup(request("r"), 0) == (None, False)
     first = scheduler.plan(step())
@@ -102,7 +102,7 @@ def test_workers_linger_only_while_all_the_engine_can_do_is_ask_again() -> None:
 
 
 def test_a_bug_turns_the_cache_off_and_strands_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     subject = request("r")
     scheduler.on_new_request(subject)
     scheduler.lookup(subject, 0)
@@ -122,7 +122,7 @@ def test_a_bug_turns_the_cache_off_and_strands_nobody(caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("local_tokens", [0, 32, 64])
 def test_a_request_whose_hashes_say_too_little_has_no_cache(local_tokens: int) -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     subject = request("r")
     subject.mm_features = [without_tensors("my-cat.png")]
     scheduler.on_new_request(subject)
@@ -152,7 +152,7 @@ PRIVATE = {"s3kv": {"save": False}}
 
 
 def test_nothing_of_a_private_request_is_saved_and_the_same_prompt_in_public_is() -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     for params, saved in ((PRIVATE, 0), (None, 2)):
         subject = request("r")
         subject.kv_transfer_params = params
@@ -166,7 +166,7 @@ def test_nothing_of_a_private_request_is_saved_and_the_same_prompt_in_public_is(
 
 
 def test_a_request_that_must_not_load_asks_the_bucket_for_nothing() -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     subject = request("r")
     subject.kv_transfer_params = {"s3kv": {"load": False}}
     scheduler.on_new_request(subject)
@@ -177,7 +177,7 @@ def test_a_request_that_must_not_load_asks_the_bucket_for_nothing() -> None:
 def test_a_request_whose_parameters_cannot_be_read_is_served_and_not_saved(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     subject = request("r")
     subject.kv_transfer_params = {"s3kv": {"saev": False}}
     subject.skip_reading_prefix_cache = True
@@ -218,7 +218,7 @@ def told(scheduler: SchedulerSide) -> dict[str, Any]:
 
 
 def test_what_is_missed_and_what_memory_holds_is_told() -> None:
-    config = Config(bucket="bucket", recompute_gate=False)
+    config = Config(bucket="bucket")
     scheduler = SchedulerSide(config, KVGeometry(16, 16, 32), may_load=True, may_save=True)
     handshake = [WorkerHandshake("n" * 32, 8, 4096), WorkerHandshake("n" * 32, 8, 8192)]
     scheduler.set_workers(handshake, 2)
@@ -250,7 +250,7 @@ def test_what_is_missed_and_what_memory_holds_is_told() -> None:
 
 
 def test_dropped_saves_are_told_by_reason() -> None:
-    scheduler = side(max_saves_inflight=100)
+    scheduler = side()
     ledger = scheduler.planner.ledger
     for number in range(8):
         assert ledger.plan_save(ChunkKey(0, bytes([number])), ())
@@ -314,7 +314,7 @@ def reporting(*handshakes: WorkerHandshake) -> Any:
 
 def unheard(world_size: int = 2) -> SchedulerSide:
     scheduler = SchedulerSide(
-        Config(bucket="bucket", recompute_gate=False),
+        Config(bucket="bucket"),
         KVGeometry(16, 16, 32),
         may_load=True,
         may_save=True,
@@ -373,7 +373,7 @@ def test_workers_that_do_not_fit_together_turn_the_cache_off(
 
 
 def test_after_a_worker_has_failed_nothing_is_offered_and_no_adapter_waited_for() -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     waiting = request("r")
     scheduler.on_new_request(waiting)
     assert scheduler.lookup(waiting, 0) == (None, False)
@@ -429,7 +429,7 @@ def admit(scheduler: SchedulerSide, subject: Any) -> Any:
 
 
 def test_a_request_with_an_adapter_waits_for_what_the_workers_have_loaded() -> None:
-    scheduler = side(recompute_gate=False, max_wait_ms=0)
+    scheduler = side(max_wait_ms=0)
     subject = adapted("r")
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, 0) == (None, False)
@@ -448,7 +448,7 @@ def test_a_request_with_an_adapter_waits_for_what_the_workers_have_loaded() -> N
 
 
 def test_what_is_not_loaded_yet_is_neither_looked_up_nor_saved() -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     subject = adapted("r")
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, 0) == (None, False)
@@ -469,7 +469,7 @@ def test_what_is_not_loaded_yet_is_neither_looked_up_nor_saved() -> None:
 @pytest.mark.parametrize("now", [None, "other"])
 def test_what_was_believed_of_an_adapter_and_is_not_so(now: str | None) -> None:
     """It was loaded anew between two steps, before the request came."""
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     planned(scheduler)
     tell(scheduler, 1, LOADED)
     subject = adapted("r")
@@ -489,7 +489,7 @@ def test_what_was_believed_of_an_adapter_and_is_not_so(now: str | None) -> None:
 
 
 def test_a_request_that_runs_across_a_load_saves_nothing_any_more() -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     planned(scheduler)
     tell(scheduler, 1, LOADED)
     subjects = [adapted("across"), adapted("alone", skip_reading_prefix_cache=True)]
@@ -507,7 +507,7 @@ def test_a_request_that_runs_across_a_load_saves_nothing_any_more() -> None:
 
 
 def test_a_private_request_that_is_entered_again_stays_private() -> None:
-    scheduler = side(recompute_gate=False)
+    scheduler = side()
     planned(scheduler)
     tell(scheduler, 1, LOADED)
     subject = adapted("r")

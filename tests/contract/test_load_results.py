@@ -104,7 +104,7 @@ def test_a_load_that_a_bug_strands_ends_as_failed(steps: Steps, when: str) -> No
 def test_the_scheduler_computes_what_failed_on_any_rank(failing: int) -> None:
     """vLLM holds a failure back until the last rank has ended the load."""
     scheduler = SchedulerSide(
-        Config(bucket="bucket", recompute_gate=False),
+        Config(bucket="bucket"),
         KVGeometry(16, 16, 32),
         may_load=True,
         may_save=True,

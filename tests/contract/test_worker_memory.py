@@ -13,7 +13,11 @@ from s3kv.connectors.worker_memory import planned_slabs
 from s3kv.errors import ConfigError
 
 GIB = 2**30
-KV, ENCODER, STAGING = "host_bytes, per rank", "host_bytes of encoder outputs", "staging_bytes"
+KV, ENCODER, STAGING = (
+    "host_bytes, per rank",
+    "host_bytes of encoder outputs",
+    "a sixteenth of that",
+)
 Spread = tuple[int, int, int]
 """Ranks of vLLM's world group, hosts, and the rank that asks."""
 
@@ -47,7 +51,7 @@ def engine(
     )
 
 
-SETTINGS = {"bucket": "bkt", "host_bytes": "14GiB", "staging_bytes": "1GiB"}
+SETTINGS = {"bucket": "bkt", "host_bytes": "16GiB"}
 FOUR, EIGHT = {"tensor_parallel_size": 4}, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
 
 
@@ -66,22 +70,22 @@ def test_every_rank_on_this_host_counts(
     monkeypatch: pytest.MonkeyPatch, spread: Spread, parallel: dict[str, int], ranks: int
 ) -> None:
     config = engine(monkeypatch, spread, parallel=parallel, kv=SETTINGS)
-    assert planned_slabs(config) == ((ranks, 14 * GIB, KV),)
+    assert planned_slabs(config) == ((ranks, 16 * GIB, KV),)
 
 
 @pytest.mark.parametrize(
     ("role", "here"),
     [
-        ("ec_both", ((1, 14 * GIB, ENCODER), (1, GIB, STAGING))),
+        ("ec_both", ((1, 16 * GIB, ENCODER), (1, GIB, STAGING))),
         ("ec_producer", ((1, GIB, STAGING),)),
-        ("ec_consumer", ((1, 14 * GIB, ENCODER),)),
+        ("ec_consumer", ((1, 16 * GIB, ENCODER),)),
     ],
 )
 def test_encoder_outputs_take_memory_once_in_an_engine(
     monkeypatch: pytest.MonkeyPatch, role: str, here: Any
 ) -> None:
     config = engine(monkeypatch, (4, 1, 3), parallel=FOUR, kv=SETTINGS, ec=SETTINGS, ec_role=role)
-    assert planned_slabs(config) == ((4, 14 * GIB, KV), *here)
+    assert planned_slabs(config) == ((4, 16 * GIB, KV), *here)
     alone = engine(monkeypatch, (4, 1, 3), parallel=FOUR, ec=SETTINGS, ec_role=role)
     assert planned_slabs(alone) == here
 
@@ -101,7 +105,7 @@ def test_encoder_outputs_are_on_the_host_of_the_first_rank(
     monkeypatch: pytest.MonkeyPatch, spread: Spread, parallel: dict[str, int], engines: int
 ) -> None:
     config = engine(monkeypatch, spread, parallel=parallel, ec=SETTINGS)
-    assert planned_slabs(config) == ((engines, 14 * GIB, ENCODER), (engines, GIB, STAGING))
+    assert planned_slabs(config) == ((engines, 16 * GIB, ENCODER), (engines, GIB, STAGING))
 
 
 def test_settings_of_the_other_connector_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from s3kv.config import REMOVED, Config, allowed, parse_bytes
 from s3kv.errors import ConfigError
-from s3kv.prices import TABLE, PriceRow
 from tests.project import ROOT
 
 
@@ -21,21 +20,20 @@ def parse(**settings: Any) -> Config:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("max_attempts", 0),
-        ("max_attempts", "3"),
-        ("max_attempts", True),
-        ("max_attempts", 1.5),
+        ("max_inflight_requests", 0),
+        ("max_inflight_requests", "3"),
+        ("max_inflight_requests", True),
+        ("max_inflight_requests", 1.5),
         ("chunk_tokens", -1),
         ("host_bytes", "4 elephants"),
         ("host_bytes", "1KiB"),
         ("host_bytes", None),
         ("client", "boto3"),
         ("client", None),
-        ("recompute_gate", "yes"),
-        ("recompute_gate", 1),
-        ("hedge_percent", 100.5),
-        ("hedge_percent", float("nan")),
-        ("miss_ttl_s", "20"),
+        ("verify_tls", "yes"),
+        ("verify_tls", 1),
+        ("refresh_after_s", float("nan")),
+        ("refresh_after_s", "20"),
         ("on_unavailable", "retry"),
         ("addressing_style", "subdomain"),
         ("region", 1),
@@ -238,16 +236,10 @@ def test_other_text_is_no_number_of_bytes(text: str) -> None:
 
 
 def test_the_constructor_checks_as_parse_does() -> None:
-    with pytest.raises(
-        ConfigError, match="max_attempts is 0: allowed is a whole number, 1 or more"
-    ):
-        Config(bucket="kv-cache", max_attempts=0)
-    with pytest.raises(ConfigError, match="checksum is 'never': allowed is 'when_req"):
-        dataclasses.replace(parse(), checksum="never")  # type: ignore[arg-type]
-
-
-def test_there_is_a_price_list_for_each_that_the_setting_allows() -> None:
-    assert get_args(PriceRow) == tuple(TABLE)
+    with pytest.raises(ConfigError, match="timeout_ms is 0: allowed is a whole number, 1 or more"):
+        Config(bucket="kv-cache", request_timeout_ms=0)
+    with pytest.raises(ConfigError, match="client is 'never': allowed is 'auto' or"):
+        dataclasses.replace(parse(), client="never")  # type: ignore[arg-type]
 
 
 def test_every_default_is_allowed() -> None:
@@ -257,12 +249,21 @@ def test_every_default_is_allowed() -> None:
 
 
 def test_a_whole_number_is_a_number() -> None:
-    assert parse(miss_ttl_s=20) == parse(miss_ttl_s=20.0)
+    assert parse(bucket_idle_s=20) == parse(bucket_idle_s=20.0)
 
 
 def test_as_many_fetches_at_once_as_requests_and_bytes_allow() -> None:
-    config = parse(max_inflight_requests=100, max_inflight_bytes="64MiB")
+    config = parse(max_inflight_requests=100)
     assert config.fetches_at_once(1) == 100
-    assert config.fetches_at_once(2**20) == 64
-    assert config.fetches_at_once(2**30) == 1
+    assert config.fetches_at_once(2**24) == 64
+    assert config.fetches_at_once(2**31) == 1
     assert config.pool_size == 200, "each may be sent a second time"
+
+
+@pytest.mark.parametrize(
+    ("host", "staging"), [("1MiB", 2**20), ("512MiB", 2**26), ("4GiB", 2**28), ("16GiB", 2**30)]
+)
+def test_encoder_outputs_get_a_sixteenth_of_host_memory_to_be_saved(
+    host: str, staging: int
+) -> None:
+    assert parse(host_bytes=host).staging_bytes == staging

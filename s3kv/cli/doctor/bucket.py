@@ -41,7 +41,6 @@ _HEADERS_REMEDY = (
 _CHECKS = (
     "list",
     "put",
-    "checksum",
     "conditional put",
     "get",
     "versions",
@@ -166,21 +165,11 @@ class BucketExamination:
     async def _put(self) -> bool:
         # With the condition, like the cache: a bucket's policy may require it.
         error = await _error_of(self._write(self._store))
-        supported = self.config.checksum == "when_supported"
         if error is None:
             self._note("put", "ok", "an object was written")
-            told = "uploads carry none for the server; every object holds its own digest"
-            if supported:
-                told = "uploads carry a CRC-32, and the server takes them"
-            self._note("checksum", "ok", told)
             return True
         self._fail("put", error, "s3:PutObject")
-        if supported and type(error) is StoreError:
-            told = "The server refuses uploads that carry a checksum, and takes those without"
-            plain = [("checksum", "when_required", told)]
-            if await self._mended("checksum", error, self._write, plain):
-                self._note("put", "fault", str(error))
-        elif is_permission(error) and zone_of(self.config.bucket) is None:
+        if is_permission(error) and zone_of(self.config.bucket) is None:
             given = self.config.put_headers or {}
             told = "It takes uploads with a header more, which its policy seems to demand"
             more = [("put_headers", given | header, told) for header in _DEMANDED]

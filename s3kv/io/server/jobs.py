@@ -33,7 +33,7 @@ FETCHES_PER_UPLOAD = 16
 UPLOADS_PER_STREAM = 8
 """Waiting uploads per further running one. A lower number slows the engine: with four, a prompt of
 twelve chunks started three uploads at once, and a prompt computed on two shared cores took 8 %
-longer instead of 6 to 7 %. Half the default `max_saves_inflight` uses all upload places."""
+longer instead of 6 to 7 %. Half of all saves that may be under way uses all upload places."""
 
 
 @dataclass(slots=True)

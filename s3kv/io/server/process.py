@@ -74,7 +74,7 @@ async def _converse(
         outbox.send(wire.Ready(False, "config", str(error)))
         return
     service = Service(handshake, slab, store, outbox.send, reader.feed_eof, rng)
-    with _prefaulting(slab, huge_pages=handshake.config.huge_pages):
+    with _prefaulting(slab):
         service.start()
         try:
             async for message in messages:
@@ -130,10 +130,9 @@ async def _watch_parent(parent_pid: int | None, hang_up: Callable[[], None]) -> 
 
 
 @contextlib.contextmanager
-def _prefaulting(slab: Slab, *, huge_pages: bool) -> Iterator[None]:
+def _prefaulting(slab: Slab) -> Iterator[None]:
     """Prefault the slab on a thread during the block; stop the thread at its end."""
-    if huge_pages:
-        slab.ask_for_huge_pages()
+    slab.ask_for_huge_pages()
     stop = threading.Event()
     thread = threading.Thread(target=_prefault, args=(slab, stop), daemon=True)
     thread.start()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from s3kv.config import MAX_INFLIGHT_BYTES
 from s3kv.errors import StoreError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
@@ -66,7 +67,7 @@ class Service:
         self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
         self._shard = handshake.shard
         self._formats = Formats(handshake, slab.nbytes)
-        self._queue = JobQueue(config.max_inflight_requests, config.max_inflight_bytes)
+        self._queue = JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES)
         registration = Registration(self._namespace, handshake.manifest, handshake.shapes)
         self._housekeeping = Housekeeping(
             store, config, registration, lambda: self._queue.has_spare, rng
@@ -107,12 +108,12 @@ class Service:
         trouble: wire.Trouble
         try:
             checked = self._bucket.attempts(lambda: self._store.check(self._namespace.root))
-            known = await asyncio.wait_for(checked, config.start_timeout_ms / 1000)
+            known = await asyncio.wait_for(checked, wire.START_TIMEOUT_S)
         except asyncio.TimeoutError:
             trouble = "unavailable"
             message = (
-                f"bucket {config.bucket!r} gave no answer within start_timeout_ms "
-                f"({config.start_timeout_ms}): look at endpoint_url and the network"
+                f"bucket {config.bucket!r} gave no answer within "
+                f"{wire.START_TIMEOUT_S:g} s: look at endpoint_url and the network"
             )
         except StoreError as error:
             trouble, message = wire.TROUBLES.get(type(error), "unavailable"), str(error)

@@ -27,9 +27,9 @@ from typing import TypeVar
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.io.sources.hedging import now_s
-from s3kv.io.sources.pacing import Pacing
+from s3kv.io.sources.pacing import HEDGE_PERCENT, Pacing
 from s3kv.io.sources.quarantine import Quarantine
-from s3kv.io.sources.ranges import RangedReads, Reading
+from s3kv.io.sources.ranges import RANGE_BYTES, RangedReads, Reading
 from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.messages import JobEnd
 from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
@@ -38,6 +38,8 @@ from s3kv.upkeep.refreshing import Refresher
 
 T = TypeVar("T")
 
+MAX_ATTEMPTS = 3
+"""Most attempts of one fetch, none of which begins after `max_wait_ms`."""
 _BACKOFF_FIRST_S = 0.05
 _BACKOFF_MAX_S = 1.0
 
@@ -65,12 +67,12 @@ class BucketSource:
     ) -> None:
         self.retries = 0
         self.drain_until_s = -math.inf
-        self.pacing = Pacing(config.max_inflight_requests, config.hedge_percent)
+        self.pacing = Pacing(config.max_inflight_requests, HEDGE_PERCENT)
         self._store = store
-        self._max_attempts = config.max_attempts
+        self._max_attempts = MAX_ATTEMPTS
         self._delete_corrupt = config.on_corrupt == "delete"
         self._refresher = refresher
-        self._ranged = RangedReads(config.range_bytes, borrow, self)
+        self._ranged = RangedReads(RANGE_BYTES, borrow, self)
         self._rng = rng
         self._quarantine = Quarantine()
 

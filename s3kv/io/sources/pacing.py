@@ -16,6 +16,9 @@ from s3kv.stores.store import Claim
 
 T = TypeVar("T")
 
+HEDGE_PERCENT = 10.0
+"""Largest share of fetches that are sent a second time."""
+
 
 class Window:
     """Request window: the number of requests that the store takes at once.

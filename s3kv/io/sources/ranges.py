@@ -27,6 +27,9 @@ _log = logging.getLogger("s3kv.io")
 
 _T = TypeVar("_T")
 
+RANGE_BYTES = 4 * 2**20
+"""Length of the shortest range."""
+
 Reading = tuple[ObjectInfo | None, Mismatch | None]
 """Metadata of an object (None: no such object), and why it does not verify (None: it does)."""
 

@@ -247,8 +247,8 @@ def why_unreachable(error: BaseException, connect_ms: int) -> tuple[str, str]:
         return "no-tls", f"TLS failed ({error.reason}): does endpoint_url name a TLS port?"
     if isinstance(error, asyncio.TimeoutError):
         return "", (
-            f"no connection within {connect_ms} ms (connect_timeout_ms): look at endpoint_url, and "
-            "at whether the network lets it through, or wants HTTPS_PROXY to be set"
+            f"no connection within {connect_ms} ms (a fifth of request_timeout_ms): look at "
+            "endpoint_url, and whether the network lets it through or needs HTTPS_PROXY"
         )
     # With several addresses asyncio folds their errors into one text.
     if f"[Errno {errno.ECONNREFUSED}]" in str(error):

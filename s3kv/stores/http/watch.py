@@ -98,9 +98,9 @@ class Watch:
     def _why(self) -> str:
         patience = self._patience
         if self._for_answer:
-            return f"got no answer within {patience.first_byte_ms} ms (first_byte_timeout_ms)"
+            return f"got no answer within {patience.first_byte_ms} ms (half of request_timeout_ms)"
         return (
-            f"moved fewer than {patience.min_bytes_per_s} bytes a second (min_bytes_per_s) "
+            f"moved fewer than {patience.min_bytes_per_s} bytes a second "
             f"for {patience.progress_ms} ms (request_timeout_ms)"
         )
 

@@ -10,7 +10,6 @@ import asyncio
 import base64
 import hashlib
 import ssl
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from email.utils import formatdate
@@ -45,6 +44,8 @@ from s3kv.stores.s3.credentials import Credentials, SessionCredentials
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.stores.traffic import Traffic
 
+MIN_BYTES_PER_S = 16 * 2**10
+"""Lowest rate of a body; a slower one for `request_timeout_ms` is given up."""
 CONTENT_TYPE = "application/octet-stream"
 _VERBS = {"GET": "LIST", "POST": "DELETE"}
 """Method of a request on the bucket itself to the verb it is counted as."""
@@ -155,10 +156,10 @@ def _tls_context(verify: bool, ca_bundle: str | None) -> ssl.SSLContext:
 def patience_of(config: Config) -> Patience:
     """The time limits of the settings."""
     return Patience(
-        connect_ms=config.connect_timeout_ms,
-        first_byte_ms=config.first_byte_timeout_ms,
+        connect_ms=config.request_timeout_ms // 5,
+        first_byte_ms=config.request_timeout_ms // 2,
         progress_ms=config.request_timeout_ms,
-        min_bytes_per_s=config.min_bytes_per_s,
+        min_bytes_per_s=MIN_BYTES_PER_S,
     )
 
 
@@ -194,8 +195,6 @@ class FastClient:
         headers = {"Content-Type": CONTENT_TYPE}
         if if_absent:
             headers["If-None-Match"] = "*"
-        if self._config.checksum == "when_supported":
-            headers["x-amz-checksum-crc32"] = crc32_of(place)
         await self._send("s3:PutObject", "PUT", key, headers=headers, body=place)
 
     async def copy(self, key: str, modified_s: float) -> bool:
@@ -320,11 +319,3 @@ class FastClient:
                 self._opened = (endpoint, pool)
                 self.traffic.host, self.traffic.region = address.host, endpoint.region
             return self._opened
-
-
-def crc32_of(body: Place) -> str:
-    """The CRC-32 of a body as S3's headers have it."""
-    crc = 0
-    for view in body.views:
-        crc = zlib.crc32(view, crc)
-    return base64.b64encode(crc.to_bytes(4, "big")).decode()

@@ -9,8 +9,8 @@ one PUT, so the largest has 5 GiB; a chunk is thousands of times smaller.
 Two clients can send the requests: the fast one, and AWS's SDK, which also serves what the fast one
 cannot. They are compared with each other (`test_sdk_client.py`); see decision 14.
 
-This layer does not verify content: chunks carry a digest (`codec`). A PUT also carries a CRC-32 for
-the server to verify if the setting `checksum` is when_supported.
+This layer does not verify content: chunks carry a digest (`codec`). A PUT carries no
+checksum for the server, because many refuse it.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from s3kv.stores.s3.answers import (
     whole_of,
 )
 from s3kv.stores.s3.credentials import Credentials
-from s3kv.stores.s3.fast_client import CONTENT_TYPE, crc32_of, patience_of
+from s3kv.stores.s3.fast_client import CONTENT_TYPE, patience_of
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.stores.traffic import Traffic
 
@@ -124,9 +124,6 @@ class SdkClient:
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> None:
         more = {"IfNoneMatch": "*"} if if_absent else {}
-        if self._config.checksum == "when_supported":
-            # Given here it is sent as a header; botocore's own is a trailer, which others refuse.
-            more["ChecksumCRC32"] = crc32_of(place)
 
         async def send(client: Any, watch: Watch) -> None:
             body = _Pieces(place, watch, self._patience) if place.nbytes else b""
@@ -307,7 +304,7 @@ class SdkClient:
             endpoint_url=config.endpoint_url,
             verify=config.ca_bundle if config.verify_tls else False,
             config=AioConfig(
-                connect_timeout=config.connect_timeout_ms / 1e3,
+                connect_timeout=self._patience.connect_ms / 1e3,
                 read_timeout=None,  # `Watch` knows when to give up
                 max_pool_connections=config.pool_size,
                 retries={"total_max_attempts": 1, "mode": "standard"},

@@ -249,7 +249,7 @@ def patient_for(s3: S3Server, bucket: str, *, fails: bool = False) -> dict[str, 
         "probe_chunks": 1,
     }
     if not fails:
-        settings |= {"first_byte_timeout_ms": 240_000, "request_timeout_ms": 240_000}
+        settings["request_timeout_ms"] = 480_000
     return changed(connector_for(s3, bucket), **settings)
 
 

@@ -35,12 +35,10 @@ def ec_connector(
         "bucket": bucket,
         "endpoint_url": s3.url,
         "host_bytes": "16MiB",
-        "staging_bytes": "16MiB",
         "recompute_gate": False,
         "max_wait_ms": 250_000,
         # Ranks that wait for each other leave a busy machine's server without a processor.
-        "first_byte_timeout_ms": 240_000,
-        "request_timeout_ms": 240_000,
+        "request_timeout_ms": 480_000,
     }
     return {
         "ec_connector": "S3ECConnector",

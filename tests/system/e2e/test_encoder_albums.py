@@ -95,7 +95,7 @@ def test_an_item_larger_than_all_the_memory_there_is(
 ) -> None:
     """It is encoded every time, and neither asked for nor saved."""
     model = vision.build(models_dir, query_tokens=600, hidden=1024)
-    sizes: dict[str, Any] = {"host_bytes": "1MiB", "staging_bytes": "1MiB"}
+    sizes: dict[str, Any] = {"host_bytes": "1MiB"}
     with Pictures(s3, model, tmp_path)(ec_connector(s3, bucket, **sizes)) as engine:
         answers: list[Answer] = engine.generate([ask(1), ask(2)])
         count = counters(engine)

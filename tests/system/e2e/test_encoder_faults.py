@@ -34,8 +34,7 @@ LINE: dict[str, tuple[Fault, str]] = {
 }
 """What happens on the way, and the counter that tells of it."""
 SOON = {
-    "connect_timeout_ms": 1_000,
-    "first_byte_timeout_ms": 1_500,
+    "request_timeout_ms": 3_000,
     "max_attempts": 1,
     "max_wait_ms": 3_000,
     "hedge_percent": 0.0,

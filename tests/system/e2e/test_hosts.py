@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from lab import models
+from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Ask, Engine, EngineFailed, Pending
 from lab.hosts import Host, gateway, hosts, on_ray, start_ray
 from lab.s3 import S3Server
@@ -64,13 +65,19 @@ def by_multiprocessing(
         "master_port": 29_500,
     }
     connector = settings.pop("connector")
-    arguments = ENGINE_ARGS | settings | nodes | {"node_rank": 1, "kv_transfer_config": connector}
+    transfer, constants = split_connector(connector)
+    arguments = ENGINE_ARGS | settings | nodes | {"node_rank": 1, "kv_transfer_config": transfer}
     follower = second.launch(
         [
             *(sys.executable, "-m", "lab.hosts.follower", "--model", str(model)),
             *("--headless", *flags(arguments)),
         ],
-        os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | env | second.environment(),
+        os.environ
+        | ENVIRONMENT
+        | {"PYTHONPATH": str(ROOT)}
+        | environment(constants, str(ROOT))
+        | env
+        | second.environment(),
         directory / "follower.log",
     )
     engine = Engine(

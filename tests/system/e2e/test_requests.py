@@ -17,7 +17,7 @@ import pytest
 from lab import models
 from lab.engine import Ask
 from lab.s3 import S3Server
-from s3kv.config import Config
+from s3kv.planning.requests import PROBE_CHUNKS
 from tests.system.e2e.conftest import (
     Serve,
     Truth,
@@ -65,7 +65,7 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
 def connector(s3: S3Server, library: Library) -> Iterator[dict[str, Any]]:
     """For a bucket that holds what the library holds, probed as by default."""
     with new_bucket(s3, like=library.bucket) as bucket:
-        yield changed(patient_for(s3, bucket), probe_chunks=Config(bucket="any").probe_chunks)
+        yield changed(patient_for(s3, bucket), probe_chunks=PROBE_CHUNKS)
 
 
 def test_a_crowd_fetches_each_chunk_once_and_a_second_turn_hits_the_first(

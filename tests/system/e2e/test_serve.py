@@ -22,6 +22,7 @@ import pytest
 
 import s3kv
 from lab import models
+from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.s3 import S3Server
 from tests.rgw import free_ports
@@ -148,6 +149,8 @@ def start(
     """What `vllm serve` runs. That command asks for a distribution of the name "vllm", and the one
     for CPUs has another."""
     (port,) = free_ports(1)
+    connector, constants = split_connector(connector)
+    env = env | environment(constants, env.get("PYTHONPATH"))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += [*small(port), "--kv-transfer-config", json.dumps(connector), *more]
     return Server(command, port, env, log)

@@ -30,8 +30,7 @@ HIT = 768
 PATIENT = {
     "max_wait_ms": 250_000,
     "recompute_gate": False,
-    "first_byte_timeout_ms": 240_000,
-    "request_timeout_ms": 240_000,
+    "request_timeout_ms": 480_000,
 }
 
 

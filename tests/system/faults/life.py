@@ -33,6 +33,15 @@ from tests.unit.io import rig
 
 CHUNK_TOKENS = 4
 SLOTS = 24
+CONSTANTS: dict[str, Any] = {
+    "max_attempts": 2,
+    "min_bytes_per_s": 2**18,
+    # A chunk whose probe is under way when its request ends is not saved.
+    "probe_chunks": 1,
+    "recompute_gate": False,
+    "start_timeout_s": 5.0,
+}
+"""Constants of `lab.constants` for lives."""
 HANG_S = 20.0
 """Nothing here may take this long; it is no measure, only the end of a test that hangs."""
 
@@ -95,15 +104,8 @@ class Life:
         **settings: Any,
     ) -> None:
         fast = {
-            "connect_timeout_ms": 500,
-            "first_byte_timeout_ms": 300,
-            "request_timeout_ms": 200,
-            "min_bytes_per_s": 2**18,
-            "max_attempts": 2,
-            # A chunk whose probe is under way when its request ends is not saved.
-            "probe_chunks": 1,
+            "request_timeout_ms": 1_000,
             "max_wait_ms": 3_000,
-            "start_timeout_ms": 5_000,
             "on_unavailable": "serve",
         }
         self.config = Config(**{"bucket": bucket, "endpoint_url": url, **fast, **settings})
@@ -146,20 +148,16 @@ class Life:
         return self.clients[0]
 
     def _make_planner(self) -> KVPlanner:
-        config = self.config
         ledger = Ledger(
             Table(EqualSlots(SLOTS)),
-            BucketIndex(capacity=1000, miss_ttl_s=config.miss_ttl_s),
+            BucketIndex(capacity=1000),
             Breaker(threshold=5),
             world_size=len(self._urls),
         )
         settings = KVPlannerSettings(
             coverages=(Coverage(CHUNK_TOKENS, CHUNK_TOKENS),),
             hash_tokens=CHUNK_TOKENS,
-            probe_chunks=config.probe_chunks,
-            max_wait_s=config.max_wait_ms / 1000,
-            recompute_gate=False,
-            max_saves_inflight=config.max_saves_inflight,
+            max_wait_s=self.config.max_wait_ms / 1000,
         )
         pace = Pace(fetches_at_once=8)
         return KVPlanner(ledger, pace, settings)

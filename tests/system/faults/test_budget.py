@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from lab.constants import changed
 from lab.s3 import moto_process
 from s3kv.config import Config
 from s3kv.library.opening import Opening
@@ -43,6 +44,12 @@ def hash_of(number: int) -> bytes:
 def content(number: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     return {"kv": torch.randn((1_000, 1_024), generator=generator)}
+
+
+@pytest.fixture(autouse=True)
+def deleted_at_any_age() -> Iterator[None]:
+    with changed(bucket_min_age_s=0.0):
+        yield
 
 
 def opening(config: Config) -> Opening[TieredStore]:
@@ -99,10 +106,8 @@ async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
         endpoint_url=bucket.url,
         region=REGION,
         bucket_bytes=BUDGET_BYTES,
-        bucket_min_age_s=0.0,
         host_bytes=96 * 2**20,
-        first_byte_timeout_ms=240_000,
-        request_timeout_ms=240_000,
+        request_timeout_ms=480_000,
     )
     foreign = {"cleaner.json", "s3kv-of-others/v2/x.safetensors", "s3kv/notes.txt"}
     for key in foreign:

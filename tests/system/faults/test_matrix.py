@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Any
 
 import pytest
 
+from lab.constants import changed
 from lab.proxy import Proxy, proxy
 from lab.s3 import S3Server, moto_process
 from s3kv.place import Place
 from tests.servers import REAL_SERVERS, self_signed, set_credentials
 from tests.system.faults.cases import CASES, Case
-from tests.system.faults.life import Life
+from tests.system.faults.life import CONSTANTS, Life
 from tests.system.faults.nameless import NAME, VARIABLE
 from tests.unit.io import rig
 
@@ -165,10 +165,9 @@ def scene(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Scene]:
     names = tmp_path_factory.mktemp("names") / "cannot-be-resolved"
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, changed(**CONSTANTS):
         set_credentials(patch, {k: v for k, v in server.env.items() if "KEY" in k})
         patch.setenv(VARIABLE, str(names))
-        patch.setenv("PYTHONPATH", os.getcwd())
         case, client = request.param
         it = Scene(CASES[case], client, server, proxies, names)
         yield it

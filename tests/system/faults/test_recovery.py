@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lab import constants
 from lab.faults import Fault, s3_error
 from lab.proxy import Proxy, proxy
 from lab.s3 import S3Server, moto_process
@@ -16,7 +18,7 @@ from s3kv.io.wire import Stats
 from s3kv.planning.breaker import BreakerState
 from s3kv.types import Outcome
 from tests.servers import set_credentials
-from tests.system.faults.life import HANG_S, SLOTS, Life
+from tests.system.faults.life import CONSTANTS, HANG_S, SLOTS, Life
 from tests.unit.io import rig
 
 BUCKET = "faults"
@@ -41,14 +43,19 @@ def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def begin() -> Iterator[Callable[..., Life]]:
+    """Begins a life with these settings, and constants for all lives of the test."""
     lives: list[Life] = []
+    stack = contextlib.ExitStack()
 
-    def begin(*urls: str, module: str = "s3kv.io", **settings: Any) -> Life:
-        lives.append(Life(urls[0], BUCKET, module, *urls[1:], **settings))
+    def begin(*urls: str, **settings: Any) -> Life:
+        settings, others = constants.split(settings)
+        stack.enter_context(constants.changed(**(CONSTANTS | others)))
+        lives.append(Life(urls[0], BUCKET, "s3kv.io", *urls[1:], **settings))
         assert lives[-1].start() is None
         return lives[-1]
 
-    yield begin
+    with stack:
+        yield begin
     for life in lives:
         if not life.is_over:
             life.stop()
@@ -156,7 +163,7 @@ def test_after_one_damaged_answer_an_upload_that_finds_the_object_has_it_read_ag
 def test_one_damaged_answer_is_forgotten_by_those_who_only_read(
     server: S3Server, store: Proxy, begin: Begin
 ) -> None:
-    life = begin(store.url, module="tests.unit.io.hasty")
+    life = begin(store.url, suspect_s=0.2)
     life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
     fill(server, 1)
     store.fault(FLIPPED)
@@ -171,7 +178,7 @@ def test_one_damaged_answer_is_forgotten_by_those_who_only_read(
 
 
 def test_an_object_that_is_bad_is_read_twice(server: S3Server, store: Proxy, begin: Begin) -> None:
-    life = begin(store.url, module="tests.unit.io.hasty")
+    life = begin(store.url, suspect_s=0.2)
     damaged = rig.sealed(1)[:-1] + bytes([rig.sealed(1)[-1] ^ 1])
     server.client().put_object(Bucket=BUCKET, Key=rig.object_key(1), Body=damaged)
     life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
@@ -267,7 +274,7 @@ def test_a_store_that_throttles_gets_fewer_requests(
 def test_a_late_fetch_is_asked_for_twice_and_written_once(
     server: S3Server, store: Proxy, begin: Begin
 ) -> None:
-    life = begin(store.url, hedge_percent=100.0, first_byte_timeout_ms=15_000)
+    life = begin(store.url, hedge_percent=100.0, request_timeout_ms=30_000)
     fill(server, *range(1, 42))
     for number in range(1, 41):
         assert life.serve(number) == 1
@@ -322,7 +329,7 @@ def test_saves_are_dropped_when_uploads_are_slower(
     server: S3Server, store: Proxy, begin: Begin
 ) -> None:
     """No request and no step waits for an upload: all are served before the first has ended."""
-    life = begin(store.url, first_byte_timeout_ms=60_000)
+    life = begin(store.url, request_timeout_ms=120_000)
     store.fault(Fault(kind="black_hole", verbs=("PUT",)))
     for number in range(3 * SLOTS):
         life.compute(number)
@@ -341,7 +348,7 @@ def test_saves_are_dropped_when_uploads_are_slower(
 def test_uploads_at_once_are_limited_by_the_setting(
     server: S3Server, store: Proxy, begin: Begin
 ) -> None:
-    life = begin(store.url, first_byte_timeout_ms=60_000, max_saves_inflight=5)
+    life = begin(store.url, request_timeout_ms=120_000, max_saves_inflight=5)
     store.fault(Fault(kind="black_hole", verbs=("PUT",)))
     for number in range(20):
         life.compute(number)

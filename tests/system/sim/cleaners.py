@@ -6,7 +6,7 @@ come that nobody has sent before. In the end the weather clears, and the fleet w
 budget. What must hold, beside all that holds of every fleet:
 
 1. Nothing is deleted outside the prefix, nor anything under it that is not s3kv's own.
-2. Nothing is deleted that was younger than `bucket_min_age_s` when it was listed, and nothing by a
+2. Nothing is deleted that was younger than `MIN_AGE_S` when it was listed, and nothing by a
    listing that is out of date.
 3. In that turnover the bucket exceeds its budget by no more than what is written between two
    sweeps, and afterwards it returns to it.
@@ -64,12 +64,13 @@ class KeptFleet(Fleet):
         config = super().draw_config()
         rng = self.rng
         self._chunk_bytes = format_of(Shard.of(0, 1, 0), Setup()).object_bytes
-        return dataclasses.replace(
+        config = dataclasses.replace(
             config,
             bucket_bytes=rng.choice(BUDGETS) * self._chunk_bytes,
             bucket_idle_s=rng.choice([0.0, 0.0, 1_800.0]),
-            bucket_min_age_s=rng.choice([60.0, 600.0]),
         )
+        self.constants["bucket_min_age_s"] = rng.choice([60.0, 600.0])
+        return config
 
     def make_bucket(self, config: Config) -> Bucket:
         self._budget_bytes, self._idle_s = config.bucket_bytes, config.bucket_idle_s
@@ -78,7 +79,7 @@ class KeptFleet(Fleet):
             self.oracle.accuse,
             self.oracle.check_put,
             self.loop.time,
-            min_age_s=config.bucket_min_age_s,
+            min_age_s=self.constants["bucket_min_age_s"],
             foreign=FOREIGN,
             deletes_on_condition=self.rng.random() < 0.7,
         )

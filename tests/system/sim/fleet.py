@@ -57,8 +57,12 @@ class Fleet:
         chunk, block, hashed = self.rng.choice(GEOMETRIES)
         sizes = {"chunk_tokens": chunk, "block_tokens": block, "hash_tokens": hashed}
         self._dictionary = Dictionary()
+        self.constants: dict[str, Any] = {}
+        """Constants of `lab.constants`, for the run."""
         config = self.draw_config()
-        self.oracle = FleetOracle(Setup(**sizes), self._dictionary, config, self.log)
+        self.oracle = FleetOracle(
+            Setup(**sizes), self._dictionary, config, self.constants, self.log
+        )
         self.bucket = self.make_bucket(config)
         around = Surroundings(
             self.rng,
@@ -73,15 +77,16 @@ class Fleet:
         self.nodes = [self._draw_node(number, sizes, around) for number in range(3)]
 
     def draw_config(self) -> Config:
+        rng = self.rng
+        self.constants |= {"start_timeout_s": 3.0, "max_attempts": rng.choice([1, 2, 3])}
+        requests = rng.choice([2, 8, 32])
+        self.constants["hedge_percent"] = rng.choice([0.0, 5.0, 100.0])
+        self.constants["range_bytes"] = rng.choice([0, 1024])
         return Config(
             bucket="bkt",
-            max_attempts=self.rng.choice([1, 2, 3]),
-            max_inflight_requests=self.rng.choice([2, 8, 32]),
-            hedge_percent=self.rng.choice([0.0, 5.0, 100.0]),
-            range_bytes=self.rng.choice([0, 1024]),
-            on_corrupt=self.rng.choice(["ignore", "delete"]),
+            max_inflight_requests=requests,
+            on_corrupt=rng.choice(["ignore", "delete"]),
             on_unavailable="serve",
-            start_timeout_ms=3_000,
             refresh_after_s=self.refresh_after_s,
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from s3kv.config import Config
 from s3kv.errors import S3KVError
+from s3kv.io import wire
 from s3kv.messages import EMPTY_PLAN
 from s3kv.place import Place
 from tests.system.sim.loop import VirtualLoop
@@ -90,7 +91,7 @@ class Node:
             for rank in self.ranks:
                 try:
                     # The process gives up on the bucket first, and says so.
-                    rank.client.wait_ready(around.config.start_timeout_ms / 1000 + 1.0)
+                    rank.client.wait_ready(wire.START_TIMEOUT_S + 1.0)
                 except S3KVError as error:
                     around.oracle.accuse(f"engine {self.number} does not start: {error!r}")
                     return False

@@ -16,8 +16,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
+from typing import Any
 
 from s3kv.config import Config
 from s3kv.messages import JobEnd, JobKind
@@ -85,6 +86,7 @@ class FleetOracle:
         setup: Setup,
         dictionary: Dictionary,
         config: Config,
+        constants: Mapping[str, Any],
         log: Callable[[str], None],
     ) -> None:
         self.accusations: list[str] = []
@@ -93,10 +95,11 @@ class FleetOracle:
         """Where a cleaner deletes nothing, it is not asked about every use."""
         # To delete a bad object: a GET, a HEAD, another GET and a DELETE, each with its attempts.
         # And each GET may be sent a second time.
-        self._requests = config.max_attempts * (6 if self._deletes else 2)
+        attempts = constants["max_attempts"]
+        self._requests = attempts * (6 if self._deletes else 2)
         self._answers = self._requests
-        if config.range_bytes:  # the ranges of an object, and then perhaps all of it
-            self._requests += 2 * config.max_attempts
+        if constants["range_bytes"]:  # the ranges of an object, and then perhaps all of it
+            self._requests += 2 * attempts
             self._answers = self._requests * MOST_RANGES
         self._reads = 1 + MOST_SHARDS if config.share_ranks else 1
         self.seen: Counter[str] = Counter()

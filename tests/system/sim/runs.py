@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
+from lab.constants import changed
 from s3kv.io import client
 from s3kv.io.sources import hedging
 from s3kv.upkeep.cleaner import Cleaner
@@ -93,7 +94,11 @@ def run_seed(
 ) -> Counter[str]:
     """One run; how often what happened. Raises what is wrong."""
     fleet = FLEETS[kind](seed, log)
-    with virtual_time(fleet.loop), _listening(fleet.oracle.accuse):
+    with (
+        virtual_time(fleet.loop),
+        _listening(fleet.oracle.accuse),
+        changed(**fleet.constants),
+    ):
         try:
             fleet.run()
         finally:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lab.memory_store import MemoryStore
+from s3kv.cli import bench
 from s3kv.cli.bench import Measurement, Speed, Speeds, expect, percentile
-from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
 from tests import servers
@@ -101,11 +101,11 @@ def speed(seconds: float, p50_ms: float) -> Speed:
     ("at_once", "chunks", "doublings"), [(32, 100, 2), (33, 100, 3), (8, 100, 0), (32, 4, 0)]
 )
 def test_a_prefix_that_is_not_known_costs_a_wait_for_each_doubling(
-    at_once: int, chunks: int, doublings: int
+    at_once: int, chunks: int, doublings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bench, "PROBE_CHUNKS", 8)
     speeds = Speeds(2**20, at_once, speed(9, 9), speed(0.5, 80), speed(1, 20))
-    config = Config(bucket="bkt", probe_chunks=8)
-    expected = expect(config, speeds, chunks, 2.56)
+    expected = expect(speeds, chunks, 2.56)
     assert expected.known_ms == pytest.approx(500)
     assert expected.unknown_ms == pytest.approx(500 + doublings * 20)
     assert expected.computed_ms == pytest.approx(2_560)

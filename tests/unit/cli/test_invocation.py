@@ -25,18 +25,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 @pytest.mark.parametrize("nest", [None, "kv_connector_extra_config", "ec_connector_extra_config"])
 def test_what_comes_later_wins(tmp_path: Path, nest: str | None) -> None:
     file = tmp_path / "config.json"
-    held = {"bucket": "file", "prefix": "file", "region": "file", "max_attempts": 5}
+    held = {"bucket": "file", "prefix": "file", "region": "file", "max_wait_ms": 5}
     file.write_text(json.dumps(held if nest is None else {"kv_role": "kv_both", nest: held}))
     config = read_settings(file, {"prefix": "option", "region": None}, ["prefix=set"])
     assert (config.bucket, config.prefix, config.region) == ("file", "set", "file")
-    assert config.max_attempts == 5
+    assert config.max_wait_ms == 5
     assert read_settings(file, {"prefix": "option"}, []).prefix == "option"
 
 
 def test_values_are_json_or_text() -> None:
-    assignments = ["bucket=bkt", "host_bytes=2GiB", "verify_tls=false", "max_attempts=5"]
+    assignments = ["bucket=bkt", "host_bytes=2GiB", "verify_tls=false", "max_wait_ms=5"]
     config = read_settings(None, {}, assignments)
-    assert (config.host_bytes, config.verify_tls, config.max_attempts) == (2 * 2**30, False, 5)
+    assert (config.host_bytes, config.verify_tls, config.max_wait_ms) == (2 * 2**30, False, 5)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_values_are_json_or_text() -> None:
     [
         ("{}", [], "bucket is missing"),
         ("{}", ["bucket"], "NAME=VALUE"),
-        ("{}", ["bucket=bkt", "range=1"], "did you mean 'range_bytes'"),
+        ("{}", ["bucket=bkt", "hostbytes=1"], "did you mean 'host_bytes'"),
         ("[]", ["bucket=bkt"], "not a JSON object"),
         ("{", ["bucket=bkt"], "cannot be read as JSON"),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from lab import constants
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
@@ -26,9 +28,10 @@ def slab() -> Iterator[Slab]:
 
 @pytest.fixture
 def open_client(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Starts a client."""
+    """Starts a client, with settings and constants (`lab.constants`)."""
     set_credentials(monkeypatch)
     clients: list[IoClient] = []
+    stack = contextlib.ExitStack()
 
     def open_client(
         url: str,
@@ -37,11 +40,14 @@ def open_client(slab: Slab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
         module: str = "s3kv.io",
         **settings: Any,
     ) -> IoClient:
+        settings, others = constants.split(settings)
+        stack.enter_context(constants.changed(**others))
         config = Config(**{"bucket": BUCKET, "endpoint_url": url, **settings})
         clients.append(IoClient(rig.handshake(config), slab, clock=clock, module=module))
         clients[-1].start()
         return clients[-1]
 
-    yield open_client
+    with stack:
+        yield open_client
     for client in clients:
         client.close()

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from lab import constants
 from s3kv.config import Config
 from s3kv.host.slab import Slab
 from s3kv.io import wire
@@ -130,14 +131,16 @@ async def served(
     **settings: Any,
 ) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     """A process served in this loop, greeted (with `handshake` and these settings, unless told
-    otherwise) but not yet heard.
+    otherwise) but not yet heard. settings: constants, too (`lab.constants`).
     """
+    settings, others = constants.split(settings)
     ours, theirs = socket.socketpair()
     serving = asyncio.ensure_future(serve(theirs, slab, make_store, rng=random.Random(0)))
     worker = Worker(*await asyncio.open_unix_connection(sock=ours))
     worker.say(greeting or handshake(Config(bucket="bkt", **settings)))
-    try:
-        yield worker, serving
-    finally:
-        worker.hang_up()
-        await asyncio.wait_for(asyncio.wait([serving]), 5)
+    with constants.changed(**others):
+        try:
+            yield worker, serving
+        finally:
+            worker.hang_up()
+            await asyncio.wait_for(asyncio.wait([serving]), 5)

@@ -64,7 +64,7 @@ def test_every_message_survives_every_cut(case: tuple[object, list[object]], dat
 
 def test_handshake_carries_the_settings_and_the_formats() -> None:
     handshake = wire.Handshake(
-        config=Config(bucket="bkt", endpoint_url="http://127.0.0.1:1", max_attempts=7),
+        config=Config(bucket="bkt", endpoint_url="http://127.0.0.1:1", max_wait_ms=7),
         namespace_prefix="s3kv",
         namespace_digest="0" * 32,
         shard="h0-7of8-l0-31of32",

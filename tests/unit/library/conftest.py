@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lab.constants import changed
 from lab.proxy import Proxy, proxy
 from s3kv.config import Config
 from tests.unit.library.stores import fresh_bucket
@@ -21,8 +22,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 @pytest.fixture
 def behind(config: Config) -> Iterator[tuple[Proxy, Config]]:
     """A proxy before the server, and the settings to go through it, without second tries."""
-    with proxy(str(config.endpoint_url)) as between:
-        yield between, dataclasses.replace(config, endpoint_url=between.url, max_attempts=1)
+    with proxy(str(config.endpoint_url)) as between, changed(max_attempts=1):
+        yield between, dataclasses.replace(config, endpoint_url=between.url)
 
 
 @pytest.fixture

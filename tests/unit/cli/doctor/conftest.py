@@ -13,7 +13,6 @@ from s3kv.cli.doctor import host
 CHECKS = (
     "list",
     "put",
-    "checksum",
     "conditional put",
     "get",
     "clock",

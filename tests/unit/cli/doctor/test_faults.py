@@ -138,12 +138,6 @@ def path_style_only(ground: Ground) -> None:
     ground.arguments += ["--endpoint-url", url, "--set", "addressing_style=virtual"]
 
 
-def refuses_checksums(ground: Ground) -> None:
-    ground.arguments += ["--set", "checksum=when_supported"]
-    # Once as it is sent, once without If-None-Match, which may have been the reason.
-    answered(400, "XAmzContentSHA256Mismatch", verbs=("PUT",), times=2)(ground)
-
-
 def nobody(ground: Ground) -> None:
     ground.between.fault(Fault(kind="refuse"))
 
@@ -229,7 +223,6 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
         "warning",
         "upgrade the server",
     ),
-    "no checksums": (refuses_checksums, "checksum", "fault", "set checksum to 'when_required'"),
     "ill": (answered(503, "ServiceUnavailable"), "list", "fault", "look at endpoint_url and at"),
     "nobody": (nobody, "list", "fault", "look at endpoint_url and at what is between"),
     "no S3": (
@@ -239,8 +232,6 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
         "should name an S3 server",
     ),
 }
-ALSO = {"no checksums": {"put"}}
-"""What else is a fault then."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -253,7 +244,7 @@ def test_a_fault_is_named(ground: Ground, name: str) -> None:
     assert states[check] == status
     assert set(states) == set(CHECKS)
     amiss = {name for name, state in states.items() if state in ("warning", "fault")}
-    assert amiss == {check} | ALSO.get(name, set())
+    assert amiss == {check}
     assert result.exit_code == (1 if status == "fault" else 0), result.output
 
 

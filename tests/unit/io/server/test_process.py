@@ -93,9 +93,8 @@ class FailingStore(MemoryStore):
         return False
 
 
-@pytest.mark.parametrize("huge_pages", [False, True])
-async def test_the_slab_is_allocated_in_the_pages_that_are_wished_for(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch, huge_pages: bool
+async def test_huge_pages_are_asked_for_before_the_slab_is_allocated(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
     monkeypatch.setattr(Slab, "ask_for_huge_pages", lambda self: log.append("ask"))
@@ -106,11 +105,11 @@ async def test_the_slab_is_allocated_in_the_pages_that_are_wished_for(
         prefault(self, stop)
 
     monkeypatch.setattr(Slab, "prefault", watched)
-    async with served(lambda _: MemoryStore(), slab, huge_pages=huge_pages) as (worker, serving):
+    async with served(lambda _: MemoryStore(), slab) as (worker, serving):
         await worker.ready()
         worker.hang_up()
         await serving
-    assert log == (["ask", "prefault"] if huge_pages else ["prefault"])
+    assert log == ["ask", "prefault"]
 
 
 async def test_what_is_uploaded_is_fetched(slab: Slab) -> None:
@@ -396,10 +395,10 @@ async def test_a_bucket_that_never_answers_is_given_up(slab: Slab) -> None:
         async def check(self, prefix: str | None = None) -> bool:
             return await asyncio.Event().wait()
 
-    async with served(lambda _: SilentStore(), slab, start_timeout_ms=50) as (worker, _):
+    async with served(lambda _: SilentStore(), slab, start_timeout_s=0.05) as (worker, _):
         answer = await worker.hear()
         assert (answer.serving, answer.trouble) == (False, "unavailable")
-        assert "start_timeout_ms (50)" in answer.message
+        assert "no answer within 0.05 s" in answer.message
 
 
 async def test_the_end_of_the_stream_ends_everything(slab: Slab) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lab import constants
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
@@ -171,6 +172,7 @@ async def reading(
     integrity: Integrity = XXH3,
     **settings: Any,
 ) -> AsyncIterator[Reader]:
+    settings, others = constants.split(settings)
     handshake = wire.Handshake(
         Config(bucket="bkt", **settings),
         NAMESPACE.prefix,
@@ -181,7 +183,7 @@ async def reading(
         integrity=integrity,
         pages=pages,
     )
-    async with served(lambda _: bucket, slab, greeting=handshake) as (worker, _):
+    async with served(lambda _: bucket, slab, greeting=handshake, **others) as (worker, _):
         await worker.ready()
         yield Reader(worker, slab, shard, integrity)
         assert (await worker.settled()).running == 0, "a place has not been given back"

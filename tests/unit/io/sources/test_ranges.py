@@ -139,7 +139,7 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
     old, new = sealed(1), sealed(2)
     await bucket.hold(old)
     bucket.after = [old] * (answered - 1) + [new]
-    greeting = rig.handshake(Config(bucket="bkt", range_bytes=RANGE_BYTES))
+    greeting = rig.handshake(Config(bucket="bkt"))
     greeting = msgspec.structs.replace(greeting, integrity=Integrity(mode))
     async with fetching(bucket, slab, greeting=greeting) as (worker, _):
         await worker.ready()

@@ -240,9 +240,9 @@ async def test_a_head_without_its_body_is_acknowledged_at_once() -> None:
 
 async def test_no_answer_is_given_up() -> None:
     async with pool_on(silence, first_byte_ms=50) as pool:
-        with pytest.raises(StoreUnavailable, match=r"no answer within 50 ms.*first_byte_timeout"):
+        with pytest.raises(StoreUnavailable, match=r"within 50 ms.*half of request_timeout_ms"):
             await pool.request(GET)
-        with pytest.raises(StoreUnavailable, match="first_byte_timeout_ms"):
+        with pytest.raises(StoreUnavailable, match="half of request_timeout_ms"):
             await pool.request(put(b"x"))
 
 
@@ -339,7 +339,7 @@ async def test_a_body_that_trickles_is_given_up() -> None:
     trickle = drip(ok(bytes(10_000)), 40, 0.01)
     async with pool_on(trickle, progress_ms=200, min_bytes_per_s=2**20) as pool:
         buffer = memoryview(bytearray(10_000))
-        with pytest.raises(StoreUnavailable, match="min_bytes_per_s"):
+        with pytest.raises(StoreUnavailable, match="bytes a second"):
             await pool.request(get(buffer))
 
 

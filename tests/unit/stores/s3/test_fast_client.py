@@ -355,8 +355,8 @@ async def test_check_with_a_host_that_does_not_answer(s3_store: OpenStore) -> No
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(address)
-        async with s3_store(f"http://127.0.0.1:{address[1]}", connect_timeout_ms=100) as store:
-            with pytest.raises(StoreUnavailable, match="connect_timeout_ms"):
+        async with s3_store(f"http://127.0.0.1:{address[1]}", request_timeout_ms=500) as store:
+            with pytest.raises(StoreUnavailable, match=r"100 ms \(a fifth of request_timeout"):
                 await store.check()
         for filler in fillers:
             filler.close()
@@ -448,19 +448,17 @@ async def test_credentials_are_asked_for_again(
 
 async def test_request_on_the_wire(s3_store: OpenStore) -> None:
     heads: list[str] = []
-    async with canned(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", heads) as url:
-        async with s3_store(url, checksum="when_supported") as store:
-            assert await store.put("a b", Place.of(b"123456789"), if_absent=True)
-        async with s3_store(url) as store:
-            assert await store.put("a b", Place.of(b"123456789"), if_absent=False)
+    empty = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    async with canned(empty, heads) as url, s3_store(url) as store:
+        for if_absent in (True, False):
+            assert await store.put("a b", Place.of(b"123456789"), if_absent=if_absent)
     first, second = (head.lower() for head in heads)
     assert first.startswith("put /bkt/a%20b http/1.1\r\n")
     assert "\r\nif-none-match: *\r\n" in first
-    assert "\r\nx-amz-checksum-crc32: y/q5jg==\r\n" in first  # CBF43926, the check value
     assert "\r\nx-amz-content-sha256: unsigned-payload\r\n" in first
     assert "expect:" not in first
     assert "if-none-match" not in second
-    assert "checksum" not in second
+    assert "checksum" not in first
 
 
 @pytest.mark.parametrize(

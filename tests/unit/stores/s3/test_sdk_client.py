@@ -288,20 +288,18 @@ async def test_silence_is_told_alike(answer: bytes) -> None:
         await reader.read()  # until the peer goes
 
     async with servers.scripted_server(serve) as port:
-        patience = {"first_byte_timeout_ms": 300, "request_timeout_ms": 300}
-        config = Config(bucket="bkt", endpoint_url=f"http://127.0.0.1:{port}", **patience)
+        url = f"http://127.0.0.1:{port}"
+        config = Config(bucket="bkt", endpoint_url=url, request_timeout_ms=600)
         async with both(config) as stores:
             fast, reference = [await outcome(CALLS[0], store) for store in stores]
             assert fast == reference
 
 
-async def test_a_trickle_is_given_up_long_before_a_connection_would_be() -> None:
-    """The wait for the answer may take 20 s; for the body that follows it is much shorter."""
-
+async def test_a_trickle_is_given_up() -> None:
     async def serve(reader: Any, writer: Any) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
-        for _ in range(9):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+        for _ in range(99):
             await asyncio.sleep(0.1)
             if writer.is_closing():
                 return
@@ -309,8 +307,8 @@ async def test_a_trickle_is_given_up_long_before_a_connection_would_be() -> None
         await reader.read()
 
     async with servers.scripted_server(serve) as port:
-        patience = {"first_byte_timeout_ms": 20_000, "request_timeout_ms": 300}
-        config = Config(bucket="bkt", endpoint_url=f"http://127.0.0.1:{port}", **patience)
+        url = f"http://127.0.0.1:{port}"
+        config = Config(bucket="bkt", endpoint_url=url, request_timeout_ms=1_000)
         async with both(config) as stores:
             asked = [asyncio.wait_for(outcome(CALLS[0], store), 15) for store in stores]
             fast, reference = [await told for told in asked]
