@@ -27,8 +27,8 @@ def open_worker_tier(
     *,
     wait: Callable[[IoClient], bool | None] | None,
 ) -> Tier:
-    """A tier in memory near `device`. Its I/O process keeps off the cores of a model on the CPU.
-    Parameters, blocking and errors as of `open_tier`."""
+    """A tier in memory near `device`. With a model on the CPU, its I/O process may run on the cores
+    that vLLM leaves free. Parameters, blocking and errors as of `open_tier`."""
     return open_tier(
         nbytes,
         handshake,

@@ -205,10 +205,9 @@ class IoClient:
         return self._orders.take_ends()
 
     @property
-    def pid(self) -> int:
-        """Id of the current process. There is one while it is UP or DYING."""
-        assert self._child is not None
-        return self._child.pid
+    def pid(self) -> int | None:
+        """Id of the current process; None without one."""
+        return None if self._child is None else self._child.pid
 
     @property
     def outstanding(self) -> int:
