@@ -57,9 +57,9 @@ class SaveOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPart:
-    """Copy blocks `first_block …` of the object in `slot`, of its part for a KV-cache group of the
-    engine, to the device blocks `block_ids`."""
+class CopyPart:
+    """Part of a load or of a save: the copy between the device blocks `block_ids` and blocks
+    `first_block …` of the object in `slot`, of its part for a KV-cache group of the engine."""
 
     group: int
     slot: int
@@ -72,13 +72,14 @@ class LoadOrder:
     """All loads of one request. They end with vLLM's `finished_recving`, not with a `JobEnd`."""
 
     request_id: str
-    parts: tuple[LoadPart, ...]
+    parts: tuple[CopyPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One engine step's instructions, the same for every rank.
 
+    jobs: for the I/O process of every rank.
     fences: saves (by job id) whose source blocks this step overwrites; their copies must have
         read the blocks before anything of this step writes.
     cancels: fetches without waiters. They still end, and only their end frees the slot.

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.machine import Machine, spread
 from benchmarks.gpu.rig import PATHS, CopyRig, ended
 from s3kv.device.copies import BlockCopies
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 _UNDER_WAY = 16
 """Chunks on their way at any time without a pause, so that the bus is never idle."""
@@ -50,7 +50,7 @@ class Background:
             number = next(self._numbers)
             slot = number % self._rig.count
             if self._kind == "loads":
-                part = LoadPart(0, slot, 0, self._rig.targets[slot])
+                part = CopyPart(0, slot, 0, self._rig.targets[slot])
                 self._copies.load(str(number), [part])
             else:
                 self._copies.save(number, 0, slot, self._rig.sources[slot])

@@ -11,7 +11,7 @@ from benchmarks.gpu.machine import Machine, spread
 from benchmarks.gpu.rig import LONG_S, CopyRig, ended
 from benchmarks.gpu.shapes import Model
 from s3kv.device.copies import BlockCopies
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 _PAUSE_S = 200e-6
 """Between chunks: an engine has a step's work to launch, and lets go of the GIL while it does."""
@@ -53,7 +53,7 @@ def _calls(rig: CopyRig, copies: BlockCopies, chunks: int) -> dict[str, Any]:
 
     for number in range(chunks):
         slot, ids = number % rig.count, rig.sources[number % rig.count]
-        part = LoadPart(0, slot, 0, rig.targets[slot])
+        part = CopyPart(0, slot, 0, rig.targets[slot])
         under_way += 1
         timed("save", partial(copies.save, number, 0, slot, ids))
         sleep(_PAUSE_S)

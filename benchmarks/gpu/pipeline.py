@@ -12,7 +12,7 @@ from s3kv.config import Config
 from s3kv.device.copies import BlockCopies
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Handshake
-from s3kv.messages import BucketJob, JobKind, LoadPart
+from s3kv.messages import BucketJob, CopyPart, JobKind
 from s3kv.objects.keys import Namespace
 from s3kv.types import ChunkKey
 
@@ -78,7 +78,7 @@ class Pipeline:
     def fetch_and_load_all(self) -> float:
         def load(numbers: Iterable[int]) -> int:
             for i in numbers:
-                part = LoadPart(0, i, 0, self._rig.targets[i])
+                part = CopyPart(0, i, 0, self._rig.targets[i])
                 self.copies.load(str(i), [part])
             return ended(self.copies)
 

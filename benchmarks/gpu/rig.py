@@ -16,7 +16,7 @@ from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.selection import memory_near
 from s3kv.host.slab import Slab
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from s3kv.objects.codec import ChunkFormat
 
 NAMESPACE = "0" * 32
@@ -104,7 +104,7 @@ class CopyRig:
     def load_all(self, copies: BlockCopies) -> float:
         def order() -> None:
             for i, ids in enumerate(self.targets):
-                copies.load(str(i), [LoadPart(0, i, 0, ids)])
+                copies.load(str(i), [CopyPart(0, i, 0, ids)])
 
         return self._seconds(copies, order)
 

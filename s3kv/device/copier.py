@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 
 class Path(str, Enum):
@@ -82,10 +82,10 @@ class Copier(Protocol):
     def enter_thread(self) -> None:
         """Prepare the copy thread; called on it once, before any copy."""
 
-    def copy_out(self, part: LoadPart, mark: Any) -> Ticket:
+    def copy_out(self, part: CopyPart, mark: Any) -> Ticket:
         """Copy blocks to a slot, after `mark`. Raises one of `COPY_ERRORS`."""
 
-    def copy_in(self, part: LoadPart, mark: Any) -> Ticket:
+    def copy_in(self, part: CopyPart, mark: Any) -> Ticket:
         """Copy from a slot to blocks, after `mark`. Raises one of `COPY_ERRORS`."""
 
     def settle(self) -> None:

@@ -40,7 +40,7 @@ from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue, FailureLog
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 logger = logging.getLogger(__name__)
 
@@ -182,9 +182,9 @@ class BlockCopies:
         if job_id in self._out.jobs:
             raise ValueError(f"save {job_id} is already on its way")
         self._counts["saves"] += 1
-        self._submit(self._out, job_id, (LoadPart(group, slot, 0, tuple(block_ids)),), mark)
+        self._submit(self._out, job_id, (CopyPart(group, slot, 0, tuple(block_ids)),), mark)
 
-    def load(self, load_id: str, parts: Sequence[LoadPart], mark: CopyMark | None = None) -> None:
+    def load(self, load_id: str, parts: Sequence[CopyPart], mark: CopyMark | None = None) -> None:
         """Copy chunks, or parts of them, from slots to blocks, after `mark`, as `save` does.
         Returns at once.
 
@@ -290,7 +290,7 @@ class BlockCopies:
         return [*self._out.jobs.values(), *self._in.jobs.values()]
 
     def _submit(
-        self, queue: CopyQueue[Any], ident: Any, parts: Iterable[LoadPart], mark: CopyMark | None
+        self, queue: CopyQueue[Any], ident: Any, parts: Iterable[CopyPart], mark: CopyMark | None
     ) -> None:
         at, ok = mark or self.mark()
         job = CopyJob(ident, queue, parts, at, self._clock())

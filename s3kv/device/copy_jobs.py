@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from s3kv.device.copier import BatchRefused, Ticket
 from s3kv.device.cpu import FINISHED
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from s3kv.types import once_a_minute
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class CopyJob(Generic[_Id]):
     __slots__ = ("at", "ident", "ok", "parts", "queue", "since_s", "started", "ticket")
 
     def __init__(
-        self, ident: _Id, queue: CopyQueue[_Id], parts: Iterable[LoadPart], at: Any, now: float
+        self, ident: _Id, queue: CopyQueue[_Id], parts: Iterable[CopyPart], at: Any, now: float
     ) -> None:
         self.ident: _Id = ident
         self.queue = queue
@@ -150,7 +150,7 @@ class CopyQueue(Generic[_Id]):
 
     def __init__(
         self,
-        copy: Callable[[LoadPart, Any], Ticket],
+        copy: Callable[[CopyPart, Any], Ticket],
         failures: FailureLog,
         clock: Callable[[], float],
     ) -> None:

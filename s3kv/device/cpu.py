@@ -21,7 +21,7 @@ from s3kv.device.copier import PathChoice
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.host.placement import beside_the_model
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 Move = tuple[int, int, int]
 """A contiguous copy: device address, offset in the payload, bytes."""
@@ -69,14 +69,14 @@ class CpuCopier:
     def enter_thread(self) -> None:
         os.sched_setaffinity(0, beside_the_model())  # for this thread and those it starts
 
-    def copy_out(self, part: LoadPart, mark: None) -> FinishedTicket:
+    def copy_out(self, part: CopyPart, mark: None) -> FinishedTicket:
         layout, payload = self._places.locate_whole(part)
         payload += self._slab_address
         for address, offset, nbytes in _moves(layout, part):
             ctypes.memmove(payload + offset, address, nbytes)
         return FINISHED
 
-    def copy_in(self, part: LoadPart, mark: None) -> FinishedTicket:
+    def copy_in(self, part: CopyPart, mark: None) -> FinishedTicket:
         layout, payload = self._places.locate(part)
         payload += self._slab_address
         moves = _moves(layout, part)
@@ -101,7 +101,7 @@ class CpuCopier:
         self._places.close()
 
 
-def _moves(layout: PageLayout, part: LoadPart) -> Iterator[Move]:
+def _moves(layout: PageLayout, part: CopyPart) -> Iterator[Move]:
     """The copies of a part in payload order. Without numpy, which takes as long as a few copies."""
     at = part.first_block * layout.block_bytes
     for block in part.block_ids:

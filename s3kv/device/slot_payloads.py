@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from s3kv.device.layout import PageLayout
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class ChunkPlaces:
     def num_slots(self) -> int:
         return self.slab.nbytes // self.slot_bytes
 
-    def locate(self, part: LoadPart) -> tuple[PageLayout, int]:
+    def locate(self, part: CopyPart) -> tuple[PageLayout, int]:
         """The layout of the part's group, and the offset of the chunk's payload in the slab.
 
         This is the last check before raw addresses are used: raises `ValueError` for anything that
@@ -85,7 +85,7 @@ class ChunkPlaces:
             raise ValueError(f"slot {part.slot} is too near the end of the slab for {part.group}")
         return layout, begin
 
-    def locate_whole(self, part: LoadPart) -> tuple[PageLayout, int]:
+    def locate_whole(self, part: CopyPart) -> tuple[PageLayout, int]:
         """Locate a part that is to be saved. Raises `ValueError` as `locate` does, and for an
         incomplete chunk, which would be uploaded as if it were whole.
         """

@@ -14,7 +14,7 @@ It guarantees, whatever happens to the process:
 3. A process that dies, breaks the protocol or stops answering is replaced, after a pause that
    doubles from 0.1 s to 30 s while this continues. Meanwhile jobs fail at the next `poll`.
 4. An invalid job ends as INVALID. So does a job that crashes the process, and every later job like
-   it; the jobs beside it survive (`io.orders`).
+   it; the jobs beside it survive (`io.outstanding`).
 
 `io.process_life` decides when a process is given up, killed and replaced; `io.child` is the
 transport to it.
@@ -33,7 +33,7 @@ from s3kv.errors import IoProcessError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.child import Child
-from s3kv.io.orders import Orders
+from s3kv.io.outstanding import OutstandingJobs
 from s3kv.io.process_life import Heartbeat, ProcessLife, State
 from s3kv.messages import BucketJob, JobEnd
 from s3kv.types import Tally
@@ -74,7 +74,7 @@ class IoClient:
         """For reading only."""
         self._handshake = handshake
         self._clock = clock
-        self._orders = Orders(clock)
+        self._jobs = OutstandingJobs(clock)
         self._make_child: Callable[[], Child] = lambda: Child(slab.fd, module, processors)
         self._child: Child | None = None
         self._heartbeat = Heartbeat(0.0)
@@ -121,18 +121,18 @@ class IoClient:
         The next `poll` returns the jobs that ended meanwhile. Call only `poll` and `close`
         afterwards. If the worker is killed while it waits here, the process still uses its time.
         """
-        orders, uploads = self._orders, self._orders.uploads()
+        jobs, uploads = self._jobs, self._jobs.uploads()
         deadline_s = time.monotonic() + timeout_s
         # Nothing can be sent after a Drain, and suspects are sent in turn.
-        orders.cancel_waiting(uploads_too=False)
-        self._wait(lambda: not orders.any_waiting, deadline_s)
-        late = orders.cancel_waiting(uploads_too=True)
-        if orders.any_outstanding:
+        jobs.cancel_waiting(uploads_too=False)
+        self._wait(lambda: not jobs.any_waiting, deadline_s)
+        late = jobs.cancel_waiting(uploads_too=True)
+        if jobs.any_outstanding:
             self._post(wire.Drain(max(0.0, deadline_s - time.monotonic())))
             self._wait(lambda: self._answers.drained is not None, deadline_s + _GRACE_S)
         if self._answers.drained is not None:
             return self._answers.drained.left + late
-        return len(uploads - orders.uploaded())
+        return len(uploads - jobs.uploaded())
 
     def close(self) -> None:
         """End the process, by force after 2 s. Idempotent. Nothing uses the slab afterwards.
@@ -143,7 +143,7 @@ class IoClient:
             self._child.end(_GRACE_S)
             self._child = None
         self.life.closed()
-        self._orders.forget()
+        self._jobs.forget()
 
     def _wait(self, done: Callable[[], bool], deadline_s: float) -> None:
         """Exchange messages until `done`, the deadline, or the end of the process."""
@@ -166,19 +166,19 @@ class IoClient:
         """
         state = self.life.state
         why_down = "" if state is State.UP else f"the I/O process is {state.value}"
-        if self._orders.add(job, why_down):
+        if self._jobs.add(job, why_down):
             self._post(job)
         else:
             self._release()
 
     def cancel(self, job_id: int) -> None:
         """Ask for a job to end soon. It ends as CANCELLED, or as it would have otherwise."""
-        if self._orders.cancel(job_id):
+        if self._jobs.cancel(job_id):
             self._post(wire.Cancel(job_id))
 
     def withdraw(self, job_id: int) -> None:
         """Cancel a job if it has not begun; otherwise do nothing."""
-        if self._orders.cancel(job_id):
+        if self._jobs.cancel(job_id):
             self._post(wire.Withdraw(job_id))
 
     def flush(self) -> None:
@@ -195,14 +195,14 @@ class IoClient:
             return []
         if (child := self._up) is not None:
             child.flush()
-            self._receive(child, linger_s if self._orders.any_outstanding else 0.0)
+            self._receive(child, linger_s if self._jobs.any_outstanding else 0.0)
             self._look_after(child)
             self.flush()
         if self.life.state is State.DYING:
             self._bury()
         if self.life.is_due(State.DOWN, self._clock()):
             self._restart()
-        return self._orders.take_ends()
+        return self._jobs.take_ends()
 
     @property
     def pid(self) -> int | None:
@@ -212,12 +212,12 @@ class IoClient:
     @property
     def outstanding(self) -> int:
         """Number of jobs accepted and not yet returned by `poll`."""
-        return len(self._orders)
+        return len(self._jobs)
 
     def _release(self) -> None:
         """Send the suspects whose turn has come, once the process has sent `Ready`."""
         if self._answers.ready is not None and self._up is not None:
-            for job in self._orders.release():
+            for job in self._jobs.release():
                 self._post(job)
 
     def _post(self, message: wire.Down) -> None:
@@ -236,7 +236,7 @@ class IoClient:
         return (
             (child := self._up) is None
             or self._answers.ready is None
-            or len(self._orders) > 0
+            or len(self._jobs) > 0
             or child.has_unsent
             or not self._heartbeat.is_idle(self._clock())
         )
@@ -255,7 +255,7 @@ class IoClient:
     def _take(self, message: wire.Up) -> None:
         match message:
             case JobEnd():
-                self._orders.ended(message)
+                self._jobs.ended(message)
                 self._release()
             case wire.Stats():
                 self._count(message)
@@ -298,7 +298,7 @@ class IoClient:
         life.died(child.last_words(), self._clock())
         child.end(0.0)
         self._child = None
-        self._orders.died(life.reason, crashed=crashed)
+        self._jobs.died(life.reason, crashed=crashed)
 
     def _restart(self) -> None:
         # The bucket was tried at the first start. An outage is no reason to stop now.

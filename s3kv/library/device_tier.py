@@ -28,7 +28,7 @@ from s3kv.device.tensors import BlockTensors
 from s3kv.errors import ConfigError
 from s3kv.library.block_table import BlockTable
 from s3kv.library.caller_streams import CallerStream, Mark
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from s3kv.types import ChunkKey
 
 GROUP = 0
@@ -210,7 +210,7 @@ class DeviceBlocks:
         self._loads[load_id] = _BlockLoad(number, key, on_end)
         self._before_loads.wait(self._uses(number))
         with self._before_loads:
-            self._copies.load(load_id, [LoadPart(GROUP, slot, 0, (number,))])
+            self._copies.load(load_id, [CopyPart(GROUP, slot, 0, (number,))])
         return True
 
     def poll(self) -> bool:

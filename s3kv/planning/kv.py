@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from s3kv.messages import JobKind, LoadOrder, LoadPart, StepPlan, StepReport
+from s3kv.messages import CopyPart, JobKind, LoadOrder, StepPlan, StepReport
 from s3kv.planning.deadline import WaitFacts, decide
 from s3kv.planning.group_kinds import Coverage, blocks_after, check_coverages
 from s3kv.planning.job import Job
@@ -267,7 +267,7 @@ class KVPlanner:
             return
         request.step(RequestEvent.LOAD)
         end = request.local_tokens + external_tokens
-        parts: list[LoadPart] = []
+        parts: list[CopyPart] = []
         for lookup in request.lookups:
             parts += lookup.load_parts(block_ids, request.local_tokens, end)
             self.ledger.table.touch_chain(lookup.leases)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from s3kv.host.table import Entry
-from s3kv.messages import JobKind, LoadPart
+from s3kv.messages import CopyPart, JobKind
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, FetchRefusal, Ledger
@@ -345,7 +345,7 @@ class Lookup:
 
     def load_parts(
         self, tables: Sequence[Sequence[int]], begin_tokens: int, end_tokens: int
-    ) -> Iterator[LoadPart]:
+    ) -> Iterator[CopyPart]:
         """The parts of a load that fill the blocks from `begin_tokens` to `end_tokens`. tables: the
         request's blocks in every KV-cache group of the engine."""
         coverage, fits = self.coverage, end_tokens == self.ready * self.coverage.chunk_tokens
@@ -358,7 +358,7 @@ class Lookup:
             entry = self.leases[position - self.first]
             for member in coverage.members:
                 blocks = tuple(tables[member][max(low, start) : min(high, end)])
-                yield LoadPart(member, entry.number, max(low, start) - low - held, blocks)
+                yield CopyPart(member, entry.number, max(low, start) - low - held, blocks)
 
     def release(self) -> None:
         """Give back all leases. Only `collect` takes new ones."""

@@ -13,7 +13,7 @@ from s3kv.config import Config
 from s3kv.connectors.kv import S3KVConnector
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import KVGeometry, PlanMetadata, WorkerHandshake
-from s3kv.messages import EMPTY_PLAN, JobEnd, JobKind, LoadOrder, LoadPart, StepPlan
+from s3kv.messages import EMPTY_PLAN, CopyPart, JobEnd, JobKind, LoadOrder, StepPlan
 from s3kv.types import Outcome
 from tests.contract.test_kv_scheduler import output, request, step
 from tests.contract.test_kv_worker import connector, side
@@ -49,7 +49,7 @@ class Rank:
 
 def load(name: str, *blocks: int) -> LoadOrder:
     """Of two parts, as of two chunks."""
-    parts = (LoadPart(0, 0, 0, blocks[:1]), LoadPart(0, 1, 0, blocks[1:]))
+    parts = (CopyPart(0, 0, 0, blocks[:1]), CopyPart(0, 1, 0, blocks[1:]))
     return LoadOrder(name, parts)
 
 

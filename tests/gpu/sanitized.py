@@ -18,7 +18,7 @@ from time import monotonic
 
 import torch
 
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.gpu.rig import noise, payload_of, rig, with_content
 from tests.unit.device.caches import Shape
 from tests.unit.device.devices import KINDS, make_device
@@ -62,7 +62,7 @@ def saved_and_loaded(kind: str, shape: Shape, seed: int) -> bool:
         r.finish()
         before = with_content(r.caches, content)
         for job, blocks in enumerate(sources):
-            r.copies.load(str(job), [LoadPart(0, job, 0, tuple(blocks))])
+            r.copies.load(str(job), [CopyPart(0, job, 0, tuple(blocks))])
         r.finish()
         device.synchronize()
         for job, blocks in enumerate(sources):

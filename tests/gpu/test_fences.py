@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.gpu.engine import Engine, SlowGpu, slow_copier, synchronize_engine
 from tests.gpu.rig import fill, noise, payload_of, rig, with_content
 from tests.unit.device.caches import DTYPES, ORDERS, Shape
@@ -68,7 +68,7 @@ def test_pages_come_back_although_the_engine_rewrites_them(
         others = blocks[STEPS * size :]
         for step in range(STEPS):
             targets = blocks[step * size :][:size]
-            r.copies.load(str(step), [LoadPart(0, step, 0, tuple(targets))])
+            r.copies.load(str(step), [CopyPart(0, step, 0, tuple(targets))])
             device.launch(lambda value=step: fill(caches, others, value))
             want.write(targets, saved[step].content(sources[step]))
         fill(want, others, STEPS - 1)
@@ -138,7 +138,7 @@ def test_a_graph_is_replayed_between_copies(device: Device) -> None:
             {job + 2} for job in range(rounds)
         ]
 
-        r.copies.load("back", [LoadPart(0, 0, 0, (2, 3))])
+        r.copies.load("back", [CopyPart(0, 0, 0, (2, 3))])
         r.finish()
         step()
         device.synchronize()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.gpu.engine import LONG_S
 from tests.gpu.rig import Rig, rig
 from tests.unit.device.caches import Shape
@@ -30,7 +30,7 @@ def copy_for_a_while(r: Rig) -> None:
     for job in range(40):
         r.copies.fence([job - 2])
         r.copies.save(job, 0, job % 2, [0, 1])
-        r.copies.load(str(job), [LoadPart(0, 2 + job % 2, 0, (2, 3))])
+        r.copies.load(str(job), [CopyPart(0, 2 + job % 2, 0, (2, 3))])
         r.copies.poll()
     r.copies.fence(range(40))
 

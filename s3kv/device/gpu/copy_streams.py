@@ -31,7 +31,7 @@ from s3kv.device.copier import CopyDirection
 from s3kv.device.gpu.gather import row_numbers, stacks
 from s3kv.device.gpu.interface import Copies, Event, Gpu, Stream
 from s3kv.device.layout import PageLayout
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 _BUFFERS = 2
 """Staging buffers per direction: a kernel uses one while the bus uses the other."""
@@ -135,7 +135,7 @@ class Lane:
         self._pages.synchronize()
         self._bus.synchronize()
 
-    def _next_buffer(self, part: LoadPart) -> tuple[StagingBuffer, torch.Tensor]:
+    def _next_buffer(self, part: CopyPart) -> tuple[StagingBuffer, torch.Tensor]:
         """The next buffer, and the row numbers of the part's blocks for the work launched next on
         the pages stream. The host waits for that stream if all places are taken.
         """
@@ -156,7 +156,7 @@ class Lane:
         stream.record(event)
         return event
 
-    def batch(self, layout: PageLayout, part: LoadPart, payload: int, mark: Event) -> EventTicket:
+    def batch(self, layout: PageLayout, part: CopyPart, payload: int, mark: Event) -> EventTicket:
         """Copy between blocks and the payload at this address, after `mark`."""
         addresses, offsets, sizes = layout.runs(part.block_ids, part.first_block)
         # Nothing writes to a slot from before a load is ordered until its end is reported, so it
@@ -179,7 +179,7 @@ class SaveLane(Lane):
     urgent, direction = False, CopyDirection.OUT
 
     def gather(
-        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
+        self, layout: PageLayout, part: CopyPart, payload: torch.Tensor, mark: Event
     ) -> EventTicket:
         """Copy as `batch` does. The blocks may be overwritten long before the bus moved them."""
         buffer, rows = self._next_buffer(part)
@@ -200,7 +200,7 @@ class LoadLane(Lane):
     urgent, direction = True, CopyDirection.IN
 
     def gather(
-        self, layout: PageLayout, part: LoadPart, payload: torch.Tensor, mark: Event
+        self, layout: PageLayout, part: CopyPart, payload: torch.Tensor, mark: Event
     ) -> EventTicket:
         """Copy as `batch` does. The whole payload crosses the bus even for a part of it: that is
         one copy instead of one per layer, and parts are rare.

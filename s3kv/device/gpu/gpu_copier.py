@@ -16,7 +16,7 @@ from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, SaveLane
 from s3kv.device.gpu.interface import Event, Gpu
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from s3kv.types import once_a_minute
 
 logger = logging.getLogger(__name__)
@@ -89,11 +89,11 @@ class GpuCopier:
     def enter_thread(self) -> None:
         self._gpu.enter_thread()
 
-    def copy_out(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
+    def copy_out(self, part: CopyPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
         return self._copy(self._out, self._places.locate_whole(part), part, mark, path)
 
-    def copy_in(self, part: LoadPart, mark: Event, path: Path | None = None) -> EventTicket:
+    def copy_in(self, part: CopyPart, mark: Event, path: Path | None = None) -> EventTicket:
         """Copy as `Copier` says. path: another than the one chosen."""
         return self._copy(self._in, self._places.locate(part), part, mark, path)
 
@@ -119,7 +119,7 @@ class GpuCopier:
         self,
         lane: SaveLane | LoadLane,
         place: tuple[PageLayout, int],
-        part: LoadPart,
+        part: CopyPart,
         mark: Event,
         path: Path | None,
     ) -> EventTicket:
@@ -189,10 +189,10 @@ class GpuCopier:
         distance = self._places.pinned_bytes // self._places.slot_bytes
         places = max(1, self._places.num_slots // distance)
 
-        def part(chunk: int) -> LoadPart:
+        def part(chunk: int) -> CopyPart:
             place = chunk % places
             spread = spread_blocks(place, layout.blocks_per_chunk, blocks)
-            return LoadPart(group, place * distance, 0, spread)
+            return CopyPart(group, place * distance, 0, spread)
 
         def start(path: Path, chunk: int) -> None:
             copy = self.copy_out if direction is CopyDirection.OUT else self.copy_in

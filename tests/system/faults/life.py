@@ -20,7 +20,7 @@ from s3kv.host.slab import Slab
 from s3kv.host.table import Table
 from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
-from s3kv.messages import LoadPart, StepReport
+from s3kv.messages import CopyPart, StepReport
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
@@ -67,7 +67,7 @@ class SlabCopies:
         rig.fill(self._slab, slot, block_ids[0])
         self._saved.append(SavedEnd(job_id, True, 0.0))
 
-    def load(self, load_id: str, parts: Sequence[LoadPart], mark: CopyMark) -> None:
+    def load(self, load_id: str, parts: Sequence[CopyPart], mark: CopyMark) -> None:
         for part in parts:
             found = bytes(rig.slot(self._slab, part.slot)[rig.FORMAT.header_bytes :])
             assert found == rig.payload(part.block_ids[0]), f"{load_id} was given wrong bytes"

@@ -242,7 +242,7 @@ def starts_no_job_when_one_has_ended(patch: Patch) -> None:
 @mutant
 def gives_slots_back_before_the_process_is_dead(patch: Patch) -> None:
     def hasty(self: IoClient) -> None:
-        self._orders.died("soon dead", crashed=False)
+        self._jobs.died("soon dead", crashed=False)
         bury(self)
 
     patch.setattr(IoClient, "_bury", hasty)
@@ -252,7 +252,7 @@ def gives_slots_back_before_the_process_is_dead(patch: Patch) -> None:
 def forgets_the_jobs_of_a_dead_process(patch: Patch) -> None:
     def careless(self: IoClient) -> None:
         if self._child is not None and self._child.is_dead():
-            self._orders._outstanding.clear()
+            self._jobs._outstanding.clear()
         bury(self)
 
     patch.setattr(IoClient, "_bury", careless)

@@ -15,7 +15,7 @@ from s3kv.config import Config
 from s3kv.device.copies import SavedEnd
 from s3kv.io.client import IoClient
 from s3kv.io.wire import Handshake
-from s3kv.messages import BucketJob, JobEnd, JobKind, LoadPart, StepPlan, StepReport
+from s3kv.messages import BucketJob, CopyPart, JobEnd, JobKind, StepPlan, StepReport
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.rearranging import Pages
 from s3kv.worker.rank import RankWorker
@@ -61,7 +61,7 @@ class Blocks(Sequence["tuple[TokenKV | None, ...]"]):
         for number, block in enumerate(block_ids):
             payload[number * self._size :][: self._size] = self._block(block)
 
-    def copy_in(self, part: LoadPart, payload: memoryview) -> None:
+    def copy_in(self, part: CopyPart, payload: memoryview) -> None:
         for number, block in enumerate(part.block_ids, part.first_block):
             self._block(block)[:] = payload[number * self._size :][: self._size]
 
@@ -76,7 +76,7 @@ class Copies:
         self._rng = rng
         self._failing = failing
         self._saves: dict[int, tuple[float, int, Sequence[int]]] = {}
-        self._loads: dict[str, tuple[float, Sequence[LoadPart]]] = {}
+        self._loads: dict[str, tuple[float, Sequence[CopyPart]]] = {}
         self._saved: list[SavedEnd] = []
 
     def _due_s(self) -> float:
@@ -90,7 +90,7 @@ class Copies:
     ) -> None:
         self._saves[job_id] = (self._due_s(), slot, block_ids)
 
-    def load(self, load_id: str, parts: Sequence[LoadPart], mark: None) -> None:
+    def load(self, load_id: str, parts: Sequence[CopyPart], mark: None) -> None:
         self._loads[load_id] = (self._due_s(), parts)
 
     def fence(self, job_ids: Iterable[int]) -> None:

@@ -28,7 +28,7 @@ from s3kv.device.gpu import copy_streams, gpu_copier
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.caches import ORDERS, Caches, Shape, build, moves
 from tests.unit.device.simulated import SimulatedEvent, SimulatedGpu
 
@@ -156,7 +156,7 @@ class Schedule:
             queue.window.seconds = self.random.choice([1e-9, 1e-2])
         self.slots = [Slot() for _ in range(SLOTS)]
         self.saves: dict[int, tuple[Slot, bytes]] = {}
-        self.loads: dict[str, tuple[int, list[LoadPart]]] = {}
+        self.loads: dict[str, tuple[int, list[CopyPart]]] = {}
         self.wrong_reads: list[str] = []
         self.failures = 0
         self.counter = 0
@@ -265,7 +265,7 @@ class Schedule:
             slot = self.random.choice(full)
             blocks = self.random.sample(idle, count)
             idle = [block for block in idle if block not in blocks]
-            parts.append(LoadPart(number, self.slots.index(slot), first, tuple(blocks)))
+            parts.append(CopyPart(number, self.slots.index(slot), first, tuple(blocks)))
         for part in parts:
             self.slots[part.slot].loads += 1
             group.loading.update(part.block_ids)
@@ -301,7 +301,7 @@ class Schedule:
             for part in parts:
                 self._loaded(self.groups[number], part, ok)
 
-    def _loaded(self, group: Group, part: LoadPart, ok: bool) -> None:
+    def _loaded(self, group: Group, part: CopyPart, ok: bool) -> None:
         slot = self.slots[part.slot]
         slot.loads -= 1
         group.loading.difference_update(part.block_ids)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gather import Stack, row_numbers, stacks, with_rows
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from s3kv.place import Place
 from tests.unit.device.caches import DTYPES, ORDERS, Caches, Shape, build, places, raw
 from tests.unit.device.devices import Device
@@ -90,7 +90,7 @@ def save_and_load(
     expected = caches.clone()
     rows = slice(first * shape.ratio, (first + len(targets)) * shape.ratio)
     expected.write(targets, {name: content[rows] for name, content in saved.items()})
-    copies.load("r", [LoadPart(0, 1, first, tuple(targets))])
+    copies.load("r", [CopyPart(0, 1, first, tuple(targets))])
     assert copies.wait_all(10)
     assert copies.poll().loaded == [("r", True)]
     assert caches.memory() == expected.memory()
@@ -142,7 +142,7 @@ def test_a_load_of_many_parts(device: Device) -> None:
     copies.save(1, 0, 0, [0, 2, 4])
     copies.save(2, 0, 2, [1, 3, 5])
     assert copies.wait_all(10)
-    copies.load("r", [LoadPart(0, 0, 1, (11, 10)), LoadPart(0, 2, 0, (9, 8, 7))])
+    copies.load("r", [CopyPart(0, 0, 1, (11, 10)), CopyPart(0, 2, 0, (9, 8, 7))])
     assert copies.wait_all(10)
     assert copies.poll().loaded == [("r", True)]
     after = caches.content([11, 10, 9, 8, 7])

@@ -15,7 +15,7 @@ from s3kv.device import copies as copies_module
 from s3kv.device.copier import Copier, PathChoice, Ticket
 from s3kv.device.copies import BlockCopies, open_copier
 from s3kv.device.cpu import CpuCopier
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.caches import Caches, Shape, build, places
 from tests.unit.device.devices import Device
 
@@ -47,11 +47,11 @@ class GatedCopier:
     def enter_thread(self) -> None:
         self.copier.enter_thread()
 
-    def copy_out(self, part: LoadPart, mark: Any) -> Ticket:
+    def copy_out(self, part: CopyPart, mark: Any) -> Ticket:
         self._pass("save", part)
         return self.copier.copy_out(part, mark)
 
-    def copy_in(self, part: LoadPart, mark: Any) -> Ticket:
+    def copy_in(self, part: CopyPart, mark: Any) -> Ticket:
         self._pass("load", part)
         return self.copier.copy_in(part, mark)
 
@@ -62,7 +62,7 @@ class GatedCopier:
     def close(self) -> None:
         self.copier.close()
 
-    def _pass(self, kind: str, part: LoadPart) -> None:
+    def _pass(self, kind: str, part: CopyPart) -> None:
         self.entered.set()
         assert self.gate.wait(LONG_S)
         self.log.append((kind, part.slot))
@@ -135,7 +135,7 @@ def test_without_the_fence_the_overwrite_is_seen(device: Device) -> None:
 
 def test_a_fenced_save_does_not_wait_for_loads(device: Device) -> None:
     with rig(device) as r:
-        parts = [LoadPart(0, 2, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))]
+        parts = [CopyPart(0, 2, 0, (2, 3)), CopyPart(0, 2, 0, (4, 5))]
         r.copies.load("first", parts)
         assert r.copier.entered.wait(LONG_S)
         r.copies.save(1, 0, 0, [0, 1])
@@ -156,7 +156,7 @@ def test_a_fenced_save_does_not_wait_for_loads(device: Device) -> None:
 def test_who_waits_for_the_device_waits_for_what_has_started(device: Device) -> None:
     with rig(device) as r:
         assert r.copies.wait_started(0.0), "there is nothing to wait for"
-        parts = [LoadPart(0, 2, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))]
+        parts = [CopyPart(0, 2, 0, (2, 3)), CopyPart(0, 2, 0, (4, 5))]
         r.copies.save(7, 0, 0, [0, 1])
         r.copies.load("r", parts)
         assert not r.copies.wait_started(0.01)
@@ -184,7 +184,7 @@ def test_each_end_is_told_once(device: Device) -> None:
         r.copies.save(7, 0, 0, [0, 1])
         r.copies.load("empty", [])
         assert r.copies.poll() == ([], [("empty", True)])
-        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 1, 0, (2, 3))])
         assert r.copies.poll() == ([], []), "a copy ended before it was made"
         assert not r.copies.wait_all(0.0)
         assert r.copies.statistics().pending == 2
@@ -196,7 +196,7 @@ def test_each_end_is_told_once(device: Device) -> None:
         assert r.copies.poll() == ([], [])
         # Ids may come again.
         r.copies.save(7, 0, 0, [0, 1])
-        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 1, 0, (2, 3))])
         assert r.copies.wait_all(LONG_S)
         assert [len(ends) for ends in r.copies.poll()] == [1, 1]
 
@@ -204,7 +204,7 @@ def test_each_end_is_told_once(device: Device) -> None:
 def test_a_load_can_be_waited_for(device: Device) -> None:
     with rig(device) as r:
         r.copies.wait_load(LONG_S)  # there is none
-        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 1, 0, (2, 3))])
         r.copies.wait_load(0.0)
         assert r.copies.poll().loaded == [], "a load ended before it was made"
         threading.Timer(0.05, r.copier.gate.set).start()
@@ -215,7 +215,7 @@ def test_a_load_can_be_waited_for(device: Device) -> None:
 def test_an_id_on_its_way_is_refused() -> None:
     with rig(Device("cpu")) as r:
         r.copies.save(7, 0, 0, [0, 1])
-        r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 1, 0, (2, 3))])
         with pytest.raises(ValueError, match="save 7"):
             r.copies.save(7, 0, 1, [0, 1])
         with pytest.raises(ValueError, match="load r"):
@@ -225,7 +225,7 @@ def test_an_id_on_its_way_is_refused() -> None:
 def test_a_failed_copy_ends_and_the_others_go_on(device: Device) -> None:
     with rig(device) as r:
         r.copier.broken_slots = {1}
-        broken, fine = LoadPart(0, 1, 0, (2, 3)), LoadPart(0, 2, 0, (4, 5))
+        broken, fine = CopyPart(0, 1, 0, (2, 3)), CopyPart(0, 2, 0, (4, 5))
         r.copies.save(1, 0, 1, [0, 1])
         r.copies.save(2, 0, 0, [0, 1])
         r.copies.load("half", [fine, broken, fine])
@@ -261,7 +261,7 @@ def test_what_is_not_in_the_cache_or_the_slab_fails_and_touches_nothing(
     with rig(device) as r:
         r.copier.gate.set()
         before = r.caches.memory(), bytes(r.slab)
-        r.copies.load("r", [LoadPart(group, slot, first, block_ids)])
+        r.copies.load("r", [CopyPart(group, slot, first, block_ids)])
         assert r.copies.wait_all(LONG_S)
         assert r.copies.poll().loaded == [("r", False)]
         assert (r.caches.memory(), bytes(r.slab)) == before
@@ -288,7 +288,7 @@ def test_close_fails_what_is_queued_and_lets_go_of_the_slab(device: Device) -> N
         r.copies.save(1, 0, 0, [0, 1])
         assert r.copier.entered.wait(LONG_S)
         r.copies.save(2, 0, 1, [0, 1])
-        r.copies.load("r", [LoadPart(0, 2, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 2, 0, (2, 3))])
         threading.Timer(0.05, r.copier.gate.set).start()
         r.copies.close()
         r.copies.close()
@@ -309,7 +309,7 @@ def test_a_bug_in_the_copy_thread_leaves_nobody_waiting() -> None:
         r.copier.bug_slots = {0}
         r.copies.save(1, 0, 0, [0, 1])
         r.copies.save(2, 0, 1, [0, 1])
-        r.copies.load("r", [LoadPart(0, 2, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 2, 0, (2, 3))])
         r.copier.gate.set()
         r.copies.fence([1, 2])
         assert r.copies.wait_all(LONG_S)
@@ -398,7 +398,7 @@ def test_a_mark_that_fails_is_a_failed_copy() -> None:
 
         r.copier.mark = broken  # type: ignore[method-assign]
         r.copies.save(1, 0, 0, [0, 1])
-        r.copies.load("r", [LoadPart(0, 2, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 2, 0, (2, 3))])
         saved, loaded = r.copies.poll()
         assert [end[:2] for end in saved] == [(1, False)]
         assert loaded == [("r", False)]

@@ -12,7 +12,7 @@ from s3kv.device.copier import Path, PathChoice
 from s3kv.device.copies import BlockCopies
 from s3kv.device.copy_jobs import WINDOW_S, LaunchWindow
 from s3kv.device.gpu.gpu_copier import GpuCopier
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.caches import Shape, build, places
 from tests.unit.device.schedule import stepped
 from tests.unit.device.simulated import NAMES, SimulatedGpu
@@ -59,11 +59,11 @@ class HeldCopier:
     def enter_thread(self) -> None:
         """The test's thread is the copy thread."""
 
-    def copy_out(self, part: LoadPart, mark: None) -> HeldTicket:
+    def copy_out(self, part: CopyPart, mark: None) -> HeldTicket:
         self.launched.append(HeldTicket(f"save {part.slot}"))
         return self.launched[-1]
 
-    def copy_in(self, part: LoadPart, mark: None) -> HeldTicket:
+    def copy_in(self, part: CopyPart, mark: None) -> HeldTicket:
         self.launched.append(HeldTicket(f"load {part.slot}"))
         return self.launched[-1]
 
@@ -83,7 +83,7 @@ def launch_all(copies: BlockCopies) -> None:
 
 
 def load(copies: BlockCopies, name: str, count: int = 1) -> None:
-    copies.load(name, [LoadPart(0, slot, 0, (1,)) for slot in range(count)])
+    copies.load(name, [CopyPart(0, slot, 0, (1,)) for slot in range(count)])
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import PageLayout
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 
 BLOCKS = 12
 PAGE_BYTES = 512
@@ -126,7 +126,7 @@ def test_groups_that_alias_a_buffer_keep_to_their_pages(seed: int) -> None:
         for g, blocks in saved.items():
             low = draw.randrange(len(blocks))
             targets = [free.pop() for _ in blocks[low:]]
-            parts.append(LoadPart(g, slot, low, tuple(targets)))
+            parts.append(CopyPart(g, slot, low, tuple(targets)))
             for source, target in zip(blocks[low:], targets, strict=True):
                 pages = zip(
                     groups[g].pages(expected, target), groups[g].pages(before, source), strict=True

@@ -15,7 +15,7 @@ from s3kv.device.gpu.copy_streams import EventTicket, LoadLane, Staging
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.gpu.interface import Copies, Event
 from s3kv.device.layout import PageLayout
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.schedule import Schedule
 from tests.unit.device.simulated import SimulatedEvent, SimulatedStream
 
@@ -162,7 +162,7 @@ def ends_a_load_with_its_first_part(patch: Patch) -> None:
     firsts: dict[int, EventTicket] = {}
 
     def first(
-        self: GpuCopier, part: LoadPart, mark: Event, path: Path | None = None
+        self: GpuCopier, part: CopyPart, mark: Event, path: Path | None = None
     ) -> EventTicket:
         return firsts.setdefault(id(mark), copy_in(self, part, mark, path))
 
@@ -195,8 +195,8 @@ def tells_a_failure_while_what_was_launched_still_runs(patch: Patch) -> None:
 def forgets_the_first_block_of_a_part(patch: Patch) -> None:
     batch = LoadLane.batch
 
-    def from_zero(self: LoadLane, layout: PageLayout, part: LoadPart, *rest: Any) -> EventTicket:
-        return batch(self, layout, LoadPart(part.group, part.slot, 0, part.block_ids), *rest)
+    def from_zero(self: LoadLane, layout: PageLayout, part: CopyPart, *rest: Any) -> EventTicket:
+        return batch(self, layout, CopyPart(part.group, part.slot, 0, part.block_ids), *rest)
 
     patch.setattr(LoadLane, "batch", from_zero)
 

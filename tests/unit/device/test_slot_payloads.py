@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from s3kv.device.slot_payloads import ChunkPlaces
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.caches import Shape, build
 
 HEADER_BYTES = 4096
@@ -27,13 +27,13 @@ def chunk_places(slots: int = 3, slot_bytes: int = SLOT_BYTES) -> ChunkPlaces:
 
 def test_a_payload_begins_behind_the_header_of_its_slot() -> None:
     places = chunk_places()
-    found, begin = places.locate(LoadPart(0, 2, 0, (0,)))
+    found, begin = places.locate(CopyPart(0, 2, 0, (0,)))
     assert (found, begin) == (places.layouts[0], 2 * SLOT_BYTES + HEADER_BYTES)
 
 
 def refused(group: int, slot: int, first_block: int, block_ids: Sequence[int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        chunk_places().locate(LoadPart(group, slot, first_block, tuple(block_ids)))
+        chunk_places().locate(CopyPart(group, slot, first_block, tuple(block_ids)))
 
 
 def test_what_would_touch_other_memory_is_refused() -> None:
@@ -50,19 +50,19 @@ def test_what_would_touch_other_memory_is_refused() -> None:
 def test_a_save_is_of_a_whole_chunk() -> None:
     places = chunk_places()
     whole = tuple(range(places.layouts[0].blocks_per_chunk))
-    assert places.locate_whole(LoadPart(0, 0, 0, whole)) == places.locate(LoadPart(0, 0, 0, whole))
+    assert places.locate_whole(CopyPart(0, 0, 0, whole)) == places.locate(CopyPart(0, 0, 0, whole))
     with pytest.raises(ValueError, match="of a chunk's"):
-        places.locate_whole(LoadPart(0, 0, 0, whole[:-1]))
+        places.locate_whole(CopyPart(0, 0, 0, whole[:-1]))
 
 
 def test_an_object_may_take_several_slots_and_must_end_in_the_slab() -> None:
     """Slots are pages where objects differ in length. Pinned pieces end where no object goes on."""
     places = chunk_places(slots=1, slot_bytes=HEADER_BYTES)
     last = (SLOT_BYTES - HEADER_BYTES - places.layouts[0].payload_bytes) // HEADER_BYTES
-    _, begin = places.locate(LoadPart(0, last, 0, (0,)))
+    _, begin = places.locate(CopyPart(0, last, 0, (0,)))
     assert begin == (last + 1) * HEADER_BYTES
     with pytest.raises(ValueError, match="too near the end of the slab"):
-        places.locate(LoadPart(0, last + 1, 0, (0,)))
+        places.locate(CopyPart(0, last + 1, 0, (0,)))
     pages = -(-(HEADER_BYTES + places.layouts[0].payload_bytes) // HEADER_BYTES)
     assert pages * HEADER_BYTES <= places.pinned_bytes < 2 * pages * HEADER_BYTES
     assert places.pinned_bytes & (places.pinned_bytes - 1) == 0

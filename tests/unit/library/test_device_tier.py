@@ -24,7 +24,7 @@ from s3kv.device.tensors import BlockTensors
 from s3kv.errors import UnsupportedError
 from s3kv.library.caller_streams import CallerStream
 from s3kv.library.device_tier import BlockPools, DeviceBlocks
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from s3kv.types import ChunkKey
 from tests.machines import play
 from tests.unit.device.caches import moves
@@ -52,7 +52,7 @@ class LateCopies:
     def save(self, job_id: int, group: int, slot: int, block_ids: Sequence[int]) -> None:
         self.under_way.append(("save", job_id, slot, block_ids[0]))
 
-    def load(self, load_id: str, parts: Sequence[LoadPart]) -> None:
+    def load(self, load_id: str, parts: Sequence[CopyPart]) -> None:
         (part,) = parts
         self.under_way.append(("load", load_id, part.slot, part.block_ids[0]))
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from s3kv.messages import BucketJob, JobKind, LoadOrder, LoadPart, SaveOrder
+from s3kv.messages import BucketJob, CopyPart, JobKind, LoadOrder, SaveOrder
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.requests import ScheduledRequest
@@ -59,8 +59,8 @@ def test_a_load_is_of_the_offered_chunks_into_the_blocks_given() -> None:
     assert load == LoadOrder(
         "r",
         (
-            LoadPart(0, slots[0].number, 0, (10, 11)),  # type: ignore[union-attr]
-            LoadPart(0, slots[1].number, 0, (12, 13)),  # type: ignore[union-attr]
+            CopyPart(0, slots[0].number, 0, (10, 11)),  # type: ignore[union-attr]
+            CopyPart(0, slots[1].number, 0, (12, 13)),  # type: ignore[union-attr]
         ),
     )
     assert desk.plan().loads == (), "it is ordered once"

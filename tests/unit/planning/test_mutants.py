@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from s3kv.host.table import Table, TableError
-from s3kv.messages import JobEnd, LoadPart
+from s3kv.messages import CopyPart, JobEnd
 from s3kv.planning import kv, saves
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.deadline import Deadline
@@ -197,9 +197,9 @@ def saves_blocks_in_the_wrong_order(patch: Patch) -> None:
 
 @mutant
 def loads_from_the_start_of_a_chunk(patch: Patch) -> None:
-    def coarse(self: Lookup, *args: Any) -> Iterator[LoadPart]:
+    def coarse(self: Lookup, *args: Any) -> Iterator[CopyPart]:
         for part in load_parts(self, *args):
-            yield LoadPart(part.group, part.slot, 0, part.block_ids)
+            yield CopyPart(part.group, part.slot, 0, part.block_ids)
 
     patch.setattr(Lookup, "load_parts", coarse)
 
@@ -359,7 +359,7 @@ def offers_the_last_token(patch: Patch) -> None:
 
 @mutant_of_groups
 def takes_a_window_for_a_whole_chunk(patch: Patch) -> None:
-    def whole(self: Lookup, *args: Any) -> Iterator[LoadPart]:
+    def whole(self: Lookup, *args: Any) -> Iterator[CopyPart]:
         for part in load_parts(self, *args):
             skipped = self.coverage.held.start
             yield replace(part, first_block=part.first_block + skipped)

@@ -11,10 +11,10 @@ from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
 from s3kv.messages import (
     BucketJob,
+    CopyPart,
     JobEnd,
     JobKind,
     LoadOrder,
-    LoadPart,
     SaveOrder,
     StepPlan,
     StepReport,
@@ -146,7 +146,7 @@ def test_of_ranks_that_hold_the_same_one_asks() -> None:
 
 def test_loads_and_saves_are_timed_and_weighed() -> None:
     rig = Rig()
-    parts = (LoadPart(0, 0, 0, (1, 2)), LoadPart(0, 1, 0, (3,)))
+    parts = (CopyPart(0, 0, 0, (1, 2)), CopyPart(0, 1, 0, (3,)))
     rig.rank.load([LoadOrder("good", parts), LoadOrder("bad", parts)])
     rig.save(SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7)))
     rig.now_s += 0.5
@@ -169,7 +169,7 @@ def test_a_rank_is_quiet_once_every_end_has_been_taken() -> None:
     rig.client.is_due = True
     assert not rig.rank.is_quiet
     rig.client.is_due = False
-    rig.rank.load([LoadOrder("r", (LoadPart(0, 0, 0, (1,)),))])
+    rig.rank.load([LoadOrder("r", (CopyPart(0, 0, 0, (1,)),))])
     assert not rig.rank.is_quiet, "a load is under way"
     rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
     rig.rank.poll()
@@ -239,7 +239,7 @@ def test_saves_are_fenced_at_once_only_when_told() -> None:
 
 
 def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() -> None:
-    rig, parts = Rig(), (LoadPart(0, 0, 0, (1, 2)),)
+    rig, parts = Rig(), (CopyPart(0, 0, 0, (1, 2)),)
     rig.save(SaveOrder(1, KEY, 2, (4, 5)))
     assert rig.rank.suspend(7.0)
     assert rig.copies.waits == [7.0]
@@ -264,7 +264,7 @@ def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
     rig = Rig()
     rig.rank.poll(0.5)
     assert (rig.copies.waits, rig.client.waits) == ([], [0.5])
-    rig.rank.load([LoadOrder("r", (LoadPart(0, 0, 0, (1, 2)),))])
+    rig.rank.load([LoadOrder("r", (CopyPart(0, 0, 0, (1, 2)),))])
     rig.rank.poll()
     rig.rank.poll(0.25)
     assert (rig.copies.waits, rig.client.waits) == ([0.25], [0.5, 0.0, 0.0])
@@ -275,7 +275,7 @@ def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
     assert (rig.copies.waits, rig.client.waits[-1]) == ([0.25], 0.0)
 
 
-PARTS = (LoadPart(0, 0, 0, (1, 2)),)
+PARTS = (CopyPart(0, 0, 0, (1, 2)),)
 
 
 def test_the_report_has_the_number_of_the_plan() -> None:

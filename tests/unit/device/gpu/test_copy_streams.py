@@ -13,7 +13,7 @@ from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu import copy_streams
 from s3kv.device.gpu.gpu_copier import GpuCopier
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.caches import Caches, Shape, build, places
 from tests.unit.device.devices import Device
 from tests.unit.device.simulated import SimulatedGpu
@@ -77,7 +77,7 @@ def test_a_load_waits_for_what_still_uses_its_blocks(gpu: Device) -> None:
         r.payload.fill_(7)
         gpu.stall()
         gpu.launch(r.fill(2))
-        r.copies.load("r", [LoadPart(0, 0, 0, (2, 3))])
+        r.copies.load("r", [CopyPart(0, 0, 0, (2, 3))])
         r.finish()
         assert r.copies.poll().loaded == [("r", True)]
         content = r.caches.content([2, 3])
@@ -89,7 +89,7 @@ def test_more_chunks_than_staging_buffers_wait_on_the_device_alone(gpu: Device) 
         gpu.stall()
         for job in range(12):
             r.copies.save(job, 0, job % 3, [0, 1])
-            r.copies.load(str(job), [LoadPart(0, job % 3, 0, (2, 3)), LoadPart(0, 0, 1, (4,))])
+            r.copies.load(str(job), [CopyPart(0, job % 3, 0, (2, 3)), CopyPart(0, 0, 1, (4,))])
         r.copies.fence(range(12))
         assert r.copies.poll() == ([], [])
         r.finish()
@@ -105,7 +105,7 @@ def test_the_engine_s_thread_never_waits_for_the_device() -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 r.copies.save(1, 0, 0, [0, 1])
-                r.copies.load("r", [LoadPart(0, 1, 0, (2, 3))])
+                r.copies.load("r", [CopyPart(0, 1, 0, (2, 3))])
                 r.copies.fence([1])
                 assert r.copies.wait_all(LONG_S)
             finally:
@@ -117,7 +117,7 @@ def test_caches_made_in_inference_mode_can_be_loaded_into(gpu: Device) -> None:
     with torch.inference_mode():
         caches = build(Shape("BLNHC"), gpu.memory, torch.Generator().manual_seed(3))
     copies = BlockCopies(gpu.open(places(caches, caches.layout())[0]))
-    copies.load("r", [LoadPart(0, 0, 0, (2, 3))])
+    copies.load("r", [CopyPart(0, 0, 0, (2, 3))])
     assert copies.wait_all(LONG_S)
     assert copies.poll().loaded == [("r", True)]
     copies.close()
@@ -131,11 +131,11 @@ def test_a_fence_of_a_gathered_save_waits_for_no_load(load_path: Path) -> None:
     copier = GpuCopier(places(caches, caches.layout())[0], gpu, Path.GATHER)
     gpu.synchronize()
     mark = copier.mark()
-    loads = [copier.copy_in(LoadPart(0, 1, 0, (2, 3)), mark, load_path) for _ in range(4)]
+    loads = [copier.copy_in(CopyPart(0, 1, 0, (2, 3)), mark, load_path) for _ in range(4)]
     while "in" not in gpu.engines:
         assert gpu.step()
     gpu.frozen.add(gpu.engines["in"].name)
-    save = copier.copy_out(LoadPart(0, 0, 0, (0, 1)), copier.mark())
+    save = copier.copy_out(CopyPart(0, 0, 0, (0, 1)), copier.mark())
     save.fence()
     ran: list[str] = []
     gpu.current.run(lambda: ran.append("the engine's next step"))
@@ -163,12 +163,12 @@ def test_more_copies_than_places_for_row_numbers_wait_for_those_that_are_read(
     payload = where.memory.narrow(0, form.header_bytes, caches.layout().payload_bytes)
     before = payload.clone()
     blocks = [(2 * number, 2 * number + 1) for number in range(20)]
-    tickets = [copier.copy_in(LoadPart(0, 0, 0, ids), copier.mark()) for ids in blocks]
+    tickets = [copier.copy_in(CopyPart(0, 0, 0, ids), copier.mark()) for ids in blocks]
     gpu.synchronize()
     assert all(ticket.done() for ticket in tickets)
     payload.zero_()
     for ids in blocks:
-        save = copier.copy_out(LoadPart(0, 0, 0, ids), copier.mark())
+        save = copier.copy_out(CopyPart(0, 0, 0, ids), copier.mark())
         gpu.synchronize()
         assert save.done()
         assert torch.equal(payload, before)

@@ -23,7 +23,7 @@ from s3kv.device.gpu import cuda
 from s3kv.device.gpu.cuda import Attributes, BatchCall, CudaGpu, MemoryLocation, NoBatchCall
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.device.gpu.interface import Copies
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.caches import Shape, build, places
 
 STREAM = 0x7F00_1234_5678
@@ -274,8 +274,8 @@ def test_its_calls_are_those_torch_and_the_driver_have(double: Driver, path: Pat
     copies.save(1, 0, 0, [3, 0])
     copies.fence([1])
     assert copies.wait_all(LONG_S)
-    copies.load("whole", [LoadPart(0, 0, 0, (4, 1))])
-    copies.load("part", [LoadPart(0, 0, 1, (5,))])
+    copies.load("whole", [CopyPart(0, 0, 0, (4, 1))])
+    copies.load("part", [CopyPart(0, 0, 1, (5,))])
     assert copies.wait_all(LONG_S)
     saved, loaded = copies.poll()
     assert [end.ok for end in (*saved, *loaded)] == [True] * 3
@@ -336,8 +336,8 @@ def test_the_time_of_a_copy_is_measured(path: Path) -> None:
     where, _ = places(caches, caches.layout())
     copier = GpuCopier(where, CudaGpu(where.device), path)
     tickets = [
-        copier.copy_out(LoadPart(0, 0, 0, (0, 1)), copier.mark()),
-        copier.copy_in(LoadPart(0, 0, 0, (2, 3)), copier.mark()),
+        copier.copy_out(CopyPart(0, 0, 0, (0, 1)), copier.mark()),
+        copier.copy_in(CopyPart(0, 0, 0, (2, 3)), copier.mark()),
     ]
     copier.settle()
     assert all(ticket.begun() and ticket.done() and ticket.seconds > 0 for ticket in tickets)

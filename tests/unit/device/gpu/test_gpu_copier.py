@@ -20,7 +20,7 @@ from s3kv.device.gpu.gpu_copier import GpuCopier, faster, seconds_per_chunk, spr
 from s3kv.device.gpu.interface import Copies
 from s3kv.device.layout import PageLayout
 from s3kv.device.slot_payloads import ChunkPlaces
-from s3kv.messages import LoadPart
+from s3kv.messages import CopyPart
 from tests.unit.device.caches import ORDERS, Shape, build, moves, places
 from tests.unit.device.devices import Device
 from tests.unit.device.simulated import SimulatedGpu, SimulatedStream
@@ -120,7 +120,7 @@ def test_objects_of_several_slots_are_measured_side_by_side(
     seen = set()
     locate = ChunkPlaces.locate
 
-    def seeing(where: ChunkPlaces, part: LoadPart) -> tuple[PageLayout, int]:
+    def seeing(where: ChunkPlaces, part: CopyPart) -> tuple[PageLayout, int]:
         seen.add(part.slot)
         return locate(where, part)
 
@@ -224,7 +224,7 @@ def test_a_driver_that_begins_to_refuse_batches_is_asked_no_more(
     expected = moves(rig.caches.layout(), [3, 1], 0)
     content = b"".join(ctypes.string_at(move.address, move.nbytes) for move in expected)
     assert rig.payload.numpy().tobytes() == content
-    rig.copies.load("r", [LoadPart(0, 0, 0, (5, 6))])
+    rig.copies.load("r", [CopyPart(0, 0, 0, (5, 6))])
     assert rig.copies.wait_all(10.0)
     assert rig.copies.poll().loaded == [("r", True)]
     moved = rig.caches.content([5, 6])

@@ -1,10 +1,10 @@
-"""Orders: the jobs of one client, each from the call that orders it to the report of its end.
+"""Outstanding jobs of one client, each from the call that submits it to the report of its end.
 
-    ordered ──may be sent──▶ in the process ──JobEnd──▶ ended
-       │                        └──process died──▶ ended, FAILED or INVALID
+    submitted ──may be sent──▶ in the process ──JobEnd──▶ ended
+       │                          └──process died──▶ ended, FAILED or INVALID
        ├──a suspect──▶ waiting for its turn ──▶ in the process
-       │                        └──cancelled──▶ ended, CANCELLED
-       └──condemned, or no process──▶ ended, INVALID or FAILED
+       │                          └──cancelled──▶ ended, CANCELLED
+       └──poison, or no process──▶ ended, INVALID or FAILED
 
 A suspect is a job that may have crashed the I/O process (`io.poison_jobs`). Pure, except for
 `JobEndLog`: the client moves the messages.
@@ -23,8 +23,8 @@ from s3kv.types import Outcome
 _CONDEMNED = "this job crashes the I/O process, so it is not sent any more"
 
 
-class Orders:
-    """Ordered jobs. Each is held once, as outstanding or as ended."""
+class OutstandingJobs:
+    """Submitted jobs. Each is held once, as outstanding or as ended."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._failure_log = JobEndLog(clock)

@@ -13,7 +13,7 @@ import pytest
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.client import IoClient
-from s3kv.io.orders import Orders
+from s3kv.io.outstanding import OutstandingJobs
 from s3kv.io.process_life import State
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import ChunkKey, Outcome
@@ -125,9 +125,9 @@ def test_a_drain_finishes_suspects_too(slab: Slab, open_client: Open) -> None:
 
 
 def test_a_job_that_ends_as_another_kind_is_still_there_when_the_process_dies() -> None:
-    orders = Orders(time.monotonic)
-    assert orders.add(rig.fetch(7), "")
+    jobs = OutstandingJobs(time.monotonic)
+    assert jobs.add(rig.fetch(7), "")
     with pytest.raises(wire.WireError, match="never sent"):
-        orders.ended(JobEnd(7, JobKind.UPLOAD, Outcome.OK))
-    orders.died("it broke the protocol", crashed=True)
-    assert [(end.job_id, end.outcome) for end in orders.take_ends()] == [(7, Outcome.FAILED)]
+        jobs.ended(JobEnd(7, JobKind.UPLOAD, Outcome.OK))
+    jobs.died("it broke the protocol", crashed=True)
+    assert [(end.job_id, end.outcome) for end in jobs.take_ends()] == [(7, Outcome.FAILED)]
