@@ -112,7 +112,8 @@ class ChunkFormat:
         object's content.
         """
         gathering = Gathering(self, place, block_hash)
-        gathering.arrived(0, nbytes)
+        if self._fills(place, nbytes):  # or there is nothing to digest
+            gathering.arrived(0, nbytes)
         return gathering.check(nbytes)
 
     def _fills(self, place: Place, nbytes: int) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from s3kv.errors import StoreUnranged
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import BulkStore, read_small
 
 ODD_NAMES = (
     "plain",
@@ -51,9 +51,8 @@ async def write(store: BulkStore, key: str, data: memoryview, *, if_absent: bool
 
 
 async def fetch(store: BulkStore, key: str, room: int = 2**16) -> bytes | None:
-    buffer = memoryview(bytearray(room))
-    info = await store.get_into(key, Place.of(buffer))
-    return None if info is None else bytes(buffer[: info.nbytes])
+    came = await read_small(store, key, room)
+    return came and came[1]
 
 
 class ObjectStoreSuite:
@@ -181,6 +180,13 @@ class ObjectStoreSuite:
         after = await etag(0)
         assert len(before) == 1
         assert after not in before
+
+    async def test_a_small_object_has_an_end(self, store: BulkStore, root: str) -> None:
+        await write(store, root + "k", pattern(3000, 1))
+        info = await store.head(root + "k")
+        assert await read_small(store, root + "k", 3000) == (info, bytes(pattern(3000, 1)))
+        assert await read_small(store, root + "k", 2999) == (info, b"")
+        assert await read_small(store, root + "no", 3000) is None
 
     async def test_many_at_once(self, store: BulkStore, root: str) -> None:
         async def there_and_back(i: int) -> bytes | None:

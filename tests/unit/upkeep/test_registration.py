@@ -12,7 +12,7 @@ from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import Claim, ObjectInfo, read_small
 from s3kv.upkeep.registration import Registration, introduce
 
 BASE: dict[str, Any] = {
@@ -35,9 +35,8 @@ async def meet(store: MemoryStore, fingerprint: dict[str, Any]) -> str:
 
 
 async def read(store: MemoryStore, key: str) -> bytes | None:
-    buffer = memoryview(bytearray(MAX_MANIFEST_BYTES))
-    info = await store.get_into(key, Place.of(buffer))
-    return None if info is None else bytes(buffer[: info.nbytes])
+    came = await read_small(store, key, MAX_MANIFEST_BYTES)
+    return came and came[1]
 
 
 async def test_the_first_writes_it_and_the_second_knows_it() -> None:
