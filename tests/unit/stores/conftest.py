@@ -1,6 +1,6 @@
 """Asynchronous tests of this folder run on both loops the package supports.
 
-`make test` runs them on uvloop, the I/O process's; those on asyncio's own loop are long.
+By day on uvloop, the I/O process's; at night on asyncio's own loop, too.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and "[asyncio" in item.name:
-            item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.nightly)
