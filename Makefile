@@ -63,6 +63,7 @@ lint: $(STAMP) ## ruff, mypy, the import contracts, and how docstrings start
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.check_docstrings
+	$(BIN)/python -m scripts.check_english
 
 format: $(STAMP) ## what ruff can mend by itself
 	$(BIN)/ruff check --fix

@@ -39,9 +39,9 @@ REMOVED = {
     "eviction": "host memory is evicted by LRU (docs/decisions/0003-default-eviction-policy.md)",
     "first_byte_timeout_ms": f"{_TIMEOUT} (half)",
     "hedge_percent": "at most a tenth of the fetches are sent twice (docs/operating.md)",
-    "huge_pages": "s3kv always asks for huge pages, and takes ordinary ones if Linux has no others",
+    "huge_pages": "s3kv always requests huge pages, and uses ordinary ones otherwise",
     "max_attempts": f"{_FIXED} (3)",
-    "max_inflight_bytes": "set max_inflight_requests to have fewer objects on their way at once",
+    "max_inflight_bytes": "set max_inflight_requests to have fewer objects in flight",
     "max_item_bytes": f"{_FIXED} (64 MiB)",
     "max_saves_inflight": f"{_FIXED} (256)",
     "min_bytes_per_s": f"{_FIXED} (16 KiB)",
@@ -130,7 +130,7 @@ class Config:
     """The settings of one engine. Immutable; safe to pickle and to send to other processes.
 
     Byte settings take a number or a text with a unit ("4GiB", "500MB"). Raises `ConfigError`, which
-    names the setting, its value and what is allowed.
+    names the setting, its value and the allowed values.
     """
 
     bucket: Bucket
@@ -188,7 +188,7 @@ class Config:
     """Name of the weights, for instances that load the same weights from different paths. Without
     it: the model's name or path, and its revision."""
     weights_digest: Literal["sampled", "full"] = "sampled"
-    """Digest that tells weights and adapters from others under the same name. sampled: of parts of
+    """Digest that distinguishes weights and adapters of the same name. sampled: of parts of
     every tensor, which misses a change of a small part of a large one (docs/security.md). full: of
     every byte, which takes as long as reading all files. Part of the namespace: give it the same
     value on all instances."""
@@ -196,12 +196,12 @@ class Config:
     """Tokens per object; a multiple of the KV block size. 0: the multiple closest to 256."""
     share_ranks: bool = False
     """Share chunks with engines of other tensor- and pipeline-parallel sizes: a chunk that the
-    bucket does not have for this rank is put together from what theirs have stored. Part of the
+    bucket does not have for this rank is put together from their chunks. Part of the
     namespace: give all instances the same value. Models whose KV cannot be divided by heads share
-    with their own size alone, and the log says so. See docs/objects.md."""
+    with their own size alone, and the log reports it. See docs/objects.md."""
     host_bytes: Mebibytes = 4 * 2**30
     """Host memory for chunks, per worker. EC connector: for encoder outputs, per engine, and a
-    sixteenth more (64 MiB or more) for those on their way to the bucket."""
+    sixteenth more (64 MiB or more) for uploads."""
 
     max_wait_ms: NotNegative = 10_000
     """Longest wait of a request for the bucket. It ends earlier if computing the rest is expected

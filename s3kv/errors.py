@@ -9,7 +9,7 @@
     │   ├── StoreRefused     too large an object, too long a key: do not send it again
     │   ├── StoreUnranged    a range was not served as requested: read the whole object
     │   └── StoreUnavailable network, throttling, server error: may work later
-    │       └── StoreThrottled   the store asks for fewer requests: send fewer, then again
+    │       └── StoreThrottled   the store throttles requests (SlowDown): send fewer, then again
     ├── IoProcessError       the I/O process could not be started, or has died
     ├── ClosedError          the store is closed: open another one
     └── CopyError            a device refused a copy to or from the caller's tensors

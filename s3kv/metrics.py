@@ -69,7 +69,7 @@ _REFUSED: Mapping[str, str] = {
     "tensors": "Objects with other tensors",
     "algorithm": "Objects sealed in another integrity mode",
     "digest": "Objects whose digest does not fit: damaged, or forged",
-    "quarantined": "Objects not asked for because they are known to be bad",
+    "quarantined": "Objects not requested because they are known to be bad",
 }
 """The parts of `fetch_corrupt` (`headers.Mismatch`), which also counts second readings that
 verified after all; and, not part of it, the requests that the quarantine spared."""
@@ -108,12 +108,12 @@ _ENGINE: Mapping[str, Metric] = {
         labels={"verb": VERBS, "status": ANSWERS},
     ),
     "io_retries": Metric("Requests to the store sent again after they had failed."),
-    "io_throttled": Metric("Answers of the store that asked for fewer requests."),
+    "io_throttled": Metric("Answers of the store that throttle (SlowDown)."),
     "io_window_cuts": Metric("Times the limit on requests at once was lowered."),
     "io_hedges": Metric("Fetches sent a second time because their first byte was late."),
     "io_hedges_won": Metric("Fetches sent a second time whose second request was the faster."),
     "io_refresh_done": Metric("Objects in use that were rewritten in place."),
-    "io_refresh_failed": Metric("Objects in use that could not be rewritten or looked at."),
+    "io_refresh_failed": Metric("Objects in use that could not be rewritten or read."),
     "io_refresh_skipped": Metric(
         "Objects in use that were not rewritten here: another replica did, or they were dropped."
     ),
@@ -134,15 +134,15 @@ _ENGINE: Mapping[str, Metric] = {
 
 def _fetches(what: str, per: str) -> dict[str, Metric]:
     return {
-        "fetches": Metric(f"{what} asked for in the bucket."),
+        "fetches": Metric(f"{what} requested from the bucket."),
         "fetch_ok": Metric(f"{what} that arrived and verified{per}."),
         "fetch_missing": Metric(f"{what} the bucket did not have{per}."),
-        "fetch_corrupt": Metric(f"Objects that were not what their key says{per}."),
+        "fetch_corrupt": Metric(f"Objects that failed verification{per}."),
         **{f"fetch_corrupt_{r}": Metric(f"{doc}{per}.") for r, doc in _REFUSED.items()},
-        "fetch_denied": Metric(f"Fetches refused for want of permission{per}."),
+        "fetch_denied": Metric(f"Fetches refused without permission{per}."),
         "fetch_failed": Metric(f"Fetches that failed otherwise{per}."),
         "fetch_invalid": Metric(f"Fetches that can never work, and were not tried again{per}."),
-        "fetch_cancelled": Metric(f"Fetches given up because nobody waited any more{per}."),
+        "fetch_cancelled": Metric(f"Fetches given up because no request waited any more{per}."),
         "fetch_bytes": Metric("Bytes that arrived from the bucket and verified."),
         "fetch_seconds": _seconds(
             f"Time from the request for one of the {what.lower()} that arrived until it was "
@@ -150,15 +150,15 @@ def _fetches(what: str, per: str) -> dict[str, Metric]:
             _WIRE_S,
         ),
         "fetches_spared": Metric(
-            f"{what} not asked for because the bucket did not have them a moment ago."
+            f"{what} not requested because the bucket did not have them a moment ago."
         ),
         "fetches_refused_by_breaker": Metric(
-            f"{what} not asked for because the store keeps failing."
+            f"{what} not requested because the store keeps failing."
         ),
-        "fetches_without_room": Metric(f"{what} not asked for because host memory was full."),
+        "fetches_without_room": Metric(f"{what} not requested because host memory was full."),
         "misses": Metric(
             f"{what} wanted from the bucket and not served, by reason, counted once for all "
-            "ranks. breaker_open and memory_full: once for each time the scheduler asks.",
+            "ranks. breaker_open and memory_full: once for each lookup.",
             labels={"reason": _REASONS},
         ),
     }
@@ -172,7 +172,7 @@ def _uploads(per: str) -> dict[str, Metric]:
     return {
         "upload_ok": Metric(f"Objects written{per}."),
         "upload_exists": Metric(f"Objects that were in the bucket already{per}."),
-        "upload_denied": Metric(f"Uploads refused for want of permission{per}."),
+        "upload_denied": Metric(f"Uploads refused without permission{per}."),
         "upload_failed": Metric(f"Uploads that failed otherwise{per}."),
         "upload_invalid": Metric(f"Uploads that can never work, and were not tried again{per}."),
         "upload_bytes": Metric("Bytes of objects written or found written."),
@@ -203,13 +203,13 @@ KV_METRICS: Mapping[str, Metric] = {
     "loads_failed": Metric("Requests whose copy to the device failed."),
     "saves": Metric("Chunks ordered saved."),
     "saves_dropped": Metric(
-        "Chunks not saved. inflight: 256 were on their way to the bucket. "
+        "Chunks not saved. inflight: 256 were being uploaded. "
         "memory_full: every slot of host memory was in use. blocks_gone: the engine had given up "
         "blocks of the chunk. believed_present: the bucket had lost the chunk meanwhile.",
         labels={"reason": ("inflight", *UNSAVED.values())},
     ),
     "batches_refused": Metric(
-        "Batches of copies that a GPU's driver refused; after three in a row none is asked for."
+        "Batches of copies that a GPU's driver refused; after three in a row no more are sent."
     ),
     "save_ok": Metric("Chunks copied to host memory, per rank."),
     "save_failed": Metric("Chunks whose copy to host memory failed, per rank."),
@@ -227,7 +227,7 @@ KV_METRICS: Mapping[str, Metric] = {
     ),
     "evictions": Metric("Chunks evicted from host memory."),
     "slab_bytes": Metric(
-        "Host memory of all ranks by what it holds. filling: being fetched or saved. dirty: not in "
+        "Host memory of all ranks by content. filling: being fetched or saved. dirty: not in "
         "the bucket yet.",
         "gauge",
         {"state": ("free", "filling", "clean", "dirty")},
@@ -251,7 +251,7 @@ EC_METRICS: Mapping[str, Metric] = {
     "load_seconds": _seconds("Time an item's copy to the device takes.", _COPY_S),
     "saves": Metric("Items ordered saved."),
     "saves_dropped": Metric(
-        "Items not saved. memory_full: too many were on their way to the bucket (host_bytes).",
+        "Items not saved. memory_full: too many were being uploaded (host_bytes).",
         labels={"reason": ("memory_full",)},
     ),
     "saves_unfit": Metric("Items not saved because their shape or dtype was not the one expected."),
@@ -265,10 +265,10 @@ EC_METRICS: Mapping[str, Metric] = {
     "uploads_again": Metric("Uploads ordered again because the bucket had lost an item in use."),
     "upload_cancelled": Metric("Uploads given up at shutdown."),
     "items_too_large": Metric("Items larger than 64 MiB or host memory."),
-    "items_untrusted": Metric("Items left alone because nothing told their content."),
+    "items_untrusted": Metric("Items left alone because their content was unknown."),
     "evictions": Metric("Items evicted from host memory."),
     "slab_bytes": Metric(
-        "Host memory of the scheduler's side by what it holds. filling: being fetched. dirty: gone "
+        "Host memory of the scheduler's side by content. filling: being fetched. dirty: gone "
         "from the bucket, and being uploaded again.",
         "gauge",
         {"state": ("free", "filling", "clean", "dirty")},

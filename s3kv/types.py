@@ -101,7 +101,7 @@ class Outcome(enum.IntEnum):
     CANCELLED = 3
     """Given up before it was sent, or stopped on request. Says nothing about the bucket."""
     CORRUPT = 4
-    """The object is not what its key says. A miss; the object must not be fetched again."""
+    """The object failed verification. A miss; the object must not be fetched again."""
     DENIED = 5
     """Credentials or permissions forbid it. Retrying does not help until somebody changes them."""
     FAILED = 6
@@ -133,7 +133,7 @@ _ITEM_BYTES = {
 def item_bytes(dtype: str) -> int:
     """Bytes of one number of a safetensors dtype. Raises `ValueError` for one s3kv cannot store."""
     if dtype not in _ITEM_BYTES:
-        raise ValueError(f"dtype {dtype!r} is none of {sorted(_ITEM_BYTES)}")
+        raise ValueError(f"dtype {dtype!r} is not one of {sorted(_ITEM_BYTES)}")
     return _ITEM_BYTES[dtype]
 
 

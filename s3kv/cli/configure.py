@@ -37,7 +37,7 @@ _BLOCK_TOKENS = 16
     "--bytes-per-token",
     type=size_above_0,
     metavar="SIZE",
-    help="KV bytes of a token on one worker, to say how many tokens host_bytes holds.",
+    help="KV bytes of a token on one worker, to print how many tokens host_bytes holds.",
 )
 @with_settings
 def configure(config: Config, as_json: bool, role: Role, bytes_per_token: int | None) -> None:
@@ -45,7 +45,7 @@ def configure(config: Config, as_json: bool, role: Role, bytes_per_token: int | 
 
     The first is for every model, the second for multi-modal ones, beside the first or alone. The
     settings are checked as the engine checks them at start. Settings at their default are left out.
-    Asks no bucket.
+    Sends no request.
     """
     options = connectors(config, role)
     held = None if bytes_per_token is None else host_memory(config, bytes_per_token)

@@ -83,12 +83,12 @@ def _price_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--gpu-dollars-per-hour",
     type=FiniteRange(0),
-    help="Price of one engine with all its GPUs, to say what the cache saves.",
+    help="Price of one engine with all its GPUs, to print the savings of the cache.",
 )
 @click.option(
     "--prefill-tokens-per-s",
     type=FiniteRange(0, min_open=True),
-    help="Prompt tokens such an engine computes in a second, to say what the cache saves.",
+    help="Prompt tokens such an engine computes in a second, to print the savings of the cache.",
 )
 @json_option
 def cost(
@@ -102,7 +102,7 @@ def cost(
     as_json: bool,
     **own_prices: float | None,
 ) -> None:
-    """Estimate what the bucket costs in a month, and what the cache saves.
+    """Estimate the monthly cost of the bucket, and the savings of the cache.
 
     The counts are those of running servers. The estimate takes the whole month to be like the
     period of the counts. With the price and the speed of an engine, the result ends with the

@@ -22,7 +22,7 @@ from s3kv.upkeep.sweep import Sweep, Swept
 @click.option(
     "--older-than", type=duration, help="Delete objects older than this, such as 7d or 12h."
 )
-@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the objects to delete, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Delete more than half of the bytes without asking.")
 @with_settings
 def gc(
@@ -38,13 +38,13 @@ def gc(
     Age is the time since an object was last written or refreshed, by the store's clock, compared
     with the clock of this host. With --max-bytes the oldest objects go, in any namespace, until all
     chunks together take no more than that. With both options an object goes if either selects it.
-    To delete more than half of the bytes it asks, or without a terminal wants --yes.
+    Deleting more than half of the bytes needs a confirmation, or --yes without a terminal.
 
     Safe while engines run: an object written or refreshed after it was listed stays. Deletes only
-    chunks and items, and the manifest and shapes of a namespace that holds none any more.
+    chunks and items, and the manifest and shapes of a namespace that is empty now.
 
     Lists the bucket twice (one request for every 1,000 objects each time), and sends a HEAD for
-    each object that is to go before it deletes 1,000 with one request.
+    each object before it deletes 1,000 with one request.
     """
     if max_bytes is None and older_than is None:
         raise click.UsageError("give --max-bytes, --older-than or both")

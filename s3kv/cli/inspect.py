@@ -71,7 +71,7 @@ def inspect(config: Config, key: str, stats: bool, as_json: bool) -> None:
 
     Reads the whole object and verifies it against its key as an engine with these settings would:
     namespace, coverage, shard, block hash, length and digest. Set integrity (--set) as the engines
-    have it, and for blake3-keyed give the secret; for none there is no digest to verify.
+    have it, and for blake3-keyed give the secret; for none no digest is verified.
     """
     found = on_bucket(config, lambda store: look_at(store, config, key, with_statistics=stats))
     if found is None:

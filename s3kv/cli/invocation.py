@@ -27,10 +27,10 @@ from s3kv.stores.store import BulkStore, ObjectStore
 FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
 EXIT_CODES = """\b
 EXIT CODES
-    0  all is well
+    0  success
     1  something was found: a fault, a damaged object, no such object
     2  the command was used wrongly, or a setting is wrong
-    3  the bucket, or the server named, could not be asked, or disk or memory is full
+    3  the bucket, or the server named, could not be reached, or disk or memory is full
   130  interrupted (Ctrl-C)"""
 EPILOG = f"""{EXIT_CODES}
 

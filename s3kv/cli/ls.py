@@ -38,8 +38,8 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
     their block hashes, with their length and the time since they were last written or refreshed.
 
     With --summary it counts the objects of each namespace, the largest first, and shows the fields
-    in which the manifests differ: they are why one engine does not find what another has saved. For
-    one NAMESPACE it shows the whole manifest. It lists every object, 1,000 per request.
+    in which the manifests differ, which explain why one engine does not find the chunks of another.
+    For one NAMESPACE it shows the whole manifest. It lists every object, 1,000 per request.
 
     With --json every line is a JSON document of its own, printed as soon as it is known.
     """

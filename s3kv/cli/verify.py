@@ -77,12 +77,12 @@ class Verification:
 @click.option("--delete", is_flag=True, help="Delete damaged objects.")
 @with_settings
 def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: bool) -> None:
-    """Read objects back, and list those that are not what their keys say.
+    """Read objects back, and list those that fail verification.
 
     Reads all objects, or a --sample, and verifies each as `inspect` does; an object that does not
-    verify is read twice. Namespaces whose integrity is not what the settings say (--set
+    verify is read twice. Namespaces with another integrity than the settings (--set
     integrity=…, and the secret) are named and left alone. To an engine a damaged object is a miss;
-    after --delete it is saved anew the next time it is computed. Reading costs money per request,
+    after --delete it is saved again the next time it is computed. Reading costs money per request,
     and per byte if the bucket is in another region.
     """
 

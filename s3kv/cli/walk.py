@@ -83,7 +83,7 @@ async def resolve(store: ObjectStore, prefix: str, start: str) -> keys.Namespace
     names = await _names(store, prefix)
     fitting = [name for name in names if name.startswith(start)]
     if len(fitting) != 1:
-        told = f" of {', '.join(fitting or names)}" if names else " (there are none)"
+        told = f" of {', '.join(fitting or names)}" if names else " (none exists)"
         raise ConfigError(
             f"NAMESPACE is {start!r}, and {len(fitting)} namespaces under {prefix}/ begin with it: "
             f"allowed is the beginning of exactly one{told}"

@@ -149,7 +149,7 @@ class AdapterLoads:
             digest = adapter_digest(path, self._method)
         except OSError as error:
             return f"its files cannot be read ({error})"
-        return f"{path} is no directory with files" if digest is None else digest
+        return f"{path} is not a directory with files" if digest is None else digest
 
     def loaded(self, manager: Any, adapter: LoRARequest, model: Any, before: Digest | str) -> None:
         """Record the content of `model`, which vLLM has just loaded, if it can be known.

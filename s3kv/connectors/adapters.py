@@ -144,6 +144,6 @@ class KnownAdapters:
         self._said.add(use.name)
         logger.info(
             "s3kv: a request with the adapter %s is not cached: the workers have not loaded it "
-            "yet, or cannot be certain of what they have loaded (their log says why)",
+            "yet, or cannot be certain of its content (see their log)",
             use.name,
         )

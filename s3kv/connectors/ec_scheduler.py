@@ -97,7 +97,7 @@ class ECSchedulerSide(Guarded):
             logger.info(
                 "s3kv does not cache encoder outputs of requests with an adapter (LoRA), because "
                 "adapters change the encoder (enable_tower_connector_lora): an EC connector "
-                "cannot know what of an adapter the workers have loaded"
+                "cannot know which parts of an adapter the workers have loaded"
             )
         self._telemetry = Telemetry(EC_METRICS, EC_SHARES, EncoderTraffic())
         self._tier: Tier | None = None

@@ -45,7 +45,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[Hook], Hook]:
             except Exception:
                 self.broken = hook.__name__
                 logger.exception(
-                    "s3kv failed in %s and serves without its cache in this engine from now on. "
+                    "s3kv failed in %s: this engine runs without its cache until a restart. "
                     "This is a bug of s3kv: please report it with the traceback",
                     hook.__name__,
                 )

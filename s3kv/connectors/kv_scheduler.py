@@ -104,7 +104,7 @@ class SchedulerSide(Guarded):
     def planner(self) -> KVPlanner:
         if self._planner is None:
             raise UnsupportedError(
-                "the workers have not told the scheduler of their host memory: this vLLM does not "
+                "the workers have not reported their host memory: this vLLM does not "
                 "exchange KV-connector handshake metadata (it should: 0.31 to 0.33 do)"
             )
         return self._planner
@@ -127,7 +127,7 @@ class SchedulerSide(Guarded):
             self._planner = self._start(handshakes)
             return
         logger.info(
-            "s3kv: the workers tell of their host memory in the first step; the requests in it are "
+            "s3kv: the workers report their host memory in the first step; its requests are "
             "computed (MultiConnector hands on the reports of one connector only)"
         )
         self._planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
@@ -332,7 +332,7 @@ class SchedulerSide(Guarded):
         self._salt = secrets.token_bytes(32)
         self.planner.reset(self._salt)
         self._observers.reset()
-        logger.info("s3kv: cache reset; what was cached before cannot be reached any more")
+        logger.info("s3kv: cache reset; earlier chunks are unreachable now")
         return True
 
     def stats(self) -> S3KVStats | None:

@@ -97,7 +97,7 @@ def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
     if resolve_none_hash_seed(function) != resolve_none_hash_seed(function):
         raise ConfigError(
             f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in every "
-            "process. So no process could find what another has put into the bucket. Set "
+            "process. So no process could find the chunks of another. Set "
             "PYTHONHASHSEED to the same number on all instances, or use sha256_cbor"
         )
 

@@ -283,7 +283,7 @@ class WorkerSide(Guarded):
         if self._launches_at_once and not rank.wait_launched(_LAUNCH_S):
             self._launches_at_once = False
             logger.error(
-                "s3kv: copies were not launched within %g s. From now on s3kv does not wait for "
+                "s3kv: copies were not launched within %g s. s3kv no longer waits for "
                 "launches. This engine may fail if it is put to sleep while a copy waits",
                 _LAUNCH_S,
             )

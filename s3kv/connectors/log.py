@@ -28,8 +28,8 @@ INTERVAL_S = 60.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _BUCKET = {
     BreakerState.CLOSED: "answers",
-    BreakerState.OPEN: "fails, not asked for now",
-    BreakerState.HALF_OPEN: "fails, being tried",
+    BreakerState.OPEN: "down (circuit open)",
+    BreakerState.HALF_OPEN: "being retried (circuit half-open)",
 }
 
 
@@ -97,7 +97,7 @@ def encoder_start_line(
 
 
 def _whereabouts(config: Config, *, may_load: bool, may_save: bool) -> str:
-    does = " and ".join(["reads"] * may_load + ["writes"] * may_save) or "only looks at"
+    does = " and ".join(["reads"] * may_load + ["writes"] * may_save) or "neither reads nor writes"
     named = [config.endpoint_url, *(os.environ.get(name) for name in _ENDPOINTS)]
     endpoint = next(filter(None, named), "the default endpoint")
     return f"s3kv {__version__} {does} bucket {config.bucket} under {config.prefix}/ at {endpoint}"

@@ -30,7 +30,7 @@ def check_media_names(vllm_config: VllmConfig, *, trusted: bool) -> None:
     """Raise `ConfigError` if the setting trusts names while vLLM numbers unnamed media."""
     if trusted and vllm_config.model_config.multimodal_config and not names_last(vllm_config):
         raise ConfigError(
-            "trust_media_names is True, and vLLM numbers what clients do not name if both its "
+            "trust_media_names is True, and vLLM numbers unnamed media if both its "
             "prefix cache and its processor cache are off: one number would be a different image "
             "in every process. Turn one of them on (--enable-prefix-caching, or "
             "--mm-processor-cache-gb above 0), or set trust_media_names to False"

@@ -174,7 +174,7 @@ def _or_warn(path: str, read: Callable[[], T]) -> T | None:
         return read()
     except (OSError, ValueError) as error:
         logger.warning(
-            "s3kv cannot look at the model's files in %s (%s): set another model_id whenever they "
+            "s3kv cannot read the model's files in %s (%s): set another model_id whenever they "
             "change",
             path,
             error,

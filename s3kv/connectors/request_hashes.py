@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("s3kv")
 
 _UNKNOWN_MEDIA = (
-    "images, because the engine cannot tell their content: it does not have their tensors "
+    "images, because the engine does not know their content: it does not have their tensors "
     "(processor cache of type shm, metadata alone), or one name has stood for two images; see "
     "trust_media_names"
 )

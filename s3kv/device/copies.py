@@ -180,7 +180,7 @@ class BlockCopies:
         Raises `ValueError` for a `job_id` that is still on its way.
         """
         if job_id in self._out.jobs:
-            raise ValueError(f"save {job_id} is already on its way")
+            raise ValueError(f"save {job_id} is already in flight")
         self._counts["saves"] += 1
         self._submit(self._out, job_id, (CopyPart(group, slot, 0, tuple(block_ids)),), mark)
 
@@ -192,7 +192,7 @@ class BlockCopies:
         use the blocks on any stream. Raises `ValueError` for a `load_id` still on its way.
         """
         if load_id in self._in.jobs:
-            raise ValueError(f"load {load_id} is already on its way")
+            raise ValueError(f"load {load_id} is already in flight")
         self._counts["loads"] += 1
         self._submit(self._in, load_id, parts, mark)
 
@@ -315,7 +315,7 @@ class BlockCopies:
 
     def _log_copy_thread(self) -> None:
         stack = traceback.format_stack(sys._current_frames().get(self._thread.ident or 0))
-        text = "s3kv: a fence has waited %g s for the copy thread, and goes on waiting:\n%s"
+        text = "s3kv: a fence has waited %g s for the copy thread, and still waits:\n%s"
         logger.warning(text, LONG_FENCE_S, "".join(stack))
 
     def _run(self) -> None:

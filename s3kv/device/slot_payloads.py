@@ -35,7 +35,7 @@ class ChunkPlaces:
 
     def __post_init__(self) -> None:
         if not self.layouts:
-            raise ValueError("there is no KV-cache group to copy")
+            raise ValueError("no KV-cache group to copy")
         if len({layout.device for layout in self.layouts.values()}) > 1:
             raise ValueError("the KV-cache groups are on different devices")
         if self.slab.nbytes < self.slot_bytes or self.slab.nbytes % self.slot_bytes:
@@ -72,7 +72,7 @@ class ChunkPlaces:
         """
         layout = self.layouts.get(part.group)
         if layout is None:
-            raise ValueError(f"there is no KV-cache group {part.group}")
+            raise ValueError(f"no such KV-cache group {part.group}")
         if not 0 <= part.slot < self.num_slots:
             raise ValueError(f"slot {part.slot} of {self.num_slots}")
         end_block = part.first_block + len(part.block_ids)

@@ -44,7 +44,7 @@ class BlockTensors:
         self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in shapes.items():
             if not isinstance(name, str):
-                raise TypeError(f"the name {name!r} of a tensor is no text")
+                raise TypeError(f"the name {name!r} of a tensor is not text")
             if dtype not in DTYPES:
                 raise ValueError(f"tensor {name!r} is {dtype}: allowed is one of {list(DTYPES)}")
             self._shapes[name] = _sizes(f"tensor {name!r}", shape), dtype

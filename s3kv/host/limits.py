@@ -73,8 +73,8 @@ class MemoryLimits:
             return ""
         told = " + ".join(f"{count} × {nbytes:,} ({setting})" for count, nbytes, setting in parts)
         return (
-            f"{told} = {_sum(parts):,} bytes are wanted on this host, and {allowed_bytes:,} are "
-            f"available here, of which s3kv has taken {taken_bytes:,} already ({self})"
+            f"{told} = {_sum(parts):,} bytes are needed on this host, and {allowed_bytes:,} are "
+            f"available here. s3kv has taken {taken_bytes:,} already ({self})"
         )
 
 

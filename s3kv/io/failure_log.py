@@ -31,6 +31,6 @@ class JobEndLog:
             logger.warning("s3kv: %s is allowed again", kind.value)
         elif outcome is Outcome.DENIED and kind not in self._denied:
             self._denied.add(kind)
-            logger.error("s3kv: %s denied; serving goes on without it: %s", kind.value, end.detail)
+            logger.error("s3kv: %s denied; s3kv serves without it: %s", kind.value, end.detail)
         elif outcome in _TROUBLE and self._is_due((kind, outcome)):
             logger.warning("s3kv: %s %s: %s", kind.value, outcome.name.lower(), end.detail)

@@ -46,7 +46,7 @@ class Formats:
         this worker does not have, or bytes outside the slab.
         """
         if job.kind is JobKind.SAVE:
-            raise ValueError("a save copies to the slab: it is no job of the I/O process")
+            raise ValueError("a save copies to the slab, and not in the I/O process")
         layout = self._chunk(job) if job.item is None else self._item(job, job.item)
         start = job.slot * self._handshake.slot_bytes
         end = start + layout.object_bytes
@@ -57,7 +57,7 @@ class Formats:
     def _chunk(self, job: BucketJob) -> ChunkFormat:
         layout = self._chunks.get(job.key.group)
         if layout is None:
-            raise ValueError(f"group {job.key.group} is none of {sorted(self._chunks)}")
+            raise ValueError(f"group {job.key.group} is not one of {sorted(self._chunks)}")
         return layout
 
     def _item(self, job: BucketJob, shape: ItemShape) -> ItemFormat:

@@ -130,7 +130,7 @@ def _word_of(worker: socket.socket, deadline_s: float) -> bytes:
     worker.settimeout(max(0.001, deadline_s - time.monotonic()))
     word = worker.recv(_MAX_WORD_BYTES)
     if not word:
-        raise ConnectionError("it hung up without taking the slab; its log says why")
+        raise ConnectionError("it hung up without taking the slab; see its log")
     return word
 
 

@@ -44,7 +44,7 @@ class BlockTiers:
         self._tensors = tensors
         self._loading: dict[ChunkKey, asyncio.Future[int | None]] = {}
         self._waiting_puts: set[asyncio.Future[bool]] = set()
-        """Puts that wait because their hash is already on its way to host memory."""
+        """Puts that wait because their hash is already in flight to host memory."""
         if hot is not None:
             host.watch(hot.poll, hot.close)
 

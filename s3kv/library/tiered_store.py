@@ -254,7 +254,7 @@ class TieredStore:
         self._host.pump.check_open()
         if self._tiers.hot is None:
             raise ConfigError(
-                "this store was opened without blocks on a device: say TieredStore.open(..., "
+                "this store was opened without blocks on a device: use TieredStore.open(..., "
                 "pools={name: tensor [blocks, *shape]})"
             )
         return self._tiers.hot

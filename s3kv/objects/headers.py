@@ -81,13 +81,13 @@ def read_header(buffer: memoryview, *, object_bytes: int | None = None) -> Heade
     header_bytes = 8 + int.from_bytes(buffer[:8], "little")
     if header_bytes > min(MAX_HEADER_BYTES, len(buffer)):
         raise CodecError(
-            f"header of {header_bytes} bytes, where {len(buffer)} are at hand and at most "
+            f"header of {header_bytes} bytes, where {len(buffer)} are given and at most "
             f"{MAX_HEADER_BYTES} are read"
         )
     members = _load_json(bytes(buffer[8:header_bytes]))
     metadata = members.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CodecError("there is no __metadata__ of texts")
+        raise CodecError("__metadata__ of texts is missing")
     version = _text(metadata, "format", r".*")
     if version != FORMAT_VERSION:
         raise CodecError(
@@ -123,9 +123,9 @@ def _load_json(text: bytes) -> dict[str, Any]:
     try:
         members = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise CodecError(f"the header is no JSON: {error}") from error
+        raise CodecError(f"the header is not JSON: {error}") from error
     if not isinstance(members, dict):
-        raise CodecError("the header is no JSON object")
+        raise CodecError("the header is not a JSON object")
     return members
 
 
@@ -163,7 +163,7 @@ def _spec(
     """
     sizes = tuple(shape)
     if not all(isinstance(v, str) for v in (name, dtype, order)) or len(sizes) > MAX_DIMENSIONS:
-        raise ValueError(f"{name!r} is no tensor")
+        raise ValueError(f"{name!r} is not a tensor")
     if not all(type(n) is int and 0 <= n <= most for n in sizes):
         raise ValueError(f"{name!r} does not fit into the payload")
     return TensorSpec(name, dtype, sizes, layers, order)

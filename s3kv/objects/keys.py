@@ -117,7 +117,7 @@ def _require_text_keys(value: Any) -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"fingerprint key {key!r} is no text: JSON would convert it")
+                raise TypeError(f"fingerprint key {key!r} is not text: JSON would convert it")
             _require_text_keys(item)
     elif isinstance(value, list | tuple):
         for item in value:

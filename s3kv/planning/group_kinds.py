@@ -112,7 +112,7 @@ class LocalAttention(GroupKind):
             return ""
         return (
             f"chunk_tokens is {chunk_tokens}: allowed is a divisor of {self.reach_tokens}, "
-            "because this model's local attention begins anew after so many tokens"
+            "because this model's local attention restarts after each block of that length"
         )
 
 

@@ -113,7 +113,7 @@ class Cleaner:
                 pause_s = await self._turn()
                 self._was_refused = False
             except LeaseLost as lost:
-                _log.info("s3kv does not keep the bucket any more: %s", lost)
+                _log.info("this process no longer enforces bucket_bytes: %s", lost)
                 pause_s = LEASE_S
             except StoreUnavailable:
                 self.failed += 1
@@ -123,9 +123,7 @@ class Cleaner:
                 pause_s = _REFUSED_PAUSE_S
                 if not self._was_refused:
                     self._was_refused = True
-                    _log.warning(
-                        "s3kv cannot keep the bucket to bucket_bytes and bucket_idle_s: %s", error
-                    )
+                    _log.warning("s3kv cannot enforce bucket_bytes and bucket_idle_s: %s", error)
             await self.sleep(pause_s)
 
     async def _turn(self) -> float:
@@ -161,7 +159,7 @@ class Cleaner:
             _, lease = await self._read()
             if lease is None or lease.holder != self.holder:
                 return False
-            _log.info("s3kv keeps %s/ of the bucket from here on, by this process", self.prefix)
+            _log.info("this process now enforces bucket_bytes under %s/", self.prefix)
             self._next_sweep_s = self.clock()
         self._tell(ours)
         self._renewed_s = self.clock()
@@ -240,5 +238,5 @@ class Cleaner:
         if info is None:
             raise LeaseLost("its object is gone")
         if info.age_s is None:
-            raise StoreError("the store's answers do not say when they were given (no Date)")
+            raise StoreError("the store's answers have no Date")
         return info.modified_s + info.age_s

@@ -73,9 +73,9 @@ class Housekeeping:
     def start(self) -> None:
         """Begin, once the bucket has answered."""
         self._run("refreshing", self.refresher.run())
-        self._run("looking at objects in use", self.refresher.look())
+        self._run("refreshing objects in use", self.refresher.look())
         if self._cleaner is not None:
-            self._run("keeping the bucket", self._cleaner.run())
+            self._run("enforcing bucket_bytes", self._cleaner.run())
         elif self._config.refresh_after_s == 0:
             self._run("watching the bucket's growth", self._watch_growth())
         if self._registration.manifest:
@@ -84,7 +84,7 @@ class Housekeeping:
     def drain(self) -> None:
         """Send no more refreshes and deletions, and answer all uses."""
         self.refresher.give_up()
-        for what in ("refreshing", "keeping the bucket"):
+        for what in ("refreshing", "enforcing bucket_bytes"):
             if what in self._tasks:
                 self._tasks[what].cancel()
 

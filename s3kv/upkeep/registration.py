@@ -57,7 +57,7 @@ async def introduce(store: ObjectStore, registration: Registration) -> str:
 async def _introduce(store: ObjectStore, namespace: Namespace, manifest: bytes) -> str:
     held = await _read(store, namespace.manifest)
     if held == manifest:
-        return f"namespace {namespace.root} is known, its manifest says the same as this engine"
+        return f"namespace {namespace.root} is known, its manifest matches this engine's"
     if held is not None:
         return (
             f"namespace {namespace.root} is known, but its manifest is damaged: the namespace's "
@@ -87,7 +87,7 @@ async def _compare(store: ObjectStore, namespace: Namespace, manifest: bytes) ->
             differences = explain(theirs, ours)
             found.append((len(differences), name, differences))
     if not found:
-        return f"there is no other under {namespace.prefix}/ to compare it with"
+        return f"no other namespace under {namespace.prefix}/ to compare it with"
     count, name, differences = min(found)
     told = "; ".join(differences[:_MAX_FIELDS_TOLD])
     more = f"; and {count - _MAX_FIELDS_TOLD} more" if count > _MAX_FIELDS_TOLD else ""

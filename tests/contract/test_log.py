@@ -231,7 +231,7 @@ def test_after_that_there_is_a_line_a_minute_while_something_happens() -> None:
     assert line is not None
     assert "Hit rate: 0.0% (bucket: 0 tokens, " in line, "what the first line said is not repeated"
     assert "Uploaded: 1.0 MiB" in line
-    assert line.endswith("Bucket: fails, not asked for now")
+    assert line.endswith("Bucket: down (circuit open)")
     assert traffic.line(counters, UP, 9 * INTERVAL_S, finished=True) is None, "nothing happened"
 
 
@@ -288,5 +288,5 @@ def test_that_line_comes_once_a_minute_and_tells_what_is_new() -> None:
     line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
     assert line is not None
     assert "encoded: 50 embeddings)" in line
-    assert line.endswith("Bucket: fails, not asked for now, Items not saved: 1")
+    assert line.endswith("Bucket: down (circuit open), Items not saved: 1")
     assert traffic.line(counters, UP, 9 * INTERVAL_S) is None, "nothing happened"

@@ -171,7 +171,7 @@ class BucketExamination:
         self._fail("put", error, "s3:PutObject")
         if is_permission(error) and zone_of(self.config.bucket) is None:
             given = self.config.put_headers or {}
-            told = "It takes uploads with a header more, which its policy seems to demand"
+            told = "It takes uploads with an additional header, which its policy seems to demand"
             more = [("put_headers", given | header, told) for header in _DEMANDED]
             if not await self._mended("put", error, self._write, more):
                 remedy = f"{self._findings['put'].remedy}. {_HEADERS_REMEDY}"
@@ -202,8 +202,8 @@ class BucketExamination:
             return Finding("get", "ok", "the object read is the one written")
         told = f"the {nbytes} bytes read are not the {len(_CONTENT)} written"
         remedy = (
-            "look at what is between here and the store: a proxy that changes bodies, or a "
-            "server that is not consistent"
+            "check for a proxy that changes bodies, or a "
+            "server without read-after-write consistency"
         )
         return Finding("get", "fault", told, remedy)
 
@@ -269,13 +269,10 @@ class BucketExamination:
         if is_permission(error):
             allow = f"allow s3:DeleteObject on {self._resource()}"
             told = f"{error}{left}"
-            remedy = (
-                f"{allow}, if damaged objects are to be replaced (on_corrupt: delete); otherwise "
-                "leave it"
-            )
+            remedy = f"{allow}, if on_corrupt should be delete; otherwise leave it"
             bounds = [name for name in ("bucket_bytes", "bucket_idle_s") if getattr(config, name)]
             if bounds:
-                told += f". This engine cannot keep the bucket to {' and '.join(bounds)}"
+                told += f". This engine cannot enforce {' and '.join(bounds)}"
                 remedy = f"{allow}, or make sure that another engine with the setting may delete"
             self._note("delete", "warning", told, remedy)
         else:

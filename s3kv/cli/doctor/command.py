@@ -62,13 +62,13 @@ _STYLES: dict[Status, str] = {
 def doctor(
     config: Config, read_only: bool, bandwidth: int, workers: int, hash_algo: str, as_json: bool
 ) -> None:
-    """Check whether this host can use this bucket, and say what to do if not.
+    """Check access from this host to the bucket, and print a remedy for each fault.
 
     Makes every call the cache makes (list, PUT if absent, GET, HEAD, DELETE) on an object of its
     own, PREFIX/doctor/ID, which it deletes, and measures latency and throughput of one connection.
-    Then compares this host's clock, memory and limits, vLLM version, GPU and hash seed with what an
-    engine needs. It imports neither torch nor vLLM; if torch is installed, a separate process asks
-    it about the GPU.
+    Then compares this host's clock, memory and limits, vLLM version, GPU and hash seed with the
+    requirements of an engine. It imports neither torch nor vLLM; if torch is installed, a separate
+    process queries it about the GPU.
     """
     check_object_size("--bandwidth", bandwidth)
     client = examine_client(config)

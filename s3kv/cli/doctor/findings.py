@@ -20,20 +20,20 @@ _BY_CODE: Mapping[str, str] = {
     **DENIED,
     "no-credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or give "
     "this machine a role",
-    "bad-credentials": "look at AWS_PROFILE, and at the role or file of the credentials",
-    "NoSuchBucket": "create the bucket, or look at bucket and endpoint_url",
-    "unresolved": "look at endpoint_url and region: no such host is known here",
+    "bad-credentials": "check AWS_PROFILE, and the role or file of the credentials",
+    "NoSuchBucket": "create the bucket, or check bucket and endpoint_url",
+    "unresolved": "check endpoint_url and region: no such host is known here",
     "untrusted": "set ca_bundle to the authority that signed the server's certificate",
-    "proxy": "look at HTTPS_PROXY and HTTP_PROXY: is the proxy there, and does it let this host "
+    "proxy": "check HTTPS_PROXY and HTTP_PROXY: is the proxy there, and does it let this host "
     "use it? If the bucket can be reached without it, list its host in NO_PROXY",
-    "no-tls": "look at endpoint_url: does the server speak http://, or use another port?",
+    "no-tls": "check endpoint_url: does the server speak http://, or use another port?",
 }
 _BY_KIND: Mapping[type[StoreError], str] = {
-    StoreMissing: "look at region and endpoint_url: the bucket is not there",
-    StoreDenied: "look at the credentials",
-    StoreUnavailable: "look at endpoint_url and at what is between here and the store (DNS, "
+    StoreMissing: "check region and endpoint_url: the bucket is not there",
+    StoreDenied: "check the credentials",
+    StoreUnavailable: "check endpoint_url and the path to the store (DNS, "
     "firewall, proxy, ca_bundle), or try later",
-    StoreError: "look at endpoint_url: it should name an S3 server",
+    StoreError: "check endpoint_url: it should name an S3 server",
 }
 
 

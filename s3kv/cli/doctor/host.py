@@ -101,7 +101,7 @@ def _shm(host: Host, workers: int) -> Finding:
     )
     wanted = _SHM_BYTES_PER_WORKER * workers
     if host.shm_bytes is None:
-        told = f"there is no {SHM}, and vLLM needs one for its {workers} workers"
+        told = f"{SHM} does not exist, and vLLM needs it for its {workers} workers"
         return Finding("shm", "fault", told, remedy)
     told = f"{SHM} has {host.shm_bytes:,} bytes; vLLM's queues for {workers} workers may take "
     if host.shm_bytes < wanted:
@@ -119,7 +119,7 @@ def _memlock(config: Config, host: Host) -> Finding:
     if limit >= config.host_bytes:
         return Finding("memlock", "ok", told)
     if host.gpu["pinned_bytes"] > limit:
-        return Finding("memlock", "ok", f"{told}; this driver does not count what it pins")
+        return Finding("memlock", "ok", f"{told}; this driver does not count pinned memory")
     told += f", host_bytes is {config.host_bytes:,}: a driver may refuse to pin it all"
     remedy = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1"
     return Finding("memlock", "warning", told, remedy)
@@ -130,7 +130,7 @@ def _hash_seed(seed: str | None, algorithm: str) -> Finding:
     if seed is None and algorithm.startswith("xxhash"):
         told = (
             f"PYTHONHASHSEED is not set, and prefix_caching_hash_algo is {algorithm!r}: every "
-            "process hashes with a seed of its own, and finds nothing of what others have saved"
+            "process hashes with a seed of its own, and finds no chunk of another"
         )
         return Finding("hash seed", "fault", told, f"{same}, or use sha256_cbor")
     if seed == "random":
@@ -165,7 +165,7 @@ def _gpu(found: Mapping[str, Any] | str) -> Finding:
         return Finding("gpu", "ok", f"{told}, a build for CPUs")
     told += f" for CUDA {found['cuda']}"
     if found["device"] is None:
-        remedy = "look at nvidia-smi, and at --gpus or the device plugin of the container"
+        remedy = "check nvidia-smi, and --gpus or the device plugin of the container"
         return Finding("gpu", "warning", f"{told} finds no GPU", remedy)
     told += f", {found['device']}"
     if found["pinned_bytes"] < found["wanted_bytes"]:
@@ -204,6 +204,6 @@ def _look_for_gpu() -> Mapping[str, Any] | str:
         return f"torch did not answer within {_PROBE_TIMEOUT_S:.0f} s"
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return f"torch cannot be asked: {last}"
+        return f"torch cannot be queried: {last}"
     found: dict[str, Any] = json.loads(done.stdout)
     return found

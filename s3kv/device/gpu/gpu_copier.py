@@ -147,7 +147,7 @@ class GpuCopier:
         self.choices = tuple(choice._replace(path=Path.GATHER) for choice in self.choices)
         self._paths = dict.fromkeys(self._paths, Path.GATHER)
         logger.warning(
-            "s3kv: gathers KV blocks from now on; the driver refused %d batches in a row: %s",
+            "s3kv: gathers KV blocks now; the driver refused %d batches in a row: %s",
             _MOST_REFUSALS,
             error,
         )

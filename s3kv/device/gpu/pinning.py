@@ -92,7 +92,7 @@ def pin(memory: torch.Tensor, unit_bytes: int, device: torch.device) -> dict[int
             "s3kv: CUDA pinned only %d of the %d bytes of a slab of host memory: %s. To pin all of "
         )
         pinned = sum(registered.values()), memory.numel(), refusal.reason
-        logger.warning(text + "it, %s. s3kv goes on: %s", *pinned, refusal.remedy, COST)
+        logger.warning(text + "it, %s. s3kv continues: %s", *pinned, refusal.remedy, COST)
     return registered
 
 

@@ -113,7 +113,7 @@ class Service:
             trouble = "unavailable"
             message = (
                 f"bucket {config.bucket!r} gave no answer within "
-                f"{wire.START_TIMEOUT_S:g} s: look at endpoint_url and the network"
+                f"{wire.START_TIMEOUT_S:g} s: check endpoint_url and the network"
             )
         except StoreError as error:
             trouble, message = wire.TROUBLES.get(type(error), "unavailable"), str(error)

@@ -80,7 +80,7 @@ class BucketSource:
         """Fetch and verify, for `Source.fetch`. is_own: the object is one that this rank writes; no
         other is ever deleted."""
         if self._quarantine.bars(job.key, now_s()):
-            said = f"{job.key} is in quarantine: its object was not what its key says"
+            said = f"{job.key} is in quarantine: its object failed verification"
             return job.end(Outcome.MISSING, said, reason="quarantined")
         # A second reading is whole, so that two bad ones have not only ranges in common.
         read = self.whole if self._quarantine.suspects(job.key) else self._ranged.read
@@ -91,7 +91,7 @@ class BucketSource:
         if reason is None:
             self._quarantine.lift(job.key)
             return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=self._refresher.hit(info))
-        said = f"{job.key} ({info.nbytes} bytes) is not what its key says: {reason}"
+        said = f"{job.key} ({info.nbytes} bytes) failed verification: {reason}"
         if not (is_own and self._delete_corrupt):
             self._quarantine.bad(job.key, now_s())
             return job.end(Outcome.CORRUPT, said, reason=reason)
@@ -143,7 +143,7 @@ class BucketSource:
             said = f"{said}; it could not be deleted: {error}"
             return job.end(Outcome.CORRUPT, said, reason=reason)
         self._quarantine.lift(job.key)
-        what = "it has been deleted" if deleted else "somebody has replaced it"
+        what = "it has been deleted" if deleted else "another process has replaced it"
         return job.end(Outcome.CORRUPT, f"{said}; {what}", reason=reason)
 
     async def upload(self, job: TransferJob) -> JobEnd:

@@ -70,7 +70,7 @@ class RangedReads:
             reading = await self._requests.whole(job)
             if reading[0] is not None and reading[1] is None:  # then it is not the object's fault
                 self._range_bytes = 0
-                _log.warning("%s. From now on objects are read there by one GET each", error)
+                _log.warning("%s. Objects are read by one GET each now", error)
         return await self._requests.whole(job) if reading is None else reading
 
     async def _in_ranges(self, job: TransferJob, chunk: ChunkFormat) -> Reading | None:

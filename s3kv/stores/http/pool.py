@@ -236,7 +236,7 @@ class Pool:
 def why_unreachable(error: BaseException, connect_ms: int) -> tuple[str, str]:
     """The reason for a failed connection: code and message of the error to raise. Pure."""
     if isinstance(error, socket.gaierror):
-        todo = "look at endpoint_url and region"
+        todo = "check endpoint_url and region"
         return "unresolved", f"the host name cannot be resolved ({error}): {todo}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return "untrusted", (
@@ -247,12 +247,12 @@ def why_unreachable(error: BaseException, connect_ms: int) -> tuple[str, str]:
         return "no-tls", f"TLS failed ({error.reason}): does endpoint_url name a TLS port?"
     if isinstance(error, asyncio.TimeoutError):
         return "", (
-            f"no connection within {connect_ms} ms (a fifth of request_timeout_ms): look at "
+            f"no connection within {connect_ms} ms (a fifth of request_timeout_ms): check "
             "endpoint_url, and whether the network lets it through or needs HTTPS_PROXY"
         )
     # With several addresses asyncio folds their errors into one text.
     if f"[Errno {errno.ECONNREFUSED}]" in str(error):
-        todo = "look at endpoint_url, is a server there?"
+        todo = "check endpoint_url, is a server there?"
         return "", f"the connection was refused ({error}): {todo}"
     return "", f"no connection: {error}"
 

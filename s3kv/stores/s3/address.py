@@ -90,7 +90,7 @@ def find_address(config: Config) -> Address:
     if config.put_headers and zone_of(config.bucket) is not None:
         raise ConfigError(
             f"put_headers is {config.put_headers!r}, and {config.bucket!r} is a directory bucket, "
-            "whose own configuration decides: allowed is no such setting"
+            "with its own configuration: put_headers is not allowed"
         )
     session = botocore.session.Session()
     try:

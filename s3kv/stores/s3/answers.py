@@ -61,12 +61,12 @@ def arn_of(bucket: str, key: str | None = None) -> str:
 _RENEW = "renew the credentials: their session has ended"
 DENIED: Mapping[str, str] = {
     "AccessDenied": "the credentials are known but not allowed this: grant the action",
-    "AllAccessDisabled": "ask whoever owns the account: it, or the bucket, is disabled",
-    "InvalidAccessKeyId": "look at AWS_ACCESS_KEY_ID, or at the profile or role that is used: this "
+    "AllAccessDisabled": "contact the owner of the account: it, or the bucket, is disabled",
+    "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID, or the profile or role in use: this "
     "store does not know its key. Is endpoint_url the store the key is for?",
-    "SignatureDoesNotMatch": "look at AWS_SECRET_ACCESS_KEY: it does not belong to the access key",
+    "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY: it does not belong to the access key",
     "ExpiredToken": _RENEW,
-    "InvalidToken": "look at AWS_SESSION_TOKEN: set the one that came with the keys, or none",
+    "InvalidToken": "check AWS_SESSION_TOKEN: set the one that came with the keys, or none",
     "TokenRefreshRequired": _RENEW,
     "RequestTimeTooSkewed": "set this machine's clock (chrony, systemd-timesyncd)",
     "InvalidObjectState": "keep lifecycle transitions off the prefix: the object is archived",
@@ -223,7 +223,7 @@ def _members(item: ElementTree.Element) -> dict[str, str]:
 def _text(item: ElementTree.Element, name: str) -> str:
     text = item.findtext(f"{{*}}{name}")
     if text is None:
-        raise ValueError(f"there is no {name}")
+        raise ValueError(f"{name} is missing")
     return text
 
 
@@ -271,17 +271,17 @@ def error_about(
         what = f"{what}, {detail!r}"
     if code in _ELSEWHERE or status in (301, 302, 307, 308):
         there = said.get("Region") or bucket_region
-        where = f"set region to {there!r}" if there else "look at region and endpoint_url"
+        where = f"set region to {there!r}" if there else "check region and endpoint_url"
         said_where = f"not reachable with region {call.region!r}, {where}"
         return StoreMissing(f"{what}: {said_where}", code=code, region=there)
     if code == "NoSuchBucket":
-        todo = "create the bucket, or look at bucket and endpoint_url"
+        todo = "create the bucket, or check bucket and endpoint_url"
         return StoreMissing(f"{what}: {todo}", code=code)
     if code in DENIED or status in (401, 403):
         why = DENIED.get(code, DENIED["AccessDenied"])
         return StoreDenied(f"{what}: {why}{_hint(call)}", code=code)
     if code in _THROTTLED or status == 429:
-        return StoreThrottled(f"{what}: the store asks for fewer requests", code=code)
+        return StoreThrottled(f"{what}: the store throttles requests (SlowDown)", code=code)
     if status >= 500 and status != 501:
         return StoreUnavailable(f"{what}: the server failed", code=code)
     if code in _TRANSIENT or status == 408:

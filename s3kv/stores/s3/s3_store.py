@@ -159,7 +159,7 @@ class S3Store:
                 raise refusal.error from refusal
             await _answer(self.client.put(key, place, if_absent=False))
             self._conditional_puts = False
-            _log.warning("%s. From now on plain PUTs are sent there", refusal.error)
+            _log.warning("%s. Plain PUTs are sent now", refusal.error)
         return True
 
     async def refresh(self, key: str, modified_s: float) -> bool:
@@ -216,7 +216,7 @@ class S3Store:
                 if type(refusal.error) is not StoreError:
                     raise refusal.error from refusal
                 self._knows_batches = False
-                _log.warning("%s. From now on objects are deleted there one by one", refusal.error)
+                _log.warning("%s. Objects are deleted one by one now", refusal.error)
         stayed: list[str] = []
 
         async def delete(_: int, info: ObjectInfo) -> None:
@@ -305,7 +305,7 @@ def choose(config: Config, address: Address) -> ClientChoice:
     if config.client == "aiobotocore":
         return ClientChoice("aiobotocore", "client is 'aiobotocore'")
     if hindered is None:
-        return ClientChoice("fast", "nothing asks for another")
+        return ClientChoice("fast", "no setting needs another")
     if config.client == "fast":
         raise ConfigError(
             f"client is 'fast', and {hindered}, which it cannot serve: allowed there is 'auto' or "

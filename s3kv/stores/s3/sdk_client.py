@@ -169,7 +169,7 @@ class SdkClient:
         page = await self._do("s3:ListBucket", None, "list_objects_v2", names)
         if "Name" not in page and "KeyCount" not in page:  # botocore takes any document for one
             call = self._call("s3:ListBucket", None)
-            raise StoreUnavailable(f"{call}: the listing cannot be read: it is none")
+            raise StoreUnavailable(f"{call}: the listing cannot be read: the answer is not one")
         objects = [
             ObjectInfo(i["Key"], i["Size"], i["LastModified"].timestamp(), i.get("ETag", ""))
             for i in page.get("Contents", ())
@@ -255,7 +255,7 @@ class SdkClient:
             case botocore.exceptions.ProxyConnectionError():
                 status = getattr(error.kwargs.get("error"), "status", None)
                 did = f"cannot be reached ({_root(error)})" if status is None else f"said {status}"
-                why = f"the proxy {self._address.proxy} {did}: look at HTTPS_PROXY and NO_PROXY"
+                why = f"the proxy {self._address.proxy} {did}: check HTTPS_PROXY and NO_PROXY"
                 return StoreUnavailable(f"{origin}: {why}", code="proxy")
             case (
                 botocore.exceptions.ConnectTimeoutError()

@@ -89,7 +89,7 @@ def test_no_server_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
         tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, in_process=False
     )
     said = refusal(engine)
-    for word in ("kv-cache", url, "refused", "look at endpoint_url", "on_unavailable"):
+    for word in ("kv-cache", url, "refused", "check endpoint_url", "on_unavailable"):
         assert word in said
 
 

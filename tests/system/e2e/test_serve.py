@@ -370,7 +370,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "wrong endpoint": (
         {"endpoint_url": "http://127.0.0.1:9"},
         True,
-        ("127.0.0.1:9", "look at endpoint_url"),
+        ("127.0.0.1:9", "check endpoint_url"),
     ),
 }
 

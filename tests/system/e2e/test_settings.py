@@ -115,7 +115,7 @@ def test_two_models_in_one_bucket_do_not_meet(
     assert cached(cold) == [0, 0]
     with serve(moved, changed(patient, model_id="first")) as engine:
         warm = engine.generate(PROMPTS)
-        assert comparison(engine, "is known, its manifest says the same as this engine")
+        assert comparison(engine, "is known, its manifest matches this engine's")
     expected = reference(first, PROMPTS)
     assert cached(warm) == cached(expected) == [768, 768]
     assert tokens(warm) == tokens(expected)

@@ -138,5 +138,5 @@ async def test_two_that_fill_a_bucket_keep_it_to_its_budget(
     assert foreign < set(held)
     assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
     told = "\n".join(caplog.messages)
-    assert "s3kv keeps s3kv/ of the bucket" in told
+    assert "this process now enforces bucket_bytes" in told
     assert not [word for word in ("Traceback", "cannot", "error") if word in told], told

@@ -73,7 +73,7 @@ async def test_a_beginning_that_does_not_name_one_namespace(start: str) -> None:
 
 
 async def test_a_beginning_where_there_is_no_namespace() -> None:
-    with pytest.raises(ConfigError, match=r"exactly one \(there are none\)$"):
+    with pytest.raises(ConfigError, match=r"exactly one \(none exists\)$"):
         await walk.resolve(MemoryStore(), "s3kv", "a")
 
 

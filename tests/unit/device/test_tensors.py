@@ -80,7 +80,7 @@ def test_sizes_that_are_no_numbers_are_refused(shape: Any) -> None:
 
 def test_a_name_that_is_no_text_is_refused() -> None:
     numbered: Any = {1: ((4,), torch.float32)}
-    with pytest.raises(TypeError, match="name 1 of a tensor is no text"):
+    with pytest.raises(TypeError, match="name 1 of a tensor is not text"):
         BlockTensors(numbered)
 
 

@@ -99,7 +99,7 @@ def test_a_sum_that_does_not_fit_is_told_with_its_parts() -> None:
     planned = ((4, 5 * GIB, "host_bytes, per rank"), (1, GIB, "staging_bytes"))
     told = limits.shortage(planned, [(5 * GIB, 0)])
     assert "4 × 5,368,709,120 (host_bytes, per rank) + 1 × 1,073,741,824 (staging_bytes)" in told
-    assert "= 22,548,578,304 bytes are wanted on this host, and 21,474,836,480 are" in told
+    assert "= 22,548,578,304 bytes are needed on this host, and 21,474,836,480 are" in told
     assert limits.shortage(planned[:1], [(5 * GIB, 0)]) == ""
 
 
@@ -109,7 +109,7 @@ def test_slabs_of_other_engines_are_told_by_their_sizes() -> None:
     told = limits.shortage(((1, 2 * GIB, "host_bytes, per rank"),), slabs)
     assert "2 × 8,589,934,592 (slabs on this host) + 1 × 2,147,483,648 (slabs" in told
     assert "17,179,869,184 + " not in told
-    assert "18,253,611,008 are available here, of which s3kv has taken 1,073,741,824 alr" in told
+    assert "18,253,611,008 are available here. s3kv has taken 1,073,741,824 alr" in told
 
 
 def test_what_slabs_have_taken_changes_no_answer() -> None:

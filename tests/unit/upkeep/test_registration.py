@@ -43,7 +43,7 @@ async def test_the_first_writes_it_and_the_second_knows_it() -> None:
     store = MemoryStore()
     namespace, manifest = place(BASE)
     said = await meet(store, BASE)
-    assert f"{namespace.root} is new; there is no other under s3kv/" in said
+    assert f"{namespace.root} is new; no other namespace under s3kv/" in said
     assert await read(store, namespace.manifest) == manifest
     assert fingerprint_digest(json.loads(manifest)) == namespace.digest
     assert f"{namespace.root} is known" in await meet(store, BASE)

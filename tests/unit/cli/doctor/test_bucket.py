@@ -157,11 +157,11 @@ class Keeping(MemoryStore):
     ("settings", "said"),
     [
         ({}, None),
-        ({"bucket_bytes": 2**30}, "cannot keep the bucket to bucket_bytes"),
-        ({"bucket_idle_s": 60.0}, "cannot keep the bucket to bucket_idle_s"),
+        ({"bucket_bytes": 2**30}, "cannot enforce bucket_bytes"),
+        ({"bucket_idle_s": 60.0}, "cannot enforce bucket_idle_s"),
         (
             {"bucket_bytes": 2**30, "bucket_idle_s": 60.0},
-            "cannot keep the bucket to bucket_bytes and bucket_idle_s",
+            "cannot enforce bucket_bytes and bucket_idle_s",
         ),
     ],
 )
@@ -294,7 +294,7 @@ async def test_a_directory_bucket_needs_a_session() -> None:
 def test_the_client_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = findings(run("doctor", "--read-only", *SMALL))["client"]
     assert fast["status"] == "ok"
-    assert fast["detail"].startswith("fast, because nothing asks for another; requests go to")
+    assert fast["detail"].startswith("fast, because no setting needs another; requests go to")
     wanted = findings(run("doctor", "--read-only", *SMALL, "--set", "client=aiobotocore"))["client"]
     assert wanted["status"] == "ok"
     assert "because client is 'aiobotocore'" in wanted["detail"]

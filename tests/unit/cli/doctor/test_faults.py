@@ -201,8 +201,8 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
     ),
     "no bucket": (no_bucket, "list", "fault", "create the bucket"),
     "no credentials": (no_credentials, "list", "fault", "set AWS_ACCESS_KEY_ID and"),
-    "unknown key": (unknown_key, "list", "fault", "look at AWS_ACCESS_KEY_ID"),
-    "wrong secret": (wrong_secret, "list", "fault", "look at AWS_SECRET_ACCESS_KEY"),
+    "unknown key": (unknown_key, "list", "fault", "check AWS_ACCESS_KEY_ID"),
+    "wrong secret": (wrong_secret, "list", "fault", "check AWS_SECRET_ACCESS_KEY"),
     "wrong clock": (wrong_clock, "list", "fault", "set this machine's clock"),
     "wrong region": (
         answered(301, "PermanentRedirect", headers={"x-amz-bucket-region": "eu-west-1"}),
@@ -214,7 +214,7 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
         answered(301, "PermanentRedirect"),
         "list",
         "fault",
-        "look at region and endpoint_url",
+        "check region and endpoint_url",
     ),
     "path style only": (path_style_only, "list", "fault", "set addressing_style to 'path'"),
     "no conditional puts": (
@@ -223,8 +223,8 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
         "warning",
         "upgrade the server",
     ),
-    "ill": (answered(503, "ServiceUnavailable"), "list", "fault", "look at endpoint_url and at"),
-    "nobody": (nobody, "list", "fault", "look at endpoint_url and at what is between"),
+    "ill": (answered(503, "ServiceUnavailable"), "list", "fault", "check endpoint_url and"),
+    "nobody": (nobody, "list", "fault", "check endpoint_url and the path to"),
     "no S3": (
         lambda ground: ground.between.fault(Fault(kind="answer", status=404, body="<html>")),
         "list",

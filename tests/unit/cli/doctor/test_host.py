@@ -186,7 +186,7 @@ def test_torch_is_asked_in_a_process_of_its_own() -> None:
 def test_torch_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = (sys.executable, "-c", "raise SystemExit('libcudart.so.13: cannot open')")
     monkeypatch.setattr(host, "_PROBE", broken)
-    assert host._look_for_gpu() == "torch cannot be asked: libcudart.so.13: cannot open"
+    assert host._look_for_gpu() == "torch cannot be queried: libcudart.so.13: cannot open"
 
 
 def test_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,7 @@ async def test_what_another_engine_repaired_meanwhile_stays(
     bucket.repair_before_delete = GOOD
     end = await fetch(deleting)
     assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
-    assert end.detail.endswith("somebody has replaced it")
+    assert end.detail.endswith("another process has replaced it")
     assert await bucket.held() == GOOD
     bucket.repair_before_delete = None
     assert (await fetch(deleting)).outcome is Outcome.OK

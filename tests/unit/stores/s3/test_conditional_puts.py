@@ -95,7 +95,7 @@ async def test_a_server_that_refuses_it_gets_plain_ones(
         assert [await put(store) for _ in range(3)] == [True, True, True]
         assert server.puts == [True, False, False, False], "found out once"
         assert server.kept == {"/bkt/k": bytes(BODY)}
-    (said,) = [record.getMessage() for record in caplog.records if "plain PUTs" in record.message]
+    (said,) = [record.getMessage() for record in caplog.records if "Plain PUTs" in record.message]
     assert "s3:PutObject on arn:aws:s3:::bkt/k" in said
 
 
