@@ -13,8 +13,9 @@ from s3kv.connectors.ec_scheduler import ECSchedulerSide
 from s3kv.connectors.ec_translate import (
     ItemWorkerReport,
 )
+from s3kv.host.room import PAGE_BYTES
 from s3kv.host.slab import Slab
-from s3kv.messages import ItemReport, JobEnd, JobKind
+from s3kv.messages import BucketJob, ItemReport, JobEnd, JobKind
 from s3kv.objects.item_format import ItemFormat, object_bytes
 from s3kv.place import Place
 from s3kv.types import ItemShape, Outcome
@@ -32,7 +33,8 @@ def side(monkeypatch: pytest.MonkeyPatch) -> ECSchedulerSide:
 
 def arrive(side: ECSchedulerSide) -> None:
     for order in side.planner.take_fetches():
-        nbytes = 4096 + order.shape.rows * WIDTH * 2
+        assert order.item is not None
+        nbytes = 4096 + order.item.rows * WIDTH * 2
         side.planner.on_end(JobEnd(order.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1), 0.0)
 
 
@@ -93,14 +95,9 @@ class Client:
         self.told: list[str] = []
         self.pauses_s: list[float] = []
 
-    def fetch(self, job_id: int, *rest: Any) -> None:
-        self.told.append(f"fetch {job_id}")
-
-    def use(self, job_id: int, *rest: Any) -> None:
-        self.told.append(f"use {job_id}")
-
-    def upload(self, job_id: int, key: Any, offset: int, shape: ItemShape) -> None:
-        self.told.append(f"upload {job_id} from {offset}: {shape.rows} rows, {shape.nbytes} bytes")
+    def submit(self, job: BucketJob) -> None:
+        where = f" from {job.slot}: {job.item}" if job.kind is JobKind.UPLOAD else ""
+        self.told.append(f"{job.kind.value} {job.job_id}{where}")
 
     def cancel(self, job_id: int) -> None:
         self.told.append(f"cancel {job_id}")
@@ -148,7 +145,7 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     (order,) = side.planner.take_fetches()
     nbytes = object_bytes("BF16", 100, WIDTH)
     layout = ItemFormat("0" * 32, "BF16", ItemShape(100, nbytes))
-    slot = slab.view[order.offset : order.offset + nbytes]
+    slot = slab.view[order.slot * PAGE_BYTES :][:nbytes]
     layout.seal(Place.of(slot, layout.header_bytes), order.key.block_hash)
     arrived = JobEnd(order.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1, fresh_s=0.0)
     side.planner.on_end(arrived, time.monotonic())
@@ -159,7 +156,7 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     assert "use 2" in client.take()
     side.planner.on_end(JobEnd(2, JobKind.USE, Outcome.MISSING), time.monotonic())
     side.plan(output())
-    assert f"upload 3 from {order.offset}: 100 rows, {nbytes} bytes" in client.take()
+    assert f"upload 3 from {order.slot}: {ItemShape(100, nbytes)}" in client.take()
     side.planner.on_end(JobEnd(3, JobKind.UPLOAD, Outcome.OK, nbytes), time.monotonic())
     side.planner.check()
     assert side.broken is None
