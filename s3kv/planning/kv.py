@@ -327,15 +327,15 @@ class KVPlanner:
                     request.use(first_written, now_s)
                 fences |= self._fences_behind(first_written, step.block_ids)
                 self._saves.written(blocks_after(self._coverages, first_written, step.block_ids))
-            if may_save:
-                saves += self._saves.plan(request, step)
+            if may_save and (jobs := self._saves.plan(request, step)):
+                saves += jobs
         self._go_on(now_s)
         most = self._settings.max_saves_inflight
-        jobs = self._fetches + self.ledger.plan_due(now_s, max_saves_inflight=most)
+        planned = self._fetches + self.ledger.plan_due(now_s, max_saves_inflight=most)
         self._fetches.clear()
         loads, self._loads = tuple(self._loads), []
         return StepPlan(
-            jobs=tuple(job.for_bucket() for job in jobs) if jobs else (),
+            jobs=tuple(job.for_bucket() for job in planned) if planned else (),
             saves=tuple(job.for_copies() for job in saves) if saves else (),
             loads=loads,
             fences=tuple(sorted(fences)) if fences else (),
