@@ -77,9 +77,6 @@ class FullAttention(GroupKind):
         return 0
 
 
-_FULL = FullAttention()
-
-
 class SlidingWindow(GroupKind):
     """Sliding window: a token sees itself and the `reach_tokens - 1` tokens before it."""
 
@@ -167,7 +164,7 @@ class Coverage:
 
     block_tokens: int
     chunk_tokens: int
-    kind: GroupKind = _FULL
+    kind: GroupKind = field(default_factory=FullAttention)
     number: int = 0
     members: tuple[int, ...] = ()
     blocks_per_chunk: int = field(init=False, repr=False, compare=False)

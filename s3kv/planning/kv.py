@@ -20,8 +20,9 @@ from s3kv.planning.deadline import WaitFacts, decide
 from s3kv.planning.group_kinds import Coverage, blocks_after, check_coverages
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
-from s3kv.planning.lookup import KNOWN_WINDOW_CHUNKS, ORDERS_PER_LOOKUP, ChunkHashes, Lookup
+from s3kv.planning.lookup import ORDERS_PER_LOOKUP, ChunkHashes, Lookup
 from s3kv.planning.pace import Pace
+from s3kv.planning.prefix_lookup import KNOWN_WINDOW_CHUNKS
 from s3kv.planning.requests import (
     NO_LIMITS,
     PROBE_CHUNKS,
@@ -151,8 +152,8 @@ class KVPlanner:
             return
         for lookup in request.lookups:
             # If the request has its answer, its late chunks still arrive, for the next request.
-            aborted = lookup.is_open
-            for job in lookup.forget_fetches():
+            aborted = lookup.claims.is_open
+            for job in lookup.claims.forget_fetches():
                 if aborted:
                     self._unwanted[job.job_id] = job
         request.close()
@@ -216,7 +217,7 @@ class KVPlanner:
         wait, pace = request.wait, self.pace
         wait.begin(now_s, request.hashes.count - lookup.secured)
         # Chunks of other requests also arrive before the last of these.
-        ahead = self.ledger.fetches_ahead_of(lookup.awaited)
+        ahead = self.ledger.fetches_ahead_of(lookup.claims.awaited(lookup.limit))
         deadline = decide(
             WaitFacts(
                 now_s=now_s,
@@ -224,7 +225,7 @@ class KVPlanner:
                 asked_s=wait.asked_s,
                 arrived_s=wait.arrived_s,
                 wanted=wait.wanted,
-                missing=lookup.missing,
+                missing=lookup.limit - lookup.secured,
                 unproven=lookup.unproven,
                 compute_s=pace.compute_s(self._chunk_tokens),
                 forecast=pace.forecast(ahead + lookup.unasked, lookup.rounds),
@@ -234,7 +235,7 @@ class KVPlanner:
         )
         if now_s < deadline.until_s:
             request.step(RequestEvent.WAIT)
-            if not lookup.has_more:
+            if not lookup.claims.has_more:
                 wait.until_s = deadline.until_s
             return True
         self.counters["deadline_cuts"] += 1
@@ -244,7 +245,7 @@ class KVPlanner:
 
     def _offer(self, request: PlannedRequest) -> Answer:
         for lookup in request.lookups:
-            for job in lookup.pending.values():
+            for job in lookup.claims.pending.values():
                 self._overdue[job.job_id] = job
         tokens = request.offer()
         return Answer(False, tokens) if tokens else NOTHING
@@ -269,8 +270,8 @@ class KVPlanner:
         end = request.local_tokens + external_tokens
         parts: list[CopyPart] = []
         for lookup in request.lookups:
-            parts += lookup.load_parts(block_ids, request.local_tokens, end)
-            self.ledger.table.touch_chain(lookup.leases)
+            parts += lookup.claims.load_parts(block_ids, request.local_tokens, end)
+            self.ledger.table.touch_chain(lookup.claims.leases)
         filled = [block for part in parts for block in part.block_ids]
         null = self._settings.null_block
         assert null is None or null not in filled, "the engine gave no block for what it loads"
@@ -410,7 +411,7 @@ class KVPlanner:
             entry
             for request in (*self._requests.values(), *self._orphans.values())
             for lookup in request.lookups
-            for entry in (*lookup.leases, *lookup.early.values())
+            for entry in (*lookup.claims.leases, *lookup.claims.early.values())
         )
         for entry, pins in leased.items():
             assert entry.pins == pins, (entry, pins)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
-from s3kv.planning.lookup import ChunkHashes, Lookup
+from s3kv.planning.lookup import ChunkHashes, Claims, Lookup
+from s3kv.planning.prefix_lookup import PrefixLookup
 from s3kv.planning.state_lookup import StateLookup
 from s3kv.planning.wait import Wait
 from s3kv.states import IdentityEnum, Transitions
@@ -109,8 +110,6 @@ REQUEST_TRANSITIONS: Transitions[RequestState, RequestEvent] = Transitions(
 class Saving:
     """Device blocks of a request, per KV-cache group, and the progress of its saves."""
 
-    coverages: int
-    """Number of chunks at each position, one of each coverage."""
     limit: int | None = None
     """Number of chunks from the start that may be saved; None: all."""
     block_ids: list[list[int]] = field(default_factory=list)
@@ -134,10 +133,10 @@ class Saving:
             for known, new in zip(self.block_ids, step.block_ids, strict=True):
                 known.extend(new)
 
-    def take(self, complete: int) -> list[tuple[int, int]]:
-        """Take the chunks (index of the coverage, position) before `complete` to save now."""
+    def take(self, complete: int) -> range:
+        """Take the positions before `complete` whose chunks are to be decided on now."""
         assert not self.is_barred, "a barred request saves nothing"
-        due = [(n, p) for p in range(self.saved, complete) for n in range(self.coverages)]
+        due = range(self.saved, complete)
         self.saved = max(self.saved, complete)
         return due
 
@@ -170,18 +169,16 @@ class PlannedRequest:
         limits: RequestLimits = NO_LIMITS,
     ) -> PlannedRequest:
         """Make the record of a request that has arrived, with a lookup per coverage. planned: as in
-        `Lookup`."""
+        `Claims`."""
         wait = Wait()
         lookups = tuple(
-            StateLookup(request_id, ledger, coverage, hashes, wait, planned=planned)
-            if coverage.kind.is_sparse
-            else Lookup(request_id, ledger, coverage, hashes, wait, probe_chunks, planned)
-            for coverage in coverages
+            StateLookup(claims, wait)
+            if claims.coverage.kind.is_sparse
+            else PrefixLookup(claims, wait, probe_chunks)
+            for claims in (Claims(request_id, ledger, c, hashes, planned) for c in coverages)
         )
         saved = limits.save_tokens
-        saving = Saving(
-            len(coverages), None if saved is None else saved // coverages[0].chunk_tokens
-        )
+        saving = Saving(None if saved is None else saved // coverages[0].chunk_tokens)
         return cls(request_id, hashes, lookups, wait, saving, limits)
 
     def step(self, event: RequestEvent) -> None:
@@ -190,7 +187,7 @@ class PlannedRequest:
     def arrange(self, local_tokens: int, tokens: int | None) -> None:
         """Note the tokens in the engine's own cache, and all that the request has (None: it is not
         told), for the next `collect`."""
-        size, most = self.lookups[0].coverage.chunk_tokens, self.limits.load_tokens
+        size, most = self.lookups[0].claims.coverage.chunk_tokens, self.limits.load_tokens
         self.local_tokens = local_tokens
         self.hashes.resumable = None if tokens is None else max(0, tokens - 1) // size
         self.hashes.limit = None if most is None else (local_tokens + most) // size
@@ -200,7 +197,7 @@ class PlannedRequest:
         come from."""
         known = self.hashes.read()
         for lookup in self.lookups:
-            coverage, index = lookup.coverage, lookup.ledger.index
+            coverage, index = lookup.claims.coverage, lookup.claims.ledger.index
             needed = coverage.chunks_for(tokens - tokens % coverage.chunk_tokens)
             for position in range(needed.start, min(needed.stop, len(known))):
                 index.use(ChunkKey(coverage.number, known[position]), now_s)
@@ -214,7 +211,7 @@ class PlannedRequest:
     def close(self) -> None:
         """Give back all leases and end the wait's sleep."""
         for lookup in self.lookups:
-            lookup.close()
+            lookup.claims.close()
         self.wait.wake()
 
     def collect(self, now_s: float, orders: int) -> Lookup | None:
@@ -223,7 +220,7 @@ class PlannedRequest:
 
         Windows are requested together with the prefix that another lookup waits for, as if all of
         it were there. Otherwise they would arrive later by the time of a fetch."""
-        is_cumulative = self.lookups[0].coverage.kind.is_cumulative
+        is_cumulative = self.lookups[0].claims.coverage.kind.is_cumulative
         chunks = None if is_cumulative else self.hashes.before_the_last
         settled = False
         while not settled:
@@ -234,9 +231,9 @@ class PlannedRequest:
                     self._prefetch_windows(lookup, now_s, orders)
                     return lookup
                 if chunks is None:
-                    chunks = lookup.ready
-                elif lookup.ready < chunks:
-                    chunks, settled = lookup.ready, False
+                    chunks = lookup.claims.ready
+                elif lookup.claims.ready < chunks:
+                    chunks, settled = lookup.claims.ready, False
             # An engine that has lost tokens since the last lookup may load fewer.
             self.ready = min(chunks or 0, self.hashes.count)
         return None
@@ -244,36 +241,35 @@ class PlannedRequest:
     def _prefetch_windows(self, awaited: Lookup, now_s: float, orders: int) -> None:
         """Request what the lookups behind `awaited` need at its end. Those that have found a chunk
         missing, and states, are left until the prefix is known."""
-        if awaited.unasked or awaited.has_more:
+        if awaited.unasked or awaited.claims.has_more:
             return
         for lookup in self.lookups[self.lookups.index(awaited) + 1 :]:
-            if not lookup.coverage.kind.is_sparse and lookup.end is None:
+            if lookup.looks_ahead:
                 lookup.collect(self.local_tokens, awaited.limit, now_s, orders)
 
     def offer(self) -> int:
         """Hold the chunks that all groups have ready. Returns the tokens to offer, or 0."""
-        tokens = self.ready * self.lookups[0].coverage.chunk_tokens - self.local_tokens
+        tokens = self.ready * self.lookups[0].claims.coverage.chunk_tokens - self.local_tokens
         for lookup in self.lookups:
             lookup.stop()
             if tokens > 0:
-                lookup.hold(self.ready)
+                lookup.claims.hold(self.ready)
             else:
-                lookup.release()
+                lookup.claims.give_back()
         self.step(RequestEvent.OFFER if tokens > 0 else RequestEvent.NOTHING)
         return max(0, tokens)
 
     def bucket_tokens(self, external_tokens: int) -> int:
         """Number of `external_tokens` that were fetched for this request, by the first group. One
         without full attention has few chunks: if any was fetched, so were all tokens."""
-        if not self.lookups[0].coverage.kind.is_cumulative:
-            return external_tokens if self.lookups[0].fetched else 0
-        size = self.lookups[0].coverage.chunk_tokens
+        claims = self.lookups[0].claims
+        if not claims.coverage.kind.is_cumulative:
+            return external_tokens if claims.fetched else 0
+        size = claims.coverage.chunk_tokens
         begin, end = self.local_tokens, self.local_tokens + external_tokens
-        return sum(
-            max(0, min(end, (p + 1) * size) - max(begin, p * size)) for p in self.lookups[0].fetched
-        )
+        return sum(max(0, min(end, (p + 1) * size) - max(begin, p * size)) for p in claims.fetched)
 
     @property
     def has_more(self) -> bool:
         """Whether an open lookup has chunks left to request."""
-        return any(lookup.has_more and lookup.is_open for lookup in self.lookups)
+        return any(lookup.claims.has_more and lookup.claims.is_open for lookup in self.lookups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, product
 
 from s3kv.messages import JobKind
 from s3kv.planning.group_kinds import Coverage
@@ -62,19 +62,17 @@ class ChunkSaves:
         # So it is in nearly every step of a request that decodes.
         if tokens < (saving.saved + 1) * size:
             return ()
-        complete = saving.allowed(tokens // size)
-        if saving.is_barred or complete <= saving.saved:
+        if saving.is_barred:
             return ()
-        complete = min(complete, len(request.hashes.read()))
-        chunks = saving.take(complete)
+        chunks = saving.take(min(saving.allowed(tokens // size), len(request.hashes.read())))
         if not chunks:
             return ()
         tables = saving.block_ids if step.tables is None else step.tables()
         resumable, computed = request.hashes.resumable, step.computed_tokens
         last = None if resumable is None else resumable * size
         jobs = []
-        for index, position in chunks:
-            coverage, end = self._coverages[index], (position + 1) * size
+        for position, coverage in product(chunks, self._coverages):
+            end = (position + 1) * size
             if coverage.kind.is_saved(end, computed, step.scheduled_tokens, step.states, last):
                 jobs.append(self._save(request, coverage, position, tables, step))
         return [job for job in jobs if job is not None]

@@ -252,7 +252,8 @@ def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
     assert desk.lookup("r") == WAIT
     fetches = desk.fetches()
     desk.end(fetches[1], MISSING)
-    assert desk.planner.ledger.fetches_ahead_of(desk.planner._requests["r"].lookups[0].awaited) == 1
+    lookup = desk.planner._requests["r"].lookups[0]
+    assert desk.planner.ledger.fetches_ahead_of(lookup.claims.awaited(lookup.limit)) == 1
 
 
 def test_latency_and_bandwidth_are_told_apart() -> None:

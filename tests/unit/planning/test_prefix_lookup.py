@@ -36,8 +36,8 @@ def lookup(desk: Desk) -> Answer:
 
 def asked(desk: Desk, group: Coverage) -> list[int]:
     """Positions of the chunks of a group that wait for their answers."""
-    number = [lookup.coverage for lookup in lookups(desk)].index(group)
-    return sorted(lookups(desk)[number].pending)
+    number = [lookup.claims.coverage for lookup in lookups(desk)].index(group)
+    return sorted(lookups(desk)[number].claims.pending)
 
 
 def lookups(desk: Desk) -> tuple[Lookup, ...]:
@@ -90,7 +90,7 @@ def test_what_a_window_is_worth_is_the_prefix_that_it_lets_resume(
     desk.end(desk.fetches())
     assert lookup(desk) == WAIT
     assert (asked(desk, FULL), asked(desk, WINDOW)) == ([], [6, 7])
-    assert lookups(desk)[1].missing == 8
+    assert (lookups(desk)[1].limit, lookups(desk)[1].secured) == (8, 0)
     desk.end(desk.fetches())
     assert lookup(desk) == Answer(False, 8 * CHUNK)
 
