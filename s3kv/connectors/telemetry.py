@@ -57,15 +57,16 @@ class Meter:
         """
         grown: Values = {}
         for place, counters in enumerate(sets):
-            last, version, seen = self._seen.get(place, (None, 0, {}))
-            if counters is not last:
-                version, seen = 0, {}
-            if counters.version != version:
+            last = self._seen.get(place)
+            if last is None or last[0] is not counters:
+                last = counters, 0, {}
+            if counters.version != last[1]:
+                seen = last[2]
                 self._seen[place] = counters, counters.version, seen
                 for name, value in counters.items() - seen.items():
                     self._share(grown, name, value - seen.get(name, 0))
                     seen[name] = value
-        return {key: value for key, value in grown.items() if value}
+        return grown and {key: value for key, value in grown.items() if value}
 
     def _share(self, grown: Values, name: str, more: int) -> None:
         if name not in self._shares:
@@ -94,8 +95,10 @@ class Telemetry:
     def take(self, gauges: Callable[[], Values], *counters: Tally) -> Values:
         """The growth of the counters, the durations, and the gauges that have changed, since the
         last call. gauges: reads them all; called only if something may have changed."""
-        values = self._meter.grown(*counters) | self.seconds
-        self.seconds = {}
+        values = self._meter.grown(*counters)
+        if self.seconds:
+            values |= self.seconds
+            self.seconds = {}
         if values or self.stirred:
             self.stirred = False
             changed = {k: v for k, v in gauges().items() if self._gauges.get(k) != v}
