@@ -57,7 +57,9 @@ class Place:
     def write(self, data: bytes | bytearray | memoryview, begin: int = 0) -> None:
         """Copy `data` to the bytes from number `begin` on. Raises `ValueError` if it does not
         fit."""
-        source = Place.of(data)
-        part = self.cut(begin, begin + source.nbytes)
-        part.header[:] = source.payload[: len(part.header)]
-        part.payload[:] = source.payload[len(part.header) :]
+        if self._both is not None:
+            self._both[begin : begin + len(data)] = data
+            return
+        source, part = memoryview(data), self.cut(begin, begin + len(data))
+        seam = len(part.header)
+        part.header[:], part.payload[:] = source[:seam], source[seam:]
