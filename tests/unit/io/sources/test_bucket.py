@@ -135,9 +135,8 @@ async def test_header_and_payload_in_memory_of_their_own(
 ) -> None:
     """From two buffers into two others, as one object between them, and whole or in ranges."""
     servers.set_credentials(monkeypatch)
-    config = Config(
-        bucket=servers.BUCKET, endpoint_url=moto_url, client=client, range_bytes=range_bytes
-    )
+    monkeypatch.setattr(source, "RANGE_BYTES", range_bytes)
+    config = Config(bucket=servers.BUCKET, endpoint_url=moto_url, client=client)
     store, rng = open_store(config), random.Random(1)
     refresher = Refresher(store, RefreshRule(math.inf, rng), lambda: False)
     bucket = source.BucketSource(
