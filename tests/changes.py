@@ -12,7 +12,6 @@ from fnmatch import fnmatch
 from tests.project import ROOT
 
 _BUILD = ("pyproject.toml", "Makefile", ".ci/*", "tests/conftest.py", "tests/changes.py")
-
 PARTS: dict[str, tuple[str, ...]] = {
     "tests/system/deploy": (
         *("deploy/*", "terraform/*", "docs/operating.md", "docs/stores.md", "scripts/*"),
@@ -24,6 +23,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests/benchmarks/test_bucket.py": (
         *("benchmarks/*", "s3kv/host/*", "s3kv/planning/*", "s3kv/upkeep/*", "s3kv/prices.py"),
     ),
+    "tests/benchmarks/test_turns.py": ("benchmarks/*", "lab/*"),
     "tests/scripts/gpu/test_commands.py": (
         *("scripts/gpu/*", "scripts/install_engine.sh", "s3kv/device/*", "benchmarks/gpu*"),
         *("tests/gpu/*", "tests/unit/device/*"),
