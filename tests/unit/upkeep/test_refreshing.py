@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from lab.memory_store import MemoryStore
@@ -550,14 +551,7 @@ async def test_where_it_is_off_nothing_is_copied(
 async def test_the_manifest_stays_as_young_as_the_chunks(slab: Slab) -> None:
     bucket = Bucket()
     greeting = rig.handshake(rig.Config(bucket="bkt", refresh_after_s=0.01))
-    named = wire.Handshake(
-        greeting.config,
-        greeting.namespace_prefix,
-        greeting.namespace_digest,
-        greeting.shard,
-        greeting.groups,
-        manifest=b"{}",
-    )
+    named = msgspec.structs.replace(greeting, manifest=b"{}")
     async with served(lambda _: bucket, slab, greeting=named) as (worker, _):
         await worker.ready()
         await until(lambda: rig.NAMESPACE.manifest in bucket._objects)

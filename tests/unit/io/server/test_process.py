@@ -144,47 +144,6 @@ async def test_a_job_ends_whatever_its_error_says(slab: Slab, words: str) -> Non
         await worker.settled()
 
 
-async def test_an_object_that_is_not_what_its_key_says_is_corrupt(slab: Slab) -> None:
-    store = MemoryStore()
-    good = rig.sealed(1)
-    bad = {
-        1: (good[:-1], "length"),
-        2: (good + b"\0", "length"),
-        3: (good, "block_hash"),
-        4: (rig.sealed(4)[:-1] + bytes([rig.sealed(4)[-1] ^ 1]), "digest"),
-    }
-    for number, (data, _) in bad.items():
-        await store.put(rig.object_key(number), Place.of(data), if_absent=False)
-    async with served(lambda _: store, slab) as (worker, _):
-        await worker.ready()
-        beyond = bytes(slab.view[3 * rig.SLOT_BYTES - 8 : 3 * rig.SLOT_BYTES])
-        worker.say(*(rig.fetch(number) for number in bad))
-        for number, end in (await worker.done(len(bad))).items():
-            assert (end.outcome, end.nbytes) == (Outcome.CORRUPT, 0)
-            assert end.detail.endswith(bad[number][1])
-        assert bytes(slab.view[3 * rig.SLOT_BYTES - 8 : 3 * rig.SLOT_BYTES]) == beyond
-
-
-async def test_fetches_begin_before_uploads_that_came_first(slab: Slab) -> None:
-    store = GatedStore()
-    # A read that may be hedged is sent by a task of its own, a turn of the loop later.
-    async with served(lambda _: store, slab, max_inflight_requests=4, hedge_percent=0.0) as (
-        worker,
-        _,
-    ):
-        worker.say(rig.upload(1), rig.upload(2), rig.upload(3), rig.fetch(4), rig.fetch(5))
-        await worker.ready()
-        stats = await worker.settled()
-        assert (stats.running, stats.waiting) == (3, 2)
-        assert stats.running_bytes == 3 * rig.FORMAT.object_bytes
-        assert [kind for kind, _ in store.begun] == ["get", "get", "put"]
-        worker.say(rig.fetch(6), rig.fetch(7))
-        await worker.settled()
-        store.open_gate()
-        await worker.done(7)
-        assert [kind for kind, _ in store.begun[3:]] == ["get", "get", "put", "put"]
-
-
 async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
     store = GatedStore()
     async with served(lambda _: store, slab, max_inflight_requests=8) as (worker, _):
@@ -195,20 +154,6 @@ async def test_a_drain_hurries_the_uploads(slab: Slab) -> None:
         assert (await worker.settled()).running == 4
         store.open_gate()
         assert len(await worker.done(5)) == 5
-
-
-async def test_bytes_at_once_are_limited(slab: Slab) -> None:
-    store = GatedStore()
-    limit = 2**20
-    async with served(
-        lambda _: store, slab, max_inflight_bytes=limit, max_inflight_requests=64
-    ) as (worker, _):
-        await worker.ready()
-        worker.say(*(rig.fetch(i) for i in range(64)))
-        stats = await worker.settled()
-        assert stats.running == limit // rig.FORMAT.object_bytes < 64
-        store.open_gate()
-        assert len(await worker.done(64)) == 64
 
 
 async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:

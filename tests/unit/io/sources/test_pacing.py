@@ -121,15 +121,6 @@ async def test_a_late_read_is_sent_a_second_time() -> None:
     assert (store.asked, pacing.hedges, pacing.hedges_won) == (["k", "k"], 1, 1)
 
 
-async def test_the_very_first_read_is_sent_a_second_time() -> None:
-    store = LateStore()
-    await store.put("k", Place.of(b"here"), if_absent=True)
-    pacing = Pacing(8, 3.0)
-    read = pacing.read(partial(store.get_into, "k", Place.of(bytearray(4))))
-    assert await asyncio.wait_for(read, 30) is not None
-    assert (store.asked, pacing.hedges_won) == (["k", "k"], 1)
-
-
 async def test_no_second_request_when_nobody_waits_any_more() -> None:
     pacing, store = await paced()
     get = partial(store.get_into, "k", Place.of(bytearray(4)))
