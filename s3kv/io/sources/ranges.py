@@ -84,7 +84,7 @@ class RangedReads:
             async def read(bounds: range) -> ObjectInfo | None:
                 info = await self._requests.part(job, bounds)
                 give_back()
-                if info is not None:
+                if info is not None and info.nbytes == job.nbytes:
                     gathering.arrived(bounds.start, bounds.stop)
                 return info
 
