@@ -341,7 +341,7 @@ class WorkerSide(Guarded):
         try:
             return (self.handshake(),)
         except (IoProcessError, StoreError):
-            logger.error("s3kv: this engine has already started and serves without its cache")
+            logger.error("s3kv: this engine has already started and runs without its cache")
             return ()
 
     def stats(self) -> S3KVStats | None:

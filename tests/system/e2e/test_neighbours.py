@@ -134,7 +134,7 @@ def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(
         assert tokens(engine.generate(PROMPTS)) == expected
         log = engine.log_path.read_text("utf-8")
     assert "bucket 'nobodys-bucket' cannot be used" in log
-    assert "serves without its cache" in log
+    assert "runs without its cache" in log
 
 
 def test_nothing_is_saved_of_what_another_connector_loads_while_the_step_runs(
