@@ -130,7 +130,7 @@ def test_who_has_no_bucket_in_the_first_step_does_not_report(
     assert first.handshakes == ()
     assert worker.report() is None
     assert worker.broken is None
-    assert "serves without its cache" in caplog.text
+    assert "runs without its cache" in caplog.text
 
 
 def test_a_worker_that_has_failed_says_so_in_every_report(tiny_config: Any) -> None:
