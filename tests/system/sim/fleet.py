@@ -227,8 +227,10 @@ class Fleet:
             self._check()
 
     def _check(self) -> None:
-        wrong = self.oracle.accusations + self.loop.failures
+        wrong = self.oracle.accusations
         assert not wrong, "; ".join(wrong)
+        if self.loop.failures:  # errors of the code: no finding about its behaviour
+            raise RuntimeError("; ".join(self.loop.failures))
 
     def log(self, what: str) -> None:
         if self._log is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from s3kv.errors import StoreDenied, StoreError
-from s3kv.host.table import EntryState, Table
+from s3kv.host.table import Entry, EntryState, Table
 from s3kv.io import process_life
 from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
@@ -23,7 +23,7 @@ from s3kv.io.sources import pacing
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.quarantine import Quarantine
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder, StepPlan, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder, StepReport
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
@@ -31,7 +31,9 @@ from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.planning.breaker import Breaker, BreakerState
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
+from s3kv.planning.uploads import UploadRetries
 from s3kv.types import ChunkKey, Outcome
 from s3kv.worker.rank import RankWorker
 from tests.unit.planning import test_mutants as planning
@@ -50,9 +52,8 @@ bury = IoClient._bury
 submit_to_any = IoClient.submit
 end_of_job = JobQueue.end
 saved = RankWorker._saved
-begin = RankWorker.begin
 take_report = RankWorker.take_report
-uploaded = Ledger._uploaded
+asked = Ledger._asked
 
 
 def mutant(of: Mutant) -> Mutant:
@@ -282,25 +283,20 @@ def loses_what_a_dead_process_was_sent(patch: Patch) -> None:
 
 @mutant
 def ignores_fences(patch: Patch) -> None:
-    def careless(self: RankWorker, plan: StepPlan) -> None:
-        copies = self._copies
-        self._copies = type("", (), {"fence": lambda self, ids: None})()  # type: ignore[assignment]
-        begin(self, plan)
-        self._copies = copies
-
-    patch.setattr(RankWorker, "begin", careless)
+    patch.setattr(RankWorker, "_fence", lambda self, job_ids: None)
 
 
 @mutant
 def uploads_before_it_has_copied(patch: Patch) -> None:
     def hasty(self: RankWorker, orders: Iterable[SaveOrder]) -> None:
         for order in orders:
-            self._saves[order.job_id] = order
-            self._copies.save(order.job_id, order.key.group, order.slot, order.block_ids)
+            self._saves[order.job_id] = self._owed.pop(order.job_id)
+            copy = order.job_id, order.key.group, order.slot, order.block_ids
+            self._copies.save(*copy, self._copies.mark())
             self._start(BucketJob(order.job_id, JobKind.UPLOAD, order.key, order.slot))
 
     def only_ended(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
-        self._end(order.job_id, JobKind.SAVE, Outcome.OK, 0, seconds)
+        self._end(JobEnd(order.job_id, JobKind.SAVE, Outcome.OK, 0, seconds))
 
     patch.setattr(RankWorker, "save", hasty)
     patch.setattr(RankWorker, "_saved", only_ended)
@@ -312,7 +308,7 @@ def ends_a_failed_save_only_once(patch: Patch) -> None:
         if ok:
             saved(self, order, ok, seconds)
         else:
-            self._end(order.job_id, JobKind.SAVE, Outcome.FAILED, 0, seconds)
+            self._end(JobEnd(order.job_id, JobKind.SAVE, Outcome.FAILED, 0, seconds))
 
     patch.setattr(RankWorker, "_saved", half)
 
@@ -376,18 +372,14 @@ def evicts_before_the_upload_has_ended(patch: Patch) -> None:
 mark_clean = Table.mark_clean
 
 
-def mark_clean_once(self: Table, slot: Any) -> None:
-    if self._handles[slot.number] == slot and self.state(slot) is EntryState.DIRTY:
-        mark_clean(self, slot)
+def mark_clean_once(self: Table, entry: Entry) -> None:
+    if entry.state is EntryState.DIRTY:
+        mark_clean(self, entry)
 
 
 @mutant
 def never_tries_an_upload_again(patch: Patch) -> None:
-    def resigned(self: Ledger, job: Any, now_s: float) -> None:
-        uploaded(self, job, now_s)
-        self._retries.clear()
-
-    patch.setattr(Ledger, "_uploaded", resigned)
+    patch.setattr(UploadRetries, "failed", lambda self, entry, attempt, now_s: True)
     patch.setattr(Ledger, "check", lambda self: None)
 
 
@@ -404,8 +396,9 @@ def counts_no_use_above(patch: Patch) -> None:
 
 @mutant
 def believes_for_ever_what_the_bucket_once_had(patch: Patch) -> None:
-    def faithful(self: Ledger, job: Any, now_s: float) -> None:
-        job.fresh_s = math.inf
+    def faithful(self: Ledger, job: Job, now_s: float) -> None:
+        job.outcomes[JobKind.USE] = Outcome.EXISTS
+        asked(self, job, now_s)
 
     patch.setattr(Ledger, "_asked", faithful)
 

@@ -25,6 +25,7 @@ from tests.system.sim.loop import VirtualLoop
 from tests.system.sim.process import Process
 from tests.system.sim.sharers import SharingFleet
 from tests.system.sim.store import PlannedDefect
+from tests.unit.planning.oracle import FINDINGS
 
 FLEETS: dict[str, type[Fleet]] = {"plain": Fleet, "kept": KeptFleet, "shared": SharingFleet}
 
@@ -33,6 +34,8 @@ class Failure(NamedTuple):
     seed: int
     error: str
     fleet: str = "plain"
+    is_finding: bool = True
+    """An oracle or a rule has found it: it is no error of the code, such as a name that is gone."""
 
     def __str__(self) -> str:
         kept = "" if self.fleet == "plain" else f" --{self.fleet}"
@@ -96,7 +99,7 @@ def run_seed(
     fleet = FLEETS[kind](seed, log)
     with (
         virtual_time(fleet.loop),
-        _listening(fleet.oracle.accuse),
+        _listening(fleet.loop.failures.append),
         changed(**fleet.constants),
     ):
         try:
@@ -118,7 +121,8 @@ def try_seeds(
         except Exception as error:  # noqa: BLE001 - whatever it is, the seed has failed
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-            failures.append(Failure(seed, f"{type(error).__name__} in {where}: {error}", kind))
+            what = f"{type(error).__name__} in {where}: {error}"
+            failures.append(Failure(seed, what, kind, isinstance(error, FINDINGS)))
             if len(failures) == failures_wanted:
                 break
     return seen, failures

@@ -12,9 +12,9 @@ import pytest
 
 from tests.nightly import some_by_day
 from tests.system.sim.mutants import Mutant
-from tests.system.sim.runs import run_seeds, try_seeds
+from tests.system.sim.runs import run_seeds
 from tests.system.sim.sharing_mutants import MUTANTS
-from tests.system.sim.test_simulation import check_all_ran_well, trace
+from tests.system.sim.test_simulation import check_all_ran_well, check_it_is_noticed, trace
 
 SEEDS = 180
 NIGHTLY_SEEDS = 10_000
@@ -54,8 +54,7 @@ def test_they_do_in_runs_nobody_has_seen() -> None:
 @pytest.mark.parametrize("mutate", some_by_day(MUTANTS, 2))
 def test_it_is_noticed_that_s3kv(mutate: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    _, failures = try_seeds(range(MUTANT_SEEDS), failures_wanted=1, kind="shared")
-    assert failures, f"{MUTANT_SEEDS} fleets ran well without noticing"
+    check_it_is_noticed(MUTANT_SEEDS, "shared")
 
 
 def test_a_seed_is_replayed_to_the_letter() -> None:

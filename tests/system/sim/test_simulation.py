@@ -79,6 +79,12 @@ def check_all_ran_well(runs: tuple[Counter[str], list[Failure]], events: Sequenc
     assert not rare, f"happens too seldom to say anything: {rare}"
 
 
+def check_it_is_noticed(seeds: int, kind: str = "plain") -> None:
+    _, failures = try_seeds(range(seeds), failures_wanted=1, kind=kind)
+    assert failures, f"{seeds} fleets ran well without noticing"
+    assert failures[0].is_finding, f"the mutant itself fails: {failures[0]}"
+
+
 @pytest.mark.core
 def test_a_hundred_fleets_run_well() -> None:
     check_all_ran_well(run_seeds(0, CORE_SEEDS), ())
@@ -101,8 +107,7 @@ def test_nothing_is_ever_wrong_or_stuck_in_runs_nobody_has_seen() -> None:
 @pytest.mark.parametrize("mutate", some_by_day(MUTANTS, 6))
 def test_it_is_noticed_that_s3kv(mutate: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
-    _, failures = try_seeds(range(MUTANT_SEEDS), failures_wanted=1)
-    assert failures, f"{MUTANT_SEEDS} fleets ran well without noticing"
+    check_it_is_noticed(MUTANT_SEEDS)
 
 
 def trace(seed: int, hash_seed: str, *options: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from s3kv.host.table import TableError
 from s3kv.messages import BucketJob, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.kv import NOTHING, Answer
@@ -12,6 +13,10 @@ from tests.plans import fetches_of, uploads_of
 from tests.unit.planning.blocks import BlockPool
 from tests.unit.planning.ranks import Rank, TokenKV
 from tests.unit.planning.setup import Request, Setup, hash_of, meaning
+
+FINDINGS = (AssertionError, TableError)
+"""Verdicts on behaviour: of an oracle or another assertion, or the table's refusal. Any other error
+says only that the code, or a mutant of it, cannot run."""
 
 
 def content_of(
