@@ -213,7 +213,17 @@ async def test_a_body_on_its_way_is_not_late() -> None:
 
 
 async def test_the_first_may_still_win_and_ends_the_second() -> None:
-    requests = Requests(body(0.03, 0.03, 7), silent)
+    second = asyncio.Event()
+
+    async def first(claim: Claim) -> int:
+        await second.wait()
+        return await body(0.0, 0.0, 7)(claim)
+
+    async def silent_second(claim: Claim) -> int:
+        second.set()
+        return await silent(claim)
+
+    requests = Requests(first, silent_second)
     assert await run(requests) == (7, False)
     assert requests.sent == 2
 
