@@ -1,7 +1,8 @@
 """Tests that run for the changes that touch their subject, and nightly: `PARTS`.
 
-What a change touches is compared with the commit at which it left main, on main itself with the
-commit before. Where git cannot tell, everything is touched.
+A change is compared with the commit at which it left main. On main itself the commits of the last
+12 hours are the change, because they are pushed together. Where git cannot tell, everything counts
+as touched.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 """The tests, a folder or a file, and the paths of their subject beside themselves and `_BUILD`.
 `*` is any text, with slashes in it, too."""
+PUSHED_TOGETHER_S = 12 * 3600
 
 
 def untouched() -> list[str]:
@@ -51,12 +53,17 @@ def _changed() -> set[str] | None:
     head = _git("rev-parse", "HEAD")
     bases = [_git("merge-base", "HEAD", main) for main in ("origin/main", "main")]
     base = next((base for base in bases if base not in (None, head)), None)
-    base = base or _git("rev-parse", "--verify", "HEAD~1")
+    oldest_s = _committed_s(head) - PUSHED_TOGETHER_S
+    base = base or _git("rev-list", "-1", f"--min-age={oldest_s}", "HEAD")
     differing = base and _git("diff", "--name-only", "--no-renames", base)
     new = _git("ls-files", "--others", "--exclude-standard")
     if not base or differing is None or new is None:
         return None
     return set(differing.splitlines()) | set(new.splitlines())
+
+
+def _committed_s(commit: str | None) -> int:
+    return int(_git("show", "--no-patch", "--format=%ct", commit or "HEAD") or 0)
 
 
 def _git(*arguments: str) -> str | None:

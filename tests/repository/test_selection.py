@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -21,15 +22,22 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def git(folder: Path, *arguments: str) -> None:
+def git(folder: Path, *arguments: str, at_h: int = 0) -> None:
     who = ["-c", "user.name=s3kv", "-c", "user.email=s3kv@example.org"]
-    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+    time = {"GIT_COMMITTER_DATE": f"2026-01-{1 + at_h // 24:02}T{at_h % 24:02}:00:00Z"}
+    subprocess.run(
+        ["git", *who, *arguments],
+        cwd=folder,
+        env=os.environ | time,
+        check=True,
+        capture_output=True,
+    )
 
 
-def commit(folder: Path, name: str) -> None:
+def commit(folder: Path, name: str, at_h: int = 0) -> None:
     write(folder, name)
     git(folder, "add", "--all")
-    git(folder, "commit", "--message", name)
+    git(folder, "commit", "--message", name, at_h=at_h)
 
 
 def write(folder: Path, name: str) -> None:
@@ -52,10 +60,12 @@ def test_without_a_commit_to_compare_with_all_run(checkout: Path) -> None:
     assert run_for(checkout) == set(changes.PARTS)
 
 
-def test_on_main_the_last_commit_counts(checkout: Path) -> None:
-    commit(checkout, "terraform/main.tf")
+def test_on_main_commits_that_are_pushed_together_count(checkout: Path) -> None:
+    commit(checkout, "terraform/main.tf", at_h=13)
     assert run_for(checkout) == {"tests/system/deploy", "tests/system/infra"}
-    commit(checkout, "s3kv/worker/outbox.py")
+    commit(checkout, "s3kv/worker/outbox.py", at_h=20)
+    assert run_for(checkout) == {"tests/system/deploy", "tests/system/infra"}
+    commit(checkout, "s3kv/worker/rank.py", at_h=40)
     assert run_for(checkout) == set()
 
 
