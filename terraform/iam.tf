@@ -1,13 +1,13 @@
 locals {
   object_actions = {
-    reader = ["s3:GetObject"]
-    writer = ["s3:GetObject", "s3:PutObject"]
+    reader  = ["s3:GetObject"]
+    writer  = ["s3:GetObject", "s3:PutObject"]
     cleaner = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]
   }
   granted_actions = { for name, actions in local.object_actions : name => actions if name != "cleaner" || var.cleaner }
   key_actions = {
-    reader = ["kms:Decrypt"]
-    writer = ["kms:Decrypt", "kms:GenerateDataKey"]
+    reader  = ["kms:Decrypt"]
+    writer  = ["kms:Decrypt", "kms:GenerateDataKey"]
     cleaner = ["kms:Decrypt", "kms:GenerateDataKey"]
   }
   s3_services = local.express ? ["s3", "s3express"] : ["s3"]

@@ -38,7 +38,7 @@ run "long_and_high" {
     kms_key_arn              = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555"
     permissions_boundary_arn = "arn:aws-us-gov:iam::111122223333:policy/path/boundary"
     max_error_percent        = 99.9
-    keeper                   = true
+    cleaner                  = true
     settings                 = { bucket_bytes = "10TiB", bucket_idle_s = 86400, on_corrupt = "delete" }
   }
 }

@@ -181,7 +181,7 @@ run "namespaces_of_one_more_character" {
   expect_failures = [var.irsa]
 }
 
-run "a_keeper_without_the_switch_by_pod_identity" {
+run "a_cleaner_without_the_switch_by_pod_identity" {
   command = plan
 
   module {
@@ -190,13 +190,13 @@ run "a_keeper_without_the_switch_by_pod_identity" {
 
   variables {
     name           = "cache"
-    pod_identities = { a = { cluster_name = "c", namespace = "n", service_account = "s", access = "keeper" } }
+    pod_identities = { a = { cluster_name = "c", namespace = "n", service_account = "s", access = "cleaner" } }
   }
 
   expect_failures = [var.pod_identities]
 }
 
-run "a_keeper_without_the_switch_by_irsa" {
+run "a_cleaner_without_the_switch_by_irsa" {
   command = plan
 
   module {
@@ -205,7 +205,7 @@ run "a_keeper_without_the_switch_by_irsa" {
 
   variables {
     name = "cache"
-    irsa = { a = { oidc_provider_arn = "arn:aws:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "s", access = "keeper" } }
+    irsa = { a = { oidc_provider_arn = "arn:aws:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "s", access = "cleaner" } }
   }
 
   expect_failures = [var.irsa]

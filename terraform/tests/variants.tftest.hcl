@@ -40,9 +40,9 @@ override_resource {
 }
 
 override_resource {
-  target          = aws_iam_policy.access["keeper"]
+  target          = aws_iam_policy.access["cleaner"]
   override_during = plan
-  values          = { arn = "arn:aws:iam::111122223333:policy/keeper" }
+  values          = { arn = "arn:aws:iam::111122223333:policy/cleaner" }
 }
 
 override_resource {
@@ -99,7 +99,7 @@ run "bare" {
   }
 
   assert {
-    condition     = output.keeper_policy_arn == null
+    condition     = output.cleaner_policy_arn == null
     error_message = "nobody must be allowed to delete unless the caller says so"
   }
 }
@@ -111,7 +111,7 @@ run "kept" {
   variables {
     name        = "cache"
     kms_key_arn = "arn:aws:kms:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555"
-    keeper      = true
+    cleaner     = true
     settings = {
       host_bytes      = "32GiB"
       drain_timeout_s = 7.5
@@ -122,27 +122,27 @@ run "kept" {
       verify_tls      = false
     }
     pod_identities = {
-      engine = { cluster_name = "gpu", namespace = "inference", service_account = "vllm", access = "keeper" }
+      engine = { cluster_name = "gpu", namespace = "inference", service_account = "vllm", access = "cleaner" }
     }
   }
 
   assert {
-    condition = jsondecode(aws_iam_policy.access["keeper"].policy).Statement[1] == {
+    condition = jsondecode(aws_iam_policy.access["cleaner"].policy).Statement[1] == {
       Sid      = "Objects"
       Effect   = "Allow"
       Action   = ["s3:PutObject", "s3:GetObject", "s3:DeleteObject"]
       Resource = "arn:aws:s3:::cache/s3kv/*"
     }
-    error_message = "keeper: ${aws_iam_policy.access["keeper"].policy}"
+    error_message = "cleaner: ${aws_iam_policy.access["cleaner"].policy}"
   }
 
   assert {
     condition = [
-      for place in [0, 2] : jsondecode(aws_iam_policy.access["keeper"].policy).Statement[place]
+      for place in [0, 2] : jsondecode(aws_iam_policy.access["cleaner"].policy).Statement[place]
       ] == [
       for place in [0, 2] : jsondecode(aws_iam_policy.access["writer"].policy).Statement[place]
     ]
-    error_message = "a keeper must list and encrypt as a writer does"
+    error_message = "a cleaner must list and encrypt as a writer does"
   }
 
   assert {
@@ -151,7 +151,7 @@ run "kept" {
   }
 
   assert {
-    condition     = [output.keeper_policy_arn, aws_iam_role_policy_attachment.eks["engine"].policy_arn] == [aws_iam_policy.access["keeper"].arn, aws_iam_policy.access["keeper"].arn]
+    condition     = [output.cleaner_policy_arn, aws_iam_role_policy_attachment.eks["engine"].policy_arn] == [aws_iam_policy.access["cleaner"].arn, aws_iam_policy.access["cleaner"].arn]
     error_message = "the engine's role must have the policy"
   }
 
