@@ -85,7 +85,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
         {"trust_media_names": True},
         {"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
         ConfigError,
-        "numbers what clients do not name",
+        "numbers unnamed media",
     ),
 ]
 

@@ -191,7 +191,7 @@ def test_trusted_names_need_a_vllm_that_gives_lasting_ones() -> None:
     check_media_names(config(4, prefix=False), trusted=True)
     check_media_names(config(0, prefix=False, multimodal=False), trusted=True)
     check_media_names(config(0, prefix=False), trusted=False)
-    with pytest.raises(ConfigError, match="numbers what clients do not name"):
+    with pytest.raises(ConfigError, match="numbers unnamed media"):
         check_media_names(config(0, prefix=False), trusted=True)
 
 

@@ -38,7 +38,7 @@ def refused(group: int, slot: int, first_block: int, block_ids: Sequence[int], s
 
 def test_what_would_touch_other_memory_is_refused() -> None:
     whole = chunk_places().layouts[0]
-    refused(1, 0, 0, [0], "no KV-cache group 1")
+    refused(1, 0, 0, [0], "no such KV-cache group 1")
     refused(0, 3, 0, [0], "slot 3 of 3")
     refused(0, -1, 0, [0], "slot -1 of 3")
     refused(0, 0, 0, [], "not in the chunk")
