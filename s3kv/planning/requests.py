@@ -272,7 +272,7 @@ class PlannedRequest:
     @property
     def has_more(self) -> bool:
         """Whether an open lookup has chunks left to request."""
-        for lookup in self.lookups:  # a third of the time of any(), in every lookup
+        for lookup in self.lookups:  # noqa: SIM110 - any() takes three times as long, per lookup
             if lookup.claims.has_more and lookup.claims.is_open:
                 return True
         return False

@@ -161,9 +161,7 @@ def test_close_without_slices_unmaps() -> None:
 def test_more_than_there_is_names_the_setting() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     for nbytes in (memory_limits().available_bytes * 2, 2**62):
-        with pytest.raises(
-            ConfigError, match=r"needed on this host, .* available.*Set host_by"
-        ):
+        with pytest.raises(ConfigError, match=r"needed on this host, .* available.*Set host_by"):
             Slab.create(nbytes)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
