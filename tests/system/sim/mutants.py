@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from s3kv.errors import StoreDenied, StoreError
-from s3kv.host.table import Entry, EntryState, Table
+from s3kv.host.table import EntryState, Table
 from s3kv.io import process_life
 from s3kv.io.client import IoClient
 from s3kv.io.process_life import State
@@ -366,15 +366,7 @@ def evicts_before_the_upload_has_ended(patch: Patch) -> None:
 
     copied = Ledger._copied
     patch.setattr(Ledger, "_copied", early)
-    patch.setattr(Table, "mark_clean", mark_clean_once)
-
-
-mark_clean = Table.mark_clean
-
-
-def mark_clean_once(self: Table, entry: Entry) -> None:
-    if entry.state is EntryState.DIRTY:
-        mark_clean(self, entry)
+    patch.setattr(Table, "mark_clean", planning.mark_clean_once)
 
 
 @mutant

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from s3kv.host.table import Table
+from s3kv.host.table import Entry, EntryState, Table
 from s3kv.messages import CopyPart, JobEnd
 from s3kv.planning import kv, saves
 from s3kv.planning.breaker import Breaker
@@ -64,6 +64,12 @@ plan_save = Ledger.plan_save
 place = Saving.place
 start_over = PlannedRequest.start_over
 take = Unsaved.take
+mark_clean = Table.mark_clean
+
+
+def mark_clean_once(self: Table, entry: Entry) -> None:
+    if entry.state is EntryState.DIRTY:
+        mark_clean(self, entry)
 
 
 def by_machine() -> None:
@@ -296,7 +302,8 @@ def never_uploads_again_what_was_given_up(patch: Patch) -> None:
 
 @mutant
 def uploads_again_from_a_slot_that_may_be_evicted(patch: Patch) -> None:
-    patch.setattr(Table, "mark_dirty", lambda self, slot: None)
+    patch.setattr(Table, "mark_dirty", lambda self, entry: None)
+    patch.setattr(Table, "mark_clean", mark_clean_once)
     patch.setattr(Ledger, "check", lambda self: None)
 
 
@@ -326,8 +333,8 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
     def grown(self: Saving, step: ScheduledRequest) -> None:
         place(self, step._replace(tables=None))
 
-    def known(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
-        save(self, request, step._replace(tables=None))
+    def known(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
+        return save(self, request, step._replace(tables=None))
 
     patch.setattr(Saving, "place", grown)
     patch.setattr(ChunkSaves, "plan", known)
@@ -335,17 +342,18 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
 
 @mutant_of_groups
 def saves_no_block_as_if_it_were_one(patch: Patch) -> None:
-    def blind(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> None:
+    def blind(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
         self._null_block = None
-        save(self, request, step)
+        return save(self, request, step)
 
     patch.setattr(ChunkSaves, "plan", blind)
 
 
 @mutant_of_groups
 def saves_the_parts_of_a_chunk_in_another_order(patch: Patch) -> None:
-    def turned(self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any) -> None:
-        save_chunk(self, request, replace(coverage, members=coverage.members[::-1]), *args)
+    def turned(self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any) -> Any:
+        turned = replace(coverage, members=coverage.members[::-1])
+        return save_chunk(self, request, turned, *args)
 
     patch.setattr(ChunkSaves, "_save", turned)
 
