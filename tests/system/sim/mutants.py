@@ -220,12 +220,12 @@ def says_nothing_of_cancelled_jobs(patch: Patch) -> None:
 
 
 @mutant
-def ignores_cancels(patch: Patch) -> None:
-    def deaf(self: Service, job_id: int) -> None:
+def forgets_the_jobs_that_are_cancelled_while_they_wait(patch: Patch) -> None:
+    def forgetful(self: Service, job_id: int) -> None:
         if self._queue.withdraw(job_id) is None:
-            self._cancelled.add(job_id)
+            cancel(self, job_id)
 
-    patch.setattr(Service, "_cancel", deaf)
+    patch.setattr(Service, "_cancel", forgetful)
 
 
 @mutant
