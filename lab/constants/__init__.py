@@ -60,7 +60,9 @@ def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def split_connector(connector: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """vLLM's kv_transfer_config or ec_transfer_config without constants, and the constants in it,
     those of the connectors of a MultiConnector included."""
-    (key,) = (key for key in connector if key.endswith("_connector_extra_config"))
+    key = next((key for key in connector if key.endswith("_connector_extra_config")), None)
+    if key is None:
+        return dict(connector), {}
     extra, constants = split(connector[key])
     if "connectors" in extra:
         several = [split_connector(one) for one in extra["connectors"]]
