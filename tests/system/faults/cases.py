@@ -67,7 +67,7 @@ CASES: dict[str, Case] = {
     ),
     "delay": Case(fault=Fault(kind="delay", seconds=0.05), **_HARMLESS),
     "trickle": Case(
-        fault=Fault(kind="trickle", nbytes=1000, seconds=0.03), lookup=_ABSENT, start=None
+        fault=Fault(kind="trickle", nbytes=1000, seconds=0.1), lookup=_ABSENT, start=None
     ),
     "black-hole": Case(fault=Fault(kind="black_hole")),
     "internal-error": Case(fault=s3_error(500, "InternalError")),
