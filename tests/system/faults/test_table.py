@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/operating.md").read_text()
 
 def rows() -> list[list[str]]:
     section = PAGE.split("\n## ")[1]
-    assert section.startswith("What goes wrong")
+    assert section.startswith("Faults and their cost")
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
     return [row for row in cells if row[-1]]
