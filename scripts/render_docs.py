@@ -147,7 +147,6 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/cost.md": costs.page,
         "docs/metrics.md": metrics.page,
         "docs/object-format.md": format_example.page,
-        "docs/peers-benchmark.md": results.peers_page,
         "docs/performance.md": results.page,
         "docs/trace.md": results.simulation_page,
         **drawn,

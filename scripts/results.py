@@ -19,10 +19,6 @@ def page() -> str:
         ROOT / "docs" / "performance.md",
         {
             "engine-shaped": engine(recorded("engine-shaped.json")),
-            "encoder": encoder(recorded("encoder-rgw.json")),
-            "short": short(recorded("short.json")),
-            "saving": saving(recorded("saving.json")),
-            "slow": slow(recorded("slow-rgw.json")),
             "planner": planner(recorded("planner.json")),
             "trace": trace(recorded("trace-session.json")),
         },
@@ -49,12 +45,6 @@ def kept(result: dict[str, Any]) -> str:
             f"| {ours['peak_of_budget']:.2f} | {ours['usd_per_month']['sweeping_percent']:.1f} % |"
         )
     return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
-
-
-def peers_page() -> str:
-    """docs/peers-benchmark.md."""
-    document = ROOT / "docs" / "peers-benchmark.md"
-    return filled(document, {"peers-shaped": peers(recorded("peers-shaped.json"))})
 
 
 def engine(result: dict[str, Any]) -> str:
@@ -134,31 +124,7 @@ def _passes(result: dict[str, Any], figure: str, figures: dict[str, str]) -> str
 
 def readme() -> str:
     """README.md."""
-    return filled(ROOT / "README.md", {"speed": speed()})
-
-
-def speed() -> str:
-    ratios = {name: told["median"] for name, told in recorded("short.json")["ratio"].items()}
-    saved = recorded("saving.json")["ratio"]["own"]["median"]
-    passes = recorded("peers-shaped.json")["passes"]
-    others = {"offloading-obj": "vLLM's OffloadingConnector with NIXL", "lmcache": "LMCache"}
-    ours, *theirs = (
-        _over_local(passes.get(name, {}).get("warm", FAILED), passes["none"])
-        for name in ("s3kv", *others)
-    )
-    beside = " and ".join(
-        f"{ratio} with {told}" for ratio, told in zip(theirs, others.values(), strict=True)
-    )
-    return "\n".join(
-        [
-            engine(recorded("engine-shaped.json")),
-            "",
-            "[Beside the connectors of others](docs/peers-benchmark.md), in one run, a hit takes "
-            f"{ours} times as long as one in the engine's own cache, {beside}. Prompts too short "
-            f"to hit or save reach {ratios['own']:.3f} of the throughput without a connector. "
-            f"Prompts that are saved take {_ratio(saved)} times as long.",
-        ]
-    )
+    return filled(ROOT / "README.md", {"speed": engine(recorded("engine-shaped.json"))})
 
 
 def encoder(result: dict[str, Any]) -> str:

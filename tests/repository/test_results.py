@@ -14,20 +14,7 @@ from tests.project import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-BEFORE = "recorded before results carried digests of the code"
-SAVED_AT_ONCE = (
-    "chunks are saved beside their fetch and uses are reported since; hits are served as before"
-)
-OLDER: dict[str, str] = {
-    "bucket-kept.json": "the benchmark has got a deadline since, and a short mode",
-    "encoder-rgw.json": BEFORE,
-    "engine-shaped.json": SAVED_AT_ONCE,
-    "peers-shaped.json": SAVED_AT_ONCE,
-    "saving.json": SAVED_AT_ONCE,
-    "short.json": "late reads are sent a second time earlier since; this benchmark reads nothing",
-    "slow-rgw.json": BEFORE,
-    "trace-session.json": BEFORE,
-}
+OLDER: dict[str, str] = {}
 """Results that the documentation shows though the code they measure has changed since, and why that
 is accepted. A change that makes a result older names it here, or measures again."""
 
@@ -48,7 +35,6 @@ def shown() -> set[str]:
         for render in (
             costs.page,
             results.page,
-            results.peers_page,
             results.readme,
             results.simulation_page,
         ):
