@@ -154,8 +154,8 @@ class Config:
     """Headers of every write, for buckets whose policy demands them, such as
     {"x-amz-server-side-encryption": "aws:kms"}. Without it the bucket's own encryption applies."""
     request_timeout_ms: Positive = 10_000
-    """Longest time that a request may be slower than 16 KiB a second before it is given up. A
-    connection has to be made in a fifth of it, and the first byte of an answer to come in half."""
+    """Time after which a request that is slower than 16 KiB per second is given up. A connection
+    gets a fifth of it, and the first byte of an answer half."""
     max_inflight_requests: Positive = 32
     """Most requests to the store at once, per worker; fewer while it throttles."""
 
@@ -236,7 +236,7 @@ class Config:
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory for encoder outputs on their way to the bucket, in one worker."""
+        """Host memory for encoder outputs that are being uploaded, in one worker."""
         return max(self.host_bytes // 16, min(self.host_bytes, _STAGING_BYTES))
 
     def fetches_at_once(self, object_bytes: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "s3kv"
@@ -44,7 +44,8 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"the docstring of {node.name} starts with {found[0]!r}"
 
 
-def main() -> int:
+def report(faults: Callable[[str], Iterator[tuple[int, str]]]) -> int:
+    """Print the faults of the whole package. Returns the exit status."""
     found = [
         f"{path}:{line}: {message}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -56,4 +57,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(faults))

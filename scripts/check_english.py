@@ -9,9 +9,8 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "s3kv"
+from scripts.check_docstrings import report
 
 PHRASES = {
     r"(?:is|are|was|were) not what (?:its|their|the) keys? says?": "failed verification",
@@ -70,16 +69,5 @@ def _better(phrase: str) -> str:
     return next(form for regex, form in PHRASES.items() if re.fullmatch(regex, phrase, re.I))
 
 
-def main() -> int:
-    found = [
-        f"{path}:{line}: {message}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, message in faults(path.read_text("utf-8"))
-    ]
-    for line in found:
-        print(line)
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(faults))

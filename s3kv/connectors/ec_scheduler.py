@@ -275,7 +275,7 @@ class ECSchedulerSide(Guarded):
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
         self._asked.pop(request.request_id, None)
-        self._telemetry.stirred = True
+        self._telemetry.is_stale = True
         self.planner.finished(request.request_id)
         self._order()
         self._telemetry.log(self.planner, time.monotonic(), finished=True)

@@ -295,7 +295,7 @@ class SchedulerSide(Guarded):
         if is_ours:
             if report.broken:
                 self.broken = "report"
-            self._telemetry.stirred |= bool(report.report.ends or report.handshakes)
+            self._telemetry.is_stale |= bool(report.report.ends or report.handshakes)
             if report.handshakes:
                 self._report_late(report.handshakes)
             if report.adapters is not None:
@@ -303,14 +303,14 @@ class SchedulerSide(Guarded):
             self.planner.on_report(report.report, now_s)
             self._traffic.reported(report.report)
         if output.finished_recving:
-            self._telemetry.stirred = True
+            self._telemetry.is_stale = True
             # vLLM reports a failure together with the end of the load on the last rank.
             self.planner.loaded(output.finished_recving, output.failed_recving)
         self._observers.read()
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
-        self._telemetry.stirred = True
+        self._telemetry.is_stale = True
         self._hashes.finished(request.request_id)
         self.adapters.finished(request.request_id)
         self.planner.finished(request.request_id)

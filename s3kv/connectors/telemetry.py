@@ -1,4 +1,4 @@
-"""Telemetry of one side of a connector: what its counters, gauges and log say after a step."""
+"""Telemetry of one side of a connector: its counters, gauges and log lines after a step."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Telemetry:
     """
 
     def __init__(self, metrics: Mapping[str, Metric], shares: Shares, traffic: TrafficLine) -> None:
-        self.stirred = True
+        self.is_stale = True
         """Whether the gauges may have changed since they were last read."""
         self.seconds: Values = {}
         """Durations since the last call of `take`, by histogram."""
@@ -99,8 +99,8 @@ class Telemetry:
         if self.seconds:
             values |= self.seconds
             self.seconds = {}
-        if values or self.stirred:
-            self.stirred = False
+        if values or self.is_stale:
+            self.is_stale = False
             changed = {k: v for k, v in gauges().items() if self._gauges.get(k) != v}
             self._gauges |= changed
             values |= changed

@@ -60,5 +60,5 @@ def planned_slabs(vllm_config: VllmConfig) -> Plan:
         planned += [
             (engines, config.host_bytes, "host_bytes of encoder outputs")
         ] * ec.is_ec_consumer
-        planned += [(engines, config.staging_bytes, "a sixteenth of that")] * ec.is_ec_producer
+        planned += [(engines, config.staging_bytes, "encoder uploads")] * ec.is_ec_producer
     return tuple(planned)

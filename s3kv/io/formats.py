@@ -65,7 +65,7 @@ class Formats:
         if handshake.item_dtype is None:
             raise ValueError(f"{shape}: this worker moves chunks, not items")
         if shape.rows < 1 or shape.nbytes <= HEADER_BYTES:
-            raise ValueError(f"{shape}: no item is like that")
+            raise ValueError(f"{shape}: not the size of an item")
         is_upload = job.kind is JobKind.UPLOAD
         if is_upload and width_of(handshake.item_dtype, shape.rows, shape.nbytes) is None:
             raise ValueError(f"{shape} of {handshake.item_dtype}: not the length of such an item")

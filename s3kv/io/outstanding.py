@@ -20,7 +20,7 @@ from s3kv.io.wire import WireError
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import Outcome
 
-_CONDEMNED = "this job crashes the I/O process, so it is not sent any more"
+_IS_POISON = "this job crashes the I/O process, so it is not sent any more"
 
 
 class OutstandingJobs:
@@ -61,8 +61,8 @@ class OutstandingJobs:
         """
         if job.job_id in self._outstanding:
             raise ValueError(f"job {job.job_id} has not ended yet")
-        if self._suspects.is_condemned(job):
-            self._end(job, Outcome.INVALID, _CONDEMNED)
+        if self._suspects.is_poison(job):
+            self._end(job, Outcome.INVALID, _IS_POISON)
             return False
         if why_down:
             self._end(job, Outcome.FAILED, why_down)
@@ -109,8 +109,8 @@ class OutstandingJobs:
         inside = [job for job_id, job in self._outstanding.items() if job_id not in waiting]
         self._suspects.died(inside, crashed=crashed)
         for job in self._outstanding.values():
-            if self._suspects.is_condemned(job):
-                self._end(job, Outcome.INVALID, f"{_CONDEMNED}: {why}")
+            if self._suspects.is_poison(job):
+                self._end(job, Outcome.INVALID, f"{_IS_POISON}: {why}")
             else:
                 self._end(job, Outcome.FAILED, why)
         self._outstanding.clear()

@@ -5,7 +5,7 @@ A suspect is a job that may have crashed the I/O process:
     unknown ──in the process when it died──▶ SUSPECT ──sent again, and ended──▶ unknown
                                                 └──the process died of it──▶ POISON
 
-A job that was in the process when it died ends as failed, and its caller may order it again. It is
+A job that was in the process when it died ends as failed, and its caller may submit it again. It is
 then a suspect, and waits until no other suspect is in the process. Other jobs run beside it. A
 suspect is poison if the process dies while it is the only suspect in there, and
 
@@ -27,10 +27,10 @@ from collections.abc import Collection, Iterable
 from s3kv.messages import BucketJob, JobKind
 from s3kv.types import ChunkKey, ItemShape
 
-Cargo = tuple[JobKind, ChunkKey, ItemShape | None]
-_DEATHS_TO_CONDEMN = 3
+Moved = tuple[JobKind, ChunkKey, ItemShape | None]
+_DEATHS_OF_POISON = 3
 _MOST_SUSPECTS = 4096
-_MOST_CONDEMNED = 1024
+_MOST_POISON = 1024
 """Limits. The oldest are forgotten; each of these costs at most two more deaths."""
 
 
@@ -39,19 +39,19 @@ class PoisonJobs:
 
     def __init__(self) -> None:
         self.waiting: dict[int, BucketJob] = {}
-        self._deaths: dict[Cargo, int] = {}
+        self._deaths: dict[Moved, int] = {}
         """Deaths of the process while a suspect was the only one in it, by suspect."""
-        self._condemned: dict[Cargo, None] = {}
+        self._poison: dict[Moved, None] = {}
         self._sent: set[int] = set()
         self._at_once = 1
         self._most_at_once = 1
 
-    def is_condemned(self, job: BucketJob) -> bool:
-        return bool(self._condemned) and _cargo(job) in self._condemned
+    def is_poison(self, job: BucketJob) -> bool:
+        return bool(self._poison) and _moved(job) in self._poison
 
     def hold(self, job: BucketJob) -> bool:
         """Keep the job until its turn if it is a suspect. Returns whether it is one."""
-        if not self._deaths or _cargo(job) not in self._deaths:
+        if not self._deaths or _moved(job) not in self._deaths:
             return False
         self.waiting[job.job_id] = job
         return True
@@ -75,7 +75,7 @@ class PoisonJobs:
         """Note that the process survived this job, however the job ended."""
         if job.job_id in self._sent:
             self._sent.discard(job.job_id)
-            self._deaths.pop(_cargo(job), None)
+            self._deaths.pop(_moved(job), None)
             self._at_once = min(2 * self._at_once, self._most_at_once)
 
     def died(self, jobs: Collection[BucketJob], *, crashed: bool) -> None:
@@ -83,30 +83,30 @@ class PoisonJobs:
 
         crashed: whether it ended by itself or broke the protocol; False for a SIGKILL.
         """
-        on_trial = [job for job in jobs if job.job_id in self._sent]
+        suspects = [job for job in jobs if job.job_id in self._sent]
         self._suspect(jobs)
-        if len(on_trial) == 1:
-            self._try(on_trial[0], proven=crashed and len(jobs) == 1)
+        if len(suspects) == 1:
+            self._count_death(suspects[0], proven=crashed and len(jobs) == 1)
         self._sent.clear()
         self.waiting.clear()
         self._at_once, self._most_at_once = 1, 1 if crashed else _MOST_SUSPECTS
 
     def _suspect(self, jobs: Iterable[BucketJob]) -> None:
         for job in jobs:
-            self._deaths.setdefault(_cargo(job), 0)
+            self._deaths.setdefault(_moved(job), 0)
         while len(self._deaths) > _MOST_SUSPECTS:
             del self._deaths[next(iter(self._deaths))]
 
-    def _try(self, job: BucketJob, *, proven: bool) -> None:
-        cargo = _cargo(job)
-        deaths = self._deaths.get(cargo, 0) + 1
-        self._deaths[cargo] = deaths
-        if proven or deaths >= _DEATHS_TO_CONDEMN:
-            del self._deaths[cargo]
-            self._condemned[cargo] = None
-            if len(self._condemned) > _MOST_CONDEMNED:
-                del self._condemned[next(iter(self._condemned))]
+    def _count_death(self, job: BucketJob, *, proven: bool) -> None:
+        moved = _moved(job)
+        deaths = self._deaths.get(moved, 0) + 1
+        self._deaths[moved] = deaths
+        if proven or deaths >= _DEATHS_OF_POISON:
+            del self._deaths[moved]
+            self._poison[moved] = None
+            if len(self._poison) > _MOST_POISON:
+                del self._poison[next(iter(self._poison))]
 
 
-def _cargo(job: BucketJob) -> Cargo:
+def _moved(job: BucketJob) -> Moved:
     return job.kind, job.key, job.item

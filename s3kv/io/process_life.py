@@ -75,7 +75,7 @@ class ProcessLife:
 
     def failed(self, reason: str, kill_s: float, *, broke_protocol: bool = False) -> None:
         """Note that the process is of no use any more. kill_s: when to kill it, if it still runs.
-        The first failure of a process counts. reason: empty if its last words will give it."""
+        The first failure of a process counts. reason: empty if the exit status will give it."""
         if self.state is State.UP:
             self.reason, self.broke_protocol, self._due_s = reason, broke_protocol, kill_s
         self._step(LifeEvent.FAIL)

@@ -147,8 +147,7 @@ class Pace:
         return self._step_number
 
     def step_ended(self, now_s: float, number: int | None) -> None:
-        """Note the end of a step. Not every step has to be told of: engines leave out those that
-        compute nothing.
+        """Note the end of a step. Engines leave out the steps that compute nothing.
 
         number: from `step_started`; None if the step is not measured.
         """

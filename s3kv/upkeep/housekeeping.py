@@ -66,7 +66,7 @@ class Housekeeping:
             idle_s=config.bucket_idle_s,
             min_age_s=MIN_AGE_S,
             holder=f"{rng.getrandbits(128):032x}",
-            on_refresh_after=self._rule.tell,
+            on_refresh_after=self._rule.follow,
             rng=rng,
         )
 
@@ -144,7 +144,7 @@ class Housekeeping:
             except StoreError as error:
                 _log.warning("the namespace's manifest cannot be read: %s", error)
                 return
-            if not (self._rule.refreshes or self._rule.is_told):
+            if not (self._rule.refreshes or self._rule.follows_cleaner):
                 return
             level = logging.DEBUG
             for key in self._registration.keys:

@@ -53,15 +53,15 @@ restart of the engine."""
 class RefreshRule:
     """Rule that decides whether a hit refreshes an object, by its age. Pure but for `rng`.
 
-    refresh_after_s may be set at any time; `math.inf`: no hit refreshes. is_told: the cleaner sets
-    it, and deletes nothing while it is infinite.
+    refresh_after_s may be set at any time; `math.inf`: no hit refreshes.
+    follows_cleaner: the cleaner sets it, and deletes nothing while it is infinite.
     """
 
     def __init__(
-        self, refresh_after_s: float, rng: random.Random, *, is_told: bool = False
+        self, refresh_after_s: float, rng: random.Random, *, follows_cleaner: bool = False
     ) -> None:
         self.refresh_after_s = refresh_after_s
-        self.is_told = is_told
+        self.follows_cleaner = follows_cleaner
         self._rng = rng
 
     @classmethod
@@ -71,8 +71,8 @@ class RefreshRule:
         after_s = config.refresh_after_s or config.bucket_idle_s / REFRESHED
         keeps = config.bucket_bytes > 0 or config.bucket_idle_s > 0
         if zone_of(config.bucket) is None:
-            is_told = keeps and config.refresh_after_s == 0
-            return cls(after_s or math.inf, rng, is_told=is_told)
+            follows_cleaner = keeps and config.refresh_after_s == 0
+            return cls(after_s or math.inf, rng, follows_cleaner=follows_cleaner)
         if keeps or after_s:
             _log.warning(
                 "objects in a directory bucket are not refreshed: refresh_after_s has no effect, "
@@ -80,9 +80,9 @@ class RefreshRule:
             )
         return cls(math.inf, rng)
 
-    def tell(self, refresh_after_s: float) -> None:
+    def follow(self, refresh_after_s: float) -> None:
         """Note the age that the cleaner has decided on. Settings go before it."""
-        if self.is_told:
+        if self.follows_cleaner:
             self.refresh_after_s = refresh_after_s
 
     @property
@@ -92,7 +92,7 @@ class RefreshRule:
     @property
     def _look_s(self) -> float:
         # The cleaner's word may change within the time for which a lease is believed.
-        return LEASE_S if self.is_told and not self.refreshes else LOOK_S
+        return LEASE_S if self.follows_cleaner and not self.refreshes else LOOK_S
 
     def fresh_s(self, age_s: float) -> float:
         """Time for which uses of an object of this age need not be reported: until a random age

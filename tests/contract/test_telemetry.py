@@ -177,6 +177,6 @@ def test_gauges_are_read_when_they_may_have_changed_and_handed_over_when_they_ha
     telemetry, counters = Telemetry(KV_METRICS, KV_SHARES, PromptTraffic()), Tally()
     first, second = ({"slab_bytes|free": free, "slab_bytes|dirty": 8 - free} for free in (8, 4))
     for now, handed_over in ((first, first), (first, {}), (second, second)):
-        telemetry.stirred = True
+        telemetry.is_stale = True
         assert telemetry.take(now.copy, counters) == handed_over
         assert telemetry.take(dict, counters) == {}

@@ -16,7 +16,7 @@ GIB = 2**30
 KV, ENCODER, STAGING = (
     "host_bytes, per rank",
     "host_bytes of encoder outputs",
-    "a sixteenth of that",
+    "encoder uploads",
 )
 Spread = tuple[int, int, int]
 """Ranks of vLLM's world group, hosts, and the rank that asks."""

@@ -64,10 +64,10 @@ def test_a_fault_in_the_package_fails_the_check(
     function = '\n\ndef shut():\n    """After the last call."""\n'
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.setattr(check_docstrings, "PACKAGE", tmp_path)
-    assert check_docstrings.main() == 0
+    assert check_docstrings.report(check_docstrings.faults) == 0
     assert capsys.readouterr().out == ""
     (tmp_path / "bad.py").write_text(GOOD + function)
-    assert check_docstrings.main() == 1
+    assert check_docstrings.report(check_docstrings.faults) == 1
     assert capsys.readouterr().out == (
         f"{tmp_path / 'bad.py'}:4: the docstring of shut starts with 'After'\n"
     )

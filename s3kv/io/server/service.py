@@ -141,7 +141,7 @@ class Service:
         if message.job_id in self._queue:
             raise wire.WireError(f"job {message.job_id} has not ended and was sent again")
         if self._drain_left is not None:
-            self._say_ended(_unsent(message, Outcome.CANCELLED, "shutting down"))
+            self._send_end(_unsent(message, Outcome.CANCELLED, "shutting down"))
             return
         try:
             key = self._namespace.chunk(message.key, self._shard)
@@ -150,13 +150,13 @@ class Service:
                 return
             job = self._job(message, key)
         except ValueError as error:
-            self._say_ended(_unsent(message, Outcome.INVALID, str(error)))
+            self._send_end(_unsent(message, Outcome.INVALID, str(error)))
             return
         self._queue.add(job)
         self._start_jobs()
 
     def _use_ended(self, message: BucketJob, outcome: Outcome, fresh_s: float) -> None:
-        self._say_ended(JobEnd(message.job_id, message.kind, outcome, fresh_s=fresh_s))
+        self._send_end(JobEnd(message.job_id, message.kind, outcome, fresh_s=fresh_s))
 
     def _job(self, message: BucketJob, key: str) -> TransferJob:
         """The job that a message requests. Raises `ValueError` if it is invalid."""
@@ -186,9 +186,9 @@ class Service:
         self._queue.end(job)
         end = self._end_of(job, task)
         end.seconds = time.monotonic() - started_s
-        self._say_ended(end)
+        self._send_end(end)
         self._start_jobs()
-        self._look_whether_drained()
+        self._check_drained()
 
     def _end_of(self, job: TransferJob, task: asyncio.Task[JobEnd]) -> JobEnd:
         if task.cancelled():
@@ -201,7 +201,7 @@ class Service:
         _log.error("%s of %s: %r", job.kind.value, job.key, error, exc_info=error)
         return job.end(Outcome.FAILED, repr(error))
 
-    def _say_ended(self, end: JobEnd) -> None:
+    def _send_end(self, end: JobEnd) -> None:
         end.detail = wire.truncated(end.detail)
         self._send(end)
 
@@ -210,7 +210,7 @@ class Service:
         job = self._queue.withdraw(job_id)
         if job is None:
             return False
-        self._say_ended(job.end(Outcome.CANCELLED, "cancelled before it began"))
+        self._send_end(job.end(Outcome.CANCELLED, "cancelled before it began"))
         return True
 
     def _cancel(self, job_id: int) -> None:
@@ -230,16 +230,16 @@ class Service:
         self._bucket.drain_until_s = loop.time() + timeout_s
         loop.call_later(timeout_s, self._give_up_uploads)
         self._start_jobs()
-        self._look_whether_drained()
+        self._check_drained()
 
     def _give_up_uploads(self) -> None:
         given_up = self._queue.ids(JobKind.UPLOAD)
         self._drain_left = len(given_up)
         for job_id in given_up:
             self._cancel(job_id)
-        self._look_whether_drained()
+        self._check_drained()
 
-    def _look_whether_drained(self) -> None:
+    def _check_drained(self) -> None:
         idle = not self._queue.running and not self._queue.waiting
         if self._drain_left is not None and idle and not self._drained.is_set():
             self._drained.set()

@@ -3,8 +3,8 @@
     first source ──absent──▶ next source ──absent──▶ … ──absent──▶ a miss
         └──hit, bad or failed: the end of the fetch
 
-An object that is bad, in quarantine or out of reach is no absent one: the chain asks nobody after
-it. A source that only copies what a later one holds answers "absent" instead, and counts it.
+An object that is bad, in quarantine or out of reach is not absent: the fetch ends there. A source
+that only copies the objects of a later one answers "absent" instead, and counts the failure.
 
 A chunk may be computed while its fetch is under way. Its upload waits for the fetch, and sends
 nothing if the fetch finds the object.

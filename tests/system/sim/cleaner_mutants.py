@@ -20,7 +20,7 @@ from s3kv.upkeep.ages import Cut
 from s3kv.upkeep.cleaner import Cleaner, Lease
 from s3kv.upkeep.refreshing import Refresher
 from s3kv.upkeep.sweep import Sweep
-from tests.system.sim.mutants import Mutant, Patch
+from tests.system.sim.mutants import Mutant, Patch, added_to
 
 MUTANTS: list[Mutant] = []
 
@@ -29,9 +29,7 @@ sweep_once = Cleaner._sweep
 fetch = Chain._fetch
 
 
-def mutant(of: Mutant) -> Mutant:
-    MUTANTS.append(of)
-    return of
+mutant = added_to(MUTANTS)
 
 
 @mutant

@@ -46,7 +46,7 @@ check = ChunkFormat.check
 chunk = Namespace.chunk
 fetch = BucketSource.fetch
 upload = BucketSource.upload
-say_ended = Service._say_ended
+send_end = Service._send_end
 cancel = Service._cancel
 bury = IoClient._bury
 submit_to_any = IoClient.submit
@@ -56,9 +56,17 @@ take_report = RankWorker.take_report
 asked = Ledger._asked
 
 
-def mutant(of: Mutant) -> Mutant:
-    MUTANTS.append(of)
-    return of
+def added_to(mutants: list[Mutant]) -> Callable[[Mutant], Mutant]:
+    """A decorator that adds a mutant to a list."""
+
+    def mutant(of: Mutant) -> Mutant:
+        mutants.append(of)
+        return of
+
+    return mutant
+
+
+mutant = added_to(MUTANTS)
 
 
 # ---- objects
@@ -198,25 +206,25 @@ def says_done_while_a_cancelled_fetch_still_writes(patch: Patch) -> None:
     def hasty(self: Service, job_id: int) -> None:
         is_fetch = job_id in self._queue.ids(JobKind.FETCH)
         if is_fetch and job_id in self._tasks and job_id not in self._cancelled:
-            say_ended(self, JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED))
+            send_end(self, JobEnd(job_id, JobKind.FETCH, Outcome.CANCELLED))
             self._said = {*getattr(self, "_said", ()), job_id}  # type: ignore[attr-defined]
         cancel(self, job_id)
 
     def once(self: Service, end: JobEnd) -> None:
         if end.job_id not in getattr(self, "_said", ()):
-            say_ended(self, end)
+            send_end(self, end)
 
     patch.setattr(Service, "_cancel", hasty)
-    patch.setattr(Service, "_say_ended", once)
+    patch.setattr(Service, "_send_end", once)
 
 
 @mutant
 def says_nothing_of_cancelled_jobs(patch: Patch) -> None:
     def silent(self: Service, end: JobEnd) -> None:
         if end.outcome is not Outcome.CANCELLED:
-            say_ended(self, end)
+            send_end(self, end)
 
-    patch.setattr(Service, "_say_ended", silent)
+    patch.setattr(Service, "_send_end", silent)
 
 
 @mutant

@@ -12,7 +12,7 @@ from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd
 from s3kv.objects import rearranging
 from s3kv.types import Outcome
-from tests.system.sim.mutants import Mutant, Patch
+from tests.system.sim.mutants import Mutant, Patch, added_to
 
 MUTANTS: list[Mutant] = []
 
@@ -21,9 +21,7 @@ fetch = other_shards.OtherShards.fetch
 runs = rearranging._runs
 
 
-def mutant(of: Mutant) -> Mutant:
-    MUTANTS.append(of)
-    return of
+mutant = added_to(MUTANTS)
 
 
 @mutant

@@ -8,7 +8,7 @@ from s3kv.io.poison_jobs import PoisonJobs
 from s3kv.messages import BucketJob
 from tests.unit.io import rig
 
-# ---- who is suspected, and who is condemned
+# ---- suspects, and poison jobs
 
 
 def jobs_of(*numbers: int, first_id: int = 0) -> list[BucketJob]:
@@ -51,22 +51,22 @@ def test_after_a_kill_from_outside_more_and_more_go_at_once() -> None:
 @pytest.mark.parametrize(
     ("crashed", "beside", "deaths"), [(True, 0, 1), (True, 1, 3), (False, 0, 3), (False, 1, 3)]
 )
-def test_how_many_deaths_condemn(crashed: bool, beside: int, deaths: int) -> None:
+def test_how_many_deaths_make_a_job_poison(crashed: bool, beside: int, deaths: int) -> None:
     """Of a suspect that is the only one, with and without jobs beside it."""
     suspects = PoisonJobs()
     (job,) = jobs_of(1)
     suspects.died([job], crashed=crashed)
     for death in range(deaths):
-        assert not suspects.is_condemned(job), death
+        assert not suspects.is_poison(job), death
         assert suspects.hold(job)
         assert released(suspects) == [1]
         suspects.died([job, *jobs_of(*range(50, 50 + beside))], crashed=crashed)
-    assert suspects.is_condemned(job)
-    assert not any(suspects.is_condemned(other) for other in jobs_of(50))
-    assert suspects.is_condemned(jobs_of(1, first_id=100)[0]), "whatever number it has"
+    assert suspects.is_poison(job)
+    assert not any(suspects.is_poison(other) for other in jobs_of(50))
+    assert suspects.is_poison(jobs_of(1, first_id=100)[0]), "whatever number it has"
 
 
-def test_of_several_suspects_none_is_condemned() -> None:
+def test_of_several_suspects_none_is_poison() -> None:
     suspects = PoisonJobs()
     jobs = jobs_of(1, 2, 3)
     suspects.died(jobs, crashed=False)
@@ -76,7 +76,7 @@ def test_of_several_suspects_none_is_condemned() -> None:
         suspects.ended(suspects.release()[0])
         assert len(suspects.release()) == 2
         suspects.died(jobs, crashed=False)
-    assert not any(suspects.is_condemned(job) for job in jobs)
+    assert not any(suspects.is_poison(job) for job in jobs)
 
 
 def test_what_waits_may_be_dropped() -> None:
@@ -92,7 +92,7 @@ def test_what_waits_may_be_dropped() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3kv.io.poison_jobs._MOST_SUSPECTS", 3)
-    monkeypatch.setattr("s3kv.io.poison_jobs._MOST_CONDEMNED", 2)
+    monkeypatch.setattr("s3kv.io.poison_jobs._MOST_POISON", 2)
     suspects = PoisonJobs()
     jobs = jobs_of(*range(10))
     suspects.died(jobs, crashed=True)
@@ -103,4 +103,4 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         suspects.hold(job)
         suspects.release()
         suspects.died([job], crashed=True)
-    assert [suspects.is_condemned(job) for job in jobs] == [False] * 8 + [True] * 2
+    assert [suspects.is_poison(job) for job in jobs] == [False] * 8 + [True] * 2

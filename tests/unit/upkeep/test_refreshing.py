@@ -244,7 +244,7 @@ def test_an_object_in_use_is_looked_at_now_and_then_whatever_is_set(after_s: flo
 
 
 def test_while_the_cleaner_deletes_nothing_uses_are_reported_and_seldom_looked_at() -> None:
-    rule = RefreshRule(math.inf, random.Random(1), is_told=True)
+    rule = RefreshRule(math.inf, random.Random(1), follows_cleaner=True)
     assert max(rule.fresh_s(0.0) for _ in range(1000)) <= LEASE_S
     looks = sum(not rule.spares() for _ in range(12_000))
     assert 850 < looks < 1150  # one in twelve, 5 σ
