@@ -23,15 +23,21 @@ def audit(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
 
     left: what an engine without requests has none of once all has ended, counted. broken: the
     hooks that failed for a bug, of either side. slots: all there are. planner, rank: counters of
-    the two sides. Raises RuntimeError while requests are being served: their outputs would be
-    lost in the steps made here.
+    the two sides. With vLLM's OffloadingConnector there is nothing but `left` to report. Raises
+    RuntimeError while requests are being served: their outputs would be lost in the steps made
+    here.
     """
     if engine.has_unfinished_requests():
         raise RuntimeError("requests are being served; audit the engine when they are answered")
+    connector: Any = engine.engine_core.engine_core.scheduler.connector
+    offloads = hasattr(connector, "connector_scheduler")
+    leftovers = _leftover_rows if offloads else _leftovers
     deadline_s = time.monotonic() + timeout_s
-    while any((left := _leftovers(engine)).values()) and time.monotonic() < deadline_s:
+    while any((left := leftovers(engine)).values()) and time.monotonic() < deadline_s:
         step_idle(engine)
         time.sleep(0.002)
+    if offloads:
+        return {"left": left, "broken": [], "planner": {}, "rank": {}}
     scheduler, worker = _sides(engine)
     if scheduler.broken is None:
         scheduler.planner.check()
@@ -113,12 +119,7 @@ def _leftovers(engine: LLMEngine) -> dict[str, int]:
     scheduler, worker = _sides(engine)
     planner, rank = scheduler.planner, worker._rank
     slots = planner.ledger.table.statistics()
-    core_scheduler = engine.engine_core.engine_core.scheduler
-    pool = core_scheduler.kv_cache_manager.block_pool
-    return {
-        "engine_requests": len(core_scheduler.requests),
-        # One block is vLLM's placeholder and never free.
-        "blocks_used": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+    return _leftovers_of_the_engine(engine) | {
         "requests": len(planner._requests),
         "orphans": len(planner._orphans),
         "jobs": planner.ledger.fetches_inflight + planner.ledger.saves_inflight,
@@ -128,4 +129,28 @@ def _leftovers(engine: LLMEngine) -> dict[str, int]:
         "dirty": slots.dirty,
         "rank_orders": rank.busy,
         "rank_loads": len(rank._loading) + len(rank._loaded),
+    }
+
+
+def _leftover_rows(engine: LLMEngine) -> dict[str, int]:
+    """rows: those of the primary tier that a copy or a job of a tier uses."""
+    connector: Any = engine.engine_core.engine_core.scheduler.connector
+    manager = connector.connector_scheduler.manager
+    primary = manager.primary_tier
+    taken = primary._num_allocated_chunks - len(primary._free_list)
+    return _leftovers_of_the_engine(engine) | {
+        "requests": len(connector.connector_scheduler._req_status),
+        "copies": len(connector.connector_scheduler._jobs),
+        "jobs": len(manager._jobs),
+        "rows": taken - primary._num_evictable_cache_chunks,
+    }
+
+
+def _leftovers_of_the_engine(engine: LLMEngine) -> dict[str, int]:
+    scheduler = engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "engine_requests": len(scheduler.requests),
+        # One block is vLLM's placeholder and never free.
+        "blocks_used": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
     }

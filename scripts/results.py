@@ -11,6 +11,10 @@ from scripts.pictures import ROOT, recorded
 
 FAILED: dict[str, Any] = {"failed": []}
 """A pass that never was."""
+STAND_INS = (
+    "On this machine `lab/offloading_on_cpu.py` stands in for the streams, events and copy kernel "
+    "of a GPU under `offloading-…`, and `benchmarks/peers/lmcache_on_cpu.py` under `lmcache`."
+)
 
 
 def page() -> str:
@@ -237,6 +241,7 @@ def peers(result: dict[str, Any]) -> str:
     if io_ms:
         of_io = ", ".join(f"{state} {ms:,.0f} ms" for state, ms in io_ms.items())
         lines += ["", f"CPU time of s3kv's I/O process, contained in the above: {of_io}."]
+    lines += ["", STAND_INS]
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
     out += [
         f"`{name}`, {state}: {'; '.join(dict.fromkeys(told['failed']))}"

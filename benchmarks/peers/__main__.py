@@ -12,10 +12,11 @@ and for each connector, in another order every round,
     cold     an engine with nothing to find: computes, saves
     warm     a new engine, which finds what `cold` has left behind
 
-    s3kv            this project
-    offloading-obj  vLLM's OffloadingConnector, tier `obj`: NIXL's S3 plugin   --nixl-python
-    offloading-fs   vLLM's OffloadingConnector, tier `fs`: files in a temporary folder, no S3
-    lmcache         LMCacheConnectorV1 in the engine's process, S3 remote      --lmcache-python
+    s3kv             this project
+    offloading-s3kv  vLLM's OffloadingConnector, tier `s3kv`: this project's
+    offloading-obj   vLLM's OffloadingConnector, tier `obj`: NIXL's S3 plugin   --nixl-python
+    offloading-fs    vLLM's OffloadingConnector, tier `fs`: files in a temporary folder, no S3
+    lmcache          LMCacheConnectorV1 in the engine's process, S3 remote      --lmcache-python
 
 A time counts only if the work was done: every pass has to give the tokens of the engine without a
 connector (a warm one those of `local`, where the hit is as long), a cold pass has to hit nothing
@@ -51,7 +52,7 @@ from lab.distance import distant
 from lab.models import build
 from lab.s3 import S3Server
 
-ENGINES = 9
+ENGINES = 11
 """Of a round with all contenders."""
 VERSIONS = """
 import sys
@@ -73,6 +74,7 @@ def _entered(
     """Who takes part, in which versions, and who does not and why."""
     makes: list[Make] = [
         lambda run: contenders.s3kv(bucket, run, host_gib),
+        lambda run: contenders.offloading_s3kv(bucket, run, host_gib),
         lambda run: contenders.offloading_fs(folder, run.replace("/", "-"), host_gib),
     ]
     versions, left_out = _versions(sys.executable, "vllm"), {}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rig import CHUNK_TOKENS, connector
+from lab.offloading import offloading
 from lab.s3 import REGION, S3Server
 
 
@@ -63,13 +64,21 @@ class Contender:
 
 
 def s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
-    settings = {"bucket": bucket.name, "endpoint_url": bucket.server.url}
-    if bucket.ca_bundle:
-        settings["ca_bundle"] = bucket.ca_bundle
     prefix = f"{run}/s3kv"
     return Contender(
         "s3kv",
-        connector(settings, prefix, host_gib),
+        connector(_settings(bucket), prefix, host_gib),
+        saved=lambda: bucket.server.objects(bucket.name, prefix),
+        forget=lambda: bucket.empty(prefix),
+    )
+
+
+def offloading_s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
+    """vLLM's OffloadingConnector with s3kv's tier."""
+    prefix = f"{run}/tier"
+    return Contender(
+        "offloading-s3kv",
+        _offloading({"type": "s3kv", "prefix": prefix, **_settings(bucket)}, host_gib),
         saved=lambda: bucket.server.objects(bucket.name, prefix),
         forget=lambda: bucket.empty(prefix),
     )
@@ -157,15 +166,10 @@ _PLAIN_S3 = {
 }
 
 
-def _offloading(tier: dict[str, Any], host_gib: int) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOnCpu",
-            "spec_module_path": "benchmarks.peers.offloading_on_cpu",
-            "block_size": CHUNK_TOKENS,
-            "cpu_bytes_to_use": host_gib * 2**30,
-            "secondary_tiers": [tier],
-        },
-    }
+def _settings(bucket: Bucket) -> dict[str, Any]:
+    settings = {"bucket": bucket.name, "endpoint_url": bucket.server.url}
+    return settings | ({"ca_bundle": bucket.ca_bundle} if bucket.ca_bundle else {})
+
+
+def _offloading(tier: Mapping[str, Any], host_gib: int) -> dict[str, Any]:
+    return offloading(tier, host_gib * 2**30, block_size=CHUNK_TOKENS)

@@ -9,27 +9,13 @@ import pytest
 
 from lab import models
 from lab.engine import Engine, EngineFailed
+from lab.offloading import offloading
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
 
 PROMPTS = models.prompts(3, 700, seed=40)
 HIT = 5 * 128
 FLOAT32 = {"dtype": "float32"}
-
-
-def offloading(folder: Path) -> dict[str, Any]:
-    """vLLM's own, with its memory and a folder; only its copies are others on a CPU."""
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOnCpu",
-            "spec_module_path": "benchmarks.peers.offloading_on_cpu",
-            "block_size": 128,
-            "cpu_bytes_to_use": 2**26,
-            "secondary_tiers": [{"type": "fs", "root_dir": str(folder)}],
-        },
-    }
 
 
 def several(*connectors: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +53,7 @@ def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
     expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
 
     def both(life: str) -> dict[str, Any]:
-        other = offloading(tmp_path / life)
+        other = offloading({"type": "fs", "root_dir": str(tmp_path / life)}, 2**26)
         return several(patient, other) if first else several(other, patient)
 
     with serve(tiny, both("first"), **FLOAT32) as engine:

@@ -11,9 +11,9 @@ import pytest
 
 from lab import families, models
 from lab.engine import Answer, Engine
+from lab.offloading import offloading
 from tests.system.e2e.conftest import START_AND_STOP_S, Serve, at_rest, cached, tokens
 from tests.system.e2e.test_failures import wait_until
-from tests.system.e2e.test_neighbours import offloading
 
 (SYSTEM_PROMPT,) = models.prompts(1, 2_000, seed=70)
 FIRST, SECOND = (SYSTEM_PROMPT + question for question in models.prompts(2, 100, seed=71))
@@ -53,9 +53,9 @@ def test_a_repeated_and_a_shared_prompt(
         (answer,) = engine.generate([prompt])
         return answer
 
-    with Engine(
-        model, connector=offloading(tmp_path / "folder"), log_path=tmp_path / "log", **ARGS
-    ) as engine:
+    folder = {"type": "fs", "root_dir": str(tmp_path / "folder")}
+    log = tmp_path / "log"
+    with Engine(model, connector=offloading(folder, 2**26), log_path=log, **ARGS) as engine:
         wait_until(
             "it has stored the first prompt",
             lambda: ask(engine, FIRST).cached_tokens == REPEATED,

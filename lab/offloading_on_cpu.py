@@ -1,7 +1,7 @@
 """vLLM's OffloadingConnector with tiers, made to run where the device is the CPU.
 
-It exists because the connector refuses a CPU ("CPU Offloading is currently only supported on
-CUDA-alike and XPU GPUs"), and serves nothing but the comparison: it is no way to use the connector.
+The connector refuses a CPU ("CPU Offloading is currently only supported on CUDA-alike and XPU
+GPUs"). This serves tests and the comparison of connectors alone: it is no way to use the connector.
 
 Replaced, in vllm.v1.kv_offload.cpu.gpu_worker alone: streams and events, by one thread that copies
 in the order of submission, and the batched copy kernel, by memmove (which lets go of the GIL). The
@@ -98,7 +98,7 @@ gpu_worker.current_platform = _Over(
 )
 
 
-class TieringOnCpu(TieringOffloadingSpec):  # type: ignore[misc]
+class TieringOnCpu(TieringOffloadingSpec):
     """For `spec_name` and `spec_module_path` in the connector's extra config."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
