@@ -20,16 +20,14 @@ from s3kv.upkeep.ages import Cut
 from s3kv.upkeep.cleaner import Cleaner, Lease
 from s3kv.upkeep.refreshing import Refresher
 from s3kv.upkeep.sweep import Sweep
-from tests.system.sim.mutants import Mutant, Patch, added_to
+from tests.system.sim.mutants import Mutants, Patch
 
-MUTANTS: list[Mutant] = []
+MUTANTS = Mutants()
+mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
 
 survey = Sweep._survey
 sweep_once = Cleaner._sweep
 fetch = Chain._fetch
-
-
-mutant = added_to(MUTANTS)
 
 
 @mutant
@@ -46,17 +44,14 @@ def takes_every_object_under_the_prefix_for_its_own(patch: Patch) -> None:
     patch.setattr(sweep, "owned", all_of_them)
 
 
-@mutant
-def lists_the_whole_bucket(patch: Patch) -> None:
-    async def whole(
-        store: ObjectStore, prefix: str, under: str | None = None
-    ) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
-        async for info in listing.listed(store, ""):
-            address = keys.parse(info.key)
-            if address is not None:
-                yield address.namespace, address, info
-
-    patch.setattr(sweep, "owned", whole)
+@instead_of(sweep, "owned")
+async def lists_the_whole_bucket(
+    store: ObjectStore, prefix: str, under: str | None = None
+) -> AsyncIterator[tuple[Namespace, ChunkAddress | None, ObjectInfo]]:
+    async for info in listing.listed(store, ""):
+        address = keys.parse(info.key)
+        if address is not None:
+            yield address.namespace, address, info
 
 
 @mutant
@@ -77,23 +72,17 @@ def spares(patch: Patch, less_s: float) -> None:
     patch.setattr(Sweep, "_survey", careless)
 
 
-@mutant
-def deletes_by_what_it_listed_before_it_was_stopped(patch: Patch) -> None:
-    async def trusting(self: Cleaner) -> None:
-        pass
-
-    patch.setattr(Cleaner, "_checkpoint", trusting)
+@instead_of(Cleaner, "_checkpoint")
+async def deletes_by_what_it_listed_before_it_was_stopped(self: Cleaner) -> None:
+    pass
 
 
-@mutant
-def does_not_look_before_it_tries_again_to_delete(patch: Patch) -> None:
-    async def once(self: Sweep, objects: Any) -> Any:
-        if objects:
-            await self.checkpoint()
-            return set(await listing.tried(lambda: self.store.delete_many(objects)))
-        return set()
-
-    patch.setattr(Sweep, "_delete_unchanged", once)
+@instead_of(Sweep, "_delete_unchanged")
+async def does_not_look_before_it_tries_again_to_delete(self: Sweep, objects: Any) -> Any:
+    if objects:
+        await self.checkpoint()
+        return set(await listing.tried(lambda: self.store.delete_many(objects)))
+    return set()
 
 
 @mutant
@@ -114,14 +103,11 @@ def takes_a_lease_that_it_cannot_read_for_a_current_one(patch: Patch) -> None:
     patch.setattr(Cleaner, "_read", fresh)
 
 
-@mutant
-def sweeps_once(patch: Patch) -> None:
-    async def first(self: Cleaner) -> None:
-        if not self.sweeps:
-            await sweep_once(self)
-        self._next_sweep_s = math.inf
-
-    patch.setattr(Cleaner, "_sweep", first)
+@instead_of(Cleaner, "_sweep")
+async def sweeps_once(self: Cleaner) -> None:
+    if not self.sweeps:
+        await sweep_once(self)
+    self._next_sweep_s = math.inf
 
 
 @mutant
@@ -144,18 +130,12 @@ def only_looks_at_what_is_used(patch: Patch) -> None:
     patch.setattr(Refresher, "hit", idle)
 
 
-@mutant
-def forgets_to_delete(patch: Patch) -> None:
-    async def idle(self: Sweep, objects: Any) -> Any:
-        return set()
-
-    patch.setattr(Sweep, "_delete_unchanged", idle)
+@instead_of(Sweep, "_delete_unchanged")
+async def forgets_to_delete(self: Sweep, objects: Any) -> Any:
+    return set()
 
 
-@mutant
-def takes_a_deleted_chunk_for_an_error(patch: Patch) -> None:
-    async def strict(self: Chain, job: Any) -> JobEnd:
-        end = await fetch(self, job)
-        return job.end(Outcome.FAILED) if end.outcome is Outcome.MISSING else end
-
-    patch.setattr(Chain, "_fetch", strict)
+@instead_of(Chain, "_fetch")
+async def takes_a_deleted_chunk_for_an_error(self: Chain, job: Any) -> JobEnd:
+    end = await fetch(self, job)
+    return job.end(Outcome.FAILED) if end.outcome is Outcome.MISSING else end

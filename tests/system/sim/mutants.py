@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -40,7 +40,32 @@ from tests.unit.planning import test_mutants as planning
 
 Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
-MUTANTS: list[Mutant] = []
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Mutants(list[Mutant]):
+    """A list, and the decorators that add to it."""
+
+    def mutant(self, of: Mutant) -> Mutant:
+        self.append(of)
+        return of
+
+    def instead_of(self, holder: object, name: str) -> Callable[[Function], Function]:
+        """For a function that a mutant puts in the place of an attribute."""
+
+        def added(function: Function) -> Function:
+            def mutate(patch: Patch) -> None:
+                patch.setattr(holder, name, function)
+
+            mutate.__name__ = function.__name__
+            self.append(mutate)
+            return function
+
+        return added
+
+
+MUTANTS = Mutants()
+mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
 
 check = ChunkFormat.check
 chunk = Namespace.chunk
@@ -56,19 +81,6 @@ take_report = RankWorker.take_report
 asked = Ledger._asked
 
 
-def added_to(mutants: list[Mutant]) -> Callable[[Mutant], Mutant]:
-    """A decorator that adds a mutant to a list."""
-
-    def mutant(of: Mutant) -> Mutant:
-        mutants.append(of)
-        return of
-
-    return mutant
-
-
-mutant = added_to(MUTANTS)
-
-
 # ---- objects
 
 
@@ -77,23 +89,19 @@ def believes_every_object(patch: Patch) -> None:
     patch.setattr(ChunkFormat, "check", lambda self, place, nbytes, block_hash: None)
 
 
-@mutant
-def checks_the_length_alone(patch: Patch) -> None:
-    def check(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
-        return None if nbytes == self.object_bytes else "length"
-
-    patch.setattr(ChunkFormat, "check", check)
+@instead_of(ChunkFormat, "check")
+def checks_the_length_alone(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
+    return None if nbytes == self.object_bytes else "length"
 
 
-@mutant
-def checks_the_digest_and_not_whose_object_it_is(patch: Patch) -> None:
-    def trusting(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
-        reason = check(self, place, nbytes, block_hash)
-        if reason != "block_hash":
-            return reason
-        return check(self, place, nbytes, read_header(place.header, object_bytes=nbytes).block_hash)
-
-    patch.setattr(ChunkFormat, "check", trusting)
+@instead_of(ChunkFormat, "check")
+def checks_the_digest_and_not_whose_object_it_is(
+    self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes
+) -> Any:
+    reason = check(self, place, nbytes, block_hash)
+    if reason != "block_hash":
+        return reason
+    return check(self, place, nbytes, read_header(place.header, object_bytes=nbytes).block_hash)
 
 
 @mutant
@@ -111,48 +119,36 @@ def leaves_the_rank_out_of_the_key(patch: Patch) -> None:
     patch.setattr(Namespace, "chunk", lambda self, key, shard: chunk(self, key, "h0-0of1-l0-1of2"))
 
 
-@mutant
-def leaves_the_model_out_of_the_key(patch: Patch) -> None:
-    def same(self: Namespace, key: ChunkKey, shard: str) -> str:
-        return chunk(Namespace(self.prefix, "0" * 32), key, shard)
-
-    patch.setattr(Namespace, "chunk", same)
+@instead_of(Namespace, "chunk")
+def leaves_the_model_out_of_the_key(self: Namespace, key: ChunkKey, shard: str) -> str:
+    return chunk(Namespace(self.prefix, "0" * 32), key, shard)
 
 
 # ---- the bucket as a source
 
 
-@mutant
-def takes_403_for_404(patch: Patch) -> None:
-    async def mild(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
-        try:
-            return await fetch(self, job, **kind)
-        except StoreDenied:
-            return job.end(Outcome.MISSING)
-
-    patch.setattr(BucketSource, "fetch", mild)
+@instead_of(BucketSource, "fetch")
+async def takes_403_for_404(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
+    try:
+        return await fetch(self, job, **kind)
+    except StoreDenied:
+        return job.end(Outcome.MISSING)
 
 
-@mutant
-def takes_every_error_for_404(patch: Patch) -> None:
-    async def mild(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
-        try:
-            return await fetch(self, job, **kind)
-        except StoreError:
-            return job.end(Outcome.MISSING)
-
-    patch.setattr(BucketSource, "fetch", mild)
+@instead_of(BucketSource, "fetch")
+async def takes_every_error_for_404(self: BucketSource, job: TransferJob, **kind: bool) -> JobEnd:
+    try:
+        return await fetch(self, job, **kind)
+    except StoreError:
+        return job.end(Outcome.MISSING)
 
 
-@mutant
-def counts_a_failed_upload_as_done(patch: Patch) -> None:
-    async def proud(self: BucketSource, job: TransferJob) -> JobEnd:
-        try:
-            return await upload(self, job)
-        except StoreError:
-            return job.end(Outcome.OK, nbytes=job.nbytes)
-
-    patch.setattr(BucketSource, "upload", proud)
+@instead_of(BucketSource, "upload")
+async def counts_a_failed_upload_as_done(self: BucketSource, job: TransferJob) -> JobEnd:
+    try:
+        return await upload(self, job)
+    except StoreError:
+        return job.end(Outcome.OK, nbytes=job.nbytes)
 
 
 @mutant
@@ -160,25 +156,21 @@ def sends_without_sealing(patch: Patch) -> None:
     patch.setattr(ChunkFormat, "seal", lambda self, buffer, block_hash: None)
 
 
-@mutant
-def tries_for_ever(patch: Patch) -> None:
-    async def stubborn(self: BucketSource, call: Callable[[], Awaitable[Any]], **_: float) -> Any:
-        while True:
-            try:
-                return await call()
-            except StoreError:
-                await asyncio.sleep(0.5)
-
-    patch.setattr(BucketSource, "attempts", stubborn)
+@instead_of(BucketSource, "attempts")
+async def tries_for_ever(self: BucketSource, call: Callable[[], Awaitable[Any]], **_: float) -> Any:
+    while True:
+        try:
+            return await call()
+        except StoreError:
+            await asyncio.sleep(0.5)
 
 
-@mutant
-def deletes_what_looked_bad_once(patch: Patch) -> None:
-    async def rash(self: BucketSource, job: TransferJob, said: str, reason: str) -> JobEnd:
-        await self.attempts(lambda: self._store.delete(job.key))
-        return job.end(Outcome.CORRUPT, said, reason=reason)
-
-    patch.setattr(BucketSource, "_look_again", rash)
+@instead_of(BucketSource, "_look_again")
+async def deletes_what_looked_bad_once(
+    self: BucketSource, job: TransferJob, said: str, reason: str
+) -> JobEnd:
+    await self.attempts(lambda: self._store.delete(job.key))
+    return job.end(Outcome.CORRUPT, said, reason=reason)
 
 
 @mutant
@@ -186,19 +178,16 @@ def reads_again_what_was_bad(patch: Patch) -> None:
     patch.setattr(Quarantine, "bars", lambda self, key, now_s: False)
 
 
-@mutant
-def lets_a_second_request_go_on_and_write(patch: Patch) -> None:
-    async def hedged(
-        request: Any, late: asyncio.Future[None], may_hedge: Callable[[], bool]
-    ) -> Any:
-        requests = {asyncio.ensure_future(request(lambda: True))}
-        await asyncio.wait({*requests, late}, return_when=asyncio.FIRST_COMPLETED)
-        if may_hedge():
-            requests.add(asyncio.ensure_future(request(lambda: True)))
-        ended, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
-        return ended.pop().result(), False
-
-    patch.setattr(pacing, "hedged", hedged)
+@instead_of(pacing, "hedged")
+async def lets_a_second_request_go_on_and_write(
+    request: Any, late: asyncio.Future[None], may_hedge: Callable[[], bool]
+) -> Any:
+    requests = {asyncio.ensure_future(request(lambda: True))}
+    await asyncio.wait({*requests, late}, return_when=asyncio.FIRST_COMPLETED)
+    if may_hedge():
+        requests.add(asyncio.ensure_future(request(lambda: True)))
+    ended, _ = await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+    return ended.pop().result(), False
 
 
 @mutant
@@ -218,53 +207,38 @@ def says_done_while_a_cancelled_fetch_still_writes(patch: Patch) -> None:
     patch.setattr(Service, "_send_end", once)
 
 
-@mutant
-def says_nothing_of_cancelled_jobs(patch: Patch) -> None:
-    def silent(self: Service, end: JobEnd) -> None:
-        if end.outcome is not Outcome.CANCELLED:
-            send_end(self, end)
-
-    patch.setattr(Service, "_send_end", silent)
+@instead_of(Service, "_send_end")
+def says_nothing_of_cancelled_jobs(self: Service, end: JobEnd) -> None:
+    if end.outcome is not Outcome.CANCELLED:
+        send_end(self, end)
 
 
-@mutant
-def forgets_the_jobs_that_are_cancelled_while_they_wait(patch: Patch) -> None:
-    def forgetful(self: Service, job_id: int) -> None:
-        if self._queue.withdraw(job_id) is None:
-            cancel(self, job_id)
-
-    patch.setattr(Service, "_cancel", forgetful)
+@instead_of(Service, "_cancel")
+def forgets_the_jobs_that_are_cancelled_while_they_wait(self: Service, job_id: int) -> None:
+    if self._queue.withdraw(job_id) is None:
+        cancel(self, job_id)
 
 
-@mutant
-def starts_no_job_when_one_has_ended(patch: Patch) -> None:
-    def end(self: JobQueue, job: TransferJob) -> None:
-        end_of_job(self, job)
-        self._places.take(job)
-
-    patch.setattr(JobQueue, "end", end)
+@instead_of(JobQueue, "end")
+def starts_no_job_when_one_has_ended(self: JobQueue, job: TransferJob) -> None:
+    end_of_job(self, job)
+    self._places.take(job)
 
 
 # ---- the client
 
 
-@mutant
-def gives_slots_back_before_the_process_is_dead(patch: Patch) -> None:
-    def hasty(self: IoClient) -> None:
-        self._jobs.died("soon dead", crashed=False)
-        bury(self)
-
-    patch.setattr(IoClient, "_bury", hasty)
+@instead_of(IoClient, "_bury")
+def gives_slots_back_before_the_process_is_dead(self: IoClient) -> None:
+    self._jobs.died("soon dead", crashed=False)
+    bury(self)
 
 
-@mutant
-def forgets_the_jobs_of_a_dead_process(patch: Patch) -> None:
-    def careless(self: IoClient) -> None:
-        if self._child is not None and self._child.is_dead():
-            self._jobs._outstanding.clear()
-        bury(self)
-
-    patch.setattr(IoClient, "_bury", careless)
+@instead_of(IoClient, "_bury")
+def forgets_the_jobs_of_a_dead_process(self: IoClient) -> None:
+    if self._child is not None and self._child.is_dead():
+        self._jobs._outstanding.clear()
+    bury(self)
 
 
 @mutant
@@ -277,13 +251,10 @@ def never_notices_a_process_that_hangs(patch: Patch) -> None:
     patch.setattr(process_life, "_SILENCE_MAX_S", math.inf)
 
 
-@mutant
-def loses_what_a_dead_process_was_sent(patch: Patch) -> None:
-    def submit(self: IoClient, job: BucketJob) -> None:
-        if self.life.state is State.UP:
-            submit_to_any(self, job)
-
-    patch.setattr(IoClient, "submit", submit)
+@instead_of(IoClient, "submit")
+def loses_what_a_dead_process_was_sent(self: IoClient, job: BucketJob) -> None:
+    if self.life.state is State.UP:
+        submit_to_any(self, job)
 
 
 # ---- a rank
@@ -310,42 +281,34 @@ def uploads_before_it_has_copied(patch: Patch) -> None:
     patch.setattr(RankWorker, "_saved", only_ended)
 
 
-@mutant
-def ends_a_failed_save_only_once(patch: Patch) -> None:
-    def half(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
-        if ok:
-            saved(self, order, ok, seconds)
-        else:
-            self._end(JobEnd(order.job_id, JobKind.SAVE, Outcome.FAILED, 0, seconds))
-
-    patch.setattr(RankWorker, "_saved", half)
-
-
-@mutant
-def uploads_what_it_failed_to_copy(patch: Patch) -> None:
-    def blind(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
-        saved(self, order, True, seconds)
-
-    patch.setattr(RankWorker, "_saved", blind)
+@instead_of(RankWorker, "_saved")
+def ends_a_failed_save_only_once(
+    self: RankWorker, order: SaveOrder, ok: bool, seconds: float
+) -> None:
+    if ok:
+        saved(self, order, ok, seconds)
+    else:
+        self._end(JobEnd(order.job_id, JobKind.SAVE, Outcome.FAILED, 0, seconds))
 
 
-@mutant
-def loses_reports(patch: Patch) -> None:
-    def forgetful(self: RankWorker) -> StepReport | None:
-        report = take_report(self)
-        return report if report is None or len(report.ends) < 4 else None
-
-    patch.setattr(RankWorker, "take_report", forgetful)
+@instead_of(RankWorker, "_saved")
+def uploads_what_it_failed_to_copy(
+    self: RankWorker, order: SaveOrder, ok: bool, seconds: float
+) -> None:
+    saved(self, order, True, seconds)
 
 
-@mutant
-def never_tells_that_a_load_failed(patch: Patch) -> None:
-    def rosy(self: RankWorker) -> tuple[set[str], set[str]]:
-        loaded, self._loaded = self._loaded, set()
-        self._failed.clear()
-        return loaded, set()
+@instead_of(RankWorker, "take_report")
+def loses_reports(self: RankWorker) -> StepReport | None:
+    report = take_report(self)
+    return report if report is None or len(report.ends) < 4 else None
 
-    patch.setattr(RankWorker, "take_loaded", rosy)
+
+@instead_of(RankWorker, "take_loaded")
+def never_tells_that_a_load_failed(self: RankWorker) -> tuple[set[str], set[str]]:
+    loaded, self._loaded = self._loaded, set()
+    self._failed.clear()
+    return loaded, set()
 
 
 # ---- host memory and the planner's books
@@ -394,13 +357,10 @@ def counts_no_use_above(patch: Patch) -> None:
     patch.setattr(BucketIndex, "use", lambda self, key, now_s: None)
 
 
-@mutant
-def believes_for_ever_what_the_bucket_once_had(patch: Patch) -> None:
-    def faithful(self: Ledger, job: Job, now_s: float) -> None:
-        job.outcomes[JobKind.USE] = Outcome.EXISTS
-        asked(self, job, now_s)
-
-    patch.setattr(Ledger, "_asked", faithful)
+@instead_of(Ledger, "_asked")
+def believes_for_ever_what_the_bucket_once_had(self: Ledger, job: Job, now_s: float) -> None:
+    job.outcomes[JobKind.USE] = Outcome.EXISTS
+    asked(self, job, now_s)
 
 
 MUTANTS += [

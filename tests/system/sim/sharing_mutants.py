@@ -12,16 +12,14 @@ from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd
 from s3kv.objects import rearranging
 from s3kv.types import Outcome
-from tests.system.sim.mutants import Mutant, Patch, added_to
+from tests.system.sim.mutants import Mutants, Patch
 
-MUTANTS: list[Mutant] = []
+MUTANTS = Mutants()
+mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
 
 fetch_object = BucketSource.fetch
 fetch = other_shards.OtherShards.fetch
 runs = rearranging._runs
-
-
-mutant = added_to(MUTANTS)
 
 
 @mutant
@@ -29,48 +27,37 @@ def never_looks_at_what_others_have_stored(patch: Patch) -> None:
     patch.setattr(other_shards, "covers", lambda wanted, shards: [])
 
 
-@mutant
-def takes_a_part_for_the_whole(patch: Patch) -> None:
-    async def some(reads: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-        return [end for read in reads if (end := await read) is not None]
-
-    patch.setattr(other_shards, "all_of", some)
+@instead_of(other_shards, "all_of")
+async def takes_a_part_for_the_whole(reads: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return [end for read in reads if (end := await read) is not None]
 
 
-@mutant
-def takes_every_model_s_pages_for_heads_outermost(patch: Patch) -> None:
-    def outermost(
-        layers: Any, heads: range, others: Any, other_heads: range, order: str
-    ) -> Iterable[Any]:
-        return runs(layers, heads, others, other_heads, "HNC")
-
-    patch.setattr(rearranging, "_runs", outermost)
+@instead_of(rearranging, "_runs")
+def takes_every_model_s_pages_for_heads_outermost(
+    layers: Any, heads: range, others: Any, other_heads: range, order: str
+) -> Iterable[Any]:
+    return runs(layers, heads, others, other_heads, "HNC")
 
 
-@mutant
-def believes_the_shards_of_others(patch: Patch) -> None:
-    async def trusting(self: BucketSource, job: TransferJob, *, is_own: bool = True) -> JobEnd:
-        end = await fetch_object(self, job, is_own=is_own)
-        bad = end.outcome is Outcome.CORRUPT and not is_own
-        return job.end(Outcome.OK) if bad else end
-
-    patch.setattr(BucketSource, "fetch", trusting)
-
-
-@mutant
-def deletes_the_shards_of_others(patch: Patch) -> None:
-    async def zealous(self: BucketSource, job: TransferJob, *, is_own: bool = True) -> JobEnd:
-        return await fetch_object(self, job)
-
-    patch.setattr(BucketSource, "fetch", zealous)
+@instead_of(BucketSource, "fetch")
+async def believes_the_shards_of_others(
+    self: BucketSource, job: TransferJob, *, is_own: bool = True
+) -> JobEnd:
+    end = await fetch_object(self, job, is_own=is_own)
+    bad = end.outcome is Outcome.CORRUPT and not is_own
+    return job.end(Outcome.OK) if bad else end
 
 
-@mutant
-def calls_an_outage_a_miss(patch: Patch) -> None:
-    async def quiet(self: other_shards.OtherShards, job: TransferJob) -> JobEnd | None:
-        try:
-            return await fetch(self, job)
-        except StoreError:
-            return None
+@instead_of(BucketSource, "fetch")
+async def deletes_the_shards_of_others(
+    self: BucketSource, job: TransferJob, *, is_own: bool = True
+) -> JobEnd:
+    return await fetch_object(self, job)
 
-    patch.setattr(other_shards.OtherShards, "fetch", quiet)
+
+@instead_of(other_shards.OtherShards, "fetch")
+async def calls_an_outage_a_miss(self: other_shards.OtherShards, job: TransferJob) -> JobEnd | None:
+    try:
+        return await fetch(self, job)
+    except StoreError:
+        return None

@@ -1,6 +1,8 @@
 """Hundreds of fleets, each through faults of its own; and proof that a fault of ours would show.
 
-A seed that fails is replayed with `python -m tests.system.sim SEED --trace`.
+Some keep their bucket to a budget ("kept"), in some engines share chunks between parallel sizes
+("shared"). A seed that fails is replayed with `python -m tests.system.sim SEED --trace`, and
+`--kept` or `--shared`.
 """
 
 from __future__ import annotations
@@ -16,57 +18,96 @@ from pathlib import Path
 import pytest
 
 from tests.nightly import some_by_day
-from tests.system.sim.mutants import MUTANTS, Mutant
+from tests.system.sim import cleaner_mutants, mutants, sharing_mutants
+from tests.system.sim.mutants import Mutant
 from tests.system.sim.runs import Failure, run_seeds, try_seeds
 
 ROOT = Path(__file__).parents[3]
 CORE_SEEDS = 100
-SEEDS = 800
-"""With those of the fleets that keep their bucket or share it, a thousand for each change."""
-NIGHTLY_SEEDS = 100_000
-MUTANT_SEEDS = 500
+SEEDS = {"plain": 800, "kept": 20, "shared": 180}
+"""By kind of fleet: a thousand for each change."""
+NIGHTLY_SEEDS = {"plain": 100_000, "kept": 2_000, "shared": 10_000}
+MUTANT_SEEDS = {"plain": 500, "kept": 120, "shared": 200}
 """Within so many seeds every mutant is noticed; most are within ten."""
+MUTANTS = [
+    case
+    for kind, module, by_day in (
+        ("plain", mutants, 6),
+        ("kept", cleaner_mutants, 2),
+        ("shared", sharing_mutants, 2),
+    )
+    for case in some_by_day([(mutate, kind) for mutate in module.MUTANTS], by_day)
+]
 
-EVERYWHERE = (
-    "I/O processes killed",
-    "I/O processes stopped",
-    "aborted while loading",
-    "aborted while running",
-    "aborted while waiting",
-    "crashes",
-    "deadline_cuts",
-    "evictions",
-    "fences that mattered",
-    "fetch CANCELLED",
-    "fetch CORRUPT",
-    "fetch DENIED",
-    "fetch FAILED",
-    "fetch MISSING",
-    "fetch OK",
-    "fetches_refused_by_breaker",
-    "fetches_spared",
-    "hit_tokens_bucket",
-    "hit_tokens_host",
-    "loads",
-    "loads failed",
-    "objects damaged",
-    "objects lost",
-    "preempted",
-    "ranges",
-    "resets",
-    "resets refused",
-    "save FAILED",
-    "saves_dropped",
-    "second requests",
-    "shutdowns",
-    "unplaced offers",
-    "upload DENIED",
-    "upload EXISTS",
-    "upload FAILED",
-    "upload OK",
-)
-
-
+EVERYWHERE: dict[str, tuple[str, ...]] = {
+    "plain": (
+        "I/O processes killed",
+        "I/O processes stopped",
+        "aborted while loading",
+        "aborted while running",
+        "aborted while waiting",
+        "crashes",
+        "deadline_cuts",
+        "evictions",
+        "fences that mattered",
+        "fetch CANCELLED",
+        "fetch CORRUPT",
+        "fetch DENIED",
+        "fetch FAILED",
+        "fetch MISSING",
+        "fetch OK",
+        "fetches_refused_by_breaker",
+        "fetches_spared",
+        "hit_tokens_bucket",
+        "hit_tokens_host",
+        "loads",
+        "loads failed",
+        "objects damaged",
+        "objects lost",
+        "preempted",
+        "ranges",
+        "resets",
+        "resets refused",
+        "save FAILED",
+        "saves_dropped",
+        "second requests",
+        "shutdowns",
+        "unplaced offers",
+        "upload DENIED",
+        "upload EXISTS",
+        "upload FAILED",
+        "upload OK",
+    ),
+    "kept": (
+        "I/O processes killed",
+        "I/O processes stopped",
+        "crashes",
+        "deleted chunks asked for",
+        "deleted in bulk",
+        "leases lost",
+        "long stalls",
+        "objects damaged",
+        "refreshes",
+        "shutdowns",
+        "stopped at a deletion",
+        "stopped at a listing",
+    ),
+    "shared": (
+        "I/O processes killed",
+        "bad shards of others",
+        "crashes",
+        "fetch CANCELLED",
+        "fetch CORRUPT",
+        "fetch FAILED",
+        "fetch MISSING",
+        "objects damaged",
+        "objects lost",
+        "put together",
+        "put together of several",
+        "shutdowns",
+        "upload EXISTS",
+    ),
+}
 OFTEN = 5
 """Each at least so often in a test. All but the rarest happen hundreds of times."""
 
@@ -79,35 +120,36 @@ def check_all_ran_well(runs: tuple[Counter[str], list[Failure]], events: Sequenc
     assert not rare, f"happens too seldom to say anything: {rare}"
 
 
-def check_it_is_noticed(seeds: int, kind: str = "plain") -> None:
-    _, failures = try_seeds(range(seeds), failures_wanted=1, kind=kind)
-    assert failures, f"{seeds} fleets ran well without noticing"
-    assert failures[0].is_finding, f"the mutant itself fails: {failures[0]}"
-
-
 @pytest.mark.core
 def test_a_hundred_fleets_run_well() -> None:
     check_all_ran_well(run_seeds(0, CORE_SEEDS), ())
 
 
 @pytest.mark.timeout(600)
-def test_nothing_is_ever_wrong_or_stuck() -> None:
-    check_all_ran_well(run_seeds(CORE_SEEDS, SEEDS - CORE_SEEDS), EVERYWHERE)
+@pytest.mark.parametrize("kind", SEEDS)
+def test_nothing_is_ever_wrong_or_stuck(kind: str) -> None:
+    first = CORE_SEEDS if kind == "plain" else 0
+    check_all_ran_well(run_seeds(first, SEEDS[kind] - first, kind), EVERYWHERE[kind])
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3 * 3_600)
-def test_nothing_is_ever_wrong_or_stuck_in_runs_nobody_has_seen() -> None:
+@pytest.mark.parametrize("kind", SEEDS)
+def test_nothing_is_ever_wrong_or_stuck_in_runs_nobody_has_seen(kind: str) -> None:
     first = int(os.environ.get("S3KV_SEED", random.SystemRandom().randrange(2**40)))
     print(f"S3KV_SEED={first}")
-    check_all_ran_well(run_seeds(first, NIGHTLY_SEEDS), EVERYWHERE)
+    check_all_ran_well(run_seeds(first, NIGHTLY_SEEDS[kind], kind), EVERYWHERE[kind])
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mutate", some_by_day(MUTANTS, 6))
-def test_it_is_noticed_that_s3kv(mutate: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mutate", "kind"), MUTANTS)
+def test_it_is_noticed_that_s3kv(
+    mutate: Mutant, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutate(monkeypatch)
-    check_it_is_noticed(MUTANT_SEEDS)
+    _, failures = try_seeds(range(MUTANT_SEEDS[kind]), failures_wanted=1, kind=kind)
+    assert failures, f"{MUTANT_SEEDS[kind]} fleets ran well without noticing"
+    assert failures[0].is_finding, f"the mutant itself fails: {failures[0]}"
 
 
 def trace(seed: int, hash_seed: str, *options: str) -> str:
@@ -121,9 +163,10 @@ def trace(seed: int, hash_seed: str, *options: str) -> str:
     ).stdout
 
 
-def test_a_seed_is_replayed_to_the_letter() -> None:
+@pytest.mark.parametrize("kind", SEEDS)
+def test_a_seed_is_replayed_to_the_letter(kind: str) -> None:
     """In other processes, where sets and dicts of texts have another order."""
-    first, second = trace(17, "1"), trace(17, "2")
+    first, second = trace(17, "1", f"--{kind}"), trace(17, "2", f"--{kind}")
     assert first == second
     assert len(first.splitlines()) > 30
-    assert trace(18, "1") != first
+    assert trace(18, "1", f"--{kind}") != first
