@@ -102,21 +102,14 @@ COLUMNS = ("first", "second", "two ranks")
 """The first runner and the second one with one rank; two tensor ranks on the first."""
 
 
-def _windows(name: str, layers: str, case: str) -> Family:
-    return _family(name, layers, f"{_E2E}/test_groups.py", case)
-
-
-def _states(name: str, layers: str, case: str) -> Family:
-    return _family(name, layers, f"{_E2E}/test_states.py", case)
-
-
-def _family(name: str, layers: str, file: str, case: str) -> Family:
+def _family(name: str, layers: str, case: str) -> Family:
     tests = (
-        f"{file}::test_every_tier_gives_the_tokens_of_a_local_hit[{case}]",
-        f"{file}::test_on_the_second_generation_runner[{case}]",
-        f"{_E2E}/test_groups_on_ranks.py::test_two_tensor_ranks[{case}]",
+        "test_every_tier_gives_the_tokens_of_a_local_hit",
+        "test_on_the_second_generation_runner",
+        "test_two_tensor_ranks",
     )
-    return Family(name, layers, tuple(_area(name, *at) for at in zip(COLUMNS, tests, strict=True)))
+    named = [f"{_E2E}/test_families.py::{test}[{case}]" for test in tests]
+    return Family(name, layers, tuple(_area(name, *at) for at in zip(COLUMNS, named, strict=True)))
 
 
 def _area(family: str, column: str, test: str) -> Area:
@@ -156,25 +149,25 @@ FAMILIES = (
             )
         ),
     ),
-    _windows("Gemma 3", "windows, full attention", "gemma3"),
-    _windows(
+    _family("Gemma 3", "windows, full attention", "gemma3"),
+    _family(
         "Gemma 4",
         "windows in blocks of 256 tokens, full attention in blocks of 128",
         "gemma4",
     ),
-    _windows("Gemma 4 whose last layers read the KV of others", "as Gemma 4", "gemma4_shared"),
-    _windows("Cohere2", "windows, full attention without positions", "cohere2"),
-    _windows("gpt-oss", "windows and full attention, with sinks", "gpt_oss"),
-    _windows("Llama with windows", "windows, full attention", "llama"),
-    _windows("Mistral", "windows alone", "mistral"),
-    _windows("Llama 4", "chunked local attention, full attention", "llama4"),
-    _states("LFM2", "short convolution, full attention", "lfm2"),
-    _states("Qwen3-Next", "Gated DeltaNet, full attention", "qwen3_next"),
-    _states("Qwen3.5 (text)", "Gated DeltaNet, full attention", "qwen3_5"),
-    _states("Mamba2", "Mamba2 alone", "mamba2"),
-    _states("Granite 4", "Mamba2, full attention", "granite4"),
-    _states("Nemotron-H", "Mamba2, full attention, layers without either", "nemotron_h"),
-    _states("Falcon-H1", "Mamba2 and full attention in every layer", "falcon_h1"),
+    _family("Gemma 4 whose last layers read the KV of others", "as Gemma 4", "gemma4_shared"),
+    _family("Cohere2", "windows, full attention without positions", "cohere2"),
+    _family("gpt-oss", "windows and full attention, with sinks", "gpt_oss"),
+    _family("Llama with windows", "windows, full attention", "llama"),
+    _family("Mistral", "windows alone", "mistral"),
+    _family("Llama 4", "chunked local attention, full attention", "llama4"),
+    _family("LFM2", "short convolution, full attention", "lfm2"),
+    _family("Qwen3-Next", "Gated DeltaNet, full attention", "qwen3_next"),
+    _family("Qwen3.5 (text)", "Gated DeltaNet, full attention", "qwen3_5"),
+    _family("Mamba2", "Mamba2 alone", "mamba2"),
+    _family("Granite 4", "Mamba2, full attention", "granite4"),
+    _family("Nemotron-H", "Mamba2, full attention, layers without either", "nemotron_h"),
+    _family("Falcon-H1", "Mamba2 and full attention in every layer", "falcon_h1"),
     _held(
         "DeepSeek-V3.2",
         "MLA with an indexer in every layer",

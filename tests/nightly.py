@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 MINUTES = {
-    "tests/system/e2e/test_groups.py": 20,
-    "tests/system/e2e/test_groups_on_ranks.py": 20,
+    "tests/system/e2e/test_families.py": 60,
     "tests/system/e2e/test_hosts.py": 30,
-    "tests/system/e2e/test_states.py": 20,
     "tests/system/faults/test_matrix.py": 40,
     "tests/system/infra/test_mistakes.py": 40,
     "tests/system/kills/test_kills.py": 60,
-    "tests/system/sim/test_cleaners.py": 20,
-    "tests/system/sim/test_sharing.py": 15,
-    "tests/system/sim/test_simulation.py": 60,
+    "tests/system/sim/test_simulation.py": 95,
 }
 """Estimates for two cores. A file without one takes `MINUTES_PER_TEST` for each of its tests."""
 

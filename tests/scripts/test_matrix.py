@@ -137,7 +137,7 @@ def test_areas_are_asked_for_by_name_and_runner() -> None:
     assert [area.runner for area in areas_named(["Gemma 3"])] == ["first", "second", "two ranks"]
     (one,) = areas_named(["Gemma 3"], "second")
     assert one.tests == (
-        "tests/system/e2e/test_groups.py::test_on_the_second_generation_runner[gemma3]",
+        "tests/system/e2e/test_families.py::test_on_the_second_generation_runner[gemma3]",
     )
     with pytest.raises(KeyError):
         areas_named(["Gemma"])

@@ -310,6 +310,37 @@ def at_rest(engine: Engine) -> Counter[str]:
     return Counter(report["rank"]) | Counter(report["planner"])
 
 
+def in_every_tier(
+    serve: Serve,
+    model: Path,
+    connector: dict[str, Any],
+    asks: Sequence[Ask | list[int]],
+    **engine_args: Any,
+) -> tuple[list[Answer], list[Answer], list[Answer]]:
+    """Answers of an engine that has nothing, of the same one from host memory, and of a new one
+    from the bucket."""
+    with serve(model, connector, **engine_args) as engine:
+        cold = engine.generate(asks)
+        at_rest(engine)
+        engine.reset_prefix_cache()
+        host = engine.generate(asks)
+        at_rest(engine)
+    with serve(model, connector, **engine_args) as engine:
+        warm = engine.generate(asks)
+        at_rest(engine)
+    return cold, host, warm
+
+
+def check_tiers(
+    found: Sequence[Sequence[Answer]], expected: list[list[int]], hit: int, *, cold: bool = True
+) -> None:
+    """Whether the answers of `in_every_tier` are those expected, and only the first computed the
+    first `hit` tokens. cold: whether the tokens of the first are compared, too."""
+    for number, answers in enumerate(found):
+        assert cached(answers) == [hit if number else 0] * len(answers)
+        assert not (number or cold) or tokens(answers) == expected
+
+
 def tokens(answers: Sequence[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 

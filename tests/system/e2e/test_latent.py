@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from lab import latent, models
+from lab import families, models
 from lab.engine import Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
     References,
     Serve,
-    at_rest,
     cached,
+    check_tiers,
+    in_every_tier,
     tokens,
 )
 from tests.system.e2e.test_failures import wait_until
@@ -34,7 +35,7 @@ HIT = CHUNKS * 128
 ARGS: dict[str, Any] = {
     **FLOAT32,
     "attention_backend": "CPU_MLA",
-    "prepare": "lab.latent:keep_prefix_cache",
+    "prepare": "lab.on_cpu:keep_prefix_cache",
 }
 ONE_HEAD = replace(models.TINY, name="tiny_one_head", kv_heads=1)
 needs_amx = pytest.mark.skipif(
@@ -64,7 +65,11 @@ def test_every_tier_serves_all_ranks_from_one_object(
     args: dict[str, Any],
 ) -> None:
     """Experts are chosen by rounding here and there, so the reference has as many ranks."""
-    model = latent.build(models_dir) if is_latent else models.build(models_dir, ONE_HEAD)
+    model = (
+        families.build(models_dir, families.DEEPSEEK_V3)
+        if is_latent
+        else models.build(models_dir, ONE_HEAD)
+    )
 
     def engine(name: str, connector: dict[str, Any] | None = patient) -> Engine:
         on_ranks: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **args}
@@ -117,18 +122,8 @@ def test_every_tier_serves_all_ranks_from_one_object(
 def test_on_the_second_generation_runner(
     models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
-    model = latent.build(models_dir)
+    model = families.build(models_dir, families.DEEPSEEK_V3)
     prompts = models.prompts(2, 400, seed=5)
     args = ARGS | {"second_runner": True}
     expected = tokens(reference(model, prompts, **args))
-    with serve(model, patient, **args) as engine:
-        cold = engine.generate(prompts)
-        at_rest(engine)
-        engine.reset_prefix_cache()
-        host = engine.generate(prompts)
-        at_rest(engine)
-    with serve(model, patient, **args) as engine:
-        warm = engine.generate(prompts)
-    for answers, hit in ((cold, 0), (host, 384), (warm, 384)):
-        assert tokens(answers) == expected
-        assert cached(answers) == [hit] * 2
+    check_tiers(in_every_tier(serve, model, patient, prompts, **args), expected, 384)

@@ -50,7 +50,7 @@ def test_layers_with_a_window_are_served_in_one_group_if_vllm_keeps_them_whole(
     models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
     """With vLLM's hybrid manager off. The reference has it on, and frees what is outside the
-    windows; test_groups.py has s3kv with it on. In float32, where the length of a hit does not
+    windows; test_families.py has s3kv with it on. In float32, where the length of a hit does not
     matter.
     """
     hybrid = models.build(models_dir, models.WINDOWED)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lab import families, latent, models
+from lab import families, models
 from lab.engine import Engine
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
@@ -133,7 +133,7 @@ def test_latent_attention_on_a_cpu_keeps_each_size_alone(
 ) -> None:
     """Though all ranks of all sizes name their shard alike: the log says so, and nobody reads what
     another size has stored."""
-    model = latent.build(models_dir)
+    model = families.build(models_dir, families.DEEPSEEK_V3)
     shares = changed(patient, share_ranks=True)
     for number, engine_args in enumerate((ONE, TENSOR)):
         args: dict[str, Any] = {"in_process": False, **LATENT, **engine_args}
