@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.objects import RawConnection, raw_get
+from benchmarks.sockets import RawConnection, read_all
 from lab.s3 import S3Server
 
 AT_ONCE = (8, 16, 32)
@@ -55,7 +53,7 @@ class Server:
             for _ in range(TIMES):
                 for count in counts:
                     self._seconds.setdefault(count, []).extend(
-                        _batch_s(connections[:count], heads[b], buffers[b]) for b in batches
+                        read_all(connections[:count], heads[b], buffers[b]) for b in batches
                     )
         finally:
             for connection in connections:
@@ -65,18 +63,3 @@ class Server:
         params = {"Bucket": self._bucket, "Key": key}
         parts = urlsplit(self._s3.client().generate_presigned_url("get_object", Params=params))
         return f"GET {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode()
-
-
-def _batch_s(
-    connections: list[RawConnection], heads: list[bytes], buffers: list[memoryview]
-) -> float:
-    count = len(connections)
-
-    def work(number: int) -> None:
-        for head, buffer in list(zip(heads, buffers, strict=True))[number::count]:
-            connections[number].do(raw_get, head, buffer)
-
-    start_s = perf_counter()
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(work, range(count)))
-    return perf_counter() - start_s

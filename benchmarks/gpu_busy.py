@@ -19,7 +19,6 @@ tries the program on a machine without a GPU: its figures mean nothing.
 from __future__ import annotations
 
 import statistics
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,15 +73,7 @@ class BusyThread:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = command_line(__doc__, seconds=60, mib=0).parse_args(arguments)
     machine = Machine(options.device)
-    document = {
-        "benchmark": "gpu_busy",
-        "command": "python -m benchmarks.gpu_busy "
-        + " ".join(sys.argv[1:] if arguments is None else arguments),
-        "chunk_tokens": CHUNK_TOKENS,
-        "queued": QUEUED,
-        "rounds": options.rounds,
-    } | machine.describe()
-    report = Report(document, options.out, options.seconds)
+    report = Report("gpu_busy", machine, options, queued=QUEUED)
     measures: dict[str, Callable[[CopyRig, BlockCopies, int], Any]] = {
         "fence": _fence,
         "launch": _launch,

@@ -18,17 +18,16 @@ figures mean nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.deadline import ends
-from benchmarks.gpu import drag, launch, tables, throughput
+from benchmarks.gpu import drag, launch, throughput
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.report import Report, command_line
 from benchmarks.gpu.rig import CopyRig
-from benchmarks.gpu.shapes import CHUNK_TOKENS, LLAMA_8B, MODELS, TINY
+from benchmarks.gpu.shapes import LLAMA_8B, MODELS, TINY
 
 BLOCK_TOKENS = (16, 32, 64, 128)
 GOALS = {"of_large": 0.92, "launch_us": 30, "slower": 0.03}
@@ -39,15 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = command_line(__doc__, seconds=420, mib=1024).parse_args(arguments)
     machine = Machine(options.device)
     small = not machine.is_gpu
-    document = {
-        "benchmark": "gpu_copies",
-        "command": "python -m benchmarks.gpu_copies "
-        + " ".join(sys.argv[1:] if arguments is None else arguments),
-        "goals": GOALS,
-        "chunk_tokens": CHUNK_TOKENS,
-        "rounds": options.rounds,
-    } | machine.describe()
-    report = Report(document, options.out, options.seconds)
+    report = Report("gpu_copies", machine, options, goals=GOALS)
     # What a session with little time has to bring home comes first.
     chunks = 20 if small else 300
     model = TINY if small else LLAMA_8B
@@ -63,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             )
         if block_tokens in (16, 128):
             _drag(report, machine, block_tokens, copied_bytes, options.rounds)
-    result = report.finish()
-    print(tables.copies(result))
-    return result
+    return report.finish()
 
 
 def _drag(
@@ -83,10 +72,7 @@ def _drag(
 
     def measured(name: str) -> dict[str, Any]:
         rig = CopyRig(machine, TINY if small else LLAMA_8B, block_tokens, copied_bytes)
-        try:
-            return drag.measure(machine, rig, works[name](), steps=steps[name], rounds=rounds)
-        finally:
-            rig.close()
+        return drag.measure(machine, rig, works[name](), steps=steps[name], rounds=rounds)
 
     for name in works:
         report.part(f"drag, {name}, {block_tokens} tokens", partial(measured, name))

@@ -25,13 +25,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.deadline import ends
-from benchmarks.gpu import tables
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.network import RawReaders
 from benchmarks.gpu.report import Report, command_line
 from benchmarks.gpu.rig import CopyRig
-from benchmarks.gpu.server import running
-from benchmarks.gpu.shapes import CHUNK_TOKENS, LLAMA_8B, TINY
+from benchmarks.gpu.shapes import LLAMA_8B, TINY
+from benchmarks.shaped import FAST, shaped
+from benchmarks.sockets import RawConnection, read_all
 
 if TYPE_CHECKING:
     from benchmarks.gpu.pipeline import Pipeline
@@ -47,22 +46,12 @@ CREDENTIALS = {
 
 @ends(1200)
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = command_line(__doc__, seconds=300, mib=2048)
-    parser.add_argument("--processes", type=int, default=4, help="of the server (4)")
-    options = parser.parse_args(arguments)
+    options = command_line(__doc__, seconds=300, mib=2048).parse_args(arguments)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"not installed, and the I/O process needs it: {', '.join(missing)}")
     machine = Machine(options.device)
-    document = {
-        "benchmark": "gpu_path",
-        "command": "python -m benchmarks.gpu_path "
-        + " ".join(sys.argv[1:] if arguments is None else arguments),
-        "chunk_tokens": CHUNK_TOKENS,
-        "server_processes": options.processes,
-        "rounds": options.rounds,
-    } | machine.describe()
-    report = Report(document, options.out, options.seconds)
+    report = Report("gpu_path", machine, options)
     model = LLAMA_8B if machine.is_gpu else TINY
     copied_bytes = options.mib * 2**20 if machine.is_gpu else 2**20
     for block_tokens in (16, 128) if machine.is_gpu else (128,):
@@ -71,30 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             partial(
                 _measured,
                 partial(CopyRig, machine, model, block_tokens, copied_bytes),
-                options.processes,
                 options.rounds,
             ),
         )
-    result = report.finish()
-    print(tables.path(result))
-    return result
+    return report.finish()
 
 
-def _measured(make_rig: Callable[[], CopyRig], processes: int, rounds: int) -> dict[str, Any]:
+def _measured(make_rig: Callable[[], CopyRig], rounds: int) -> dict[str, Any]:
     from benchmarks.gpu.pipeline import Pipeline
 
     with ExitStack() as stack:
         stack.enter_context(_credentials())
         rig = make_rig()
         stack.callback(rig.close)
-        port = stack.enter_context(running(processes, 2 * rig.slab.nbytes))
+        server = stack.enter_context(shaped(FAST))
         copies = stack.enter_context(rig.copies(None))
-        pipeline = Pipeline(rig, copies, f"http://127.0.0.1:{port}")
+        pipeline = Pipeline(rig, copies, server.url)
         stack.callback(pipeline.close)
         saved_s = pipeline.save_all()
-        readers = RawReaders(port, pipeline.at_once)
-        stack.callback(readers.close)
-        return _compared(rig, pipeline, readers, rounds) | {
+        connections = [RawConnection(server.url) for _ in range(pipeline.at_once)]
+        for connection in connections:
+            stack.callback(connection.close)
+        return _compared(rig, pipeline, connections, rounds) | {
             "saved_gb_per_s": _gb(rig.copied_bytes / saved_s),
             "pinned": copies.statistics().pinned,
         }
@@ -120,9 +107,11 @@ def _gb(size: float) -> float:
     return float(f"{size / 1e9:.3g}")
 
 
-def _compared(rig: CopyRig, pipeline: Pipeline, readers: RawReaders, rounds: int) -> dict[str, Any]:
+def _compared(
+    rig: CopyRig, pipeline: Pipeline, connections: Sequence[RawConnection], rounds: int
+) -> dict[str, Any]:
     ways: dict[str, Callable[[], float]] = {
-        "network": lambda: readers.read_all(pipeline.targets, pipeline.places),
+        "network": lambda: read_all(connections, pipeline.heads, pipeline.places),
         "bus": lambda: rig.load_all(pipeline.copies),
         "fetch": pipeline.fetch_all,
         "path": pipeline.fetch_and_load_all,

@@ -15,12 +15,10 @@ import argparse
 import asyncio
 import json
 import os
-import socket
-import ssl
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -36,6 +34,7 @@ from botocore.config import Config as BotoConfig
 from benchmarks.deadline import begin, ends, say
 from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
+from benchmarks.sockets import Exchange, RawConnection, raw_get, raw_put
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
 from s3kv.place import Place
@@ -133,49 +132,8 @@ def raw(
     return perf_counter() - started_s, process_time() - cpu_s
 
 
-DEADLINE_S = 60.0
-"""Longest silence of a server. After it a benchmark ends with `TimeoutError`."""
-
 ROW_S = 600.0
 """Longest time of a row; after it the benchmark ends with `TimeoutExpired`."""
-
-Exchange = Callable[[socket.socket, bytes, memoryview], bool]
-"""Sends a head and moves a body. Returns whether the server keeps the connection."""
-
-
-class RawConnection:
-    """A blocking connection to a server. It is opened anew after an answer that closes it."""
-
-    def __init__(self, url: str, number: int = 0) -> None:
-        self._url, self._number = url, number
-        self._socket = self._open()
-
-    def do(self, exchange: Exchange, head: bytes, buffer: memoryview) -> None:
-        if not exchange(self._socket, head, buffer):
-            self._socket.close()
-            self._socket = self._open()
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _open(self) -> socket.socket:
-        return connected(self._url, self._number)
-
-
-def connected(url: str, number: int = 0) -> socket.socket:
-    """A blocking connection to the server, for which its certificate need not be known. number:
-    such connections spread over the addresses of the name."""
-    parts = urlsplit(url)
-    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    host = found[number % len(found)][4][0]
-    plain = socket.create_connection((str(host), port), DEADLINE_S)
-    if parts.scheme == "http":
-        return plain
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context.wrap_socket(plain)
 
 
 def raw_loop(
@@ -192,45 +150,6 @@ def raw_loop(
             except Empty:
                 return
             connection.do(exchange, head, buffer)
-
-
-def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
-    connection.sendall(head)
-    answer, rest = read_head(connection)
-    # As our own client does, or a server with Nagle's algorithm on keeps the body back for 40 ms.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-    buffer[: len(rest)] = rest
-    filled = len(rest)
-    while filled < len(buffer):
-        received = connection.recv_into(buffer[filled:])
-        if not received:
-            raise ConnectionError(f"the server sent {filled} of {len(buffer)} bytes")
-        filled += received
-    return keeps_alive(answer)
-
-
-def raw_put(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
-    connection.sendall(head)
-    connection.sendall(buffer)
-    return keeps_alive(read_head(connection)[0])
-
-
-def read_head(connection: socket.socket, status: bytes = b"200") -> tuple[bytes, bytes]:
-    """Reads the head of an answer with this status; returns it, and what of the body came with
-    it."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        received = connection.recv(2**16)
-        if not received:
-            raise ConnectionError("the server closed the connection before it answered")
-        data += received
-    assert data.startswith(b"HTTP/1.1 " + status), data
-    head, _, rest = data.partition(b"\r\n\r\n")
-    return head, rest
-
-
-def keeps_alive(head: bytes) -> bool:
-    return b"connection: close" not in head.lower()
 
 
 @ends(600)

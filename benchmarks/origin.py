@@ -14,19 +14,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_KEEPING = (
-    "benchmarks/simulation/expiry.py",
-    "s3kv/upkeep/cleaner.py",
-    "s3kv/upkeep/refreshing.py",
-    "s3kv/upkeep/ages.py",
-    "s3kv/upkeep/sweep.py",
-)
 _SERVING = tuple(
     f"s3kv/{folder}"
     for folder in ("connectors", "device", "host", "io", "objects", "planning", "stores", "worker")
 )
 MEASURED: dict[str, tuple[str, ...]] = {
-    "bucket": ("benchmarks/bucket.py", *_KEEPING),
     "encoder": _SERVING,
     "engine": _SERVING,
     "peers": _SERVING,
@@ -39,7 +31,10 @@ MEASURED: dict[str, tuple[str, ...]] = {
         "s3kv/host",
         "s3kv/io/server/jobs.py",
         "s3kv/planning",
-        *_KEEPING[1:],
+        "s3kv/upkeep/cleaner.py",
+        "s3kv/upkeep/refreshing.py",
+        "s3kv/upkeep/ages.py",
+        "s3kv/upkeep/sweep.py",
     ),
 }
 """Files and folders whose code a benchmark measures, by its name. A change elsewhere is taken not

@@ -1,21 +1,17 @@
-"""What huge pages do for host memory: `python -m benchmarks.pages [GiB] [rounds] [gpu]`.
+"""What huge pages do for host memory of a GPU: `python -m benchmarks.pages [GiB] [rounds] [gpu]`.
 
 A slab of each kind in a process of its own, in turn: how long it takes to have all its pages
-allocated, how long another process takes that maps them after that, and how fast 16 MiB at a time
-is copied in and out. The best of the rounds. A slab is allocated and given back before the one that
-is timed: in a virtual machine the first to use a page waits for the host to have it, too
-(`first_s_per_gib`, the worst of the rounds). With a GPU, and the word `gpu` as third argument: how
-long CUDA takes to register the slab, how much of the GPU's memory that costs, and how fast 16 MiB
-at a time go over the bus.
-Linux has to give huge pages (/sys/kernel/mm/transparent_hugepage/shmem_enabled); where it does not,
-ordinary ones alone are measured.
+allocated; and, with the word `gpu` as third argument, how long CUDA takes to register the slab, how
+much of the GPU's memory that costs, and how fast 16 MiB at a time go over the bus. The best of the
+rounds. A slab is allocated and given back before the one that is timed: in a virtual machine the
+first to use a page waits for the host to have it, too. Linux has to give huge pages
+(/sys/kernel/mm/transparent_hugepage/shmem_enabled); where it does not, ordinary ones alone are
+measured.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -30,24 +26,15 @@ GIB = 2**30
 
 
 def measure(nbytes: int, *, huge_pages: bool, gpu: bool) -> dict[str, float]:
-    """One round, in this process and a child of it."""
+    """One round, in this process."""
     node = near_the_gpu() if gpu else FIRST_TOUCH
     first = Slab.create(nbytes, node=node, huge_pages=huge_pages)
-    result = {"first_s_per_gib": prefault_s(first) * GIB / nbytes}
+    first.prefault()
     first.close()
     slab = Slab.create(nbytes, node=node, huge_pages=huge_pages)
-    result |= {"allocate_s_per_gib": prefault_s(slab) * GIB / nbytes}
-    child = os.fork()
-    if child == 0:
-        other = Slab.attach(slab.fd)
-        if huge_pages:
-            other.ask_for_huge_pages()
-        took_us = prefault_s(other) * GIB / nbytes * 1e6
-        slab.view[:8] = int(took_us).to_bytes(8, "little")
-        os._exit(0)
-    os.waitpid(child, 0)
-    result["map_s_per_gib"] = int.from_bytes(slab.view[:8], "little") / 1e6
-    result |= copies(slab)
+    start_s = perf_counter()
+    slab.prefault()
+    result = {"allocate_s_per_gib": (perf_counter() - start_s) * GIB / nbytes}
     return result | bus(slab) if gpu else result
 
 
@@ -57,27 +44,6 @@ def near_the_gpu() -> NodeChoice:
     from s3kv.device.selection import memory_near
 
     return memory_near(torch.device("cuda", 0))
-
-
-def prefault_s(slab: Slab) -> float:
-    start_s = perf_counter()
-    slab.prefault()
-    return perf_counter() - start_s
-
-
-def copies(slab: Slab) -> dict[str, float]:
-    here = ctypes.addressof(ctypes.c_char.from_buffer(slab.view))
-    buffer = bytearray(b"\x5a") * PIECE_BYTES
-    there = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    rates: dict[str, float] = {}
-    for name, to, source in (("copy_in_gb_s", 1, 0), ("copy_out_gb_s", 0, 1)):
-        start_s = perf_counter()
-        for offset in range(0, slab.nbytes, PIECE_BYTES):
-            ctypes.memmove(
-                here + offset if to else there, here + offset if source else there, PIECE_BYTES
-            )
-        rates[name] = slab.nbytes / 1e9 / (perf_counter() - start_s)
-    return rates
 
 
 def bus(slab: Slab) -> dict[str, float]:
@@ -146,8 +112,8 @@ def main() -> None:
 
 
 def best(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The least seconds and the most bytes per second, but of first use the most seconds."""
-    least = {"allocate_s_per_gib", "map_s_per_gib", "register_s_per_gib"}
+    """The least seconds and memory, and the most bytes per second."""
+    least = {"allocate_s_per_gib", "register_s_per_gib", "gpu_bytes_per_gib"}
     return {
         name: round((min if name in least else max)(one[name] for one in rounds), 4)
         for name in rounds[0]

@@ -63,7 +63,6 @@ class Program:
 
 PROGRAMS = (
     Program("planner", quick=()),
-    Program("pages", quick=("0.25", "3")),
     Program("objects", server=True),
     Program("encoder", server=True),
     Program("engine", server=True),
@@ -72,7 +71,6 @@ PROGRAMS = (
     Program("slow", server=True),
     Program("peers", server=True),
     Program("trace", trace=True),
-    Program("bucket", trace=True),
 )
 
 

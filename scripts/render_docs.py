@@ -148,7 +148,6 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/metrics.md": metrics.page,
         "docs/object-format.md": format_example.page,
         "docs/performance.md": results.page,
-        "docs/trace.md": results.simulation_page,
         **drawn,
     }
 

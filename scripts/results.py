@@ -29,28 +29,6 @@ def page() -> str:
     )
 
 
-def simulation_page() -> str:
-    """docs/trace.md."""
-    return filled(ROOT / "docs" / "trace.md", {"kept": kept(recorded("bucket-kept.json"))})
-
-
-def kept(result: dict[str, Any]) -> str:
-    lines = [
-        "| budget | turnover time | hits, relative to the exact LRU | the same without refreshes "
-        "| peak size, relative to the budget | the cleaner's requests, of the bill |",
-        "|---|---|---|---|---|---|",
-    ]
-    for budget in result["budgets"]:
-        ours = budget["runs"]["s3kv"]
-        lines.append(
-            f"| {budget['budget_gib']:,.0f} GiB | {budget['turnover_s'] / 60:.1f} min "
-            f"| {ours['hits_of_ideal']:.2f} "
-            f"| {budget['runs']['without refreshes']['hits_of_ideal']:.2f} "
-            f"| {ours['peak_of_budget']:.2f} | {ours['usd_per_month']['sweeping_percent']:.1f} % |"
-        )
-    return "\n".join([*lines, "", f"`{result['command']}`, at {result['commit']}."])
-
-
 def engine(result: dict[str, Any]) -> str:
     median = result["median_ms"]
     rows = [

@@ -21,7 +21,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "tests/system/infra": ("terraform/*", "deploy/*", "scripts/render_terraform.py", "lab/s3.py"),
     "tests/system/site": ("docs/*", "mkdocs.yml", "*.md", "scripts/*"),
     "tests/repository/test_installation.py": ("README.md", "docs/*", "s3kv/cli/*", "vllm_s3kv.py"),
-    "tests/benchmarks/test_bucket.py": (
+    "tests/benchmarks/test_expiry.py": (
         *("benchmarks/*", "s3kv/host/*", "s3kv/planning/*", "s3kv/upkeep/*", "s3kv/prices.py"),
     ),
     "tests/benchmarks/test_turns.py": ("benchmarks/*", "lab/*"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.machine import Machine, spread
-from benchmarks.gpu.rig import PATHS, CopyRig, ended
+from benchmarks.gpu.rig import CopyRig, ended
 from s3kv.device.copies import BlockCopies
 from s3kv.messages import CopyPart
 
@@ -118,15 +118,7 @@ def measure(
 ) -> dict[str, Any]:
     """Milliseconds of a step with each kind of copies beside it, by path, and what of it is theirs;
     the kinds take turns."""
-    found: dict[str, Any] = {}
-    for name, path in PATHS.items():
-        try:
-            with rig.copies(path) as copies:
-                rig.save_all(copies)
-                found[name] = _compared(machine, rig, copies, step, steps, rounds)
-        except ValueError as error:  # a path that this driver does not have
-            found[name] = {"refused": str(error)}
-    return found
+    return rig.by_path(lambda copies: _compared(machine, rig, copies, step, steps, rounds))
 
 
 def _compared(
@@ -137,6 +129,7 @@ def _compared(
     steps: int,
     rounds: int,
 ) -> dict[str, Any]:
+    rig.save_all(copies)
     step_ms: dict[str, list[float]] = {kind: [] for kind in KINDS}
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for turn in range(rounds + 1):

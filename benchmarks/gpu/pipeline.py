@@ -34,10 +34,12 @@ class Pipeline:
             ChunkKey(0, hashlib.sha256(str(i).encode()).digest()) for i in range(rig.count)
         ]
         namespace = Namespace(PREFIX, NAMESPACE)
-        self.targets = [
-            quote(f"/{BUCKET}/{namespace.chunk(key, SHARD)}", safe="/-_.~") for key in self._keys
+        self.heads = [
+            b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            % quote(f"/{BUCKET}/{namespace.chunk(key, SHARD)}", safe="/-_.~").encode()
+            for key in self._keys
         ]
-        """For whoever asks the server without s3kv."""
+        """Requests for whoever asks the server without s3kv."""
         self.places = [
             rig.slab.view[self._offset(i) :][: rig.format.object_bytes] for i in range(rig.count)
         ]

@@ -10,6 +10,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.shapes import CHUNK_TOKENS
+
 
 def command_line(description: str | None, *, seconds: float, mib: int) -> argparse.ArgumentParser:
     """What every benchmark here can be told. seconds, mib: unless it is told otherwise."""
@@ -26,14 +29,25 @@ def command_line(description: str | None, *, seconds: float, mib: int) -> argpar
 
 
 class Report:
-    """document: what the result says of itself. seconds: after so many no part is begun any more;
-    what is left out is named in the result."""
+    """options: those of the command line; after `seconds` of them no part is begun any more, and
+    what is left out is named in the result. more: what the result says of itself."""
 
-    def __init__(self, document: dict[str, Any], out: Path | None, seconds: float) -> None:
-        self._document = document | {"parts": {}, "left_out": []}
-        self._out = out
+    def __init__(
+        self, benchmark: str, machine: Machine, options: argparse.Namespace, **more: Any
+    ) -> None:
+        named = ((name, getattr(options, name)) for name in ("device", "rounds", "mib", "seconds"))
+        self._document = {
+            "benchmark": benchmark,
+            "options": dict(named),
+            "chunk_tokens": CHUNK_TOKENS,
+            **more,
+            **machine.describe(),
+            "parts": {},
+            "left_out": [],
+        }
+        self._out: Path | None = options.out
         self._since_s = monotonic()
-        self._end_s = self._since_s + seconds
+        self._end_s = self._since_s + options.seconds
         self._write()
 
     def part(self, name: str, measure: Callable[[], Any]) -> None:

@@ -3,7 +3,6 @@
 `KeptBucket` is kept as a fleet keeps it, by the very code: each replica has a
 `s3kv.upkeep.cleaner.Cleaner` and a `s3kv.upkeep.refreshing.Refresher`, in virtual time. Only
 the store is a model: requests take time, a listing has pages, and every request is counted.
-`IdealBucket` is exact LRU by bytes: it knows of every use at once, and is never over its budget.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
@@ -34,86 +32,30 @@ _EPOCH_S = 1e9
 _ETAG = '"0"'
 _PAGE = 1000
 """Keys in one answer to a LIST."""
-
-
-class Bucket(Protocol):
-    """What a fleet asks of one. Times are seconds and never go back."""
-
-    counts: Counter[str]
-
-    @property
-    def peak_objects(self) -> int: ...
-
-    def get(self, key: bytes, replica: int, now_s: float) -> bool:
-        """Whether it is there; a use if so."""
-        ...
-
-    def put(self, key: bytes, replica: int, now_s: float) -> bool:
-        """Write it if it is not there; a use in any case. Returns whether it was written."""
-        ...
-
-    def end(self, now_s: float) -> None:
-        """Nothing more is asked."""
-        ...
-
-
-class IdealBucket:
-    """Exact LRU of `capacity` objects."""
-
-    def __init__(self, capacity: int) -> None:
-        self.peak_objects = 0
-        self.counts: Counter[str] = Counter()
-        self._capacity = capacity
-        self._objects: OrderedDict[bytes, None] = OrderedDict()
-
-    def get(self, key: bytes, replica: int, now_s: float) -> bool:
-        self.counts["gets"] += 1
-        if key not in self._objects:
-            return False
-        self._objects.move_to_end(key)
-        self.counts["hits"] += 1
-        return True
-
-    def put(self, key: bytes, replica: int, now_s: float) -> bool:
-        is_new = key not in self._objects
-        self.counts["puts"] += is_new
-        self._objects[key] = None
-        self._objects.move_to_end(key)
-        while len(self._objects) > self._capacity:
-            self._objects.popitem(last=False)
-        self.peak_objects = max(self.peak_objects, len(self._objects))
-        return is_new
-
-    def end(self, now_s: float) -> None:
-        pass
+_REQUEST_S = 0.1
+"""Time of one request of the cleaner or of a refresh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """How a bucket is kept. max_bytes, idle_s: the settings `bucket_bytes` and `bucket_idle_s`.
-    min_age_s: the cleaner's `MIN_AGE_S`. refreshes: off, no hit refreshes an object.
-
-    request_s: time of one request of the cleaner or of a refresh.
-    """
+    """How a bucket is kept. max_bytes: the setting `bucket_bytes`. min_age_s: the cleaner's
+    `MIN_AGE_S`. refreshes: off, no hit refreshes an object."""
 
     max_bytes: int
-    idle_s: float = 0.0
     min_age_s: float = MIN_AGE_S
     refreshes: bool = True
-    request_s: float = 0.1
 
 
 class CountedStore(MemoryStore):
     """Objects of one size, of which only the key and the time of the last write are kept, and the
     lease's object. Counts requests: by verb, and `refreshes` and `refused` ones."""
 
-    def __init__(self, loop: VirtualLoop, object_bytes: int, request_s: float) -> None:
+    def __init__(self, loop: VirtualLoop, object_bytes: int) -> None:
         super().__init__(lambda: _EPOCH_S + loop.time())
         self.counts: Counter[str] = Counter()
         self.peak = 0
         self._loop = loop
         self._object_bytes = object_bytes
-        self._request_s = request_s
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -135,7 +77,7 @@ class CountedStore(MemoryStore):
 
     async def _take(self, verb: str) -> None:
         self.counts[verb] += 1
-        await asyncio.sleep(self._request_s)
+        await asyncio.sleep(_REQUEST_S)
 
     async def get_into(
         self, key: str, place: Place, claim: Claim | None = None
@@ -183,7 +125,7 @@ class KeptBucket:
 
     def __init__(self, object_bytes: int, upkeep: Upkeep, *, replicas: int, seed: int) -> None:
         self.loop = VirtualLoop()
-        self._store = CountedStore(self.loop, object_bytes, upkeep.request_s)
+        self._store = CountedStore(self.loop, object_bytes)
         self.counts = self._store.counts
         self._refreshers: list[Refresher] = []
         self._cleaners: list[Cleaner] = []
@@ -201,7 +143,7 @@ class KeptBucket:
             self._store,
             PREFIX,
             max_bytes=upkeep.max_bytes,
-            idle_s=upkeep.idle_s,
+            idle_s=0.0,
             min_age_s=upkeep.min_age_s,
             holder=str(replica),
             on_refresh_after=refresh_after,
@@ -219,6 +161,7 @@ class KeptBucket:
         return self._store.peak
 
     def get(self, key: bytes, replica: int, now_s: float) -> bool:
+        """Whether the object is there; a use if so. Times are seconds and never go back."""
         self.loop.run_until(now_s)
         self.counts["gets"] += 1
         info = self._store.find(_name(key))
@@ -229,6 +172,7 @@ class KeptBucket:
         return True
 
     def put(self, key: bytes, replica: int, now_s: float) -> bool:
+        """Write it if it is not there; a use in any case. Returns whether it was written."""
         self.loop.run_until(now_s)
         self.counts["puts"] += 1
         if self._store.add(_name(key)):
@@ -237,6 +181,7 @@ class KeptBucket:
         return False
 
     def end(self, now_s: float) -> None:
+        """Nothing more is asked."""
         self.loop.run_until(now_s)
         self.counts["sweeps"] = sum(cleaner.sweeps for cleaner in self._cleaners)
         self.loop.give_up()

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.server import running
+from benchmarks.shaped import FAST, shaped
 from lab import models
 from lab.constants import split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Answer, Engine
@@ -32,7 +32,6 @@ HIT_TOKENS = 8 * CHUNK_TOKENS
 """The engine computes at least the last token of a prompt: here it is alone in its chunk."""
 PROMPTS = 8
 TIERS = ("cold", "engine", "host", "bucket")
-BUCKET_BYTES = 2**28
 
 ON_CUDA: dict[str, Any] = {
     "attention_backend": "TRITON_ATTN",
@@ -70,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = _rehearsed(model, options.runner, Path(folder))
             log.write_text("".join(f"{name}: {way}\n" for name, way in found["layers"].items()))
         else:
-            with running(processes=1, nbytes=BUCKET_BYTES) as port:
+            with shaped(FAST) as server:
                 found = {}
-                for found in _served(model, options.runner, options.device, port, log):
+                for found in _served(model, options.runner, options.device, server.url, log):
                     _write(options, found)
     _write(options, found)
     return 0 if options.dry_run or well(found) else 1
@@ -84,7 +83,7 @@ def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=2))
 
 
-def connector(port: int) -> dict[str, Any]:
+def connector(url: str) -> dict[str, Any]:
     """vLLM's kv_transfer_config. No answer depends on how fast anything is."""
     return {
         "kv_connector": "S3KVConnector",
@@ -92,7 +91,7 @@ def connector(port: int) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "bucket": "benchmark",
-            "endpoint_url": f"http://127.0.0.1:{port}",
+            "endpoint_url": url,
             "region": "us-east-1",
             "host_bytes": "256MiB",
             "chunk_tokens": CHUNK_TOKENS,
@@ -119,13 +118,11 @@ def _rehearsed(model: Path, runner: str, folder: Path) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT | environment(runner) | fresh)
     from scripts.gpu.rehearsal import rehearse
 
-    transfer, _ = split_connector(connector(1))
+    transfer, _ = split_connector(connector("http://127.0.0.1:1"))
     return rehearse(model, ENGINE_ARGS | ON_CUDA | {"kv_transfer_config": transfer}, runner, folder)
 
 
-def _served(
-    model: Path, runner: str, device: str, port: int, log: Path
-) -> Iterator[dict[str, Any]]:
+def _served(model: Path, runner: str, device: str, url: str, log: Path) -> Iterator[dict[str, Any]]:
     """What was found so far, after each tier."""
     prompts = models.prompts(PROMPTS, HIT_TOKENS + 1)
     answers: dict[str, list[Answer]] = {}
@@ -134,7 +131,7 @@ def _served(
     def new_engine() -> Engine:
         return Engine(
             model,
-            connector=connector(port),
+            connector=connector(url),
             log_path=log,
             env=environment(runner) | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT))},
             **(ON_CUDA if device == "cuda" else {}),

@@ -13,7 +13,7 @@ from botocore.exceptions import ClientError
 
 from benchmarks import rig
 from benchmarks.floor import TIMES, Server
-from benchmarks.shaped import BUCKET, NAME, Link, Shape, shaped
+from benchmarks.shaped import BUCKET, FAST, NAME, Link, Shape, shaped
 from lab.certificates import self_signed
 from s3kv.config import Config
 from s3kv.errors import StoreThrottled, StoreUnranged
@@ -22,7 +22,6 @@ from s3kv.stores.s3.s3_store import open_store
 from tests import servers
 from tests.unit.stores.suite import pattern
 
-FAST = Shape(connection_mb_s=0, host_mb_s=0, first_byte_ms=0, sigma=0)
 FAST_OPTIONS = ["--shaped", "--connection-mb-s", "0", "--host-mb-s", "0", "--first-byte-ms", "0"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.gpu.server import running
+from benchmarks.shaped import FAST, shaped
 from tests.unit.device.devices import A_WHILE_CYCLES
 
 for package in ("aiobotocore", "msgspec"):
@@ -27,10 +27,10 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with running(processes=1, nbytes=2**27) as port:
+    with shaped(FAST) as server:
         yield Config(
             bucket="test",
-            endpoint_url=f"http://127.0.0.1:{port}",
+            endpoint_url=server.url,
             region="us-east-1",
             host_bytes=2**24,
         )

@@ -16,7 +16,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 RENAMED = "names and docstrings have changed since, and no behaviour"
 OLDER: dict[str, str] = {
-    "bucket-kept.json": RENAMED,
     "engine-shaped.json": RENAMED,
     "trace-session.json": RENAMED,
 }
@@ -41,7 +40,6 @@ def shown() -> set[str]:
             costs.page,
             results.page,
             results.readme,
-            results.simulation_page,
         ):
             render()
         return names

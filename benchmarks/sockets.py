@@ -1,0 +1,106 @@
+"""Blocking sockets that speak HTTP, and nothing else: what a server and the network give."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from urllib.parse import urlsplit
+
+DEADLINE_S = 60.0
+"""Longest silence of a server. After it a benchmark ends with `TimeoutError`."""
+
+Exchange = Callable[[socket.socket, bytes, memoryview], bool]
+"""Sends a head and moves a body. Returns whether the server keeps the connection."""
+
+
+class RawConnection:
+    """A blocking connection to a server. It is opened anew after an answer that closes it."""
+
+    def __init__(self, url: str, number: int = 0) -> None:
+        self._url, self._number = url, number
+        self._socket = self._open()
+
+    def do(self, exchange: Exchange, head: bytes, buffer: memoryview) -> None:
+        if not exchange(self._socket, head, buffer):
+            self._socket.close()
+            self._socket = self._open()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _open(self) -> socket.socket:
+        return connected(self._url, self._number)
+
+
+def connected(url: str, number: int = 0) -> socket.socket:
+    """A blocking connection to the server, for which its certificate need not be known. number:
+    such connections spread over the addresses of the name."""
+    parts = urlsplit(url)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    host = found[number % len(found)][4][0]
+    plain = socket.create_connection((str(host), port), DEADLINE_S)
+    if parts.scheme == "http":
+        return plain
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context.wrap_socket(plain)
+
+
+def raw_get(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
+    connection.sendall(head)
+    answer, rest = read_head(connection)
+    # As our own client does, or a server with Nagle's algorithm on keeps the body back for 40 ms.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+    buffer[: len(rest)] = rest
+    filled = len(rest)
+    while filled < len(buffer):
+        received = connection.recv_into(buffer[filled:])
+        if not received:
+            raise ConnectionError(f"the server sent {filled} of {len(buffer)} bytes")
+        filled += received
+    return keeps_alive(answer)
+
+
+def raw_put(connection: socket.socket, head: bytes, buffer: memoryview) -> bool:
+    connection.sendall(head)
+    connection.sendall(buffer)
+    return keeps_alive(read_head(connection)[0])
+
+
+def read_head(connection: socket.socket, status: bytes = b"200") -> tuple[bytes, bytes]:
+    """Reads the head of an answer with this status; returns it, and what of the body came with
+    it."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        received = connection.recv(2**16)
+        if not received:
+            raise ConnectionError("the server closed the connection before it answered")
+        data += received
+    assert data.startswith(b"HTTP/1.1 " + status), data
+    head, _, rest = data.partition(b"\r\n\r\n")
+    return head, rest
+
+
+def keeps_alive(head: bytes) -> bool:
+    return b"connection: close" not in head.lower()
+
+
+def read_all(
+    connections: Sequence[RawConnection], heads: Sequence[bytes], buffers: Sequence[memoryview]
+) -> float:
+    """Seconds to read every object into its buffer, one after another on each connection."""
+    count = len(connections)
+
+    def work(number: int) -> None:
+        for head, buffer in list(zip(heads, buffers, strict=True))[number::count]:
+            connections[number].do(raw_get, head, buffer)
+
+    start_s = perf_counter()
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+    return perf_counter() - start_s
