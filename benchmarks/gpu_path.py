@@ -83,7 +83,7 @@ def _measured(make_rig: Callable[[], CopyRig], rounds: int) -> dict[str, Any]:
             stack.callback(connection.close)
         return _compared(rig, pipeline, connections, rounds) | {
             "saved_gb_per_s": _gb(rig.copied_bytes / saved_s),
-            "pinned": copies.statistics().pinned,
+            "pinned": copies.copier.pinned,
         }
 
 

@@ -42,12 +42,12 @@ class BucketJob(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveOrder:
+class SaveJob:
     """Copy `block_ids` (all blocks of the chunk's object, in order: those of its first KV-cache
-    group, then as many of the next) to `slot` once this step's forward has
-    written them, then upload the slot. Ends twice per rank: as `JobKind.SAVE` when the blocks may
-    be reused, and as `JobKind.UPLOAD` when nothing reads the slot any more. A failed save uploads
-    nothing; its second end is then CANCELLED.
+    group, then as many of the next) to `slot` once this step's forward has written them, then
+    upload the slot. Ends twice per rank: as `JobKind.SAVE` when the blocks may be reused, and as
+    `JobKind.UPLOAD` when nothing reads the slot any more. A failed save uploads nothing; its second
+    end is then CANCELLED.
     """
 
     job_id: int
@@ -68,7 +68,7 @@ class CopyPart:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOrder:
+class LoadJob:
     """All loads of one request. They end with vLLM's `finished_recving`, not with a `JobEnd`."""
 
     request_id: str
@@ -95,8 +95,8 @@ class StepPlan:
     """
 
     jobs: tuple[BucketJob, ...] = ()
-    saves: tuple[SaveOrder, ...] = ()
-    loads: tuple[LoadOrder, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
     fences: tuple[int, ...] = ()
     cancels: tuple[int, ...] = ()
     withdrawals: tuple[int, ...] = ()

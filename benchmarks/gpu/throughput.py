@@ -58,14 +58,13 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
             if turn:  # the first warms up
                 per_s[name].append(rate)
     medians = {name: statistics.median(rates) for name, rates in per_s.items()}
-    statistics_ = copies.statistics()
     return {
         "gb_per_s": {name: round(rate / 1e9, 2) for name, rate in medians.items()},
         "least_gb_per_s": {name: round(min(rates) / 1e9, 2) for name, rates in per_s.items()},
         "saved_of_large": round(medians["saved"] / medians["large_out"], 3),
         "loaded_of_large": round(medians["loaded"] / medians["large_in"], 3),
-        "pinned": statistics_.pinned,
-        "choices": [_plain(choice) for choice in statistics_.choices],
+        "pinned": copies.copier.pinned,
+        "choices": [_plain(choice) for choice in copies.copier.choices],
     }
 
 

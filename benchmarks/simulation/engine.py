@@ -23,7 +23,7 @@ from s3kv.messages import (
     BucketJob,
     JobEnd,
     JobKind,
-    LoadOrder,
+    LoadJob,
     StepPlan,
     StepReport,
 )
@@ -294,7 +294,7 @@ class Engine:
     def _local_hit(self, arrival: Arrival) -> list[int]:
         return self._pool.hit(arrival.hashes, arrival.prompt_tokens, CHUNK_TOKENS)
 
-    def _load(self, order: LoadOrder) -> None:
+    def _load(self, order: LoadJob) -> None:
         blocks = sum(len(part.block_ids) for part in order.parts)
         length_s = blocks / _PAGE_BLOCKS * self._chunk_bytes / self._speed.load_bytes_per_s
         self._loads_end_s = max(self._loads_end_s, self._timeline.now_s) + length_s

@@ -120,7 +120,7 @@ class WorkerSide(Guarded):
             clock=time.monotonic,
             members={c.number: c.members for c in coverages},
         )
-        pinned = copies.statistics().pinned
+        pinned = copies.copier.pinned
         if not pinned:  # pinning has mapped the pages; without it, the first copies would
             tier.slab.prefault(processors=beside_the_model())
         object_bytes = tuple(slots.formats[c.number].object_bytes for c in coverages)

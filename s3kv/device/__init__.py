@@ -4,7 +4,7 @@ The only package below `s3kv.connectors` that imports torch. It runs in the work
 scheduler and never in the I/O process.
 """
 
-from s3kv.device.copies import BlockCopies, CopyEnds, CopyStatistics
+from s3kv.device.copies import BlockCopies, CopyEnds
 from s3kv.device.layout import PageLayout
 
-__all__ = ["BlockCopies", "CopyEnds", "CopyStatistics", "PageLayout"]
+__all__ = ["BlockCopies", "CopyEnds", "PageLayout"]

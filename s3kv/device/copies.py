@@ -30,12 +30,11 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from s3kv.device.copier import COPY_ERRORS, Copier, Path, PathChoice
+from s3kv.device.copier import COPY_ERRORS, Copier, Path
 from s3kv.device.copy_jobs import CopyJob, CopyMark, CopyQueue, FailureLog
 from s3kv.device.cpu import FINISHED, CpuCopier
 from s3kv.device.layout import PageLayout
@@ -73,21 +72,6 @@ class CopyEnds(NamedTuple):
     loaded: list[LoadedEnd]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStatistics:
-    """Counts since the start; only `pending` counts saves and loads not yet reported by `poll`."""
-
-    saves: int
-    loads: int
-    failures: int
-    fences_waited: int
-    """Fences that had to wait for the copy thread, because a save had not been started."""
-    pending: int
-    pinned: bool
-    choices: tuple[PathChoice, ...]
-    """On a GPU: the path of each group's chunks in each direction, and its measured time."""
-
-
 def open_copier(
     places: ChunkPlaces, path: Path | None = None, idle: Sequence[int] | None = None
 ) -> Copier:
@@ -114,7 +98,7 @@ class BlockCopies:
 
     def __init__(self, copier: Copier, clock: Callable[[], float] = time.monotonic) -> None:
         """Take over `copier` and start the copy thread. Most callers use `open`."""
-        self._copier = copier
+        self.copier = copier
         self._clock = clock
         self._changed = threading.Condition()
         """Its lock guards everything below, jobs and tickets included."""
@@ -123,7 +107,6 @@ class BlockCopies:
         self._in: CopyQueue[str] = CopyQueue(copier.copy_in, self._failures, clock)
         self._urgent: deque[CopyJob[Any]] = deque()
         self._loads_in_a_row = 0
-        self._counts = dict.fromkeys(("saves", "loads", "failures", "fences_waited"), 0)
         self._closing = False
         self._entered: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="s3kv-copies", daemon=True)
@@ -160,7 +143,7 @@ class BlockCopies:
         stream, and what that stream already waits for on others. Does not block, or raise.
         """
         try:
-            return CopyMark(self._copier.mark(), True)
+            return CopyMark(self.copier.mark(), True)
         except COPY_ERRORS as error:
             self._failures.note("the device failed; the copies ordered now fail", error)
             return CopyMark(None, False)
@@ -181,7 +164,6 @@ class BlockCopies:
         """
         if job_id in self._out.jobs:
             raise ValueError(f"save {job_id} is already in flight")
-        self._counts["saves"] += 1
         self._submit(self._out, job_id, (CopyPart(group, slot, 0, tuple(block_ids)),), mark)
 
     def load(self, load_id: str, parts: Sequence[CopyPart], mark: CopyMark | None = None) -> None:
@@ -193,7 +175,6 @@ class BlockCopies:
         """
         if load_id in self._in.jobs:
             raise ValueError(f"load {load_id} is already in flight")
-        self._counts["loads"] += 1
         self._submit(self._in, load_id, parts, mark)
 
     def fence(self, job_ids: Iterable[int]) -> None:
@@ -208,11 +189,9 @@ class BlockCopies:
         if not jobs:
             return
         with self._changed:
-            if not all(job.started for job in jobs):
-                self._counts["fences_waited"] += 1
-                if not self._hurry(jobs, LONG_FENCE_S):
-                    self._log_copy_thread()
-                    self._hurry(jobs, None)
+            if not all(job.started for job in jobs) and not self._hurry(jobs, LONG_FENCE_S):
+                self._log_copy_thread()
+                self._hurry(jobs, None)
             for job in jobs:
                 job.ticket.fence()
 
@@ -224,10 +203,8 @@ class BlockCopies:
         now = self._clock()
         with self._changed:
             for saved in self._out.ended():
-                self._counts["failures"] += not saved.ok
                 ends.saved.append(SavedEnd(saved.ident, saved.ok, now - saved.since_s))
             for loaded in self._in.ended():
-                self._counts["failures"] += not loaded.ok
                 ends.loaded.append(LoadedEnd(loaded.ident, loaded.ok))
         return ends
 
@@ -250,17 +227,6 @@ class BlockCopies:
             lambda: not loads.jobs or bool(loads.started and loads.started[0].is_done()), timeout_s
         )
 
-    @property
-    def refused(self) -> int:
-        """Batches of copies that a GPU's driver has refused so far."""
-        return self._copier.refused
-
-    def statistics(self) -> CopyStatistics:
-        pending, copier = len(self._jobs()), self._copier
-        return CopyStatistics(
-            **self._counts, pending=pending, pinned=copier.pinned, choices=copier.choices
-        )
-
     def close(self) -> None:
         """Finish the copy under way, fail the queued ones, release slab and pinning. Idempotent.
 
@@ -274,7 +240,7 @@ class BlockCopies:
         if self._thread.is_alive():
             logger.error("s3kv: the copy thread hangs; its memory stays mapped and pinned")
             return
-        self._copier.close()
+        self.copier.close()
 
     def _wait_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = self._clock() + timeout_s
@@ -321,7 +287,7 @@ class BlockCopies:
     def _run(self) -> None:
         """Body of the copy thread. However it ends, all its jobs end, too."""
         try:
-            self._copier.enter_thread()
+            self.copier.enter_thread()
             self._entered.set_result(None)
             while self._await_turn():
                 self._start_next()
@@ -382,6 +348,6 @@ class BlockCopies:
 
     def _settle(self) -> None:
         try:
-            self._copier.settle()
+            self.copier.settle()
         except COPY_ERRORS as error:
             self._failures.note("the device failed; the copies under way are lost", error)

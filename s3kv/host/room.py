@@ -1,4 +1,5 @@
-"""Room in a slab: two allocators with one interface.
+"""Room in a slab: two allocators with one interface. Used from one thread. A place is one or more
+consecutive units, named by the number of its first.
 
 `EqualSlots` has slots of one size. `Extents` has pages, for entries of different sizes: a buddy
 allocator that returns the unused end of each block.
@@ -19,46 +20,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 PAGE_BYTES = 4096
 """An object's header is one page, so the smallest extent that holds an object has two."""
 
 
-class Room(Protocol):
-    """A slab of `count` units of `unit_bytes` each. A place is one or more consecutive units, named
-    by the number of its first. Used from one thread.
-    """
-
-    unit_bytes: int
-    count: int
-
-    @property
-    def largest(self) -> int:
-        """Units of the largest possible place."""
-
-    @property
-    def free_units(self) -> int: ...
-
-    def allocate(self, units: int) -> int | None:
-        """Take a place of `units` units. Returns its number, or None if none is free."""
-
-    def free(self, number: int) -> None:
-        """Give a place back. Raises `KeyError` if none begins at `number`."""
-
-    def shrink(self, number: int, units: int) -> None:
-        """Keep the first `units` units of a place, at least one, and give the others back."""
-
-    def clearing(self, number: int, units: int) -> Sequence[int]:
-        """The places to free, including `number`, so that a place of `units` fits there. Empty if
-        freeing that place cannot make room.
-        """
-
-    def check(self) -> None:
-        """Recompute all state. Raises `AssertionError` where it differs. For tests."""
-
-
-def room_for(count: int, unit_bytes: int, entry_bytes: Collection[int]) -> EqualSlots | Extents:
+def room_for(count: int, unit_bytes: int, entry_bytes: Collection[int]) -> Room:
     """The room for entries of these lengths in a slab of `count` units: equal slots if a unit holds
     any of them, otherwise extents. Raises `ValueError` if the units are not pages then."""
     if all(nbytes <= unit_bytes for nbytes in entry_bytes):
@@ -69,7 +37,8 @@ def room_for(count: int, unit_bytes: int, entry_bytes: Collection[int]) -> Equal
 
 
 class EqualSlots:
-    """Room for entries of one size: every place is one slot of `unit_bytes`."""
+    """Room for entries of one size: every place is one slot of `unit_bytes`. Contract: see
+    `Extents`."""
 
     __slots__ = ("_free", "count", "unit_bytes")
 
@@ -150,6 +119,7 @@ class Extents:
         return None
 
     def free(self, number: int) -> None:
+        """Give an extent back. Raises `KeyError` if none begins at `number`."""
         self._give_back(number, self._taken.pop(number))
         del self._starts[bisect_left(self._starts, number)]
 
@@ -166,8 +136,10 @@ class Extents:
         self._give_back(number + units, before - units)
 
     def clearing(self, number: int, units: int) -> Sequence[int]:
-        """One larger extent, or the extents of a region, which together take less than twice
-        `units` pages. This bounds what a placement can evict, so fragmentation cannot grow.
+        """The extents to free, including `number`, so that one of `units` pages fits there; none if
+        freeing that extent cannot make room. It is one larger extent, or the extents of a region,
+        which together take less than twice `units` pages. This bounds what a placement can evict,
+        so fragmentation cannot grow.
         """
         order, taken = order_of(units), self._taken
         if order_of(taken[number]) > order:
@@ -228,6 +200,9 @@ class Extents:
         assert owners == [1] * self.count, "a page is taken twice, or lost"
         assert free == self.free_units
         assert self._starts == sorted(self._taken)
+
+
+Room: TypeAlias = EqualSlots | Extents
 
 
 def order_of(pages: int) -> int:

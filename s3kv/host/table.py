@@ -7,12 +7,13 @@ library's blocks follow the same protocol; only the room they lie in differs (`h
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from s3kv.host.lru import LRU
 from s3kv.host.room import Room
 from s3kv.types import ChunkKey, Span
 
@@ -149,7 +150,10 @@ class Table:
     def __init__(self, room: Room, nbytes: Mapping[int, int] | None = None) -> None:
         self._room = room
         self._nbytes = dict(nbytes or {})
-        self._lru = LRU()
+        # Numbers of resident entries, the least recently used first; insertion counts as a use. A
+        # linked list with an index, in C: every operation is O(1), and so is iteration after
+        # removals at the front, which it is not for a plain dict.
+        self._lru: OrderedDict[int, None] = OrderedDict()
         # One dict of block hashes per group, not one of ChunkKeys: bytes cache their hash and
         # tuples do not, and the planner looks up bare hashes without wrapping them.
         self._groups: dict[int, dict[bytes, Entry]] = {}
@@ -215,7 +219,7 @@ class Table:
         if nbytes is not None and nbytes != entry.nbytes:
             self._shrink(entry, nbytes)
         self._enter(entry, state)
-        self._lru.inserted(entry.number)
+        self._lru[entry.number] = None
 
     def abandon(self, entry: Entry) -> None:
         """Free `entry`: it was not filled, and nothing will write to its place any more."""
@@ -278,9 +282,9 @@ class Table:
         """
         for entry in entries:
             self._next(entry, "touch")
-        touched = self._lru.touched
+        touch = self._lru.move_to_end
         for entry in reversed(entries):
-            touched(entry.number)
+            touch(entry.number)
 
     # ---- accounts
 
@@ -321,8 +325,7 @@ class Table:
         assert pinned == self._pinned, "pinned units by state: miscounted"
         assert all(e.is_resident for e in entries if e.pins), "what is not resident is pinned"
         resident = {entry.number for entry in entries if entry.is_resident}
-        assert len(self._lru) == len(resident), "the queue holds more or less than is resident"
-        assert all(n in self._lru for n in resident), "the queue lacks what is resident"
+        assert resident == set(self._lru), "the queue is not what is resident"
 
     # ---- inside
 
@@ -363,30 +366,24 @@ class Table:
         # Counted rather than searched: with a slab full of dirty entries every save comes here.
         if units > self._room.largest or self._units[_CLEAN] == self._pinned[_CLEAN]:
             return ()
-        first = self._lru.evict(self._evictable(units))
+        makes_room = self._may_go if self._room.largest == 1 else partial(self._makes_room, units)
+        # Numbers passed over keep their places. They are few: dirty and pinned entries are recent.
+        first = next(filter(makes_room, self._lru), None)
         if first is None:
             return ()
         keys = []
         for number in self._room.clearing(first, units):
             victim = self._at[number]
-            if number != first:
-                self._lru.removed(number)
+            del self._lru[number]
             self._release(victim, TRANSITIONS["evict"][victim.state])
             keys.append(victim.key)
         self._evictions += len(keys)
         return keys
 
-    def _evictable(self, units: int) -> Callable[[int], bool]:
-        """Whether evicting the entry at a place makes room for `units` units."""
-        may_go, clearing = self._may_go, self._room.clearing
-        if self._room.largest == 1:
-            return may_go
-
-        def all_may_go(number: int) -> bool:
-            places = clearing(number, units)
-            return len(places) > 0 and all(map(may_go, places))
-
-        return all_may_go
+    def _makes_room(self, units: int, number: int) -> bool:
+        """Whether evicting the entry at a place, with its region, makes room for `units` units."""
+        places = self._room.clearing(number, units)
+        return len(places) > 0 and all(map(self._may_go, places))
 
     def _may_go(self, number: int) -> bool:
         entry = self._at[number]

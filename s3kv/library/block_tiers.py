@@ -19,7 +19,7 @@ import torch
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import CopyError
 from s3kv.host.table import Entry
-from s3kv.library.caller_streams import Beside, CallerStream
+from s3kv.library.caller_streams import Beside, Stream, current_stream, on
 from s3kv.library.device_tier import DeviceBlocks
 from s3kv.library.host_tier import HostTier
 from s3kv.library.pump import carried, claimed, in_thread
@@ -48,11 +48,9 @@ class BlockTiers:
         if hot is not None:
             host.watch(hot.poll, hot.close)
 
-    def stream(self) -> CallerStream:
+    def stream(self) -> Stream:
         """The caller's current stream."""
-        return CallerStream.current(
-            self.hot.device if self.hot is not None else torch.device("cpu")
-        )
+        return None if self.hot is None else current_stream(self.hot.pools.device)
 
     async def put(self, key: ChunkKey, tensors: Tensors, *, wait: bool) -> bool:
         stream = self.stream()
@@ -85,13 +83,13 @@ class BlockTiers:
         return await self.host.pump.call(self._acquire(hot, key, stream))
 
     def _hit(self, key: ChunkKey) -> None:
-        self.host.counters["device_hits"] += 1
+        self.host.ledger.counters["device_hits"] += 1
         self.host.hit(key)
 
     def put_block(self, hot: DeviceBlocks, key: ChunkKey, number: int) -> bool:
         stream = self.stream()
         hot.name(number, key, stream)
-        state = self.host.state(key)
+        state = self.host.ledger.state(key)
         if state is ChunkState.RESIDENT:
             self.host.hit(key)
             return True
@@ -113,19 +111,19 @@ class BlockTiers:
     # --- to host memory --------------------------------------------------------------------
 
     def _placed(
-        self, key: ChunkKey, tensors: Tensors, stream: CallerStream
+        self, key: ChunkKey, tensors: Tensors, stream: Stream
     ) -> tuple[DeviceBlocks, int] | None:
         """Place the tensors in a block of the pool. Returns the block, held for the caller; None if
         there is none.
         """
         hot = self.hot
-        if hot is None or not _are_on(hot.device, tensors):
+        if hot is None or not _are_on(hot.pools.device, tensors):
             return None
         number = hot.acquire(key, stream)
         if number is None and (number := hot.take(stream)) is not None:
             try:
-                with stream:
-                    hot.write(number, tensors)
+                with on(stream):
+                    hot.pools.write(number, tensors)
             except RuntimeError as error:
                 logger.warning("s3kv: a block was not kept on the device: %s", error)
                 hot.release(number, stream)
@@ -133,7 +131,7 @@ class BlockTiers:
             hot.name(number, key, stream)
         return None if number is None else (hot, number)
 
-    def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> None:
+    def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: Stream) -> None:
         """Save the block that holds `key`, unless a copy or fetch under way brings `key` to host
         memory.
         """
@@ -150,7 +148,7 @@ class BlockTiers:
         self.host.pump.start(putting)
 
     def _save(
-        self, hot: DeviceBlocks, job: Job, number: int, stream: CallerStream
+        self, hot: DeviceBlocks, job: Job, number: int, stream: Stream
     ) -> asyncio.Future[bool]:
         """Start the copy of a held block to host memory. The block may be released at once."""
         saved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -164,16 +162,14 @@ class BlockTiers:
         self.host.pump.wake()
         return saved
 
-    async def _saved(self, job: Job, hot: DeviceBlocks, number: int, stream: CallerStream) -> bool:
+    async def _saved(self, job: Job, hot: DeviceBlocks, number: int, stream: Stream) -> bool:
         saved = self._save(hot, job, number, stream)
         await asyncio.wait([saved])
         return saved.result()
 
     # --- from host memory ------------------------------------------------------------------
 
-    async def _get(
-        self, key: ChunkKey, into: Tensors, stream: CallerStream, beside: Beside
-    ) -> bool:
+    async def _get(self, key: ChunkKey, into: Tensors, stream: Stream, beside: Beside) -> bool:
         hot = self.hot
         if hot is not None and (number := hot.acquire(key, stream)) is not None:
             self._hit(key)
@@ -182,7 +178,7 @@ class BlockTiers:
         if slot is None:
             return False
         try:
-            if hot is not None and _are_on(hot.device, into):
+            if hot is not None and _are_on(hot.pools.device, into):
                 number = await self._load(hot, key, slot, stream)
                 if number is not None:
                     return await self._copied_from(hot, number, into, stream, beside)
@@ -195,23 +191,23 @@ class BlockTiers:
         return True
 
     async def _copied_from(
-        self, hot: DeviceBlocks, number: int, into: Tensors, stream: CallerStream, beside: Beside
+        self, hot: DeviceBlocks, number: int, into: Tensors, stream: Stream, beside: Beside
     ) -> bool:
         """Copy from a held block, and release it."""
-        read = partial(hot.read, number, into)
+        read, device = partial(hot.pools.read, number, into), hot.pools.device
         try:
             with _copy_errors():
-                with stream:
-                    if _are_on(hot.device, into):
+                with on(stream):
+                    if _are_on(device, into):
                         read()
                         return True
-                    after = Beside([hot.device])
+                    after = Beside([device])
                 await carried(in_thread(partial(after, partial(beside, read))))
         finally:
             hot.release(number, stream)
         return True
 
-    async def _acquire(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> int | None:
+    async def _acquire(self, hot: DeviceBlocks, key: ChunkKey, stream: Stream) -> int | None:
         slot = await self.host.pinned(key)
         if slot is None:
             return None
@@ -221,7 +217,7 @@ class BlockTiers:
             self.host.unpin(slot)
 
     async def _load(
-        self, hot: DeviceBlocks, key: ChunkKey, slot: Entry, stream: CallerStream
+        self, hot: DeviceBlocks, key: ChunkKey, slot: Entry, stream: Stream
     ) -> int | None:
         """Load a pinned slot. Returns the block, held for the caller; None if the load failed or
         all blocks are in use. Concurrent calls share one load.
@@ -232,7 +228,7 @@ class BlockTiers:
             return number
         loaded = self._loaded(hot, key, slot)
         if loaded is None:
-            self.host.counters["loads_without_block"] += 1
+            self.host.ledger.counters["loads_without_block"] += 1
             return None
 
         def give_back(number: int | None) -> None:
@@ -253,7 +249,7 @@ class BlockTiers:
         def ended(number: int | None) -> None:
             del self._loading[key]
             self.host.unpin(slot)
-            self.host.counters["loads" if number is not None else "loads_failed"] += 1
+            self.host.ledger.counters["loads" if number is not None else "loads_failed"] += 1
             loaded.set_result(number)
 
         if not hot.load(slot.number, key, ended):

@@ -1,83 +1,53 @@
 """Orders the caller's CUDA streams against ours. Only `Beside` blocks the host.
 
-On a CPU a call has done its work when it returns, so there is nothing to order.
+On a CPU a call has done its work when it returns, so there is nothing to order: streams and marks
+are None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import TypeAlias
 
 import torch
 
-
-class Mark:
-    """A point in a stream's work."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
-
-    @property
-    def passed(self) -> bool:
-        """Whether all work before the mark is done. Raises `RuntimeError` if the device failed."""
-        return self._event is None or bool(self._event.query())
-
-    def hold_back(self, stream: torch.cuda.Stream | None) -> None:
-        """Make later work on `stream` wait for the mark."""
-        if self._event is not None and stream is not None:
-            stream.wait_event(self._event)
+Stream: TypeAlias = torch.cuda.Stream | None
+Mark: TypeAlias = torch.cuda.Event | None
+"""A point in a stream's work."""
 
 
-class CallerStream:
-    """A stream; on a CPU, a stand-in that does nothing.
+def current_stream(device: torch.device) -> Stream:
+    """The current stream of this thread."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    Entered as a context, it is the current stream. The code inside must not `await`, because the
-    current stream belongs to the thread, not to a task.
-    """
 
-    __slots__ = ("_current", "_stream")
+def new_stream(device: torch.device) -> Stream:
+    """A new stream, for work that waits only for marks."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self._current = torch.cuda.stream(stream) if stream is not None else None
 
-    @classmethod
-    def current(cls, device: torch.device) -> CallerStream:
-        """The current stream of this thread."""
-        return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
+def on(stream: Stream) -> AbstractContextManager[object]:
+    """Makes the stream, and its device, the current one. The code inside must not `await`, because
+    the current stream belongs to the thread, not to a task."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
-    @classmethod
-    def new(cls, device: torch.device) -> CallerStream:
-        """A new stream, for work that waits only for marks."""
-        if device.type != "cuda":
-            return cls(None)
-        return cls(torch.cuda.Stream(device))
 
-    def mark(self) -> Mark:
-        """A mark behind all work launched on the stream so far."""
-        return Mark(None if self._stream is None else self._stream.record_event())
+def mark(stream: Stream) -> Mark:
+    """A mark behind all work launched on the stream so far."""
+    return None if stream is None else stream.record_event()
 
-    def wait(self, marks: Iterable[Mark]) -> None:
-        """Make later work on the stream wait for all of `marks`."""
-        for mark in marks:
-            mark.hold_back(self._stream)
 
-    def __enter__(self) -> CallerStream:
-        if self._current is not None:
-            self._current.__enter__()
-        return self
+def has_passed(mark: Mark) -> bool:
+    """Whether all work before the mark is done. Raises `RuntimeError` if the device failed."""
+    return mark is None or bool(mark.query())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._current is not None:
-            self._current.__exit__(kind, error, trace)
+
+def wait(stream: Stream, marks: Iterable[Mark]) -> None:
+    """Make later work on the stream wait for all of `marks`."""
+    for mark in marks:
+        if stream is not None and mark is not None:
+            stream.wait_event(mark)
 
 
 class Beside:

@@ -27,7 +27,7 @@ from s3kv.device.layout import Dim, PageLayout, merge
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import ConfigError
 from s3kv.library.block_table import BlockTable
-from s3kv.library.caller_streams import CallerStream, Mark
+from s3kv.library.caller_streams import Mark, Stream, has_passed, mark, new_stream, on, wait
 from s3kv.messages import CopyPart
 from s3kv.types import ChunkKey
 
@@ -97,7 +97,8 @@ class _BlockLoad(NamedTuple):
 
 
 class DeviceBlocks:
-    """The device tier. Used from one thread. A `stream` argument is the caller's stream."""
+    """The device tier. Used from one thread. A `stream` argument is the caller's stream. `pools`
+    copies held blocks, and fills those without a name."""
 
     def __init__(
         self, pools: BlockPools, numbers: Iterable[int], copies: BlockCopies, opened: Mark
@@ -108,9 +109,9 @@ class DeviceBlocks:
         work on them. Raises `ValueError` for no numbers, or for a repeated one.
         """
         self._table = BlockTable(numbers)
-        self._pools = pools
+        self.pools = pools
         self._copies = copies
-        self._before_loads = CallerStream.new(pools.device)
+        self._before_loads = new_stream(pools.device)
         self._written: dict[int, Mark] = {}
         """For each block, a mark behind its last write."""
         self._used: dict[int, list[Mark]] = {}
@@ -121,10 +122,6 @@ class DeviceBlocks:
         self._ids = count()
 
     @property
-    def device(self) -> torch.device:
-        return self._pools.device
-
-    @property
     def is_copying(self) -> bool:
         return bool(self._saves or self._loads)
 
@@ -133,7 +130,7 @@ class DeviceBlocks:
 
     # --- blocks ----------------------------------------------------------------------------
 
-    def acquire(self, key: ChunkKey, stream: CallerStream) -> int | None:
+    def acquire(self, key: ChunkKey, stream: Stream) -> int | None:
         """Hold the block with `key` once more; work launched next on `stream` may read it."""
         number = self._table.find(key)
         if number is not None:
@@ -141,52 +138,42 @@ class DeviceBlocks:
             self.wait_written(number, stream)
         return number
 
-    def wait_written(self, number: int, stream: CallerStream) -> None:
+    def wait_written(self, number: int, stream: Stream) -> None:
         """Make work launched next on `stream` wait until this held block has been written."""
-        mark = self._written.get(number)
-        if mark is not None:
-            stream.wait([mark])
+        wait(stream, [self._written.get(number)])
 
-    def take(self, stream: CallerStream) -> int | None:
+    def take(self, stream: Stream) -> int | None:
         """Hold a block to fill; work launched next on `stream` may write to it."""
         number = self._table.take()
         if number is not None:
-            stream.wait(self._uses(number))
+            wait(stream, self._uses(number))
         return number
 
-    def name(self, number: int, key: ChunkKey, stream: CallerStream) -> bool:
+    def name(self, number: int, key: ChunkKey, stream: Stream) -> bool:
         """Name a block as `BlockTable.name` does. Its writes have been launched on `stream`."""
         if self._table.key_of(number) == key:
             return True
         if not self._table.name(number, key):
             return False
-        self._written[number] = stream.mark()
+        self._written[number] = mark(stream)
         return True
 
-    def release(self, number: int, stream: CallerStream) -> None:
+    def release(self, number: int, stream: Stream) -> None:
         """Release a block as `BlockTable.release` does; its next use waits for the work launched on
         `stream` so far.
         """
         self._table.release(number)
-        uses = [mark for mark in self._used.get(number, ()) if not mark.passed]
-        self._used[number] = [*uses, stream.mark()]
+        uses = [use for use in self._used.get(number, ()) if not has_passed(use)]
+        self._used[number] = [*uses, mark(stream)]
 
     # --- bytes -----------------------------------------------------------------------------
-
-    def write(self, number: int, source: Mapping[str, torch.Tensor]) -> None:
-        """Fill a held block without a name, on the current stream."""
-        self._pools.write(number, source)
-
-    def read(self, number: int, into: Mapping[str, torch.Tensor]) -> None:
-        """Copy a held block, on the current stream."""
-        self._pools.read(number, into)
 
     def save(
         self,
         job_id: int,
         slot: int,
         number: int,
-        stream: CallerStream,
+        stream: Stream,
         on_end: Callable[[bool], None],
     ) -> None:
         """Copy a held block to a slot. The block may be released at once. on_end: called by
@@ -194,7 +181,7 @@ class DeviceBlocks:
         """
         self._table.pin(number)
         self._saves[job_id] = _Save(number, on_end)
-        with stream:
+        with on(stream):
             self._copies.save(job_id, GROUP, slot, (number,))
 
     def load(self, slot: int, key: ChunkKey, on_end: Callable[[int | None], None]) -> bool:
@@ -208,8 +195,8 @@ class DeviceBlocks:
             return False
         load_id = str(next(self._ids))
         self._loads[load_id] = _BlockLoad(number, key, on_end)
-        self._before_loads.wait(self._uses(number))
-        with self._before_loads:
+        wait(self._before_loads, self._uses(number))
+        with on(self._before_loads):
             self._copies.load(load_id, [CopyPart(GROUP, slot, 0, (number,))])
         return True
 
@@ -238,9 +225,7 @@ class DeviceBlocks:
 
     def _uses(self, number: int) -> list[Mark]:
         """Marks that have to pass before this vacated block is written."""
-        marks = [self._opened, *self._used.pop(number, ())]
-        written = self._written.pop(number, None)
-        return marks if written is None else [*marks, written]
+        return [self._opened, self._written.pop(number, None), *self._used.pop(number, ())]
 
 
 def _page_views(name: str, pool: torch.Tensor) -> dict[str, torch.Tensor]:

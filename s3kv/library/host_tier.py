@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -77,20 +76,13 @@ class HostTier:
 
     # --- questions -------------------------------------------------------------------------
 
-    def state(self, key: ChunkKey) -> ChunkState:
-        return self.ledger.state(key)
-
     def holds(self, key: ChunkKey) -> bool:
         """Whether `key` is in host memory."""
-        return self.state(key) is ChunkState.RESIDENT
+        return self.ledger.state(key) is ChunkState.RESIDENT
 
     def in_bucket(self, key: ChunkKey) -> bool | None:
         """Whether the bucket has `key`, to our knowledge; None if unknown."""
         return self.ledger.index.verdict(key, time.monotonic())
-
-    @property
-    def counters(self) -> Counter[str]:
-        return self.ledger.counters
 
     # --- to host memory --------------------------------------------------------------------
 
@@ -111,7 +103,7 @@ class HostTier:
                     self._owed.pop(key, None)
                 return kept
             if not wait:
-                self.counters["saves_dropped"] += 1
+                self.ledger.counters["saves_dropped"] += 1
                 return False
             await self.pump.next_end()
             self.pump.check_open()
@@ -163,13 +155,18 @@ class HostTier:
         """Pin `key` in host memory until `unpin`, and return its entry; None on a miss. Fetches the
         object from the bucket if host memory does not have it.
         """
-        while self.state(key) is ChunkState.COPYING:
+        while self.ledger.state(key) is ChunkState.COPYING:
             await self.pump.next_end()
         entry = self.ledger.table.lookup(key)
         if entry is not None and entry.is_resident:
             self.pin(entry)
         else:
-            entry = await self._arrival(key)
+            job = self.fetch(key)
+            if job is None:
+                return None
+            arrived: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
+            job.waiters.append(arrived)
+            entry = await claimed(arrived, self.unpin)
         if entry is not None:
             self.ledger.table.touch_chain([entry])
             self.hit(key)
@@ -194,7 +191,7 @@ class HostTier:
         """Join or start the fetch of a key that is not in host memory. None if the key is known to
         be absent from the bucket, or cannot be fetched now.
         """
-        if self.state(key) is ChunkState.FETCHING:
+        if self.ledger.state(key) is ChunkState.FETCHING:
             return self.ledger.fetch_job(key)
         if self.pump.is_closing or self.ledger.refusal(key, time.monotonic()) is not None:
             return None
@@ -246,19 +243,11 @@ class HostTier:
 
     async def _settled(self, key: ChunkKey) -> bool:
         """Wait while `key` is on its way to host memory. Returns whether it has arrived."""
-        while (state := self.state(key)) is not ChunkState.ABSENT:
+        while (state := self.ledger.state(key)) is not ChunkState.ABSENT:
             if state is ChunkState.RESIDENT:
                 return True
             await self.pump.next_end()
         return False
-
-    async def _arrival(self, key: ChunkKey) -> Entry | None:
-        job = self.fetch(key)
-        if job is None:
-            return None
-        arrived: asyncio.Future[Entry | None] = asyncio.get_running_loop().create_future()
-        job.waiters.append(arrived)
-        return await claimed(arrived, self.unpin)
 
     def _arrived(self, job: Job, entry: Entry | None) -> None:
         """Notify the waiters of a fetch. Pins the entry for each of them, so that it cannot be
@@ -271,7 +260,7 @@ class HostTier:
         self.pump.announce()
 
     def _is_coming(self, key: ChunkKey) -> bool:
-        if self.state(key) is not ChunkState.ABSENT:
+        if self.ledger.state(key) is not ChunkState.ABSENT:
             return True
         has_room = self.ledger.fetches_inflight < self.ledger.table.count // 2
         return has_room and self.fetch(key) is not None
@@ -300,7 +289,7 @@ class HostTier:
 
     def _on_done(self, end: JobEnd) -> None:
         if end.reason:
-            self.counters[f"{end.kind.value}_corrupt_{end.reason}"] += 1
+            self.ledger.counters[f"{end.kind.value}_corrupt_{end.reason}"] += 1
         self._end(end)
 
     def _end(self, end: JobEnd) -> None:

@@ -38,7 +38,7 @@ from s3kv.device.tensors import BlockTensors
 from s3kv.errors import ConfigError
 from s3kv.io.tier import introduce
 from s3kv.library.block_tiers import BlockTiers
-from s3kv.library.caller_streams import CallerStream
+from s3kv.library.caller_streams import current_stream, mark, on
 from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
 from s3kv.library.host_tier import HostTier
 from s3kv.library.opening import Opening, plain_namespace
@@ -215,7 +215,7 @@ class TieredStore:
     @property
     def counters(self) -> Mapping[str, int]:
         """Counts of events so far, by the names of the metrics. Can be read after `close`, too."""
-        return self._host.counters
+        return self._host.ledger.counters
 
     async def flush(self) -> tuple[bytes, ...]:
         """Wait until everything put so far is in the bucket or given up.
@@ -281,10 +281,10 @@ async def _on_device(
     ours = range(pools.count) if numbers is None else [index(number) for number in numbers]
     if min(ours, default=0) < 0 or max(ours, default=0) >= pools.count:
         raise ValueError(f"pool_blocks: allowed are 0 to {pools.count - 1}")
-    stream = CallerStream.current(pools.device)
+    stream = current_stream(pools.device)
 
     def opened() -> BlockCopies:
-        with stream:  # which also makes its device the current one of this thread
+        with on(stream):
             return BlockCopies.open(
                 {GROUP: pools.layout},
                 host.slab.view,
@@ -295,4 +295,4 @@ async def _on_device(
 
     # Pinning host memory takes a second or so for a few GiB.
     copies = await carried(in_thread(opened))
-    return DeviceBlocks(pools, ours, copies, stream.mark())
+    return DeviceBlocks(pools, ours, copies, mark(stream))

@@ -49,24 +49,58 @@ class Forecast(NamedTuple):
     absence_s: float | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A request's wait for chunks or items: its clock, and its sleep between two decisions. Times
+    are seconds of the planner's monotonic clock."""
+
+    is_begun: bool = False
+    """Whether the engine was told to wait since the last `start_over`."""
+    started_s: float = 0.0
+    """Time at which the engine was first told to wait."""
+    asked_s: float = 0.0
+    """Time at which the request last ordered or joined a fetch."""
+    arrived_s: float = 0.0
+    """Time of the last arrival for it, or of the start of the wait."""
+    until_s: float = -math.inf
+    """Time until which the answer stays "wait", unless `wake` is called before."""
+    wanted: int = 0
+    """Chunks, or rows of encoder outputs, that it might get from the bucket, as of `started_s`."""
+
+    def begin(self, now_s: float, wanted: int) -> None:
+        """Tell the engine to wait. Only the first call since `start_over` sets the clock."""
+        self.wake()
+        if not self.is_begun:
+            self.started_s = self.arrived_s = now_s
+            self.wanted = wanted
+            self.is_begun = True
+
+    def arrived(self, now_s: float) -> None:
+        self.arrived_s = now_s
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the wait decided on again: a fetch has ended, or something else is new."""
+        self.until_s = -math.inf
+
+    def start_over(self) -> None:
+        """Forget the wait. The next `begin` starts another one."""
+        self.is_begun = False
+
+
 @dataclass(frozen=True, slots=True)
 class WaitFacts:
     """All that `decide` goes by. Times are seconds of one monotonic clock, counts are chunks (of
     encoder outputs: rows).
 
-    started_s: the engine was first told to wait. asked_s: the last fetch was requested. arrived_s:
-        the last one arrived; `started_s` before the first.
-    wanted: count as of `started_s`. missing: those still on their way. unproven: those of the
-        missing ones that the bucket may not have, because it does not have the next one.
+    missing: those still on their way. unproven: those of the missing ones that the bucket may not
+        have, because it does not have the next one.
     compute_s: time to compute one.
     gate: whether waits have to pay (`recompute_gate`); otherwise only `max_wait_s` counts.
     """
 
     now_s: float
-    started_s: float
-    asked_s: float
-    arrived_s: float
-    wanted: int
+    wait: Wait
     missing: int
     unproven: int
     compute_s: float
@@ -102,21 +136,22 @@ def decide(facts: WaitFacts) -> Deadline:
     `PATIENCE_MIN_S`, or, if that is more, `PATIENCE_COMPUTE` of the time to compute what is
     missing, up to `PATIENCE_S`.
     """
-    latest_s, forecast = facts.started_s + facts.max_wait_s, facts.forecast
+    wait, forecast = facts.wait, facts.forecast
+    latest_s = wait.started_s + facts.max_wait_s
     if not facts.gate:
         return Deadline(latest_s)
     all_s, worth_s = forecast.all_s, GAIN * facts.compute_s * likely(facts)
     if all_s is not None and all_s >= worth_s:
-        late_s = max(facts.asked_s, facts.arrived_s) + LATE * all_s
-        if facts.now_s >= late_s or facts.asked_s + all_s - facts.now_s >= worth_s:
+        late_s = max(wait.asked_s, wait.arrived_s) + LATE * all_s
+        if facts.now_s >= late_s or wait.asked_s + all_s - facts.now_s >= worth_s:
             return Deadline(-math.inf, pays=False)
         latest_s = min(latest_s, late_s)
     patience_s = PATIENCE_S
     if forecast.fetch_s is not None:
         for_much_s = min(PATIENCE_S, PATIENCE_COMPUTE * facts.compute_s * facts.missing)
         patience_s = max(PATIENCE_MIN_S, PATIENCE_FETCHES * forecast.fetch_s, for_much_s)
-    computed_s = facts.started_s + facts.compute_s * facts.wanted
-    return Deadline(min(latest_s, computed_s, facts.arrived_s + patience_s))
+    computed_s = wait.started_s + facts.compute_s * wait.wanted
+    return Deadline(min(latest_s, computed_s, wait.arrived_s + patience_s))
 
 
 def likely(facts: WaitFacts) -> float:
@@ -131,7 +166,7 @@ def likely(facts: WaitFacts) -> float:
     if not unproven or not absence_s:
         return facts.missing
     longer_s = max(0.0, (facts.forecast.alone_s or 0.0) - absence_s)
-    ratio = math.exp(-min(facts.now_s - facts.asked_s, longer_s) / absence_s)
+    ratio = math.exp(-min(facts.now_s - facts.wait.asked_s, longer_s) / absence_s)
     odds = [ratio**absent for absent in range(unproven + 1)]
     absent = sum(absent * share for absent, share in enumerate(odds)) / sum(odds)
     return facts.missing - absent

@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from s3kv.host.table import Entry
 from s3kv.messages import BucketJob, ItemLoad, ItemPlan, ItemReport, ItemSave, JobEnd
 from s3kv.objects.item_format import MAX_ITEM_BYTES
-from s3kv.planning.deadline import Deadline, Forecast, WaitFacts, decide
+from s3kv.planning.deadline import Deadline, Forecast, Wait, WaitFacts, decide
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
-from s3kv.planning.wait import Wait
 from s3kv.types import ChunkKey, ItemShape, Outcome
 
 
@@ -184,14 +183,11 @@ class ECPlanner:
         missing_rows = sum(request.asked[identifier].rows for identifier in request.pending)
         ahead = (job.about for job in self.ledger.jobs if job.is_fetch and job.job_id <= last)
         bytes_ahead = sum(map(self._sizes.expected, ahead))
-        fetch, wait = self.pace.fetch, request.wait
+        fetch = self.pace.fetch
         return decide(
             WaitFacts(
                 now_s=now_s,
-                started_s=wait.started_s,
-                asked_s=wait.asked_s,
-                arrived_s=wait.arrived_s,
-                wanted=wait.wanted,
+                wait=request.wait,
                 missing=missing_rows,
                 unproven=0,
                 compute_s=self.pace.encode_s(1),

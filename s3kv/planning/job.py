@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from s3kv.host.table import Entry
-from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder
+from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob
 from s3kv.types import ChunkKey, ItemShape, Outcome
 
 
@@ -61,9 +61,9 @@ class Job:
         slot = self.held.number if self.held is not None else 0
         return BucketJob(self.job_id, kind, self.key, slot, item)
 
-    def for_copies(self) -> SaveOrder:
+    def for_copies(self) -> SaveJob:
         """The message that has the ranks carry out a save."""
-        return SaveOrder(self.job_id, self.key, self.entry.number, self.block_ids)
+        return SaveJob(self.job_id, self.key, self.entry.number, self.block_ids)
 
     def take(self, end: JobEnd) -> bool:
         """Take in its end on some ranks. Returns whether all ranks have reported this kind."""

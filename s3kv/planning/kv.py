@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from s3kv.messages import CopyPart, JobKind, LoadOrder, StepPlan, StepReport
+from s3kv.messages import CopyPart, JobKind, LoadJob, StepPlan, StepReport
 from s3kv.planning.deadline import WaitFacts, decide
 from s3kv.planning.group_kinds import Coverage, blocks_after, check_coverages
 from s3kv.planning.job import Job
@@ -87,7 +87,7 @@ class KVPlanner:
         self._unfinished: dict[str, PlannedRequest] = {}
         """Requests whose lookups stopped at the limit on orders per step."""
         self._fetches: list[Job] = []
-        self._loads: list[LoadOrder] = []
+        self._loads: list[LoadJob] = []
         self._fences: set[int] = set()
         self._unwanted: dict[int, Job] = {}
         self._overdue: dict[int, Job] = {}
@@ -152,8 +152,8 @@ class KVPlanner:
             return
         for lookup in request.lookups:
             # If the request has its answer, its late chunks still arrive, for the next request.
-            aborted = lookup.claims.is_open
-            for job in lookup.claims.forget_fetches():
+            aborted = lookup.is_open
+            for job in lookup.forget_fetches():
                 if aborted:
                     self._unwanted[job.job_id] = job
         request.close()
@@ -217,14 +217,11 @@ class KVPlanner:
         wait, pace = request.wait, self.pace
         wait.begin(now_s, request.hashes.count - lookup.secured)
         # Chunks of other requests also arrive before the last of these.
-        ahead = self.ledger.fetches_ahead_of(lookup.claims.awaited(lookup.limit))
+        ahead = self.ledger.fetches_ahead_of(lookup.awaited())
         deadline = decide(
             WaitFacts(
                 now_s=now_s,
-                started_s=wait.started_s,
-                asked_s=wait.asked_s,
-                arrived_s=wait.arrived_s,
-                wanted=wait.wanted,
+                wait=wait,
                 missing=lookup.limit - lookup.secured,
                 unproven=lookup.unproven,
                 compute_s=pace.compute_s(self._chunk_tokens),
@@ -235,7 +232,7 @@ class KVPlanner:
         )
         if now_s < deadline.until_s:
             request.step(RequestEvent.WAIT)
-            if not lookup.claims.has_more:
+            if not lookup.has_more:
                 wait.until_s = deadline.until_s
             return True
         self.counters["deadline_cuts"] += 1
@@ -245,7 +242,7 @@ class KVPlanner:
 
     def _offer(self, request: PlannedRequest) -> Answer:
         for lookup in request.lookups:
-            for job in lookup.claims.pending.values():
+            for job in lookup.pending.values():
                 self._overdue[job.job_id] = job
         tokens = request.offer()
         return Answer(False, tokens) if tokens else NOTHING
@@ -270,14 +267,14 @@ class KVPlanner:
         end = request.local_tokens + external_tokens
         parts: list[CopyPart] = []
         for lookup in request.lookups:
-            parts += lookup.claims.load_parts(block_ids, request.local_tokens, end)
-            self.ledger.table.touch_chain(lookup.claims.leases)
+            parts += lookup.load_parts(block_ids, request.local_tokens, end)
+            self.ledger.table.touch_chain(lookup.leases)
         filled = [block for part in parts for block in part.block_ids]
         null = self._settings.null_block
         assert null is None or null not in filled, "the engine gave no block for what it loads"
         self._fences |= self.ledger.fences(filled)
         self._saves.written(filled)
-        self._loads.append(LoadOrder(request_id, tuple(parts)))
+        self._loads.append(LoadJob(request_id, tuple(parts)))
         bucket_tokens = request.bucket_tokens(external_tokens)
         self.counters["hit_tokens_bucket"] += bucket_tokens
         self.counters["hit_tokens_host"] += external_tokens - bucket_tokens
@@ -411,7 +408,7 @@ class KVPlanner:
             entry
             for request in (*self._requests.values(), *self._orphans.values())
             for lookup in request.lookups
-            for entry in (*lookup.claims.leases, *lookup.claims.early.values())
+            for entry in (*lookup.leases, *lookup.early.values())
         )
         for entry, pins in leased.items():
             assert entry.pins == pins, (entry, pins)

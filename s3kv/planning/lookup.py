@@ -1,4 +1,4 @@
-"""Lookups of a request, one in each coverage: their contract, and the chunks that each has claimed.
+"""Lookups of a request, one in each coverage: their contract, and the chunks that each claims.
 
 A lookup leases resident chunks and requests the others. The GET is the probe. A fetch under way for
 another request is joined; no chunk is requested twice.
@@ -6,13 +6,14 @@ another request is joined; no chunk is requested twice.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
 
 from s3kv.host.table import Entry
 from s3kv.messages import CopyPart, JobKind
+from s3kv.planning.deadline import Wait
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
@@ -75,22 +76,34 @@ class ChunkHashes:
 
 
 @dataclass(slots=True, eq=False)
-class Claims:
-    """The chunks of one coverage that a request leases or waits for. Same process, thread and clock
-    as the planner.
+class Lookup(ABC):
+    """Lookup of a request in one coverage, with the chunks that the request leases or waits for.
+    Same process, thread and clock as the planner. Positions and lengths are numbers of chunks, from
+    the start of the prompt.
 
-    Chunk positions count from the start of the prompt. Chunks `first … ready` are resident, and
-    leased until the engine decides. asked: the chunks before it need not be requested."""
+    Every call of `collect` leases resident chunks and requests missing ones, so that the request
+    can resume after `ready` chunks as soon as possible, and after as many as possible, up to
+    `limit`. A request that cannot resume after `ready` chunks finds fewer of them in the next call,
+    whose `aim` is `ready`. The end of every fetch that it has ordered or joined comes to
+    `fetch_ended`. After `stop` it requests nothing, and waits for nothing, until it is reopened.
+
+    planned: the fetches for this step's plan, one list for all lookups. window: chunks that may be
+    requested at a time without being known. aim: chunks that may be resumed after, as of the last
+    `collect`. Chunks `first … ready` are resident, and leased until the engine decides. asked: the
+    chunks before it need not be requested.
+    """
 
     request_id: str
     ledger: Ledger
     coverage: Coverage
     hashes: ChunkHashes
-    planned: list[Job] = field(default_factory=list)
-    """The fetches for this step's plan: one list for all lookups."""
+    wait: Wait
+    planned: list[Job]
+    window: int
     is_open: bool = True
     """Whether it leases chunks that arrive. Otherwise its leases are offered or being loaded, or it
     has none, and later arrivals serve other requests."""
+    aim: int = 0
     first: int = 0
     ready: int = 0
     asked: int = 0
@@ -105,11 +118,76 @@ class Claims:
     has_more: bool = False
     """Whether the last `collect` stopped at its limit on orders."""
 
+    # --- progress --------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def waits(self) -> bool:
+        """Whether a chunk is on its way that the length needs next, or that makes it longer."""
+
+    @property
+    @abstractmethod
+    def limit(self) -> int:
+        """Length that may yet be resumed at."""
+
+    @property
+    @abstractmethod
+    def secured(self) -> int:
+        """Length that need not be computed, whatever comes of the chunks on their way."""
+
+    @property
+    def unproven(self) -> int:
+        """Number of the chunks before `limit` that the bucket may not have either, because it does
+        not have the next one."""
+        return 0
+
+    @property
+    def unasked(self) -> int:
+        """Number of chunks that it has yet to request, if they are expected to be there."""
+        return 0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of arrivals until it can request its last chunk."""
+        return (self.unasked // self.window).bit_length()
+
+    @property
+    @abstractmethod
+    def looks_ahead(self) -> bool:
+        """Whether to request what a resume needs while its length is not known for sure."""
+
+    @abstractmethod
+    def awaits(self, position: int) -> bool:
+        """Whether it still needs the chunk at `position`."""
+
+    @abstractmethod
+    def collect(
+        self, local_tokens: int, aim: int | None, now_s: float, orders: int = ORDERS_PER_LOOKUP
+    ) -> None:
+        """Lease resident chunks, and order at most `orders` fetches. local_tokens: in the engine's
+        own cache. aim: length to resume at, at most; None: all that may be loaded."""
+
+    @abstractmethod
+    def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
+        """Take in the end of a fetch that this lookup has ordered or joined."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Make `ready` final."""
+
+    def reopen(self) -> None:
+        """Start over: the engine asks again for a partly computed request."""
+        self.is_open = True
+        self.fetched.clear()
+
+    # --- fetches ---------------------------------------------------------------------------
+
     def key(self, position: int) -> ChunkKey:
         return ChunkKey(self.coverage.number, self.hashes.known[position])
 
-    def awaited(self, limit: int) -> list[Job]:
+    def awaited(self) -> list[Job]:
         """The fetches under way of chunks before `limit`."""
+        limit = self.limit
         return [job for position, job in self.pending.items() if position < limit]
 
     def order(self, position: int, key: ChunkKey) -> Job | None:
@@ -120,13 +198,22 @@ class Claims:
                 residency.append(Origin(key, JobKind.FETCH, self.request_id, position))
         return job
 
-    def join(self, lookup: Lookup, position: int, job: Job | None) -> bool:
-        """Have the lookup wait for the chunk at `position`. Returns False, and does nothing,
-        without a job."""
+    def join(self, position: int, job: Job | None, now_s: float) -> bool:
+        """Wait for the chunk at `position`. Returns False, and does nothing, without a job."""
         if job is not None:
-            job.waiters.append((lookup, position))
+            job.waiters.append((self, position))
             self.pending[position] = job
+            self.wait.asked_s = now_s
         return job is not None
+
+    def forget_fetches(self) -> list[Job]:
+        """Stop waiting for all fetches under way. Returns their jobs."""
+        dropped, self.pending = list(self.pending.values()), {}
+        for job in dropped:
+            job.waiters = [waiter for waiter in job.waiters if waiter[0] is not self]
+        return dropped
+
+    # --- leases ----------------------------------------------------------------------------
 
     def lease_early(self, position: int, entry: Entry) -> None:
         """Keep a resident chunk until the ready ones reach it."""
@@ -168,18 +255,6 @@ class Claims:
         self.is_open = False
         self.give_back()
 
-    def reopen(self) -> None:
-        """Start over: the engine asks again for a partly computed request."""
-        self.is_open = True
-        self.fetched.clear()
-
-    def forget_fetches(self) -> list[Job]:
-        """Stop waiting for all fetches under way. Returns their jobs."""
-        dropped, self.pending = list(self.pending.values()), {}
-        for job in dropped:
-            job.waiters = [waiter for waiter in job.waiters if waiter[0].claims is not self]
-        return dropped
-
     def give_back(self) -> None:
         """Give back all leases. Only `collect` takes new ones."""
         for entry in self.leases:
@@ -193,63 +268,3 @@ class Claims:
         for entry in self.early.values():
             self.ledger.table.unpin(entry)
         self.early.clear()
-
-
-class Lookup(Protocol):
-    """Lookup of a request in one coverage. All lengths are numbers of chunks from the start.
-
-    Every call of `collect` leases resident chunks and requests missing ones, so that the request
-    can resume after `claims.ready` chunks as soon as possible, and after as many as possible, up to
-    `limit`. A request that cannot resume after `ready` chunks finds fewer of them in the next call,
-    whose `aim` is `ready`. The end of every fetch that it has ordered or joined comes to
-    `fetch_ended`. After `stop` it requests nothing, and waits for nothing, until it is reopened.
-    """
-
-    claims: Claims
-
-    @property
-    def waits(self) -> bool:
-        """Whether a chunk is on its way that the length needs next, or that makes it longer."""
-
-    @property
-    def limit(self) -> int:
-        """Length that may yet be resumed at."""
-
-    @property
-    def secured(self) -> int:
-        """Length that need not be computed, whatever comes of the chunks on their way."""
-
-    @property
-    def unproven(self) -> int:
-        """Number of the chunks before `limit` that the bucket may not have either, because it does
-        not have the next one."""
-
-    @property
-    def unasked(self) -> int:
-        """Number of chunks that it has yet to request."""
-
-    @property
-    def rounds(self) -> int:
-        """Rounds of arrivals until it can request its last chunk."""
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether to request what a resume needs while its length is not known for sure."""
-
-    def awaits(self, position: int) -> bool:
-        """Whether it still needs the chunk at `position`."""
-
-    def collect(
-        self, local_tokens: int, aim: int | None, now_s: float, orders: int = ORDERS_PER_LOOKUP
-    ) -> None:
-        """Lease resident chunks, and order at most `orders` fetches. local_tokens: in the engine's
-        own cache. aim: length to resume at, at most; None: all that may be loaded."""
-
-    def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
-        """Take in the end of a fetch that this lookup has ordered or joined."""
-
-    def stop(self) -> None:
-        """Make `claims.ready` final."""
-
-    def reopen(self) -> None:
-        """Start over: the engine asks again for a partly computed request."""

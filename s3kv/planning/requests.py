@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from s3kv.planning.deadline import Wait
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import Ledger
-from s3kv.planning.lookup import ChunkHashes, Claims, Lookup
+from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.prefix_lookup import PrefixLookup
 from s3kv.planning.state_lookup import StateLookup
-from s3kv.planning.wait import Wait
 from s3kv.states import IdentityEnum, Transitions
 from s3kv.types import ChunkKey
 
@@ -169,13 +169,13 @@ class PlannedRequest:
         limits: RequestLimits = NO_LIMITS,
     ) -> PlannedRequest:
         """Make the record of a request that has arrived, with a lookup per coverage. planned: as in
-        `Claims`."""
+        `Lookup`."""
         wait = Wait()
         lookups = tuple(
-            StateLookup(claims, wait)
-            if claims.coverage.kind.is_sparse
-            else PrefixLookup(claims, wait, probe_chunks)
-            for claims in (Claims(request_id, ledger, c, hashes, planned) for c in coverages)
+            StateLookup(request_id, ledger, coverage, hashes, wait, planned, 1)
+            if coverage.kind.is_sparse
+            else PrefixLookup(request_id, ledger, coverage, hashes, wait, planned, probe_chunks)
+            for coverage in coverages
         )
         saved = limits.save_tokens
         saving = Saving(None if saved is None else saved // coverages[0].chunk_tokens)
@@ -187,7 +187,7 @@ class PlannedRequest:
     def arrange(self, local_tokens: int, tokens: int | None) -> None:
         """Note the tokens in the engine's own cache, and all that the request has (None: it is not
         told), for the next `collect`."""
-        size, most = self.lookups[0].claims.coverage.chunk_tokens, self.limits.load_tokens
+        size, most = self.lookups[0].coverage.chunk_tokens, self.limits.load_tokens
         self.local_tokens = local_tokens
         self.hashes.resumable = None if tokens is None else max(0, tokens - 1) // size
         self.hashes.limit = None if most is None else (local_tokens + most) // size
@@ -197,7 +197,7 @@ class PlannedRequest:
         come from."""
         known = self.hashes.read()
         for lookup in self.lookups:
-            coverage, index = lookup.claims.coverage, lookup.claims.ledger.index
+            coverage, index = lookup.coverage, lookup.ledger.index
             needed = coverage.chunks_for(tokens - tokens % coverage.chunk_tokens)
             for position in range(needed.start, min(needed.stop, len(known))):
                 index.use(ChunkKey(coverage.number, known[position]), now_s)
@@ -211,7 +211,7 @@ class PlannedRequest:
     def close(self) -> None:
         """Give back all leases and end the wait's sleep."""
         for lookup in self.lookups:
-            lookup.claims.close()
+            lookup.close()
         self.wait.wake()
 
     def collect(self, now_s: float, orders: int) -> Lookup | None:
@@ -220,7 +220,7 @@ class PlannedRequest:
 
         Windows are requested together with the prefix that another lookup waits for, as if all of
         it were there. Otherwise they would arrive later by the time of a fetch."""
-        is_cumulative = self.lookups[0].claims.coverage.kind.is_cumulative
+        is_cumulative = self.lookups[0].coverage.kind.is_cumulative
         chunks = None if is_cumulative else self.hashes.before_the_last
         settled = False
         while not settled:
@@ -231,9 +231,9 @@ class PlannedRequest:
                     self._prefetch_windows(lookup, now_s, orders)
                     return lookup
                 if chunks is None:
-                    chunks = lookup.claims.ready
-                elif lookup.claims.ready < chunks:
-                    chunks, settled = lookup.claims.ready, False
+                    chunks = lookup.ready
+                elif lookup.ready < chunks:
+                    chunks, settled = lookup.ready, False
             # An engine that has lost tokens since the last lookup may load fewer.
             self.ready = min(chunks or 0, self.hashes.count)
         return None
@@ -241,7 +241,7 @@ class PlannedRequest:
     def _prefetch_windows(self, awaited: Lookup, now_s: float, orders: int) -> None:
         """Request what the lookups behind `awaited` need at its end. Those that have found a chunk
         missing, and states, are left until the prefix is known."""
-        if awaited.unasked or awaited.claims.has_more:
+        if awaited.unasked or awaited.has_more:
             return
         for lookup in self.lookups[self.lookups.index(awaited) + 1 :]:
             if lookup.looks_ahead:
@@ -249,30 +249,30 @@ class PlannedRequest:
 
     def offer(self) -> int:
         """Hold the chunks that all groups have ready. Returns the tokens to offer, or 0."""
-        tokens = self.ready * self.lookups[0].claims.coverage.chunk_tokens - self.local_tokens
+        tokens = self.ready * self.lookups[0].coverage.chunk_tokens - self.local_tokens
         for lookup in self.lookups:
             lookup.stop()
             if tokens > 0:
-                lookup.claims.hold(self.ready)
+                lookup.hold(self.ready)
             else:
-                lookup.claims.give_back()
+                lookup.give_back()
         self.step(RequestEvent.OFFER if tokens > 0 else RequestEvent.NOTHING)
         return max(0, tokens)
 
     def bucket_tokens(self, external_tokens: int) -> int:
         """Number of `external_tokens` that were fetched for this request, by the first group. One
         without full attention has few chunks: if any was fetched, so were all tokens."""
-        claims = self.lookups[0].claims
-        if not claims.coverage.kind.is_cumulative:
-            return external_tokens if claims.fetched else 0
-        size = claims.coverage.chunk_tokens
+        lookup = self.lookups[0]
+        if not lookup.coverage.kind.is_cumulative:
+            return external_tokens if lookup.fetched else 0
+        size = lookup.coverage.chunk_tokens
         begin, end = self.local_tokens, self.local_tokens + external_tokens
-        return sum(max(0, min(end, (p + 1) * size) - max(begin, p * size)) for p in claims.fetched)
+        return sum(max(0, min(end, (p + 1) * size) - max(begin, p * size)) for p in lookup.fetched)
 
     @property
     def has_more(self) -> bool:
         """Whether an open lookup has chunks left to request."""
         for lookup in self.lookups:  # noqa: SIM110 - any() takes three times as long, per lookup
-            if lookup.claims.has_more and lookup.claims.is_open:
+            if lookup.has_more and lookup.is_open:
                 return True
         return False

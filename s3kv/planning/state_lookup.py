@@ -13,8 +13,7 @@ from s3kv.host.table import Entry
 from s3kv.messages import JobKind
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, FetchRefusal
-from s3kv.planning.lookup import ORDERS_PER_LOOKUP, Claims
-from s3kv.planning.wait import Wait
+from s3kv.planning.lookup import ORDERS_PER_LOOKUP, Lookup
 from s3kv.types import Outcome
 
 MISSES_PER_LOOKUP = 64
@@ -24,67 +23,59 @@ attention, if the model has it, has already told how far the prefix is known at 
 
 
 @dataclass(slots=True, eq=False)
-class StateLookup:
-    """A `Lookup` from the back. `claims.ready` is one after the last resident chunk, which is
-    leased alone; without any, it is the number of chunks in the engine's own cache. aim: chunks
-    that may be resumed after, as of the last `collect`. window: chunks requested at a time."""
+class StateLookup(Lookup):
+    """A `Lookup` from the back. `ready` is one after the last resident chunk, which is leased
+    alone; without any, it is the number of chunks in the engine's own cache. Chunks that are not
+    requested are expected to be missing."""
 
-    claims: Claims
-    wait: Wait
-    window: int = 1
-    aim: int = 0
     is_stopped: bool = False
     gone: set[int] = field(default_factory=set)
     """Positions of chunks that the bucket does not have, or that could not be fetched."""
 
-    looks_ahead = False
-    # The chunks that are not requested are expected to be missing.
-    unasked = rounds = unproven = 0
-
     @property
     def waits(self) -> bool:
-        ready, pending = self.claims.ready, self.claims.pending
-        return not self.is_stopped and any(ready <= p < self.aim for p in pending)
+        return not self.is_stopped and any(self.ready <= p < self.aim for p in self.pending)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return False
 
     def awaits(self, position: int) -> bool:
-        return self.claims.is_open and not self.is_stopped
+        return self.is_open and not self.is_stopped
 
     @property
     def secured(self) -> int:
-        return self.claims.ready
+        return self.ready
 
     @property
     def limit(self) -> int:
-        return max(self.aim, self.claims.ready)
+        return max(self.aim, self.ready)
 
     def collect(
         self, local_tokens: int, aim: int | None, now_s: float, orders: int = ORDERS_PER_LOOKUP
     ) -> None:
         """Lease the last resident chunk, and request later ones."""
-        claims, table = self.claims, self.claims.ledger.table
-        claims.is_open = True
-        claims.hashes.read()
-        last = claims.hashes.before_the_last
+        table = self.ledger.table
+        self.is_open = True
+        self.hashes.read()
+        last = self.hashes.before_the_last
         self.aim = last if aim is None else min(aim, last)
-        own = local_tokens // claims.coverage.chunk_tokens
-        before, claims.leases = claims.leases, []
-        claims.first = claims.ready = own
+        own = local_tokens // self.coverage.chunk_tokens
+        before, self.leases = self.leases, []
+        self.first = self.ready = own
         if (found := self._find(own)) is not None:
             position, entry = found
             table.pin(entry)
-            claims.leases.append(entry)
-            claims.first, claims.ready = position, position + 1
+            self.leases.append(entry)
+            self.first, self.ready = position, position + 1
         for entry in before:
             table.unpin(entry)
-        claims.give_back_early()
-        pending = len(claims.pending)
+        self.give_back_early()
         self._request(now_s, orders)
-        if len(claims.pending) > pending:
-            self.wait.asked_s = now_s
 
     def _find(self, own: int) -> tuple[int, Entry] | None:
         """The last resident chunk after the first `own`, and its position."""
-        find, key = self.claims.ledger.table.lookup, self.claims.key
+        find, key = self.ledger.table.lookup, self.key
         for position in range(self.aim - 1, own - 1, -1):
             entry = find(key(position))
             if entry is not None and entry.is_resident:
@@ -93,41 +84,40 @@ class StateLookup:
 
     def _request(self, now_s: float, orders: int) -> None:
         """Request chunks after the ready one, from the back, until `window` are on their way."""
-        claims, awaited = self.claims, 0
-        for position in range(self.aim - 1, claims.ready - 1, -1):
+        awaited = 0
+        for position in range(self.aim - 1, self.ready - 1, -1):
             if position in self.gone:
                 continue
             full = awaited >= min(self.window, orders) or len(self.gone) >= MISSES_PER_LOOKUP
             if self.is_stopped or full or not self._ask(position, now_s):
                 return
-            awaited += position in claims.pending
-            if claims.ledger.index.is_present(claims.key(position)):
+            awaited += position in self.pending
+            if self.ledger.index.is_present(self.key(position)):
                 return
 
     def _ask(self, position: int, now_s: float) -> bool:
         """Order or join the fetch of a chunk, or find that it is gone. Returns False to stop here
         for now."""
-        claims = self.claims
-        if position in claims.pending:
+        if position in self.pending:
             return True
-        ledger, key = claims.ledger, claims.key(position)
+        ledger, key = self.ledger, self.key(position)
         state = ledger.state(key)
         if state is ChunkState.FETCHING:
-            return claims.join(self, position, ledger.fetch_job(key))
+            return self.join(position, ledger.fetch_job(key), now_s)
         if state is not ChunkState.ABSENT:
             return False
         refusal = ledger.refusal(key, now_s)
         if refusal is FetchRefusal.ABSENT:
             self.gone.add(position)
             return True
-        return claims.join(self, position, None if refusal else claims.order(position, key))
+        return self.join(position, None if refusal else self.order(position, key), now_s)
 
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:
-        claims, outcome = self.claims, job.outcomes[JobKind.FETCH]
-        del claims.pending[position]
-        if outcome.is_success and claims.is_open and job.entry.is_resident:
-            claims.lease_early(position, job.entry)
-            claims.fetched.add(position)
+        outcome = job.outcomes[JobKind.FETCH]
+        del self.pending[position]
+        if outcome.is_success and self.is_open and job.entry.is_resident:
+            self.lease_early(position, job.entry)
+            self.fetched.add(position)
             self.wait.arrived(now_s)
             return
         if not outcome.is_success and outcome is not Outcome.CANCELLED:
@@ -139,6 +129,6 @@ class StateLookup:
         self.is_stopped = True
 
     def reopen(self) -> None:
-        self.claims.reopen()
+        Lookup.reopen(self)
         self.is_stopped = False
         self.gone.clear()

@@ -20,7 +20,7 @@ from s3kv.host.room import PAGE_BYTES, Extents
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.failure_log import JobEndLog
-from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.messages import BucketJob, ItemReport, JobEnd, JobKind
 from s3kv.types import ChunkKey, ItemShape, Outcome, Span
 
 _IDLE_S = 1.0
@@ -44,16 +44,6 @@ class _Parcel(NamedTuple):
     since_s: float
 
 
-class OutboxEnds(NamedTuple):
-    """Ends since the last call. counters: by outcome, and those of the I/O process. uploaded: keys
-    the bucket now holds, with `JobEnd.fresh_s`. seconds: durations of successful copies and
-    uploads, by metric."""
-
-    counters: Counter[str]
-    uploaded: dict[ChunkKey, float]
-    seconds: dict[str, list[float]]
-
-
 class Outbox:
     """The outbox of one engine. `client` has been started and has tried the bucket; `close` closes
     client and slab.
@@ -72,7 +62,7 @@ class Outbox:
         self._underway: dict[int, tuple[_Parcel, float]] = {}
         self._io: Counter[str] = Counter()
         """The client's counters as the outbox's thread saw them last; replaced, never changed."""
-        self._io_told: Counter[str] = self._io
+        self._io_reported: Counter[str] = self._io
         self._drain_s = 0.0
         self._left = 0
         self._thread = threading.Thread(target=self._serve, name="s3kv-outbox", daemon=True)
@@ -99,28 +89,27 @@ class Outbox:
         """Upload what `copy` brings to the place. `take_ends` reports the end."""
         self._parcels.put(_Parcel(key, span, shape, copy, self._clock()))
 
-    def take_ends(self) -> OutboxEnds:
-        """The ends since the last call; frees their places. Does not block."""
-        ends = OutboxEnds(Counter(), {}, {})
+    def take_ends(self) -> ItemReport:
+        """The copies and uploads that have ended since the last call, with the counters of the I/O
+        process; frees their places. Does not block."""
+        io, counters = self._io, Counter[str]()
+        report = ItemReport(counters)
+        if io is not self._io_reported:
+            counters.update(io - self._io_reported)
+            self._io_reported = io
         while not self._ended.empty():
-            self._tell(*self._ended.get(), ends)
-        io = self._io
-        if io is not self._io_told:
-            ends.counters.update(io - self._io_told)
-            self._io_told = io
-        return ends
-
-    def _tell(self, parcel: _Parcel, copy_s: float | None, end: JobEnd, ends: OutboxEnds) -> None:
-        self.put_back(parcel.span)
-        if copy_s is not None:
-            ends.counters["save_ok"] += 1
-            ends.counters["save_bytes"] += parcel.shape.nbytes
-            ends.seconds.setdefault("save_seconds", []).append(copy_s)
-        ends.counters[f"upload_{end.outcome.name.lower()}"] += 1
-        if end.outcome.is_success:
-            ends.counters["upload_bytes"] += parcel.shape.nbytes
-            ends.seconds.setdefault("upload_seconds", []).append(end.seconds)
-            ends.uploaded[parcel.key] = end.fresh_s
+            parcel, copy_s, end = self._ended.get()
+            self.put_back(parcel.span)
+            if copy_s is not None:
+                counters["save_ok"] += 1
+                counters["save_bytes"] += parcel.shape.nbytes
+                report.seconds.setdefault("save_seconds", []).append(copy_s)
+            counters[f"upload_{end.outcome.name.lower()}"] += 1
+            if end.outcome.is_success:
+                counters["upload_bytes"] += parcel.shape.nbytes
+                report.seconds.setdefault("upload_seconds", []).append(end.seconds)
+                report.uploaded[parcel.key] = end.fresh_s
+        return report
 
     def close(self, drain_timeout_s: float) -> int:
         """Finish uploads within `drain_timeout_s`, then release everything. Returns the number of

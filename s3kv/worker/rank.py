@@ -4,8 +4,8 @@ It runs on the engine's thread of a worker process. `begin` and `save` block the
 GPU until the copies have been launched, on a CPU until they have ended. `poll` blocks where the
 plan says that the engine has nothing to do; the methods with a timeout, and `give_up_loads`, block
 for the copies. Device copies and the I/O process do the work; this joins them: a chunk copied to a
-slot is handed to the I/O process for upload, and an order that cannot be carried out ends as
-failed. Its reports are all the scheduler knows of this rank.
+slot is handed to the I/O process for upload, and a job that cannot be carried out ends as failed.
+Its reports are all the scheduler knows of this rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from s3kv.device.copies import BlockCopies, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
 from s3kv.io.client import IoClient
-from s3kv.messages import BucketJob, JobEnd, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.types import Outcome, Tally
 
 _GIVE_UP_S = 5.0
@@ -57,9 +57,9 @@ class RankWorker:
         self._copies_per_save = max(map(len, self._members.values()))
         """A save is as many copies as its object has members. Copy `i` of job `n` has the number
         `n * copies_per_save + i`."""
-        self._saves: dict[int, SaveOrder] = {}
-        self._owed: dict[int, SaveOrder] = {}
-        """Saves of the plan begun last that `save` has not been told of."""
+        self._saves: dict[int, SaveJob] = {}
+        self._announced: dict[int, SaveJob] = {}
+        """Saves of the plan begun last that have not begun."""
         self._begun: CopyMark | None = None
         """Where the step began, if its plan has loads."""
         self._copied: dict[int, list[SavedEnd]] = {}
@@ -80,9 +80,9 @@ class RankWorker:
         The saves of the last plan that the engine has passed over end as failed. A rank that is not
         the last pipeline stage gets none to execute if the engine speculates.
         """
-        if self._owed:
-            self.refuse([*self._owed.values()])
-        self._owed = {order.job_id: order for order in plan.saves}
+        if self._announced:
+            self.refuse([*self._announced.values()])
+        self._announced = {job.job_id: job for job in plan.saves}
         self._report.number = plan.number
         if plan.fences:
             self._fence(plan.fences)
@@ -95,7 +95,7 @@ class RankWorker:
             self._client.withdraw(job_id)
         self._client.flush()
 
-    def load(self, orders: Iterable[LoadOrder], *, from_now: bool = False) -> None:
+    def load(self, jobs: Iterable[LoadJob], *, from_now: bool = False) -> None:
         """Copy slots to blocks, after what was launched before `begin`. The step that orders a load
         does not use its blocks, so the load runs beside the forward.
 
@@ -103,15 +103,15 @@ class RankWorker:
             blocks since `begin`.
         """
         mark = self._copies.mark() if from_now else self._begun
-        for order in orders:
-            nbytes = sum(self._nbytes(part.group, part.block_ids) for part in order.parts)
-            self._loading[order.request_id] = _RequestLoad(nbytes, self._clock())
+        for job in jobs:
+            nbytes = sum(self._block_bytes[p.group] * len(p.block_ids) for p in job.parts)
+            self._loading[job.request_id] = _RequestLoad(nbytes, self._clock())
             if self._suspended:
-                self._loaded_or_failed(order.request_id, False)
+                self._loaded_or_failed(job.request_id, False)
             else:
-                self._copies.load(order.request_id, order.parts, mark)
+                self._copies.load(job.request_id, job.parts, mark)
 
-    def save(self, orders: Sequence[SaveOrder], *, read_first: bool = False) -> None:
+    def save(self, jobs: Sequence[SaveJob], *, read_first: bool = False) -> None:
         """Copy blocks to slots. Called after the forward that fills the blocks has been launched.
         Saves that `begin` has not announced, or has already given up, are left out.
 
@@ -119,25 +119,25 @@ class RankWorker:
             have been read.
         """
         if self._suspended:
-            self.refuse(orders)
+            self.refuse(jobs)
             return
-        orders = [order for order in orders if self._owed.pop(order.job_id, None) is not None]
-        mark = self._copies.mark() if orders else None
-        for order in orders:
-            self._saves[order.job_id] = order
-            first, members = order.job_id * self._copies_per_save, self._members[order.key.group]
-            blocks = len(order.block_ids) // len(members)
+        jobs = [job for job in jobs if self._announced.pop(job.job_id, None) is not None]
+        mark = self._copies.mark() if jobs else None
+        for job in jobs:
+            self._saves[job.job_id] = job
+            first, members = job.job_id * self._copies_per_save, self._members[job.key.group]
+            blocks = len(job.block_ids) // len(members)
             for number, member in enumerate(members):
-                ids = order.block_ids[number * blocks : (number + 1) * blocks]
-                self._copies.save(first + number, member, order.slot, ids, mark)
+                ids = job.block_ids[number * blocks : (number + 1) * blocks]
+                self._copies.save(first + number, member, job.slot, ids, mark)
         if read_first:
-            self._fence(order.job_id for order in orders)
+            self._fence(job.job_id for job in jobs)
 
-    def refuse(self, orders: Iterable[SaveOrder]) -> None:
+    def refuse(self, jobs: Iterable[SaveJob]) -> None:
         """Let saves end as failed: what the blocks hold is not what their keys say."""
-        for order in orders:
-            if self._owed.pop(order.job_id, None) is not None:
-                self._saved(order, False, 0.0)
+        for job in jobs:
+            if self._announced.pop(job.job_id, None) is not None:
+                self._saved(job, False, 0.0)
 
     def wait_launched(self, timeout_s: float) -> bool:
         """Block until the device has been given every copy ordered so far. Returns False when time
@@ -221,7 +221,7 @@ class RankWorker:
 
     @property
     def busy(self) -> int:
-        """Orders not ended yet. For tests."""
+        """Jobs not ended yet. For tests."""
         return len(self._saves) + len(self._jobs)
 
     # --- inside ----------------------------------------------------------------------------
@@ -232,9 +232,6 @@ class RankWorker:
             self._client.submit(job)
         else:
             self._report.add(JobEnd(job.job_id, job.kind, Outcome.OK))
-
-    def _nbytes(self, group: int, block_ids: tuple[int, ...]) -> int:
-        return self._block_bytes[group] * len(block_ids)
 
     def _fence(self, job_ids: Iterable[int]) -> None:
         per_save = self._copies_per_save
@@ -248,17 +245,17 @@ class RankWorker:
             self._copy_ended(end)
         for request_id, ok in ends.loaded:
             self._loaded_or_failed(request_id, ok)
-        if self._copies.refused:
-            self.counters["batches_refused"] = self._copies.refused
+        if refused := self._copies.copier.refused:
+            self.counters["batches_refused"] = refused
 
     def _copy_ended(self, end: SavedEnd) -> None:
         """Take in the end of a copy. The save ends with the last of its copies."""
         job_id = end.job_id // self._copies_per_save
-        order, ends = self._saves[job_id], self._copied.setdefault(job_id, [])
+        job, ends = self._saves[job_id], self._copied.setdefault(job_id, [])
         ends.append(end)
-        if len(ends) == len(self._members[order.key.group]):
+        if len(ends) == len(self._members[job.key.group]):
             del self._saves[job_id], self._copied[job_id]
-            self._saved(order, all(e.ok for e in ends), max(e.seconds for e in ends))
+            self._saved(job, all(e.ok for e in ends), max(e.seconds for e in ends))
 
     def _loaded_or_failed(self, request_id: str, ok: bool) -> None:
         load = self._loading.pop(request_id)
@@ -270,16 +267,16 @@ class RankWorker:
         self.counters["load_bytes"] += load.nbytes
         self._seconds.setdefault("load_seconds", []).append(self._clock() - load.since_s)
 
-    def _saved(self, order: SaveOrder, ok: bool, seconds: float) -> None:
+    def _saved(self, job: SaveJob, ok: bool, seconds: float) -> None:
         outcome = Outcome.OK if ok else Outcome.FAILED
-        members = self._members[order.key.group]
+        members = self._members[job.key.group]
         block_bytes = sum(self._block_bytes[member] for member in members)
-        nbytes = block_bytes * len(order.block_ids) // len(members)
-        self._end(JobEnd(order.job_id, JobKind.SAVE, outcome, nbytes, seconds))
+        nbytes = block_bytes * len(job.block_ids) // len(members)
+        self._end(JobEnd(job.job_id, JobKind.SAVE, outcome, nbytes, seconds))
         if ok:
-            self._start(BucketJob(order.job_id, JobKind.UPLOAD, order.key, order.slot))
+            self._start(BucketJob(job.job_id, JobKind.UPLOAD, job.key, job.slot))
         else:
-            self._end(JobEnd(order.job_id, JobKind.UPLOAD, Outcome.CANCELLED))
+            self._end(JobEnd(job.job_id, JobKind.UPLOAD, Outcome.CANCELLED))
 
     def _end(self, end: JobEnd) -> None:
         kind = end.kind.value

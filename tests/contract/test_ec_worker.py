@@ -22,7 +22,6 @@ from s3kv.io.slab_handover import offer_slab
 from s3kv.messages import ItemLoad, ItemPlan, ItemReport, ItemSave
 from s3kv.objects.item_format import HEADER_BYTES, object_bytes
 from s3kv.types import ChunkKey, ItemShape, Span
-from s3kv.worker.outbox import OutboxEnds
 
 KEY = ChunkKey(0, b"k" * 32)
 ROWS, WIDTH = 10, 16
@@ -45,9 +44,9 @@ class Outbox:
         self.sent.append((key, span, shape))
         self.untold.append(key)
 
-    def take_ends(self) -> OutboxEnds:
+    def take_ends(self) -> ItemReport:
         told, self.untold = self.untold, []
-        return OutboxEnds(
+        return ItemReport(
             Counter({"upload_ok": len(told)} if told else {}), dict.fromkeys(told, 60.0), {}
         )
 

@@ -17,14 +17,14 @@ from s3kv.connectors.kv import S3KVConnector
 from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport, geometry
 from s3kv.connectors.kv_worker import WorkerSide
 from s3kv.errors import StoreUnavailable
-from s3kv.messages import CopyPart, LoadOrder, SaveOrder, StepPlan, StepReport
+from s3kv.messages import CopyPart, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.types import ENGINE_LOG, ChunkKey
 from tests.contract.configurations import FULL, groups
 from tests.contract.test_vllm_api import VERSION
 
 PLAN = StepPlan(
-    loads=(LoadOrder("r", (CopyPart(0, 0, 0, (1,)),)),),
-    saves=(SaveOrder(1, ChunkKey(0, b"k" * 32), 1, (2,)),),
+    loads=(LoadJob("r", (CopyPart(0, 0, 0, (1,)),)),),
+    saves=(SaveJob(1, ChunkKey(0, b"k" * 32), 1, (2,)),),
 )
 
 

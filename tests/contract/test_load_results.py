@@ -13,7 +13,7 @@ from s3kv.config import Config
 from s3kv.connectors.kv import S3KVConnector
 from s3kv.connectors.kv_scheduler import SchedulerSide
 from s3kv.connectors.kv_translate import KVGeometry, PlanMetadata, WorkerHandshake
-from s3kv.messages import EMPTY_PLAN, CopyPart, JobEnd, JobKind, LoadOrder, StepPlan
+from s3kv.messages import EMPTY_PLAN, CopyPart, JobEnd, JobKind, LoadJob, StepPlan
 from s3kv.types import Outcome
 from tests.contract.test_kv_scheduler import output, request, step
 from tests.contract.test_kv_worker import connector, side
@@ -47,10 +47,10 @@ class Rank:
         return self._loading
 
 
-def load(name: str, *blocks: int) -> LoadOrder:
+def load(name: str, *blocks: int) -> LoadJob:
     """Of two parts, as of two chunks."""
     parts = (CopyPart(0, 0, 0, blocks[:1]), CopyPart(0, 1, 0, blocks[1:]))
-    return LoadOrder(name, parts)
+    return LoadJob(name, parts)
 
 
 class Steps:

@@ -12,7 +12,7 @@ import torch
 
 from s3kv.device.copies import BlockCopies
 from s3kv.device.tensors import BlockTensors
-from s3kv.library.caller_streams import CallerStream
+from s3kv.library.caller_streams import Stream, current_stream, mark
 from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
 from s3kv.types import ChunkKey
 from tests.gpu.engine import LONG_S, Engine
@@ -37,8 +37,8 @@ class Pool:
     slab: memoryview
     saved: list[bool] = field(default_factory=list)
 
-    def stream(self) -> CallerStream:
-        return CallerStream.current(self.memory.device)
+    def stream(self) -> Stream:
+        return current_stream(self.memory.device)
 
     def compute(self, number: int) -> int:
         """A block that says of which number it is, before the device has written it."""
@@ -83,7 +83,7 @@ def pool(kind: str, count: int) -> Iterator[Pool]:
     slab = memoryview(mmap.mmap(-1, SLOTS * SLOT_BYTES))
     headers = {GROUP: HEADER_BYTES}
     copies = BlockCopies.open({GROUP: pools.layout}, slab, SLOT_BYTES, headers, device.path)
-    opened = CallerStream.current(memory.device).mark()
+    opened = mark(current_stream(memory.device))
     try:
         yield Pool(device, memory, DeviceBlocks(pools, range(count), copies, opened), copies, slab)
     finally:

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from s3kv.config import Config
@@ -53,7 +54,7 @@ class SlabCopies:
         self._slab = slab
         self._saved: list[SavedEnd] = []
         self._loaded: list[LoadedEnd] = []
-        self.refused = 0
+        self.copier = SimpleNamespace(refused=0)
 
     def mark(self) -> CopyMark:
         return CopyMark(None, True)

@@ -23,7 +23,7 @@ from s3kv.io.sources import pacing
 from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.quarantine import Quarantine
 from s3kv.io.sources.transfer_job import TransferJob
-from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob, StepReport
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
@@ -267,14 +267,14 @@ def ignores_fences(patch: Patch) -> None:
 
 @mutant
 def uploads_before_it_has_copied(patch: Patch) -> None:
-    def hasty(self: RankWorker, orders: Iterable[SaveOrder]) -> None:
+    def hasty(self: RankWorker, orders: Iterable[SaveJob]) -> None:
         for order in orders:
-            self._saves[order.job_id] = self._owed.pop(order.job_id)
+            self._saves[order.job_id] = self._announced.pop(order.job_id)
             copy = order.job_id, order.key.group, order.slot, order.block_ids
             self._copies.save(*copy, self._copies.mark())
             self._start(BucketJob(order.job_id, JobKind.UPLOAD, order.key, order.slot))
 
-    def only_ended(self: RankWorker, order: SaveOrder, ok: bool, seconds: float) -> None:
+    def only_ended(self: RankWorker, order: SaveJob, ok: bool, seconds: float) -> None:
         self._end(JobEnd(order.job_id, JobKind.SAVE, Outcome.OK, 0, seconds))
 
     patch.setattr(RankWorker, "save", hasty)
@@ -283,7 +283,7 @@ def uploads_before_it_has_copied(patch: Patch) -> None:
 
 @instead_of(RankWorker, "_saved")
 def ends_a_failed_save_only_once(
-    self: RankWorker, order: SaveOrder, ok: bool, seconds: float
+    self: RankWorker, order: SaveJob, ok: bool, seconds: float
 ) -> None:
     if ok:
         saved(self, order, ok, seconds)
@@ -293,7 +293,7 @@ def ends_a_failed_save_only_once(
 
 @instead_of(RankWorker, "_saved")
 def uploads_what_it_failed_to_copy(
-    self: RankWorker, order: SaveOrder, ok: bool, seconds: float
+    self: RankWorker, order: SaveJob, ok: bool, seconds: float
 ) -> None:
     saved(self, order, True, seconds)
 
@@ -317,10 +317,11 @@ def never_tells_that_a_load_failed(self: RankWorker) -> tuple[set[str], set[str]
 @mutant
 def evicts_what_is_leased(patch: Patch) -> None:
     def ruthless(self: Table, units: int) -> list[ChunkKey]:
-        number = self._lru.evict(lambda n: self._at[n].state is EntryState.CLEAN)
+        number = next((n for n in self._lru if self._at[n].state is EntryState.CLEAN), None)
         if number is None:
             return []
         entry = self._at[number]
+        del self._lru[number]
         self._release(entry, EntryState.FREE)
         return [entry.key]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from s3kv.config import Config
@@ -69,7 +70,7 @@ class Blocks(Sequence["tuple[TokenKV | None, ...]"]):
 class Copies:
     """As `s3kv.device.copies.BlockCopies`: a copy reads and writes as late as it may."""
 
-    refused = 0
+    copier = SimpleNamespace(refused=0)
 
     def __init__(self, rank: ByteRank, rng: random.Random, failing: float) -> None:
         self._rank = rank

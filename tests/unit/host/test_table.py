@@ -105,117 +105,7 @@ def test_an_event_leads_where_the_table_says_or_is_refused(state: EntryState, ev
     table.check()
 
 
-@pytest.mark.parametrize("event", EVENTS)
-def test_an_entry_that_is_gone_is_refused_when_its_place_has_another_holder(event: str) -> None:
-    for dirty in (None, False, True):
-        table = make_table(1)
-        stale = resident(table, key(1))
-        current = reserve(table, key(2))
-        assert current.number == stale.number
-        if dirty is not None:
-            table.commit(current, dirty=dirty)
-        before = table.statistics()
-        with pytest.raises(TableError, match="gone"):
-            EVENTS[event](table, stale)
-        assert table.statistics() == before
-        table.check()
-
-
 # ---- by example
-
-
-def test_free_slots_are_used_before_anything_is_evicted() -> None:
-    table = make_table(2)
-    resident(table, key(1))
-    reservation = table.reserve(key(2))
-    assert reservation is not None
-    assert not reservation.evicted
-
-
-def test_a_full_table_names_the_chunk_it_evicted() -> None:
-    table = make_table(2)
-    first = resident(table, key(1))
-    resident(table, key(2))
-    reservation = table.reserve(key(3))
-    assert reservation is not None
-    assert reservation.evicted == [key(1)]
-    assert reservation.entry.number == first.number
-    assert first.state is FREE
-    assert table.lookup(key(1)) is None
-    assert table.lookup(key(3)) is reservation.entry
-
-
-def test_reserved_dirty_and_pinned_slots_are_never_evicted() -> None:
-    table = make_table(3)
-    reserve(table, key(1))
-    dirty = resident(table, key(2), dirty=True)
-    pinned = resident(table, key(3))
-    table.pin(pinned)
-    assert table.reserve(key(4)) is None
-    table.unpin(pinned)
-    table.mark_clean(dirty)
-    evicted = {table.reserve(key(number)).evicted[0] for number in (4, 5)}  # type: ignore[union-attr]
-    assert evicted == {key(2), key(3)}
-    assert table.reserve(key(6)) is None
-
-
-def test_what_is_uploaded_again_is_not_evicted_and_stays_pinned() -> None:
-    table = make_table(1)
-    slot = resident(table, key(1))
-    table.pin(slot)
-    table.mark_dirty(slot)
-    table.check()
-    table.unpin(slot)
-    assert table.reserve(key(2)) is None
-    table.mark_clean(slot)
-    assert table.reserve(key(2)).evicted == [key(1)]  # type: ignore[union-attr]
-    table.check()
-
-
-def test_a_key_has_one_slot() -> None:
-    table = make_table(2)
-    slot = reserve(table, key(1))
-    for _ in range(2):
-        with pytest.raises(TableError, match="already"):
-            table.reserve(key(1))
-        if slot.state is RESERVED:
-            table.commit(slot, dirty=False)
-    assert table.statistics().free == 1
-
-
-def test_groups_do_not_share_keys() -> None:
-    table = make_table(2)
-    first, second = resident(table, key(1, group=0)), resident(table, key(1, group=1))
-    assert table.lookup(key(1, group=0)) == first
-    assert table.lookup(key(1, group=1)) == second
-    assert prefix(table, [key(1).block_hash], group=1) == [second]
-    assert prefix(table, [key(1).block_hash], group=2) == []
-
-
-def test_pins_nest() -> None:
-    table = make_table(1)
-    slot = resident(table, key(1))
-    table.pin(slot)
-    table.pin(slot)
-    table.unpin(slot)
-    assert slot.pins == 1
-    assert table.reserve(key(2)) is None
-    table.unpin(slot)
-    with pytest.raises(TableError, match="not pinned"):
-        table.unpin(slot)
-    assert table.reserve(key(2)) is not None
-
-
-def test_a_prefix_ends_at_the_first_chunk_that_is_not_resident() -> None:
-    table = make_table(8)
-    hashes = [key(number).block_hash for number in range(6)]
-    slots = [resident(table, key(number), dirty=number == 1) for number in (0, 1)]
-    reserve(table, key(2))
-    slots += [resident(table, key(number)) for number in (3, 4)]
-    assert prefix(table, hashes) == slots[:2], "chunk 2 is only reserved"
-    assert prefix(table, hashes, start=1) == slots[1:2]
-    assert prefix(table, hashes, start=3) == slots[2:], "chunk 5 is unknown"
-    assert prefix(table, hashes, start=6) == []
 
 
 def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
@@ -270,8 +160,8 @@ def test_a_chain_with_an_entry_that_is_gone_touches_nothing() -> None:
         lambda table: setattr(table._at[0], "state", CLEAN),
         lambda table: setattr(table._at[0], "key", key(7)),
         lambda table: setattr(table._at[0], "units", 2),
-        lambda table: table._lru.removed(1),
-        lambda table: table._lru.inserted(0),
+        lambda table: table._lru.pop(1),
+        lambda table: table._lru.setdefault(0),
         lambda table: table._units.__setitem__(0, 5),
         lambda table: table._pinned.__setitem__(2, 1),
     ],
@@ -301,15 +191,16 @@ class Modelled:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """The model is a dict of what each key holds. Handles are never forgotten, so that every
-    event is also tried with stale ones; whatever the transition table forbids must be refused.
-    """
+    """The model is a dict of what each key holds, and the resident keys in order of use. Handles
+    are never forgotten, so that every event is also tried with stale ones; whatever the transition
+    table forbids must be refused."""
 
     @initialize(count=st.integers(1, 8))
     def start(self, count: int) -> None:
         self.count = count
         self.table = make_table(count)
         self.entries: dict[ChunkKey, Modelled] = {}
+        self.order: list[ChunkKey] = []
         self.handles: list[tuple[ChunkKey, Entry]] = []
 
     def find(self, number: int) -> tuple[ChunkKey, Entry, Modelled | None]:
@@ -333,8 +224,9 @@ class SlotMachine(RuleBasedStateMachine):
         slot, evicted = reservation
         assert len(evicted) == (0 if has_room else 1)
         for gone in evicted:
+            assert gone == next(of for of in self.order if self.entries[of].is_evictable)
+            self.order.remove(gone)
             entry = self.entries.pop(gone)
-            assert entry.is_evictable
             assert entry.slot.number == slot.number
         self.entries[of] = Modelled(slot, RESERVED)
         self.handles.append((of, slot))
@@ -354,6 +246,11 @@ class SlotMachine(RuleBasedStateMachine):
         entry.pins += event == "pin"
         if after is FREE:
             del self.entries[of]
+        elif event in ("commit", "commit dirty"):
+            self.order.append(of)
+        elif event == "touch":
+            self.order.remove(of)
+            self.order.append(of)
 
     @rule(number=st.integers(0, 200))
     def unpin(self, number: int) -> None:
@@ -489,15 +386,6 @@ def test_it_cannot_be_filled_with_more_than_was_reserved() -> None:
     with pytest.raises(TableError, match="filled with 11 bytes"):
         table.commit(reservation.entry, dirty=False, nbytes=11)
     assert reservation.entry.state is RESERVED
-
-
-def test_the_least_recently_used_goes_first() -> None:
-    table = of_pages(4)
-    entries = [filled(table, n, PAGE_BYTES) for n in range(4)]
-    table.touch_chain(entries[:1])
-    assert table.reserve(key(9), PAGE_BYTES) is not None
-    assert table.lookup(key(1)) is None
-    assert table.lookup(key(0)) is entries[0]
 
 
 def test_one_in_the_region_that_must_stay_keeps_its_neighbours() -> None:

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from s3kv.library.caller_streams import Beside, CallerStream, Mark
+from s3kv.library.caller_streams import (
+    Beside,
+    current_stream,
+    has_passed,
+    mark,
+    new_stream,
+    on,
+    wait,
+)
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -58,18 +66,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def test_a_stream_waits_for_marks_of_others(cuda: Recorder) -> None:
-    caller, own = CallerStream.current(CUDA), CallerStream.new(CUDA)
-    own.wait([caller.mark(), Mark(None)])
-    with own:
+    caller, own = current_stream(CUDA), new_stream(CUDA)
+    wait(own, [mark(caller), None])
+    with on(own):
         assert cuda.current.name == "side 1"
     assert cuda.current.name == "caller"
     assert cuda.log == ["caller records", "side 1 waits for caller"]
 
 
 def test_a_mark_tells_when_it_has_passed(cuda: Recorder) -> None:
-    assert CallerStream.current(CUDA).mark().passed
+    assert has_passed(mark(current_stream(CUDA)))
     cuda.current = cuda.named("busy")
-    assert not CallerStream.current(CUDA).mark().passed
+    assert not has_passed(mark(current_stream(CUDA)))
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -96,10 +104,10 @@ def test_copies_beside_are_over_before_anything_else(cuda: Recorder, fails: bool
 
 
 def test_on_a_cpu_there_is_nothing_to_order() -> None:
-    caller = CallerStream.current(CPU)
-    caller.wait([caller.mark()])
-    assert caller.mark().passed
-    with caller, CallerStream.new(CPU):
+    caller = current_stream(CPU)
+    wait(caller, [mark(caller)])
+    assert has_passed(mark(caller))
+    with on(caller), on(new_stream(CPU)):
         done = []
         Beside([CPU])(lambda: done.append(1))
     assert done == [1]

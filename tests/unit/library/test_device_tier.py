@@ -22,14 +22,12 @@ from hypothesis.stateful import (
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import UnsupportedError
-from s3kv.library.caller_streams import CallerStream
 from s3kv.library.device_tier import BlockPools, DeviceBlocks
 from s3kv.messages import CopyPart
 from s3kv.types import ChunkKey
 from tests.machines import play
 from tests.unit.device.caches import moves
 
-CPU = torch.device("cpu")
 NOBODY_S = 0
 """What a block is filled with that has been taken and not been written to yet."""
 
@@ -76,11 +74,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 5))
     def start(self, count: int) -> None:
-        self.stream = CallerStream.current(CPU)
+        self.stream = None
         self.pool = torch.zeros(count, 4, dtype=torch.uint8)
         self.copies = LateCopies(self.pool)
         pools = BlockPools(BlockTensors({"x": ((4,), torch.uint8)}), {"x": self.pool})
-        self.blocks = DeviceBlocks(pools, range(count), self.copies, self.stream.mark())  # type: ignore[arg-type]
+        self.blocks = DeviceBlocks(pools, range(count), self.copies, None)  # type: ignore[arg-type]
         self.held: list[tuple[int, int]] = []
         """(block, the number of its key), once per hold."""
         self.saved: dict[int, int] = {}

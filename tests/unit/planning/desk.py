@@ -8,8 +8,8 @@ from s3kv.messages import (
     BucketJob,
     JobEnd,
     JobKind,
-    LoadOrder,
-    SaveOrder,
+    LoadJob,
+    SaveJob,
     StepPlan,
     StepReport,
 )
@@ -23,7 +23,7 @@ OK, MISSING, FAILED = Outcome.OK, Outcome.MISSING, Outcome.FAILED
 CHUNK = 4
 """Tokens of a chunk, unless a test says otherwise; two blocks of two."""
 
-Order = BucketJob | SaveOrder
+Order = BucketJob | SaveJob
 
 
 class Desk:
@@ -98,7 +98,7 @@ class Desk:
         self.planner.on_report(report, self.now_s)
         self.planner.check()
 
-    def copied(self, orders: Iterable[SaveOrder] | SaveOrder) -> None:
+    def copied(self, orders: Iterable[SaveJob] | SaveJob) -> None:
         self.end(orders, kind=JobKind.SAVE)
 
     def uploaded(self, orders: Iterable[Order] | Order, outcome: Outcome = OK) -> None:
@@ -132,5 +132,5 @@ class Desk:
         return [hash_of(chain[end - 1]) for end in range(size, len(chain) + 1, size)]
 
 
-def load_slots(load: LoadOrder) -> list[int]:
+def load_slots(load: LoadJob) -> list[int]:
     return [part.slot for part in load.parts]

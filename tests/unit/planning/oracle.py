@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from s3kv.host.table import TableError
-from s3kv.messages import BucketJob, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
+from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.kv import NOTHING, Answer
 from s3kv.types import ChunkKey, Outcome
@@ -108,7 +108,7 @@ class Oracle:
             assert save.key not in self.in_bucket, f"{save}: the bucket is known to have it"
         for upload in uploads:
             assert upload.key not in self.in_bucket, f"{upload}: the bucket is known to have it"
-        jobs: list[BucketJob | SaveOrder] = [*plan.saves, *uploads]
+        jobs: list[BucketJob | SaveJob] = [*plan.saves, *uploads]
         assert len({job.key for job in jobs}) == len(jobs), "two jobs for one chunk"
         assert len({job.key for job in planned}) == len(planned), "fetched twice"
         self._key_of.update((job.job_id, job.key) for job in (*plan.saves, *plan.jobs))
@@ -125,7 +125,7 @@ class Oracle:
         for save in plan.saves:
             assert save.key.block_hash in allowed, f"{save}: no request lets it be saved"
 
-    def _check_load(self, request: Request, load: LoadOrder) -> None:
+    def _check_load(self, request: Request, load: LoadJob) -> None:
         """Every part is the right chunk, complete on every rank, and goes where it should."""
         assert not request.before_reset, "a request from before the reset loads"
         targets: dict[int, list[int]] = {}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from s3kv.messages import BucketJob, JobEnd, JobKind, LoadOrder, SaveOrder, StepPlan, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
 from s3kv.types import ChunkKey, Outcome
 from tests.plans import fetches_of, uploads_of
@@ -34,7 +34,7 @@ class Bucket:
     meanings: dict[ChunkKey, tuple[TokenKV | None, ...]] = field(default_factory=dict)
 
 
-Order = BucketJob | SaveOrder | LoadOrder
+Order = BucketJob | SaveJob | LoadJob
 
 
 class Rank:
@@ -123,7 +123,7 @@ class Rank:
 
     def _copy(self, job_id: int, outcome: Outcome) -> None:
         order = self.orders.pop(("save", job_id))
-        assert isinstance(order, SaveOrder)
+        assert isinstance(order, SaveJob)
         ok = outcome.is_success
         size = self._groups[order.key.group].block_tokens
         tokens = tuple(token for block in order.block_ids for token in self.blocks[block][:size])
@@ -149,7 +149,7 @@ class Rank:
 
     def _load(self, request_id: str, outcome: Outcome) -> None:
         order = self.orders.pop(("load", request_id))
-        assert isinstance(order, LoadOrder)
+        assert isinstance(order, LoadJob)
         self.loaded[request_id] = outcome.is_success
         if not outcome.is_success:
             return
@@ -172,12 +172,12 @@ class Rank:
 
 
 def slots_of(order: Order) -> tuple[int, ...]:
-    if isinstance(order, LoadOrder):
+    if isinstance(order, LoadJob):
         return tuple(part.slot for part in order.parts)
     return (order.slot,)
 
 
 def blocks_of(order: Order) -> tuple[int, ...]:
-    if isinstance(order, LoadOrder):
+    if isinstance(order, LoadJob):
         return tuple(block for part in order.parts for block in part.block_ids)
-    return order.block_ids if isinstance(order, SaveOrder) else ()
+    return order.block_ids if isinstance(order, SaveJob) else ()

@@ -10,15 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from s3kv.planning.deadline import Deadline, Forecast, WaitFacts, decide, likely
+from s3kv.planning.deadline import Deadline, Forecast, Wait, WaitFacts, decide, likely
 
 UNKNOWN = Forecast(None, None)
 FACTS = WaitFacts(
     now_s=100.0,
-    started_s=100.0,
-    asked_s=100.0,
-    arrived_s=100.0,
-    wanted=10,
+    wait=Wait(started_s=100.0, asked_s=100.0, arrived_s=100.0, wanted=10),
     missing=10,
     unproven=0,
     compute_s=0.1,
@@ -69,14 +66,16 @@ def slow(all_s: float) -> Forecast:
     ],
 )
 def test_the_deadline_of_each_case(facts: dict[str, Any], until_s: float) -> None:
-    deadline = decide(replace(FACTS, **facts))
+    facts = {**facts}
+    of_wait = {name: facts.pop(name) for name in [*facts] if hasattr(FACTS.wait, name)}
+    deadline = decide(replace(FACTS, wait=replace(FACTS.wait, **of_wait), **facts))
     assert deadline == Deadline(pytest.approx(until_s), until_s > -math.inf)
 
 
 def unproven(count: int, waited_s: float, alone_s: float | None, absence_s: float | None) -> float:
     """The number of so many unproven chunks that are expected to be there."""
     forecast = Forecast(None, None, alone_s, absence_s)
-    now_s = FACTS.asked_s + waited_s
+    now_s = FACTS.wait.asked_s + waited_s
     return likely(replace(FACTS, now_s=now_s, missing=count, unproven=count, forecast=forecast))
 
 
@@ -107,10 +106,7 @@ def any_facts(draw: st.DrawFn) -> WaitFacts:
     missing = draw(st.integers(0, 300))
     return WaitFacts(
         now_s=max(arrived_s, asked_s) + draw(SECONDS),
-        started_s=started_s,
-        asked_s=asked_s,
-        arrived_s=arrived_s,
-        wanted=draw(st.integers(0, 300)),
+        wait=Wait(True, started_s, asked_s, arrived_s, wanted=draw(st.integers(0, 300))),
         missing=missing,
         unproven=draw(st.integers(0, missing)),
         compute_s=draw(st.floats(0.0001, 1.0)),
@@ -123,9 +119,9 @@ def any_facts(draw: st.DrawFn) -> WaitFacts:
 @given(any_facts())
 def test_no_wait_outlasts_its_bounds(facts: WaitFacts) -> None:
     until_s = decide(facts).until_s
-    assert until_s <= facts.started_s + facts.max_wait_s
+    assert until_s <= facts.wait.started_s + facts.max_wait_s
     if facts.gate:
-        assert until_s <= facts.started_s + facts.wanted * facts.compute_s
+        assert until_s <= facts.wait.started_s + facts.wait.wanted * facts.compute_s
         assert until_s <= decide(replace(facts, gate=False)).until_s
 
 

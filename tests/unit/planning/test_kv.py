@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from s3kv.messages import BucketJob, CopyPart, JobKind, LoadOrder, SaveOrder
+from s3kv.messages import BucketJob, CopyPart, JobKind, LoadJob, SaveJob
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.requests import ScheduledRequest
@@ -24,7 +24,7 @@ def offered(**setup: object) -> Desk:
     return desk
 
 
-def loading(**setup: object) -> tuple[Desk, LoadOrder]:
+def loading(**setup: object) -> tuple[Desk, LoadJob]:
     desk = offered(**setup)
     desk.admit("r", [10, 11, 12, 13, 14], 8)
     (load,) = desk.plan().loads
@@ -56,7 +56,7 @@ def test_a_load_is_of_the_offered_chunks_into_the_blocks_given() -> None:
     desk, load = loading()
     slots = [desk.planner.ledger.table.lookup(desk.key(p)) for p in ("aaaa", "aaaabbbb")]
     assert all(slots)
-    assert load == LoadOrder(
+    assert load == LoadJob(
         "r",
         (
             CopyPart(0, slots[0].number, 0, (10, 11)),  # type: ignore[union-attr]
@@ -356,7 +356,7 @@ def test_without_leave_to_save_nothing_is_saved() -> None:
     assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
 
 
-def computed_while_fetched(**setup: object) -> tuple[Desk, BucketJob, SaveOrder]:
+def computed_while_fetched(**setup: object) -> tuple[Desk, BucketJob, SaveJob]:
     """The only step of a request has computed two chunks; the second is still being fetched."""
     desk = Desk(**{"probe_chunks": 2, **setup})
     desk.add("r", "aaaabbbbzzzz")
@@ -467,7 +467,7 @@ def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does
 # ---- fences
 
 
-def saving(**setup: object) -> tuple[Desk, SaveOrder]:
+def saving(**setup: object) -> tuple[Desk, SaveJob]:
     """Blocks 0 and 1 are being copied for a request that is gone."""
     desk = computing("aaaa", **setup)
     (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from s3kv.host.table import EntryState
-from s3kv.messages import BucketJob, JobEnd, JobKind, SaveOrder, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.ledger import ChunkState
@@ -20,7 +20,7 @@ from tests.unit.planning.desk import FAILED, MISSING, OK, Desk
 SAVE, UPLOAD = JobKind.SAVE, JobKind.UPLOAD
 
 
-def saving(**setup: object) -> tuple[Desk, SaveOrder]:
+def saving(**setup: object) -> tuple[Desk, SaveJob]:
     desk = Desk(**{"may_load": False, **setup})
     desk.add("r", "aaaa")
     desk.admit("r")
@@ -149,7 +149,7 @@ def test_uploads_are_tried_again_less_and_less_often_and_then_given_up() -> None
     assert len(desk.run("next", [2, 3], 0, 4, new=True).saves) == 1, "its slot can be had now"
 
 
-def given_up(**setup: object) -> tuple[Desk, SaveOrder]:
+def given_up(**setup: object) -> tuple[Desk, SaveJob]:
     """A resident chunk, "aaaa", that an outage of more than 80 s has kept from the bucket."""
     desk, save = saving(**setup)
     desk.copied(save)

@@ -20,7 +20,7 @@ from s3kv.planning.index import BucketIndex
 from s3kv.planning.job import Job
 from s3kv.planning.kv import Answer, KVPlanner
 from s3kv.planning.ledger import ChunkState, Ledger
-from s3kv.planning.lookup import ChunkHashes, Claims, Lookup
+from s3kv.planning.lookup import ChunkHashes, Lookup
 from s3kv.planning.prefix_lookup import PrefixLookup
 from s3kv.planning.requests import NO_LIMITS, PlannedRequest, Saving, ScheduledRequest
 from s3kv.planning.saves import ChunkSaves
@@ -54,11 +54,11 @@ finished = KVPlanner.finished
 admitted = KVPlanner.admitted
 loaded = KVPlanner.loaded
 reset = KVPlanner.reset
-load_parts = Claims.load_parts
+load_parts = Lookup.load_parts
 collect = PrefixLookup.collect
 collect_groups = PlannedRequest.collect
 save_chunk = ChunkSaves._save
-give_back = Claims.give_back
+give_back = Lookup.give_back
 on_end = Ledger.on_end
 plan_save = Ledger.plan_save
 place = Saving.place
@@ -103,14 +103,14 @@ def mutant_for(
 
 @mutant
 def forgets_to_unpin(patch: Patch) -> None:
-    patch.setattr(Claims, "give_back_early", lambda self: self.early.clear())
+    patch.setattr(Lookup, "give_back_early", lambda self: self.early.clear())
 
 
 @mutant
 def does_not_keep_what_it_offers(patch: Patch) -> None:
     def stingy(self: KVPlanner, request: PlannedRequest) -> Answer:
         answer = offer(self, request)
-        for slot in request.lookups[0].claims.leases:
+        for slot in request.lookups[0].leases:
             self.ledger.table.unpin(slot)
         return answer
 
@@ -156,9 +156,9 @@ def forgets_what_the_bucket_has(patch: Patch) -> None:
 def offers_what_is_on_its_way(patch: Patch) -> None:
     def eager(self: PrefixLookup, *args: Any) -> None:
         collect(self, *args)
-        while (job := self.claims.pending.get(self.claims.ready)) is not None:
-            self.claims.leases.append(job.entry)
-            self.claims.ready += 1
+        while (job := self.pending.get(self.ready)) is not None:
+            self.leases.append(job.entry)
+            self.ready += 1
 
     patch.setattr(PrefixLookup, "collect", eager)
     patch.setattr(KVPlanner, "check", lambda self: None)
@@ -208,11 +208,11 @@ def saves_blocks_in_the_wrong_order(patch: Patch) -> None:
 
 @mutant
 def loads_from_the_start_of_a_chunk(patch: Patch) -> None:
-    def coarse(self: Claims, *args: Any) -> Iterator[CopyPart]:
+    def coarse(self: Lookup, *args: Any) -> Iterator[CopyPart]:
         for part in load_parts(self, *args):
             yield CopyPart(part.group, part.slot, 0, part.block_ids)
 
-    patch.setattr(Claims, "load_parts", coarse)
+    patch.setattr(Lookup, "load_parts", coarse)
 
 
 @mutant_for(finishing)
@@ -244,12 +244,12 @@ def offers_again_what_failed_to_load(patch: Patch) -> None:
 
 @mutant
 def remembers_what_was_ready_before_it_gave_it_back(patch: Patch) -> None:
-    def stale(self: Claims) -> None:
+    def stale(self: Lookup) -> None:
         ready, leases = self.ready, [*self.leases]
         give_back(self)
         self.ready, self.leases = ready, leases
 
-    patch.setattr(Claims, "give_back", stale)
+    patch.setattr(Lookup, "give_back", stale)
 
 
 @mutant
@@ -362,7 +362,7 @@ def saves_the_parts_of_a_chunk_in_another_order(patch: Patch) -> None:
 def offers_what_the_first_group_has(patch: Patch) -> None:
     def alone(self: PlannedRequest, now_s: float, orders: int) -> Lookup | None:
         awaited = collect_groups(self, now_s, orders)
-        self.ready = max(self.ready, self.lookups[0].claims.ready)
+        self.ready = max(self.ready, self.lookups[0].ready)
         return awaited
 
     patch.setattr(PlannedRequest, "collect", alone)
@@ -376,12 +376,12 @@ def offers_the_last_token(patch: Patch) -> None:
 
 @mutant_of_groups
 def takes_a_window_for_a_whole_chunk(patch: Patch) -> None:
-    def whole(self: Claims, *args: Any) -> Iterator[CopyPart]:
+    def whole(self: Lookup, *args: Any) -> Iterator[CopyPart]:
         for part in load_parts(self, *args):
             skipped = self.coverage.held.start
             yield replace(part, first_block=part.first_block + skipped)
 
-    patch.setattr(Claims, "load_parts", whole)
+    patch.setattr(Lookup, "load_parts", whole)
 
 
 @pytest.mark.long

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from s3kv.messages import SaveOrder
+from s3kv.messages import SaveJob
 from s3kv.planning.kv import NOTHING
 from s3kv.planning.requests import ScheduledRequest
 from tests.unit.planning.desk import MISSING, Desk
 
 
-def saving() -> tuple[Desk, SaveOrder]:
+def saving() -> tuple[Desk, SaveJob]:
     """Blocks 0 and 1 are being copied for a request that is gone."""
     desk = Desk(may_load=False)
     desk.add("r", "aaaa")

@@ -253,7 +253,7 @@ def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
     fetches = desk.fetches()
     desk.end(fetches[1], MISSING)
     lookup = desk.planner._requests["r"].lookups[0]
-    assert desk.planner.ledger.fetches_ahead_of(lookup.claims.awaited(lookup.limit)) == 1
+    assert desk.planner.ledger.fetches_ahead_of(lookup.awaited()) == 1
 
 
 def test_latency_and_bandwidth_are_told_apart() -> None:

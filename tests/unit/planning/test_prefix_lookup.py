@@ -36,8 +36,8 @@ def lookup(desk: Desk) -> Answer:
 
 def asked(desk: Desk, group: Coverage) -> list[int]:
     """Positions of the chunks of a group that wait for their answers."""
-    number = [lookup.claims.coverage for lookup in lookups(desk)].index(group)
-    return sorted(lookups(desk)[number].claims.pending)
+    number = [lookup.coverage for lookup in lookups(desk)].index(group)
+    return sorted(lookups(desk)[number].pending)
 
 
 def lookups(desk: Desk) -> tuple[Lookup, ...]:

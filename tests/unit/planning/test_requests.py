@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from s3kv.planning.deadline import Wait
 from s3kv.planning.lookup import ChunkHashes
 from s3kv.planning.requests import (
     REQUEST_TRANSITIONS,
@@ -16,7 +17,6 @@ from s3kv.planning.requests import (
     Saving,
     ScheduledRequest,
 )
-from s3kv.planning.wait import Wait
 
 LEGAL = {
     RequestState.NEW: "LOOKUP WAIT OFFER NOTHING ADMIT",

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from s3kv.messages import BucketJob, JobEnd, JobKind, LoadOrder, SaveOrder, StepReport
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepReport
 from s3kv.planning.group_kinds import Coverage, GroupKind, States
 from s3kv.planning.ledger import Ledger
 from s3kv.planning.requests import ScheduledRequest
@@ -95,10 +95,10 @@ class StateMachine(RuleBasedStateMachine):
         self.bucket: dict[ChunkKey, tuple[Meaning, ...]] = {}
         self.content: dict[ChunkKey, tuple[Meaning, ...]] = {}
         """What the object of a key has to hold."""
-        self.copies: dict[int, SaveOrder] = {}
+        self.copies: dict[int, SaveJob] = {}
         self.fetches: list[BucketJob] = []
-        self.uploads: list[SaveOrder | BucketJob] = []
-        self.loads: list[LoadOrder] = []
+        self.uploads: list[SaveJob | BucketJob] = []
+        self.loads: list[LoadJob] = []
 
     # --- requests --------------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class StateMachine(RuleBasedStateMachine):
             else:
                 self.uploaded(order, fails)
 
-    def copy(self, order: SaveOrder) -> None:
+    def copy(self, order: SaveJob) -> None:
         del self.copies[order.job_id]
         content = tuple(self.memory[block] for block in order.block_ids)
         assert content == self.content[order.key], f"{order} saves something else"
@@ -322,7 +322,7 @@ class StateMachine(RuleBasedStateMachine):
         self.uploads.append(order)
         self.report(order.job_id, JobKind.SAVE, Outcome.OK)
 
-    def uploaded(self, order: SaveOrder | BucketJob, fails: bool) -> None:
+    def uploaded(self, order: SaveJob | BucketJob, fails: bool) -> None:
         if not fails:
             self.bucket[order.key] = self.slots[order.slot]
         self.report(order.job_id, JobKind.UPLOAD, Outcome.FAILED if fails else Outcome.OK)
@@ -336,7 +336,7 @@ class StateMachine(RuleBasedStateMachine):
         outcome = missing if there is None or fails else Outcome.OK
         self.report(order.job_id, JobKind.FETCH, outcome)
 
-    def load(self, order: LoadOrder) -> None:
+    def load(self, order: LoadJob) -> None:
         for part in order.parts:
             group = next(g for g in self.groups if part.group in g.members)
             at = len(group.held) * group.members.index(part.group) + part.first_block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from s3kv.messages import (
     CopyPart,
     JobEnd,
     JobKind,
-    LoadOrder,
-    SaveOrder,
+    LoadJob,
+    SaveJob,
     StepPlan,
     StepReport,
 )
@@ -33,7 +34,7 @@ class Copies:
         self.fences: list[int] = []
 
         self.marks = 0
-        self.refused = 0
+        self.copier = SimpleNamespace(refused=0)
 
     def mark(self) -> CopyMark:
         self.marks += 1
@@ -102,7 +103,7 @@ class Rig:
             members=members,
         )
 
-    def save(self, *orders: SaveOrder, read_first: bool = False) -> None:
+    def save(self, *orders: SaveJob, read_first: bool = False) -> None:
         """Of a step of its own."""
         self.rank.begin(StepPlan(saves=orders))
         self.rank.save(orders, read_first=read_first)
@@ -147,8 +148,8 @@ def test_of_ranks_that_hold_the_same_one_asks() -> None:
 def test_loads_and_saves_are_timed_and_weighed() -> None:
     rig = Rig()
     parts = (CopyPart(0, 0, 0, (1, 2)), CopyPart(0, 1, 0, (3,)))
-    rig.rank.load([LoadOrder("good", parts), LoadOrder("bad", parts)])
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7)))
+    rig.rank.load([LoadJob("good", parts), LoadJob("bad", parts)])
+    rig.save(SaveJob(1, KEY, 2, (4, 5)), SaveJob(2, KEY, 3, (6, 7)))
     rig.now_s += 0.5
     rig.copies.ends = CopyEnds(
         [SavedEnd(1, True, 0.25), SavedEnd(2, False, 9.0)],
@@ -169,14 +170,14 @@ def test_a_rank_is_quiet_once_every_end_has_been_taken() -> None:
     rig.client.is_due = True
     assert not rig.rank.is_quiet
     rig.client.is_due = False
-    rig.rank.load([LoadOrder("r", (CopyPart(0, 0, 0, (1,)),))])
+    rig.rank.load([LoadJob("r", (CopyPart(0, 0, 0, (1,)),))])
     assert not rig.rank.is_quiet, "a load is under way"
     rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
     rig.rank.poll()
     assert not rig.rank.is_quiet, "its end has not been taken"
     rig.rank.take_loaded()
     assert rig.rank.is_quiet
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    rig.save(SaveJob(1, KEY, 2, (4, 5)))
     assert not rig.rank.is_quiet, "a save is under way"
     rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.25)], [])
     rig.rank.poll()
@@ -188,10 +189,10 @@ def test_a_rank_is_quiet_once_every_end_has_been_taken() -> None:
 
 def test_refused_batches_are_counted() -> None:
     rig = Rig()
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    rig.save(SaveJob(1, KEY, 2, (4, 5)))
     rig.rank.poll()
     assert "batches_refused" not in rig.rank.counters
-    rig.copies.refused = 3
+    rig.copies.copier.refused = 3
     rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.25)], [])
     rig.rank.poll()
     rig.rank.poll()
@@ -202,7 +203,7 @@ def test_refused_batches_are_counted() -> None:
 def test_what_another_rank_uploads_ends_at_once(uploads: bool) -> None:
     """Saved and ordered again: the scheduler waits for the end on every rank."""
     rig = Rig(uploads=uploads)
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)), SaveOrder(2, KEY, 3, (6, 7)))
+    rig.save(SaveJob(1, KEY, 2, (4, 5)), SaveJob(2, KEY, 3, (6, 7)))
     rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.1), SavedEnd(2, False, 0.1)], [])
     rig.rank.poll()
     rig.rank.begin(StepPlan(jobs=(BucketJob(3, JobKind.UPLOAD, KEY, 2),)))
@@ -232,20 +233,20 @@ def test_only_transfers_that_succeed_are_timed() -> None:
 
 def test_saves_are_fenced_at_once_only_when_told() -> None:
     rig = Rig()
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    rig.save(SaveJob(1, KEY, 2, (4, 5)))
     assert rig.copies.fences == []
-    rig.save(SaveOrder(2, KEY, 3, (6, 7)), SaveOrder(3, KEY, 4, (8, 9)), read_first=True)
+    rig.save(SaveJob(2, KEY, 3, (6, 7)), SaveJob(3, KEY, 4, (8, 9)), read_first=True)
     assert rig.copies.fences == [2, 3]
 
 
 def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() -> None:
     rig, parts = Rig(), (CopyPart(0, 0, 0, (1, 2)),)
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    rig.save(SaveJob(1, KEY, 2, (4, 5)))
     assert rig.rank.suspend(7.0)
     assert rig.copies.waits == [7.0]
     before = list(rig.copies.orders)
-    rig.rank.load([LoadOrder("r", parts)])
-    rig.save(SaveOrder(2, KEY, 3, (6, 7)))
+    rig.rank.load([LoadJob("r", parts)])
+    rig.save(SaveJob(2, KEY, 3, (6, 7)))
     assert rig.copies.orders == before
     rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.1)], [])
     ends = rig.ends()
@@ -256,7 +257,7 @@ def test_what_is_ordered_while_the_blocks_are_away_touches_nothing_and_ends() ->
         (2, JobKind.UPLOAD, Outcome.CANCELLED),
     }
     rig.rank.resume()
-    rig.rank.load([LoadOrder("s", parts)])
+    rig.rank.load([LoadJob("s", parts)])
     assert len(rig.copies.orders) == len(before) + 1
 
 
@@ -264,13 +265,13 @@ def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
     rig = Rig()
     rig.rank.poll(0.5)
     assert (rig.copies.waits, rig.client.waits) == ([], [0.5])
-    rig.rank.load([LoadOrder("r", (CopyPart(0, 0, 0, (1, 2)),))])
+    rig.rank.load([LoadJob("r", (CopyPart(0, 0, 0, (1, 2)),))])
     rig.rank.poll()
     rig.rank.poll(0.25)
     assert (rig.copies.waits, rig.client.waits) == ([0.25], [0.5, 0.0, 0.0])
     rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
     rig.rank.poll()
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    rig.save(SaveJob(1, KEY, 2, (4, 5)))
     rig.rank.poll(0.125)
     assert (rig.copies.waits, rig.client.waits[-1]) == ([0.25], 0.0)
 
@@ -292,8 +293,8 @@ def marks_of(rig: Rig) -> list[int]:
 
 def test_a_step_has_one_mark_for_its_loads_and_one_for_its_saves() -> None:
     rig = Rig()
-    saves = tuple(SaveOrder(job, KEY, job, (4, 5)) for job in range(3))
-    loads = tuple(LoadOrder(name, PARTS) for name in "ab")
+    saves = tuple(SaveJob(job, KEY, job, (4, 5)) for job in range(3))
+    loads = tuple(LoadJob(name, PARTS) for name in "ab")
     plan = StepPlan(loads=loads, saves=saves)
     rig.rank.begin(plan)
     assert rig.copies.marks == 1, "the loads' mark is where the step begins"
@@ -308,18 +309,18 @@ def test_a_step_has_one_mark_for_its_loads_and_one_for_its_saves() -> None:
 def test_the_loads_mark_is_behind_the_fences() -> None:
     """A load may write to what a fenced save still reads."""
     rig = Rig()
-    rig.save(SaveOrder(1, KEY, 2, (4, 5)))
+    rig.save(SaveJob(1, KEY, 2, (4, 5)))
     fenced_at: list[int] = []
     rig.copies.fence = lambda jobs: fenced_at.append(rig.copies.marks)  # type: ignore[method-assign]
     before = rig.copies.marks
-    rig.rank.begin(StepPlan(fences=(1,), loads=(LoadOrder("r", PARTS),)))
+    rig.rank.begin(StepPlan(fences=(1,), loads=(LoadJob("r", PARTS),)))
     assert fenced_at == [before]
     assert rig.copies.marks == before + 1
 
 
 def test_loads_wait_for_what_their_step_writes_before_the_forward_where_told() -> None:
     rig = Rig()
-    plan = StepPlan(loads=(LoadOrder("r", PARTS),))
+    plan = StepPlan(loads=(LoadJob("r", PARTS),))
     rig.rank.begin(plan)
     rig.rank.load(plan.loads, from_now=True)
     assert marks_of(rig) == [2]
@@ -327,10 +328,10 @@ def test_loads_wait_for_what_their_step_writes_before_the_forward_where_told() -
 
 def test_saves_that_the_engine_passes_over_end_as_failed_at_the_next_step() -> None:
     rig = Rig()
-    passed_over = SaveOrder(1, KEY, 2, (4, 5))
+    passed_over = SaveJob(1, KEY, 2, (4, 5))
     rig.rank.begin(StepPlan(saves=(passed_over,)))
     assert rig.ends() == set()
-    executed = SaveOrder(2, KEY, 3, (6, 7))
+    executed = SaveJob(2, KEY, 3, (6, 7))
     rig.rank.begin(StepPlan(saves=(executed,)))
     assert rig.ends() == {
         (1, JobKind.SAVE, Outcome.FAILED),
@@ -348,7 +349,7 @@ def test_saves_that_the_engine_passes_over_end_as_failed_at_the_next_step() -> N
 
 def test_a_save_that_is_refused_ends_once() -> None:
     rig = Rig()
-    order = SaveOrder(1, KEY, 2, (4, 5))
+    order = SaveJob(1, KEY, 2, (4, 5))
     rig.rank.begin(StepPlan(saves=(order,)))
     rig.rank.refuse((order,))
     assert len(rig.ends()) == 2
@@ -360,7 +361,7 @@ def test_a_save_of_several_groups_ends_with_the_last_of_its_copies() -> None:
     """Objects of key group 1 have the blocks of the groups 0 and 2, half of them each."""
     rig = Rig(block_bytes={0: 1_000, 1: 10, 2: 500}, members={0: (1,), 1: (0, 2)})
     window = ChunkKey(1, b"k" * 32)
-    rig.save(SaveOrder(3, window, 5, (4, 5, 6, 7)), SaveOrder(4, KEY, 9, (8,)))
+    rig.save(SaveJob(3, window, 5, (4, 5, 6, 7)), SaveJob(4, KEY, 9, (8,)))
     copies = [order[:4] for order in rig.copies.orders]
     assert copies == [(6, 0, 5, (4, 5)), (7, 2, 5, (6, 7)), (8, 1, 9, (8,))]
     rig.rank.begin(StepPlan(fences=(3,)))
@@ -379,7 +380,7 @@ def test_a_save_of_several_groups_ends_with_the_last_of_its_copies() -> None:
 
 def test_a_save_of_several_groups_fails_with_any_of_its_copies() -> None:
     rig = Rig(block_bytes={0: 1_000, 2: 500}, members={1: (0, 2)})
-    rig.save(SaveOrder(3, ChunkKey(1, b"k" * 32), 5, (4, 6)))
+    rig.save(SaveJob(3, ChunkKey(1, b"k" * 32), 5, (4, 6)))
     rig.copies.ends = CopyEnds([SavedEnd(6, False, 0.1), SavedEnd(7, True, 0.1)], [])
     rig.rank.poll()
     assert rig.rank.counters["save_failed"] == 1

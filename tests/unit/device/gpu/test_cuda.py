@@ -281,7 +281,7 @@ def test_its_calls_are_those_torch_and_the_driver_have(double: Driver, path: Pat
     assert [end.ok for end in (*saved, *loaded)] == [True] * 3
     after = caches.content([4, 1, 5])
     assert all(torch.equal(after[name], before[name][[0, 1, 1]]) for name in before)
-    assert copies.statistics().pinned
+    assert copies.copier.pinned
     assert bool(double.calls) == (path is not Path.GATHER)
     copies.close()
 
@@ -309,7 +309,7 @@ def test_the_slab_is_pinned_until_the_end() -> None:
     where, _ = places(caches, caches.layout())
     slab = memoryview(where.slab)
     copies = BlockCopies(open_copier(where))
-    assert copies.statistics().pinned
+    assert copies.copier.pinned
     assert where.memory.is_pinned()
     copies.close()
     assert not torch.frombuffer(slab, dtype=torch.uint8).is_pinned()

@@ -106,7 +106,7 @@ def test_the_faster_path_is_taken_and_the_caches_stay_as_they_are(
         "3000.00 ms by gather",
     ]
     copies = BlockCopies(copier)
-    assert copies.statistics().choices == copier.choices
+    assert copies.copier.choices == copier.choices
     copies.close()
 
 
@@ -209,7 +209,7 @@ class Refusing:
         return end.ok
 
     def paths(self) -> set[Path]:
-        return {choice.path for choice in self.copies.statistics().choices}
+        return {choice.path for choice in self.copies.copier.choices}
 
 
 def test_a_driver_that_begins_to_refuse_batches_is_asked_no_more(
@@ -229,7 +229,7 @@ def test_a_driver_that_begins_to_refuse_batches_is_asked_no_more(
     assert rig.copies.poll().loaded == [("r", True)]
     moved = rig.caches.content([5, 6])
     assert all(torch.equal(moved[name], rows) for name, rows in rig.caches.content([3, 1]).items())
-    assert rig.copies.refused == 3
+    assert rig.copies.copier.refused == 3
     assert caplog.text.count("gathers KV blocks now") == 1
     rig.copies.close()
 
@@ -239,7 +239,7 @@ def test_refusals_now_and_then_change_nothing(monkeypatch: pytest.MonkeyPatch) -
     refusals = [True, True, False] * 3
     assert [rig.save(refused=refused) for refused in refusals] == [not one for one in refusals]
     assert rig.paths() == {Path.BATCH}
-    assert rig.copies.refused == 6
+    assert rig.copies.copier.refused == 6
     rig.copies.close()
 
 
@@ -270,7 +270,7 @@ def test_a_driver_that_refuses_all_is_logged_and_memory_asked_for_once_a_minute(
             assert caplog.text.count(text) == minute
         assert len(caplog.records) == 2 * minute
         rig.now_s += 60.0
-    assert rig.copies.refused == 600
+    assert rig.copies.copier.refused == 600
     monkeypatch.undo()
     assert not rig.save(refused=True), "this is the one at which memory is asked for"
     assert rig.save(refused=True)
@@ -332,7 +332,7 @@ def test_without_a_batch_call_all_is_gathered_and_the_log_says_why(
 def test_a_path_can_be_forced(device: Device) -> None:
     caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(5))
     copies = BlockCopies(device.open(places(caches, caches.layout())[0]))
-    paths = {choice.path for choice in copies.statistics().choices}
+    paths = {choice.path for choice in copies.copier.choices}
     assert paths == ({device.path} if device.path else set())
     copies.close()
 
