@@ -248,10 +248,6 @@ def test_every_default_is_allowed() -> None:
     assert dataclasses.replace(config) == config
 
 
-def test_a_whole_number_is_a_number() -> None:
-    assert parse(bucket_idle_s=20) == parse(bucket_idle_s=20.0)
-
-
 def test_as_many_fetches_at_once_as_requests_and_bytes_allow() -> None:
     config = parse(max_inflight_requests=100)
     assert config.fetches_at_once(1) == 100

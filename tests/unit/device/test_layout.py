@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from s3kv.device.layout import PageLayout
 from s3kv.errors import UnsupportedError
 from s3kv.types import TensorSpec
-from tests.unit.device.caches import DTYPES, ORDERS, Caches, Move, Shape, build, moves
+from tests.unit.device.caches import ORDERS, Caches, Move, Shape, build, moves
 from tests.unit.device.test_bytes import shapes
 
 
@@ -75,12 +75,6 @@ def test_kernel_blocks_are_a_dimension_of_the_page(order: str, ratio: int) -> No
     assert part.layers[1].shape == part.shape[2:]
     assert part.layers[1].order == "B" * (ratio > 1) + layout.layers[1].order
     assert layout.payload_bytes == part.nbytes
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_has_a_name_of_its_width(dtype: torch.dtype) -> None:
-    layout = caches_of(Shape("LBNHC", dtype=dtype)).layout()
-    assert layout.part("g0").nbytes == 2 * 2 * 2 * 4 * 8 * dtype.itemsize
 
 
 @pytest.mark.parametrize("stride", [1, 8, 10**6])

@@ -84,12 +84,9 @@ def test_the_node_of_a_gpu(
     assert because in found.because
 
 
-def test_its_processors(tmp_path: Path) -> None:
-    assert near(tmp_path, TWO).processors == {*range(8, 16), *range(24, 32)}
-
-
 def test_what_is_not_known_is_left_to_linux(tmp_path: Path) -> None:
     assert near(tmp_path / "nothing", {}).node is None
+    assert near(tmp_path, TWO).processors == {*range(8, 16), *range(24, 32)}
     assert near(tmp_path, TWO, None) == NodeChoice(
         None, "on any NUMA node (the GPU's PCI address is not known)"
     )
@@ -153,6 +150,7 @@ def test_the_policy_is_the_files_and_holds_in_every_process() -> None:
 def test_left_alone_there_is_no_policy() -> None:
     slab = Slab.create(PAGE)
     assert policy_at(mapping(slab._map)[0]) == (0, 0)
+    assert not advised(slab)
     slab.close()
 
 
@@ -261,14 +259,6 @@ def test_what_linux_says(tmp_path: Path, files: dict[str, str], policy: str | No
     assert shmem_policy(tmp_path) == policy
 
 
-@pytest.mark.parametrize(
-    ("policy", "gives"),
-    [("advise", True), ("within_size", True), ("never", False), ("deny", False), (None, False)],
-)
-def test_what_gives(policy: str | None, gives: bool) -> None:
-    assert gives_huge_pages(policy) is gives
-
-
 def mapping_of(address: int) -> dict[str, str]:
     """What /proc/self/smaps says of the mapping that begins there."""
     lines = iter(Path("/proc/self/smaps").read_text("ascii").splitlines())
@@ -314,12 +304,6 @@ def test_each_mapping_asks_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     slab.view[:4] = b"ping"
     slab.prefault()
     assert bytes(slab.view[:5]) == b"ping\0"
-
-
-def test_not_asked_for() -> None:
-    slab = Slab.create(2 * HUGE_BYTES)
-    assert not advised(slab)
-    slab.close()
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,6 @@ def test_nobody_can_resize() -> None:
     slab.close()
 
 
-def test_no_name_in_shared_memory() -> None:
-    before = set(os.listdir("/dev/shm"))
-    slab = Slab.create(PAGE)
-    assert set(os.listdir("/dev/shm")) - before == set()
-    slab.close()
-
-
 @pytest.mark.parametrize("old_kernel", [False, True])
 def test_prefault_allocates_every_page_and_changes_none(
     monkeypatch: pytest.MonkeyPatch, old_kernel: bool

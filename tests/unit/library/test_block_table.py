@@ -22,54 +22,6 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(0, number.to_bytes(4, "big"))
 
 
-def named(table: BlockTable, number: int) -> int:
-    block = table.take()
-    assert block is not None
-    assert table.name(block, key(number))
-    return block
-
-
-def test_the_block_idle_longest_is_evicted_first() -> None:
-    table = BlockTable(range(3))
-    blocks = [named(table, n) for n in range(3)]
-    for at in (1, 0, 2):
-        table.release(blocks[at])
-    table.hold(blocks[1])
-    table.release(blocks[1])
-    assert [table.take() for _ in range(4)] == [blocks[0], blocks[2], blocks[1], None]
-    assert table.find(key(0)) is None
-
-
-def test_a_free_block_comes_before_one_that_holds_something() -> None:
-    table = BlockTable(range(2))
-    block = named(table, 0)
-    table.release(block)
-    assert table.take() != block
-    assert table.find(key(0)) == block
-
-
-def test_a_pinned_block_stays_after_its_release() -> None:
-    table = BlockTable([7])
-    block = named(table, 0)
-    table.pin(block)
-    table.release(block)
-    assert table.take() is None
-    with pytest.raises(BlockError, match="not held"):
-        table.release(block)
-    table.unpin(block)
-    assert table.take() == block == 7
-
-
-def test_a_hash_has_one_block() -> None:
-    table = BlockTable(range(2))
-    first, second = named(table, 0), table.take()
-    assert second is not None
-    assert not table.name(second, key(0))
-    assert table.find(key(0)) == first
-    table.release(second)
-    assert len(table._free) == 1
-
-
 def test_blocks_given_twice_or_none_at_all_are_refused() -> None:
     for numbers in ([], [1, 2, 1]):
         with pytest.raises(ValueError, match="only once"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 import torch
@@ -192,35 +191,6 @@ async def test_only_blocks_of_the_store_are_used(config: Config) -> None:
             assert holds(pools, block, number)
             store.release(block)
         assert not pools["k"][[0, 1, 3, 4]].any()
-
-
-async def test_a_small_pool_serves_many_tasks(config: Config) -> None:
-    """Each holds a block or two over its pauses, and finds in them what belongs there."""
-    pools = new_pools(6)
-    async with await opened(config, pools) as store:
-
-        async def work(seed: int) -> int:
-            draw, found = random.Random(seed), 0
-            for _ in range(25):
-                number = draw.randrange(30)
-                block = await store.acquire(hash_of(number))
-                if block is None:
-                    block = store.allocate()
-                    if block is not None:
-                        compute(pools, block, number)
-                        store.put_block(hash_of(number), block)
-                else:
-                    found += 1
-                await asyncio.sleep(draw.choice([0, 0, 0.002]))
-                if block is not None:
-                    assert holds(pools, block, number), f"seed {seed}"
-                    store.release(block)
-            return found
-
-        found = await asyncio.gather(*(work(seed) for seed in range(8)))
-        assert sum(found) > 20
-        assert store.counters["loads"] > 0
-        await store.flush()
 
 
 def refused(*_: object, **__: object) -> None:

@@ -95,47 +95,6 @@ async def test_a_time_limit_is_told_as_one(store: TieredStore) -> None:
     await asyncio.sleep(0)  # and is not cancelled once more
 
 
-async def test_one_failing_call_of_a_group_ends_the_others_whole(store: TieredStore) -> None:
-    threads = slow_threads()
-    threads.gate.clear()
-
-    async def fail() -> None:
-        while not threads.begun.acquire(blocking=False):  # noqa: ASYNC110 threads tell no loop
-            await asyncio.sleep(0.001)
-        asyncio.get_running_loop().call_later(0.05, threads.gate.set)
-        raise LookupError
-
-    tensors = [block(number) for number in range(4)]
-    with pytest.raises(Exception, match="unhandled errors") as told:  # noqa: PT012
-        async with asyncio.TaskGroup() as group:
-            for number, content in enumerate(tensors):
-                group.create_task(store.put(hash_of(number), content))
-            group.create_task(fail())
-    assert told.group_contains(LookupError)
-    for content in tensors:
-        for tensor in content.values():
-            tensor.fill_(7)
-    for number in range(4):
-        into = room()
-        assert not await store.get(hash_of(number), into) or same(into, block(number))
-
-
-async def test_a_copy_that_fails_in_a_cancelled_call_is_told_in_the_log(
-    store: TieredStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("the copy was refused")
-
-    threads = slow_threads()
-    with monkeypatch.context() as broken:
-        broken.setattr("s3kv.device.tensors.BlockTensors.copy_out", refuse)
-        await cancelled_in_its_copy(threads, store.put(hash_of(1), block(1)), int)
-        assert not await store.put(hash_of(2), block(2))
-    assert caplog.text.count("the copy was refused") == 2
-    assert await store.put(hash_of(1), block(1))
-    assert not await store.flush()
-
-
 async def test_a_cancelled_reader_leaves_the_fetch_to_the_others(config: Config) -> None:
     async with await opening(config) as store:
         assert await store.put(hash_of(1), block(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 
 import pytest
 import torch
@@ -13,26 +12,16 @@ from s3kv.config import SECRET_VARIABLE, Config
 from s3kv.errors import ConfigError, StoreMissing
 from s3kv.library.tiered_store import TieredStore
 from tests.servers import BUCKET, KEYS, REGION, boto_client
-from tests.unit.library.stores import NAMESPACE, SHAPES, room, same
+from tests.unit.library.stores import NAMESPACE, SHAPES, block, hash_of, opening, room, same
 
 
-def block(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """A block whose content follows from its number."""
-    generator = torch.Generator().manual_seed(number)
-    tensors = {
-        name: torch.randn(shape, generator=generator).to(dtype)
-        for name, (shape, dtype) in SHAPES.items()
-    }
-    return hashlib.sha256(str(number).encode()).digest(), tensors
-
-
-async def opened(config: Config, **more: object) -> TieredStore:
-    return await TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, **more)  # type: ignore[arg-type]
+def named(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
+    return hash_of(number), block(number)
 
 
 async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config) -> None:
-    key, tensors = block(1)
-    async with await opened(config) as store:
+    key, tensors = named(1)
+    async with opening(config) as store:
         assert await store.put(key, tensors)
         assert store.where(key).host
         into = room()
@@ -41,7 +30,7 @@ async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config
         await store.flush()
         assert store.where(key).bucket is True
 
-    async with await opened(config) as other:
+    async with opening(config) as other:
         where = other.where(key)
         assert not where.host
         assert where.bucket is None
@@ -52,52 +41,38 @@ async def test_a_block_comes_back_from_memory_and_from_the_bucket(config: Config
 
 
 async def test_a_miss_is_false_and_known(config: Config) -> None:
-    key, _ = block(2)
-    async with await opened(config) as store:
+    key, _ = named(2)
+    async with opening(config) as store:
         assert not await store.get(key, room())
         assert store.where(key).bucket is False
         assert store.prefetch([key]) == 0
 
 
 async def test_another_namespace_sees_nothing(config: Config) -> None:
-    key, tensors = block(3)
-    async with await opened(config) as store:
+    key, tensors = named(3)
+    async with opening(config) as store:
         await store.put(key, tensors)
         await store.flush()
-    async with await TieredStore.open(
-        config, shapes=SHAPES, namespace={"model": "another"}
-    ) as other:
+    async with TieredStore.open(config, shapes=SHAPES, namespace={"model": "another"}) as other:
         assert not await other.get(key, room())
 
 
 async def test_prefetched_blocks_arrive_without_being_asked_for(config: Config) -> None:
-    blocks = [block(n) for n in range(8)]
-    async with await opened(config) as store:
+    blocks = [named(n) for n in range(8)]
+    async with opening(config) as store:
         for key, tensors in blocks:
             await store.put(key, tensors)
         await store.flush()
-    async with await opened(config) as store:
+    async with opening(config) as store:
         assert store.prefetch([key for key, _ in blocks]) == len(blocks)
         async with asyncio.timeout(20):
             while not all(store.where(key).host for key, _ in blocks):  # noqa: ASYNC110 no event is public
                 await asyncio.sleep(0.005)
 
 
-async def test_many_readers_of_one_block_cause_one_fetch(config: Config) -> None:
-    key, tensors = block(4)
-    async with await opened(config) as store:
-        await store.put(key, tensors)
-        await store.flush()
-    async with await opened(config) as store:
-        rooms = [room() for _ in range(32)]
-        assert all(await asyncio.gather(*(store.get(key, into) for into in rooms)))
-        assert all(same(into, tensors) for into in rooms)
-        assert store.counters["fetches"] == 1
-
-
 async def test_memory_smaller_than_the_blocks_still_serves_them_all(config: Config) -> None:
-    blocks = [block(n) for n in range(200)]
-    async with await opened(config) as store:
+    blocks = [named(n) for n in range(200)]
+    async with opening(config) as store:
         for key, tensors in blocks:
             while not await store.put(key, tensors):
                 await store.flush()
@@ -110,38 +85,22 @@ async def test_memory_smaller_than_the_blocks_still_serves_them_all(config: Conf
 
 
 async def test_the_device_tier_answers_first(config: Config) -> None:
-    key, tensors = block(5)
-    async with await opened(config, device_blocks=2) as store:
+    key, tensors = named(5)
+    async with opening(config, device_blocks=2) as store:
         await store.put(key, tensors)
         assert store.where(key).device
         into = room()
         assert await store.get(key, into)
         assert same(into, tensors)
         for number in (6, 7):
-            await store.put(*block(number))
+            await store.put(*named(number))
         assert not store.where(key).device
         assert store.where(key).host
 
 
-async def test_a_cancelled_get_leaves_the_store_whole(config: Config) -> None:
-    key, tensors = block(8)
-    async with await opened(config) as store:
-        await store.put(key, tensors)
-        await store.flush()
-    async with await opened(config) as store:
-        reader = asyncio.create_task(store.get(key, room()))
-        await asyncio.sleep(0)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        into = room()
-        assert await store.get(key, into)
-        assert same(into, tensors)
-
-
 async def test_wrong_tensors_are_refused(config: Config) -> None:
-    key, tensors = block(9)
-    async with await opened(config) as store:
+    key, tensors = named(9)
+    async with opening(config) as store:
         with pytest.raises(ValueError, match="expected are"):
             await store.put(key, {"k": tensors["k"]})
         with pytest.raises(ValueError, match="'k' is"):
@@ -153,7 +112,7 @@ async def test_a_store_that_cannot_work_says_why_at_start(config: Config) -> Non
         await TieredStore.open(config, shapes={"big": ((2**21,), torch.uint8)}, namespace=NAMESPACE)
     missing = Config(bucket="no-such-bucket", endpoint_url=config.endpoint_url, region=REGION)
     with pytest.raises(StoreMissing, match="no-such-bucket"):
-        await opened(missing)
+        await opening(missing)
 
 
 async def test_an_object_sealed_without_the_secret_is_a_miss(
@@ -163,11 +122,11 @@ async def test_an_object_sealed_without_the_secret_is_a_miss(
     monkeypatch.setenv(SECRET_VARIABLE, "a secret of 16 bytes and more")
     plain = dataclasses.replace(config, prefix="keyed")
     keyed = dataclasses.replace(plain, integrity="blake3-keyed")
-    key, tensors = block(1)
-    async with await opened(keyed) as store:
+    key, tensors = named(1)
+    async with opening(keyed) as store:
         assert await store.put(key, tensors)
         await store.flush()
-    async with await opened(keyed) as store:
+    async with opening(keyed) as store:
         assert await store.get(key, room())
 
     client = boto_client(str(config.endpoint_url), KEYS)
@@ -176,12 +135,12 @@ async def test_an_object_sealed_without_the_secret_is_a_miss(
     data = bytearray(client.get_object(Bucket=BUCKET, Key=address)["Body"].read())
     data[-1] ^= 1
     client.put_object(Bucket=BUCKET, Key=address, Body=bytes(data))
-    async with await opened(keyed) as store:
+    async with opening(keyed) as store:
         assert not await store.get(key, room())
         assert store.counters["fetch_corrupt_digest"] == 1
 
     monkeypatch.setenv(SECRET_VARIABLE, "another secret of 16 bytes and more")
     for other in (keyed, plain):
-        async with await opened(other) as store:
+        async with opening(other) as store:
             assert not await store.get(key, room())
             assert store.counters["fetch_missing"] == 1

@@ -65,18 +65,6 @@ def test_what_the_engine_holds_is_not_asked_for() -> None:
     assert not desk.ensure("t", A), "the engine has dropped it"
 
 
-def test_the_same_item_twice_in_one_request_is_one_fetch_and_one_load() -> None:
-    desk = Desk()
-    desk.bucket.add(A.key)
-    assert not desk.ensure("r", A, A)
-    assert len(desk.orders) == 1
-    desk.answer()
-    assert desk.ensure("r", A, A)
-    assert len(desk.schedule("r", A, A).loads) == 1
-    desk.planner.finished("r")
-    desk.planner.check()
-
-
 def two_names() -> tuple[Wanted, Wanted]:
     """One image that a client sends under two names."""
     first = wanted("a")
@@ -122,34 +110,6 @@ def test_who_joins_a_fetch_leases_the_item_under_its_own_names() -> None:
     assert desk.planner.ledger.table.statistics().pinned == 0
 
 
-def test_two_requests_waiting_for_one_item_share_its_fetch() -> None:
-    desk = Desk()
-    desk.bucket.add(A.key)
-    assert not desk.ensure("r", A)
-    assert not desk.ensure("s", A)
-    assert len(desk.orders) == 1
-    desk.planner.finished("r")
-    assert desk.planner.take_cancels() == [], "the other one still waits"
-    desk.answer()
-    assert desk.ensure("s", A)
-    assert len(desk.schedule("s", A).loads) == 1
-
-
-def test_many_items_of_one_request_arrive_in_any_order() -> None:
-    desk = Desk()
-    items = [wanted(f"frame-{n}", rows=50 + n) for n in range(24)]
-    desk.bucket.update(item.key for item in items[::2])
-    assert not desk.ensure("video", *items)
-    desk.orders.reverse()
-    while desk.orders:
-        assert not desk.ensure("video", *items)
-        desk.answer()
-    assert desk.ensure("video", *items)
-    plan = desk.schedule("video", *items)
-    assert {load.identifier for load in plan.loads} == {i.identifier for i in items[::2]}
-    assert {save.identifier for save in plan.saves} == {i.identifier for i in items[1::2]}
-
-
 def test_an_aborted_request_cancels_what_nobody_else_wants() -> None:
     desk = Desk()
     desk.ensure("r", A)
@@ -162,29 +122,6 @@ def test_an_aborted_request_cancels_what_nobody_else_wants() -> None:
     desk.answer(Outcome.CANCELLED)
     assert desk.ensure("s", A)
     assert desk.planner.ledger.table.lookup(A.key) is None
-
-
-def test_a_request_that_ends_gives_its_leases_back() -> None:
-    desk = Desk()
-    desk.resident(A)
-    assert desk.ensure("r", A)
-    held = desk.planner.ledger.table.lookup(A.key)
-    assert held is not None
-    assert held.pins == 1
-    desk.planner.finished("r")
-    assert held.pins == 0
-    desk.planner.finished("r")
-    desk.planner.check()
-
-
-def test_a_leased_item_is_not_evicted_before_it_is_loaded() -> None:
-    big = wanted("big", rows=8_000)
-    desk = Desk(slab_bytes=MIB)
-    desk.resident(big)
-    assert desk.ensure("r", big)
-    desk.ensure("s", wanted("other", rows=8_000))
-    assert desk.planner.counters["fetches_without_room"] == 1
-    assert len(desk.schedule("r", big).loads) == 1
 
 
 def test_a_promised_item_stays_until_no_step_can_be_loading_it() -> None:
@@ -212,19 +149,6 @@ def test_a_promise_the_engine_does_not_take_up_is_withdrawn() -> None:
     assert desk.planner.plan(()).loads == ()
     desk.planner.check()
     assert len(desk.schedule("r", A).loads) == 1
-
-
-def test_an_item_evicted_before_it_is_promised_is_encoded() -> None:
-    big = wanted("big", rows=8_000)
-    desk = Desk(slab_bytes=MIB)
-    desk.resident(big)
-    desk.resident(wanted("other", rows=8_000))
-    assert not desk.holds(big)
-    desk.bucket.clear()
-    assert not desk.ensure("r", big)
-    desk.answer()
-    assert desk.ensure("r", big)
-    assert [save.identifier for save in desk.schedule("r", big).saves] == ["big"]
 
 
 def test_what_is_too_large_is_never_asked_for() -> None:

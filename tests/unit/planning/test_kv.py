@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from s3kv.messages import BucketJob, CopyPart, JobKind, LoadJob, SaveJob
+from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.requests import ScheduledRequest
@@ -52,33 +52,6 @@ def test_an_offer_stands_until_the_engine_decides() -> None:
     assert_full_for_others(desk)
 
 
-def test_a_load_is_of_the_offered_chunks_into_the_blocks_given() -> None:
-    desk, load = loading()
-    slots = [desk.planner.ledger.table.lookup(desk.key(p)) for p in ("aaaa", "aaaabbbb")]
-    assert all(slots)
-    assert load == LoadJob(
-        "r",
-        (
-            CopyPart(0, slots[0].number, 0, (10, 11)),  # type: ignore[union-attr]
-            CopyPart(0, slots[1].number, 0, (12, 13)),  # type: ignore[union-attr]
-        ),
-    )
-    assert desk.plan().loads == (), "it is ordered once"
-
-
-def test_a_local_hit_in_the_middle_of_a_chunk_loads_the_rest_of_it() -> None:
-    desk = Desk()
-    desk.make_resident("aaaabbbb")
-    desk.add("r", "aaaabbbbzz")
-    assert desk.lookup("r", local_tokens=2) == Answer(False, 6)
-    desk.admit("r", [10, 11, 12, 13, 14], 6)
-    (load,) = desk.plan().loads
-    assert [(part.first_block, part.block_ids) for part in load.parts] == [
-        (1, (11,)),
-        (0, (12, 13)),
-    ]
-
-
 def test_the_engine_may_take_less_than_it_was_offered() -> None:
     desk = offered()
     desk.admit("r", [10, 11, 12], 6)
@@ -103,18 +76,6 @@ def test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_e
     assert_full_for_others(desk)
     assert len(set(load_slots(load))) == desk.pinned() == 2
     desk.planner.loaded(["r"], failed=["r"])
-    assert_free_for_others(desk)
-
-
-def test_an_admission_without_tokens_gives_the_offer_back() -> None:
-    desk = offered()
-    desk.admit("r", [10, 11, 12, 13, 14])
-    assert_free_for_others(desk)
-
-
-def test_a_request_aborted_with_an_offer_gives_it_back() -> None:
-    desk = offered()
-    desk.planner.finished("r")
     assert_free_for_others(desk)
 
 
@@ -236,105 +197,6 @@ def computing(prompt: str, **setup: object) -> Desk:
     desk.add("r", prompt)
     desk.admit("r")
     return desk
-
-
-def test_full_chunks_are_saved_from_their_blocks() -> None:
-    desk = computing("aaaabbbbcc")
-    saves = desk.run("r", [5, 6, 7, 8, 9], 0, 10, new=True).saves
-    assert [(save.key, save.block_ids) for save in saves] == [
-        (desk.key("aaaa"), (5, 6)),
-        (desk.key("aaaabbbb"), (7, 8)),
-    ]
-
-
-def test_chunked_prefill_saves_what_each_step_completes() -> None:
-    desk = computing("aaaabbbbcccc")
-    assert desk.keys(desk.run("r", [0, 1, 2], 0, 5, new=True).saves) == [desk.key("aaaa")]
-    assert desk.run("r", [3], 5, 2, new=False).saves == ()
-    (save,) = desk.run("r", [4], 7, 2, new=False).saves
-    assert (save.key, save.block_ids) == (desk.key("aaaabbbb"), (2, 3))
-
-
-def test_a_decode_that_crosses_the_end_of_a_chunk_saves_it() -> None:
-    desk = computing("aaabbb")
-    desk.run("r", [0, 1, 2], 0, 6, new=True)
-    desk.grow("r", "aaabbbc")
-    assert desk.run("r", [3], 6, 1, new=False).saves == ()
-    desk.grow("r", "aaabbbcd")
-    (save,) = desk.run("r", [], 7, 1, new=False).saves
-    assert (save.key, save.block_ids) == (desk.key("aaabbbcd"), (2, 3))
-
-
-def test_drafts_that_may_be_rejected_are_not_saved() -> None:
-    desk = computing("aaaabb")
-    desk.run("r", [0, 1, 2], 0, 6, new=True)
-    desk.grow("r", "aaaabbb")
-    assert desk.run("r", [3, 4], 6, 4, new=False).saves == (), "one token and three drafts"
-    desk.grow("r", "aaaabbbc")  # two drafts were rejected
-    (save,) = desk.run("r", [], 7, 4, new=False).saves
-    assert save.block_ids == (2, 3)
-
-
-def test_a_token_that_is_known_a_step_later_is_saved_then() -> None:
-    desk = computing("aaaabbb")
-    desk.run("r", [0, 1, 2, 3], 0, 7, new=True)
-    assert desk.run("r", [], 7, 1, new=False).saves == (), "its token has not come back yet"
-    desk.grow("r", "aaaabbbc")
-    assert len(desk.run("r", [4], 8, 1, new=False).saves) == 1
-
-
-@pytest.mark.parametrize("sizes", [(8, 2, 2), (8, 4, 2), (8, 4, 4), (8, 8, 2), (8, 8, 8)])
-def test_a_chunk_may_be_several_blocks_and_hash_blocks(sizes: tuple[int, int, int]) -> None:
-    chunk, block, hashed = sizes
-    desk = computing("aaaaaaaabbbbbbbb", chunk_tokens=chunk, block_tokens=block, hash_tokens=hashed)
-    blocks = list(range(16 // block))
-    saves = desk.run("r", blocks, 0, 16, new=True).saves
-    half = len(blocks) // 2
-    assert desk.keys(saves) == [desk.key("a" * 8), desk.key("a" * 8 + "b" * 8)]
-    assert [save.block_ids for save in saves] == [tuple(blocks[:half]), tuple(blocks[half:])]
-
-
-def test_nothing_is_saved_twice() -> None:
-    desk = computing("aaaabb")
-    (save,) = desk.run("r", [0, 1, 2], 0, 6, new=True).saves
-    desk.add("same", "aaaabb")
-    desk.admit("same")
-    assert desk.run("same", [3, 4, 5], 0, 6, new=True).saves == (), "it is being copied"
-    desk.copied(save)
-    desk.add("again", "aaaabb")
-    desk.admit("again")
-    assert desk.run("again", [6, 7, 8], 0, 6, new=True).saves == (), "it is in host memory"
-    desk.uploaded(save)
-
-
-@pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.EXISTS])
-def test_what_the_bucket_is_known_to_have_is_not_saved(outcome: Outcome) -> None:
-    desk = computing("aaaa", slots=1)
-    (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
-    desk.copied(save)
-    desk.uploaded(save, outcome)
-    desk.add("other", "bbbb")
-    desk.admit("other")
-    assert len(desk.run("other", [2, 3], 0, 4, new=True).saves) == 1, "in the only slot"
-    desk.add("again", "aaaa")
-    desk.admit("again")
-    assert desk.run("again", [4, 5], 0, 4, new=True).saves == ()
-    assert desk.planner.counters["saves_dropped"] == 0
-
-
-def test_a_preempted_request_goes_on_where_it_was_in_its_new_blocks() -> None:
-    desk = computing("aaaabbbbcccc")
-    desk.run("r", [0, 1, 2], 0, 6, new=True)
-    desk.admit("r")
-    assert desk.run("r", [10, 11, 12], 0, 6, new=True).saves == ()
-    (save,) = desk.run("r", [13], 6, 2, new=False).saves
-    assert save.block_ids == (12, 13)
-
-
-def test_without_a_slot_saves_are_dropped_and_counted() -> None:
-    desk = computing("aaaabbbbcccc", slots=2)
-    assert len(desk.run("r", list(range(6)), 0, 12, new=True).saves) == 2
-    assert desk.planner.counters["saves_dropped"] == 1
 
 
 def test_beyond_max_saves_inflight_they_are_dropped_and_counted() -> None:
@@ -476,40 +338,12 @@ def saving(**setup: object) -> tuple[Desk, SaveJob]:
     return desk, save
 
 
-def test_a_new_request_in_blocks_that_are_being_copied_is_fenced() -> None:
-    desk, save = saving()
-    desk.admit("next")
-    assert desk.run("next", [1, 2], 0, 3, new=True).fences == (save.job_id,)
-
-
-def test_appended_blocks_are_fenced_in_the_step_that_appends_them() -> None:
-    desk, save = saving()
-    desk.admit("next")
-    assert desk.run("next", [3], 0, 2, new=True).fences == ()
-    assert desk.run("next", [0], 2, 2, new=False).fences == (save.job_id,)
-    assert desk.run("next", [4], 4, 2, new=False).fences == ()
-
-
-def test_the_blocks_a_load_goes_to_are_fenced() -> None:
-    desk, save = saving(may_load=True)
-    desk.make_resident("xxxxyyyy")
-    assert desk.lookup("next").tokens == 8
-    desk.admit("next", [6, 7, 8, 1], 8)
-    assert desk.plan().fences == (save.job_id,)
-
-
 def test_blocks_that_are_only_read_are_not_fenced() -> None:
     desk, _ = saving()
     desk.add("same", "aaaazz")
     desk.admit("same")
     plan = desk.run("same", [0, 1, 2], 4, 2, new=True)
     assert plan.fences == (), "the first two blocks are a local hit"
-
-
-def test_one_save_is_fenced_once_however_many_of_its_blocks_are_reused() -> None:
-    desk, save = saving()
-    desk.admit("next")
-    assert desk.run("next", [0, 1], 0, 4, new=True).fences == (save.job_id,)
 
 
 def test_a_block_that_two_saves_read_is_fenced_until_both_have_read_it() -> None:

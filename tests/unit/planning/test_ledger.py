@@ -104,20 +104,6 @@ def test_reports_of_ranks_that_were_merged_on_the_way_count_for_all() -> None:
     assert desk.planner.ledger.state(desk.key("aaaa")) is ChunkState.RESIDENT
 
 
-@pytest.mark.parametrize("order", [(OK, MISSING), (MISSING, OK), (OK, FAILED), (FAILED, OK)])
-def test_a_fetch_counts_when_it_arrived_on_all_ranks(order: tuple[Outcome, Outcome]) -> None:
-    desk = Desk(world_size=2)
-    desk.add("r", "aaaa")
-    desk.lookup("r")
-    (fetch,) = desk.fetches()
-    desk.end(fetch, order[0], ranks=1)
-    assert desk.lookup("r") == WAIT
-    assert desk.planner.ledger.table.statistics().reserved == 1
-    desk.end(fetch, order[1], ranks=1)
-    assert desk.lookup("r") == NOTHING
-    assert desk.planner.ledger.table.statistics().reserved == 0
-
-
 def test_one_end_too_many_is_an_error() -> None:
     desk, save = saving(world_size=2)
     desk.end(save, kind=SAVE, ranks=2)
@@ -280,16 +266,6 @@ def test_what_can_never_be_uploaded_is_given_up_at_once_and_for_good() -> None:
     assert ledger.breaker.state is BreakerState.CLOSED, "it says nothing about the bucket"
 
 
-def test_a_chunk_stays_in_host_memory_and_usable_while_its_upload_is_tried_again() -> None:
-    desk, save = saving(slots=1, may_load=True)
-    desk.copied(save)
-    desk.uploaded(save, FAILED)
-    desk.add("other", "xxxx")
-    assert desk.lookup("other") == NOTHING
-    desk.add("same", "aaaa")
-    assert desk.lookup("same") == Answer(False, 4)
-
-
 # ---- the breaker
 
 
@@ -328,18 +304,6 @@ def test_after_a_pause_one_fetch_finds_out() -> None:
     assert fetches_for(desk, "ddddeeeeffff") == 3
 
 
-def test_a_failed_attempt_doubles_the_pause() -> None:
-    desk = broken()
-    desk.now_s = 0.5
-    desk.add("r", "xxxx")
-    desk.lookup("r")
-    desk.end(desk.fetches(), FAILED)
-    desk.now_s = 1.4
-    assert fetches_for(desk, "yyyy") == 0
-    desk.now_s = 1.5
-    assert fetches_for(desk, "zzzz") == 1
-
-
 def test_uploads_tell_the_breaker_too() -> None:
     desk, save = saving(may_load=True)
     desk.copied(save)
@@ -364,26 +328,6 @@ def test_after_a_reset_nothing_of_before_is_reachable() -> None:
     assert len(fetch.key.block_hash) == 32
 
 
-def test_jobs_in_flight_during_a_reset_bring_nothing_back() -> None:
-    desk = Desk(probe_chunks=1)
-    desk.add("old", "aaaa")
-    desk.lookup("old")
-    (fetch,) = desk.fetches()
-    desk.add("computing", "bbbb")
-    desk.admit("computing")
-    (save,) = desk.run("computing", [0, 1], 0, 4, new=True).saves
-    desk.planner.reset(b"salt")
-    desk.end(fetch)
-    desk.copied(save)
-    desk.uploaded(save)
-    assert desk.lookup("old") == NOTHING
-    for prompt in ("aaaa", "bbbb"):
-        desk.add(f"new {prompt}", prompt)
-        assert desk.lookup(f"new {prompt}") == WAIT
-    assert not {fetch.key, save.key} & set(desk.keys(desk.fetches()))
-    assert desk.pinned() == 0
-
-
 @pytest.mark.parametrize("state", ["waiting", "offered", "loading", "computing"])
 def test_requests_of_before_a_reset_neither_load_nor_save(state: str) -> None:
     desk = Desk()
@@ -405,15 +349,3 @@ def test_requests_of_before_a_reset_neither_load_nor_save(state: str) -> None:
     assert desk.lookup("r") == NOTHING
     desk.admit("r", [0, 1, 2, 3])
     assert desk.run("r", [0, 1, 2, 3], 0, 8, new=True).saves == ()
-
-
-def test_two_resets_have_nothing_in_common() -> None:
-    keys = set()
-    for salt in (b"", b"one", b"two"):
-        desk = Desk()
-        if salt:
-            desk.planner.reset(salt)
-        desk.add("r", "aaaa")
-        desk.lookup("r")
-        keys.update(desk.keys(desk.fetches()))
-    assert len(keys) == 3

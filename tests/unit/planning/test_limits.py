@@ -34,16 +34,6 @@ def test_chunks_that_end_within_the_limit_are_saved(tokens: int | None, chunks: 
     assert desk.keys(saves) == [desk.key(PROMPT[: 4 * n]) for n in range(1, chunks + 1)]
 
 
-def test_a_private_request_stays_private_when_it_is_preempted_and_when_it_grows() -> None:
-    desk = computed(PRIVATE)
-    assert desk.run("r", range(6), 0, 12, new=True).saves == ()
-    assert not desk.lookup("r").tokens
-    desk.admit("r")
-    desk.grow("r", PROMPT + "dddd")
-    assert desk.run("r", range(8, 16), 0, 16, new=True).saves == ()
-    assert not list(desk.planner.ledger.table.entries()), "host memory holds nothing"
-
-
 def test_a_private_request_hides_nothing_from_a_public_one_that_saves_the_same() -> None:
     """The engine's own cache has the private request's blocks, so nothing is computed again."""
     desk = computed(PRIVATE)
@@ -64,19 +54,6 @@ def test_a_private_request_loads_what_others_have_saved() -> None:
     assert not desk.lookup("r").tokens
     desk.end(desk.fetches(), MISSING)
     assert desk.lookup("r") == Answer(False, 8)
-
-
-def test_a_private_request_does_not_save_what_a_fetch_did_not_bring() -> None:
-    desk = Desk()
-    desk.add("r", PROMPT, PRIVATE)
-    desk.lookup("r")
-    fetches = desk.fetches()
-    desk.now_s = 1_000.0
-    assert desk.lookup("r") == NOTHING
-    desk.admit("r")
-    assert desk.run("r", range(6), 0, 12, new=True).saves == ()
-    desk.end(fetches, MISSING)
-    assert desk.run("r", (), 12, 1, new=False).saves == ()
 
 
 def test_a_request_that_must_not_load_asks_for_nothing_and_saves() -> None:

@@ -96,23 +96,6 @@ def test_nothing_more_is_asked_for_a_request_that_is_gone() -> None:
     assert desk.fetches() == ()
 
 
-def test_resident_chunks_are_offered_at_once() -> None:
-    desk = Desk()
-    desk.make_resident(LONG[:12])
-    desk.add("r", LONG[:12] + "zz")
-    assert desk.lookup("r") == Answer(False, 12)
-
-
-def test_the_first_missing_chunk_ends_the_prefix() -> None:
-    desk = Desk(probe_chunks=4)
-    desk.add("r", LONG)
-    desk.lookup("r")
-    fetches = desk.fetches()
-    desk.end(fetches[:2])
-    desk.end(fetches[2], MISSING)
-    assert desk.lookup("r") == Answer(False, 2 * CHUNK), "and nobody waits for the fourth"
-
-
 @pytest.mark.parametrize("outcome", [MISSING, Outcome.CORRUPT])
 def test_a_chunk_that_is_not_there_is_not_asked_for_again_for_a_while(outcome: Outcome) -> None:
     desk = Desk(probe_chunks=1)

@@ -15,7 +15,6 @@ from s3kv.planning.requests import (
     RequestEvent,
     RequestState,
     Saving,
-    ScheduledRequest,
 )
 
 LEGAL = {
@@ -63,22 +62,3 @@ def test_the_clock_of_a_wait_goes_on_until_it_starts_over() -> None:
     wait.start_over()
     wait.begin(9.0, 5)
     assert (wait.started_s, wait.arrived_s, wait.wanted) == (9.0, 9.0, 5)
-
-
-def test_a_chunk_is_taken_once() -> None:
-    saving = Saving()
-    assert list(saving.take(2)) == [0, 1]
-    assert not saving.take(1), "preempted, and not computed that far again"
-    assert list(saving.take(3)) == [2]
-    assert not saving.take(3)
-    assert saving.saved == 3
-    saving.is_barred = True
-    with pytest.raises(AssertionError, match="barred"):
-        saving.take(4)
-
-
-def test_the_new_blocks_of_a_step_are_added_in_every_group() -> None:
-    saving = Saving()
-    saving.place(ScheduledRequest("r", ([1, 2], [3]), True, 0, 8))
-    saving.place(ScheduledRequest("r", ([4], []), False, 8, 4))
-    assert saving.block_ids == [[1, 2, 4], [3]]

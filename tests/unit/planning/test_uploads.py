@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from s3kv.host.table import Entry
 from s3kv.planning.breaker import Breaker
-from s3kv.planning.uploads import UPLOAD_RETRY_S, Unsaved, UploadRetries
-from s3kv.types import ChunkKey, Outcome
+from s3kv.planning.uploads import Unsaved, UploadRetries
+from s3kv.types import ChunkKey
 
 
 def key(number: int) -> ChunkKey:
@@ -14,18 +14,6 @@ def key(number: int) -> ChunkKey:
 
 def entry(number: int) -> Entry:
     return Entry(key(number), number, 0, 1, 1)
-
-
-def test_an_upload_is_due_after_each_pause_and_given_up_after_the_last() -> None:
-    retries, dirty, now_s = UploadRetries(), entry(1), 0.0
-    for attempt, pause_s in enumerate(UPLOAD_RETRY_S):
-        assert retries.failed(dirty, attempt, now_s)
-        assert not retries.take_due(now_s + pause_s - 0.001)
-        now_s += pause_s
-        (due,) = retries.take_due(now_s)
-        assert (due.entry, due.attempt) == (dirty, attempt + 1)
-    assert not retries.failed(dirty, retries.last, now_s)
-    assert len(retries) == 0
 
 
 def test_uploads_are_taken_in_the_order_in_which_they_are_due() -> None:
@@ -47,15 +35,3 @@ def test_only_what_is_hit_is_taken_and_only_once() -> None:
     unsaved.discard(key(0))
     assert unsaved.take(9, store, 0.0) == []
     assert list(unsaved) == [key(1)]
-
-
-def test_while_writes_fail_one_upload_is_let_through_per_pause() -> None:
-    unsaved, store = Unsaved(), Breaker(threshold=3)
-    for number in range(3):
-        unsaved.add(key(number))
-        unsaved.hit(key(number))
-    unsaved.saw(Outcome.DENIED, 0.0)
-    assert unsaved.take(9, store, 29.0) == []
-    assert len(unsaved.take(9, store, 30.0)) == 1
-    unsaved.saw(Outcome.OK, 31.0)
-    assert len(unsaved.take(9, store, 31.0)) == 2
