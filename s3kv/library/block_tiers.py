@@ -19,7 +19,7 @@ import torch
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import CopyError
 from s3kv.host.table import Entry
-from s3kv.library.caller_streams import Beside, Stream, current_stream, on
+from s3kv.library.caller_streams import Beside, CallerStream, current_stream, on
 from s3kv.library.device_tier import DeviceBlocks
 from s3kv.library.host_tier import HostTier
 from s3kv.library.pump import carried, claimed, in_thread
@@ -48,7 +48,7 @@ class BlockTiers:
         if hot is not None:
             host.watch(hot.poll, hot.close)
 
-    def stream(self) -> Stream:
+    def stream(self) -> CallerStream:
         """The caller's current stream."""
         return None if self.hot is None else current_stream(self.hot.pools.device)
 
@@ -111,7 +111,7 @@ class BlockTiers:
     # --- to host memory --------------------------------------------------------------------
 
     def _placed(
-        self, key: ChunkKey, tensors: Tensors, stream: Stream
+        self, key: ChunkKey, tensors: Tensors, stream: CallerStream
     ) -> tuple[DeviceBlocks, int] | None:
         """Place the tensors in a block of the pool. Returns the block, held for the caller; None if
         there is none.
@@ -131,7 +131,7 @@ class BlockTiers:
             hot.name(number, key, stream)
         return None if number is None else (hot, number)
 
-    def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: Stream) -> None:
+    def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> None:
         """Save the block that holds `key`, unless a copy or fetch under way brings `key` to host
         memory.
         """
@@ -148,7 +148,7 @@ class BlockTiers:
         self.host.pump.start(putting)
 
     def _save(
-        self, hot: DeviceBlocks, job: Job, number: int, stream: Stream
+        self, hot: DeviceBlocks, job: Job, number: int, stream: CallerStream
     ) -> asyncio.Future[bool]:
         """Start the copy of a held block to host memory. The block may be released at once."""
         saved: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -162,14 +162,16 @@ class BlockTiers:
         self.host.pump.wake()
         return saved
 
-    async def _saved(self, job: Job, hot: DeviceBlocks, number: int, stream: Stream) -> bool:
+    async def _saved(self, job: Job, hot: DeviceBlocks, number: int, stream: CallerStream) -> bool:
         saved = self._save(hot, job, number, stream)
         await asyncio.wait([saved])
         return saved.result()
 
     # --- from host memory ------------------------------------------------------------------
 
-    async def _get(self, key: ChunkKey, into: Tensors, stream: Stream, beside: Beside) -> bool:
+    async def _get(
+        self, key: ChunkKey, into: Tensors, stream: CallerStream, beside: Beside
+    ) -> bool:
         hot = self.hot
         if hot is not None and (number := hot.acquire(key, stream)) is not None:
             self._hit(key)
@@ -191,7 +193,7 @@ class BlockTiers:
         return True
 
     async def _copied_from(
-        self, hot: DeviceBlocks, number: int, into: Tensors, stream: Stream, beside: Beside
+        self, hot: DeviceBlocks, number: int, into: Tensors, stream: CallerStream, beside: Beside
     ) -> bool:
         """Copy from a held block, and release it."""
         read, device = partial(hot.pools.read, number, into), hot.pools.device
@@ -207,7 +209,7 @@ class BlockTiers:
             hot.release(number, stream)
         return True
 
-    async def _acquire(self, hot: DeviceBlocks, key: ChunkKey, stream: Stream) -> int | None:
+    async def _acquire(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> int | None:
         slot = await self.host.pinned(key)
         if slot is None:
             return None
@@ -217,7 +219,7 @@ class BlockTiers:
             self.host.unpin(slot)
 
     async def _load(
-        self, hot: DeviceBlocks, key: ChunkKey, slot: Entry, stream: Stream
+        self, hot: DeviceBlocks, key: ChunkKey, slot: Entry, stream: CallerStream
     ) -> int | None:
         """Load a pinned slot. Returns the block, held for the caller; None if the load failed or
         all blocks are in use. Concurrent calls share one load.

@@ -12,28 +12,28 @@ from typing import TypeAlias
 
 import torch
 
-Stream: TypeAlias = torch.cuda.Stream | None
+CallerStream: TypeAlias = torch.cuda.Stream | None
 Mark: TypeAlias = torch.cuda.Event | None
 """A point in a stream's work."""
 
 
-def current_stream(device: torch.device) -> Stream:
+def current_stream(device: torch.device) -> CallerStream:
     """The current stream of this thread."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def new_stream(device: torch.device) -> Stream:
+def new_stream(device: torch.device) -> CallerStream:
     """A new stream, for work that waits only for marks."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def on(stream: Stream) -> AbstractContextManager[object]:
+def on(stream: CallerStream) -> AbstractContextManager[object]:
     """Makes the stream, and its device, the current one. The code inside must not `await`, because
     the current stream belongs to the thread, not to a task."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def mark(stream: Stream) -> Mark:
+def mark(stream: CallerStream) -> Mark:
     """A mark behind all work launched on the stream so far."""
     return None if stream is None else stream.record_event()
 
@@ -43,7 +43,7 @@ def has_passed(mark: Mark) -> bool:
     return mark is None or bool(mark.query())
 
 
-def wait(stream: Stream, marks: Iterable[Mark]) -> None:
+def wait(stream: CallerStream, marks: Iterable[Mark]) -> None:
     """Make later work on the stream wait for all of `marks`."""
     for mark in marks:
         if stream is not None and mark is not None:

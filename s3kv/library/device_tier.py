@@ -27,7 +27,7 @@ from s3kv.device.layout import Dim, PageLayout, merge
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import ConfigError
 from s3kv.library.block_table import BlockTable
-from s3kv.library.caller_streams import Mark, Stream, has_passed, mark, new_stream, on, wait
+from s3kv.library.caller_streams import CallerStream, Mark, has_passed, mark, new_stream, on, wait
 from s3kv.messages import CopyPart
 from s3kv.types import ChunkKey
 
@@ -130,7 +130,7 @@ class DeviceBlocks:
 
     # --- blocks ----------------------------------------------------------------------------
 
-    def acquire(self, key: ChunkKey, stream: Stream) -> int | None:
+    def acquire(self, key: ChunkKey, stream: CallerStream) -> int | None:
         """Hold the block with `key` once more; work launched next on `stream` may read it."""
         number = self._table.find(key)
         if number is not None:
@@ -138,18 +138,18 @@ class DeviceBlocks:
             self.wait_written(number, stream)
         return number
 
-    def wait_written(self, number: int, stream: Stream) -> None:
+    def wait_written(self, number: int, stream: CallerStream) -> None:
         """Make work launched next on `stream` wait until this held block has been written."""
         wait(stream, [self._written.get(number)])
 
-    def take(self, stream: Stream) -> int | None:
+    def take(self, stream: CallerStream) -> int | None:
         """Hold a block to fill; work launched next on `stream` may write to it."""
         number = self._table.take()
         if number is not None:
             wait(stream, self._uses(number))
         return number
 
-    def name(self, number: int, key: ChunkKey, stream: Stream) -> bool:
+    def name(self, number: int, key: ChunkKey, stream: CallerStream) -> bool:
         """Name a block as `BlockTable.name` does. Its writes have been launched on `stream`."""
         if self._table.key_of(number) == key:
             return True
@@ -158,7 +158,7 @@ class DeviceBlocks:
         self._written[number] = mark(stream)
         return True
 
-    def release(self, number: int, stream: Stream) -> None:
+    def release(self, number: int, stream: CallerStream) -> None:
         """Release a block as `BlockTable.release` does; its next use waits for the work launched on
         `stream` so far.
         """
@@ -173,7 +173,7 @@ class DeviceBlocks:
         job_id: int,
         slot: int,
         number: int,
-        stream: Stream,
+        stream: CallerStream,
         on_end: Callable[[bool], None],
     ) -> None:
         """Copy a held block to a slot. The block may be released at once. on_end: called by

@@ -12,7 +12,7 @@ import torch
 
 from s3kv.device.copies import BlockCopies
 from s3kv.device.tensors import BlockTensors
-from s3kv.library.caller_streams import Stream, current_stream, mark
+from s3kv.library.caller_streams import current_stream, mark
 from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
 from s3kv.types import ChunkKey
 from tests.gpu.engine import LONG_S, Engine
@@ -37,7 +37,7 @@ class Pool:
     slab: memoryview
     saved: list[bool] = field(default_factory=list)
 
-    def stream(self) -> Stream:
+    def stream(self) -> CallerStream:
         return current_stream(self.memory.device)
 
     def compute(self, number: int) -> int:
