@@ -12,7 +12,7 @@ import torch
 
 from s3kv.device.copies import BlockCopies
 from s3kv.device.tensors import BlockTensors
-from s3kv.library.caller_streams import current_stream, mark
+from s3kv.library.caller_streams import CallerStream, current_stream, mark
 from s3kv.library.device_tier import GROUP, BlockPools, DeviceBlocks
 from s3kv.types import ChunkKey
 from tests.gpu.engine import LONG_S, Engine
