@@ -1,9 +1,9 @@
 """Record of the adapters (LoRA) that this worker process has loaded, and its reports of them.
 
 Only the process that loads an adapter knows its content: the files may change before or after the
-load, and the scheduler would read them at another moment. vLLM has no hook for a load. So this
-module wraps the one function that reads an adapter, `WorkerLoRAManager._load_adapter`, and digests
-the files before and after the load. If the two digests are equal, this content was loaded.
+load. vLLM has no hook for a load. So this module wraps the one function that reads an adapter,
+`WorkerLoRAManager._load_adapter`, and digests the files before and after the load. If the two
+digests are equal, this content was loaded.
 
 It runs in the worker process, on the thread that runs the model.
 """
@@ -34,11 +34,11 @@ _observers: list[weakref.ref[AdapterLoads]] = []
 
 @dataclass(frozen=True, slots=True)
 class AdapterStep:
-    """Number of a step, and of the last step whose report on adapters the scheduler had when it
-    planned this one."""
+    """A step's number. reported: that of the last step whose report on adapters the scheduler had
+    when it planned this one."""
 
     number: int
-    heard: int
+    reported: int
 
 
 NO_STEP = AdapterStep(0, 0)
@@ -97,9 +97,9 @@ class AdapterLoads:
         """By the name under which vLLM shares KV: the digest of all loads; None if they differ or
         if one is unknown."""
         self._step = NO_STEP
-        self._untold = False
-        """The content of a name has changed since the last report."""
-        self._told_in = 0
+        self._has_changed = False
+        """Whether the content of a name has changed since the last report."""
+        self._change_step = 0
         """The last step whose report included such a change."""
         if not _wrap():
             logger.warning(
@@ -119,15 +119,14 @@ class AdapterLoads:
         """Whether the scheduler knows of every name whose content has changed. Until then the saves
         that it plans would get the hashes of the previous content.
         """
-        return not self._untold and self._step.heard >= self._told_in
+        return not self._has_changed and self._step.reported >= self._change_step
 
     def report(self) -> AdapterReport:
         """The adapters that are loaded now and whose content is known for certain. Called once per
         step, at its end.
         """
-        if self._untold:
-            self._untold = False
-            self._told_in = self._step.number
+        if self._has_changed:
+            self._has_changed, self._change_step = False, self._step.number
         loaded = () if self._manager is None else self._manager.list_adapters()
         known = {number: self._by_id[number] for number in loaded if number in self._by_id}
         certain = {n: a for n, (key, a) in known.items() if self._contents[key] == a.digest}
@@ -138,7 +137,7 @@ class AdapterLoads:
     def serves(self, manager: Any) -> bool:
         return getattr(manager, "lora_config", None) is self._lora_config
 
-    def look(self, adapter: LoRARequest) -> Digest | str:
+    def digest_now(self, adapter: LoRARequest) -> Digest | str:
         """The digest of the adapter's files now, or the reason why there is none. Never raises."""
         if getattr(adapter, "tensorizer_config_dict", None) is not None:
             return "tensorizer loads it"
@@ -154,13 +153,13 @@ class AdapterLoads:
     def loaded(self, manager: Any, adapter: LoRARequest, model: Any, before: Digest | str) -> None:
         """Record the content of `model`, which vLLM has just loaded, if it can be known.
 
-        before: what `look` returned before the load.
+        before: the result of `digest_now` before the load.
         """
         try:
             _detach(model)
         except (AttributeError, TypeError, RuntimeError) as error:
             before = f"its tensors may still be those of its files ({error})"
-        after = self.look(adapter) if isinstance(before, Digest) else before
+        after = self.digest_now(adapter) if isinstance(before, Digest) else before
         if isinstance(after, Digest) and after != before:
             after = f"its files in {adapter.lora_path} changed while they were loaded"
         if isinstance(after, str):
@@ -190,7 +189,7 @@ class AdapterLoads:
         if self._contents[shared] is None:
             return
         self._contents[shared] = None
-        self._untold = True
+        self._has_changed = True
         logger.warning(
             "s3kv no longer caches requests with the adapter %s: %r was loaded after it from %s, "
             "with other content, so vLLM's own cache may mix KV of both. Load changed weights "
@@ -247,7 +246,7 @@ def _wrap() -> bool:
         loads = next((o for ref in _observers if (o := ref()) and o.serves(self)), None)
         if loads is None:
             return load(self, lora_request)
-        before = loads.look(lora_request)
+        before = loads.digest_now(lora_request)
         model = load(self, lora_request)
         loads.loaded(self, lora_request, model, before)
         return model

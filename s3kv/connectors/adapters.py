@@ -1,8 +1,8 @@
 """Adapters (LoRA) as the scheduler knows them, from the workers' reports.
 
-vLLM hashes an adapter by name and path, not by content. Within one engine, the operator has to keep
-a name's content the same. But many engines share a bucket, and it outlives them. So chunks computed
-with an adapter are kept under hashes that include the digest of the files that the workers loaded.
+vLLM hashes an adapter by name and path, not by content. So chunks computed with an adapter are kept
+under hashes that include the digest of the files that the workers loaded
+(docs/decisions/0009-adapters-by-their-load.md).
 
 This module reads no adapter files. Steps are numbered, and each report names its step. A report is
 valid for a request if its step was planned after the request arrived: it then includes all earlier
@@ -58,7 +58,7 @@ class KnownAdapters:
         self._names: dict[int, str] = {}
         """For each vLLM adapter number, the hashed name that a request last used with it."""
         self._spoiled: set[str] = set()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     # --- steps -----------------------------------------------------------------------------
 
@@ -66,10 +66,10 @@ class KnownAdapters:
         """Number a step that is being planned. Returns this number and that of the last reported
         step.
         """
-        self._step = AdapterStep(self._step.number + 1, self._step.heard)
+        self._step = AdapterStep(self._step.number + 1, self._step.reported)
         return self._step
 
-    def hear(self, report: AdapterReport) -> list[str]:
+    def on_report(self, report: AdapterReport) -> list[str]:
         """Take in the merged report of all ranks. Returns the requests whose hashes are derived
         from an adapter that no longer holds.
         """
@@ -100,7 +100,7 @@ class KnownAdapters:
         use = self._uses.get(request_id)
         if use is None or use.settled:
             return False
-        return self._step.heard < use.from_step and now_s < use.until_s
+        return self._step.reported < use.from_step and now_s < use.until_s
 
     def settle(self, request_id: str) -> tuple[bool, bytes | None]:
         """Fix the request's adapter before the request is computed. Returns whether the digest from
@@ -112,24 +112,30 @@ class KnownAdapters:
             return True, None
         use.settled = True
         believed, use.believed = use.believed, self._certain(use)
-        if use.believed is None:
-            self._say_uncached(use)
+        if use.believed is None and use.name not in self._logged:
+            self._logged.add(use.name)
+            logger.info(
+                "s3kv: a request with the adapter %s is not cached: the workers have not loaded it "
+                "yet, or cannot be certain of its content (see their log)",
+                use.name,
+            )
         return use.believed == believed, None if use.believed is None else use.believed.digest
 
     def finished(self, request_id: str) -> None:
         self._uses.pop(request_id, None)
 
     def _certain(self, use: _Use) -> LoadedAdapter | None:
-        number, heard = use.adapter.lora_int_id, self._step.heard >= use.from_step
-        previous = self._names.get(number, use.name)
-        self._names[number] = use.name
-        loaded = self._by_id.get(number) if heard else None
+        """The adapter that the request will be computed with. Its number may be another's, too."""
+        number = use.adapter.lora_int_id
+        previous, self._names[number] = self._names.get(number, use.name), use.name
+        is_reported = self._step.reported >= use.from_step
+        loaded = self._by_id.get(number) if is_reported else None
         if loaded is None and previous != use.name:
             # Two names share one number, so either adapter may be loaded.
             self._spoiled |= {previous, use.name}
         elif loaded is not None and loaded.name != use.name:
             self._spoiled.add(use.name)
-        return self._loaded(use) if heard else None
+        return None if loaded is None else self._loaded(use)
 
     def _loaded(self, use: _Use) -> LoadedAdapter | None:
         loaded = self._by_id.get(use.adapter.lora_int_id)
@@ -137,13 +143,3 @@ class KnownAdapters:
             return None
         # A request with `load_inplace` reads the files again in each of its steps.
         return None if getattr(use.adapter, "load_inplace", False) else loaded
-
-    def _say_uncached(self, use: _Use) -> None:
-        if use.name in self._said:
-            return
-        self._said.add(use.name)
-        logger.info(
-            "s3kv: a request with the adapter %s is not cached: the workers have not loaded it "
-            "yet, or cannot be certain of its content (see their log)",
-            use.name,
-        )

@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING
 from s3kv.config import Config
 from s3kv.connectors.ec_translate import (
     ItemWorkerReport,
-    embedding_width,
-    has_tower_lora,
     item_dtype,
-    steps_inflight,
-    told_by,
     wanted,
     worker_rendezvous,
 )
 from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.kv_translate import WorkerHandshake
 from s3kv.connectors.linger import Linger, is_in_lockstep
-from s3kv.connectors.log import EncoderTraffic, encoder_start_line
+from s3kv.connectors.log import EncoderTraffic, start_line
 from s3kv.connectors.media import MediaDigests
 from s3kv.connectors.metrics import S3ECStats, Values
 from s3kv.connectors.request_params import read_limits
@@ -63,12 +60,12 @@ _INDEX_ITEMS = 500_000
 _ENCODE_ROWS_PER_S = 4_000.0
 """Speed of the encoder before its first measured output, which replaces it."""
 _LINGER_S = 0.001
-_LOOK_AFTER_S = 1.0
+_POLL_AFTER_S = 1.0
 """Longest time between two polls of an idle I/O process."""
 
 
 @dataclass(slots=True)
-class _Asked:
+class _MediaRequest:
     """A request with media. items: the item of each feature; None for one that is not cached.
     limits: those of the request's tokens, which media take, too. computed_tokens: value in the last
     pass. settled: later passes may skip the request.
@@ -92,8 +89,9 @@ class ECSchedulerSide(Guarded):
         self._vllm_config = vllm_config
         self._dtype = item_dtype(vllm_config)
         self._digests = MediaDigests()
-        self._has_tower_lora = has_tower_lora(vllm_config)
-        if self._has_tower_lora:
+        lora = vllm_config.lora_config
+        self._adapts_towers = lora is not None and bool(lora.enable_tower_connector_lora)
+        if self._adapts_towers:
             logger.info(
                 "s3kv does not cache encoder outputs of requests with an adapter (LoRA), because "
                 "adapters change the encoder (enable_tower_connector_lora): an EC connector "
@@ -101,10 +99,10 @@ class ECSchedulerSide(Guarded):
             )
         self._telemetry = Telemetry(EC_METRICS, EC_SHARES, EncoderTraffic())
         self._tier: Tier | None = None
-        self._asked: dict[str, _Asked] = {}
+        self._requests: dict[str, _MediaRequest] = {}
         self._promised: dict[str, ItemLoad] = {}
         self._due: dict[str, ItemLoad] = {}
-        self._heard = False
+        self._has_polled = False
         self._linger = Linger(_LINGER_S, in_lockstep=is_in_lockstep(vllm_config))
         self._polled_s = 0.0
         if may_load:
@@ -119,9 +117,10 @@ class ECSchedulerSide(Guarded):
             wait=partial(wait_for_bucket, config=self._config),
         )
         self._tier = tier
-        namespace, nbytes = tier.handshake.namespace_digest, tier.slab.nbytes
-        said = encoder_start_line(self._config, namespace, tier.known, nbytes, may_save=may_save)
-        logger.info("%s", said)
+        slab = WorkerHandshake(
+            tier.handshake.namespace_digest, 1, tier.slab.nbytes, known=tier.known
+        )
+        logger.log(*start_line(self._config, [slab], may_load=True, may_save=may_save))
 
     def _introduce(self, slab: Slab) -> Handshake:
         """Hand the slab to the workers, which answer with the digest of the namespace."""
@@ -144,9 +143,10 @@ class ECSchedulerSide(Guarded):
         config, vllm_config = self._config, self._vllm_config
         settings = ECPlannerSettings(
             dtype=self._dtype,
-            width=embedding_width(vllm_config),
+            # That of the model's embeddings; the encoder's may be a multiple.
+            width=int(vllm_config.model_config.get_inputs_embeds_size()),
             max_wait_s=config.max_wait_ms / 1000,
-            steps_inflight=steps_inflight(vllm_config),
+            steps_inflight=1 + int(vllm_config.max_concurrent_batches),  # one to spare
             may_load=may_load,
             may_save=may_save,
         )
@@ -179,44 +179,42 @@ class ECSchedulerSide(Guarded):
         """Whether the request may be scheduled now. Called in every pass for each request with
         items.
         """
-        asked = self._asked_by(request)
-        if asked.settled:
+        known = self._request(request)
+        if known.settled:
             return True
-        self._hear()
+        self._poll_once()
         now_s = time.monotonic()
-        if asked.computed_tokens == computed_tokens:
-            asked.settled = not self.planner.waits(request.request_id, now_s)
-            return asked.settled
-        asked.computed_tokens = computed_tokens
+        if known.computed_tokens == computed_tokens:
+            known.settled = not self.planner.waits(request.request_id, now_s)
+            return known.settled
+        known.computed_tokens = computed_tokens
         needed = [
             item
-            for item, feature in zip(asked.items, request.mm_features, strict=True)
+            for item, feature in zip(known.items, request.mm_features, strict=True)
             if item is not None
-            and asked.limits.load_tokens != 0
+            and known.limits.load_tokens != 0
             and feature.mm_position.offset + feature.mm_position.length > computed_tokens
         ]
-        asked.settled = self.planner.ensure(request.request_id, needed, now_s)
-        return asked.settled
+        known.settled = self.planner.ensure(request.request_id, needed, now_s)
+        return known.settled
 
-    def _asked_by(self, request: Request) -> _Asked:
-        asked = self._asked.get(request.request_id)
-        if asked is None or len(asked.items) != len(request.mm_features):
+    def _request(self, request: Request) -> _MediaRequest:
+        known = self._requests.get(request.request_id)
+        if known is None or len(known.items) != len(request.mm_features):
             items = [self._item(request, n) for n in range(len(request.mm_features))]
             # The KV connector logs what is wrong with them.
             limits = read_limits(request.kv_transfer_params)
-            asked = _Asked(items, limits)
-            self._asked[request.request_id] = asked
-        return asked
+            known = self._requests[request.request_id] = _MediaRequest(items, limits)
+        return known
 
     def _item(self, request: Request, index: int) -> Wanted | None:
-        feature = request.mm_features[index]
-        if self._has_tower_lora and request.lora_request is not None:
+        if self._adapts_towers and request.lora_request is not None:
             return None
-        told = told_by(feature, self._digests, trust_media_names=self._config.trust_media_names)
-        if told is not None:
-            return wanted(feature, told)
-        self.planner.counters["items_untrusted"] += 1
-        return None
+        feature, trusts = request.mm_features[index], self._config.trust_media_names
+        item = wanted(feature, self._digests, trust_media_names=trusts)
+        if item is None:
+            self.planner.counters["items_untrusted"] += 1
+        return item
 
     def has(self, identifier: str) -> bool:
         load = self._promise(identifier)
@@ -239,8 +237,8 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def _allocated(self, request: Request, index: int) -> None:
-        asked = self._asked_by(request)
-        item, most = asked.items[index], asked.limits.save_tokens
+        known = self._request(request)
+        item, most = known.items[index], known.limits.save_tokens
         if item is not None:
             place = request.mm_features[index].mm_position
             saves = most is None or place.offset + place.length <= most
@@ -259,7 +257,7 @@ class ECSchedulerSide(Guarded):
     def _plan(self, output: SchedulerOutput) -> ItemPlan | None:
         plan = self.planner.plan(output.free_encoder_mm_hashes)
         self._order()
-        self._heard = False
+        self._has_polled = False
         if pause_s := self._linger.pause_s(output, waits=self.planner.ledger.fetches_inflight > 0):
             self._poll(pause_s)
         self._telemetry.log(self.planner, time.monotonic())
@@ -274,7 +272,7 @@ class ECSchedulerSide(Guarded):
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
-        self._asked.pop(request.request_id, None)
+        self._requests.pop(request.request_id, None)
         self._telemetry.is_stale = True
         self.planner.finished(request.request_id)
         self._order()
@@ -312,17 +310,17 @@ class ECSchedulerSide(Guarded):
             client.submit(job.for_bucket(shape))
         client.flush()
 
-    def _hear(self) -> None:
+    def _poll_once(self) -> None:
         """Poll the I/O process, once per pass, if it may have sent something."""
-        if self._heard:
+        if self._has_polled:
             return
-        self._heard = True
-        is_due = time.monotonic() > self._polled_s + _LOOK_AFTER_S
+        self._has_polled = True
+        is_due = time.monotonic() > self._polled_s + _POLL_AFTER_S
         if is_due or self.planner.ledger.fetches_inflight:
             self._poll(0.0)
 
     def _poll(self, linger_s: float) -> None:
-        self._heard = True
+        self._has_polled = True
         if self._tier is None:
             return
         ended = self._tier.client.poll(linger_s)

@@ -62,41 +62,22 @@ def worker_rendezvous(vllm_config: VllmConfig, tp_rank: int) -> str:
     return rendezvous(engine_id, vllm_config.parallel_config.data_parallel_rank, tp_rank)
 
 
-def told_by(
+def wanted(
     feature: MultiModalFeatureSpec, digests: MediaDigests, *, trust_media_names: bool
-) -> str | None:
-    """The text that identifies the item among all of its kind and size; None if it is unknown."""
+) -> Wanted | None:
+    """The item of a feature that no adapter changes; None if its content is unknown."""
     if feature.modality == _PASSED_THROUGH:
         return None
-    if trust_media_names:
-        return f"name:{feature.identifier}"
-    content = digests.of(feature)
-    return None if content is None else f"content:{content.hex()}"
-
-
-def wanted(feature: MultiModalFeatureSpec, told: str) -> Wanted:
-    """The item of a feature that no adapter changes. told: the text from `told_by`."""
+    content = None if trust_media_names else digests.of(feature)
+    if content is None and not trust_media_names:
+        return None
     rows = feature.mm_position.get_num_embeds()
+    name = f"name:{feature.identifier}" if content is None else f"content:{content.hex()}"
     # The text that json.dumps gives for these four with sorted keys, without its dozen calls.
-    told, modality = _quoted(told), _quoted(feature.modality)
-    identity = f'{{"adapter":"","item":{told},"modality":{modality},"rows":{rows}}}'
+    item, modality = _quoted(name), _quoted(feature.modality)
+    identity = f'{{"adapter":"","item":{item},"modality":{modality},"rows":{rows}}}'
     key = ChunkKey(GROUP, hashlib.sha256(identity.encode()).digest())
     return Wanted(feature.identifier, key, rows, feature.modality)
-
-
-def has_tower_lora(vllm_config: VllmConfig) -> bool:
-    lora = vllm_config.lora_config
-    return lora is not None and bool(lora.enable_tower_connector_lora)
-
-
-def embedding_width(vllm_config: VllmConfig) -> int:
-    """Width of the model's own embeddings. The width of an encoder's output may be a multiple."""
-    return int(vllm_config.model_config.get_inputs_embeds_size())
-
-
-def steps_inflight(vllm_config: VllmConfig) -> int:
-    """Number of engine steps that may run at once, plus one spare."""
-    return 1 + int(vllm_config.max_concurrent_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
 from s3kv.connectors.observers import Observers
 from s3kv.messages import EMPTY_PLAN, StepPlan
 
-SLEEP_IS_TOLD = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+ANNOUNCES_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """Whether vLLM calls the workers' connectors before it unmaps the KV cache's memory, as 0.33
 does."""
 
@@ -67,19 +67,19 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config, kv_cache_config)
         check_media_names(vllm_config, trusted=config.trust_media_names)
         sizes = geometry(config, vllm_config, kv_cache_config)
-        self._world_size = vllm_config.parallel_config.world_size
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 config,
                 sizes,
                 may_load=transfer.is_kv_consumer,
                 may_save=transfer.is_kv_producer,
+                world_size=vllm_config.parallel_config.world_size,
                 in_lockstep=is_in_lockstep(vllm_config),
                 observers=Observers.wanted(vllm_config, sizes),
             )
         else:
             self._worker = WorkerSide(
-                config, vllm_config, kv_cache_config, sizes, sleep_is_told=SLEEP_IS_TOLD
+                config, vllm_config, kv_cache_config, sizes, announces_sleep=ANNOUNCES_SLEEP
             )
 
     @classmethod
@@ -143,12 +143,12 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> None:
         handshakes = [one for one in metadata.values() if isinstance(one, WorkerHandshake)]
-        self._scheduler.set_workers(handshakes, self._world_size)
+        self._scheduler.set_workers(handshakes)
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler.bind_pool(gpu_block_pool)
+        self._scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler.on_new_request(request)

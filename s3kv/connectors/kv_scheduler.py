@@ -62,9 +62,9 @@ _LINGER_S = 0.004
 
 
 class SchedulerSide(Guarded):
-    """Scheduler side of one engine. It exists before the workers have reported, and serves from
-    `set_workers` on. If vLLM passes no reports there, it serves from the step whose output brings
-    the last worker's report.
+    """Scheduler side of one engine of `world_size` workers. It serves once all of them have
+    reported: from `set_workers` on, or, if vLLM passes no reports there, from the step whose output
+    brings the last one. Until then requests are computed.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class SchedulerSide(Guarded):
         *,
         may_load: bool,
         may_save: bool,
+        world_size: int = 1,
         in_lockstep: bool = False,
         observers: Observers | None = None,
     ) -> None:
@@ -81,15 +82,16 @@ class SchedulerSide(Guarded):
         self._sizes = sizes
         self._may_load = may_load
         self._may_save = may_save
+        self._world_size = world_size
         self._traffic = PromptTraffic()
         self._telemetry = Telemetry(KV_METRICS, KV_SHARES, self._traffic)
         self._slot_bytes = 0
-        self._pool: BlockPool | None = None
-        self._planner: KVPlanner | None = None
+        self.pool: BlockPool | None = None
+        """The engine's own cache."""
         self._handshakes: list[WorkerHandshake] = []
-        """The workers' reports: all of them, or those so far while the planner is a stand-in."""
-        self._world_size = 0
-        self._hears_in_steps = False
+        """The workers' reports so far."""
+        self._passed_at_start: Counter[WorkerHandshake] | None = None
+        """The reports that vLLM passed at the start; None before."""
         self._salt: bytes | None = None
         self.adapters = KnownAdapters()
         self._hashes = RequestHashes(
@@ -99,40 +101,32 @@ class SchedulerSide(Guarded):
         self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
         self._unplanned: list[str] = []
         """Requests whose load has been promised since the last plan."""
+        self.planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
 
-    @property
-    def planner(self) -> KVPlanner:
-        if self._planner is None:
-            raise UnsupportedError(
-                "the workers have not reported their host memory: this vLLM does not "
-                "exchange KV-connector handshake metadata (it should: 0.31 to 0.33 do)"
-            )
-        return self._planner
-
-    def set_workers(self, handshakes: list[WorkerHandshake], world_size: int) -> None:
+    def set_workers(self, handshakes: list[WorkerHandshake]) -> None:
         """Take in the reports of all ranks once they are up. Raises `UnsupportedError` if the ranks
         do not fit together, and `ConfigError` if host memory is too small for a chunk.
 
         vLLM 0.33 calls this again whenever the engine wakes up. The planner stays the same then: it
         knows which slots are in use, and the salt that makes earlier chunks unreachable.
         """
-        if self._planner is not None:
-            known = () if self._hears_in_steps else self._handshakes
-            if Counter(handshakes) != Counter(known):
+        passed = Counter(handshakes)
+        if self._passed_at_start is not None:
+            if passed != self._passed_at_start:
                 raise UnsupportedError("the workers are not those that the engine started with")
             return
-        self._world_size = world_size
-        self._hears_in_steps = not handshakes
+        self._passed_at_start = passed
         if handshakes:
-            self._planner = self._start(handshakes)
+            self._start(handshakes)
             return
         logger.info(
             "s3kv: the workers report their host memory in the first step; its requests are "
             "computed (MultiConnector hands on the reports of one connector only)"
         )
-        self._planner = self._make_planner(1, slot_bytes=1, object_bytes=(), serves=False)
 
-    def _start(self, handshakes: list[WorkerHandshake]) -> KVPlanner:
+    def _start(self, handshakes: list[WorkerHandshake]) -> None:
+        """Replace the planner that serves nothing by one for these workers."""
+        self._handshakes = handshakes
         if len(handshakes) != self._world_size:
             raise UnsupportedError(
                 f"{len(handshakes)} of {self._world_size} workers reported, but s3kv needs all"
@@ -148,27 +142,18 @@ class SchedulerSide(Guarded):
                 f"host_bytes is {self._config.host_bytes}: allowed is at least one chunk, "
                 f"{need} bytes here (or make chunk_tokens smaller)"
             )
-        self._handshakes = handshakes
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
         roles = {"may_load": self._may_load, "may_save": self._may_save}
-        level, line = start_line(self._config, handshakes, self._sizes.coverages, **roles)
-        logger.log(level, "%s", line)
-        return self._make_planner(slots, handshakes[0].slot_bytes, object_bytes)
-
-    def _report_late(self, handshakes: Sequence[WorkerHandshake]) -> None:
-        """Replace the stand-in for the planner once all ranks have reported."""
-        if len(self._handshakes) == self._world_size:
-            return
-        self._handshakes += handshakes
-        if len(self._handshakes) == self._world_size:
-            stand_in, self._planner = self.planner, self._start(self._handshakes)
-            if self._salt is not None:
-                self._planner.reset(self._salt)
-            self._planner.adopt(stand_in)
+        logger.log(*start_line(self._config, handshakes, self._sizes.coverages, **roles))
+        idle, slot_bytes = self.planner, handshakes[0].slot_bytes
+        self.planner = self._make_planner(slots, slot_bytes, object_bytes, serves=True)
+        if self._salt is not None:
+            self.planner.reset(self._salt)
+        self.planner.adopt(idle)
 
     def _make_planner(
-        self, slots: int, slot_bytes: int, object_bytes: Sequence[int], *, serves: bool = True
+        self, slots: int, slot_bytes: int, object_bytes: Sequence[int], *, serves: bool
     ) -> KVPlanner:
         config = self._config
         room = room_for(slots, slot_bytes, object_bytes)
@@ -192,9 +177,6 @@ class SchedulerSide(Guarded):
         return KVPlanner(ledger, pace, settings)
 
     # --- hooks -----------------------------------------------------------------------------
-
-    def bind_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
 
     @guarded(default=lambda: None)
     def on_new_request(self, request: Request) -> None:
@@ -227,9 +209,9 @@ class SchedulerSide(Guarded):
         knows. It is asked only if its tables have no gaps, and its blocks are hashed one by one."""
         first = self._sizes.coverages[0]
         is_known = first.kind.is_cumulative and first.block_tokens == self._sizes.hash_tokens
-        if self._pool is None or not is_known:
+        if self.pool is None or not is_known:
             return 0
-        find, group = self._pool.get_cached_block, [first.members[0]]
+        find, group = self.pool.get_cached_block, [first.members[0]]
         own = takewhile(lambda block_hash: find(block_hash, group), request.block_hashes)
         return sum(1 for _ in own) * self._sizes.hash_tokens
 
@@ -242,8 +224,7 @@ class SchedulerSide(Guarded):
         now_s, tokens = time.monotonic(), request.num_tokens
         answer = self.planner.lookup(request_id, computed_tokens, now_s, tokens=tokens, reads=reads)
         self._traffic.looked_up(request_id, tokens, now_s, waits=answer.wait)
-        if reads:
-            self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
+        self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
         if answer.wait:
             return None, False
         return answer.tokens, answer.tokens > 0
@@ -259,9 +240,8 @@ class SchedulerSide(Guarded):
             self._settle_adapter(request)  # vLLM may admit a request without a lookup.
         self.planner.admitted(request.request_id, blocks.get_block_ids(), external_tokens)
 
+    @guarded(default=int)
     def bucket_tokens(self, request: Request, external_tokens: int) -> int:
-        if self.broken is not None:
-            return 0
         return self.planner.bucket_tokens(request.request_id, external_tokens)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
@@ -296,10 +276,12 @@ class SchedulerSide(Guarded):
             if report.broken:
                 self.broken = "report"
             self._telemetry.is_stale |= bool(report.report.ends or report.handshakes)
-            if report.handshakes:
-                self._report_late(report.handshakes)
+            if report.handshakes and len(self._handshakes) < self._world_size:
+                self._handshakes += report.handshakes
+                if len(self._handshakes) == self._world_size:
+                    self._start(self._handshakes)
             if report.adapters is not None:
-                self.planner.bar(self.adapters.hear(report.adapters))
+                self.planner.bar(self.adapters.on_report(report.adapters))
             self.planner.on_report(report.report, now_s)
             self._traffic.reported(report.report)
         if output.finished_recving:
@@ -325,7 +307,7 @@ class SchedulerSide(Guarded):
 
     @guarded(default=lambda: False)
     def has_copies_inflight(self) -> bool:
-        return self._planner is not None and self._planner.ledger.has_copies_inflight
+        return self.planner.ledger.has_copies_inflight
 
     @guarded(default=lambda: False)
     def reset(self) -> bool:
@@ -336,9 +318,7 @@ class SchedulerSide(Guarded):
         return True
 
     def stats(self) -> S3KVStats | None:
-        if self._planner is None:
-            return None
-        values = self._telemetry.take(self._read_gauges, self._planner.counters)
+        values = self._telemetry.take(self._read_gauges, self.planner.counters)
         return S3KVStats(data=values) if values else None
 
     @guarded(default=dict)
@@ -349,5 +329,4 @@ class SchedulerSide(Guarded):
         return host_gauges(ledger, self._slot_bytes) | rounded
 
     def on_broken(self) -> None:
-        if self._planner is not None:
-            self._planner.counters["internal_errors"] += 1
+        self.planner.counters["internal_errors"] += 1

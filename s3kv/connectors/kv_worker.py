@@ -63,9 +63,9 @@ class WorkerSide(Guarded):
         kv_cache_config: KVCacheConfig,
         sizes: KVGeometry,
         *,
-        sleep_is_told: bool = True,
+        announces_sleep: bool = True,
     ) -> None:
-        """sleep_is_told: vLLM calls `suspend` before the engine sleeps."""
+        """announces_sleep: vLLM calls `suspend` before the engine sleeps."""
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -74,10 +74,9 @@ class WorkerSide(Guarded):
         self._rank: RankWorker | None = None
         self._tier: Tier | None = None
         self._handshake: WorkerHandshake | None = None
-        self._started = False
-        self._handshake_is_owed = True
-        """vLLM has not asked for the handshake yet. Under `MultiConnector` it asks only the first
-        connector that has one."""
+        self._has_passed_handshake = False
+        """Whether vLLM has requested the handshake. Under `MultiConnector` it requests that of the
+        first connector alone."""
         self._stranded: set[str] = set()
         lora = vllm_config.lora_config
         # Made here, because vLLM loads no adapter before the KV caches exist.
@@ -88,7 +87,7 @@ class WorkerSide(Guarded):
         # Before a sleep, vLLM waits for the device and then unmaps the memory. It does not wait
         # for a copy that has not been launched yet.
         self._launches_at_once = (
-            not sleep_is_told
+            not announces_sleep
             and vllm_config.model_config.enable_sleep_mode
             and vllm_config.device_config.device_type != "cpu"
         )
@@ -160,16 +159,15 @@ class WorkerSide(Guarded):
         """Wait until the bucket has been tried. Raises a `StoreError` if the bucket cannot be used
         and `on_unavailable` is "fail".
 
-        Later calls do not wait: vLLM 0.33 asks again when the engine wakes up, and by then an
+        Later calls do not wait: vLLM 0.33 calls this again when the engine wakes up, and by then an
         unusable bucket is no reason to stop.
         """
         assert self._tier is not None, "register comes first"
         assert self._handshake is not None
-        self._handshake_is_owed = False
-        if not self._started:
+        if not self._has_passed_handshake:
+            self._has_passed_handshake = True
             known = wait_for_bucket(self._tier.client, self._config)
             self._handshake = dataclasses.replace(self._handshake, known=known)
-            self._started = True
         return self._handshake
 
     def shutdown(self) -> None:
@@ -264,14 +262,10 @@ class WorkerSide(Guarded):
         self._let_launch(self._rank)
         return True
 
+    @guarded(default=lambda: None)
     def save(self, plan: StepPlan) -> None:
         """Start the plan's saves."""
-        if plan.saves:
-            self._start_saves(plan)
-
-    @guarded(default=lambda: None)
-    def _start_saves(self, plan: StepPlan) -> None:
-        if self._rank is None:
+        if self._rank is None or not plan.saves:
             return
         if self._adapters is not None and not self._adapters.may_save:
             self._rank.refuse(plan.saves)
@@ -328,21 +322,15 @@ class WorkerSide(Guarded):
         report = self._rank.take_report() if self._rank is not None else None
         adapters = self._adapters.report() if self._adapters is not None else None
         handshakes: tuple[WorkerHandshake, ...] = ()
-        if self._handshake_is_owed and self._handshake is not None:
-            handshakes = self._late_handshake()
-        elif report is None and adapters is None:
+        if self._handshake is not None and not self._has_passed_handshake:
+            try:
+                # This hardly waits, because the bucket was tried while the engine warmed up.
+                handshakes = (self.handshake(),)
+            except (IoProcessError, StoreError):
+                logger.error("s3kv: this engine has already started and runs without its cache")
+        if report is None and adapters is None and not handshakes:
             return None
         return WorkerReport(report or StepReport(), handshakes, adapters)
-
-    def _late_handshake(self) -> tuple[WorkerHandshake, ...]:
-        """The handshake, for a scheduler that has not got it yet; empty if the bucket is unusable.
-        This hardly waits, because the bucket was tried while the engine warmed up.
-        """
-        try:
-            return (self.handshake(),)
-        except (IoProcessError, StoreError):
-            logger.error("s3kv: this engine has already started and runs without its cache")
-            return ()
 
     def stats(self) -> S3KVStats | None:
         if self._rank is None or self._tier is None:

@@ -26,6 +26,10 @@ INTERVAL_S = 60.0
 """Least time between two lines on traffic. vLLM logs its own every 10 s, for every engine."""
 
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_TRAFFIC = (
+    *("fetch_bytes", "upload_bytes", "saves_dropped"),
+    *("waits", "waited_ms", "deadline_cuts"),
+)
 _BUCKET = {
     BreakerState.CLOSED: "answers",
     BreakerState.OPEN: "down (circuit open)",
@@ -62,53 +66,37 @@ def leave_to_first_rank(rank: int) -> None:
 def start_line(
     config: Config,
     handshakes: Sequence[WorkerHandshake],
-    coverages: Sequence[Coverage],
+    coverages: Sequence[Coverage] = (),
     *,
     may_load: bool,
     may_save: bool,
 ) -> tuple[int, str]:
     """Level and text of the scheduler's line when all ranks are ready. It is a warning if the GPU's
-    driver did not pin all host memory."""
-    memory = sum(handshake.slot_count * handshake.slot_bytes for handshake in handshakes)
-    novelty = _novelty({handshake.known for handshake in handshakes})
-    pinned = {handshake.pinned for handshake in handshakes}  # None: no GPU
-    is_slow, kind = False in pinned, "pinned " if pinned == {True} else ""
-    note = ", not all of it pinned (copies to and from the GPU are slower)" if is_slow else ""
-    return logging.WARNING if is_slow else logging.INFO, (
-        f"{_whereabouts(config, may_load=may_load, may_save=may_save)}: "
-        f"namespace {handshakes[0].namespace} ({novelty}), {size(memory)} of {kind}host "
-        f"memory on {count(len(handshakes), 'rank')}{note}, "
-        f"chunks of {coverages[0].chunk_tokens} tokens, "
-        f"KV of {' and '.join(dict.fromkeys(str(c.kind) for c in coverages))}"
-    )
-
-
-def encoder_start_line(
-    config: Config, namespace: str, known: bool | None, nbytes: int, *, may_save: bool
-) -> str:
-    """The same for encoder outputs, which the scheduler's own slab of `nbytes` holds.
-
-    known: whether the namespace has objects; None if the bucket does not answer."""
-    return (
-        f"{_whereabouts(config, may_load=True, may_save=may_save)}: "
-        f"namespace {namespace} ({_novelty({known})}), {size(nbytes)} of host memory, "
-        "encoder outputs"
-    )
-
-
-def _whereabouts(config: Config, *, may_load: bool, may_save: bool) -> str:
+    driver did not pin all host memory. coverages: those of the KV; none for encoder outputs, which
+    the scheduler's own slab holds."""
     does = " and ".join(["reads"] * may_load + ["writes"] * may_save) or "neither reads nor writes"
     named = [config.endpoint_url, *(os.environ.get(name) for name in _ENDPOINTS)]
     endpoint = next(filter(None, named), "the default endpoint")
-    return f"s3kv {__version__} {does} bucket {config.bucket} under {config.prefix}/ at {endpoint}"
-
-
-def _novelty(answers: set[bool | None]) -> str:
-    """answers: whether the namespace has objects, as each rank found it."""
+    known = {handshake.known for handshake in handshakes}
+    novelty = "known" if known == {True} else "the bucket does not answer yet"
     # One rank may see what another has just written, so the namespace is new if it is to any.
-    if False in answers:
-        return "new"
-    return "known" if answers == {True} else "the bucket does not answer yet"
+    novelty = "new" if False in known else novelty
+    memory = sum(handshake.slot_count * handshake.slot_bytes for handshake in handshakes)
+    pinned = {handshake.pinned for handshake in handshakes}  # None: no GPU
+    is_slow, kind = False in pinned, "pinned " if pinned == {True} else ""
+    note = ", not all of it pinned (copies to and from the GPU are slower)" if is_slow else ""
+    content = ", encoder outputs"
+    if coverages:
+        content = (
+            f" on {count(len(handshakes), 'rank')}{note}, "
+            f"chunks of {coverages[0].chunk_tokens} tokens, "
+            f"KV of {' and '.join(dict.fromkeys(str(c.kind) for c in coverages))}"
+        )
+    return logging.WARNING if is_slow else logging.INFO, (
+        f"s3kv {__version__} {does} bucket {config.bucket} under {config.prefix}/ at {endpoint}: "
+        f"namespace {handshakes[0].namespace} ({novelty}), {size(memory)} of {kind}host memory"
+        f"{content}"
+    )
 
 
 class TrafficLine:
@@ -128,7 +116,7 @@ class TrafficLine:
         self.counts: Counter[str] = Counter()
         """Counters beside the planner's."""
         self._before: Mapping[str, int] = {}
-        self._said_s: float | None = None
+        self._logged_s: float | None = None
 
     def line(
         self,
@@ -142,37 +130,27 @@ class TrafficLine:
 
         counters: the planner's. finished: whether a request has just finished.
         """
-        is_due = finished if self._said_s is None else now_s - self._said_s >= INTERVAL_S
+        is_due = finished if self._logged_s is None else now_s - self._logged_s >= INTERVAL_S
         if not is_due:
             return None
         total = {**counters, **self.counts}
-        names = (*self.hits, "fetch_bytes", "upload_bytes", "waits", "deadline_cuts")
-        grown = {
-            name: total.get(name, 0) - self._before.get(name, 0)
-            for name in (*names, "waited_ms", "saves_dropped")
-        }
+        grown = {n: total.get(n, 0) - self._before.get(n, 0) for n in (*self.hits, *_TRAFFIC)}
         if not any(grown.values()):
             return None
-        self._said_s, self._before = now_s, total
-        return f"s3kv: {self._told(grown)}, Bucket: {_BUCKET[bucket]}{self._unsaved(grown)}"
-
-    def _told(self, grown: Mapping[str, int]) -> str:
-        title, unit, verb, _ = self.words
+        self._logged_s, self._before = now_s, total
+        title, unit, verb, noun = self.words
         held, kept, computed = (grown[name] for name in self.hits)
-        share = (held + kept) / max(1, held + kept + computed)
+        share, dropped = (held + kept) / max(1, held + kept + computed), grown["saves_dropped"]
+        unsaved = f", {noun} not saved: {dropped:,}" if dropped else ""
         return (
-            f"{title}Hit rate: {share:.1%} (bucket: {count(held, unit)}, "
+            f"s3kv: {title}Hit rate: {share:.1%} (bucket: {count(held, unit)}, "
             f"host memory: {count(kept, unit)}, {verb}: {count(computed, unit)}), "
             f"Fetched: {size(grown['fetch_bytes'])}, Uploaded: {size(grown['upload_bytes'])}, "
-            f"{self._waits(grown)}"
+            f"{self._waits(grown)}, Bucket: {_BUCKET[bucket]}{unsaved}"
         )
 
     def _waits(self, grown: Mapping[str, int]) -> str:
         return f"Waits cut short: {grown['deadline_cuts']:,}"
-
-    def _unsaved(self, grown: Mapping[str, int]) -> str:
-        dropped = grown["saves_dropped"]
-        return f", {self.words[3]} not saved: {dropped:,}" if dropped else ""
 
 
 class EncoderTraffic(TrafficLine):

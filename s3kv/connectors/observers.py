@@ -60,13 +60,13 @@ class Observers:
 
     @classmethod
     def wanted(cls, vllm_config: VllmConfig, sizes: KVGeometry) -> Observers:
-        """The observers that the engine's settings ask for."""
-        config = vllm_config.kv_events_config
-        publishes = config is not None and config.enable_kv_cache_events
-        return cls(
-            KVEvents(sizes) if publishes else None,
-            RequestSpans() if is_traced(vllm_config) else None,
-        )
+        """The observers that the engine's settings request."""
+        events = vllm_config.kv_events_config
+        publishes = events is not None and events.enable_kv_cache_events
+        observability = getattr(vllm_config, "observability_config", None)
+        endpoint = getattr(observability, "otlp_traces_endpoint", None)
+        traces = endpoint is not None and instrument_manual is not None
+        return cls(KVEvents(sizes) if publishes else None, RequestSpans() if traces else None)
 
     def add_request(self, request: Request) -> None:
         for observer in self._all:
@@ -78,12 +78,8 @@ class Observers:
             observer.finished(request)
 
     def looked_up(self, request_id: str, *, waits: bool, tokens: int) -> None:
-        if self._spans is None:
-            return
-        if waits:
-            self._spans.waits(request_id)
-        else:
-            self._spans.answered(request_id, tokens)
+        if self._spans is not None:
+            self._spans.looked_up(request_id, waits=waits, tokens=tokens)
 
     def read(self) -> None:
         for entry in self.log.take() if self.log is not None else ():
@@ -109,18 +105,6 @@ _EVENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """A chunk as its events describe it. It is kept while the chunk is in flight or in host memory,
-    because its request may end before an event."""
-
-    block_hashes: tuple[Any, ...]
-    parent: Any
-    token_ids: array[int]
-    lora_id: int | None
-    lora_name: str | None
-
-
 class KVEvents:
     """The events of one engine, made from a `ResidencyLog`. Used from the engine's thread.
 
@@ -131,7 +115,9 @@ class KVEvents:
     def __init__(self, sizes: KVGeometry) -> None:
         self._sizes = sizes
         self._requests: dict[str, Request] = {}
-        self._chunks: dict[ChunkKey, _Chunk] = {}
+        self._chunks: dict[ChunkKey, dict[str, Any]] = {}
+        """The content of each chunk that is in flight or in host memory, as the fields of its
+        events: its request may end before them. The token ids are an array, for its size."""
         self._events: list[KVCacheEvent] = []
 
     def add_request(self, request: Request) -> None:
@@ -154,8 +140,10 @@ class KVEvents:
     def take_in(self, entry: Origin | Change) -> None:
         if isinstance(entry, Origin):
             self._remember(entry)
-        else:
-            self._announce(entry)
+        elif entry.key in self._chunks:  # otherwise it is from before a reset
+            self._announce(self._chunks[entry.key], entry.residency)
+            if entry.residency in (Residency.HOST_REMOVED, Residency.NOTHING):
+                del self._chunks[entry.key]
 
     def _remember(self, origin: Origin) -> None:
         request = self._requests.get(origin.request_id)
@@ -168,34 +156,23 @@ class KVEvents:
             maybe_convert_block_hash(h) for h in request.block_hashes[max(0, first - 1) : end]
         ]
         lora = request.lora_request
-        self._chunks[origin.key] = _Chunk(
-            block_hashes=tuple(hashes[first > 0 :]),
-            parent=hashes[0] if first else None,
-            token_ids=array("q", request.all_token_ids[start : start + tokens]),
-            lora_id=None if lora is None else lora.adapter_id,
-            lora_name=None if lora is None else lora.name,
-        )
+        self._chunks[origin.key] = {
+            "block_hashes": hashes[first > 0 :],
+            "parent_block_hash": hashes[0] if first else None,
+            "token_ids": array("q", request.all_token_ids[start : start + tokens]),
+            "block_size": per_hash,
+            "lora_id": None if lora is None else lora.adapter_id,
+            "lora_name": None if lora is None else lora.name,
+        }
 
-    def _announce(self, change: Change) -> None:
-        chunk = self._chunks.get(change.key)
-        if chunk is None:
-            return  # from before a reset
-        if change.residency in _EVENTS:
-            self._emit(chunk, *_EVENTS[change.residency])
-        if change.residency in (Residency.HOST_REMOVED, Residency.NOTHING):
-            del self._chunks[change.key]
-
-    def _emit(self, chunk: _Chunk, kind: Any, place: dict[str, Any]) -> None:
-        fields = place | {"group_idx": self._sizes.coverages[0].members[0]}
+    def _announce(self, chunk: dict[str, Any], residency: Residency) -> None:
+        if residency not in _EVENTS:
+            return
+        kind, place = _EVENTS[residency]
+        fields: dict[str, Any] = {"block_hashes": chunk["block_hashes"]}
         if kind is kv_events.BlockStored:
-            fields |= {
-                "parent_block_hash": chunk.parent,
-                "token_ids": list(chunk.token_ids),
-                "block_size": self._sizes.hash_tokens,
-                "lora_id": chunk.lora_id,
-                "lora_name": chunk.lora_name,
-            }
-        self._events.append(kind(block_hashes=list(chunk.block_hashes), **fields))
+            fields = chunk | {"token_ids": list(chunk["token_ids"])}
+        self._events.append(kind(**fields, **place, group_idx=self._sizes.coverages[0].members[0]))
 
 
 _NAMES = {JobKind.FETCH: "s3kv.fetch", JobKind.SAVE: "s3kv.upload"}
@@ -205,13 +182,6 @@ _LAST = {
 }
 """The changes that end a fetch or an upload of a chunk."""
 _ARRIVED = (Residency.HOST_STORED, Residency.BUCKET_STORED)
-
-
-def is_traced(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM's settings say where to send spans, and vLLM has the function to draw them."""
-    observability = getattr(vllm_config, "observability_config", None)
-    endpoint = getattr(observability, "otlp_traces_endpoint", None)
-    return endpoint is not None and instrument_manual is not None
 
 
 @dataclass(slots=True)
@@ -245,18 +215,16 @@ class RequestSpans:
 
     def finished(self, request: Request) -> None:
         """End the request's wait. Its uploads may go on."""
-        self.answered(request.request_id, 0)
+        self.looked_up(request.request_id, waits=False, tokens=0)
         self._requests.pop(request.request_id, None)
 
-    def waits(self, request_id: str) -> None:
-        if request_id not in self._waits:
-            self._waits[request_id] = self._clock_ns()
-
-    def answered(self, request_id: str, tokens: int) -> None:
-        """End the request's wait. tokens: those the answer offered."""
-        started_ns = self._waits.pop(request_id, None)
-        if started_ns is not None:
-            headers = self._requests.get(request_id)
+    def looked_up(self, request_id: str, *, waits: bool, tokens: int) -> None:
+        """Note the answer to a lookup. If it offers `tokens`, the request's wait ends."""
+        if waits:
+            if request_id not in self._waits:
+                self._waits[request_id] = self._clock_ns()
+        elif request_id in self._waits:
+            started_ns, headers = self._waits.pop(request_id), self._requests.get(request_id)
             self._draw("s3kv.wait", request_id, headers, started_ns, {"s3kv.tokens": tokens})
 
     def take_in(self, entry: Origin | Change) -> None:

@@ -14,11 +14,11 @@ A change of every element of a tensor is always noticed, however small the tenso
 docs/security.md gives the probability that a smaller change is missed. The method "full" reads
 every byte.
 
-`DigestCache` keeps digests between runs, each with the kernel's metadata of its files. A stored
-digest is used if the path, and the name, size, times, inode and device of every file, are
-unchanged. That is only as reliable as the change time. So a digest is stored only for files on a
-local file system of a kind that sets this time at every change. It is not stored within a minute of
-the last change, because the kernel may update the times of a mapped file late.
+`DigestCache` keeps digests between runs, each under the path of the files and the kernel's metadata
+of them: name, size, times, inode and device. That is only as reliable as the change time. So a
+digest is stored only for files on a local file system of a kind that sets this time at every
+change. It is not stored within a minute of the last change, because the kernel may update the times
+of a mapped file late.
 
 A user who can write to this cache could make the engine use chunks of other weights. So an entry is
 ignored if a user other than this one or root may have written it. An entry that cannot be read or
@@ -32,13 +32,18 @@ import hashlib
 import json
 import logging
 import os
+import re
 import stat
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from s3kv.config import count
 from s3kv.types import ENGINE_LOG
@@ -66,19 +71,19 @@ _READ_BYTES = 4 * 2**20
 _HEADER_MAX_BYTES = 100 * 2**20
 """The limit of safetensors itself."""
 _THREADS = 8
+_DIGEST_LENGTH = 32
 
 _MIN_AGE_NS = 60 * 10**9
-_ENTRY_MAX_BYTES = 2**24
 _TRUSTED = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "zfs"})
 """Two images that are mounted read-only may have the same times and inodes. A network file system
 may report old times."""
 
+Offset = Annotated[int, Meta(ge=0)]
 FileRange = tuple[int, int]
 """Offset and length, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileStamp:
+class FileStamp(NamedTuple):
     """The kernel's metadata of a file. It stays equal while nobody changes the file."""
 
     name: str
@@ -88,13 +93,11 @@ class FileStamp:
     inode: int
     device: int
 
-
-def stamp(file: Path) -> FileStamp:
-    """The stamp of `file`. Raises `OSError`."""
-    found = file.stat()
-    return FileStamp(
-        file.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
-    )
+    @classmethod
+    def of(cls, file: Path) -> FileStamp:
+        """The stamp of `file`. Raises `OSError`."""
+        at = file.stat()
+        return cls(file.name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino, at.st_dev)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +128,23 @@ def weights_digest(
     cache = DigestCache.of_this_user() if cache is None else cache
     name = f"{_VERSION} {method} {os.path.realpath(path)}"
     started_s = time.monotonic()
-    known = cache.find(name, [stamp(file) for file in files])
+    stamps = [FileStamp.of(file) for file in files]
+    known = cache.find(name, stamps)
+    how = "stored by an earlier run, the files are unchanged;"
     if known is None:
         digest = digest_files(files, method)
-        cache.keep(name, digest.stamps, digest.hexadecimal)
         known = digest.hexadecimal
-        how = f"{method}: read {digest.nbytes:,} of"
-    else:
-        how = f"{method}: stored by an earlier run, the files are unchanged;"
-    total = sum(file.stat().st_size for file in files)
-    seconds = time.monotonic() - started_s
+        how = f"read {digest.nbytes:,} of"
+        cache.keep(name, digest.stamps, known)
     logger.info(
-        "s3kv: weights in %s are %s (%s %d bytes in %s, %.2f s)",
+        "s3kv: weights in %s are %s (%s: %s %d bytes in %s, %.2f s)",
         path,
         known,
+        method,
         how,
-        total,
+        sum(found.size for found in stamps),
         count(len(files), "file"),
-        seconds,
+        time.monotonic() - started_s,
     )
     return known
 
@@ -167,7 +169,7 @@ def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
     Reads in several threads. Raises `OSError` for files that cannot be read.
     """
     ordered = sorted(files)
-    stamps = [stamp(file) for file in ordered]
+    stamps = [FileStamp.of(file) for file in ordered]
     plans = _plans(ordered, [found.size for found in stamps], method)
     with ThreadPoolExecutor(_THREADS) as pool:
         parts = list(pool.map(_digest_spans, ordered, plans))
@@ -176,7 +178,7 @@ def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
         name = found.name if len(stamps) > 1 else ""
         whole.update(f"{len(name.encode())} {name} {found.size} ".encode() + part)
     nbytes = sum(length for spans in plans for _, length in spans)
-    return Digest(whole.hexdigest()[:32], tuple(stamps), nbytes)
+    return Digest(whole.hexdigest()[:_DIGEST_LENGTH], tuple(stamps), nbytes)
 
 
 def _plans(files: Sequence[Path], sizes: Sequence[int], method: str) -> list[list[FileRange]]:
@@ -219,6 +221,10 @@ def _spread(offset: int, length: int, blocks: int) -> list[FileRange]:
     return spans
 
 
+class _Tensor(msgspec.Struct):
+    data_offsets: tuple[Offset, Offset]
+
+
 def _tensors(path: Path, size: int) -> list[FileRange] | None:
     """The spans of a safetensors file's header and of each of its tensors; None for a file in
     another format.
@@ -230,19 +236,13 @@ def _tensors(path: Path, size: int) -> list[FileRange] | None:
         text = file.read(length)
     start = 8 + length
     try:
-        header = json.loads(text)
-        found = [
-            tuple(tensor["data_offsets"])
-            for name, tensor in header.items()
-            if name != "__metadata__"
-        ]
-        spans = sorted((start + begin, end - begin) for begin, end in found)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        header = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        tensors = [msgspec.json.decode(tensor, type=_Tensor) for tensor in header.values()]
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    numbers = {type(number) for span in spans for number in span}
-    if not numbers <= {int} or not all(
-        start <= offset and 0 <= length <= size - offset for offset, length in spans
-    ):
+    spans = sorted((start + begin, end - begin) for begin, end in (t.data_offsets for t in tensors))
+    if not all(0 <= length <= size - offset for offset, length in spans):
         return None
     return [(0, start), *spans]
 
@@ -265,7 +265,7 @@ def _digest_spans(path: Path, spans: Iterable[FileRange]) -> bytes:
 
 
 class DigestCache:
-    """The cache: one small file per name in `directory`. Without a directory it stores nothing.
+    """The cache: one small file per digest in `directory`. Without a directory it stores nothing.
 
     trusted: the devices whose change times are reliable; by default those that the kernel lists
         with a file system of `_TRUSTED`.
@@ -283,70 +283,44 @@ class DigestCache:
             base = os.path.join(os.path.expanduser("~"), ".cache")
         return cls(Path(base, "s3kv", "digests") if os.path.isabs(base) else None)
 
-    def find(self, name: str, stamps: Iterable[FileStamp]) -> str | None:
-        """The digest stored under this name for exactly these files; None without one."""
-        path = self._path(name)
-        if path is None:
+    def find(self, name: str, stamps: Sequence[FileStamp]) -> str | None:
+        """The digest stored under this name for exactly these files, in this order; None without
+        one, or if another user may have written it."""
+        if self._directory is None:
             return None
-        known = _read(path)
-        wanted = _entry(name, stamps)
-        if known is None or {k: v for k, v in known.items() if k != "digest"} != wanted:
+        try:
+            path = self._directory / _entry(name, stamps)
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+                ours = _is_ours(os.stat(path.parent)) and _is_ours(os.fstat(file.fileno()))
+                digest = file.read(_DIGEST_LENGTH + 1)
+        except (OSError, ValueError):
             return None
-        digest = known.get("digest")
-        return digest if isinstance(digest, str) else None
+        return digest if ours and re.fullmatch(f"[0-9a-f]{{{_DIGEST_LENGTH}}}", digest) else None
 
     def keep(self, name: str, stamps: Sequence[FileStamp], digest: str) -> None:
         """Store a digest, if the times of the files are reliable. A write that fails is ignored."""
-        path = self._path(name)
         newest_ns = max((max(s.modified_ns, s.changed_ns) for s in stamps), default=0)
-        if path is None or time.time_ns() - newest_ns < _MIN_AGE_NS:
+        if self._directory is None or time.time_ns() - newest_ns < _MIN_AGE_NS:
             return
         trusted = _trusted_devices() if self._trusted is None else self._trusted
         if not {s.device for s in stamps} <= trusted:
             return
-        text = json.dumps(_entry(name, stamps) | {"digest": digest})
+        path = self._directory / _entry(name, stamps)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(f"{_checksum(text)} {text}")
-                os.replace(partial, path)
-            except BaseException:
-                os.unlink(partial)
-                raise
-
-    def _path(self, name: str) -> Path | None:
-        if self._directory is None:
-            return None
-        return self._directory / f"{_checksum(name)}.json"
+            path.unlink(missing_ok=True)
+            # A write that is cut off leaves fewer digits, which `find` ignores.
+            with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+                file.write(digest)
 
 
-def _entry(name: str, stamps: Iterable[FileStamp]) -> dict[str, object]:
-    files = sorted((asdict(s) for s in stamps), key=lambda s: str(s["name"]))
-    return {"name": name, "files": files}
-
-
-def _read(path: Path) -> dict[str, object] | None:
-    """The content of a cache file; None if somebody else may have written it or it is damaged."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as file:
-            if not (_is_ours(os.stat(path.parent)) and _is_ours(os.fstat(handle))):
-                return None
-            checksum, _, text = file.read(_ENTRY_MAX_BYTES).decode().partition(" ")
-        found = json.loads(text) if checksum == _checksum(text) else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+def _entry(name: str, stamps: Sequence[FileStamp]) -> str:
+    """The name of the cache's file for these files."""
+    return hashlib.sha256(json.dumps([name, *stamps]).encode()).hexdigest()
 
 
 def _is_ours(found: os.stat_result) -> bool:
     return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _trusted_devices() -> frozenset[int]:

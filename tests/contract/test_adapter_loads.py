@@ -76,10 +76,11 @@ class Rank:
         self.manager = Manager(self.config)
         self.number = 0
 
-    def step(self, *, heard: int | None = None) -> AdapterReport:
-        """A step that the scheduler planned when it had heard of all before, or up to `heard`."""
+    def step(self, *, reported: int | None = None) -> AdapterReport:
+        """A step that is planned with the reports up to `reported`, or with all before."""
         self.number += 1
-        self.loads.begin(AdapterStep(self.number, self.number - 1 if heard is None else heard))
+        last = self.number - 1 if reported is None else reported
+        self.loads.begin(AdapterStep(self.number, last))
         return self.loads.report()
 
 
@@ -201,9 +202,9 @@ def test_another_content_under_a_name_ends_it(
     assert not rank.loads.may_save
     assert set(rank.step().by_id) == {2}
     told_in = rank.number
-    rank.step(heard=told_in - 1)
+    rank.step(reported=told_in - 1)
     assert not rank.loads.may_save, "planned before the scheduler could know"
-    rank.step(heard=told_in)
+    rank.step(reported=told_in)
     assert rank.loads.may_save
     write(adapter)
     rank.manager.load("a", 9, adapter)

@@ -14,10 +14,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from s3kv.config import Config
 from s3kv.connectors.ec_translate import (
     check_supported,
-    embedding_width,
     item_dtype,
-    steps_inflight,
-    told_by,
     wanted,
 )
 from s3kv.connectors.identity import encoder_fingerprint
@@ -119,10 +116,8 @@ def test_every_difference_that_matters_is_another_namespace() -> None:
     assert fingerprint(tensor_parallel_size=4) == base, "every rank has the whole output"
 
 
-def test_numbers_are_read_from_where_vllm_has_them() -> None:
+def test_the_dtype_of_items_is_the_models() -> None:
     assert item_dtype(vllm_config()) == "BF16"
-    assert embedding_width(vllm_config()) == WIDTH
-    assert steps_inflight(vllm_config()) == 3
     with pytest.raises(UnsupportedError, match="cannot be stored"):
         item_dtype(vllm_config(dtype=torch.complex64))
 
@@ -138,21 +133,6 @@ def feature(
     return picture(identifier, value=value, offset=offset, length=length, modality=modality)
 
 
-def test_items_are_told_by_content_or_by_trusted_names() -> None:
-    digests = MediaDigests()
-    one, same, other = picture("a"), picture("b"), picture("a", value=2.0)
-
-    def told(item: MultiModalFeatureSpec, *, trusted: bool = False) -> str | None:
-        return told_by(item, digests, trust_media_names=trusted)
-
-    assert told(one) == told(same) != told(other)
-    assert told(one, trusted=True) == told(other, trusted=True) != told(same, trusted=True)
-    assert not {told(one)} & {told(one, trusted=True), None}
-    assert told(without_tensors("a")) is None, "its tensors are not here"
-    for trusted in (False, True):
-        assert told(picture("a", modality="prompt_embeds"), trusted=trusted) is None
-
-
 def request(name: str, *features: MultiModalFeatureSpec, lora: Any = None) -> Any:
     return SimpleNamespace(
         request_id=name,
@@ -162,22 +142,26 @@ def request(name: str, *features: MultiModalFeatureSpec, lora: Any = None) -> An
     )
 
 
-def test_an_items_key_covers_its_size() -> None:
-    def key(one: MultiModalFeatureSpec) -> bytes:
-        return wanted(one, "content").key.block_hash
-
-    plain = key(feature())
-    assert key(feature(length=99)) != plain
-    assert key(feature(modality="video")) != plain
-    assert key(feature(offset=7)) == plain
+def key(item: MultiModalFeatureSpec, *, trusted: bool = False) -> bytes | None:
+    found = wanted(item, MediaDigests(), trust_media_names=trusted)
+    return None if found is None else found.key.block_hash
 
 
-@pytest.mark.parametrize("identifier", ["content:ab", "name:x", 'a "quoted\\ one', "naïve\n🖼"])
-def test_an_items_key_is_the_hash_of_canonical_json(identifier: str) -> None:
-    item = wanted(feature("i", modality="vision_chunk"), identifier)
-    said = {"item": identifier, "modality": "vision_chunk", "rows": 100, "adapter": ""}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
-    assert item.key.block_hash == hashlib.sha256(text.encode()).digest()
+def test_an_items_key_is_of_its_content_or_of_a_trusted_name() -> None:
+    one, same, other = picture("a"), picture("b"), picture("a", value=2.0)
+    assert key(one) == key(same) != key(other)
+    assert key(one, trusted=True) == key(other, trusted=True) != key(same, trusted=True)
+    assert not {key(one)} & {key(one, trusted=True), None}
+    assert key(without_tensors("a")) is None, "its tensors are not here"
+    for trusted in (False, True):
+        assert key(picture("a", modality="prompt_embeds"), trusted=trusted) is None
+    assert len({key(picture("a", length=length)) for length in (99, 100)}) == 2
+    assert key(picture("a", modality="video")) != key(one) == key(picture("a", offset=7))
 
 
-# --- the scheduler's side --------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["content:ab", 'a "quoted\\ one', "naïve\n🖼"])
+def test_an_items_key_is_the_hash_of_canonical_json(name: str) -> None:
+    fields = {"item": f"name:{name}", "modality": "vision_chunk", "rows": 100, "adapter": ""}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    item = feature(name, modality="vision_chunk")
+    assert key(item, trusted=True) == hashlib.sha256(text.encode()).digest()

@@ -21,22 +21,22 @@ from s3kv.connectors.kv_translate import PlanMetadata, WorkerHandshake
 from s3kv.connectors.plugin import register
 from s3kv.messages import EMPTY_PLAN, StepPlan
 from tests.contract.configurations import FULL, configured, groups
-from tests.contract.test_kv_scheduler import HELLO, request, step
+from tests.contract.test_kv_scheduler import HANDSHAKE, looked_up, request, step
 from tests.plans import fetches_of
 from tests.versions import since
 
 
 class Side:
-    """Either side: writes down what it is told, and answers as the test wants."""
+    """Either side: records its calls, and answers as the test wants."""
 
     def __init__(self, **answers: Any) -> None:
-        self.told: list[tuple[str, tuple[Any, ...]]] = []
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.answers = answers
         self.adapters = SimpleNamespace(next_step=lambda: AdapterStep(3, 2))
 
     def __getattr__(self, name: str) -> Any:
         def hook(*arguments: Any) -> Any:
-            self.told.append((name, arguments))
+            self.calls.append((name, arguments))
             return self.answers.get(name)
 
         return hook
@@ -46,7 +46,6 @@ def connector(role: KVConnectorRole, side: Side) -> S3KVConnector:
     made = S3KVConnector.__new__(S3KVConnector)
     made._role = role
     made._connector_metadata = None
-    made._world_size = 2
     if role is KVConnectorRole.SCHEDULER:
         made._scheduler = side  # type: ignore[assignment]
     else:
@@ -62,7 +61,7 @@ def test_a_step_takes_its_plan_to_the_worker() -> None:
     worker.handle_preemptions(metadata)
     worker.bind_connector_metadata(metadata)
     worker.wait_for_save()
-    assert side.told == [
+    assert side.calls == [
         ("save", (EMPTY_PLAN,)),  # nothing is bound in a step without a scheduler's plan
         ("begin", (plan, AdapterStep(3, 2))),
         ("save", (plan,)),
@@ -80,7 +79,7 @@ def test_handshakes_of_other_connectors_are_left_out() -> None:
     side, handshake = Side(), WorkerHandshake("namespace", 8, 4096)
     scheduler = connector(KVConnectorRole.SCHEDULER, side)
     scheduler.set_xfer_handshake_metadata({0: handshake, 1: SimpleNamespace()})  # type: ignore[dict-item]
-    assert side.told == [("set_workers", ([handshake], 2))]
+    assert side.calls == [("set_workers", ([handshake],))]
 
 
 EXPERTS = {
@@ -116,10 +115,8 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
     }
     config = configured(path, data_parallel_size=ranks, kv_transfer_config=transfer)
     scheduler = S3KVConnector(config, KVConnectorRole.SCHEDULER, groups(FULL))._scheduler
-    scheduler.set_workers([HELLO], 1)
-    waiting = request("r", chunks=16)
-    scheduler.on_new_request(waiting)
-    assert scheduler.lookup(waiting, 0) == (None, False)
+    scheduler.set_workers([HANDSHAKE])
+    assert looked_up(scheduler, request("r", chunks=16)) == (None, False)
     plans = [scheduler.plan(step()) for _ in range(3)]
     assert fetches_of(plans[0])
     assert [plan.linger_s > 0 for plan in plans] == [False, pauses, pauses]
@@ -128,7 +125,7 @@ def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
 
 @since(0, 32, "`CacheHitSource`")
 @pytest.mark.parametrize(("bucket", "host"), [(0, 48), (16, 32), (48, 0)])
-def test_hits_are_told_by_where_they_came_from(bucket: int, host: int) -> None:
+def test_hits_are_reported_by_their_source(bucket: int, host: int) -> None:
     scheduler = connector(KVConnectorRole.SCHEDULER, Side(bucket_tokens=bucket))
     sources = scheduler.get_external_cache_hit_sources(SimpleNamespace(), 48)  # type: ignore[arg-type]
     named = {"HOST": host, "EXTERNAL_UNSPECIFIED": bucket}
@@ -146,7 +143,7 @@ def test_only_a_worker_has_something_to_shut_down(role: KVConnectorRole, hook: l
     ours = connector(role, side)
     assert ours.get_kv_connector_stats() == "statistics"  # type: ignore[comparison-overlap]
     ours.shutdown()
-    assert [name for name, _ in side.told] == ["stats", *hook]
+    assert [name for name, _ in side.calls] == ["stats", *hook]
 
 
 def test_neighbours_choose_the_layout_of_the_kv_cache() -> None:

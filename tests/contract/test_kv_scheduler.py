@@ -1,7 +1,8 @@
-"""The scheduler's side of the connector, driven by hand."""
+"""The scheduler's side of the KV connector, driven by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,110 +22,159 @@ from s3kv.types import ChunkKey, Outcome
 from tests.contract.pictures import picture, without_tensors
 from tests.plans import fetches_of
 
+HANDSHAKE = WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)
+BLOCKS = [1, 2, 3, 4]
 
-def side(**settings: Any) -> SchedulerSide:
-    config = Config(bucket="bucket", **settings)
-    scheduler = SchedulerSide(config, KVGeometry(16, 16, 32), may_load=True, may_save=True)
-    scheduler.set_workers([WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)], 1)
+
+def side(
+    *handshakes: WorkerHandshake, sizes: KVGeometry | None = None, **settings: Any
+) -> SchedulerSide:
+    """A scheduler whose workers have reported; one worker, unless said otherwise."""
+    scheduler = waiting_side(len(handshakes) or 1, sizes, **settings)
+    scheduler.set_workers([*handshakes] or [HANDSHAKE])
     return scheduler
 
 
-def request(name: str, chunks: int = 2) -> Any:
+def waiting_side(
+    world_size: int, sizes: KVGeometry | None = None, **settings: Any
+) -> SchedulerSide:
+    sizes = sizes or KVGeometry(16, 16, 32)
+    config = Config(bucket="bucket", **settings)
+    return SchedulerSide(config, sizes, may_load=True, may_save=True, world_size=world_size)
+
+
+def request(name: str, chunks: int = 2, **more: Any) -> Any:
     hashes = [f"{name}-{block}".encode() for block in range(2 * chunks)]
-    return SimpleNamespace(
-        request_id=name,
-        block_hashes=hashes,
-        num_tokens=16 * len(hashes),
-        skip_reading_prefix_cache=False,
-        lora_request=None,
-        prompt_embeds=None,
-        pooling_params=None,
-        mm_features=[],
-        kv_transfer_params=None,
-    )
+    plain: dict[str, Any] = {
+        "request_id": name,
+        "block_hashes": hashes,
+        "num_tokens": 16 * len(hashes),
+        "skip_reading_prefix_cache": False,
+        "lora_request": None,
+        "prompt_embeds": None,
+        "pooling_params": None,
+        "mm_features": [],
+        "kv_transfer_params": None,
+    }
+    return SimpleNamespace(**plain | more)
 
 
-def step(tokens: int = 0) -> Any:
+def step(tokens: int = 0, *new: Any) -> Any:
+    """A step that computes all 64 tokens of each new request."""
     cached = SimpleNamespace(
         req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
     )
+    rows = [
+        SimpleNamespace(
+            req_id=one.request_id,
+            mm_features=one.mm_features,
+            block_ids=(BLOCKS,),
+            num_computed_tokens=0,
+        )
+        for one in new
+    ]
     return SimpleNamespace(
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=tokens,
-        scheduled_new_reqs=[],
+        num_scheduled_tokens={one.request_id: 64 for one in new},
+        total_num_scheduled_tokens=tokens or 64 * len(new),
+        scheduled_new_reqs=rows,
         scheduled_cached_reqs=cached,
         kv_cache_block_copies=None,
         new_block_ids_to_zero=None,
     )
 
 
-def output(ends: list[JobEnd]) -> Any:
-    report = StepReport()
+def output(ends: Sequence[JobEnd] = (), **more: Any) -> KVConnectorOutput:
+    """The output of a step in which one worker reported."""
+    report = StepReport(number=more.pop("number", None))
     for end in ends:
         report.add(end)
-    return KVConnectorOutput(kv_connector_worker_meta=WorkerReport(report))
+    return KVConnectorOutput(kv_connector_worker_meta=WorkerReport(report, **more))
 
 
-def test_the_time_of_a_step_is_known_though_idle_steps_are_not_told_of(
+def ended(plan: StepPlan, *outcomes: Outcome) -> list[JobEnd]:
+    """The ends of a plan's fetches."""
+    fetches = fetches_of(plan)
+    return [
+        JobEnd(fetch.job_id, JobKind.FETCH, outcome, 9, 0.1)
+        for fetch, outcome in zip(fetches, outcomes, strict=True)
+    ]
+
+
+def looked_up(scheduler: SchedulerSide, subject: Any) -> Any:
+    """The answer to the first lookup of a new request."""
+    scheduler.on_new_request(subject)
+    return scheduler.lookup(subject, 0)
+
+
+def admitted(scheduler: SchedulerSide, subject: Any) -> Any:
+    """A step that computes the whole request."""
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: (BLOCKS,))
+    scheduler.admitted(subject, blocks, 0)
+    return step(64, subject)
+
+
+def fetched(scheduler: SchedulerSide, plan: StepPlan | None = None) -> set[ChunkKey]:
+    return {fetch.key for fetch in fetches_of(plan or scheduler.plan(step()))}
+
+
+def stats(scheduler: SchedulerSide) -> dict[str, Any]:
+    found = scheduler.stats()
+    return {} if found is None else found.data
+
+
+def test_the_time_of_a_step_is_known_although_idle_steps_are_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scheduler = side()
-    now_s = 100.0
+    scheduler, now_s = side(), 100.0
     monkeypatch.setattr(kv_scheduler.time, "monotonic", lambda: now_s)
     for _ in range(3):
         assert scheduler.plan(step()).number is None, "an idle step is not measured"
         number = scheduler.planner.pace.step_started(now_s, 1_000)
         now_s += 0.5
-        report = WorkerReport(StepReport(number=number))
-        scheduler.on_output(KVConnectorOutput(kv_connector_worker_meta=report))
+        scheduler.on_output(output(number=number))
     assert scheduler.planner.pace.prefill_tokens_per_s == pytest.approx(2_000)
     assert scheduler.broken is None
 
 
-def test_workers_linger_only_while_all_the_engine_can_do_is_ask_again() -> None:
+def test_workers_linger_only_while_the_engine_can_do_nothing_else() -> None:
     scheduler = side()
-    scheduler.on_new_request(request("r"))
-    assert scheduler.lookup(request("r"), 0) == (None, False)
+    assert looked_up(scheduler, request("r")) == (None, False)
     first = scheduler.plan(step())
-    assert len(fetches_of(first)) == 2
-    assert first.linger_s == 0, "the step before may still be running"
-    assert scheduler.plan(step()).linger_s > 0
-    assert scheduler.plan(step(tokens=5)).linger_s == 0
-    assert scheduler.plan(step()).linger_s == 0
-    assert scheduler.plan(step()).linger_s > 0
-    scheduler.on_output(
-        output(
-            [JobEnd(f.job_id, JobKind.FETCH, Outcome.MISSING, 0, 0.1) for f in fetches_of(first)]
-        )
-    )
-    assert scheduler.plan(step()).linger_s == 0, "nothing is under way"
+    # The step before the first idle one may still be running.
+    pauses = [first, *(scheduler.plan(step(tokens)) for tokens in (0, 5, 0, 0))]
+    assert [plan.linger_s > 0 for plan in pauses] == [False, True, False, False, True]
+    scheduler.on_output(output(ended(first, Outcome.MISSING, Outcome.MISSING)))
+    assert scheduler.plan(step()).linger_s == 0, "nothing is in flight"
     assert scheduler.broken is None
 
 
-def test_a_bug_turns_the_cache_off_and_strands_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_turns_the_cache_off_and_strands_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     scheduler = side()
     subject = request("r")
-    scheduler.on_new_request(subject)
-    scheduler.lookup(subject, 0)
-    # The engine never takes what it was not offered; the planner says so with an AssertionError.
-    blocks = SimpleNamespace(get_block_ids=lambda: ([0, 1],))
-    scheduler.admitted(subject, blocks, 32)
+    looked_up(scheduler, subject)
+    # The engine never takes more than it was offered; the planner raises an AssertionError.
+    scheduler.admitted(subject, SimpleNamespace(get_block_ids=lambda: ([0, 1],)), 32)  # type: ignore[arg-type]
     assert scheduler.broken == "_admitted"
     assert "runs without its cache until a restart" in caplog.text
     assert scheduler.plan(step()).abandons == ("r",), "the load it waits for will not come"
     assert scheduler.plan(step()).abandons == ()
     assert scheduler.lookup(request("other"), 0) == (0, False)
+    assert scheduler.bucket_tokens(subject, 32) == 0
     scheduler.on_finished(subject)
-    stats = scheduler.stats()
-    assert stats is not None
-    assert stats.data["internal_errors"] == 1
+    assert stats(scheduler)["internal_errors"] == 1
+    second = side()
+    monkeypatch.setattr(kv_scheduler, "host_gauges", None)
+    second.stats()
+    assert second.broken == "_read_gauges"
+    assert stats(second)["internal_errors"] == 1
 
 
 @pytest.mark.parametrize("local_tokens", [0, 32, 64])
-def test_a_request_whose_hashes_say_too_little_has_no_cache(local_tokens: int) -> None:
+def test_a_request_of_unknown_content_has_no_cache(local_tokens: int) -> None:
     scheduler = side()
-    subject = request("r")
-    subject.mm_features = [without_tensors("my-cat.png")]
+    subject = request("r", mm_features=[without_tensors("my-cat.png")])
     scheduler.on_new_request(subject)
     assert scheduler.lookup(subject, local_tokens) == (0, False)
     plan = scheduler.plan(step())
@@ -134,159 +184,85 @@ def test_a_request_whose_hashes_say_too_little_has_no_cache(local_tokens: int) -
     assert scheduler.broken is None
 
 
-def saves(scheduler: SchedulerSide, subject: Any) -> int:
-    """Saves ordered in a step that computes all of the request."""
-    new = SimpleNamespace(
-        req_id=subject.request_id,
-        mm_features=subject.mm_features,
-        block_ids=([1, 2, 3, 4],),
-        num_computed_tokens=0,
-    )
-    work = step(tokens=64)
-    work.scheduled_new_reqs = [new]
-    work.num_scheduled_tokens = {subject.request_id: 64}
-    return len(scheduler.plan(work).saves)
-
-
 PRIVATE = {"s3kv": {"save": False}}
 
 
-def test_nothing_of_a_private_request_is_saved_and_the_same_prompt_in_public_is() -> None:
-    scheduler = side()
-    for params, saved in ((PRIVATE, 0), (None, 2)):
-        subject = request("r")
-        subject.kv_transfer_params = params
-        subject.skip_reading_prefix_cache = True
-        scheduler.on_new_request(subject)
-        scheduler.lookup(subject, 0)
-        scheduler.admitted(subject, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0)
-        assert saves(scheduler, subject) == saved
-        scheduler.on_finished(subject)
-    assert scheduler.broken is None
-
-
-def test_a_request_that_must_not_load_asks_the_bucket_for_nothing() -> None:
-    scheduler = side()
-    subject = request("r")
-    subject.kv_transfer_params = {"s3kv": {"load": False}}
-    scheduler.on_new_request(subject)
-    assert scheduler.lookup(subject, 0) == (0, False)
-    assert fetches_of(scheduler.plan(step())) == ()
-
-
-def test_a_request_whose_parameters_cannot_be_read_is_served_and_not_saved(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("params", "saved", "warning"),
+    [(PRIVATE, 0, ""), (None, 2, ""), ({"s3kv": {"saev": False}}, 0, "nothing of request r")],
+)
+def test_a_requests_own_limits_on_saves_hold(
+    params: Any, saved: int, warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = side()
-    subject = request("r")
-    subject.kv_transfer_params = {"s3kv": {"saev": False}}
-    subject.skip_reading_prefix_cache = True
-    scheduler.on_new_request(subject)
-    scheduler.lookup(subject, 0)
-    scheduler.admitted(subject, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0)
-    assert saves(scheduler, subject) == 0
-    (line,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert "nothing of request r" in line
-    assert "saev" in line
+    subject = request("r", kv_transfer_params=params, skip_reading_prefix_cache=True)
+    assert looked_up(scheduler, subject) == (0, False)
+    assert len(scheduler.plan(admitted(scheduler, subject)).saves) == saved
+    assert [warning in record.getMessage() for record in caplog.records] == [True] * bool(warning)
     assert scheduler.broken is None
 
 
-def computing(scheduler: SchedulerSide, name: str, value: float) -> Any:
-    subject = request(name)
-    subject.mm_features = [picture("ab" * 32, value=value)]
-    subject.skip_reading_prefix_cache = True
-    scheduler.on_new_request(subject)
-    assert scheduler.lookup(subject, 0) == (0, False)
-    scheduler.admitted(subject, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 0)
-    return subject
+def test_a_request_that_must_not_load_requests_nothing_from_the_bucket() -> None:
+    scheduler = side()
+    assert looked_up(scheduler, request("r", kv_transfer_params={"s3kv": {"load": False}}))[0] == 0
+    assert not fetched(scheduler)
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_whoever_shares_a_name_with_another_image_is_not_saved_any_more(planted: bool) -> None:
+def test_a_request_that_shares_a_name_with_another_image_is_no_longer_saved(planted: bool) -> None:
     scheduler = side()
-    subject = computing(scheduler, "r", 1.0)
+
+    def computing(name: str, value: float) -> Any:
+        features = [picture("ab" * 32, value=value)]
+        subject = request(name, mm_features=features, skip_reading_prefix_cache=True)
+        assert looked_up(scheduler, subject) == (0, False)
+        return admitted(scheduler, subject)
+
+    first = computing("r", 1.0)
     if planted:
-        assert saves(scheduler, computing(scheduler, "planted", 2.0)) == 0
-    assert saves(scheduler, subject) == (0 if planted else 2)
+        assert scheduler.plan(computing("planted", 2.0)).saves == ()
+    assert len(scheduler.plan(first).saves) == (0 if planted else 2)
     assert scheduler.broken is None
     scheduler.planner.check()
 
 
-def told(scheduler: SchedulerSide) -> dict[str, Any]:
-    stats = scheduler.stats()
-    return {} if stats is None else stats.data
-
-
-def test_what_is_missed_and_what_memory_holds_is_told() -> None:
-    config = Config(bucket="bucket")
-    scheduler = SchedulerSide(config, KVGeometry(16, 16, 32), may_load=True, may_save=True)
-    handshake = [WorkerHandshake("n" * 32, 8, 4096), WorkerHandshake("n" * 32, 8, 8192)]
-    scheduler.set_workers(handshake, 2)
-    slot = 4096 + 8192
-    first = told(scheduler)
+def test_misses_and_the_content_of_memory_are_counted() -> None:
+    handshakes = HANDSHAKE, WorkerHandshake("n" * 32, 8, 8192)
+    scheduler, slot = side(*handshakes), 4096 + 8192
+    first = stats(scheduler)
     assert first["slab_bytes|free"] == 8 * slot, "of both ranks"
     assert (first["breaker|closed"], first["breaker|open"]) == (1, 0)
     assert scheduler.stats() is None, "nothing has happened"
-
-    scheduler.on_new_request(request("r"))
-    assert scheduler.lookup(request("r"), 0) == (None, False)
-    asked = told(scheduler)
-    assert asked["fetches"] == 2
-    assert (asked["slab_bytes|free"], asked["slab_bytes|filling"]) == (6 * slot, 2 * slot)
-    good, bad = fetches_of(scheduler.plan(step()))
+    assert looked_up(scheduler, request("r")) == (None, False)
+    found = stats(scheduler)
+    assert found["fetches"] == 2
+    assert (found["slab_bytes|free"], found["slab_bytes|filling"]) == (6 * slot, 2 * slot)
+    ends = ended(scheduler.plan(step()), Outcome.OK, Outcome.CORRUPT)
     assert scheduler.stats() is None
-    ends = {good: Outcome.OK, bad: Outcome.CORRUPT}
-    for _ in handshake:
-        scheduler.on_output(
-            output([JobEnd(f.job_id, JobKind.FETCH, o, 9, 0.1) for f, o in ends.items()])
-        )
-    arrived = told(scheduler)
+    for _ in handshakes:
+        scheduler.on_output(output(ends))
+    arrived = stats(scheduler)
     assert arrived["misses|corrupt"] == 1, "once, not once per rank"
-    assert "fetch_ok" not in arrived, "the ranks tell of it"
+    assert "fetch_ok" not in arrived, "the ranks report it"
     assert arrived["slab_bytes|clean"] == arrived["slab_pinned_bytes"] == slot
     scheduler.on_finished(request("r"))
-    assert told(scheduler) == {"slab_pinned_bytes": 0}
+    assert stats(scheduler) == {"slab_pinned_bytes": 0}
     assert scheduler.broken is None
 
 
-def test_dropped_saves_are_told_by_reason() -> None:
-    scheduler = side()
-    ledger = scheduler.planner.ledger
-    for number in range(8):
-        assert ledger.plan_save(ChunkKey(0, bytes([number])), ())
-    assert not ledger.plan_save(ChunkKey(0, b"9"), ())
-    scheduler.planner.counters["saves_dropped"] += 3
-    data = told(scheduler)
-    assert data["saves_dropped|memory_full"] == 1
-    assert data["saves_dropped|inflight"] == 2
+# --- the workers' reports ---------------------------------------------------------------------
 
 
-def test_a_bug_in_telling_costs_the_cache_not_the_engine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    scheduler = side()
-    monkeypatch.setattr(kv_scheduler, "host_gauges", None)
-    scheduler.stats()
-    assert scheduler.broken == "_read_gauges"
-    assert told(scheduler)["internal_errors"] == 1
-    assert "without its cache" in caplog.text
-
-
-def asked_for(scheduler: SchedulerSide, name: str) -> set[ChunkKey]:
-    """The chunks that a request has fetched."""
-    scheduler.on_new_request(request(name))
-    scheduler.lookup(request(name), 0)
-    return {fetch.key for fetch in fetches_of(scheduler.plan(step()))}
-
-
-def test_workers_that_say_the_same_again_change_nothing() -> None:
+def test_workers_that_report_the_same_again_change_nothing() -> None:
     """vLLM 0.33 has them do so at every wake-up, after a reset that has to outlive it."""
     scheduler, fresh = side(), side()
     planner = scheduler.planner
     assert scheduler.reset()
-    scheduler.set_workers([WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)], 1)
+    scheduler.set_workers([HANDSHAKE])
     assert scheduler.planner is planner
-    before, after = asked_for(fresh, "r"), asked_for(scheduler, "r")
+    for one in (scheduler, fresh):
+        looked_up(one, request("r"))
+    before, after = fetched(fresh), fetched(scheduler)
     assert len(before) == len(after) == 2
     assert not before & after
 
@@ -296,87 +272,65 @@ def test_workers_that_say_the_same_again_change_nothing() -> None:
     [[], [WorkerHandshake("n" * 32, 9, 4096)], [WorkerHandshake("m" * 32, 8, 4096)]],
 )
 def test_other_workers_than_at_the_start_are_refused(handshakes: list[WorkerHandshake]) -> None:
-    scheduler = side()
     with pytest.raises(UnsupportedError, match="not those that the engine started with"):
-        scheduler.set_workers(handshakes, 1)
+        side().set_workers(handshakes)
 
 
-# ---------------------------------------------------------------------------- late reports
-
-
-def reporting(*handshakes: WorkerHandshake) -> Any:
-    """The output of a step in which these workers reported."""
-    report = WorkerReport(StepReport())
-    for handshake in handshakes:
-        report.aggregate(WorkerReport(StepReport(), (handshake,)))
-    return KVConnectorOutput(kv_connector_worker_meta=report)
-
-
-def unheard(world_size: int = 2) -> SchedulerSide:
-    scheduler = SchedulerSide(
-        Config(bucket="bucket"),
-        KVGeometry(16, 16, 32),
-        may_load=True,
-        may_save=True,
-    )
-    scheduler.set_workers([], world_size)
+def late_side(world_size: int = 2) -> SchedulerSide:
+    """A scheduler that gets the reports of its workers in steps."""
+    scheduler = waiting_side(world_size)
+    scheduler.set_workers([])
     return scheduler
-
-
-HELLO = WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_workers_that_report_in_the_first_step_are_served_from_then_on(at_once: bool) -> None:
-    scheduler = unheard()
-    early = request("early")
-    scheduler.on_new_request(early)
-    assert scheduler.lookup(early, 0) == (0, False)
+    scheduler = late_side()
+    early, late = request("early"), request("late")
+    assert looked_up(scheduler, early) == (0, False)
     assert scheduler.plan(step()) == StepPlan()
-    scheduler.on_output(reporting(HELLO, HELLO) if at_once else reporting(HELLO))
-    assert scheduler.planner.ledger.table.count == (8 if at_once else 1)
-    scheduler.on_output(reporting() if at_once else reporting(HELLO))
-    assert scheduler.planner.ledger.table.count == 8
+    reports = [(HANDSHAKE, HANDSHAKE), ()] if at_once else [(HANDSHAKE,), (HANDSHAKE,)]
+    for handshakes, slots in zip(reports, (8 if at_once else 1, 8), strict=True):
+        scheduler.on_output(output(handshakes=handshakes))
+        assert scheduler.planner.ledger.table.count == slots
     assert scheduler.lookup(early, 0) == (0, False)
-    late = request("late")
-    scheduler.on_new_request(late)
-    assert scheduler.lookup(late, 0) == (None, False)
-    assert len(fetches_of(scheduler.plan(step()))) == 2
+    assert looked_up(scheduler, late) == (None, False)
+    assert len(fetched(scheduler)) == 2
     scheduler.on_finished(early)
-    scheduler.set_workers([], 2)  # at a wake-up
+    scheduler.set_workers([])  # at a wake-up
     assert scheduler.broken is None
 
 
 def test_a_reset_before_the_workers_report_is_kept() -> None:
     keys = []
     for resets in (False, True):
-        scheduler = unheard(world_size=1)
+        scheduler = late_side(world_size=1)
         if resets:
             assert scheduler.reset()
-        scheduler.on_output(reporting(HELLO))
-        scheduler.on_new_request(request("r"))
-        scheduler.lookup(request("r"), 0)
-        keys.append([fetch.key for fetch in fetches_of(scheduler.plan(step()))])
+        scheduler.on_output(output(handshakes=(HANDSHAKE,)))
+        looked_up(scheduler, request("r"))
+        keys.append(fetched(scheduler))
         assert scheduler.broken is None
     assert len(keys[0]) == len(keys[1]) == 2
-    assert not set(keys[0]) & set(keys[1])
+    assert not keys[0] & keys[1]
 
 
 def test_workers_that_do_not_fit_together_turn_the_cache_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    scheduler = unheard()
-    scheduler.on_output(reporting(HELLO, WorkerHandshake("m" * 32, 8, 4096)))
+    scheduler = late_side()
+    scheduler.on_output(output(handshakes=(HANDSHAKE, WorkerHandshake("m" * 32, 8, 4096))))
     assert scheduler.broken == "on_output"
     assert "the ranks disagree on the namespace" in caplog.text
     assert scheduler.lookup(request("r"), 0) == (0, False)
+    with pytest.raises(UnsupportedError, match="1 of 2 workers reported"):
+        waiting_side(2).set_workers([HANDSHAKE])
 
 
-def test_after_a_worker_has_failed_nothing_is_offered_and_no_adapter_waited_for() -> None:
+def test_after_a_worker_has_failed_nothing_is_offered() -> None:
     scheduler = side()
     waiting = request("r")
-    scheduler.on_new_request(waiting)
-    assert scheduler.lookup(waiting, 0) == (None, False)
+    assert looked_up(scheduler, waiting) == (None, False)
     report = WorkerReport(StepReport()).aggregate(WorkerReport(StepReport(), broken=True))
     scheduler.on_output(KVConnectorOutput(kv_connector_worker_meta=report))
     assert scheduler.broken is not None
@@ -384,156 +338,125 @@ def test_after_a_worker_has_failed_nothing_is_offered_and_no_adapter_waited_for(
     assert scheduler.plan(step()) == StepPlan()
 
 
-# --- adapters ---------------------------------------------------------------------------------
-
-ADAPTER = LoRARequest("a", 1, "/nowhere")
-LOADED = LoadedAdapter(hashed_name(ADAPTER), b"content")
-
-
-def adapted(name: str, **more: Any) -> Any:
-    subject = request(name)
-    subject.lora_request = ADAPTER
-    for attribute, value in more.items():
-        setattr(subject, attribute, value)
-    return subject
-
-
-def planned(scheduler: SchedulerSide, scheduled: Any = None) -> StepPlan:
-    """As the connector does it, which numbers each step."""
-    plan = scheduler.plan(step() if scheduled is None else scheduled)
-    scheduler.adapters.next_step()
-    return plan
-
-
-def tell(scheduler: SchedulerSide, number: int, *loaded: LoadedAdapter) -> None:
-    report = AdapterReport(number, dict(zip([1], loaded, strict=False)))
-    meta = WorkerReport(StepReport(), adapters=report)
-    scheduler.on_output(KVConnectorOutput(kv_connector_worker_meta=meta))
-
-
-def step_of(subject: Any, blocks: list[int]) -> Any:
-    """A step that computes all of the request's tokens."""
-    scheduled = step(tokens=64)
-    scheduled.num_scheduled_tokens = {subject.request_id: 64}
-    new = SimpleNamespace(
-        req_id=subject.request_id, mm_features=[], block_ids=(blocks,), num_computed_tokens=0
-    )
-    scheduled.scheduled_new_reqs = [new]
-    return scheduled
-
-
-def admit(scheduler: SchedulerSide, subject: Any) -> Any:
-    blocks = [1, 2, 3, 4]
-    scheduler.admitted(subject, SimpleNamespace(get_block_ids=lambda: (blocks,)), 0)
-    return step_of(subject, blocks)
-
-
-def test_a_request_with_an_adapter_waits_for_what_the_workers_have_loaded() -> None:
-    scheduler = side(max_wait_ms=0)
-    subject = adapted("r")
-    scheduler.on_new_request(subject)
-    assert scheduler.lookup(subject, 0) == (None, False)
-    assert fetches_of(planned(scheduler)) == (), "nothing to ask the bucket for yet"
-    tell(scheduler, 1, LOADED)
-    scheduler.lookup(subject, 0)
-    fetched = fetches_of(planned(scheduler))
-    assert len(fetched) == 2
-    assert not {fetch.key.block_hash for fetch in fetched} & set(subject.block_hashes)
-    plain = adapted("r2", lora_request=None)
-    scheduler.on_new_request(plain)
-    assert scheduler.lookup(plain, 0) == (0, False), "without an adapter nobody waits"
-    for one in (subject, plain):
-        scheduler.on_finished(one)
-    assert scheduler.broken is None
-
-
-def test_what_is_not_loaded_yet_is_neither_looked_up_nor_saved() -> None:
-    scheduler = side()
-    subject = adapted("r")
-    scheduler.on_new_request(subject)
-    assert scheduler.lookup(subject, 0) == (None, False)
-    planned(scheduler)
-    tell(scheduler, 1)
-    assert scheduler.lookup(subject, 0) == (0, False)
-    plan = planned(scheduler, admit(scheduler, subject))
-    assert (fetches_of(plan), plan.saves) == ((), ())
-    later = adapted("r2")
-    tell(scheduler, 2, LOADED)
-    scheduler.on_new_request(later)
-    assert scheduler.lookup(later, 0) == (None, False)
-    fetches = fetches_of(planned(scheduler))
-    assert len(fetches) == 2, "asked for at once, under what is believed"
-    assert scheduler.broken is None
-
-
-@pytest.mark.parametrize("now", [None, "other"])
-def test_what_was_believed_of_an_adapter_and_is_not_so(now: str | None) -> None:
-    """It was loaded anew between two steps, before the request came."""
-    scheduler = side()
-    planned(scheduler)
-    tell(scheduler, 1, LOADED)
-    subject = adapted("r")
-    scheduler.on_new_request(subject)
-    assert scheduler.lookup(subject, 0) == (None, False)
-    believed = {fetch.key for fetch in fetches_of(planned(scheduler))}
-    assert len(believed) == 2
-    tell(scheduler, 2, *([LoadedAdapter(LOADED.name, now.encode())] if now else []))
-    answer = scheduler.lookup(subject, 0)
-    plan = planned(scheduler)
-    asked = {fetch.key for fetch in fetches_of(plan)}
-    assert len(plan.cancels) == 2
-    assert not asked & believed
-    assert (answer, len(asked)) == (((None, False), 2) if now else ((0, False), 0))
-    scheduler.on_finished(subject)
-    assert scheduler.broken is None
-
-
-def test_a_request_that_runs_across_a_load_saves_nothing_any_more() -> None:
-    scheduler = side()
-    planned(scheduler)
-    tell(scheduler, 1, LOADED)
-    subjects = [adapted("across"), adapted("alone", skip_reading_prefix_cache=True)]
-    for subject in subjects:
-        scheduler.on_new_request(subject)
-        scheduler.lookup(subject, 0)
-    planned(scheduler)
-    tell(scheduler, 2, LOADED)
-    scheduled = [admit(scheduler, subject) for subject in subjects]
-    tell(scheduler, 2, LoadedAdapter(LOADED.name, b"other"))
-    for output in scheduled:
-        assert planned(scheduler, output).saves == ()
-    scheduler.planner.check()
-    assert scheduler.broken is None
-
-
-def test_a_private_request_that_is_entered_again_stays_private() -> None:
-    scheduler = side()
-    planned(scheduler)
-    tell(scheduler, 1, LOADED)
-    subject = adapted("r")
-    subject.kv_transfer_params = PRIVATE
-    scheduler.on_new_request(subject)
-    scheduler.lookup(subject, 0)
-    planned(scheduler)
-    tell(scheduler, 2, LoadedAdapter(LOADED.name, b"other"))
-    scheduler.lookup(subject, 64)
-    assert scheduler.planner.limits_of("r").save_tokens == 0
-    assert scheduler.broken is None
-
-
-def test_an_object_has_the_room_that_its_longest_shard_needs() -> None:
+def test_an_object_has_room_for_its_longest_shard() -> None:
     """Pages instead of slots where there are objects of several lengths."""
     window = Coverage(16, 32, SlidingWindow(20), 1, (0,))
-    sizes = KVGeometry(16, 16, 32, (Coverage(16, 32, members=(1,)), window))
-    scheduler = SchedulerSide(Config(bucket="bkt"), sizes, may_load=True, may_save=True)
-    handshakes = [
+    scheduler = side(
         WorkerHandshake("n" * 32, 64, 4096, (9_000, 5_000)),
         WorkerHandshake("n" * 32, 80, 4096, (8_000, 13_000)),
-    ]
-    scheduler.set_workers(handshakes, 2)
+        sizes=KVGeometry(16, 16, 32, (Coverage(16, 32, members=(1,)), window)),
+    )
     table = scheduler.planner.ledger.table
     assert table.count == 64
     for group, pages in ((0, 3), (1, 4)):
         reservation = table.reserve(ChunkKey(group, b"k" * 32))
         assert reservation is not None
         assert reservation.entry.units == pages
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+ADAPTER = LoRARequest("a", 1, "/nowhere")
+LOADED = LoadedAdapter(hashed_name(ADAPTER), b"content")
+RELOADED = LoadedAdapter(LOADED.name, b"other")
+
+
+class AdaptedEngine:
+    """A scheduler whose steps are numbered, as the connector numbers them."""
+
+    def __init__(self, *loaded: LoadedAdapter, **settings: Any) -> None:
+        self.scheduler = side(**settings)
+        if loaded:
+            self.plan()
+            self.report(1, *loaded)
+
+    def plan(self, scheduled: Any = None) -> StepPlan:
+        plan = self.scheduler.plan(scheduled or step())
+        self.scheduler.adapters.next_step()
+        return plan
+
+    def report(self, number: int, *loaded: LoadedAdapter) -> None:
+        adapters = AdapterReport(number, dict(zip([1], loaded, strict=False)))
+        self.scheduler.on_output(output(adapters=adapters))
+
+    def new(self, name: str, **more: Any) -> Any:
+        subject = request(name, **{"lora_request": ADAPTER, **more})
+        self.scheduler.on_new_request(subject)
+        return subject
+
+
+def test_a_request_with_an_adapter_waits_for_the_workers_report() -> None:
+    engine = AdaptedEngine(max_wait_ms=0)
+    scheduler, subject = engine.scheduler, engine.new("r")
+    assert scheduler.lookup(subject, 0) == (None, False)
+    assert not fetched(scheduler, engine.plan()), "the keys are unknown"
+    engine.report(1, LOADED)
+    scheduler.lookup(subject, 0)
+    keys = fetched(scheduler, engine.plan())
+    assert len(keys) == 2
+    assert not {key.block_hash for key in keys} & set(subject.block_hashes)
+    plain = engine.new("r2", lora_request=None)
+    assert scheduler.lookup(plain, 0) == (0, False), "without an adapter it does not wait"
+    for one in (subject, plain):
+        scheduler.on_finished(one)
+    assert scheduler.broken is None
+
+
+def test_an_adapter_that_is_not_loaded_yet_is_neither_looked_up_nor_saved() -> None:
+    engine = AdaptedEngine()
+    scheduler, subject = engine.scheduler, engine.new("r")
+    assert scheduler.lookup(subject, 0) == (None, False)
+    engine.plan()
+    engine.report(1)
+    assert scheduler.lookup(subject, 0) == (0, False)
+    plan = engine.plan(admitted(scheduler, subject))
+    assert (fetches_of(plan), plan.saves) == ((), ())
+    engine.report(2, LOADED)
+    assert scheduler.lookup(engine.new("r2"), 0) == (None, False)
+    assert len(fetched(scheduler, engine.plan())) == 2, "at once, for the adapter last reported"
+    assert scheduler.broken is None
+
+
+@pytest.mark.parametrize("loaded", [(), (RELOADED,)])
+def test_an_adapter_that_was_loaded_again_before_the_request_came(loaded: Any) -> None:
+    """Between two steps."""
+    engine = AdaptedEngine(LOADED)
+    scheduler, subject = engine.scheduler, engine.new("r")
+    assert scheduler.lookup(subject, 0) == (None, False)
+    believed = fetched(scheduler, engine.plan())
+    assert len(believed) == 2
+    engine.report(2, *loaded)
+    answer = scheduler.lookup(subject, 0)
+    plan = engine.plan()
+    keys = fetched(scheduler, plan)
+    assert len(plan.cancels) == 2
+    assert not keys & believed
+    assert (answer, len(keys)) == (((None, False), 2) if loaded else ((0, False), 0))
+    scheduler.on_finished(subject)
+    assert scheduler.broken is None
+
+
+def test_a_request_that_runs_across_a_load_is_no_longer_saved() -> None:
+    engine = AdaptedEngine(LOADED)
+    subjects = [engine.new("across"), engine.new("alone", skip_reading_prefix_cache=True)]
+    for subject in subjects:
+        engine.scheduler.lookup(subject, 0)
+    engine.plan()
+    engine.report(2, LOADED)
+    scheduled = [admitted(engine.scheduler, subject) for subject in subjects]
+    engine.report(2, RELOADED)
+    for one in scheduled:
+        assert engine.plan(one).saves == ()
+    engine.scheduler.planner.check()
+    assert engine.scheduler.broken is None
+
+
+def test_a_private_request_that_is_entered_again_stays_private() -> None:
+    engine = AdaptedEngine(LOADED)
+    subject = engine.new("r", kv_transfer_params=PRIVATE)
+    engine.scheduler.lookup(subject, 0)
+    engine.plan()
+    engine.report(2, RELOADED)
+    engine.scheduler.lookup(subject, 64)
+    assert engine.scheduler.planner.limits_of("r").save_tokens == 0
+    assert engine.scheduler.broken is None

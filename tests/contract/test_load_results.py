@@ -1,4 +1,4 @@
-"""How the ends of loads are told: by request, through `get_transfer_results`."""
+"""Ends of loads, reported by request through `get_transfer_results`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from s3kv.config import Config
-from s3kv.connectors.kv import S3KVConnector
-from s3kv.connectors.kv_scheduler import SchedulerSide
-from s3kv.connectors.kv_translate import KVGeometry, PlanMetadata, WorkerHandshake
-from s3kv.messages import EMPTY_PLAN, CopyPart, JobEnd, JobKind, LoadJob, StepPlan
+from s3kv.connectors.kv_translate import PlanMetadata
+from s3kv.messages import EMPTY_PLAN, CopyPart, LoadJob, StepPlan
 from s3kv.types import Outcome
-from tests.contract.test_kv_scheduler import output, request, step
+from tests.contract.test_kv_scheduler import ended, looked_up, output, request, step
+from tests.contract.test_kv_scheduler import side as scheduler_side
 from tests.contract.test_kv_worker import connector, side
-from tests.plans import fetches_of
 
 
 class Rank:
-    """Loads whatever it is told to; `ends` says how, and `breaks` what a bug of ours would do."""
+    """Ends loads as in `ends`. breaks: raise, as a bug of ours would."""
 
     is_quiet = False
 
@@ -59,14 +56,14 @@ class Steps:
     def __init__(self, vllm_config: Any) -> None:
         self.rank = Rank()
         self.worker = side(vllm_config, self.rank)  # type: ignore[arg-type]
-        self.connector: S3KVConnector = connector(self.worker)
+        self.connector = connector(self.worker)
 
     def step(self, plan: StepPlan = EMPTY_PLAN) -> tuple[set[str], set[str]]:
-        """Requests whose load has ended, and those told of as failed."""
+        """Requests whose load has ended, and those whose load has failed."""
         self.connector.bind_connector_metadata(PlanMetadata(plan))
         self.connector.start_load_kv(SimpleNamespace())  # type: ignore[arg-type]
         results = self.connector.get_transfer_results(set())
-        assert not self.connector.get_block_ids_with_load_errors(), "blocks would be told twice"
+        assert not self.connector.get_block_ids_with_load_errors(), "they would be reported twice"
         self.connector.clear_connector_metadata()
         assert not results.finished_sending, "no block waits for an upload"
         return results.finished_recving or set(), results.failed_recving
@@ -77,7 +74,7 @@ def steps(tiny_config: Any) -> Steps:
     return Steps(tiny_config)
 
 
-def test_every_load_ends_once_and_a_failed_one_is_told_as_failed(steps: Steps) -> None:
+def test_every_load_ends_once_and_a_failed_one_as_failed(steps: Steps) -> None:
     plan = StepPlan(loads=(load("good", 1, 2), load("bad", 3, 4)))
     assert steps.step(plan) == (set(), set())
     steps.rank.ends = {"good": True, "bad": False}
@@ -103,19 +100,9 @@ def test_a_load_that_a_bug_strands_ends_as_failed(steps: Steps, when: str) -> No
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_scheduler_computes_what_failed_on_any_rank(failing: int) -> None:
     """vLLM holds a failure back until the last rank has ended the load."""
-    scheduler = SchedulerSide(
-        Config(bucket="bucket"),
-        KVGeometry(16, 16, 32),
-        may_load=True,
-        may_save=True,
-    )
-    scheduler.set_workers([WorkerHandshake("n" * 32, slot_count=8, slot_bytes=4096)], 1)
-    subject = request("r")
-    scheduler.on_new_request(subject)
-    scheduler.lookup(subject, 0)
-    fetches = fetches_of(scheduler.plan(step()))
-    arrived = [JobEnd(f.job_id, JobKind.FETCH, Outcome.OK, 1, 0.1) for f in fetches]
-    scheduler.on_output(output(arrived))
+    scheduler, subject = scheduler_side(), request("r")
+    looked_up(scheduler, subject)
+    scheduler.on_output(output(ended(scheduler.plan(step()), Outcome.OK, Outcome.OK)))
     assert scheduler.lookup(subject, 16) == (48, True)
     blocks = SimpleNamespace(get_block_ids=lambda: ([9, 5, 6, 7],))
     scheduler.admitted(subject, blocks, 48)  # type: ignore[arg-type]

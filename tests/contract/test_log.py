@@ -19,7 +19,7 @@ from s3kv.connectors.log import (
     INTERVAL_S,
     EncoderTraffic,
     PromptTraffic,
-    encoder_start_line,
+    TrafficLine,
     join_vllm_log,
     leave_to_first_rank,
     start_line,
@@ -30,50 +30,38 @@ from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from s3kv.types import ENGINE_LOG, Outcome
 from tests.project import ROOT
 
-OURS = logging.getLogger("s3kv")
+OURS, THEIRS = logging.getLogger("s3kv"), logging.getLogger("vllm")
 FULL = Coverage(16, 256)
 UP = BreakerState.CLOSED
 
 
 @pytest.fixture
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(OURS, "handlers", [])
-    monkeypatch.setattr(OURS, "propagate", True)
-    level = OURS.level
-    OURS.setLevel(logging.NOTSET)
-    yield
-    OURS.setLevel(level)
-
-
-@pytest.fixture
-def printed(unconfigured: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What a handler of vLLM's logger prints. vLLM gives its logger one like it."""
-    theirs, stream = logging.getLogger("vllm"), io.StringIO()
-    handler = logging.StreamHandler(stream)
+def printed(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """The output of a handler of vLLM's logger, while nobody has configured ours."""
+    handler = logging.StreamHandler(stream := io.StringIO())
     handler.setFormatter(logging.Formatter("%(levelname)s [%(filename)s] %(message)s"))
-    monkeypatch.setattr(theirs, "handlers", [handler])
-    monkeypatch.setattr(theirs, "propagate", False)
-    level = theirs.level
-    theirs.setLevel(logging.INFO)
+    levels = OURS.level, THEIRS.level
+    for logger, handlers, propagate in ((OURS, [], True), (THEIRS, [handler], False)):
+        monkeypatch.setattr(logger, "handlers", handlers)
+        monkeypatch.setattr(logger, "propagate", propagate)
+    OURS.setLevel(logging.NOTSET)
+    THEIRS.setLevel(logging.INFO)
     yield stream
-    theirs.setLevel(level)
+    OURS.setLevel(levels[0])
+    THEIRS.setLevel(levels[1])
 
 
-def test_a_line_goes_where_vllms_lines_go_and_goes_there_once(printed: io.StringIO) -> None:
+def test_a_line_goes_once_where_vllms_lines_go(
+    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     join_vllm_log()
     join_vllm_log()
     logging.getLogger("s3kv.io").info("a line of %s", "ours")
     assert printed.getvalue() == "INFO [test_log.py] a line of ours\n"
-
-
-def test_handlers_that_vllm_gets_later_count(
-    printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    join_vllm_log()
     later = io.StringIO()
-    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.StreamHandler(later)])
+    monkeypatch.setattr(THEIRS, "handlers", [logging.StreamHandler(later)])
     OURS.info("a line")
-    assert (printed.getvalue(), later.getvalue()) == ("", "a line\n")
+    assert later.getvalue() == "a line\n", "handlers that vLLM gets later count"
 
 
 def test_all_lines_have_vllms_format() -> None:
@@ -98,14 +86,14 @@ def test_all_lines_have_vllms_format() -> None:
 
 
 def test_a_line_below_vllms_level_is_not_logged(printed: io.StringIO) -> None:
-    logging.getLogger("vllm").setLevel(logging.WARNING)
+    THEIRS.setLevel(logging.WARNING)
     join_vllm_log()
     OURS.info("no")
     OURS.warning("yes")
     assert printed.getvalue() == "WARNING [test_log.py] yes\n"
 
 
-def test_a_logger_that_somebody_has_configured_is_left_alone(unconfigured: None) -> None:
+def test_a_configured_logger_is_left_alone(printed: io.StringIO) -> None:
     theirs = logging.NullHandler()
     OURS.addHandler(theirs)
     join_vllm_log()
@@ -114,9 +102,7 @@ def test_a_logger_that_somebody_has_configured_is_left_alone(unconfigured: None)
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, ["for all", "its own"]), (3, ["its own"])])
-def test_what_all_ranks_would_say_alike_is_said_by_the_first(
-    printed: io.StringIO, rank: int, lines: list[str]
-) -> None:
+def test_the_first_rank_logs_for_all(printed: io.StringIO, rank: int, lines: list[str]) -> None:
     join_vllm_log()
     leave_to_first_rank(rank)
     logging.getLogger(ENGINE_LOG).info("for all")
@@ -125,35 +111,46 @@ def test_what_all_ranks_would_say_alike_is_said_by_the_first(
     assert printed.getvalue() == "".join(f"INFO [test_log.py] {line}\n" for line in lines)
 
 
+# --- the line of a start ---------------------------------------------------------------------
+
+
 def handshake(**more: Any) -> WorkerHandshake:
     return WorkerHandshake("ab12", 1024, 2**20, **{"known": False, **more})
 
 
-def told(
-    *handshakes: WorkerHandshake, coverages: tuple[Coverage, ...] = (FULL,), **more: Any
-) -> str:
-    config = Config(bucket="my-bucket", **{"endpoint_url": "http://127.0.0.1:9000", **more})
-    return start_line(config, handshakes, coverages, may_load=True, may_save=True)[1]
+def line(*handshakes: WorkerHandshake, coverages: Any = (FULL,), **settings: Any) -> str:
+    config = Config(bucket="my-bucket", **{"endpoint_url": "http://127.0.0.1:9000", **settings})
+    level, text = start_line(config, handshakes, coverages, may_load=True, may_save=True)
+    assert (level == logging.WARNING) == ("not all of it pinned" in text)
+    return text
 
 
 def test_the_line_of_a_start() -> None:
-    assert told(handshake()) == (
+    assert line(handshake()) == (
         f"s3kv {s3kv.__version__} reads and writes bucket my-bucket under s3kv/ at "
         "http://127.0.0.1:9000: namespace ab12 (new), 1.0 GiB of host memory on 1 rank, chunks of "
         "256 tokens, KV of full attention"
     )
+    config = Config(bucket="bucket")
+    reads = start_line(config, [handshake()], may_load=True, may_save=False)[1]
+    assert " reads bucket bucket " in reads
+    assert reads.endswith(": namespace ab12 (new), 1.0 GiB of host memory, encoder outputs")
+    neither = start_line(config, [handshake()], may_load=False, may_save=False)[1]
+    assert " neither reads nor writes bucket " in neither
 
 
-def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
+def test_the_line_of_a_start_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
     windows = Coverage(16, 256, SlidingWindow(1024), 1)
     states = Coverage(256, 256, States(), 2)
-    line = told(handshake(pinned=True), handshake(pinned=True), coverages=(FULL, windows, states))
-    assert "2.0 GiB of pinned host memory on 2 ranks, chunks" in line
-    assert line.endswith("KV of full attention and windows of 1,024 tokens and states")
+    pinned, not_pinned = handshake(pinned=True), handshake(pinned=False)
+    found = line(pinned, pinned, coverages=(FULL, windows, states))
+    assert "2.0 GiB of pinned host memory on 2 ranks, chunks" in found
+    assert found.endswith("KV of full attention and windows of 1,024 tokens and states")
+    assert "host memory on 2 ranks, not all of it pinned" in line(pinned, not_pinned)
 
 
 @pytest.mark.parametrize(
-    ("answers", "said"),
+    ("answers", "novelty"),
     [
         ([True, True], "known"),
         ([True, False], "new"),  # the second rank was there first
@@ -161,77 +158,79 @@ def test_it_counts_all_ranks_and_names_all_kinds_of_attention() -> None:
         ([True, None], "the bucket does not answer yet"),
     ],
 )
-def test_it_says_whether_the_namespace_is_known(answers: list[bool | None], said: str) -> None:
-    assert f": namespace ab12 ({said}), " in told(*(handshake(known=known) for known in answers))
-
-
-def test_memory_that_is_not_pinned_is_a_warning() -> None:
-    handshakes = [handshake(pinned=True), handshake(pinned=False)]
-    slow, fast = (
-        start_line(Config(bucket="bucket"), of, [FULL], may_load=True, may_save=False)
-        for of in (handshakes, handshakes[:1])
-    )
-    assert slow[0] == logging.WARNING
-    assert "host memory on 2 ranks, not all of it pinned" in slow[1]
-    assert fast[0] == logging.INFO
-    assert " reads bucket bucket " in fast[1]
+def test_the_line_of_a_start_has_the_namespaces_age(
+    answers: list[bool | None], novelty: str
+) -> None:
+    assert f": namespace ab12 ({novelty}), " in line(*(handshake(known=known) for known in answers))
 
 
 def test_the_endpoint_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(name, raising=False)
-    assert " at the default endpoint: " in told(handshake(), endpoint_url=None)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://all")
-    assert " at http://all: " in told(handshake(), endpoint_url=None)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
-    assert " at http://s3: " in told(handshake(), endpoint_url=None)
-
-
-def test_encoder_outputs_have_a_line_too() -> None:
-    config = Config(bucket="bucket", prefix="p")
-    for known, word in ((True, "known"), (False, "new"), (None, "the bucket does not answer yet")):
-        line = encoder_start_line(config, "cd34", known, 2**30, may_save=True)
-        assert " reads and writes bucket bucket under p/ at " in line
-        assert line.endswith(f": namespace cd34 ({word}), 1.0 GiB of host memory, encoder outputs")
+    assert " at the default endpoint: " in line(handshake(), endpoint_url=None)
+    for name, url in (("AWS_ENDPOINT_URL", "http://all"), ("AWS_ENDPOINT_URL_S3", "http://s3")):
+        monkeypatch.setenv(name, url)
+        assert f" at {url}: " in line(handshake(), endpoint_url=None)
 
 
 # --- the line of a minute --------------------------------------------------------------------
 
 
-def report(*ends: JobEnd) -> StepReport:
-    whole = StepReport()
-    for end in ends:
-        whole.add(end)
-    return whole
+def moved(kind: JobKind, nbytes: int) -> StepReport:
+    report = StepReport()
+    report.add(JobEnd(1, kind, Outcome.OK, nbytes, 0.1))
+    return report
 
 
-def test_the_first_request_is_told_of_as_soon_as_it_has_finished() -> None:
+def test_the_first_line_comes_when_a_request_has_finished() -> None:
     traffic = PromptTraffic()
-    traffic.looked_up("r", 1000, 5.0, waits=True)
-    traffic.looked_up("r", 1000, 5.2, waits=True)
-    traffic.looked_up("r", 1000, 5.5, waits=False)
-    traffic.reported(report(JobEnd(1, JobKind.FETCH, Outcome.OK, 3 * 2**20, 0.1)))
+    for now_s, waits in ((5.0, True), (5.2, True), (5.5, False)):
+        traffic.looked_up("r", 1000, now_s, waits=waits)
+    traffic.reported(moved(JobKind.FETCH, 3 * 2**20))
+    traffic.reported(moved(JobKind.UPLOAD, 2**20))
+    traffic.reported(moved(JobKind.USE, 2**30))
     traffic.scheduled("r", 768)
     traffic.scheduled("r", 900)  # preempted
     counters = {"hit_tokens_bucket": 512, "hit_tokens_host": 256, "deadline_cuts": 1}
     assert traffic.line(counters, UP, 6.0) is None
     assert traffic.line(counters, UP, 7.0, finished=True) == (
         "s3kv: Hit rate: 76.8% (bucket: 512 tokens, host memory: 256 tokens, computed: 232 "
-        "tokens), Fetched: 3.0 MiB, Uploaded: 0 B, Waits: 1 (mean: 0.50 s, cut short: 1), "
+        "tokens), Fetched: 3.0 MiB, Uploaded: 1.0 MiB, Waits: 1 (mean: 0.50 s, cut short: 1), "
         "Bucket: answers"
+    )
+    counters = {
+        "hit_rows_bucket": 300,
+        "hit_rows_host": 1,
+        "encoded_rows": 100,
+        "fetch_bytes": 3 * 2**20,
+        "upload_bytes": 2**20,
+        "deadline_cuts": 2,
+    }
+    assert EncoderTraffic().line(counters, UP, 2.0, finished=True) == (
+        "s3kv: Encoder outputs: Hit rate: 75.1% (bucket: 300 embeddings, host memory: 1 "
+        "embedding, encoded: 100 embeddings), Fetched: 3.0 MiB, Uploaded: 1.0 MiB, Waits cut "
+        "short: 2, Bucket: answers"
     )
 
 
-def test_after_that_there_is_a_line_a_minute_while_something_happens() -> None:
-    traffic, counters = PromptTraffic(), {"hit_tokens_bucket": 256}
+@pytest.mark.parametrize(
+    ("traffic", "computed", "dropped"),
+    [
+        (PromptTraffic(), "hit_tokens_bucket", "Chunks not saved: 7"),
+        (EncoderTraffic(), "hit_rows_bucket", "Items not saved: 7"),
+    ],
+)
+def test_there_is_a_line_a_minute_of_new_traffic(
+    traffic: TrafficLine, computed: str, dropped: str
+) -> None:
+    counters = {computed: 256}
     assert traffic.line(counters, UP, 0.0, finished=True)
-    traffic.reported(report(JobEnd(1, JobKind.UPLOAD, Outcome.OK, 2**20, 0.1)))
+    counters = {computed: 256, "saves_dropped": 7}
     assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished=True) is None
     line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
     assert line is not None
-    assert "Hit rate: 0.0% (bucket: 0 tokens, " in line, "what the first line said is not repeated"
-    assert "Uploaded: 1.0 MiB" in line
-    assert line.endswith("Bucket: down (circuit open)")
+    assert "Hit rate: 0.0% (bucket: 0 " in line, "the first line is not repeated"
+    assert line.endswith(f"Bucket: down (circuit open), {dropped}")
     assert traffic.line(counters, UP, 9 * INTERVAL_S, finished=True) is None, "nothing happened"
 
 
@@ -245,48 +244,3 @@ def test_a_request_that_is_aborted_while_it_waits_has_waited() -> None:
     assert "computed: 0 tokens" in line
     traffic.scheduled("r", 0)
     assert traffic.line({}, UP, 100.0, finished=True) is None, "it is forgotten"
-
-
-def test_chunks_that_are_not_saved_are_mentioned() -> None:
-    line = PromptTraffic().line({"saves_dropped": 7}, UP, 0.0, finished=True)
-    assert line is not None
-    assert line.endswith(", Chunks not saved: 7")
-
-
-def test_one_of_a_kind_is_not_several() -> None:
-    line = PromptTraffic().line({"hit_tokens_bucket": 1}, UP, 0.0, finished=True)
-    assert line is not None
-    assert "(bucket: 1 token, host memory: 0 tokens, " in line
-
-
-# --- the same for encoder outputs --------------------------------------------------------------
-
-
-def test_encoder_outputs_have_a_line_on_traffic_as_soon_as_a_request_has_finished() -> None:
-    traffic = EncoderTraffic()
-    counters = {
-        "hit_rows_bucket": 300,
-        "hit_rows_host": 1,
-        "encoded_rows": 100,
-        "fetch_bytes": 3 * 2**20,
-        "upload_bytes": 2**20,
-        "deadline_cuts": 2,
-    }
-    assert traffic.line(counters, UP, 1.0) is None
-    assert traffic.line(counters, UP, 2.0, finished=True) == (
-        "s3kv: Encoder outputs: Hit rate: 75.1% (bucket: 300 embeddings, host memory: 1 "
-        "embedding, encoded: 100 embeddings), Fetched: 3.0 MiB, Uploaded: 1.0 MiB, Waits cut "
-        "short: 2, Bucket: answers"
-    )
-
-
-def test_that_line_comes_once_a_minute_and_tells_what_is_new() -> None:
-    traffic, counters = EncoderTraffic(), {"encoded_rows": 100}
-    assert traffic.line(counters, UP, 0.0, finished=True)
-    counters = {"encoded_rows": 150, "saves_dropped": 1}
-    assert traffic.line(counters, UP, INTERVAL_S - 0.1, finished=True) is None
-    line = traffic.line(counters, BreakerState.OPEN, INTERVAL_S)
-    assert line is not None
-    assert "encoded: 50 embeddings)" in line
-    assert line.endswith("Bucket: down (circuit open), Items not saved: 1")
-    assert traffic.line(counters, UP, 9 * INTERVAL_S) is None, "nothing happened"

@@ -197,10 +197,10 @@ def only(exporter: InMemorySpanExporter) -> ReadableSpan:
 def test_a_wait_lasts_until_the_answer(exporter: InMemorySpanExporter) -> None:
     spans = RequestSpans(Clock())
     spans.add_request(REQUEST)
-    spans.waits("r")
-    spans.waits("r")
-    spans.answered("r", 256)
-    spans.answered("r", 256)
+    spans.looked_up("r", waits=True, tokens=0)
+    spans.looked_up("r", waits=True, tokens=0)
+    spans.looked_up("r", waits=False, tokens=256)
+    spans.looked_up("r", waits=False, tokens=256)
     assert ended(exporter) == [("s3kv.wait", 1, 2)]
     span = only(exporter)
     assert span.attributes == {"gen_ai.request.id": "r", "s3kv.tokens": 256}
@@ -211,7 +211,7 @@ def test_a_wait_lasts_until_the_answer(exporter: InMemorySpanExporter) -> None:
 def test_who_goes_while_waiting_was_offered_nothing(exporter: InMemorySpanExporter) -> None:
     spans = RequestSpans(Clock())
     spans.add_request(REQUEST)
-    spans.waits("r")
+    spans.looked_up("r", waits=True, tokens=0)
     spans.finished(REQUEST)
     assert (only(exporter).attributes or {})["s3kv.tokens"] == 0
 
@@ -257,5 +257,5 @@ def test_an_upload_goes_on_after_its_request(
 def test_what_nobody_asked_for_draws_nothing(exporter: InMemorySpanExporter) -> None:
     spans = RequestSpans(Clock())
     spans.take_in(Change(A, Residency.HOST_REMOVED))
-    spans.answered("unknown", 0)
+    spans.looked_up("unknown", waits=False, tokens=0)
     assert ended(exporter) == []

@@ -6,11 +6,13 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from s3kv.connectors import weights
 from s3kv.connectors.weights import (
     FULL,
     METHODS,
@@ -76,11 +78,13 @@ def overwrite(file: Path, offset: int, data: bytes) -> None:
         handle.write(data)
 
 
-def flipped(file: Path, offset: int, length: int) -> bytes:
-    """What is there with every bit changed."""
+def flip(file: Path, offset: int, length: int, mask: int = 255, *, every: int = 1) -> None:
+    """Flip bits of each byte, or of every second one. A second call flips them back."""
     with file.open("rb") as handle:
         handle.seek(offset)
-        return bytes(255 - byte for byte in handle.read(length))
+        data = bytearray(handle.read(length))
+    data[::every] = bytes(byte ^ mask for byte in data[::every])
+    overwrite(file, offset, data)
 
 
 def test_the_same_files_are_the_same_anywhere(model: Model, tmp_path: Path) -> None:
@@ -103,31 +107,32 @@ def test_the_same_files_are_the_same_anywhere(model: Model, tmp_path: Path) -> N
 def test_every_changed_tensor_is_another_model(model: Model, kind: str, method: str) -> None:
     """A single tensor, all of whose elements change by the lowest bit of each."""
     place, where = model
-    before = digest(place, method)
-    seen = {before}
+    seen = {digest(place, method)}
     names = [name for name in where if name.endswith(kind)]
     for name in names:
-        file, offset, length = where[name]
-        with file.open("rb") as handle:
-            handle.seek(offset)
-            old = handle.read(length)
-        changed = bytearray(old)
-        changed[::2] = bytes(byte ^ 1 for byte in old[::2])
-        overwrite(file, offset, changed)
+        flip(*where[name], mask=1, every=2)
         seen.add(digest(place, method))
-        overwrite(file, offset, old)
+        flip(*where[name], mask=1, every=2)
     assert len(seen) == len(names) + 1
-    assert digest(place, method) == before
+    assert digest(place, method) in seen
 
 
-@pytest.mark.parametrize("place_in_it", [0, 1, 4_095, NORM_BYTES - 1])
-def test_one_byte_of_a_small_tensor_is_another_model(model: Model, place_in_it: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "begins", "method"),
+    [*[("1.3.norm", [byte], SAMPLED) for byte in (0, 1, 4_095, NORM_BYTES - 1)]]
+    # One of 32 heads, as an output projection has them: 128 elements in each row of 4,096.
+    + [("1.0.matrix", range(256 * head, MATRIX_BYTES, 8_192), SAMPLED) for head in range(0, 32, 3)]
+    + [("0.2.matrix", [MATRIX_BYTES // 3], FULL)],
+)
+def test_a_changed_part_is_another_model(
+    model: Model, tensor: str, begins: Sequence[int], method: str
+) -> None:
     place, where = model
-    before = digest(place)
-    file, offset, _ = where["1.3.norm"]
-    at = offset + place_in_it
-    overwrite(file, at, flipped(file, at, 1))
-    assert digest(place) != before
+    before = digest(place, method)
+    file, offset, _ = where[tensor]
+    for begin in begins:
+        flip(file, offset + begin, 1 if len(begins) == 1 else 256)
+    assert digest(place, method) != before
 
 
 @pytest.mark.parametrize(
@@ -145,57 +150,38 @@ def test_how_often_a_change_of_a_part_of_a_matrix_is_missed(
     for number in range(tries):
         # Evenly spread, and not in step with the blocks.
         at = offset + int((length - size) * (number * 2**0.5 % 1))
-        old = flipped(file, at, size)
-        overwrite(file, at, old)
+        flip(file, at, size)
         missed += digest_files(place.glob("*.safetensors")).hexadecimal == before.hexadecimal
-        overwrite(file, at, flipped(file, at, size))
+        flip(file, at, size)
     assert missed / tries == pytest.approx(expected, abs=0.08 if expected else 0)
 
 
-@pytest.mark.parametrize("column", range(0, 32, 3))
-def test_changed_columns_are_another_model(model: Model, column: int) -> None:
-    """One of 32 heads, as an output projection has them: 128 elements in each row of 4,096."""
-    place, where = model
-    before = digest(place)
-    file, offset, length = where["1.0.matrix"]
-    for row in range(0, length, 8_192):
-        at = offset + row + 256 * column
-        overwrite(file, at, flipped(file, at, 256))
-    assert digest(place) != before
-
-
-def test_all_is_read_where_it_is_asked_for(model: Model) -> None:
-    place, where = model
-    before = digest(place, FULL)
-    file, offset, length = where["0.2.matrix"]
-    overwrite(file, offset + length // 3, flipped(file, offset + length // 3, 1))
-    assert digest(place, FULL) != before
-
-
 def test_samples_are_few(model: Model) -> None:
-    place, _ = model
-    files = list(place.glob("*.safetensors"))
+    files = list(model[0].glob("*.safetensors"))
     total = sum(file.stat().st_size for file in files)
     assert digest_files(files, FULL).nbytes == total
     assert digest_files(files).nbytes < total / 20
 
 
-def test_what_weights_are_in_changes_them(model: Model) -> None:
-    """Files that come, go, grow or change names; names of tensors."""
+def test_files_and_the_names_of_tensors_count(model: Model) -> None:
+    """Files that come, go, grow or change names."""
     place, _ = model
+    first, last = place / "model-0.safetensors", place / "model-9.safetensors"
     seen = [digest(place)]
-    (place / "model-1.safetensors").rename(place / "model-9.safetensors")
-    seen.append(digest(place))
-    (place / "model-9.safetensors").unlink()
-    seen.append(digest(place))
-    with (place / "model-0.safetensors").open("ab") as file:
-        file.write(b"x")
-    seen.append(digest(place))
-    overwrite(place / "model-0.safetensors", 12, b"x")
-    seen.append(digest(place))
-    (place / "model.safetensors.index.json").write_text("{}")
-    seen.append(digest(place))
+    for change in (
+        lambda: (place / "model-1.safetensors").rename(last),
+        last.unlink,
+        lambda: first.write_bytes(first.read_bytes() + b"x"),
+        lambda: overwrite(first, 12, b"x"),
+        lambda: (place / "model.safetensors.index.json").write_text("{}"),
+    ):
+        change()
+        seen.append(digest(place))
     assert len(set(seen)) == len(seen)
+
+
+def headed(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
 
 
 @pytest.mark.parametrize(
@@ -204,34 +190,35 @@ def test_what_weights_are_in_changes_them(model: Model) -> None:
         b"",
         b"\xff" * 8,
         struct.pack("<Q", 2**40),
-        struct.pack("<Q", 8) + b"[1, 2, 3",
-        struct.pack("<Q", 8) + b'{"a": 1}',
-        struct.pack("<Q", 38) + b'{"a": {"data_offsets": [0, 99999999]}}',
-        struct.pack("<Q", 33) + b'{"a": {"data_offsets": [-9, -1]}}',
-        struct.pack("<Q", 33) + b'{"a": {"data_offsets": ["a", 1]}}',
-        struct.pack("<Q", 35) + b'{"a": {"data_offsets": [0.0, 9.0]}}',
-        struct.pack("<Q", 20_000) + b"[" * 20_000,
+        headed(b"[1, 2, 3"),
+        headed(b'{"a": 1}'),
+        headed(b'{"a": {}}'),
+        headed(b'{"a": {"data_offsets": [0, 99999999]}}'),
+        headed(b'{"a": {"data_offsets": [-9, -1]}}'),
+        headed(b'{"a": {"data_offsets": [9, 8]}}'),
+        headed(b'{"a": {"data_offsets": ["a", 1]}}'),
+        headed(b'{"a": {"data_offsets": [0.5, 9.5]}}'),
+        headed(b'{"\xff": {"data_offsets": [0, 9]}}'),
+        headed(b"[" * 20_000),
     ],
-    ids=["none", "huge", "long", "cut", "number", "past", "negative", "text", "floats", "deep"],
+    ids=lambda start: str(start[8:48]),
 )
 def test_other_formats_have_a_block_in_every_64_kib(tmp_path: Path, start: bytes) -> None:
     """Damaged safetensors files are such, too."""
     file = tmp_path / "model.safetensors"
     file.write_bytes(start + random.Random(1).randbytes(20 * 2**20))
     before = digest(file)
-    at = 7 * 2**20 + 100
-    overwrite(file, at, flipped(file, at, 2**17))
+    flip(file, 7 * 2**20 + 100, 2**17)
     assert digest(file) != before
 
 
-@pytest.mark.parametrize("length", [600, 1_000_000])
-def test_small_files_are_read_whole(tmp_path: Path, length: int) -> None:
+def test_small_files_are_read_whole(tmp_path: Path) -> None:
     """Whatever else is beside them: here 20 MiB."""
     (tmp_path / "adapter_model.bin").write_bytes(bytes(20 * 2**20))
     config = tmp_path / "adapter_config.json"
     seen = set()
     for alpha in (16, 32, 64):
-        config.write_text(json.dumps({"filler": "x" * length, "lora_alpha": alpha}))
+        config.write_text(json.dumps({"filler": "x" * 1_000_000, "lora_alpha": alpha}))
         found = adapter_digest(str(tmp_path))
         assert found is not None
         seen.add(found.hexadecimal)
@@ -261,18 +248,14 @@ def in_folders(place: Path, **content: bytes) -> Path:
 def test_weights_in_folders_of_their_own_count(tmp_path: Path) -> None:
     place = in_folders(tmp_path / "model", transformer=b"11", vision=b"22")
     seen = [digest(place)]
-    in_folders(place, transformer=b"33")
-    seen.append(digest(place))
-    in_folders(place, transformer=b"22", vision=b"33")
-    seen.append(digest(place))
-    in_folders(place, transformer=b"33", vision=b"22")
-    assert seen[1] == digest(place)
-    assert None not in seen
-    assert len(set(seen)) == 3
+    for content in ((b"33", b"22"), (b"22", b"33")):
+        in_folders(place, transformer=content[0], vision=content[1])
+        seen.append(digest(place))
     files = sorted(place.glob("*/*"))
-    assert digest_files(files).hexadecimal == digest_files(files[::-1]).hexadecimal == seen[1]
+    assert digest_files(files).hexadecimal == digest_files(files[::-1]).hexadecimal == seen[2]
     write_tensors(place / "model.safetensors", {"w": b"44"})
-    assert digest(place) not in seen
+    assert None not in seen
+    assert len({*seen, digest(place)}) == 4
 
 
 def test_a_folder_beside_an_adapter_does_not_count(tmp_path: Path) -> None:
@@ -283,118 +266,97 @@ def test_a_folder_beside_an_adapter_does_not_count(tmp_path: Path) -> None:
     assert adapter_digest(str(tmp_path)) == before
 
 
-# --- remembered -------------------------------------------------------------------------------
+# --- digests of earlier runs ------------------------------------------------------------------
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DigestCache:
-    monkeypatch.setattr("s3kv.connectors.weights._MIN_AGE_NS", 0)
-    device = tmp_path.stat().st_dev
-    return DigestCache(tmp_path / "cache", trusted=frozenset({device}))
+    monkeypatch.setattr(weights, "_MIN_AGE_NS", 0)
+    return DigestCache(tmp_path / "cache", trusted=frozenset({tmp_path.stat().st_dev}))
 
 
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Calls of what reads files, from now on."""
-    calls: list[int] = []
-
-    def counted(*args: object) -> object:
-        calls.append(1)
-        return digest_files(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("s3kv.connectors.weights.digest_files", counted)
-    return calls
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts how often files are read."""
+    counter = Mock(side_effect=digest_files)
+    monkeypatch.setattr(weights, "digest_files", counter)
+    return counter
 
 
-def test_files_that_nobody_changed_are_not_read_again(
-    model: Model, cache: DigestCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_files_are_not_read_again(model: Model, cache: DigestCache, reads: Mock) -> None:
     place, where = model
-    calls = reads(monkeypatch)
     before = weights_digest(str(place), cache=cache)
     assert weights_digest(str(place), cache=cache) == before
-    assert len(calls) == 1
+    assert reads.call_count == 1
     weights_digest(str(place), FULL, cache=cache)
-    assert len(calls) == 2, "another method is another digest"
+    assert reads.call_count == 2, "another method is another digest"
     file, offset, length = where["0.0.norm"]
     times = file.stat()
-    overwrite(file, offset, flipped(file, offset, length))
+    flip(file, offset, length)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert weights_digest(str(place), cache=cache) != before, "the change time cannot be set"
     assert weights_digest(str(place), cache=cache) != before
-    assert len(calls) == 3
+    assert reads.call_count == 3
 
 
 def test_folders_that_change_places_are_read_again(
-    tmp_path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch, reads: Mock
 ) -> None:
     """Their files keep their names, inodes and times. A directory lists them in any order."""
     listed = Path.glob
     monkeypatch.setattr(Path, "glob", lambda *args: sorted(listed(*args), reverse=True))
     place = in_folders(tmp_path / "model", first=b"11", second=b"22")
-    calls = reads(monkeypatch)
     before = weights_digest(str(place), cache=cache)
     assert weights_digest(str(place), cache=cache) == before
     for name, other in (("first", "third"), ("second", "first"), ("third", "second")):
         (place / name).rename(place / other)
     assert weights_digest(str(place), cache=cache) != before
-    assert len(calls) == 2
-
-
-def _damage(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-10] ^= 1
-    file.write_bytes(data)
-
-
-def _forge(file: Path) -> None:
-    text = file.read_text()
-    file.write_text(text[:-34] + "0" * 32 + text[-2:])
+    assert reads.call_count == 2
 
 
 @pytest.mark.parametrize(
-    "harm",
+    ("harm", "heals"),
     [
-        _damage,
-        _forge,
-        lambda file: file.write_bytes(b""),
-        lambda file: file.write_bytes(b"\xff\x00"),
-        lambda file: file.write_bytes(file.read_bytes()[:-1]),
-        lambda file: file.chmod(0o666),
-        lambda file: file.parent.chmod(0o777),
-        lambda file: file.rename(file.with_suffix(".other")),
-        lambda file: (file.rename(file.parent / "x"), file.symlink_to(file.parent / "x")),
-        lambda file: (file.unlink(), file.mkdir()),
+        (lambda file: file.write_bytes(b""), True),
+        (lambda file: file.write_bytes(b"\xff\x00" * 16), True),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), True),
+        (lambda file: file.write_bytes(file.read_bytes() + b"0"), True),
+        (lambda file: file.chmod(0o666), True),
+        (lambda file: file.parent.chmod(0o777), False),
+        (lambda file: file.rename(file.with_suffix(".other")), True),
+        (lambda file: (file.rename(file.parent / "x"), file.symlink_to(file.parent / "x")), True),
+        (lambda file: (file.unlink(), file.mkdir()), False),
     ],
-    ids=["damaged", "forged", "empty", "binary", "cut", "writable", "open", "gone", "link", "dir"],
+    ids=["empty", "binary", "cut", "long", "writable", "open", "gone", "link", "dir"],
 )
-def test_what_is_remembered_is_not_believed_blindly(
+def test_a_doubtful_entry_is_ignored_and_replaced(
     model: Model,
     cache: DigestCache,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    reads: Mock,
     harm: Callable[[Path], object],
+    heals: bool,
 ) -> None:
-    place, _ = model
-    calls = reads(monkeypatch)
-    before = weights_digest(str(place), cache=cache)
+    place = str(model[0])
+    before = weights_digest(place, cache=cache)
     (kept,) = (tmp_path / "cache").iterdir()
     harm(kept)
-    assert weights_digest(str(place), cache=cache) == before
-    assert len(calls) == 2
+    for _ in range(2):
+        assert weights_digest(place, cache=cache) == before
+    assert reads.call_count == (2 if heals else 3)
 
 
 def test_young_files_and_untrusted_devices_are_not_remembered(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, _ = model
     device = tmp_path.stat().st_dev
-    young = DigestCache(tmp_path / "young", trusted=frozenset({device}))
-    weights_digest(str(place), cache=young)
-    assert not (tmp_path / "young").exists()
-    monkeypatch.setattr("s3kv.connectors.weights._MIN_AGE_NS", 0)
-    elsewhere = DigestCache(tmp_path / "elsewhere", trusted=frozenset({device + 1}))
-    weights_digest(str(place), cache=elsewhere)
-    assert not (tmp_path / "elsewhere").exists()
+    for minimum_ns, trusted in ((None, device), (0, device + 1)):
+        if minimum_ns is not None:
+            monkeypatch.setattr(weights, "_MIN_AGE_NS", minimum_ns)
+        weights_digest(
+            str(model[0]), cache=DigestCache(tmp_path / "cache", trusted=frozenset({trusted}))
+        )
+        assert not (tmp_path / "cache").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_none(
