@@ -17,6 +17,8 @@ from vllm.distributed.ec_transfer import get_ec_transfer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from lab.books import check
+
 
 def audit(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
     """Wait until the connector is at rest, check the planner's books, tell what there is.
@@ -40,7 +42,7 @@ def audit(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
         return {"left": left, "broken": [], "planner": {}, "rank": {}}
     scheduler, worker = _sides(engine)
     if scheduler.broken is None:
-        scheduler.planner.check()
+        check(scheduler.planner)
     return {
         "left": left,
         "broken": [side.broken for side in (scheduler, worker) if side.broken is not None],
@@ -60,7 +62,7 @@ def audit_items(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
         time.sleep(0.002)
     scheduler, worker = _item_sides(engine)
     if scheduler.broken is None:
-        scheduler.planner.check()
+        check(scheduler.planner)
     return {
         "left": left,
         "broken": [side.broken for side in (scheduler, worker) if side.broken is not None],

@@ -16,6 +16,7 @@ from benchmarks.simulation.expiry import KeptBucket, Upkeep
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
+from lab.books import check
 from s3kv import prices
 from s3kv.config import MAX_INFLIGHT_BYTES, Config
 from s3kv.host.room import EqualSlots
@@ -132,7 +133,7 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
     if kept is not None:
         kept.end(timeline.now_s)
     for engine in engines:
-        engine.planner.check()
+        check(engine.planner)
     answered = sum(len(engine.seen.ttft_s) for engine in engines)
     if answered != len(arrivals):
         raise RuntimeError(f"{len(arrivals) - answered} requests of {len(arrivals)} still wait")

@@ -65,10 +65,6 @@ class EqualSlots:
     def clearing(self, number: int, units: int) -> Sequence[int]:
         return (number,)
 
-    def check(self) -> None:
-        assert len(set(self._free)) == len(self._free), "a slot is free twice"
-        assert set(self._free) <= set(range(self.count)), "a free slot is none of the slab"
-
 
 class Extents:
     """Room for entries of different sizes: extents in a slab of `count` pages."""
@@ -181,25 +177,6 @@ class Extents:
             start = min(start, buddy)
             order += 1
         self._free[order].add(start)
-
-    def check(self) -> None:
-        """Recompute all state. Raises `AssertionError` where it differs. For tests."""
-        owners = [0] * self.count
-        for start, pages in self._taken.items():
-            assert start % (1 << order_of(pages)) == 0, f"the extent at {start} is misaligned"
-            for page in range(start, start + pages):
-                owners[page] += 1
-        free = 0
-        for order, starts in enumerate(self._free):
-            for start in starts:
-                assert start % (1 << order) == 0, f"the free block at {start} is misaligned"
-                assert start ^ (1 << order) not in starts, "buddies that were not joined"
-                free += 1 << order
-                for page in range(start, start + (1 << order)):
-                    owners[page] += 1
-        assert owners == [1] * self.count, "a page is taken twice, or lost"
-        assert free == self.free_units
-        assert self._starts == sorted(self._taken)
 
 
 Room: TypeAlias = EqualSlots | Extents

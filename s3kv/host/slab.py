@@ -59,7 +59,7 @@ class Slab:
     def __init__(self, fd: int, nbytes: int) -> None:
         """Use `create` or `attach`."""
         self._map = mmap.mmap(fd, nbytes)
-        self._fd = fd
+        self.fd = fd
         self.nbytes = nbytes
         self.view = memoryview(self._map)
 
@@ -108,10 +108,6 @@ class Slab:
     def attach(cls, fd: int) -> Slab:
         """Map the whole slab behind `fd`. The new object owns `fd` from now on."""
         return cls(fd, os.fstat(fd).st_size)
-
-    @property
-    def fd(self) -> int:
-        return self._fd
 
     def ask_for_huge_pages(self) -> str:
         """Ask Linux for huge pages where this process is the first to touch the memory. Returns the
@@ -178,10 +174,10 @@ class Slab:
         The mapping lives until the last slice of `view`, tensor over one, or prefault is gone, so
         their memory stays valid.
         """
-        if self._fd < 0:
+        if self.fd < 0:
             return
-        os.close(self._fd)
-        self._fd = -1
+        os.close(self.fd)
+        self.fd = -1
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()

@@ -108,13 +108,6 @@ class TableStatistics:
     dirty: int
     pinned: int
     """Units of the resident entries with at least one pin."""
-    evictable: int
-    """Units of the clean entries without a pin. In a room of equal slots `reserve` succeeds while
-    free + evictable is not 0."""
-    entries: int
-    """Entries in any state but FREE."""
-    evictions: int
-    """Entries evicted since the start."""
 
 
 class Table:
@@ -145,7 +138,7 @@ class Table:
     `reserve` takes if not told; otherwise it takes one unit.
     """
 
-    __slots__ = ("_at", "_evictions", "_groups", "_lru", "_nbytes", "_pinned", "_room", "_units")
+    __slots__ = ("_at", "_groups", "_lru", "_nbytes", "_pinned", "_room", "_units")
 
     def __init__(self, room: Room, nbytes: Mapping[int, int] | None = None) -> None:
         self._room = room
@@ -161,7 +154,6 @@ class Table:
         self._units = [room.count, 0, 0, 0]
         """Units by state; `_pinned`: those of them that are pinned."""
         self._pinned = [0, 0, 0, 0]
-        self._evictions = 0
 
     # ---- questions
 
@@ -289,43 +281,10 @@ class Table:
     # ---- accounts
 
     def statistics(self) -> TableStatistics:
-        """Counts of units and events, in O(1)."""
+        """Counts of units, in O(1)."""
         free, reserved, clean, dirty = self._units
-        return TableStatistics(
-            unit_bytes=self._room.unit_bytes,
-            free=free,
-            reserved=reserved,
-            clean=clean,
-            dirty=dirty,
-            pinned=sum(self._pinned),
-            evictable=clean - self._pinned[_CLEAN],
-            entries=len(self._at),
-            evictions=self._evictions,
-        )
-
-    def check(self) -> None:
-        """Recompute all state. Raises `AssertionError` where it differs. For tests."""
-        entries = list(self._at.values())
-        index = {
-            ChunkKey(group, block_hash): entry
-            for group, held in self._groups.items()
-            for block_hash, entry in held.items()
-        }
-        self._room.check()
-        assert all(e.state is not _FREE for e in entries), "an entry that is gone has a place"
-        assert all(e.number == n for n, e in self._at.items()), "an entry is at another place"
-        assert all(e.key == key for key, e in index.items()), "the index by key is wrong"
-        reserved = [entry for entry in entries if entry.state is _RESERVED]
-        assert {*index.values(), *reserved} == {*entries}, "two entries have one key"
-        units = _units_by_state(entries)
-        units[_FREE] = self._room.count - sum(units)
-        assert units == self._units, "units by state: miscounted"
-        assert units[_FREE] == self._room.free_units, "the room counts other free units"
-        pinned = _units_by_state(entry for entry in entries if entry.pins)
-        assert pinned == self._pinned, "pinned units by state: miscounted"
-        assert all(e.is_resident for e in entries if e.pins), "what is not resident is pinned"
-        resident = {entry.number for entry in entries if entry.is_resident}
-        assert resident == set(self._lru), "the queue is not what is resident"
+        pinned = sum(self._pinned)
+        return TableStatistics(self._room.unit_bytes, free, reserved, clean, dirty, pinned)
 
     # ---- inside
 
@@ -377,7 +336,6 @@ class Table:
             del self._lru[number]
             self._release(victim, TRANSITIONS["evict"][victim.state])
             keys.append(victim.key)
-        self._evictions += len(keys)
         return keys
 
     def _makes_room(self, units: int, number: int) -> bool:
@@ -388,10 +346,3 @@ class Table:
     def _may_go(self, number: int) -> bool:
         entry = self._at[number]
         return entry.state is _CLEAN and not entry.pins
-
-
-def _units_by_state(entries: Iterable[Entry]) -> list[int]:
-    counts = [0] * len(EntryState)
-    for entry in entries:
-        counts[entry.state] += entry.units
-    return counts

@@ -130,15 +130,6 @@ class BlockTable:
         self._pinned(number).pins -= 1
         self._settle(number)
 
-    def check(self) -> None:
-        """Recompute every index. Raises `AssertionError` where one differs. For tests."""
-        blocks = self._blocks.items()
-        assert self._named == {b.key: n for n, b in blocks if b.key is not None}
-        assert set(self._idle) == {n for n, b in blocks if b.key is not None and not b.in_use}
-        assert sorted(self._free) == sorted(
-            n for n, b in blocks if b.key is None and not b.in_use
-        ), "the free list is not the blocks nobody names or uses"
-
     # --- inside
 
     def _vacated(self) -> int | None:

@@ -17,7 +17,7 @@ Scheduler process, one thread. Time comes in as an argument (seconds, monotonic)
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +28,7 @@ from s3kv.planning.deadline import Deadline, Forecast, Wait, WaitFacts, decide
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
-from s3kv.types import ChunkKey, ItemShape, Outcome
+from s3kv.types import ItemShape, Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,16 +326,3 @@ class ECPlanner:
             self._news += 1
         for key, fresh_s in report.uploaded.items():
             self.ledger.index.note_present(key, now_s + fresh_s)
-
-    def check(self) -> None:
-        """Recompute every index. Raises AssertionError where one differs. For tests."""
-        self.ledger.check()
-        pins: Counter[ChunkKey] = Counter()
-        for request_id, request in self._requests.items():
-            pins.update(item.key for item in request.leases.values())
-            for identifier, job in request.pending.items():
-                assert self.ledger.fetch_job(request.asked[identifier].key) is job
-                assert (request_id, identifier) in job.waiters
-        pins.update(item.key for item, _ in self._promises.values())
-        pins.update(item.key for items in self._loading for item in items)
-        assert pins == Counter({e.key: e.pins for e in self.ledger.table.entries() if e.pins})

@@ -10,7 +10,6 @@ for them, verified and in host memory, and keeps these leased until the load or 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -400,16 +399,3 @@ class KVPlanner:
         self._salt = salt
         self.ledger.index.forget()
         self.bar(self._requests)
-
-    def check(self) -> None:
-        """Raise AssertionError where the books do not balance. For tests."""
-        self.ledger.check()
-        leased = Counter(
-            entry
-            for request in (*self._requests.values(), *self._orphans.values())
-            for lookup in request.lookups
-            for entry in (*lookup.leases, *lookup.early.values())
-        )
-        for entry, pins in leased.items():
-            assert entry.pins == pins, (entry, pins)
-        assert self.ledger.table.statistics().pinned == len(leased)

@@ -60,7 +60,6 @@ class FetchRefusal(enum.Enum):
     ABSENT = "absent"
     """The bucket recently answered that it has no such object."""
     BREAKER = "breaker"
-    ROOM = "room"
 
 
 class Ledger:
@@ -337,31 +336,3 @@ class Ledger:
         if entry is not None:
             self._job_of[key] = job
         return job
-
-    def check(self) -> None:
-        """Recompute every index. Raises AssertionError where one differs. For tests."""
-        self.table.check()
-        jobs = [job for job in self._jobs.values() if job.kind is not JobKind.USE]
-        assert len(self._jobs) - len(jobs) == self.uses_inflight
-        fetching = sum(job.is_fetch for job in jobs)
-        assert fetching == self.fetches_inflight, (fetching, self.fetches_inflight)
-        saving = len(jobs) - fetching + len(self._retries)
-        assert saving == self.saves_inflight, (saving, self.saves_inflight)
-        reserved = (job.entry for job in jobs if job.entry.state is EntryState.RESERVED)
-        filling = sum(entry.units for entry in reserved)
-        assert filling == self.table.statistics().reserved, "a reserved place has no job"
-        dirty = {e.key for e in self.table.entries() if e.state is EntryState.DIRTY}
-        assert saving >= len(dirty), "a dirty entry is on its way nowhere"
-        assert all(self._jobs[job.job_id] is job for job in self._job_of.values())
-        beside = [job for job in jobs if self._job_of.get(job.key) is not job]
-        assert all(job.is_fetch for job in beside), "two jobs fill one entry"
-        assert all(self.table.lookup(job.key) is not job.entry for job in beside)
-        for key in self.unsaved:
-            entry = self.table.lookup(key)
-            assert entry is not None, f"{key} is unsaved and not resident"
-            assert entry.state is EntryState.CLEAN, f"{key} is unsaved and on its way"
-            assert not self.index.is_present(key), f"{key} is unsaved and in the bucket"
-        copying = [job for job in jobs if job.reports_left.get(JobKind.SAVE)]
-        readers = {(block, job.job_id) for job in copying for block in job.block_ids}
-        fenced = {(block, job) for block, ids in self._saving_blocks.items() for job in ids}
-        assert readers == fenced, readers ^ fenced

@@ -35,6 +35,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from lab.books import check
 from s3kv.connectors import kv_scheduler
 from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport
 from s3kv.connectors.plugin import register
@@ -260,7 +261,7 @@ class Engine:
     def check(self) -> None:
         """Everything has ended: nothing is held, and nothing of ours has broken."""
         assert self.side.broken is None
-        self.side.planner.check()
+        check(self.side.planner)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         assert free == self._blocks, f"{self._blocks - free} blocks are held for nobody"
 

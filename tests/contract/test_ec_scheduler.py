@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lab.books import check
 from s3kv.config import Config
 from s3kv.connectors.ec_scheduler import ECSchedulerSide
 from s3kv.connectors.ec_translate import (
@@ -158,7 +159,7 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     side.plan(output())
     assert f"upload 3 from {order.slot}: {ItemShape(100, nbytes)}" in client.take()
     side.planner.on_end(JobEnd(3, JobKind.UPLOAD, Outcome.OK, nbytes), time.monotonic())
-    side.planner.check()
+    check(side.planner)
     assert side.broken is None
     slab.close()
 

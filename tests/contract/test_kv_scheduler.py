@@ -10,6 +10,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
+from lab.books import check
 from s3kv.config import Config
 from s3kv.connectors import kv_scheduler
 from s3kv.connectors.adapter_loads import AdapterReport, LoadedAdapter, hashed_name
@@ -180,7 +181,7 @@ def test_a_request_of_unknown_content_has_no_cache(local_tokens: int) -> None:
     plan = scheduler.plan(step())
     assert (fetches_of(plan), plan.saves) == ((), ())
     scheduler.on_finished(subject)
-    scheduler.planner.check()
+    check(scheduler.planner)
     assert scheduler.broken is None
 
 
@@ -223,7 +224,7 @@ def test_a_request_that_shares_a_name_with_another_image_is_no_longer_saved(plan
         assert scheduler.plan(computing("planted", 2.0)).saves == ()
     assert len(scheduler.plan(first).saves) == (0 if planted else 2)
     assert scheduler.broken is None
-    scheduler.planner.check()
+    check(scheduler.planner)
 
 
 def test_misses_and_the_content_of_memory_are_counted() -> None:
@@ -447,7 +448,7 @@ def test_a_request_that_runs_across_a_load_is_no_longer_saved() -> None:
     engine.report(2, RELOADED)
     for one in scheduled:
         assert engine.plan(one).saves == ()
-    engine.scheduler.planner.check()
+    check(engine.scheduler.planner)
     assert engine.scheduler.broken is None
 
 

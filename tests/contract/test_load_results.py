@@ -9,6 +9,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
+from lab.books import check
 from s3kv.connectors.kv_translate import PlanMetadata
 from s3kv.messages import EMPTY_PLAN, CopyPart, LoadJob, StepPlan
 from s3kv.types import Outcome
@@ -121,4 +122,4 @@ def test_the_scheduler_computes_what_failed_on_any_rank(failing: int) -> None:
     assert scheduler.planner.counters["loads_failed"] == 1
     assert scheduler.lookup(subject, 0) == (0, False), "the answer is a miss by now"
     assert scheduler.broken is None
-    scheduler.planner.check()
+    check(scheduler.planner)

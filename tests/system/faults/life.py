@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from lab.books import check
 from s3kv.config import Config
 from s3kv.device.copies import CopyEnds, LoadedEnd, SavedEnd
 from s3kv.device.copy_jobs import CopyMark
@@ -188,7 +189,7 @@ class Life:
         self.planner.on_report(folded, self._now_s)
         self.planner.loaded(*loaded)
         self.planner.pace.step_ended(self._now_s, folded.number)
-        self.planner.check()
+        check(self.planner)
 
     def serve(self, *chunks: int) -> int:
         """A request for these chunks, from its arrival to its last token. Returns how many of them

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lab.books import check
 from s3kv.config import Config
 from s3kv.messages import BucketJob, StepPlan, StepReport
 from tests.system.kills import worker
@@ -152,7 +153,7 @@ class Life:
             assert time.monotonic() < deadline_s, "it does not come to rest"
             self.step()
         planner = self.engine.planner
-        planner.check()
+        check(planner)
         figures = planner.ledger.table.statistics()
         assert (figures.reserved, figures.pinned, figures.dirty) == (0, 0, 0), figures
         for rank in self.ranks:

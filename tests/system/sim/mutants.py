@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from lab.books import CHECKS
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.host.table import EntryState, Table
 from s3kv.io import process_life
@@ -326,7 +327,7 @@ def evicts_what_is_leased(patch: Patch) -> None:
         return [entry.key]
 
     patch.setattr(Table, "_evict", ruthless)
-    patch.setattr(Table, "check", lambda self: None)
+    patch.setitem(CHECKS, Table, lambda of: None)
 
 
 @mutant
@@ -344,7 +345,7 @@ def evicts_before_the_upload_has_ended(patch: Patch) -> None:
 @mutant
 def never_tries_an_upload_again(patch: Patch) -> None:
     patch.setattr(UploadRetries, "failed", lambda self, entry, attempt, now_s: True)
-    patch.setattr(Ledger, "check", lambda self: None)
+    patch.setitem(CHECKS, Ledger, lambda of: None)
 
 
 @mutant

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lab.books import check
 from s3kv.config import Config
 from s3kv.errors import S3KVError
 from s3kv.io import wire
@@ -168,7 +169,7 @@ class Node:
     def check_books(self) -> None:
         """Of an engine at rest: nothing is left of anything."""
         planner = self.engine.planner
-        planner.check()
+        check(planner)
         figures = planner.ledger.table.statistics()
         assert (figures.reserved, figures.pinned, figures.dirty) == (0, 0, 0), figures
         assert figures.free + figures.clean == self.setup.slots, figures

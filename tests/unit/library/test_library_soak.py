@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from lab.books import check
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
 from tests.unit.library.stores import NAMESPACE, fresh_bucket, hash_of, same
@@ -191,7 +192,7 @@ async def nothing_is_held(store: TieredStore) -> None:
             await asyncio.sleep(0.01)
         while ledger.fetches_inflight or ledger.table.statistics().reserved:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        ledger.check()
+        check(ledger)
         held = ledger.table.statistics()
         assert (held.reserved, held.dirty, held.pinned) == (0, 0, 0)
     assert None not in [store.allocate() for _ in range(POOL)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lab.books import check
 from s3kv.messages import (
     BucketJob,
     JobEnd,
@@ -49,7 +50,7 @@ class Desk:
 
     def lookup(self, request_id: str, local_tokens: int = 0) -> Answer:
         answer = self.planner.lookup(request_id, local_tokens, self.now_s)
-        self.planner.check()
+        check(self.planner)
         return answer
 
     def admit(self, request_id: str, blocks: Iterable[int] = (), tokens: int = 0) -> None:
@@ -57,7 +58,7 @@ class Desk:
 
     def plan(self, *scheduled: ScheduledRequest) -> StepPlan:
         plan = self.planner.plan(scheduled, self.now_s)
-        self.planner.check()
+        check(self.planner)
         return plan
 
     def fetches(self) -> tuple[BucketJob, ...]:
@@ -96,7 +97,7 @@ class Desk:
             count = self.setup.world_size if ranks is None else ranks
             report.add(JobEnd(order.job_id, what, outcome, 0, seconds, count, source=source))
         self.planner.on_report(report, self.now_s)
-        self.planner.check()
+        check(self.planner)
 
     def copied(self, orders: Iterable[SaveJob] | SaveJob) -> None:
         self.end(orders, kind=JobKind.SAVE)

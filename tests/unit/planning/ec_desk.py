@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lab.books import check
 from s3kv.host.room import Extents
 from s3kv.host.table import Table
 from s3kv.messages import BucketJob, ItemPlan, JobEnd, JobKind
@@ -74,7 +75,7 @@ class Desk:
         length = size if outcome is Outcome.OK else 0
         end = JobEnd(order.job_id, JobKind.FETCH, outcome, length, seconds)
         self.planner.on_end(end, self.now_s)
-        self.planner.check()
+        check(self.planner)
         return outcome
 
     def schedule(
@@ -85,7 +86,7 @@ class Desk:
             self.planner.promise(item.identifier)
             self.planner.allocated(request_id, item, saves=saves)
         plan = self.planner.plan(freed)
-        self.planner.check()
+        check(self.planner)
         return plan
 
     def resident(self, item: Wanted) -> None:

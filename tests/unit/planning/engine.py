@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lab.books import check
 from s3kv.messages import StepPlan, StepReport
 from s3kv.planning.kv import Answer
 from s3kv.planning.ledger import ChunkState
@@ -425,7 +426,7 @@ class Engine:
         assert self._idle, f"for ever: {self.waiting}, {self.running}, {self.loading}"
         while self._outputs:
             self.finish_step()
-        self.planner.check()
+        check(self.planner)
         figures = self.planner.ledger.table.statistics()
         assert (figures.reserved, figures.pinned, figures.dirty) == (0, 0, 0)
         assert self.planner.ledger.saves_inflight == 0

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from lab.books import check
 from s3kv.planning.group_kinds import (
     Coverage,
     FullAttention,
@@ -171,7 +172,7 @@ class PlannerMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "engine"):
-            self.engine.planner.check()
+            check(self.engine.planner)
 
     def teardown(self) -> None:
         if hasattr(self, "engine") and self.engine.sound:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lab.books import check
 from s3kv.messages import ItemLoad, ItemReport, ItemSave
 from s3kv.objects.item_format import object_bytes
 from s3kv.planning.items import Wanted
@@ -81,7 +82,7 @@ def test_one_item_under_two_names_is_one_fetch_and_two_loads() -> None:
     assert desk.ensure("r", first, second)
     for item in (first, second):
         assert desk.planner.promise(item.identifier) is not None
-    desk.planner.check()
+    check(desk.planner)
 
 
 def test_an_abort_cancels_the_one_fetch_for_two_names() -> None:
@@ -91,7 +92,7 @@ def test_an_abort_cancels_the_one_fetch_for_two_names() -> None:
     desk.planner.finished("r")
     assert len(desk.planner.take_cancels()) == 1
     desk.answer()
-    desk.planner.check()
+    check(desk.planner)
 
 
 def test_who_joins_a_fetch_leases_the_item_under_its_own_names() -> None:
@@ -147,7 +148,7 @@ def test_a_promise_the_engine_does_not_take_up_is_withdrawn() -> None:
     desk.ensure("r", A)
     assert desk.planner.promise("a")
     assert desk.planner.plan(()).loads == ()
-    desk.planner.check()
+    check(desk.planner)
     assert len(desk.schedule("r", A).loads) == 1
 
 

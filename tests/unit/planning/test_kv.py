@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from lab.books import check
 from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, WAIT, Answer
@@ -185,7 +186,7 @@ def test_a_barred_request_neither_loads_nor_saves_any_more(moment: str) -> None:
     assert desk.run("r", blocks, 0, 10, new=True).saves == ()
     assert desk.pinned() == 0
     desk.planner.finished("r")
-    desk.planner.check()
+    check(desk.planner)
 
 
 # --- saves ------------------------------------------------------------

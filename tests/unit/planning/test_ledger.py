@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from lab.books import check
 from s3kv.host.table import EntryState
 from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob, StepReport
 from s3kv.planning.breaker import BreakerState
@@ -341,7 +342,7 @@ def test_requests_of_before_a_reset_neither_load_nor_save(state: str) -> None:
             desk.admit("r", [0, 1, 2, 3], 8)
             desk.plan()
     desk.planner.reset(b"salt")
-    desk.planner.check()
+    check(desk.planner)
     if state == "loading":
         assert desk.pinned() == 2, "the copy is under way"
         desk.planner.loaded(["r"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lab.books import CHECKS
 from s3kv.host.table import Entry, EntryState, Table
 from s3kv.messages import CopyPart, JobEnd
 from s3kv.planning import kv, saves
@@ -115,7 +116,7 @@ def does_not_keep_what_it_offers(patch: Patch) -> None:
         return answer
 
     patch.setattr(KVPlanner, "_offer", stingy)
-    patch.setattr(KVPlanner, "check", lambda self: None)
+    patch.setitem(CHECKS, KVPlanner, lambda of: None)
 
 
 @mutant
@@ -161,7 +162,7 @@ def offers_what_is_on_its_way(patch: Patch) -> None:
             self.ready += 1
 
     patch.setattr(PrefixLookup, "collect", eager)
-    patch.setattr(KVPlanner, "check", lambda self: None)
+    patch.setitem(CHECKS, KVPlanner, lambda of: None)
 
 
 @mutant
@@ -304,7 +305,7 @@ def never_uploads_again_what_was_given_up(patch: Patch) -> None:
 def uploads_again_from_a_slot_that_may_be_evicted(patch: Patch) -> None:
     patch.setattr(Table, "mark_dirty", lambda self, entry: None)
     patch.setattr(Table, "mark_clean", mark_clean_once)
-    patch.setattr(Ledger, "check", lambda self: None)
+    patch.setitem(CHECKS, Ledger, lambda of: None)
 
 
 @mutant_for(less_and_less)

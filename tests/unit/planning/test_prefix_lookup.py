@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lab.books import check
 from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.lookup import Lookup
@@ -30,7 +31,7 @@ def desk_with(*groups: Coverage, probe_chunks: int = 16) -> Desk:
 
 def lookup(desk: Desk) -> Answer:
     answer = desk.planner.lookup("r", 0, desk.now_s, tokens=len(PROMPT))
-    desk.planner.check()
+    check(desk.planner)
     return answer
 
 

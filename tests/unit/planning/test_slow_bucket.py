@@ -16,6 +16,7 @@ import pytest
 from benchmarks.simulation.fleet import Setup, make_engine
 from benchmarks.simulation.wire import Bucket, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival, block_hash
+from lab.books import check
 
 PROMPTS = 40
 CHUNKS = 4
@@ -63,7 +64,7 @@ class Case:
             middle_s = (self.prompts / 2 - 0.5) * self.gap_s
             timeline.at(middle_s, partial(engine.io.set_speed, self.then_mib_per_s * MIB))
         timeline.run()
-        engine.planner.check()
+        check(engine.planner)
         return engine.seen.ttft_s
 
     def ratios(self) -> list[float]:

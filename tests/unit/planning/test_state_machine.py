@@ -24,6 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from lab.books import check
 from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepReport
 from s3kv.planning.group_kinds import Coverage, GroupKind, States
 from s3kv.planning.ledger import Ledger
@@ -354,7 +355,7 @@ class StateMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "planner"):
-            self.planner.check()
+            check(self.planner)
 
 
 def run(examples: int) -> Counter[str]:

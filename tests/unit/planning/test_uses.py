@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from lab.books import check
 from s3kv.messages import BucketJob, ItemReport, JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.index import ASK_AGAIN_S
 from s3kv.planning.residency import Change, Residency
@@ -39,7 +40,7 @@ def answer(
     for job in jobs:
         report.add(JobEnd(job, kind, outcome, 0, 0.0, count, fresh_s=FRESH_S))
     desk.planner.on_report(report, desk.now_s)
-    desk.planner.check()
+    check(desk.planner)
 
 
 def in_host_memory(desk: Desk, name: str, prompt: str = "aaaa") -> StepPlan:
@@ -227,7 +228,7 @@ def test_items_count_as_well_wherever_they_are() -> None:
     desk.ensure("waits beside the upload", ec_desk.wanted("other"))
     end = JobEnd(upload.job_id, JobKind.UPLOAD, Outcome.OK, fresh_s=FRESH_S)
     desk.planner.on_end(end, desk.now_s)
-    desk.planner.check()
+    check(desk.planner)
     assert ledger.index.verdict(image.key, desk.now_s) is True
 
 
