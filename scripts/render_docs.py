@@ -81,6 +81,15 @@ file, so `/dev/shm` matters only to vLLM's own queues.
 `inspect` verifies an object by its key and the settings, and takes only the tensors from its
 header. An engine treats an object that `inspect` refuses as a miss.
 
+`serve` replaces itself with vLLM's server, so signals and the exit code are vLLM's. It needs vLLM
+in the same environment, but does not import it: vLLM's version says whether it is a build for CPUs,
+a table in its source which models have an encoder. A model's `config.json` is looked for in its
+folder, or in the cache of Hugging Face's hub. On GPUs the settings `host_bytes`, `chunk_tokens` and
+`share_ranks` become vLLM's `cpu_bytes_to_use` (for all workers of an engine), `block_size` and
+`canonical_layout`; without `chunk_tokens` an object has so many of vLLM's blocks that 256 tokens
+fit. Memory there is in `/dev/shm`, and takes at most half of what is free in it.
+`tests/unit/cli/test_serve.py` has the command for each kind of vLLM.
+
 `config` prints its settings in the form that vLLM takes; `tests/unit/cli/test_configure.py` reads
 its output back with a shell and a YAML reader. `--bytes-per-token` of `config` and `bench` is the
 KV of one token on one worker: layers × KV heads of the worker × 2 × head size × bytes of a number.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import metadata
+import importlib.util
+from importlib import import_module, metadata
+from typing import Any
 
 import pytest
 
@@ -31,3 +33,11 @@ def newer(what: str = "this") -> str:
 def since(major: int, minor: int, what: str = "this") -> pytest.MarkDecorator:
     """A test of `what`, which vLLM has from this version on."""
     return pytest.mark.skipif((major, minor) > VERSION, reason=newer(what))
+
+
+def serve_parser() -> Any:
+    """The parser of `vllm serve`."""
+    places = ("vllm.entrypoints.launchers", "vllm.entrypoints.openai")  # from 0.32 on, before it
+    (module, *_) = (f"{p}.cli_args" for p in places if importlib.util.find_spec(f"{p}.cli_args"))
+    parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+    return import_module(module).make_arg_parser(parser(prog="vllm serve"))

@@ -13,13 +13,14 @@ from s3kv.cli.gc import gc
 from s3kv.cli.inspect import inspect
 from s3kv.cli.invocation import EPILOG
 from s3kv.cli.ls import ls
+from s3kv.cli.serve import serve
 from s3kv.cli.verify import verify
 
 
 @click.group(epilog=EPILOG, context_settings={"max_content_width": 100})
 @click.version_option(__version__)
 def cli() -> None:
-    """Inspect and maintain the bucket of an s3kv cache, and check the hosts of its engines.
+    """Serve models with an s3kv cache, inspect and maintain its bucket, and check its hosts.
 
     Commands that ask the bucket take the settings of the engines: --bucket and the other options,
     or the file with their JSON (--config). With --json a command prints one JSON document and
@@ -27,5 +28,5 @@ def cli() -> None:
     """
 
 
-for command in (bench, configure, cost, doctor, gc, inspect, ls, verify):
+for command in (bench, configure, cost, doctor, gc, inspect, ls, serve, verify):
     cli.add_command(command)

@@ -58,17 +58,43 @@ def configure(config: Config, as_json: bool, role: Role, bytes_per_token: int | 
 
 def connectors(config: Config, role: Role) -> Options:
     """The options of both connectors."""
-    extra = _settings(config)
+    extra = as_written(config)
     return {
         "--kv-transfer-config": _connector("kv", "S3KVConnector", role, extra),
         "--ec-transfer-config": _connector("ec", "S3ECConnector", role, extra),
     }
 
 
+def offloading_connector(config: Config, workers: int, block_tokens: int = 0) -> dict[str, Any]:
+    """The value of --kv-transfer-config for vLLM's own connector, with s3kv as its tier.
+
+    workers: of one engine, which share the memory. block_tokens: vLLM's --block-size; 0 if it is
+    not set. Where vLLM has an option for what a setting means, it takes the place of the setting.
+    """
+    block_tokens = block_tokens or _BLOCK_TOKENS
+    blocks = default_chunk_tokens(block_tokens) // block_tokens
+    tier = as_written(config)
+    for name in ("host_bytes", "chunk_tokens", "share_ranks"):
+        tier.pop(name, None)
+    # Blocks, and not tokens: vLLM may make blocks larger than it is asked to.
+    chunk = {"block_size": config.chunk_tokens} if config.chunk_tokens else {}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": config.host_bytes * workers,
+            **(chunk or {"blocks_per_chunk": blocks}),
+            **({"canonical_layout": True} if config.share_ranks else {}),
+            "secondary_tiers": [{"type": "s3kv", **tier}],
+        },
+    }
+
+
 def as_arguments(options: Options, comments: Sequence[str]) -> str:
     """One line for each option, quoted for a shell. Comments go before them."""
     lines = [f"# {comment}" for comment in comments]
-    lines += [f"{name} {shlex.quote(_compact(value))}" for name, value in options.items()]
+    lines += [f"{name} {shlex.quote(compact(value))}" for name, value in options.items()]
     return "\n".join(lines)
 
 
@@ -107,7 +133,7 @@ def _explain(held: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def as_written(config: Config) -> dict[str, Any]:
     """The settings that differ from their defaults, as a user writes them: bytes with a unit."""
     written = {}
     for field in dataclasses.fields(config):
@@ -126,7 +152,8 @@ def _connector(kind: str, name: str, role: Role, extra: dict[str, Any]) -> dict[
     }
 
 
-def _compact(value: dict[str, Any]) -> str:
+def compact(value: Mapping[str, Any]) -> str:
+    """JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 

@@ -48,9 +48,18 @@ class ServerError(S3KVError):
     """Failure to reach an HTTP server that an option names, or its refusal."""
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command: adds the options that name the bucket and `--json`, and turns our errors
-    into exit codes.
+def parse(settings: Mapping[str, Any]) -> Config:
+    """The settings of a command line. Raises `ConfigError`."""
+    return Config.parse(settings, source="the command line or its file of settings")
+
+
+def with_settings(
+    command: Callable[..., None],
+    file_option: str = "--config",
+    parsed: Callable[[dict[str, Any]], Any] = parse,
+) -> Callable[..., None]:
+    """Decorate a command: adds the options that name the bucket and `--json`, passes the `parsed`
+    settings as `config`, and turns our errors into exit codes.
     """
 
     @click.option("--bucket", help="Name of the bucket.")
@@ -58,7 +67,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     @click.option("--region", help="AWS region; by default that of AWS's own settings.")
     @click.option("--endpoint-url", help="URL of an S3-compatible server.")
     @click.option(
-        "--config",
+        file_option,
         "file",
         type=existing_file,
         help="JSON file: the value of --kv-transfer-config, or the settings alone.",
@@ -70,14 +79,14 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
         names = ("bucket", "prefix", "region", "endpoint_url")
         named = {name: options.pop(name) for name in names}
         with reporting_errors():
-            command(config=read_settings(file, named, assign), **options)
+            command(config=parsed(read_settings(file, named, assign)), **options)
 
     return wrapped
 
 
 def read_settings(
     file: Path | None, named: Mapping[str, str | None], assignments: Sequence[str]
-) -> Config:
+) -> dict[str, Any]:
     """The settings of a file, then of options, then of assignments; later ones win.
 
     file: JSON, either the settings or the value of `--kv-transfer-config`.
@@ -95,16 +104,16 @@ def read_settings(
             raw[name] = json.loads(value)
         except ValueError:
             raw[name] = value
-    return Config.parse(raw, source="the command line or its --config file")
+    return raw
 
 
 def _read_file(file: Path) -> dict[str, Any]:
     try:
         held = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {str(file)!r} cannot be read as JSON: {error}") from error
+        raise ConfigError(f"{str(file)!r} cannot be read as JSON: {error}") from error
     if not isinstance(held, dict):
-        raise ConfigError(f"--config {str(file)!r} is not a JSON object")
+        raise ConfigError(f"{str(file)!r} is not a JSON object")
     nested = (held[name] for name in _EXTRA_CONFIGS if isinstance(held.get(name), dict))
     return dict(next(nested, held))
 

@@ -48,4 +48,4 @@ def test_the_variables_are_ones_vllm_reads(container: dict[str, Any]) -> None:
 
 
 def test_the_command_line_takes_the_file_as_it_is_mounted() -> None:
-    assert read_settings(SETTINGS, {}, []).bucket == "my-kv-cache"
+    assert read_settings(SETTINGS, {}, [])["bucket"] == "my-kv-cache"

@@ -14,6 +14,7 @@ from tests.project import ROOT
 from tests.servers import KEYS, REGION, boto_client, moto_server, set_credentials
 
 README = (ROOT / "README.md").read_text()
+QUICK_START = (ROOT / "docs" / "quickstart.md").read_text()
 LIBRARY = (ROOT / "docs" / "api.md").read_text().partition("<!-- BEGIN")[0]
 EXAMPLES = re.findall(r"```python\n(.*?)```", LIBRARY, re.DOTALL)
 MOST_LINES = 150
@@ -57,13 +58,9 @@ def test_a_python_example_runs(
 
 
 def test_the_transfer_config_is_valid() -> None:
-    (text,) = re.findall(r"--kv-transfer-config '(.*?)'", README, re.DOTALL)
+    (text,) = re.findall(r"--kv-transfer-config '(.*?)'", QUICK_START, re.DOTALL)
     transfer = json.loads(text)
     assert transfer["kv_connector"] == "S3KVConnector"
     config = Config.parse(transfer["kv_connector_extra_config"])
     example = (config.bucket_bytes / 2**30, config.host_bytes / 2**30)
     assert example == (Setup().bucket_gib, Setup().host_gib), "docs/cost.md bills the example"
-    (text,) = re.findall(r"--ec-transfer-config '(.*?)'", README, re.DOTALL)
-    transfer = json.loads(text)
-    assert transfer["ec_connector"] == "S3ECConnector"
-    Config.parse(transfer["ec_connector_extra_config"])

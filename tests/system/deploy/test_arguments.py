@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import warnings
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 
 from tests.system.deploy.manifests import KUBERNETES, Pod, render
 from tests.system.deploy.test_charts import llm_d, production_stack
+from tests.versions import serve_parser
 
 pytestmark = [pytest.mark.infra, pytest.mark.xdist_group("deploy")]
 SETTINGS = (KUBERNETES / "base" / "kv-transfer-config.json").read_text()
@@ -24,15 +23,7 @@ def parser() -> Any:
     """Of `vllm serve`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what vLLM imports
-        return _parser()
-
-
-def _parser() -> Any:
-    places = ("vllm.entrypoints.launchers", "vllm.entrypoints.openai")  # from 0.32 on, before it
-    (module, *_) = (f"{p}.cli_args" for p in places if importlib.util.find_spec(f"{p}.cli_args"))
-    utilities = importlib.import_module("vllm.utils.argparse_utils")
-    make = importlib.import_module(module).make_arg_parser
-    return make(utilities.FlexibleArgumentParser(prog="vllm serve"))
+        return serve_parser()
 
 
 def pods(name: str) -> list[Pod]:

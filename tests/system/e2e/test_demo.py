@@ -76,7 +76,7 @@ def test_what_is_left_for_the_command_line_can_be_read(tmp_path: Path) -> None:
     assert metric_sums(written) == {"vllm:s3kv_io_requests_total|GET|2xx": 3.0}
     extra = {"bucket": "demo", "prefix": "s3kv-demo/1"}
     stay.write_config(tmp_path, {"kv_connector_extra_config": extra})
-    assert read_settings(tmp_path / stay.CONFIG, {}, []).prefix == "s3kv-demo/1"
+    assert read_settings(tmp_path / stay.CONFIG, {}, [])["prefix"] == "s3kv-demo/1"
     told = stay.instructions(tmp_path, {"AWS_ACCESS_KEY_ID": "testing"})
     assert f"cd {tmp_path}" in told
     assert 'export AWS_ACCESS_KEY_ID="testing"' in told

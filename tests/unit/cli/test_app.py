@@ -19,7 +19,7 @@ from tests.project import ROOT
 from tests.unit.cli.commands import prepare
 from tests.unit.cli.conftest import Run
 
-COMMANDS = {"bench", "config", "cost", "doctor", "gc", "inspect", "ls", "verify"}
+COMMANDS = {"bench", "config", "cost", "doctor", "gc", "inspect", "ls", "serve", "verify"}
 WITHOUT_BUCKET = {"cost"}
 
 
@@ -52,8 +52,8 @@ def test_every_option_says_what_it_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(COMMANDS - WITHOUT_BUCKET - {"config"}))
 def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> None:
-    arguments = {"inspect": ["key"], "gc": ["--max-bytes", "1GiB"]}.get(name, [])
-    result = CliRunner().invoke(cli, [name, *arguments])
+    needed = {"inspect": ["key"], "serve": ["model"], "gc": ["--max-bytes", "1GiB"]}
+    result = CliRunner().invoke(cli, [name, *needed.get(name, [])])
     assert result.exit_code == 2
     assert "bucket is missing" in result.stderr
 

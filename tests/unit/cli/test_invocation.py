@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from s3kv.cli.__main__ import main
 from s3kv.cli.app import cli
-from s3kv.cli.invocation import read_settings
+from s3kv.cli.invocation import parse, read_settings
 from s3kv.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -27,15 +27,15 @@ def test_what_comes_later_wins(tmp_path: Path, nest: str | None) -> None:
     file = tmp_path / "config.json"
     held = {"bucket": "file", "prefix": "file", "region": "file", "max_wait_ms": 5}
     file.write_text(json.dumps(held if nest is None else {"kv_role": "kv_both", nest: held}))
-    config = read_settings(file, {"prefix": "option", "region": None}, ["prefix=set"])
+    config = parse(read_settings(file, {"prefix": "option", "region": None}, ["prefix=set"]))
     assert (config.bucket, config.prefix, config.region) == ("file", "set", "file")
     assert config.max_wait_ms == 5
-    assert read_settings(file, {"prefix": "option"}, []).prefix == "option"
+    assert parse(read_settings(file, {"prefix": "option"}, [])).prefix == "option"
 
 
 def test_values_are_json_or_text() -> None:
     assignments = ["bucket=bkt", "host_bytes=2GiB", "verify_tls=false", "max_wait_ms=5"]
-    config = read_settings(None, {}, assignments)
+    config = parse(read_settings(None, {}, assignments))
     assert (config.host_bytes, config.verify_tls, config.max_wait_ms) == (2 * 2**30, False, 5)
 
 
@@ -55,7 +55,7 @@ def test_what_is_wrong_is_said(
     file = tmp_path / "config.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        read_settings(file, {}, assignments)
+        parse(read_settings(file, {}, assignments))
 
 
 def start(

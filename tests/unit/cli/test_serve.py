@@ -1,0 +1,258 @@
+"""`s3kv serve`: the command that it runs, for every kind of vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from s3kv.cli import serve
+from s3kv.cli.app import cli
+from tests.project import ROOT
+
+GPU, CPU = "0.32.0", "0.32.0+cpu"
+SET = ("--bucket", "my-bucket", "--host-bytes", "1GiB", "--no-encoder-outputs")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that Python searches first for distributions."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    return tmp_path
+
+
+def install(folder: Path, version: str) -> None:
+    """The distribution of a vLLM, without its code."""
+    told = folder / "vllm-0.dist-info" / "METADATA"
+    told.parent.mkdir()
+    told.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["serve", *arguments], catch_exceptions=False)
+
+
+def command(*arguments: str) -> tuple[list[str], dict[str, dict[str, Any]], list[str]]:
+    """The words without those with JSON, the JSON by its option, and the notes."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    words, configs = document["command"], {}
+    for name in ("--kv-transfer-config", "--ec-transfer-config"):
+        if name in words:
+            at = words.index(name)
+            configs[name[2:4]] = json.loads(words[at + 1])
+            del words[at : at + 2]
+    return words, configs, document["notes"]
+
+
+def tier(cpu_bytes: int, *settings: str, **more: Any) -> dict[str, Any]:
+    """The configuration of vLLM's connector. settings: those of the tier, beside its bucket."""
+    held = dict(setting.split("=") for setting in settings)
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": cpu_bytes,
+            "secondary_tiers": [{"type": "s3kv", "bucket": "my-bucket", **held}],
+            **(more or {"blocks_per_chunk": 16}),
+        },
+    }
+
+
+def own(**settings: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "S3KVConnector",
+        "kv_connector_module_path": "s3kv.connectors",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"bucket": "my-bucket", "host_bytes": "1GiB", **settings},
+    }
+
+
+@pytest.mark.parametrize(
+    ("version", "arguments", "expected"),
+    [
+        (GPU, "", tier(2**30)),
+        (GPU, "-tp 4 --pipeline_parallel_size=2", tier(8 * 2**30)),
+        (GPU, "--block-size 64", tier(2**30, blocks_per_chunk=4)),
+        (GPU, "--set chunk_tokens=512", tier(2**30, block_size=512)),
+        (
+            GPU,
+            "--set share_ranks=true",
+            tier(2**30, blocks_per_chunk=16, canonical_layout=True),
+        ),
+        (GPU, "--prefix team --set model_id=m", tier(2**30, "prefix=team", "model_id=m")),
+        (GPU, "--connector S3KVConnector", own()),
+        (CPU, "", own()),
+        (CPU, "-tp 2 --set chunk_tokens=512", own(chunk_tokens=512)),
+        (CPU, "--connector OffloadingConnector", tier(2**30)),
+    ],
+)
+def test_the_connector_and_its_settings(
+    folder: Path, version: str, arguments: str, expected: dict[str, Any]
+) -> None:
+    install(folder, version)
+    _, configs, notes = command("my-model", *SET, *arguments.split())
+    assert configs == {"kv": expected}
+    assert notes == []
+
+
+def test_options_of_vllm_are_passed_on_in_their_order(folder: Path) -> None:
+    install(folder, CPU)
+    given = ["--port", "8000", "-tp", "2", "--served-model-name=it's", "-O3", "--config", "c.yaml"]
+    for arguments in (["my-model", *given, *SET], [*SET, "my-model", *given]):
+        words, _, _ = command(*arguments)
+        script = Path(sys.executable).with_name("vllm")
+        start = [str(script), "serve", "my-model"]
+        if not script.exists():
+            start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model=my-model"]
+        assert words == [*start, "--shutdown-timeout", "60", *given]
+    words, _, _ = command("my-model", *SET, "--shutdown-timeout", "5")
+    assert words[-2:] == ["--shutdown-timeout", "5"]
+    assert words.count("--shutdown-timeout") == 1
+
+
+def test_the_command_is_printed_for_a_shell(folder: Path) -> None:
+    install(folder, GPU)
+    arguments = ["my-model", "--bucket", "my-bucket", "--served-model-name", "it's"]
+    printed = run(*arguments, "--print")
+    assert printed.exit_code == 0
+    memory, encoder, shown = printed.stdout.splitlines()
+    assert memory.startswith("# host memory: ")
+    assert "config.json is not on this host" in encoder
+    assert shlex.split(shown) == json.loads(run(*arguments, "--json").stdout)["command"]
+
+
+@pytest.mark.parametrize("version", [GPU, CPU])
+def test_host_memory_follows_from_the_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    install(folder, version)
+    for_all_bytes, origin = serve._budget(1, in_shm=True)
+    assert for_all_bytes <= serve._budget(1, in_shm=False)[0] + 2**30  # others use memory, too
+    assert origin.endswith(("available", "free in /dev/shm"))
+    monkeypatch.setattr(serve, "_budget", lambda part, in_shm: (2**40 // part, f"1/{part}"))
+    _, configs, (note,) = command("m", "--bucket", "my-bucket", "-tp", "8", *SET[4:])
+    part = 2**40 // (4 if version == GPU else 16)
+    assert f"{part // 8 // 2**30}.0 GiB for each worker, 8 in all, of 1/" in note
+    extra = configs["kv"]["kv_connector_extra_config"]
+    if version == GPU:
+        assert extra["cpu_bytes_to_use"] == part
+    else:
+        assert extra["host_bytes"] == f"{part // 8 // 2**30}GiB"
+
+
+@pytest.mark.parametrize(
+    ("for_all_bytes", "engines", "workers", "encodes", "expected"),
+    [
+        (2**30, 1, 1, False, 2**30),
+        (2**30, 1, 2, False, 2**29),
+        (2**30, 2, 1, True, 2**28),
+        (2**30 - 1, 1, 1, False, 3 * 2**28),
+        (2**20, 1, 1, False, 2**28),
+        (2**41, 1, 8, False, 2**36),
+    ],
+)
+def test_every_worker_has_the_same_share(
+    for_all_bytes: int, engines: int, workers: int, encodes: bool, expected: int
+) -> None:
+    assert serve.share(for_all_bytes, engines, workers, encodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", (1, 1)),
+        ("-tp 4 -pp 2 -dp 2", (2, 8)),
+        ("--tensor-parallel-size=4 --tensor-parallel-size 2", (1, 2)),
+        ("-dp 8 -dpl 2 -tp many", (2, 1)),
+        ("-dp 8 --data-parallel-rank 3", (1, 1)),
+        ("--data-parallel-size-local 0", (1, 1)),
+    ],
+)
+def test_how_many_workers_there_are(words: str, expected: tuple[int, int]) -> None:
+    assert serve.sizes(serve.given_options(words.split())) == expected
+
+
+def test_the_file_of_vllm_counts_less_than_the_words(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("tensor_parallel_size: 4  # four\nport: 1\nnested:\n  tp: 3\n")
+    given = serve.given_options(["--config", str(file), "--port", "2"])
+    assert (given["--tensor-parallel-size"], given["--port"]) == ("4", "2")
+
+
+def test_encoder_outputs_have_memory_of_their_own(folder: Path) -> None:
+    install(folder, GPU)
+    bucket = ("--bucket", "my-bucket", "--encoder-outputs")
+    for host_bytes, items in (("1GiB", {"host_bytes": "1GiB"}), ("9GiB", {})):
+        _, configs, _ = command("m", *bucket, "--host-bytes", host_bytes)
+        assert configs["kv"]["kv_connector"] == "OffloadingConnector"
+        assert configs["ec"]["ec_connector"] == "S3ECConnector"
+        assert configs["ec"]["ec_connector_extra_config"] == {"bucket": "my-bucket", **items}
+
+
+@pytest.mark.parametrize(
+    ("version", "arguments", "said"),
+    [
+        (GPU, ["m"], "bucket is missing"),
+        (GPU, ["m", *SET, "--kv-transfer-config", "{}"], "--kv-transfer-config is set"),
+        (GPU, ["m", *SET, "--kv_transfer_config.kv_role=kv_both"], "--kv-transfer-config is set"),
+        (GPU, ["m", *SET, "--kv-offloading-size", "8"], "--kv-offloading-size is set"),
+        (GPU, [*SET, "--port", "8000", "m"], "MODEL is '--port': allowed is"),
+        (GPU, ["m", *SET, "--set", "chunk_token=1"], "did you mean 'chunk_tokens'"),
+        (GPU, ["m", *SET, "--host-bytes", "much"], "host_bytes is 'much': allowed is"),
+        ("0.30.0", ["m", *SET], "vLLM 0.30.0 is not supported"),
+    ],
+)
+def test_refusals(folder: Path, version: str, arguments: list[str], said: str) -> None:
+    install(folder, version)
+    result = run(*arguments, "--print")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    result = run("m", *SET)
+    assert result.exit_code == 2
+    assert f"{sys.executable} has no vLLM" in result.stderr
+
+
+def test_which_vllm_runs_on_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(folder, GPU)
+    assert serve.runs_on_gpus()
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    assert not serve.runs_on_gpus()
+    monkeypatch.delenv("VLLM_TARGET_DEVICE")
+    entry = "[vllm.platform_plugins]\nother = other:platform\n"
+    (folder / "vllm-0.dist-info" / "entry_points.txt").write_text(entry)
+    assert not serve.runs_on_gpus()
+
+
+@pytest.mark.skipif(any(metadata.distributions(name="vllm")), reason="runs the script of vLLM")
+def test_vllm_takes_the_place_of_this_process(tmp_path: Path) -> None:
+    """Its signals and its exit code are vLLM's."""
+    module = tmp_path / "vllm" / "entrypoints" / "openai" / "api_server.py"
+    module.parent.mkdir(parents=True)
+    for package in (tmp_path / "vllm", module.parent.parent, module.parent):
+        (package / "__init__.py").touch()
+    module.write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "s3kv.cli", "serve", "m", *SET, "--port", "1"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    printed, _ = process.communicate()
+    assert process.returncode == 7
+    words = printed.split()
+    assert words[:2] == [str(process.pid), "--model=m"]
+    assert words[-2:] == ["--port", "1"]
