@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import boto3
@@ -143,3 +145,52 @@ async def scripted_server(
             task.cancel()
         await asyncio.gather(*serving)
         await asyncio.sleep(0)  # transports close a turn of the loop later
+
+
+def http(body: bytes | str = b"", status: int = 200, headers: str = "") -> bytes:
+    """An answer. headers: lines that end in CRLF."""
+    content = body.encode() if isinstance(body, str) else body
+    head = f"HTTP/1.1 {status} X\r\n{headers}Content-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def refusal(status: int, code: str, more: str = "", headers: str = "") -> bytes:
+    """S3's answer with an error, without a document if there is no code."""
+    document = f"<Error><Code>{code}</Code>{more}</Error>" if code else ""
+    return http(document, status, headers)
+
+
+@dataclass
+class Canned:
+    """A server with scripted answers. heads, bodies: of the requests so far."""
+
+    url: str = ""
+    heads: list[str] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def canned(
+    answer: bytes | Callable[[str, bytes], bytes | None], *, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Canned]:
+    """A server that answers each request with `answer`, or with its result for a head and a body;
+    None ends the connection."""
+    server = Canned()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = re.search(r"\ncontent-length: (\d+)", head, re.IGNORECASE)
+            body = await reader.readexactly(int(length[1])) if length else b""
+            server.heads.append(head)
+            server.bodies.append(body)
+            told = answer if isinstance(answer, bytes) else answer(head, body)
+            if told is None:
+                return
+            end = told.index(b"\r\n\r\n") + 4 if head.startswith("HEAD") else None
+            writer.write(told[:end])
+            await writer.drain()
+
+    async with scripted_server(serve, tls=tls) as port:
+        server.url = f"http{'s' if tls else ''}://127.0.0.1:{port}"
+        yield server

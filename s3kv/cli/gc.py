@@ -14,7 +14,7 @@ from s3kv.cli.invocation import EPILOG, duration, now_s, on_bucket, print_json, 
 from s3kv.config import Config
 from s3kv.errors import ConfigError
 from s3kv.stores.store import BulkStore
-from s3kv.upkeep.sweep import Sweep, Swept
+from s3kv.upkeep.sweep import Sweep
 
 
 @click.command(epilog=EPILOG)
@@ -109,14 +109,7 @@ def _run(config: Config, sweep: Callable[..., Sweep], as_json: bool) -> None:
 def _print(sweep: Sweep, as_json: bool) -> None:
     dry_run = sweep.dry_run
     done = sorted(sweep.namespaces.values(), key=lambda swept: -swept.deleted_bytes)
-    total = Swept(
-        "total",
-        deleted_objects=sum(one.deleted_objects for one in done),
-        deleted_bytes=sum(one.deleted_bytes for one in done),
-        kept_objects=sum(one.kept_objects for one in done),
-        kept_bytes=sum(one.kept_bytes for one in done),
-        changed=sum(one.changed for one in done),
-    )
+    total = sweep.total
     if as_json:
         spaces = [asdict(one) for one in done]
         counts = {"dry_run": dry_run, "deleted_bytes": total.deleted_bytes}

@@ -97,11 +97,6 @@ async def look_at(
     if the settings need a secret that is not there; `StoreError` if the bucket cannot be asked.
     """
     address = keys.parse(key)
-    if keys.is_older(key):
-        raise ConfigError(
-            f"KEY is {key!r}: the object is of an older format, which no engine reads any more; it "
-            "expires with the bucket's lifecycle"
-        )
     if address is None:
         raise ConfigError(
             f"KEY is {key!r}: allowed is the key of a chunk, which looks like "

@@ -7,10 +7,10 @@ reason why they differ.
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from s3kv.errors import S3KVError
 from s3kv.types import TensorSpec
@@ -67,6 +67,30 @@ class Header:
     payload_bytes: int
 
 
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Sizes = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+_Number = Annotated[str, msgspec.Meta(pattern=r"\A[0-9]{1,9}\Z")]
+
+
+class _Metadata(msgspec.Struct, rename="s3kv.{}".format):
+    format: str
+    namespace: str
+    coverage: _Number
+    shard: str
+    block_hash: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{2})+\Z")]
+    first_block: _Number
+    blocks: _Number
+    layers: str
+    algorithm: str
+    digests: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]+(?:,[0-9a-f]+)*)?\Z")]
+
+
+class _TensorEntry(msgspec.Struct):
+    dtype: str
+    shape: _Sizes
+    data_offsets: tuple[_Size, _Size]
+
+
 def read_header(buffer: memoryview, *, object_bytes: int | None = None) -> Header:
     """Read the header of the object at the front of `buffer`; for tools and for error messages.
 
@@ -84,101 +108,51 @@ def read_header(buffer: memoryview, *, object_bytes: int | None = None) -> Heade
             f"header of {header_bytes} bytes, where {len(buffer)} are given and at most "
             f"{MAX_HEADER_BYTES} are read"
         )
-    members = _load_json(bytes(buffer[8:header_bytes]))
-    metadata = members.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CodecError("__metadata__ of texts is missing")
-    version = _text(metadata, "format", r".*")
-    if version != FORMAT_VERSION:
-        raise CodecError(
-            f"an object of format {version!r}, where {FORMAT_VERSION!r} is read", "version"
-        )
-    digests = _text(metadata, "digests", r"(?:[0-9a-f]+(?:,[0-9a-f]+)*)?")
+    payload_bytes = total - header_bytes
+    try:
+        members = msgspec.json.decode(buffer[8:header_bytes], type=dict[str, msgspec.Raw])
+        said = members.pop("__metadata__", msgspec.Raw(b"null"))
+        version = msgspec.json.decode(said, type=dict[str, str]).get("s3kv.format")
+        if version != FORMAT_VERSION:
+            told = f"an object of format {version!r}, where {FORMAT_VERSION!r} is read"
+            raise CodecError(told, "version" if version else "header")
+        metadata = msgspec.json.decode(said, type=_Metadata)
+        tensors = _read_tensors(members, metadata.layers, payload_bytes)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        if isinstance(error, CodecError):
+            raise
+        raise CodecError(f"the header cannot be read: {error}") from error
     return Header(
-        namespace_digest=_text(metadata, "namespace", r".*"),
-        coverage=int(_text(metadata, "coverage", _NUMBER)),
-        shard=_text(metadata, "shard", r".*"),
-        block_hash=bytes.fromhex(_text(metadata, "block_hash", r"(?:[0-9a-f]{2})+")),
-        first_block=int(_text(metadata, "first_block", _NUMBER)),
-        blocks=int(_text(metadata, "blocks", _NUMBER)),
-        algorithm=_text(metadata, "algorithm", r".*"),
-        digests=tuple(digests.split(",")) if digests else (),
-        tensors=_read_tensors(members, _read_layers(metadata), total - header_bytes),
+        namespace_digest=metadata.namespace,
+        coverage=int(metadata.coverage),
+        shard=metadata.shard,
+        block_hash=bytes.fromhex(metadata.block_hash),
+        first_block=int(metadata.first_block),
+        blocks=int(metadata.blocks),
+        algorithm=metadata.algorithm,
+        digests=tuple(metadata.digests.split(",")) if metadata.digests else (),
+        tensors=tensors,
         header_bytes=header_bytes,
-        payload_bytes=total - header_bytes,
+        payload_bytes=payload_bytes,
     )
 
 
-_NUMBER = r"[0-9]{1,9}"
-
-
-def _text(metadata: dict[str, str], name: str, pattern: str) -> str:
-    value = metadata.get(f"s3kv.{name}")
-    if value is None or re.fullmatch(pattern, value, re.DOTALL) is None:
-        raise CodecError(f"s3kv.{name} is {value!r}")
-    return value
-
-
-def _load_json(text: bytes) -> dict[str, Any]:
-    try:
-        members = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"the header is not JSON: {error}") from error
-    if not isinstance(members, dict):
-        raise CodecError("the header is not a JSON object")
-    return members
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise CodecError("a member occurs twice")
-    return members
-
-
-def _read_layers(metadata: dict[str, str]) -> dict[str, tuple[TensorSpec, ...]]:
-    """The layers of the tensors that have any."""
-    parts = _load_json(_text(metadata, "layers", r".*").encode("utf-8", "surrogatepass"))
-    try:
-        return {
-            name: tuple(
-                _spec(layer, dtype, page, order=order) for layer, dtype, page, order in layers
-            )
-            for name, layers in parts.items()
-        }
-    except (TypeError, ValueError) as error:
-        raise CodecError(f"s3kv.layers cannot be read: {error!r}") from error
-
-
-def _spec(
-    name: Any,
-    dtype: Any,
-    shape: Any,
-    layers: tuple[TensorSpec, ...] = (),
-    most: int = 2**53,
-    order: Any = "",
-) -> TensorSpec:
-    """A tensor of untrusted values. most: bounds each dimension, and so the arithmetic on them.
-    Raises `TypeError` or `ValueError`.
-    """
-    sizes = tuple(shape)
-    if not all(isinstance(v, str) for v in (name, dtype, order)) or len(sizes) > MAX_DIMENSIONS:
-        raise ValueError(f"{name!r} is not a tensor")
-    if not all(type(n) is int and 0 <= n <= most for n in sizes):
-        raise ValueError(f"{name!r} does not fit into the payload")
-    return TensorSpec(name, dtype, sizes, layers, order)
-
-
 def _read_tensors(
-    members: dict[str, Any], layers: dict[str, tuple[TensorSpec, ...]], payload_bytes: int
+    members: dict[str, msgspec.Raw], layers: str, payload_bytes: int
 ) -> tuple[TensorSpec, ...]:
-    """The tensors in payload order; they must tile the payload."""
-    if not layers.keys() <= members.keys():
+    """The tensors in payload order; they must tile the payload. Raises `ValueError` or
+    `msgspec.MsgspecError`."""
+    parts = msgspec.json.decode(layers, type=dict[str, list[tuple[str, str, _Sizes, str]]])
+    if not parts.keys() <= members.keys():
         raise CodecError("s3kv.layers names a tensor that is not there")
-    spans = [
-        _read_tensor(name, entry, layers.get(name, ()), payload_bytes)
-        for name, entry in members.items()
-    ]
+    spans: list[tuple[int, int, TensorSpec]] = []
+    for name, entry in members.items():
+        told = msgspec.json.decode(entry, type=_TensorEntry)
+        specs = (TensorSpec(layer, of, page, (), at) for layer, of, page, at in parts.get(name, ()))
+        tensor = TensorSpec(name, told.dtype, told.shape, tuple(specs))
+        if tensor.layers and not tensor.shape:
+            raise CodecError(f"tensor {name!r} has layers and no blocks")
+        spans.append((*told.data_offsets, tensor))
     spans.sort(key=lambda span: span[:2])
     at = 0
     for begin, end, tensor in spans:
@@ -188,18 +162,3 @@ def _read_tensors(
     if at != payload_bytes:
         raise CodecError(f"tensors of {at} bytes in a payload of {payload_bytes}")
     return tuple(tensor for _, _, tensor in spans)
-
-
-def _read_tensor(
-    name: str, entry: Any, layers: tuple[TensorSpec, ...], payload_bytes: int
-) -> tuple[int, int, TensorSpec]:
-    try:
-        tensor = _spec(name, entry["dtype"], entry["shape"], layers, payload_bytes)
-        begin, end = entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CodecError(f"tensor {name!r} has no valid description: {error!r}") from error
-    if not all(type(n) is int and 0 <= n <= payload_bytes for n in (begin, end)):
-        raise CodecError(f"tensor {name!r} does not fit into the payload")
-    if layers and not tensor.shape:
-        raise CodecError(f"tensor {name!r} has layers and no blocks")
-    return begin, end, tensor

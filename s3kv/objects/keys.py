@@ -26,8 +26,6 @@ from s3kv.objects.shards import Shard
 from s3kv.types import ChunkKey
 
 LAYOUT = "v2"
-OLDER_LAYOUTS = ("v1",)
-"""Objects under these are misses; they expire."""
 WHOLE = "whole"
 """The shard of an object that is not divided among ranks: an item, or a block of the library."""
 DIGEST_CHARS = 32
@@ -52,18 +50,14 @@ def checked_key(group: int, content_hash: object) -> ChunkKey:
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _SHARD = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
+_NAMESPACE = rf"(?P<prefix>[^/](?:.*[^/])?)/{LAYOUT}/(?P<digest>{_DIGEST.pattern})"
 _CHUNK = re.compile(
-    rf"(?P<prefix>.+)/{LAYOUT}/(?P<digest>{_DIGEST.pattern})/(?P<hh>[0-9a-f]{{2}})"
-    rf"/(?P<hash>(?:[0-9a-f]{{2}}){{1,{MAX_HASH_BYTES}}})"
+    rf"{_NAMESPACE}/(?P<hh>[0-9a-f]{{2}})"
+    rf"/(?P<hash>(?P=hh)(?:[0-9a-f]{{2}}){{0,{MAX_HASH_BYTES - 1}}})"
     rf"/g(?P<coverage>0|[1-9][0-9]{{0,8}})-(?P<shard>{_SHARD.pattern})\.safetensors",
     re.DOTALL,
 )
-_SIGN = re.compile(
-    rf"(?P<prefix>.+)/{LAYOUT}/(?P<digest>{_DIGEST.pattern})"
-    rf"/(?:manifest\.json|shapes/{_SHARD.pattern})",
-    re.DOTALL,
-)
-_OLDER = re.compile(rf"(.+/)?(?:{'|'.join(OLDER_LAYOUTS)})/{_DIGEST.pattern}/.+", re.DOTALL)
+_SIGN = re.compile(rf"{_NAMESPACE}/(?:manifest\.json|shapes/{_SHARD.pattern})", re.DOTALL)
 
 
 def shard_name(
@@ -89,11 +83,6 @@ def shard_name(
     place, copy = tp_rank // same_heads, tp_rank % same_heads // replicas
     first, of = place * heads, -(-tp_size // same_heads) * heads
     return Shard(range(first, first + heads), of, layers, total_layers, copy, copies).name
-
-
-def is_older(key: str) -> bool:
-    """Whether a key has an older version of this layout. Such objects are never read."""
-    return _OLDER.fullmatch(key) is not None
 
 
 def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
@@ -194,24 +183,17 @@ class ChunkAddress:
 def parse(key: str) -> ChunkAddress | None:
     """Inverse of `Namespace.chunk`; None for a key that it could not have built."""
     match = _CHUNK.fullmatch(key)
-    if match is None or not match["hash"].startswith(match["hh"]):
+    if match is None:
         return None
-    prefix = match["prefix"]
-    if prefix != prefix.strip("/"):
-        return None
-    return ChunkAddress(
-        Namespace(prefix, match["digest"]),
-        ChunkKey(int(match["coverage"]), bytes.fromhex(match["hash"])),
-        match["shard"],
-    )
+    namespace = Namespace(match["prefix"], match["digest"])
+    chunk = ChunkKey(int(match["coverage"]), bytes.fromhex(match["hash"]))
+    return ChunkAddress(namespace, chunk, match["shard"])
 
 
 def parse_sign(key: str) -> Namespace | None:
     """The namespace that this key is the manifest or a shape of; None for any other key."""
     match = _SIGN.fullmatch(key)
-    if match is None or match["prefix"] != match["prefix"].strip("/"):
-        return None
-    return Namespace(match["prefix"], match["digest"])
+    return match and Namespace(match["prefix"], match["digest"])
 
 
 def cleaner(prefix: str) -> str:

@@ -1,10 +1,10 @@
-"""Lanes: a bounded number of requests at once over an iterator."""
+"""Coroutines side by side that end together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
@@ -22,19 +22,47 @@ async def in_lanes(
     this is cancelled, none goes on."""
     taking = asyncio.Lock()
 
-    async def run(lane: int) -> None:
+    async def run(lane: int) -> bool:
         while True:
             async with taking:  # an iterator allows one `anext` at a time
                 try:
                     item = await anext(items)
                 except StopAsyncIteration:
-                    return
+                    return True
             await work(lane, item)
 
-    tasks = [asyncio.ensure_future(run(lane)) for lane in range(lanes)]
+    await all_of(run(lane) for lane in range(lanes))
+
+
+async def all_of(coroutines: Iterable[Coroutine[Any, Any, _T | None]]) -> list[_T] | None:
+    """The results of coroutines that run at once, in order; None if one has found nothing. Raises
+    the first error. All have ended when this returns, raises or is cancelled."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(coroutine) for coroutine in coroutines]
+    running = set(tasks)
     try:
-        await asyncio.gather(*tasks)
+        while running:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.result() is None for task in done):
+                return None
     finally:
-        for task in tasks:
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _ended(tasks)
+    return [found for task in tasks if (found := task.result()) is not None]
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait for tasks that have been cancelled, if they have not ended. A cancellation meanwhile is
+    raised afterwards: a second one would break off their cleaning up."""
+    interrupted = False
+    while running := {task for task in tasks if not task.done()}:
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError:
+            interrupted = True
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not report it
+    if interrupted:
+        raise asyncio.CancelledError

@@ -198,16 +198,16 @@ class Cleaner:
         try:
             await run.run()
         finally:
-            self.deleted_objects += sum(one.deleted_objects for one in run.namespaces.values())
-            deleted_bytes = sum(one.deleted_bytes for one in run.namespaces.values())
-            self.deleted_bytes += deleted_bytes
+            total = run.total
+            self.deleted_objects += total.deleted_objects
+            self.deleted_bytes += total.deleted_bytes
         self.sweeps += 1
-        left_bytes = sum(one.kept_bytes for one in run.namespaces.values())
+        left_bytes = total.kept_bytes
         stays_s = [self.idle_s] if self.idle_s else []
         if self.max_bytes and left_bytes > _FULL * self.max_bytes and run.oldest_s is not None:
             stays_s.append(max(SWEEP_MIN_S, now_s - run.oldest_s))
         self._refresh_after_s = min(stays_s) / REFRESHED if stays_s else None
-        self._next_sweep_s = self.clock() + self._pause_s(left_bytes + deleted_bytes)
+        self._next_sweep_s = self.clock() + self._pause_s(left_bytes + total.deleted_bytes)
         self._left_bytes, self._left_s = left_bytes, self.clock()
         if not await self._hold():
             raise LeaseLost("another process holds the lease")

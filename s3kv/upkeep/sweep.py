@@ -121,6 +121,13 @@ class Sweep:
     def __post_init__(self) -> None:
         self._oldest = Oldest(self.remembered)
 
+    @property
+    def total(self) -> Swept:
+        """The sums over all namespaces so far."""
+        counts = ("deleted_objects", "deleted_bytes", "kept_objects", "kept_bytes", "changed")
+        done = self.namespaces.values()
+        return Swept("total", **{name: sum(getattr(one, name) for one in done) for name in counts})
+
     async def run(self) -> None:
         """Run the sweep. Raises `StoreError`."""
         cut = await self._survey()

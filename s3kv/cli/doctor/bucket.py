@@ -39,17 +39,10 @@ _HEADERS_REMEDY = (
     "x-amz-server-side-encryption-aws-kms-key-id, set them in put_headers"
 )
 _CHECKS = (
-    "list",
-    "put",
-    "conditional put",
-    "get",
-    "versions",
-    "clock",
-    "latency",
-    "refresh",
-    "delete",
-    "bandwidth",
+    *("list", "put", "conditional put", "get", "versions"),
+    *("clock", "latency", "refresh", "delete", "bandwidth"),
 )
+"""Checks in the order of their calls."""
 
 
 def examine_client(config: Config) -> Finding:
@@ -135,7 +128,7 @@ class BucketExamination:
             await self._ask("conditional put", "s3:PutObject", self._put_again())
         readable = await self._ask("get", "s3:GetObject", self._get(written=written))
         if written and readable:
-            await self._clock(begin_s, end_s)
+            await self._ask("clock", "s3:GetObject", self._clock(begin_s, end_s))
             await self._ask("latency", "s3:GetObject", self._latency())
             await self._refresh()
         gone = not read_only and await self._delete()
@@ -178,48 +171,39 @@ class BucketExamination:
                 self._note("put", "fault", str(error), remedy)
         return False
 
-    async def _put_again(self) -> Finding:
+    async def _put_again(self) -> None:
         if not await self._write(self._store):
             told = "an object that is already there is not written again"
-            return Finding("conditional put", "ok", told)
+            return self._note("conditional put", "ok", told)
         told = (
             "the server ignores If-None-Match: chunks that are already there are written "
             "again, which costs uploads and nothing else"
         )
-        remedy = "upgrade the server, if uploads matter"
-        return Finding("conditional put", "warning", told, remedy)
+        self._note("conditional put", "warning", told, "upgrade the server, if uploads matter")
 
-    async def _get(self, *, written: bool) -> Finding:
+    async def _get(self, *, written: bool) -> None:
         buffer = bytearray(len(_CONTENT))
         info = await self._store.get_into(self.key, Place.of(buffer))
         if not written:
-            return Finding("get", "ok", "a missing object is reported as missing")
+            return self._note("get", "ok", "a missing object is reported as missing")
         nbytes = 0 if info is None else info.nbytes
         if info is not None and info.is_version:
             told = f"the bucket keeps versions: {VERSIONS_COST}"
             self._note("versions", "warning", told, VERSIONS_REMEDY)
         if nbytes == len(_CONTENT) and buffer == _CONTENT:
-            return Finding("get", "ok", "the object read is the one written")
+            return self._note("get", "ok", "the object read is the one written")
         told = f"the {nbytes} bytes read are not the {len(_CONTENT)} written"
-        remedy = (
-            "check for a proxy that changes bodies, or a "
-            "server without read-after-write consistency"
-        )
-        return Finding("get", "fault", told, remedy)
+        remedy = "check for a proxy that changes bodies, or a server that is not consistent"
+        self._note("get", "fault", told, remedy)
 
     async def _clock(self, begin_s: float, end_s: float) -> None:
         """Compare the object's age with this host's time before and after it was written."""
-        try:
-            info = await self._store.head(self.key)
-        except StoreError as error:
-            self._note("clock", "skipped", f"the object's age could not be read: {error}")
-            return
+        info = await self._store.head(self.key)
         modified_s = begin_s if info is None else info.modified_s
         # Stores tell whole seconds, so an object written just now may look a second old.
         ahead_s = max(0.0, begin_s - 1.0 - modified_s) - max(0.0, modified_s - end_s)
         if abs(ahead_s) <= MAX_SKEW_S:
-            self._note("clock", "ok", f"within {MAX_SKEW_S:.0f} s of the store's")
-            return
+            return self._note("clock", "ok", f"within {MAX_SKEW_S:.0f} s of the store's")
         which = "ahead of" if ahead_s > 0 else "behind"
         told = (
             f"this host's clock is {abs(ahead_s):.0f} s {which} the store's; S3 refuses requests "
@@ -227,7 +211,7 @@ class BucketExamination:
         )
         self._note("clock", "warning", told, "synchronise the clock (chrony, systemd-timesyncd)")
 
-    async def _latency(self) -> Finding:
+    async def _latency(self) -> None:
         place = Place.of(bytearray(len(_CONTENT)))
         took_ms: list[float] = []
         for _ in range(LATENCY_ROUNDS):
@@ -238,7 +222,7 @@ class BucketExamination:
             f"a small GET takes {median(took_ms):.1f} ms (median of {len(took_ms)}, one after "
             f"another), {max(took_ms):.1f} ms at most"
         )
-        return Finding("latency", "ok", told)
+        self._note("latency", "ok", told)
 
     async def _refresh(self) -> None:
         """Try the copy of an object onto itself, if `refresh_after_s` is set."""
@@ -266,20 +250,20 @@ class BucketExamination:
             self._note("delete", "ok", f"an object can be deleted{told}")
             return True
         left = f"; {self.key} is left behind" if put and put.exception() is None else ""
-        if is_permission(error):
-            allow = f"allow s3:DeleteObject on {self._resource()}"
-            told = f"{error}{left}"
-            remedy = f"{allow}, if on_corrupt should be delete; otherwise leave it"
-            bounds = [name for name in ("bucket_bytes", "bucket_idle_s") if getattr(config, name)]
-            if bounds:
-                told += f". This engine cannot enforce {' and '.join(bounds)}"
-                remedy = f"{allow}, or make sure that another engine with the setting may delete"
-            self._note("delete", "warning", told, remedy)
-        else:
-            self._note("delete", "fault", f"{error}{left}", remedy_for(error, "", ""))
+        told = f"{error}{left}"
+        if not is_permission(error):
+            self._note("delete", "fault", told, remedy_for(error, "", ""))
+            return False
+        allow = f"allow s3:DeleteObject on {self._resource()}"
+        remedy = f"{allow}, if on_corrupt should be delete; otherwise leave it"
+        bounds = [name for name in ("bucket_bytes", "bucket_idle_s") if getattr(config, name)]
+        if bounds:
+            told += f". This engine cannot enforce {' and '.join(bounds)}"
+            remedy = f"{allow}, or make sure that another engine with the setting may delete"
+        self._note("delete", "warning", told, remedy)
         return False
 
-    async def _bandwidth(self) -> Finding:
+    async def _bandwidth(self) -> None:
         key, content = f"{self.key}-large", Place.of(bytearray(self.bandwidth_bytes))
         try:
             begin_s = self.clock_s()
@@ -298,16 +282,14 @@ class BucketExamination:
             f"({self.bandwidth_bytes / 2**20:.0f} MiB); `s3kv bench` measures many"
         )
         if left is None:
-            return Finding("bandwidth", "ok", told)
+            return self._note("bandwidth", "ok", told)
         told += f". {left}; {key} is left behind"
-        return Finding("bandwidth", "warning", told, "delete it by hand")
+        self._note("bandwidth", "warning", told, "delete it by hand")
 
-    async def _ask(self, check: str, action: str, call: Awaitable[Finding]) -> bool:
-        """Keep the finding of a check. Returns whether all is well. action: what the calls need, in
-        terms of IAM."""
-        try:
-            self._findings[check] = await call
-        except StoreError as error:
+    async def _ask(self, check: str, action: str, call: Awaitable[None]) -> bool:
+        """Make the calls of a check, which notes its finding. Returns whether all is well. action:
+        what the calls need, in terms of IAM."""
+        if (error := await _error_of(call)) is not None:
             self._fail(check, error, action)
         return self._findings[check].status == "ok"
 

@@ -72,7 +72,7 @@ class BucketSource:
         self._max_attempts = MAX_ATTEMPTS
         self._delete_corrupt = config.on_corrupt == "delete"
         self._refresher = refresher
-        self._ranged = RangedReads(RANGE_BYTES, borrow, self)
+        self._ranged = RangedReads(RANGE_BYTES, borrow, self._whole, self._part)
         self._rng = rng
         self._quarantine = Quarantine()
 
@@ -83,7 +83,7 @@ class BucketSource:
             said = f"{job.key} is in quarantine: its object failed verification"
             return job.end(Outcome.MISSING, said, reason="quarantined")
         # A second reading is whole, so that two bad ones have not only ranges in common.
-        read = self.whole if self._quarantine.suspects(job.key) else self._ranged.read
+        read = self._whole if self._quarantine.suspects(job.key) else self._ranged.read
         info, reason = await read(job)
         if info is None:
             self._quarantine.lift(job.key)
@@ -97,14 +97,14 @@ class BucketSource:
             return job.end(Outcome.CORRUPT, said, reason=reason)
         return await self._look_again(job, said, reason)
 
-    async def whole(self, job: TransferJob) -> Reading:
+    async def _whole(self, job: TransferJob) -> Reading:
         """Read the object of a job by one GET into its place, and verify it."""
         info = await self._get(partial(self._store.get_into, job.key, job.place), job)
         if info is None:
             return None, None
         return info, job.format.check(job.place, info.nbytes, job.block_hash)
 
-    async def part(self, job: TransferJob, bounds: range) -> ObjectInfo | None:
+    async def _part(self, job: TransferJob, bounds: range) -> ObjectInfo | None:
         """Read a range of the object of a job, as `ObjectStore.get_range` does."""
         place = job.place.cut(bounds.start, bounds.stop)
         return await self._get(partial(self._store.get_range, job.key, bounds.start, place), job)
@@ -126,7 +126,7 @@ class BucketSource:
         certain = False
         try:
             info = await self.attempts(partial(self._store.head, job.key), until_s=job.due_s)
-            read, again = await self.whole(job)
+            read, again = await self._whole(job)
             certain = again is not None
             if info is None or read is None:
                 self._quarantine.lift(job.key)

@@ -23,7 +23,6 @@ from dataclasses import replace
 
 from s3kv.errors import StoreError
 from s3kv.io import wire
-from s3kv.io.sources.ranges import all_of
 from s3kv.io.sources.staging import StagingMemory
 from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.messages import JobEnd
@@ -32,6 +31,7 @@ from s3kv.objects.keys import Namespace
 from s3kv.objects.rearranging import Pages, Rearrangement, rearrangements
 from s3kv.objects.shards import Shard, covers
 from s3kv.place import Place
+from s3kv.stores.lanes import all_of
 from s3kv.stores.store import ObjectStore
 from s3kv.types import ChunkKey, Outcome
 

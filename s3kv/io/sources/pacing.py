@@ -65,7 +65,6 @@ class Pacing:
     def __init__(self, max_requests: int, hedge_percent: float) -> None:
         self.window = Window(max_requests)
         self.throttled = self.hedges = self.hedges_won = 0
-        self._hedging = hedge_percent > 0
         self._lateness = Lateness(hedge_percent)
         self._unanswered = Unanswered(self._lateness)
         self._running = 0
@@ -88,8 +87,6 @@ class Pacing:
     async def read(self, get: Callable[[Claim], Awaitable[T]], *, until_s: float = math.inf) -> T:
         """Send a read, and a second one if the first is late before `until_s` on the loop's clock.
         get: sends a read, and calls its claim before it writes, as `ObjectStore.get_into` does."""
-        if not self._hedging:
-            return await self.send(lambda: get(lambda: True))
         self._lateness.sent()
         late = self._unanswered.sent()
 

@@ -29,15 +29,8 @@ class Quarantine:
     in use, so it is read again early, once.
     """
 
-    def __init__(
-        self, capacity_keys: int = CAPACITY_KEYS, *, suspect_s: float | None = None
-    ) -> None:
-        self._capacity_keys = capacity_keys
-        self._suspect_s = SUSPECT_S if suspect_s is None else suspect_s
+    def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._until_s)
 
     def bars(self, key: str, now_s: float) -> bool:
         """Whether the object must not be read now."""
@@ -50,8 +43,8 @@ class Quarantine:
     def bad(self, key: str, now_s: float, *, certain: bool = False) -> None:
         """Note a reading that did not verify. certain: it is the second one in a row."""
         again = self._until_s.pop(key, None) is not None
-        self._until_s[key] = math.inf if certain or again else now_s + self._suspect_s
-        if len(self._until_s) > self._capacity_keys:
+        self._until_s[key] = math.inf if certain or again else now_s + SUSPECT_S
+        if len(self._until_s) > CAPACITY_KEYS:
             del self._until_s[next(iter(self._until_s))]
 
     def exists(self, key: str) -> None:

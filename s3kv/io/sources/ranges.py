@@ -11,21 +11,18 @@ Each range is a request of its own to everything below: to retries, hedging and 
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
 
 from s3kv.errors import StoreUnranged
 from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.objects.codec import ChunkFormat, Gathering
 from s3kv.objects.headers import Mismatch
+from s3kv.stores.lanes import all_of
 from s3kv.stores.store import ObjectInfo
 
 _log = logging.getLogger("s3kv.io")
-
-_T = TypeVar("_T")
 
 RANGE_BYTES = 4 * 2**20
 """Length of the shortest range."""
@@ -34,28 +31,24 @@ Reading = tuple[ObjectInfo | None, Mismatch | None]
 """Metadata of an object (None: no such object), and why it does not verify (None: it does)."""
 
 
-class Requests(Protocol):
-    """Requests for the object of a job, with all their attempts."""
-
-    async def whole(self, job: TransferJob) -> Reading:
-        """Read the object by one GET."""
-        ...
-
-    async def part(self, job: TransferJob, bounds: range) -> ObjectInfo | None:
-        """Read a range of the object into its place, as `ObjectStore.get_range` does."""
-        ...
-
-
 class RangedReads:
     """Reads objects in ranges where that pays. Belongs to one asyncio loop.
 
-    range_bytes: shortest range; 0 for none.
+    range_bytes: shortest range; 0 for none. whole: reads and verifies the object of a job by one
+    GET. part: reads a range of it into its place, as `ObjectStore.get_range` does. Both make all
+    attempts.
     """
 
-    def __init__(self, range_bytes: int, borrow: Borrow, requests: Requests) -> None:
+    def __init__(
+        self,
+        range_bytes: int,
+        borrow: Borrow,
+        whole: Callable[[TransferJob], Awaitable[Reading]],
+        part: Callable[[TransferJob, range], Awaitable[ObjectInfo | None]],
+    ) -> None:
         self._range_bytes = range_bytes
         self._borrow = borrow
-        self._requests = requests
+        self._whole, self._part = whole, part
 
     async def read(self, job: TransferJob) -> Reading:
         """Read and verify an object. It is read whole if it is small, if its length is not known,
@@ -63,15 +56,15 @@ class RangedReads:
 
         No request is under way when this ends, however it ends."""
         if not isinstance(job.format, ChunkFormat) or not self._range_bytes:
-            return await self._requests.whole(job)
+            return await self._whole(job)
         try:
             reading = await self._in_ranges(job, job.format)
         except StoreUnranged as error:
-            reading = await self._requests.whole(job)
+            reading = await self._whole(job)
             if reading[0] is not None and reading[1] is None:  # then it is not the object's fault
                 self._range_bytes = 0
                 _log.warning("%s. Objects are read by one GET each now", error)
-        return await self._requests.whole(job) if reading is None else reading
+        return await self._whole(job) if reading is None else reading
 
     async def _in_ranges(self, job: TransferJob, chunk: ChunkFormat) -> Reading | None:
         """Read the object in one range more than there are borrowed places. None if there are none,
@@ -82,7 +75,7 @@ class RangedReads:
             gathering = Gathering(chunk, job.place, job.block_hash)
 
             async def read(bounds: range) -> ObjectInfo | None:
-                info = await self._requests.part(job, bounds)
+                info = await self._part(job, bounds)
                 give_back()
                 if info is not None and info.nbytes == job.nbytes:
                     gathering.arrived(bounds.start, bounds.stop)
@@ -100,37 +93,3 @@ def cut(nbytes: int, count: int) -> list[range]:
     """The bytes of an object in `count` ranges of about the same length, in order. Pure."""
     ends = [nbytes * number // count for number in range(count + 1)]
     return [range(*bounds) for bounds in pairwise(ends)]
-
-
-async def all_of(reads: Iterable[Coroutine[Any, Any, _T | None]]) -> list[_T] | None:
-    """The results of reads that run at once, in order; None if one has found nothing. Raises the
-    first error. All have ended when this returns, raises or is cancelled."""
-    loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(read) for read in reads]
-    running = set(tasks)
-    try:
-        while running:
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            if any(task.result() is None for task in done):
-                return None
-    finally:
-        for task in running:
-            task.cancel()
-        await _ended(tasks)
-    return [found for task in tasks if (found := task.result()) is not None]
-
-
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Wait for tasks that have been cancelled, if they have not ended. A cancellation meanwhile is
-    raised afterwards: a second one would break off their cleaning up."""
-    interrupted = False
-    while running := {task for task in tasks if not task.done()}:
-        try:
-            await asyncio.wait(running)
-        except asyncio.CancelledError:
-            interrupted = True
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not report it
-    if interrupted:
-        raise asyncio.CancelledError

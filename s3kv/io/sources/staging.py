@@ -17,9 +17,8 @@ MOST_BYTES = 256 * 2**20
 class StagingMemory:
     """Memory of one I/O process, leased first come, first served. Belongs to one asyncio loop."""
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
         self.leased_bytes = self._kept_bytes = 0
-        self._max_bytes = MOST_BYTES if max_bytes is None else max_bytes
         self._kept: dict[int, list[bytearray]] = {}
         """Buffers of ended leases, by length."""
         self._turn = asyncio.Lock()
@@ -31,7 +30,7 @@ class StagingMemory:
         all fit at once. A lease beyond the bound is alone. Nothing may use them afterwards."""
         nbytes = sum(lengths)
         async with self._turn:
-            while self.leased_bytes and self.leased_bytes + nbytes > self._max_bytes:
+            while self.leased_bytes and self.leased_bytes + nbytes > MOST_BYTES:
                 self._ended.clear()
                 await self._ended.wait()
             self.leased_bytes += nbytes
@@ -49,12 +48,12 @@ class StagingMemory:
         if self._kept.get(length):
             self._kept_bytes -= length
             return self._kept[length].pop()
-        if self.leased_bytes + self._kept_bytes > self._max_bytes:
+        if self.leased_bytes + self._kept_bytes > MOST_BYTES:
             self._kept.clear()
             self._kept_bytes = 0
         return bytearray(length)
 
     def _keep(self, buffer: bytearray) -> None:
-        if self.leased_bytes + self._kept_bytes + len(buffer) <= self._max_bytes:
+        if self.leased_bytes + self._kept_bytes + len(buffer) <= MOST_BYTES:
             self._kept.setdefault(len(buffer), []).append(buffer)
             self._kept_bytes += len(buffer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -72,36 +72,30 @@ DENIED: Mapping[str, str] = {
     "InvalidObjectState": "keep lifecycle transitions off the prefix: the object is archived",
 }
 """What to do, by the code of a refusal."""
-_OTHER_CREDENTIALS_MAY_HELP = frozenset(
-    {
-        "ExpiredToken",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-    }
+_OTHER_CREDENTIALS_MAY_HELP = (
+    *("ExpiredToken", "InvalidAccessKeyId", "InvalidToken"),
+    *("SignatureDoesNotMatch", "TokenRefreshRequired"),
 )
-_ELSEWHERE = frozenset(
-    {
-        "PermanentRedirect",
-        "TemporaryRedirect",
-        "AuthorizationHeaderMalformed",
-        "IllegalLocationConstraintException",
-    }
+_ELSEWHERE = (
+    *("PermanentRedirect", "TemporaryRedirect"),
+    *("AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
 )
-_THROTTLED = frozenset(
-    {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
+_THROTTLED = (
+    *("SlowDown", "Throttling", "ThrottlingException"),
+    *("RequestLimitExceeded", "TooManyRequests"),
 )
-_REFUSED = frozenset({"EntityTooLarge", "InvalidURI", "KeyTooLongError"})
-_TRANSIENT = frozenset(
-    {
-        "ConditionalRequestConflict",
-        "InternalError",
-        "OperationAborted",
-        "RequestTimeout",
-        "ServiceUnavailable",
-    }
+_TRANSIENT = (
+    *("ConditionalRequestConflict", "InternalError", "OperationAborted"),
+    *("RequestTimeout", "ServiceUnavailable"),
 )
+_REFUSED = ("EntityTooLarge", "InvalidURI", "KeyTooLongError")
+_ERRORS: Sequence[tuple[Container[str], Container[int], type[StoreError], str]] = (
+    (_THROTTLED, (429,), StoreThrottled, "the store throttles requests (SlowDown)"),
+    ((), (500, *range(502, 600)), StoreUnavailable, "the server failed"),
+    (_TRANSIENT, (408,), StoreUnavailable, "may work when sent again"),
+    (_REFUSED, (413, 414), StoreRefused, "the store takes no such object or key"),
+)
+"""Errors by code and by status: their kind, and what to say. The first that fits counts."""
 
 
 def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
@@ -238,23 +232,20 @@ def read_error(body: bytes) -> Mapping[str, str]:
     return _members(root)
 
 
-def refuses_credentials(status: int, code: str) -> bool:
-    """Whether an answer refuses the caller and not the call. A 401 or 403 without a code counts."""
-    if status not in (400, 401, 403):
-        return False
-    return code in _OTHER_CREDENTIALS_MAY_HELP or (status != 400 and not code)
-
-
 class Refusal(Exception):
-    """An answer of the store that is an error. error: what to raise if it is not a result. Else as
-    `error_about`."""
+    """An answer of the store that is an error. error: to be raised if the answer is no result.
+    of_credentials: whether the caller is refused and not the call; a 401 or 403 without a code
+    counts. Parameters as for `error_about`."""
 
     def __init__(
         self, said: Mapping[str, str], status: int, call: Call, bucket_region: str | None = None
     ) -> None:
+        code = said.get("Code", "")
         self.status = status
         self.error = error_about(said, status, call, bucket_region)
-        self.no_such_key = status == 404 and said.get("Code") != "NoSuchBucket"
+        self.no_such_key = status == 404 and code != "NoSuchBucket"
+        with_code = status in (400, 401, 403) and code in _OTHER_CREDENTIALS_MAY_HELP
+        self.of_credentials = with_code or (status in (401, 403) and not code)
         super().__init__(str(self.error))
 
 
@@ -278,24 +269,14 @@ def error_about(
         todo = "create the bucket, or check bucket and endpoint_url"
         return StoreMissing(f"{what}: {todo}", code=code)
     if code in DENIED or status in (401, 403):
-        why = DENIED.get(code, DENIED["AccessDenied"])
-        return StoreDenied(f"{what}: {why}{_hint(call)}", code=code)
-    if code in _THROTTLED or status == 429:
-        return StoreThrottled(f"{what}: the store throttles requests (SlowDown)", code=code)
-    if status >= 500 and status != 501:
-        return StoreUnavailable(f"{what}: the server failed", code=code)
-    if code in _TRANSIENT or status == 408:
-        return StoreUnavailable(f"{what}: may work when sent again", code=code)
-    if code in _REFUSED or status in (413, 414):
-        return StoreRefused(f"{what}: the store takes no such object or key", code=code)
+        hint = ""
+        if call.action == "s3:GetObject":
+            # https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html, "Permissions"
+            bucket = arn_of(call.bucket)
+            hint = f"; without s3:ListBucket on {bucket}, S3 answers so for missing objects too"
+        return StoreDenied(f"{what}: {DENIED.get(code, DENIED['AccessDenied'])}{hint}", code=code)
+    for codes, statuses, kind, words in _ERRORS:
+        if code in codes or status in statuses:
+            return kind(f"{what}: {words}", code=code)
     unknown = "not an answer s3kv knows; does endpoint_url name an S3 server?"
     return StoreError(f"{what}: {unknown}", code=code)
-
-
-def _hint(call: Call) -> str:
-    if call.action != "s3:GetObject":
-        return ""
-    # https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html, "Permissions"
-    return (
-        f"; without s3:ListBucket on {arn_of(call.bucket)}, S3 answers so for missing objects too"
-    )

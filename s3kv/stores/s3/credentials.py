@@ -2,31 +2,31 @@
 
 The user's come from botocore's chain, and are looked up again when the store refuses them. botocore
 renews credentials that have an expiry by itself (roles, container and instance endpoints,
-processes). It reads the others once, so that a rewritten shared credentials file would never be
-read again. A refusal is therefore taken as a hint that there may be new credentials now.
+processes, sessions). It reads the others once, so that a rewritten shared credentials file would
+never be read again. A refusal is therefore taken as a hint that there may be new credentials now.
 
 A directory bucket (S3 Express One Zone) accepts no requests signed with a user's own keys. The keys
 are exchanged for those of a session, which lasts five minutes and may read, or read and write, as
 its user may (https://docs.aws.amazon.com/AmazonS3/latest/API/API_CreateSession.html). botocore
-requests it: a client for one call takes the loop some 30 ms, once in four minutes.
+requests it: a client for one call takes some 30 ms of a thread, once in four minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
-import botocore.exceptions
 import botocore.parsers
 import botocore.session
+from botocore import exceptions
 from botocore.credentials import ReadOnlyCredentials, RefreshableCredentials
 
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.stores.s3.answers import Refusal
 
 T = TypeVar("T")
 
@@ -34,49 +34,48 @@ _RENEW_NOW_S = 600
 """Time before the end of credentials at which requests wait for new ones. botocore looks for them
 five minutes earlier; requests use the old ones meanwhile."""
 _LOOK_AGAIN_S = 1.0
-"""Least time between two searches for credentials, or two sessions. A bucket policy that refuses
-everything must not make us search for every request."""
+"""Least time between two searches for credentials. A bucket policy that refuses everything must not
+make us search for every request."""
 _LOOK_S = 10.0
 """Longest wait for a source of credentials. The search goes on, for later requests."""
-_NO_ANSWER = (asyncio.TimeoutError, OSError, ValueError)
-"""Raised by `_LOOK_S`, by a helper program or the file of a token that is gone, and by an answer of
-a helper that cannot be read."""
-_RENEW_S = 60.0
+_RENEW_SESSION_S = 60
 """Time before its end at which a session is replaced: a request signed in time may arrive late."""
-
-
-class _InThread(Generic[T]):
-    """A blocking call of botocore's, made in a thread, once at a time. Belongs to one asyncio loop.
-
-    A waiter that is cancelled leaves the call to the others.
-    """
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._running: asyncio.Future[T] | None = None
-
-    def begin(self) -> asyncio.Future[T]:
-        """The call that is under way, or begins now. Do not cancel it."""
-        if self._running is None or self._running.done():
-            self._running = asyncio.ensure_future(asyncio.to_thread(self._call))
-            # An error that nobody waits for is not asyncio's to report.
-            self._running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        return self._running
-
-    async def result(self) -> T:
-        return await asyncio.shield(self.begin())
+_NO_ANSWER = (
+    exceptions.HTTPClientError,
+    exceptions.ConnectionError,
+    botocore.parsers.ResponseParserError,  # STS, or what answers in its place
+    asyncio.TimeoutError,  # of _LOOK_S
+    OSError,  # a helper program, or the file of a token, that is gone
+    ValueError,  # an answer of a helper that cannot be read
+)
 
 
 class Credentials:
-    """Credentials from botocore's chain. Belongs to one asyncio loop. Methods raise `StoreDenied`
-    if there are no valid ones, and `StoreUnavailable` if their source cannot be reached."""
+    """Credentials from one source. Belongs to one asyncio loop.
 
-    def __init__(self) -> None:
+    find: returns botocore's source, in a thread. what: their name, for messages.
+    Methods raise `StoreDenied` if the source has no valid ones, and `StoreUnavailable` if it cannot
+    be reached.
+    """
+
+    def __init__(self, find: Callable[[], Any], what: str = "credentials") -> None:
+        self._find, self._what = find, what
         self._known: tuple[Any, ReadOnlyCredentials] | None = None
-        """The source, and what it gave last. Written by the thread that looks."""
-        self._look = _InThread(self._look_now)
+        """The source, and its last answer. Written by the thread that looks."""
+        self._looking: asyncio.Future[ReadOnlyCredentials] | None = None
         self._lock = asyncio.Lock()
         self._look_again_s = 0.0
+
+    async def used(self, attempt: Callable[[ReadOnlyCredentials], Awaitable[T]]) -> T:
+        """The result of `attempt`, which is made once more if the store refuses these credentials
+        and there are others."""
+        frozen = await self.frozen()
+        try:
+            return await attempt(frozen)
+        except Refusal as refusal:
+            if not refusal.of_credentials or not await self._differ_from(frozen):
+                raise
+        return await attempt(await self.frozen())
 
     async def frozen(self) -> ReadOnlyCredentials:
         """Key, secret and token as they are now; two results are equal if all three are."""
@@ -84,126 +83,94 @@ class Credentials:
             source, keys = self._known
             if not _ends_within(source, None):
                 return keys
-            self._look.begin()
+            self._look()
             if not _ends_within(source, _RENEW_NOW_S):
                 return keys
         try:
-            return await asyncio.wait_for(self._look.result(), _LOOK_S)
-        except (
-            botocore.exceptions.HTTPClientError,
-            botocore.parsers.ResponseParserError,  # STS, or what answers in its place
-        ) as error:
-            raise StoreUnavailable(f"credentials could not be fetched: {error}") from error
-        except (
-            botocore.exceptions.BotoCoreError,
-            botocore.exceptions.ClientError,  # from STS
-            RuntimeError,  # botocore's, when what it fetched has expired already
-        ) as error:
-            raise StoreDenied(
-                f"no valid credentials could be had: {error}", code="bad-credentials"
-            ) from error
+            # A waiter that is cancelled leaves the search to the others.
+            return await asyncio.wait_for(asyncio.shield(self._look()), _LOOK_S)
+        except exceptions.ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if status >= 500 or status == 429:
+                raise self._unavailable(error) from error
+            code = error.response.get("Error", {}).get("Code", "")
+            if error.operation_name != "CreateSession":  # STS's own
+                code = "bad-credentials"
+            raise StoreDenied(f"no valid {self._what} could be had: {error}", code=code) from error
         except _NO_ANSWER as error:
-            raise StoreUnavailable(f"credentials could not be fetched: {error!r}") from error
+            raise self._unavailable(error) from error
+        except (exceptions.BotoCoreError, RuntimeError) as error:  # RuntimeError: expired already
+            said = f"no valid {self._what} could be had: {error}"
+            raise StoreDenied(said, code="bad-credentials") from error
+
+    def _unavailable(self, error: Exception) -> StoreUnavailable:
+        return StoreUnavailable(f"{self._what} could not be fetched: {error!r}")
+
+    def _look(self) -> asyncio.Future[ReadOnlyCredentials]:
+        """The search that is under way, or begins now. Do not cancel it."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(asyncio.to_thread(self._look_now))
+            # An error that nobody waits for is not asyncio's to report.
+            self._looking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return self._looking
 
     def _look_now(self) -> ReadOnlyCredentials:
-        source: Any = (
-            self._known[0] if self._known else botocore.session.Session().get_credentials()
-        )
-        if source is None:
-            raise StoreDenied(
-                "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "AWS_PROFILE, or give this machine a role",
-                code="no-credentials",
-            )
+        source = self._known[0] if self._known else self._find()
         keys: ReadOnlyCredentials = source.get_frozen_credentials()
         self._known = source, keys
         return keys
 
-    async def differ_from(self, refused: Any) -> bool:
+    async def _differ_from(self, refused: ReadOnlyCredentials) -> bool:
         """Whether there are other credentials than the refused ones. Looks for new ones if need be,
         at most once a second."""
         async with self._lock:
-            if await self.frozen() == refused and _now_s() >= self._look_again_s:
-                self._look_again_s = _now_s() + _LOOK_AGAIN_S
+            now_s = asyncio.get_running_loop().time()
+            if await self.frozen() == refused and now_s >= self._look_again_s:
+                self._look_again_s = now_s + _LOOK_AGAIN_S
                 self._known = None
             return bool(await self.frozen() != refused)
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    keys: ReadOnlyCredentials
-    renew_s: float
-    """On the loop's clock."""
+def users_credentials() -> Credentials:
+    """The user's, from botocore's chain."""
+    return Credentials(_find_users)
 
 
-class SessionCredentials:
-    """Key, secret and token of a session, like `Credentials`. Belongs to one loop.
+def session_credentials(config: Config) -> Credentials:
+    """Those of sessions in the directory bucket of the settings."""
+    what = f"credentials of s3express:CreateSession on {config.bucket}"
+    return Credentials(partial(_open_session, config), what)
 
-    Methods raise `StoreDenied` if there are no credentials or they may not have a session, and
-    `StoreUnavailable` if the store does not answer.
-    """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._create = _InThread(self._create_now)
-        self._lock = asyncio.Lock()
-        self._session: _Session | None = None
-        self._opened_s = -_LOOK_AGAIN_S
-
-    async def frozen(self) -> ReadOnlyCredentials:
-        """Key, secret and token of a session that does not end within `_RENEW_S`."""
-        async with self._lock:
-            if self._session is None or _now_s() >= self._session.renew_s:
-                self._session = await self._open()
-            return self._session.keys
-
-    async def differ_from(self, refused: Any) -> bool:
-        """Whether there is another session than the refused one. Opens one if need be, at most once
-        a second."""
-        async with self._lock:
-            session = self._session
-            if session is None or session.keys == refused:
-                if _now_s() < self._opened_s + _LOOK_AGAIN_S:
-                    return False
-                self._session = session = await self._open()
-            return bool(session.keys != refused)
-
-    async def _open(self) -> _Session:
-        self._opened_s = _now_s()
-        what = f"s3express:CreateSession on {self._config.bucket}"
-        try:
-            told = await asyncio.wait_for(self._create.result(), _LOOK_S)
-        except (botocore.exceptions.HTTPClientError, botocore.exceptions.ConnectionError) as error:
-            raise StoreUnavailable(f"{what}: {error}") from error
-        except botocore.exceptions.ClientError as error:
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status >= 500 or status == 429:
-                raise StoreUnavailable(f"{what}: {error}") from error
-            code = error.response.get("Error", {}).get("Code", "")
-            raise StoreDenied(f"{what}: {error}: grant the action", code=code) from error
-        except botocore.exceptions.BotoCoreError as error:
-            why = f"{what}: no valid credentials could be had: {error}"
-            raise StoreDenied(why, code="bad-credentials") from error
-        except _NO_ANSWER as error:
-            raise StoreUnavailable(f"{what}: {error!r}") from error
-        keys = ReadOnlyCredentials(
-            told["AccessKeyId"], told["SecretAccessKey"], told["SessionToken"]
+def _find_users() -> Any:
+    source: Any = botocore.session.Session().get_credentials()
+    if source is None:
+        raise StoreDenied(
+            "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "AWS_PROFILE, or give this machine a role",
+            code="no-credentials",
         )
-        lasts_s = (told["Expiration"] - datetime.now(timezone.utc)).total_seconds()
-        return _Session(keys, _now_s() + lasts_s - _RENEW_S)
+    return source
 
-    def _create_now(self) -> Any:
+
+def _open_session(config: Config) -> RefreshableCredentials:
+    def create() -> dict[str, str]:
         client: Any = botocore.session.Session().create_client(
-            "s3", region_name=self._config.region, endpoint_url=self._config.endpoint_url
+            "s3", region_name=config.region, endpoint_url=config.endpoint_url
         )
         with contextlib.closing(client):
-            return client.create_session(Bucket=self._config.bucket)["Credentials"]
+            told = client.create_session(Bucket=config.bucket)["Credentials"]
+        return {
+            "access_key": told["AccessKeyId"],
+            "secret_key": told["SecretAccessKey"],
+            "token": told["SessionToken"],
+            "expiry_time": told["Expiration"].isoformat(),
+        }
+
+    limits = {"advisory_timeout": _RENEW_SESSION_S, "mandatory_timeout": _RENEW_SESSION_S}
+    return RefreshableCredentials.create_from_metadata(create(), create, "s3express", **limits)
 
 
 def _ends_within(source: Any, seconds: int | None) -> bool:
     """Whether its credentials end so soon. None: so soon that botocore would renew them."""
     return isinstance(source, RefreshableCredentials) and source.refresh_needed(seconds)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

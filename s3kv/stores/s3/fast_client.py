@@ -37,10 +37,9 @@ from s3kv.stores.s3.answers import (
     read_deletion,
     read_error,
     read_page,
-    refuses_credentials,
     whole_of,
 )
-from s3kv.stores.s3.credentials import Credentials, SessionCredentials
+from s3kv.stores.s3.credentials import Credentials, session_credentials, users_credentials
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.stores.traffic import Traffic
 
@@ -63,15 +62,12 @@ class _Signer(S3SigV4Auth):
         return str(UNSIGNED_PAYLOAD)
 
 
-class _SessionSigner(S3ExpressAuth):
+class _SessionSigner(_Signer, S3ExpressAuth):
     """`_Signer` for a directory bucket, where the token goes into another header."""
 
     def __init__(self, keys: Any, service: str, region: str) -> None:
         # Not S3ExpressAuth's own: it wants botocore's cache of sessions, and ours are elsewhere.
         S3SigV4Auth.__init__(self, keys, service, region)
-
-    def payload(self, request: AWSRequest) -> str:
-        return str(UNSIGNED_PAYLOAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +85,8 @@ class Endpoint:
     path: str
     region: str
     service: str
-    credentials: Credentials | SessionCredentials
+    signer: type[_Signer]
+    credentials: Credentials
 
     @property
     def url(self) -> str:
@@ -104,8 +101,8 @@ class Endpoint:
         query: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """A request without a body, signed with `frozen`, a recent result of `credentials.frozen`.
-        The signature does not depend on the body."""
+        """A request without a body, signed with `frozen`, keys of `credentials`. The signature does
+        not depend on the body."""
         # Amazon's own escaping: everything but unreserved characters, and '/' in paths.
         target = self.path + quote(key, safe="/-_.~")
         if query:
@@ -114,9 +111,7 @@ class Endpoint:
         unsigned = AWSRequest(
             method, self.url + target, headers={"Host": self.authority, **(headers or {})}
         )
-        in_session = isinstance(self.credentials, SessionCredentials)
-        signer = _SessionSigner if in_session else _Signer
-        signer(frozen, self.service, self.region).add_auth(unsigned)
+        self.signer(frozen, self.service, self.region).add_auth(unsigned)
         return Request(method, target, {**unsigned.headers, "User-Agent": _AGENT})
 
 
@@ -137,7 +132,8 @@ def make_endpoint(config: Config, address: Address) -> tuple[Endpoint, ssl.SSLCo
         path=parts.path,
         region=address.region,
         service=address.service,
-        credentials=SessionCredentials(config) if sessions else Credentials(),
+        signer=_SessionSigner if sessions else _Signer,
+        credentials=session_credentials(config) if sessions else users_credentials(),
     )
     return endpoint, _tls_context(config.verify_tls, address.ca_bundle) if tls else None
 
@@ -268,28 +264,24 @@ class FastClient:
         if method == "PUT":
             headers = {**(headers or {}), **(self._config.put_headers or {})}
 
-        def signed(frozen: Any) -> Request:
-            request = endpoint.sign(frozen, method, key or "", query=query, headers=headers)
-            return replace(request, body=body, into=into, claim=claim)
-
         verb = _VERBS.get(method, method) if key is None else method
-        frozen = await endpoint.credentials.frozen()
-        response = await self._counted(verb, pool, signed(frozen))
-        said = read_error(response.body)
-        refused = refuses_credentials(response.status, said.get("Code", ""))
-        if refused and await endpoint.credentials.differ_from(frozen):
-            frozen = await endpoint.credentials.frozen()
-            response = await self._counted(verb, pool, signed(frozen))
-            said = read_error(response.body)
         # A server that begins to answer a write before it has finished can only put its error into
         # the body.
         allowed: tuple[int, ...] = _WRITTEN if method in ("PUT", "DELETE") else (200,)
         if "Range" in (headers or {}):
             allowed = OBJECT  # the caller looks at which of the two it is
-        if response.status not in allowed or said:
-            region = response.headers.get("x-amz-bucket-region")
-            raise Refusal(said, response.status, call, region)
-        return response, call
+
+        async def attempt(frozen: Any) -> Response:
+            request = endpoint.sign(frozen, method, key or "", query=query, headers=headers)
+            request = replace(request, body=body, into=into, claim=claim)
+            response = await self._counted(verb, pool, request)
+            said = read_error(response.body)
+            if response.status not in allowed or said:
+                region = response.headers.get("x-amz-bucket-region")
+                raise Refusal(said, response.status, call, region)
+            return response
+
+        return await endpoint.credentials.used(attempt), call
 
     async def _counted(self, verb: str, pool: Pool, request: Request) -> Response:
         try:

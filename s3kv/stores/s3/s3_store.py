@@ -108,10 +108,9 @@ class S3Store:
     `put` with `if_absent` always returns True: what it writes must not depend on who was first.
     """
 
-    def __init__(self, config: Config, client: S3Client, *, page_keys: int = PAGE_KEYS) -> None:
+    def __init__(self, config: Config, client: S3Client) -> None:
         self.client = client
         self._config = config
-        self._page_keys = page_keys
         self._conditional_puts: bool | None = None
         """Whether the server knows them; None: not known yet."""
         self._knows_batches = True
@@ -227,13 +226,13 @@ class S3Store:
         return stayed
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        page = await self._list_page(prefix, self._page_keys, after=after)
+        page = await self._list_page(prefix, PAGE_KEYS, after=after)
         while True:
             for info in page.objects:
                 yield info
             if not page.token:
                 return
-            page = await self._list_page(prefix, self._page_keys, token=page.token)
+            page = await self._list_page(prefix, PAGE_KEYS, token=page.token)
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
         page = await self._list_page(prefix, limit, delimiter="/")

@@ -37,10 +37,9 @@ from s3kv.stores.s3.answers import (
     info_of,
     left_by_deletion,
     range_of,
-    refuses_credentials,
     whole_of,
 )
-from s3kv.stores.s3.credentials import Credentials
+from s3kv.stores.s3.credentials import Credentials, users_credentials
 from s3kv.stores.s3.fast_client import CONTENT_TYPE, patience_of
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.stores.traffic import Traffic
@@ -91,7 +90,7 @@ class SdkClient:
         self._patience = patience_of(config)
         self._permits = asyncio.Semaphore(config.pool_size)
         self._session = AioSession()
-        self._credentials = Credentials()
+        self._credentials = users_credentials()
         self._opening = asyncio.Lock()
         self._exit = contextlib.AsyncExitStack()
         self._client: Any = None
@@ -203,47 +202,33 @@ class SdkClient:
         verb: str = "",
         sent_bytes: int = 0,
     ) -> T:
-        """Run `work`, count it, and run it once more if it was refused and there are new
-        credentials. Raises `Refusal` for an answer that is an error, and `StoreError` if there was
-        no answer or the store is closed."""
+        """Run `work`, and count it. Raises `Refusal` for an answer that is an error, and
+        `StoreError` if there was no answer or the store is closed."""
         if self._closed:
             raise StoreError("this store has been closed")
         client = self._client or await self._open()
-        call = self._call(action, key)
-        attempt = partial(self._attempt, call, client, work, verb or _VERBS[action], sent_bytes)
-        frozen = await self._credentials.frozen()
-        try:
-            return await attempt()
-        except Refusal as refusal:
-            known = not refuses_credentials(refusal.status, refusal.error.code)
-            if known or not await self._credentials.differ_from(frozen):
-                raise
-        return await attempt()
+        call, verb = self._call(action, key), verb or _VERBS[action]
 
-    async def _attempt(
-        self,
-        call: Call,
-        client: Any,
-        work: Callable[[Any, Watch], Coroutine[Any, Any, T]],
-        verb: str,
-        sent_bytes: int,
-    ) -> T:
-        status: int | None = None
-        received_bytes = 0
-        try:
-            async with self._permits:
-                answer = await watched(self._patience, partial(work, client))
-            status = 200
-            received_bytes = answer[0] if isinstance(answer, tuple) else 0
-            return answer
-        except botocore.exceptions.ClientError as error:
-            refusal = _refusal_of(error, call)
-            status = refusal.status
-            raise refusal from error
-        except _FAILURES as error:
-            raise self._why(error, call, verb) from error
-        finally:
-            self.traffic.note(verb, status, received_bytes=received_bytes, sent_bytes=sent_bytes)
+        async def attempt(_: Any) -> T:
+            status: int | None = None
+            received_bytes = 0
+            try:
+                async with self._permits:
+                    answer = await watched(self._patience, partial(work, client))
+                status = 200
+                received_bytes = answer[0] if isinstance(answer, tuple) else 0
+                return answer
+            except botocore.exceptions.ClientError as error:
+                refusal = _refusal_of(error, call)
+                status = refusal.status
+                raise refusal from error
+            except _FAILURES as error:
+                raise self._why(error, call, verb) from error
+            finally:
+                counts = {"received_bytes": received_bytes, "sent_bytes": sent_bytes}
+                self.traffic.note(verb, status, **counts)
+
+        return await self._credentials.used(attempt)
 
     def _why(self, error: Exception, call: Call, verb: str) -> StoreError:
         """The error for a request that got no answer, or no readable one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from s3kv import __version__
 from s3kv.cli.app import cli
 from tests.project import ROOT
 from tests.unit.cli.commands import prepare
-from tests.unit.cli.conftest import Run
 
 COMMANDS = {"bench", "config", "cost", "doctor", "gc", "inspect", "ls", "serve", "verify"}
 WITHOUT_BUCKET = {"cost"}
@@ -56,14 +54,6 @@ def test_a_bucket_that_is_missing_from_the_settings_is_wrong_use(name: str) -> N
     result = CliRunner().invoke(cli, [name, *needed.get(name, [])])
     assert result.exit_code == 2
     assert "bucket is missing" in result.stderr
-
-
-@pytest.mark.parametrize("arguments", [("ls",), ("verify",), ("gc", "--max-bytes", "0")])
-def test_with_json_nothing_else_is_printed(run: Run, arguments: tuple[str, ...]) -> None:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    for line in result.stdout.splitlines() if arguments == ("ls",) else [result.stdout or "{}"]:
-        json.loads(line)
 
 
 WITHOUT = """

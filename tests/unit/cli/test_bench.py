@@ -20,7 +20,6 @@ from s3kv.cli.bench import Measurement, Speed, Speeds, expect, percentile
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
 from tests import servers
-from tests.rgw import Gateway
 from tests.unit.cli.conftest import Run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,32 +43,11 @@ def test_what_it_measures(run: Run, boto: Any) -> None:
     assert left(boto) == []
 
 
-def test_no_versions_are_left(run: Run, boto: Any) -> None:
-    keeping = {"Status": "Enabled"}
-    boto.put_bucket_versioning(Bucket=servers.BUCKET, VersioningConfiguration=keeping)
-    assert run("bench", *SMALL, "--set", "max_inflight_requests=4").exit_code == 0
-    told = boto.list_object_versions(Bucket=servers.BUCKET)
-    assert not told.get("Versions")
-    assert not told.get("DeleteMarkers")
-
-
 def test_as_text(run: Run) -> None:
     result = run("bench", "--bytes-per-token", "512", "--prompt-tokens", "600")
     assert result.exit_code == 0, result.output
     assert "GET of 128.0 KiB, 2 at once" in result.stdout
     assert "A prompt of 600 tokens, 2 chunks" in result.stdout
-
-
-@pytest.mark.long
-def test_on_a_real_server(weed: Gateway, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    servers.set_credentials(monkeypatch, weed.keys)
-    boto = servers.boto_client(weed.url, weed.keys)
-    boto.create_bucket(Bucket="s3kv-bench")
-    result = run("bench", *SMALL, "--json", at=weed.url, bucket="s3kv-bench")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["get"]["nbytes"] == 20 * 2**20
-    assert "Contents" not in boto.list_objects_v2(Bucket="s3kv-bench")
-    boto.delete_bucket(Bucket="s3kv-bench")
 
 
 def test_ctrl_c_leaves_nothing(url: str, boto: Any) -> None:
@@ -113,7 +91,6 @@ def test_a_prefix_that_is_not_known_costs_a_wait_for_each_doubling(
 
 async def measured(store: MemoryStore, requests: int = 10) -> Speeds:
     ticks = iter(range(10_000))
-
     measurement = Measurement(
         store,
         "s3kv/bench/1",
@@ -125,62 +102,55 @@ async def measured(store: MemoryStore, requests: int = 10) -> Speeds:
     return await measurement.run(requests, 5)
 
 
-async def test_the_first_error_is_told_and_not_that_of_cleaning_up() -> None:
-    class Missing(MemoryStore):
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+class Troubled(MemoryStore):
+    """Fails from PUT number `fails_from` on, and every deletion if it may not delete. Notes how
+    many PUTs run at once."""
+
+    def __init__(self, fails_from: int = 10**9, *, may_delete: bool = True) -> None:
+        super().__init__(clock=lambda: 0.0)
+        self._fails_from, self._may_delete = fails_from, may_delete
+        self.puts = self.running = self.most = 0
+
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+        self.puts += 1
+        if self.puts >= self._fails_from:
             raise StoreUnavailable("s3:PutObject")
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        return await super().put(key, place, if_absent=if_absent)
 
-        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-            raise StoreUnavailable("s3:DeleteObject")
+    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
+        if not self._may_delete:
+            raise StoreDenied("s3:DeleteObject")
+        return await super().delete(key, if_etag=if_etag)
 
+
+@pytest.mark.parametrize(("fails_from", "may_delete"), [(1, False), (5, True)])
+async def test_the_first_error_is_told_and_nothing_is_left(
+    fails_from: int, may_delete: bool
+) -> None:
+    store = Troubled(fails_from, may_delete=may_delete)
     with pytest.raises(StoreUnavailable, match="s3:PutObject"):
-        await measured(Missing())
+        await measured(store)
+    assert [info async for info in store.list("")] == []
 
 
 async def test_figures_outlive_a_writer_that_may_not_delete(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    class Lasting(MemoryStore):
-        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-            raise StoreDenied("s3:DeleteObject")
-
-    assert (await measured(Lasting(clock=lambda: 0.0))).get.requests == 10
+    assert (await measured(Troubled(may_delete=False))).get.requests == 10
     told = "s3kv: s3:DeleteObject; s3kv/bench/1/ is left behind\n"
     assert capsys.readouterr().err == told
 
 
 async def test_as_many_at_once_as_asked_for() -> None:
-    class Counting(MemoryStore):
-        running = most = 0
-
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            self.running += 1
-            self.most = max(self.most, self.running)
-            await asyncio.sleep(0)
-            self.running -= 1
-            return await super().put(key, place, if_absent=if_absent)
-
-    store = Counting(clock=lambda: 0.0)
+    store = Troubled()
     speeds = await measured(store)
     assert (store.most, speeds.at_once, speeds.get.requests) == (3, 3, 10)
     assert [info async for info in store.list("")] == []
-    assert (await measured(Counting(clock=lambda: 0.0), requests=2)).at_once == 2
-
-
-async def test_what_fails_leaves_nothing() -> None:
-    class Failing(MemoryStore):
-        puts = 0
-
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            self.puts += 1
-            if self.puts == 5:
-                raise StoreUnavailable("gone to lunch")
-            return await super().put(key, place, if_absent=if_absent)
-
-    store = Failing(clock=lambda: 0.0)
-    with pytest.raises(StoreUnavailable, match="lunch"):
-        await measured(store)
-    assert [info async for info in store.list("")] == []
+    assert (await measured(Troubled(), requests=2)).at_once == 2
 
 
 async def test_an_interrupted_put_is_carried_out_before_its_object_is_deleted() -> None:

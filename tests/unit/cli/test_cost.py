@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from s3kv.cli.app import cli
-from s3kv.prices import DEFAULT, TABLE
 from tests.rgw import free_ports
 
 METRICS = """\
@@ -67,62 +66,37 @@ def metrics(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_month_by_hand(metrics: str) -> None:
-    found = document("--metrics", metrics, "--over", MONTH, "--stored", "100GiB")
-    # 400 × $0.005, 1,000 × $0.0004, 100 GiB × $0.023
-    assert dollars(found) == {
-        "PUT": 2.0,
-        "GET": 0.4,
-        "storage": 2.3,
-        "upload": 0.0,
-        "retrieval": 0.0,
-        "transfer": 0.0,
-    }
-    assert found["dollars_per_month"] == pytest.approx(4.7)
+PARTS = ("PUT", "GET", "storage", "upload", "retrieval", "transfer")
+OWN_PRICES = [
+    word for n, name in enumerate(PARTS, 1) for word in (f"--price-{name.lower()}", str(n))
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # 400 × $0.005, 1,000 × $0.0004, 100 GiB × $0.023
+        ([], (2.0, 0.4, 2.3, 0.0, 0.0, 0.0)),
+        (["--over", "365h"], (4.0, 0.8, 2.3, 0.0, 0.0, 0.0)),  # half the time, twice the requests
+        (OWN_PRICES, (400.0, 2_000.0, 300.0, 1_600.0, 5_000.0, 6_000.0)),
+        # 400 × $0.00113, 1,000 × $0.00003, 100 × $0.11, 400 × $0.0032, 1,000 × $0.0006
+        (["--prices", "us-east-1/express"], (0.452, 0.03, 11.0, 1.28, 0.6, 0.0)),
+    ],
+    ids=["a month", "half of one", "own prices", "another table"],
+)
+def test_a_month_by_hand(metrics: str, options: list[str], expected: tuple[float, ...]) -> None:
+    found = document("--metrics", metrics, "--over", MONTH, "--stored", "100GiB", *options)
+    assert dollars(found) == dict(zip(PARTS, expected, strict=True))
+    assert found["dollars_per_month"] == pytest.approx(sum(expected))
     assert found["saved"] is None
 
 
-def test_half_the_time_is_twice_the_requests(metrics: str) -> None:
-    found = dollars(document("--metrics", metrics, "--over", "365h", "--stored", "100GiB"))
-    assert (found["PUT"], found["GET"], found["storage"]) == (4.0, 0.8, 2.3)
-
-
-def test_what_the_bucket_comes_to_hold(metrics: str) -> None:
+def test_the_size_that_the_bucket_comes_to_have(metrics: str) -> None:
     found = document("--metrics", metrics, "--over", "24h", "--keep-days", "2")
     # Three of four objects were new: 300 GiB a day, for two days.
     storage = next(part for part in found["parts"] if part["name"] == "storage")
     assert storage["amount"] == pytest.approx(600)
     assert storage["dollars"] == pytest.approx(600 * 0.023)
-
-
-def test_every_price_is_an_option(metrics: str) -> None:
-    given = {"put": 1.0, "get": 2.0, "storage": 3.0, "upload": 4.0, "retrieval": 5.0, "transfer": 6}
-    options = [word for name, price in given.items() for word in (f"--price-{name}", str(price))]
-    found = document("--metrics", metrics, "--over", MONTH, "--stored", "100GiB", *options)
-    assert dollars(found) == {
-        "PUT": 400.0,
-        "GET": 2_000.0,
-        "storage": 300.0,
-        "upload": 1_600.0,
-        "retrieval": 5_000.0,
-        "transfer": 6_000.0,
-    }
-
-
-def test_a_table_of_prices(metrics: str) -> None:
-    found = document(
-        "--metrics", metrics, "--over", MONTH, "--stored", "100GiB", "--prices", "us-east-1/express"
-    )
-    # 400 × $0.00113, 1,000 × $0.00003, 100 × $0.11, 400 × $0.0032, 1,000 × $0.0006
-    assert dollars(found) == {
-        "PUT": 0.452,
-        "GET": 0.03,
-        "storage": 11.0,
-        "upload": 1.28,
-        "retrieval": 0.6,
-        "transfer": 0.0,
-    }
-    assert DEFAULT in TABLE
 
 
 def test_what_is_saved(metrics: str) -> None:

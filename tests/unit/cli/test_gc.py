@@ -54,18 +54,6 @@ def test_the_command(run: Run, boto: Any) -> None:
     assert left(boto) == 5
 
 
-def test_a_bucket_that_keeps_versions(
-    run: Run, boto: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    keeping = {"Status": "Enabled"}
-    boto.put_bucket_versioning(Bucket=servers.BUCKET, VersioningConfiguration=keeping)
-    fill(boto)
-    assert run("gc", "--max-bytes", "0", "--yes").exit_code == 0
-    assert left(boto) == 0
-    told = [r.getMessage() for r in caplog.records if r.name.startswith("s3kv")]
-    assert len([message for message in told if "keeps versions" in message]) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

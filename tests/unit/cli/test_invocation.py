@@ -121,11 +121,6 @@ def test_a_missing_package_is_named(package: str) -> None:
     )
 
 
-def test_it_starts_without_torch() -> None:
-    done = start("import s3kv.cli.app, sys; print('torch' in sys.modules)")
-    assert done.stdout.strip() == "False", done.stderr
-
-
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell: str) -> None:
     main = "import s3kv.cli.__main__ as m; m.main()"

@@ -73,32 +73,6 @@ def test_sound_objects(run: Run, boto: Any) -> None:
     assert "20 objects" in run("verify").stdout
 
 
-def test_shards_of_several_sizes_in_one_namespace(run: Run, boto: Any) -> None:
-    """Ranks of other sizes put their shards of a chunk beside each other; each is judged alone."""
-    put(boto, PLACE.manifest, canonical_json(FINGERPRINT))
-    shards = {"h0-7of8-l0-31of32": 8, "h0-3of8-l0-31of32": 4, "h4-7of8-l0-31of32": 4}
-    keys: dict[str, str] = {}
-    for shard, heads in shards.items():
-        layer = TensorSpec("layers.0", "BF16", (heads, 2, 4), (), "HNC")
-        layout = ChunkFormat(PLACE.digest, (TensorSpec.of_layers("g0", 2, (layer,)),), 0, shard)
-        data = bytearray(layout.object_bytes)
-        layout.seal(Place.of(data, layout.header_bytes), block_hash(0))
-        keys[shard] = PLACE.chunk(ChunkKey(0, block_hash(0)), shard)
-        put(boto, keys[shard], bytes(data))
-        put(boto, PLACE.shape(shard), b"")
-    found = json.loads(run("verify", "--json").stdout)
-    assert (found["checked"], found["damaged"], found["unjudged"]) == (3, [], {})
-    whole, half, other = keys.values()
-    for copy, of in ((other, half), (half, whole)):
-        boto.copy_object(
-            Bucket=servers.BUCKET, Key=copy, CopySource={"Bucket": servers.BUCKET, "Key": of}
-        )
-    found = json.loads(run("verify", "--json").stdout)
-    assert {d["key"]: d["refusal"] for d in found["damaged"]} == dict.fromkeys(
-        (half, other), "shard"
-    )
-
-
 def test_damaged_objects_are_named_and_deleted_when_asked(run: Run, boto: Any) -> None:
     bad = {3: flipped(sealed(3)), 7: b"", 11: sealed(12), 13: sealed(13)[:-1]}
     fill(boto, bad)

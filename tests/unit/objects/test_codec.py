@@ -113,18 +113,14 @@ def test_header_is_aligned_for_any_number_of_layers(layers: int) -> None:
 
 
 def test_round_trip_by_parser() -> None:
-    header = read_header(sealed())
+    buffer = sealed()
+    header = read_header(buffer)
     assert header.tensors == FORMAT.tensors
     assert (header.namespace_digest, header.coverage, header.shard) == (DIGEST, 1, FORMAT.shard)
     assert (header.block_hash, header.algorithm) == (HASH, "xxh3-128")
     assert (header.first_block, header.blocks, len(header.digests)) == (3, 2, 3)
     assert header.payload_bytes == FORMAT.payload_bytes
-
-
-def test_header_alone_can_be_read() -> None:
-    buffer = sealed()
-    header = read_header(buffer[: FORMAT.header_bytes], object_bytes=len(buffer))
-    assert header == read_header(buffer)
+    assert read_header(buffer[: FORMAT.header_bytes], object_bytes=len(buffer)) == header
 
 
 def test_every_single_damaged_byte_is_refused() -> None:
@@ -134,14 +130,6 @@ def test_every_single_damaged_byte_is_refused() -> None:
         assert check(buffer) is not None, at
         buffer[at] ^= 0x01
     assert check(buffer) is None
-
-
-@given(at=st.integers(0, FORMAT.object_bytes - 1), value=st.integers(0, 255))
-def test_any_other_value_of_any_byte_is_refused(at: int, value: int) -> None:
-    buffer = sealed()
-    same = buffer[at] == value
-    buffer[at] = value
-    assert (check(buffer) is None) == same
 
 
 @given(nbytes=st.integers(0, 2 * FORMAT.object_bytes))
@@ -293,12 +281,6 @@ def test_a_list_of_other_digests_is_refused(change: Callable[[list[str]], list[s
     header = data[: FORMAT.header_bytes].rstrip()
     header = header.replace(",".join(digests).encode(), ",".join(change(digests)).encode())
     assert check(header.ljust(FORMAT.header_bytes) + data[FORMAT.header_bytes :]) == "digest"
-
-
-def test_damaged_payload_is_told_from_a_foreign_object() -> None:
-    buffer = sealed()
-    buffer[-1] ^= 0x80
-    assert check(buffer) == "digest"
 
 
 def test_format_is_plain_data() -> None:

@@ -43,14 +43,13 @@ def test_parser_survives_any_json(entry: Any, metadata: Any) -> None:
     [
         b"[" * 100_000,
         b"1" * 100_000,
-        b'{"t":1,"t":1}',
         b"[]",
         b"\xff\xfe",
         b'{"__metadata__":{},"t":{"dtype":"U8","shape":['
         + b"7," * 20
         + b'7],"data_offsets":[0,1]}}',
     ],
-    ids=["deep", "long number", "twice", "no object", "no text", "many dimensions"],
+    ids=["deep", "long number", "no object", "no text", "many dimensions"],
 )
 def test_parser_has_limits(text: bytes) -> None:
     with pytest.raises(CodecError):
@@ -75,7 +74,7 @@ def test_parser_survives_any_layers(layers: Any) -> None:
     }
     text = json.dumps(members).encode()
     data = memoryview(len(text).to_bytes(8, "little") + text + bytes(1))
-    if layers in ({}, {"t": []}, {"t": {}}, {"t": ""}):
+    if layers in ({}, {"t": []}):
         assert read_header(data).tensors[0].layers == ()
         return
     with pytest.raises(CodecError):

@@ -12,6 +12,7 @@ import pytest_asyncio
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
 from s3kv.place import Place
+from s3kv.stores.s3 import s3_store
 from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
@@ -41,8 +42,9 @@ class S3Suite(ObjectStoreSuite):
     ) -> AsyncIterator[BulkStore]:
         url, bucket, keys = place
         servers.set_credentials(monkeypatch, keys)
+        monkeypatch.setattr(s3_store, "PAGE_KEYS", 10)
         config = Config(bucket=bucket, endpoint_url=url)
-        store = S3Store(config, client(config, find_address(config)), page_keys=10)
+        store = S3Store(config, client(config, find_address(config)))
         yield store
         await store.close()
 

@@ -43,15 +43,12 @@ def test_the_oldest_go_and_no_more_than_must(seed: int) -> None:
         assert left + max(last) > max_bytes
 
 
-def test_without_limits_nothing_goes() -> None:
-    cut = counted([(1e9, 5)]).cut()
-    assert not cut.takes(1e9, 5)
-    assert not counted([(1e9, 5)]).cut(max_bytes=5).takes(1e9, 5)
-
-
 def test_of_one_second_only_as_much_as_must() -> None:
-    cut = counted([(1e9 + i / 10, 10) for i in range(10)]).cut(max_bytes=75)
-    assert [cut.takes(1e9 + i / 10, 10) for i in range(10)] == [True] * 3 + [False] * 7
+    ages = counted([(1e9 + i / 10, 10) for i in range(10)])
+    for limits, gone in (({}, 0), ({"max_bytes": 100}, 0), ({"max_bytes": 75}, 3)):
+        cut = ages.cut(**limits)
+        taken = [cut.takes(1e9 + i / 10, 10) for i in range(10)]
+        assert taken == [True] * gone + [False] * (10 - gone)
 
 
 @pytest.mark.parametrize("max_bytes", [None, 0, 1, 15, 29, 30, 31])

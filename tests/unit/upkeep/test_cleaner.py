@@ -18,7 +18,7 @@ from s3kv.objects import keys
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
-from s3kv.stores.store import Claim, ObjectInfo
+from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
 from s3kv.upkeep.cleaner import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Cleaner
@@ -110,23 +110,15 @@ class Line(MemoryStore):
         if self.error is not None:
             raise self.error
 
-    async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
-    ) -> ObjectInfo | None:
-        await self._pass()
-        return await self._bucket.get_into(key, place, claim)
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("get_into", "head", "put", "delete"):
+            return super().__getattribute__(name)
 
-    async def head(self, key: str) -> ObjectInfo | None:
-        await self._pass()
-        return await self._bucket.head(key)
+        async def passed(*arguments: Any, **options: Any) -> Any:
+            await self._pass()
+            return await getattr(self._bucket, name)(*arguments, **options)
 
-    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-        await self._pass()
-        return await self._bucket.put(key, place, if_absent=if_absent)
-
-    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-        await self._pass()
-        return await self._bucket.delete(key, if_etag=if_etag)
+        return passed
 
     async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
         await self._pass()
@@ -199,6 +191,14 @@ class Fleet:
             if every is not None:
                 every()
         assert self.loop.failures == []
+
+    def begin_with(self, objects: int, engines: int = 1) -> Engine:
+        """Start engines on a bucket with objects that are no more young; the first of them."""
+        for number in range(objects):
+            self.bucket.write(number)
+        self.loop.run_until(2 * MIN_AGE_S)
+        self.start(engines, max_bytes=BUDGET)
+        return self.engines[0]
 
     @property
     def sweepers(self) -> list[Engine]:
@@ -296,11 +296,7 @@ def test_one_engine_sweeps_and_another_goes_on_when_it_dies(fleet: Fleet) -> Non
 
 def test_one_that_was_stopped_in_a_sweep_deletes_nothing_when_it_wakes(fleet: Fleet) -> None:
     """What it has listed has been refreshed meanwhile."""
-    for number in range(300):
-        fleet.bucket.write(number)
-    fleet.loop.run_until(2 * MIN_AGE_S)
-    fleet.start(1, max_bytes=BUDGET)
-    (engine,) = fleet.engines
+    engine = fleet.begin_with(300)
     engine.line.stops_in_listing = 1
     fleet.loop.run_until(HOUR_S)
     assert not engine.line.runs.is_set()
@@ -316,11 +312,7 @@ def test_one_that_was_stopped_between_two_attempts_to_delete_deletes_nothing(
 ) -> None:
     """What it has listed has been written again meanwhile."""
     monkeypatch.setattr(listing, "PAUSES_S", (1.5 * LEASE_S,))  # as if it was stopped in the pause
-    for number in range(300):
-        fleet.bucket.write(number)
-    fleet.loop.run_until(2 * MIN_AGE_S)
-    fleet.start(1, max_bytes=BUDGET)
-    (engine,) = fleet.engines
+    engine = fleet.begin_with(300)
     engine.line.failing_deletions = 1
     while engine.line.failing_deletions:
         fleet.loop.run_until(fleet.loop.time() + 1.0)
@@ -332,10 +324,7 @@ def test_one_that_was_stopped_between_two_attempts_to_delete_deletes_nothing(
 
 
 def test_a_sweep_that_takes_long_keeps_its_lease(fleet: Fleet) -> None:
-    for number in range(3_000):
-        fleet.bucket.write(number)
-    fleet.loop.run_until(2 * MIN_AGE_S)
-    fleet.start(3, max_bytes=BUDGET)
+    fleet.begin_with(3_000, engines=3)
     for engine in fleet.engines:
         engine.line.page_s = LEASE_S / 25
     fleet.run(3, per_hour=0)
@@ -360,29 +349,25 @@ class Mean(random.Random):
         return (a + b) / 2
 
 
-@pytest.mark.parametrize("damaged", [b"\xff not JSON", b'{"holder": "\xe1("}', b"[]"])
-def test_a_lease_that_cannot_be_read_is_somebodys_until_it_is_old(
-    damaged: bytes, fleet: Fleet
+@pytest.mark.parametrize(
+    "lease",
+    [
+        *(b"\xff not JSON", b'{"holder": "\xe1("}', b"[]"),
+        *(b'{"holder": "x", "refresh_after_s": ' + after for after in (b"0}", b"0.0}", b"-0.0}")),
+    ],
+)
+def test_a_lease_that_makes_no_sense_is_somebodys_until_it_is_old(
+    lease: bytes, fleet: Fleet
 ) -> None:
-    fleet.bucket._objects[keys.cleaner("s3kv")] = (damaged, EPOCH_S)
-    fleet.start(1, max_bytes=BUDGET)
-    fleet.loop.run_until(LEASE_S - 1)
-    assert fleet.sweepers == []
-    fleet.run(1, per_hour=0)
-    assert len(fleet.sweepers) == 1
-
-
-@pytest.mark.parametrize("after", ["0", "0.0", "-0.0"])
-def test_a_lease_that_lets_objects_no_age_refreshes_none(after: str, fleet: Fleet) -> None:
-    """Anybody may have written it, and the age of an object is divided by it."""
-    lease = f'{{"holder": "x", "refresh_after_s": {after}}}'.encode()
+    """Anybody may have written it, and the age of an object is divided by what it says."""
     fleet.bucket._objects[keys.cleaner("s3kv")] = (lease, EPOCH_S)
     fleet.start(1, max_bytes=BUDGET)
-    (engine,) = fleet.engines
-    engine.refresh_after_s = 1.0
+    fleet.engines[0].refresh_after_s = 1.0
     fleet.loop.run_until(LEASE_S - 1)
     assert fleet.sweepers == []
-    assert engine.refresh_after_s == math.inf
+    assert fleet.engines[0].refresh_after_s == math.inf
+    fleet.run(1, per_hour=0)
+    assert len(fleet.sweepers) == 1
 
 
 def test_who_may_not_delete_says_so_once(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:

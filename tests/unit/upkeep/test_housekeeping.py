@@ -37,28 +37,57 @@ def with_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig, "handshake", handshake)
 
 
-@pytest.mark.usefixtures("with_manifest")
-async def test_nobody_waits_for_it(slab: Slab) -> None:
-    class Stuck(MemoryStore):
-        asked = asyncio.Event()
+class Bucket(MemoryStore):
+    """Answers reads of the manifest as told: `errors` are the next ones, and None is no answer."""
 
-        async def get_into(
-            self, key: str, place: Place, claim: Claim | None = None
-        ) -> ObjectInfo | None:
-            if key == rig.NAMESPACE.manifest:
-                self.asked.set()
+    def __init__(self, *errors: Exception | None) -> None:
+        super().__init__()
+        self.errors = list(errors)
+        self.asked, self.written = asyncio.Event(), asyncio.Event()
+
+    async def get_into(
+        self, key: str, place: Place, claim: Claim | None = None
+    ) -> ObjectInfo | None:
+        if key == rig.NAMESPACE.manifest and self.errors:
+            self.asked.set()
+            error = self.errors.pop(0)
+            if error is None:
                 await asyncio.Event().wait()
-            return await super().get_into(key, place, claim)
+            else:
+                raise error
+        return await super().get_into(key, place, claim)
 
-    store = Stuck()
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+        self.written.set()
+        return await super().put(key, place, if_absent=if_absent)
+
+
+@pytest.mark.usefixtures("with_manifest")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, ""),
+        (StoreDenied("s3:GetObject on"), "namespace's manifest cannot be read: s3:GetObject"),
+        (ZeroDivisionError("oops"), "ZeroDivisionError"),
+    ],
+    ids=["no answer", "denied", "a defect"],
+)
+async def test_nobody_waits_for_it(
+    slab: Slab, error: Exception | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What befalls it is said, a defect is counted, and jobs are served."""
+    store = Bucket(error)
     async with served(lambda _: store, slab) as (worker, serving):
         await worker.ready()
         await store.asked.wait()
         rig.fill(slab, 1, number=1)
         worker.say(rig.upload(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
+        defects = (await worker.settled()).counters["io_defects"]
+        assert defects == isinstance(error, ZeroDivisionError)
         worker.hang_up()
         await asyncio.wait_for(serving, 5)
+    assert said in caplog.text
 
 
 @pytest.mark.usefixtures("with_manifest")
@@ -66,24 +95,7 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
     slab: Slab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("s3kv.upkeep.housekeeping._INTRODUCTION_PAUSE_S", 0.01)
-
-    class Late(MemoryStore):
-        failures = 5
-        written = asyncio.Event()
-
-        async def get_into(
-            self, key: str, place: Place, claim: Claim | None = None
-        ) -> ObjectInfo | None:
-            if self.failures:
-                self.failures -= 1
-                raise StoreUnavailable("refused")
-            return await super().get_into(key, place, claim)
-
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            self.written.set()
-            return await super().put(key, place, if_absent=if_absent)
-
-    store = Late()
+    store = Bucket(*[StoreUnavailable("refused")] * 5)
     caplog.set_level(logging.INFO, "s3kv.io")
     async with served(lambda _: store, slab, max_attempts=1) as (worker, _):
         await worker.ready()
@@ -92,40 +104,6 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
             await asyncio.sleep(0.001)
     assert store._objects[rig.NAMESPACE.manifest][0] == b'{"model":"m"}'
     assert f"namespace {rig.NAMESPACE.root} is new" in caplog.messages[0]
-
-
-@pytest.mark.usefixtures("with_manifest")
-async def test_a_bucket_that_may_not_be_read_is_said_and_served(
-    slab: Slab, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Denied(MemoryStore):
-        async def get_into(
-            self, key: str, place: Place, claim: Claim | None = None
-        ) -> ObjectInfo | None:
-            raise StoreDenied("s3:GetObject on arn:aws:s3:::bkt")
-
-    async with served(lambda _: Denied(), slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(1))
-        assert (await worker.done(1))[1].outcome is Outcome.DENIED
-    assert "namespace's manifest cannot be read: s3:GetObject" in caplog.messages[0]
-
-
-@pytest.mark.usefixtures("with_manifest")
-async def test_a_defect_in_it_is_counted_and_costs_nothing(
-    slab: Slab, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Odd(MemoryStore):
-        async def folders(self, prefix: str, limit: int) -> list[str]:
-            raise ZeroDivisionError("oops")
-
-    async with served(lambda _: Odd(), slab) as (worker, _):
-        await worker.ready()
-        while (await worker.settled()).counters["io_defects"] == 0:
-            pass
-        worker.say(rig.fetch(1))
-        assert (await worker.done(1))[1].outcome is Outcome.MISSING
-    assert "ZeroDivisionError" in caplog.text
 
 
 async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(

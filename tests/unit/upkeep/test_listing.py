@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -12,7 +11,6 @@ from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects import keys
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
@@ -87,35 +85,3 @@ async def test_a_call_is_tried_again_only_while_the_store_is_unavailable(
     with pytest.raises(StoreError, match="refused"):
         await listing.tried(call)
     assert len(errors) == 1
-
-
-async def test_lanes_work_side_by_side_and_each_item_is_done_once() -> None:
-    done: list[tuple[int, int]] = []
-    begun = 0
-    all_at_work = asyncio.Event()
-
-    async def work(lane: int, item: int) -> None:
-        nonlocal begun
-        begun += 1
-        if begun == 3:
-            all_at_work.set()
-        await all_at_work.wait()
-        done.append((lane, item))
-
-    await in_lanes(3, in_turn(range(9)), work)
-    assert sorted(item for _, item in done) == list(range(9))
-    assert {lane for lane, _ in done} == {0, 1, 2}
-
-
-async def test_if_one_lane_fails_none_goes_on() -> None:
-    begun: list[int] = []
-
-    async def work(_: int, item: int) -> None:
-        begun.append(item)
-        if item == 1:
-            raise StoreError("planned")
-        await asyncio.Event().wait()
-
-    with pytest.raises(StoreError, match="planned"):
-        await in_lanes(2, in_turn(range(9)), work)
-    assert begun == [0, 1]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -37,15 +38,26 @@ class Bucket(MemoryStore):
         super().__init__(lambda: self.now_s)
         self.asked: Counter[str] = Counter()
         self.error: StoreError | None = None
+        """Of each copy."""
+        self.looks: list[StoreError] = []
+        """Of the next HEADs."""
+        self.hangs = False
+        """Whether copies and HEADs get no answer."""
 
     async def refresh(self, key: str, modified_s: float) -> bool:
         self.asked["refresh"] += 1
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
         return await super().refresh(key, modified_s)
 
     async def head(self, key: str) -> ObjectInfo | None:
         self.asked["head"] += 1
+        if self.looks:
+            raise self.looks.pop(0)
+        if self.hangs:
+            await asyncio.Event().wait()
         return await super().head(key)
 
     async def fill(self, *numbers: int) -> None:
@@ -204,14 +216,11 @@ async def test_a_store_that_refuses_is_left_alone_for_a_while(
     assert refresher.done == 1
 
 
-class Answers:
-    """Takes the answers to uses."""
+Answers = list[tuple[Outcome, float]]
 
-    def __init__(self) -> None:
-        self.given: list[tuple[Outcome, float]] = []
 
-    def __call__(self, outcome: Outcome, fresh_s: float) -> None:
-        self.given.append((outcome, fresh_s))
+def use_of(refresher: Refresher, key: str, answers: Answers) -> None:
+    refresher.use(key, lambda outcome, fresh_s: answers.append((outcome, fresh_s)))
 
 
 async def looked(refresher: Refresher, turns: int = 200) -> None:
@@ -273,11 +282,11 @@ async def test_a_use_that_is_reported_counts_as_a_hit() -> None:
     bucket.now_s += 2 * AFTER_S
     await bucket.fill(2)
     refresher, _ = make(bucket)
-    answers = Answers()
+    answers: Answers = []
     for number in (1, 2, 3):
-        refresher.use(rig.object_key(number), answers)
+        use_of(refresher, rig.object_key(number), answers)
     await looked(refresher)
-    old, young, gone = answers.given
+    old, young, gone = answers
     assert old[0] is young[0] is Outcome.EXISTS
     assert min(old[1], young[1]) >= AFTER_S
     assert gone[0] is Outcome.MISSING
@@ -305,11 +314,11 @@ async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it
     while bucket.now_s < end_s:
         bucket.now_s += AFTER_S / 200
         for replica in [one for one in replicas if due_s[one] <= bucket.now_s]:
-            answers = Answers()
-            replica.use(rig.object_key(1), answers)
+            answers: Answers = []
+            use_of(replica, rig.object_key(1), answers)
             for _ in range(50):
                 await asyncio.sleep(0)
-            ((outcome, fresh_s),) = answers.given
+            ((outcome, fresh_s),) = answers
             assert outcome is Outcome.EXISTS
             due_s[replica] = bucket.now_s + fresh_s
         oldest_s = max(oldest_s, *bucket.ages().values())
@@ -326,56 +335,43 @@ async def test_a_fleet_refreshes_an_object_once_per_interval_however_many_use_it
 async def test_what_cannot_be_looked_at_is_answered_all_the_same() -> None:
     bucket = Bucket()
     refresher, _ = make(bucket)
-    answers = Answers()
+    answers: Answers = []
     for number in range(MAX_WAITING + 7):
-        refresher.use(f"key-{number}", answers)
-    assert answers.given == [(Outcome.CANCELLED, 0.0)] * 7
+        use_of(refresher, f"key-{number}", answers)
+    assert answers == [(Outcome.CANCELLED, 0.0)] * 7
     refresher.give_up()
-    assert answers.given == [(Outcome.CANCELLED, 0.0)] * (MAX_WAITING + 7)
-    refresher.use("key", answers)
-    assert len(answers.given) == MAX_WAITING + 8, "at once: nobody looks any more"
+    assert answers == [(Outcome.CANCELLED, 0.0)] * (MAX_WAITING + 7)
+    use_of(refresher, "key", answers)
+    assert len(answers) == MAX_WAITING + 8, "at once: nobody looks any more"
 
 
 async def test_a_failed_look_is_an_answer_and_the_end_of_one_use() -> None:
     bucket = Bucket()
     await bucket.fill(1)
-    errors = [StoreUnavailable("500"), StoreDenied("403")]
-
-    async def head(key: str) -> ObjectInfo | None:
-        if errors:
-            raise errors.pop()
-        return await MemoryStore.head(bucket, key)
-
-    bucket.head = head  # type: ignore[method-assign]
+    bucket.looks = [StoreUnavailable("500"), StoreDenied("403")]
     refresher, _ = make(bucket)
-    answers = Answers()
+    answers: Answers = []
     for _ in range(3):
-        refresher.use(rig.object_key(1), answers)
+        use_of(refresher, rig.object_key(1), answers)
     await looked(refresher)
-    outcomes = [outcome for outcome, _ in answers.given]
-    assert outcomes == [Outcome.CANCELLED, Outcome.CANCELLED, Outcome.EXISTS]
+    assert [outcome for outcome, _ in answers] == [
+        Outcome.CANCELLED,
+        Outcome.CANCELLED,
+        Outcome.EXISTS,
+    ]
     assert refresher.failed == 2
 
 
 async def test_a_look_that_is_cut_short_is_answered_once() -> None:
     bucket = Bucket()
-    begun = asyncio.Event()
-
-    async def head(key: str) -> ObjectInfo | None:
-        begun.set()
-        await asyncio.sleep(3600)
-        raise AssertionError("nobody waits for it")
-
-    bucket.head = head  # type: ignore[method-assign]
+    bucket.hangs = True
     refresher, _ = make(bucket)
-    answers = Answers()
-    refresher.use("one", answers)
-    refresher.use("two", answers)
-    task = asyncio.ensure_future(refresher.look())
-    await begun.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert answers.given == [(Outcome.CANCELLED, 0.0)] * 2
+    answers: Answers = []
+    use_of(refresher, "one", answers)
+    use_of(refresher, "two", answers)
+    await looked(refresher)
+    assert bucket.asked["head"] == 1
+    assert answers == [(Outcome.CANCELLED, 0.0)] * 2
 
 
 @pytest.fixture(autouse=True)
@@ -383,23 +379,23 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refreshing, "PAUSE_S", 0.001)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async def wait() -> None:
-        while not condition():  # noqa: ASYNC110 nothing announces it
-            await asyncio.sleep(0.002)
+@contextlib.asynccontextmanager
+async def serving(bucket: Bucket, slab: Slab, **settings: Any) -> AsyncIterator[rig.Worker]:
+    async with served(lambda _: bucket, slab, **settings) as (worker, _):
+        await worker.ready()
+        yield worker
 
-    await asyncio.wait_for(wait(), 20)
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 nothing announces it
+        await asyncio.sleep(0.002)
 
 
 async def told(worker: rig.Worker, condition: Callable[[wire.Stats], bool]) -> wire.Stats:
-    """What the process says of itself once that is so."""
-
-    async def wait() -> wire.Stats:
-        while not condition(stats := await worker.settled()):  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-        return stats
-
-    return await asyncio.wait_for(wait(), 20)
+    """The process's statistics once that is so."""
+    while not condition(stats := await worker.settled()):  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+    return stats
 
 
 async def refreshed(worker: rig.Worker, count: int) -> wire.Stats:
@@ -410,8 +406,7 @@ async def test_a_process_refreshes_what_it_reads_and_what_it_finds(slab: Slab) -
     bucket = Bucket()
     await bucket.fill(1, 2, 3)
     bucket.now_s += 2 * AFTER_S
-    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        await worker.ready()
+    async with serving(bucket, slab, refresh_after_s=AFTER_S) as worker:
         rig.fill(slab, 2, 2)
         worker.say(rig.fetch(1), rig.upload(2))
         ends = await worker.done(2)
@@ -428,8 +423,7 @@ async def test_what_does_not_verify_is_not_refreshed(slab: Slab) -> None:
     await bucket.put(rig.object_key(1), Place.of(b"bad" * 1000), if_absent=True)
     await bucket.fill(2)
     bucket.now_s += 2 * AFTER_S
-    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        await worker.ready()
+    async with serving(bucket, slab, refresh_after_s=AFTER_S) as worker:
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.CORRUPT
         worker.say(rig.fetch(2))
@@ -440,18 +434,15 @@ async def test_what_does_not_verify_is_not_refreshed(slab: Slab) -> None:
 
 async def test_a_copy_that_fails_is_nobody_elses_affair(slab: Slab) -> None:
     bucket = Bucket()
-    await bucket.fill(1, 2)
+    await bucket.fill(1)
     bucket.now_s += 2 * AFTER_S
     bucket.error = StoreUnavailable("503")
-    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        await worker.ready()
+    async with serving(bucket, slab, refresh_after_s=AFTER_S) as worker:
         worker.say(rig.fetch(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK
         stats = await told(worker, lambda stats: stats.counters["io_refresh_failed"] == 1)
         others = ("io_retries", "io_throttled", "io_window_cuts", "io_defects")
         assert [stats.counters[name] for name in others] == [0, 0, 0, 0]
-        worker.say(rig.fetch(2))
-        assert (await worker.done(1))[2].outcome is Outcome.OK
 
 
 def use(job_id: int) -> BucketJob:
@@ -485,37 +476,22 @@ async def test_a_process_says_of_what_is_used_whether_it_is_there(
 
 async def test_a_shutdown_answers_the_uses_that_wait(slab: Slab) -> None:
     bucket = Bucket()
-    begun = asyncio.Event()
-
-    async def head(key: str) -> ObjectInfo | None:
-        begun.set()
-        await asyncio.Event().wait()
-        return None
-
-    bucket.head = head  # type: ignore[method-assign]
-    async with served(lambda _: bucket, slab) as (worker, _):
-        await worker.ready()
+    bucket.hangs = True
+    async with serving(bucket, slab) as worker:
         worker.say(use(1), use(2))
-        await begun.wait()
+        await until(lambda: bucket.asked["head"] > 0)
         worker.say(wire.Drain(5.0))
         ends = await worker.done(2)
         assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
         assert await worker.hear() == wire.Drained(0)
 
 
-class Hanging(Bucket):
-    async def refresh(self, key: str, modified_s: float) -> bool:
-        self.asked["refresh"] += 1
-        await asyncio.Event().wait()
-        return True
-
-
 async def test_a_shutdown_does_not_wait_for_copies(slab: Slab) -> None:
-    bucket = Hanging()
+    bucket = Bucket()
     await bucket.fill(1)
     bucket.now_s += 2 * AFTER_S
-    async with served(lambda _: bucket, slab, refresh_after_s=AFTER_S) as (worker, _):
-        await worker.ready()
+    bucket.hangs = True
+    async with serving(bucket, slab, refresh_after_s=AFTER_S) as worker:
         worker.say(rig.fetch(1))
         await worker.done(1)
         await until(lambda: bucket.asked["refresh"] > 0)
@@ -539,8 +515,7 @@ async def test_where_it_is_off_nothing_is_copied(
     bucket.now_s += 1e9
     config = rig.Config(**{"bucket": "bkt", **settings})
     greeting = rig.handshake(config)
-    async with served(lambda _: bucket, slab, greeting=greeting) as (worker, _):
-        await worker.ready()
+    async with serving(bucket, slab, greeting=greeting) as worker:
         worker.say(rig.fetch(1))
         await worker.done(1)
         await asyncio.sleep(0.05)
@@ -552,8 +527,7 @@ async def test_the_manifest_stays_as_young_as_the_chunks(slab: Slab) -> None:
     bucket = Bucket()
     greeting = rig.handshake(rig.Config(bucket="bkt", refresh_after_s=0.01))
     named = msgspec.structs.replace(greeting, manifest=b"{}")
-    async with served(lambda _: bucket, slab, greeting=named) as (worker, _):
-        await worker.ready()
+    async with serving(bucket, slab, greeting=named) as worker:
         await until(lambda: rig.NAMESPACE.manifest in bucket._objects)
         bucket.now_s += 100
         await refreshed(worker, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lab.memory_store import MemoryStore
-from s3kv.errors import StoreDenied, StoreUnavailable
+from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.objects.keys import Namespace, canonical_json, fingerprint_digest, parse_sign
 from s3kv.objects.manifest import MAX_MANIFEST_BYTES, leaves
 from s3kv.place import Place
@@ -62,18 +62,6 @@ async def test_the_shapes_of_every_engine_are_listed_beside_it() -> None:
     assert all(info.nbytes == 0 and parse_sign(info.key) == namespace for info in shapes)
 
 
-async def test_a_store_that_takes_no_shapes_still_tells_the_namespace() -> None:
-    class Full(MemoryStore):
-        async def put(self, key: str, place: Place, *, if_absent: bool = False) -> bool:
-            if "/shapes/" in key:
-                raise StoreUnavailable("507 disk full")
-            return await super().put(key, place, if_absent=if_absent)
-
-    namespace, manifest = place(BASE)
-    said = await introduce(Full(), Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
-    assert f"{namespace.root} is new" in said
-
-
 async def test_a_new_one_is_explained_by_the_nearest_field_by_field() -> None:
     store = MemoryStore()
     far = changed(dtype="torch.float16", name="other") | {"chunk_tokens": 512}
@@ -98,16 +86,28 @@ async def test_many_differences_are_cut_short() -> None:
     assert len(said) < 2_000
 
 
-async def test_a_bucket_that_may_only_be_read() -> None:
-    class ReadOnly(MemoryStore):
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            raise StoreDenied("s3:PutObject")
+class Refusing(MemoryStore):
+    """Takes no object whose key has this in it."""
 
-    store = ReadOnly()
+    def __init__(self, part: str, error: StoreError) -> None:
+        super().__init__()
+        self._part, self._error = part, error
+
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+        if self._part in key:
+            raise self._error
+        return await super().put(key, place, if_absent=if_absent)
+
+
+async def test_a_bucket_that_may_only_be_read_or_is_full() -> None:
+    store = Refusing("", StoreDenied("s3:PutObject"))
     assert "is new (it has no manifest: writing one was denied)" in await meet(store, BASE)
     namespace, manifest = place(BASE)
     await MemoryStore.put(store, namespace.manifest, Place.of(manifest), if_absent=True)
     assert "is known" in await meet(store, BASE)
+    full = Refusing("/shapes/", StoreUnavailable("507 disk full"))
+    said = await introduce(full, Registration(namespace, manifest, ["h0-7of8-l0-31of32"]))
+    assert f"{namespace.root} is new" in said
 
 
 HOSTILE = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
+from s3kv.stores.store import BulkStore, Claim, ObjectInfo
 from tests import servers
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
@@ -46,17 +47,25 @@ def test_no_bandwidth_if_none_is_wanted(run: Run) -> None:
     assert found["bandwidth"]["detail"] == "not checked with --bandwidth 0"
 
 
-async def examined(store: ObjectStore, wall_s: float = 0.0, **settings: Any) -> dict[str, Finding]:
-    config = Config(bucket="bkt", **settings)
+async def examined(
+    store: BulkStore | Callable[[Config], BulkStore],
+    wall_s: float = 0.0,
+    *,
+    bucket: str = "bkt",
+    bandwidth_bytes: int = 1000,
+    read_only: bool = False,
+    **settings: Any,
+) -> dict[str, Finding]:
+    """Findings by check. store: the one to examine, or what opens one."""
     examination = BucketExamination(
-        lambda _: store,
-        config,
+        store if callable(store) else lambda _: store,
+        Config(bucket=bucket, **settings),
         "s3kv/doctor/1",
-        bandwidth_bytes=1000,
+        bandwidth_bytes=bandwidth_bytes,
         clock_s=lambda: 0.0,
         wall_s=lambda: wall_s,
     )
-    return {finding.check: finding for finding in await examination.run(read_only=False)}
+    return {finding.check: finding for finding in await examination.run(read_only=read_only)}
 
 
 @pytest.mark.parametrize(
@@ -92,15 +101,7 @@ async def test_what_a_trial_wrote_is_named_if_it_cannot_be_deleted() -> None:
             return await super().put(key, place, if_absent=if_absent)
 
     store, opened = Demanding(), list[Config]()
-    examination = BucketExamination(
-        lambda config: opened.append(config) or store,
-        Config(bucket="bkt"),
-        "s3kv/doctor/1",
-        bandwidth_bytes=0,
-        clock_s=lambda: 0.0,
-        wall_s=lambda: 0.0,
-    )
-    found = {finding.check: finding for finding in await examination.run(read_only=False)}
+    found = await examined(lambda config: opened.append(config) or store, bandwidth_bytes=0)
     assert "set put_headers to" in found["put"].remedy
     assert "s3kv/doctor/1 is left behind" in found["delete"].detail
 
@@ -258,15 +259,9 @@ async def test_the_other_addressing_is_tried(style: str) -> None:
                 raise StoreUnavailable("no such host", code="unresolved")
             return False
 
-    examination = BucketExamination(
-        lambda config: Particular(config.addressing_style == style),
-        Config(bucket="bkt"),
-        "s3kv/doctor/1",
-        bandwidth_bytes=0,
-        clock_s=lambda: 0.0,
-        wall_s=lambda: 0.0,
+    found = await examined(
+        lambda config: Particular(config.addressing_style == style), read_only=True
     )
-    found = {finding.check: finding for finding in await examination.run(read_only=True)}
     assert found["list"].status == "fault"
     assert found["list"].remedy == f"set addressing_style to {style!r}"
 
@@ -279,15 +274,7 @@ async def test_a_directory_bucket_needs_a_session() -> None:
         async def head(self, key: str) -> ObjectInfo | None:
             raise AssertionError("not asked after a fault")
 
-    examination = BucketExamination(
-        lambda _: Refusing(clock=lambda: 0.0),
-        Config(bucket="bkt--use1-az4--x-s3"),
-        "s3kv/doctor/1",
-        bandwidth_bytes=0,
-        clock_s=lambda: 0.0,
-        wall_s=lambda: 0.0,
-    )
-    found = {finding.check: finding for finding in await examination.run(read_only=True)}
+    found = await examined(Refusing(), bucket="bkt--use1-az4--x-s3", read_only=True)
     assert "allow s3express:CreateSession on arn:aws:s3express:" in found["list"].remedy
 
 

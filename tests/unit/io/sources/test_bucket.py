@@ -4,6 +4,7 @@ And objects whose header and payload lie apart."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections import Counter
@@ -20,7 +21,7 @@ from s3kv.errors import StoreDenied
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.sources import bucket as source
-from s3kv.io.sources.quarantine import SUSPECT_S, Quarantine
+from s3kv.io.sources.quarantine import SUSPECT_S
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import SEGMENT_BYTES, ChunkFormat
@@ -287,28 +288,23 @@ async def test_a_reading_that_was_damaged_deletes_nothing(
     assert bucket.asked["delete"] == 0
 
 
+@pytest.mark.parametrize("conditional", [True, False])
 async def test_what_another_engine_repaired_meanwhile_stays(
-    deleting: Worker, bucket: Bucket
+    deleting: Worker, bucket: Bucket, slab: Slab, conditional: bool
 ) -> None:
+    """Without conditional deletes a lost race costs a miss."""
     await bucket.hold(BAD)
     bucket.repair_before_delete = GOOD
+    bucket.conditional_deletes = conditional
     end = await fetch(deleting)
     assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
-    assert end.detail.endswith("another process has replaced it")
-    assert await bucket.held() == GOOD
-    bucket.repair_before_delete = None
+    if conditional:
+        assert end.detail.endswith("another process has replaced it")
+        assert await bucket.held() == GOOD
+    else:
+        assert (await fetch(deleting)).outcome is Outcome.MISSING
+        assert await upload(deleting, slab) is Outcome.OK
     assert (await fetch(deleting)).outcome is Outcome.OK
-
-
-async def test_without_conditional_deletes_a_lost_race_costs_a_miss(
-    deleting: Worker, bucket: Bucket, slab: Slab
-) -> None:
-    await bucket.hold(BAD)
-    bucket.repair_before_delete = GOOD
-    bucket.conditional_deletes = False
-    assert (await fetch(deleting)).outcome is Outcome.CORRUPT
-    assert (await fetch(deleting)).outcome is Outcome.MISSING
-    assert await upload(deleting, slab) is Outcome.OK
 
 
 async def test_one_that_is_gone_at_the_second_look_is_not_deleted(
@@ -337,8 +333,6 @@ async def test_one_that_may_not_be_deleted_is_ignored(
 async def test_a_cancelled_second_look_leaves_it_for_the_next(
     deleting: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncio
-
     await bucket.hold(BAD)
     held = asyncio.Event()
 
@@ -354,17 +348,3 @@ async def test_a_cancelled_second_look_leaves_it_for_the_next(
     assert (await deleting.done(1))[3].outcome is Outcome.CANCELLED
     monkeypatch.undo()
     assert (await fetch(deleting)).detail.endswith("it has been deleted")
-
-
-@pytest.mark.parametrize("event", ["bars", "bad", "exists"])
-async def test_it_is_noticed_that_a_quarantine_does_not_do(
-    event: str, ignoring: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without each of its verbs, what the tests above promise does not hold."""
-    monkeypatch.setattr(Quarantine, event, lambda *_, **__: None)
-    await bucket.hold(BAD)
-    reasons = []
-    for _ in range(3):
-        reasons.append((await fetch(ignoring)).reason)
-        await upload(ignoring, slab)
-    assert reasons != ["digest", "digest", "quarantined"]

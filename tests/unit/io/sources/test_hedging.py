@@ -14,8 +14,8 @@ from s3kv.stores.store import Claim
 Play = Callable[[Claim], Awaitable[int]]
 
 
-def lateness(percent: float = 3.0, requests: int = 1000) -> Lateness:
-    it = Lateness(percent)
+def lateness(requests: int) -> Lateness:
+    it = Lateness(3.0)
     for i in range(requests):
         it.sent()
         it.began(0.010 if i % 10 else 0.100)
@@ -35,11 +35,6 @@ def test_before_there_is_a_measure_late_is_what_is_late_at_s3() -> None:
     assert it.late_s(LAST) == it.late_s(1) == pytest.approx(3 * 0.01)
 
 
-def test_the_first_reads_may_be_sent_again() -> None:
-    it = lateness(requests=0)
-    assert sum(it.take() for _ in range(1000)) == 8
-
-
 def test_late_is_what_few_others_are() -> None:
     it = Lateness(3.0)
     for i in range(320):
@@ -49,22 +44,20 @@ def test_late_is_what_few_others_are() -> None:
     assert it.late_s(LAST) == pytest.approx(1.5 * 0.095, abs=0.01)  # thrice the median is later
 
 
-def test_only_a_few_percent_are_sent_again() -> None:
-    it = lateness(percent=3.0, requests=0)
-    hedges = 0
+@pytest.mark.parametrize(("percent", "hedges"), [(3.0, 8 + 30), (0.0, 0)])
+def test_only_a_few_percent_are_sent_again(percent: float, hedges: int) -> None:
+    it = Lateness(percent)
+    taken = 0
     for _ in range(1000):
         it.sent()
-        hedges += it.take()
-    assert hedges == pytest.approx(8 + 30, abs=1)
+        taken += it.take()
+    assert taken == pytest.approx(hedges, abs=1)
 
 
-def test_what_was_not_needed_is_not_saved_up() -> None:
-    it = lateness(percent=3.0, requests=100_000)
+@pytest.mark.parametrize("reads", [0, 100_000])
+def test_a_budget_that_was_not_needed_is_not_saved_up(reads: int) -> None:
+    it = lateness(requests=reads)
     assert sum(it.take() for _ in range(1000)) == 8
-
-
-def test_none_are_when_it_is_turned_off() -> None:
-    assert not lateness(percent=0.0).take()
 
 
 class Reads:
@@ -92,11 +85,6 @@ async def test_the_last_reads_are_late_earlier() -> None:
     assert not second.done()
 
 
-async def test_a_read_that_is_the_last_from_the_start_is_late_by_the_clock() -> None:
-    (read,) = Reads().send(1)
-    await asyncio.wait_for(read, 30)
-
-
 async def test_a_read_is_not_late_because_others_were_the_last_before() -> None:
     reads = Reads()
     (first,) = reads.send(1)
@@ -114,7 +102,7 @@ async def test_all_reads_are_late_in_the_end(monkeypatch: pytest.MonkeyPatch) ->
     await asyncio.wait_for(asyncio.gather(*early, *late), 30)
 
 
-async def test_reads_are_counted_until_their_first_byte() -> None:
+async def test_reads_are_counted_until_their_first_byte_and_late_by_the_clock() -> None:
     reads = Reads()
     first, second = reads.send(2)
     assert len(reads.them) == 2
@@ -204,12 +192,9 @@ async def test_nothing_is_sent_twice_without_need_or_leave() -> None:
     requests = Requests(body(0.03, 0.0, 7), quick)
     assert await run(requests, may=False) == (7, False)
     assert requests.sent == 1
-
-
-async def test_a_body_on_its_way_is_not_late() -> None:
     requests = Requests(body(0.0, 0.05, 7), quick)
-    assert await run(requests, late_s=0.01) == (7, False)
-    assert requests.sent == 1
+    assert await run(requests) == (7, False)
+    assert requests.sent == 1, "a body on its way is not late"
 
 
 async def test_the_first_may_still_win_and_ends_the_second() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 import pytest
@@ -15,52 +15,30 @@ from s3kv.io.sources.pacing import Pacing, Window
 from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 
-Play = Callable[[Claim], Awaitable[int]]
 
-
-# ---- the window
-
-
-def test_a_throttled_answer_halves_it() -> None:
-    window = Window(32)
-    window.throttled(0.0, 1.0)
-    assert (window.size, window.is_cut, window.cuts) == (16, True, 1)
-
-
-def test_one_overload_cuts_once() -> None:
+def test_one_overload_halves_it_once_and_it_never_closes() -> None:
     """All requests that were under way then are refused; only the first says something new."""
     window = Window(32)
     for i in range(32):
         window.throttled(0.0, 1.0 + i / 100)
-    assert window.size == 16
-    window.throttled(1.0, 2.0)
-    assert window.size == 8
-
-
-def test_it_never_closes() -> None:
-    window = Window(4)
-    for i in range(50):
-        window.throttled(float(i), float(i))
-    assert window.size == 1
+    assert (window.size, window.is_cut, window.cuts) == (16, True, 1)
+    for i in range(1, 50):
+        window.throttled(float(i), float(i + 1))
+    assert (window.size, window.cuts) == (1, 5)
 
 
 def test_a_full_window_grows_by_one_per_round() -> None:
     window = Window(32)
     window.throttled(0.0, 1.0)
+    for _ in range(1000):
+        window.answered(running=3)
+    assert window.size == 16, "it is not used"
     for _ in range(17):
         window.answered(running=16)
     assert window.size == 17
     for _ in range(10_000):
         window.answered(running=window.size)
     assert (window.size, window.is_cut) == (32, False)
-
-
-def test_a_window_that_is_not_used_does_not_grow() -> None:
-    window = Window(32)
-    window.throttled(0.0, 1.0)
-    for _ in range(1000):
-        window.answered(running=3)
-    assert window.size == 16
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -121,33 +99,27 @@ async def test_a_late_read_is_sent_a_second_time() -> None:
     assert (store.asked, pacing.hedges, pacing.hedges_won) == (["k", "k"], 1, 1)
 
 
-async def test_no_second_request_when_nobody_waits_any_more() -> None:
+async def throttled() -> None:
+    raise StoreThrottled("slow down")
+
+
+@pytest.mark.parametrize("throttles", [True, False])
+async def test_no_second_request_when_nobody_waits_or_the_store_throttles(
+    throttles: bool,
+) -> None:
     pacing, store = await paced()
-    get = partial(store.get_into, "k", Place.of(bytearray(4)))
-    read = pacing.read(get, until_s=asyncio.get_running_loop().time())
-    with pytest.raises(asyncio.TimeoutError):
-        await asyncio.wait_for(read, 0.3)
-    assert (store.asked, pacing.hedges) == (["k"], 0)
-
-
-async def test_no_second_request_while_the_store_throttles() -> None:
-    async def throttled() -> None:
-        raise StoreThrottled("slow down")
-
-    pacing, store = await paced()
-    with pytest.raises(StoreThrottled):
-        await pacing.send(throttled)
-    assert (pacing.throttled, pacing.window.size) == (1, 4)
-    read = pacing.read(partial(store.get_into, "k", Place.of(bytearray(4))))
+    if throttles:
+        with pytest.raises(StoreThrottled):
+            await pacing.send(throttled)
+        assert (pacing.throttled, pacing.window.size) == (1, 4)
+    until_s = math.inf if throttles else asyncio.get_running_loop().time()
+    read = pacing.read(partial(store.get_into, "k", Place.of(bytearray(4))), until_s=until_s)
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(read, 0.3)
     assert (store.asked, pacing.hedges) == (["k"], 0)
 
 
 async def test_answers_to_a_full_window_open_it_again() -> None:
-    async def throttled() -> None:
-        raise StoreThrottled("slow down")
-
     async def answered() -> None:
         await asyncio.sleep(0)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -15,13 +17,14 @@ from s3kv.errors import StoreDenied, StoreThrottled, StoreUnavailable, StoreUnra
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.sources.ranges import cut
+from s3kv.messages import JobEnd
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import Integrity
 from s3kv.place import Place
 from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
-from tests.unit.io.rig import served
+from tests.unit.io.rig import Worker, served
 
 RANGE_BYTES = 4096
 RANGES = rig.FORMAT.object_bytes // RANGE_BYTES
@@ -83,8 +86,20 @@ async def bucket() -> Bucket:
     return Bucket()
 
 
-def fetching(bucket: Bucket, slab: Slab, **settings: Any) -> Any:
-    return served(lambda _: bucket, slab, **({"range_bytes": RANGE_BYTES} | settings))
+@contextlib.asynccontextmanager
+async def fetching(bucket: Bucket, slab: Slab, **settings: Any) -> AsyncIterator[Worker]:
+    """A process that reads in ranges; it has given back all places in the end."""
+    settings = {"range_bytes": RANGE_BYTES} | settings
+    async with served(lambda _: bucket, slab, **settings) as (worker, _):
+        await worker.ready()
+        yield worker
+        assert bucket.running == 0
+        assert (await worker.settled()).running == 0
+
+
+async def fetched(worker: Worker) -> JobEnd:
+    worker.say(rig.fetch(3, number=1))
+    return (await worker.done(1))[3]
 
 
 async def until(condition: Any) -> None:
@@ -102,24 +117,19 @@ def test_ranges_are_the_whole_object(nbytes: int, count: int) -> None:
 
 async def test_a_large_object_comes_in_ranges(bucket: Bucket, slab: Slab) -> None:
     await bucket.hold(rig.sealed(1))
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        end = (await worker.done(1))[3]
+    async with fetching(bucket, slab) as worker:
+        end = await fetched(worker)
         assert (end.outcome, end.nbytes) == (Outcome.OK, rig.FORMAT.object_bytes)
         assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
         assert len(bucket.asked) == bucket.asked.total() == bucket.most == RANGES
         assert None not in bucket.asked
-        assert (await worker.settled()).running == 0
 
 
 @pytest.mark.parametrize("range_bytes", [0, rig.FORMAT.object_bytes // 2 + 1])
 async def test_a_small_object_comes_whole(bucket: Bucket, slab: Slab, range_bytes: int) -> None:
     await bucket.hold(rig.sealed(1))
-    async with fetching(bucket, slab, range_bytes=range_bytes) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        assert (await worker.done(1))[3].outcome is Outcome.OK
+    async with fetching(bucket, slab, range_bytes=range_bytes) as worker:
+        assert (await fetched(worker)).outcome is Outcome.OK
         assert bucket.asked == {None: 1}
 
 
@@ -141,10 +151,8 @@ async def test_an_object_that_is_replaced_meanwhile_is_never_mixed(
     bucket.after = [old] * (answered - 1) + [new]
     greeting = rig.handshake(Config(bucket="bkt"))
     greeting = msgspec.structs.replace(greeting, integrity=Integrity(mode))
-    async with fetching(bucket, slab, greeting=greeting) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        end = (await worker.done(1))[3]
+    async with fetching(bucket, slab, greeting=greeting) as worker:
+        end = await fetched(worker)
         assert end.outcome is Outcome.OK, end.detail
         assert bytes(rig.slot(slab, 3)[: layout.object_bytes]) == new
         assert bucket.asked[None] == 1
@@ -157,10 +165,8 @@ async def test_a_range_that_fails_is_sent_again_alone(
     await bucket.hold(rig.sealed(1))
     first = cut(rig.FORMAT.object_bytes, RANGES)[2].start
     bucket.errors = {first: [error, error]}
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        assert (await worker.done(1))[3].outcome is Outcome.OK
+    async with fetching(bucket, slab) as worker:
+        assert (await fetched(worker)).outcome is Outcome.OK
         assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
         assert bucket.asked.pop(first) == 3
         assert set(bucket.asked.values()) == {1}
@@ -175,48 +181,32 @@ async def test_a_range_that_stays_away_ends_the_fetch(
 ) -> None:
     await bucket.hold(rig.sealed(1))
     bucket.errors = {0: [error] * 3}
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        assert (await worker.done(1))[3].outcome is outcome
-        assert bucket.running == 0
-        assert (await worker.settled()).running == 0
+    async with fetching(bucket, slab) as worker:
+        assert (await fetched(worker)).outcome is outcome
         bucket.errors.clear()
-        worker.say(rig.fetch(3, number=1))
-        assert (await worker.done(1))[3].outcome is Outcome.OK
+        assert (await fetched(worker)).outcome is Outcome.OK
 
 
 async def test_an_object_that_is_not_there(bucket: Bucket, slab: Slab) -> None:
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        assert (await worker.done(1))[3].outcome is Outcome.MISSING
-        assert bucket.asked[None] == bucket.running == 0
-        assert (await worker.settled()).running == 0
+    async with fetching(bucket, slab) as worker:
+        assert (await fetched(worker)).outcome is Outcome.MISSING
+        assert bucket.asked[None] == 0
 
 
-@pytest.mark.parametrize("nbytes", [3, 4096 * 3, rig.FORMAT.object_bytes - 1])
-async def test_an_object_that_is_too_short(bucket: Bucket, slab: Slab, nbytes: int) -> None:
+LENGTHS = [3, 4096 * 3, rig.FORMAT.object_bytes - 1, rig.FORMAT.object_bytes + 1]
+
+
+@pytest.mark.parametrize("nbytes", LENGTHS)
+async def test_an_object_of_another_length(bucket: Bucket, slab: Slab, nbytes: int) -> None:
     """That is not the fault of the store's ranges: the next object comes in some again."""
-    await bucket.hold(rig.sealed(1)[:nbytes])
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        end = (await worker.done(1))[3]
+    await bucket.hold((rig.sealed(1) + b"x")[:nbytes])
+    async with fetching(bucket, slab) as worker:
+        end = await fetched(worker)
         assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
         bucket.asked.clear()
         worker.say(rig.fetch(4, number=4))
         assert (await worker.done(1))[4].outcome is Outcome.MISSING
         assert None not in bucket.asked
-
-
-async def test_an_object_that_is_too_long(bucket: Bucket, slab: Slab) -> None:
-    await bucket.hold(rig.sealed(1) + b"x")
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        end = (await worker.done(1))[3]
-        assert (end.outcome, end.reason) == (Outcome.CORRUPT, "length")
 
 
 @pytest.mark.parametrize("at", [100, rig.FORMAT.header_bytes, rig.FORMAT.object_bytes - 1])
@@ -225,10 +215,8 @@ async def test_a_bad_object_is_read_whole_before_it_is_deleted(
 ) -> None:
     good = rig.sealed(1)
     await bucket.hold(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-    async with fetching(bucket, slab, on_corrupt="delete") as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(3, number=1))
-        end = (await worker.done(1))[3]
+    async with fetching(bucket, slab, on_corrupt="delete") as worker:
+        end = await fetched(worker)
         assert end.outcome is Outcome.CORRUPT
         assert bucket.asked[None] == 1
         assert await bucket.head(KEY) is None
@@ -238,11 +226,9 @@ async def test_a_store_without_ranges_is_asked_for_none_again(bucket: Bucket, sl
     await bucket.hold(rig.sealed(1))
     firsts = [bounds.start for bounds in cut(rig.FORMAT.object_bytes, RANGES)]
     bucket.errors = {first: [StoreUnranged("200")] * 9 for first in firsts}
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
+    async with fetching(bucket, slab) as worker:
         for _ in range(3):
-            worker.say(rig.fetch(3, number=1))
-            assert (await worker.done(1))[3].outcome is Outcome.OK
+            assert (await fetched(worker)).outcome is Outcome.OK
         assert bytes(rig.slot(slab, 3)) == rig.sealed(1)
         assert bucket.asked.pop(None) == 3
         assert set(bucket.asked.values()) <= {1}
@@ -252,23 +238,19 @@ async def test_a_cancelled_fetch_ends_after_its_ranges(bucket: Bucket, slab: Sla
     await bucket.hold(rig.sealed(1))
     bucket.gate.clear()
     bucket.unwound.clear()
-    async with fetching(bucket, slab) as (worker, _):
-        await worker.ready()
+    async with fetching(bucket, slab) as worker:
         worker.say(rig.fetch(3, number=1))
         await until(lambda: bucket.running == RANGES)
         worker.say(wire.Cancel(3))
         assert (await worker.settled()).running == RANGES
         bucket.unwound.set()
         assert (await worker.done(1))[3].outcome is Outcome.CANCELLED
-        assert bucket.running == 0
-        assert (await worker.settled()).running == 0
 
 
 async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> None:
     """Three fetches share eight of them. A fourth waits for the first range that ends."""
     bucket.gate.clear()
-    async with fetching(bucket, slab, max_inflight_requests=8) as (worker, _):
-        await worker.ready()
+    async with fetching(bucket, slab, max_inflight_requests=8) as worker:
         worker.say(*(rig.fetch(number) for number in range(3)))
         await until(lambda: bucket.running == 6)
         assert (await worker.settled()).running == 6
@@ -279,16 +261,13 @@ async def test_ranges_take_places_of_the_window(bucket: Bucket, slab: Slab) -> N
         ends = await worker.done(7)
         assert {end.outcome for end in ends.values()} == {Outcome.MISSING}
         assert bucket.most <= 8
-        assert (await worker.settled()).running == 0
 
 
 async def test_a_late_range_is_hedged(bucket: Bucket, slab: Slab) -> None:
     await bucket.hold(rig.sealed(1))
-    async with fetching(bucket, slab, hedge_percent=100.0) as (worker, _):
-        await worker.ready()
+    async with fetching(bucket, slab, hedge_percent=100.0) as worker:
         for _ in range(8):  # until it is known what is late
-            worker.say(rig.fetch(3, number=1))
-            assert (await worker.done(1))[3].outcome is Outcome.OK
+            assert (await fetched(worker)).outcome is Outcome.OK
         rig.slot(slab, 3)[:] = bytes(rig.FORMAT.object_bytes)
         bucket.asked.clear()
         bucket.gate.clear()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from s3kv.io.sources.staging import StagingMemory
+
+
+@pytest.fixture(autouse=True)
+def most_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("s3kv.io.sources.staging.MOST_BYTES", 100)
 
 
 async def hold(staging: StagingMemory, until: asyncio.Event, *lengths: int) -> int:
@@ -15,7 +22,7 @@ async def hold(staging: StagingMemory, until: asyncio.Event, *lengths: int) -> i
 
 
 async def test_leases_share_the_bound_in_order_of_arrival() -> None:
-    staging, ends = StagingMemory(100), [asyncio.Event() for _ in range(4)]
+    staging, ends = StagingMemory(), [asyncio.Event() for _ in range(4)]
     wanted = [(30, 30), (60,), (30,), (200,)]
     leases = [
         asyncio.create_task(hold(staging, end, *lengths))
@@ -31,7 +38,7 @@ async def test_leases_share_the_bound_in_order_of_arrival() -> None:
 
 
 async def test_a_lease_that_is_given_up_leaves_nothing_behind() -> None:
-    staging, end = StagingMemory(100), asyncio.Event()
+    staging, end = StagingMemory(), asyncio.Event()
     held = asyncio.create_task(hold(staging, end, 80))
     waits = asyncio.create_task(hold(staging, end, 50))
     await asyncio.sleep(0.01)
@@ -44,7 +51,7 @@ async def test_a_lease_that_is_given_up_leaves_nothing_behind() -> None:
 
 
 async def test_a_buffer_is_used_again_and_what_is_kept_is_bounded() -> None:
-    staging = StagingMemory(100)
+    staging = StagingMemory()
     async with staging.lease((40, 40)) as (first, _):
         first[0] = 7
     async with staging.lease((40, 40)) as (second, third):

@@ -56,16 +56,6 @@ def test_a_body_longer_than_the_buffer_is_left_unread() -> None:
 RANGE = b"HTTP/1.1 206 -\r\nContent-Length: 5\r\nContent-Range: bytes 1-5/9\r\n\r\n"
 
 
-def test_a_range_is_received_in_place() -> None:
-    buffer = bytearray(5)
-    exchange = reading(Place.of(buffer), wanted=206)
-    feed(exchange, RANGE + b"hello", 3)
-    assert exchange.response is not None
-    assert (exchange.response.status, exchange.response.nbytes) == (206, 5)
-    assert bytes(buffer) == b"hello"
-    assert exchange.reusable
-
-
 @pytest.mark.parametrize(("answer", "wanted"), [(OK, 206), (RANGE, 200)])
 def test_an_object_in_place_of_its_range_is_left_unread(answer: bytes, wanted: int) -> None:
     """And the other way round. Nobody asks whose buffer it is, either."""
@@ -109,26 +99,6 @@ def test_an_endless_text_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "head",
-    [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\n",
-        b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\n",
-    ],
-)
-def test_a_connection_that_closes_is_not_used_again(head: bytes) -> None:
-    exchange = reading(Place.of(bytearray(5)))
-    feed(exchange, head + b"hello", 1000)
-    assert exchange.response is not None
-    assert not exchange.reusable
-
-
-def test_bytes_after_the_answer_make_the_connection_useless() -> None:
-    exchange = reading(Place.of(bytearray(5)))
-    feed(exchange, OK + b"hello" + b"more", 1000)
-    assert not exchange.reusable
-
-
-@pytest.mark.parametrize(
     ("method", "answer"),
     [
         ("GET", b"HTTP/1.1 404 -\r\nContent-Length: 3\r\n\r\nno!" + OK + b"hello"),
@@ -137,37 +107,12 @@ def test_bytes_after_the_answer_make_the_connection_useless() -> None:
     ],
     ids=["an error", "no body", "nothing"],
 )
-def test_so_do_bytes_after_an_answer_without_a_buffer(method: str, answer: bytes) -> None:
+def test_bytes_after_an_answer_make_the_connection_useless(method: str, answer: bytes) -> None:
     """They would be taken for the answer to the next request."""
     exchange = Exchange(Request(method, "/", {}))
     feed(exchange, answer, 1000)
     assert exchange.response is not None
     assert not exchange.reusable
-
-
-@pytest.mark.parametrize(
-    ("arrived", "words"),
-    [
-        (OK + b"hel", "ended after 3 of 5 bytes"),
-        (b"HTTP/1.1 200 OK\r\nContent-Le", "peer unexpectedly closed"),
-    ],
-)
-def test_an_end_before_the_end_is_a_bad_answer(arrived: bytes, words: str) -> None:
-    exchange = reading(Place.of(bytearray(5)))
-    feed(exchange, arrived, 1000)
-    with pytest.raises(BadAnswer, match=words):
-        exchange.ended()
-
-
-def test_what_is_not_http_is_a_bad_answer() -> None:
-    with pytest.raises(BadAnswer):
-        feed(reading(None), b"SSH-2.0-OpenSSH_9.6\r\n\r\n", 1000)
-
-
-def test_an_object_needs_its_length() -> None:
-    exchange = reading(Place.of(bytearray(5)))
-    with pytest.raises(BadAnswer, match="Content-Length"):
-        feed(exchange, b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhello", 1000)
 
 
 def test_an_object_in_chunks_is_refused_whatever_length_it_has_besides() -> None:

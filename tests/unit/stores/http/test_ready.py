@@ -162,13 +162,12 @@ def test_there_are_never_more_than_the_size(wire: Wire) -> None:
     assert wire.most == READY
 
 
-def test_connections_in_use_count(wire: Wire, pool: Pool) -> None:
+def test_connections_in_use_count_and_those_beyond_what_is_kept_are_ended(
+    wire: Wire, pool: Pool
+) -> None:
     wire.run(burst(pool, SIZE), 1.0)
     assert wire.opened == SIZE
-
-
-def test_those_beyond_what_is_kept_are_ended(wire: Wire, pool: Pool) -> None:
-    wire.run(burst(pool, SIZE), 3 * IDLE_LIMIT_S)
+    wire.run_until(3 * IDLE_LIMIT_S)
     assert len(wire.peers) == READY
 
 

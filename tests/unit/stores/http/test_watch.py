@@ -32,53 +32,34 @@ def play(
     return given_up
 
 
-def test_an_answer_that_does_not_come() -> None:
+Act = list[tuple[float, Callable[[Watch], None]]]
+"""Calls, and the time of each since the one before."""
+
+
+@pytest.mark.parametrize(
+    ("calls", "ends"),
+    [
+        ([(0, lambda w: w.wait(2_000, for_answer=True))], (2.0, "got no answer within 2000 ms")),
+        ([(0, lambda w: w.wait(4_000))], (4.0, "fewer than 100 bytes a second for 4000 ms")),
+        # Bytes extend the wait by their share, and no further than progress.
+        ([(0, lambda w: w.wait(4_000)), (3, lambda w: w.moved(200))], (6.0, "")),
+        ([(0, lambda w: w.wait(4_000)), (3, lambda w: w.moved(1_000_000))], (7.0, "")),
+        ([(0, lambda w: w.wait(4_000)), (1, lambda w: w.wait(500))], (1.5, "")),
+        ([(0, lambda w: w.wait(1_000)), (0.5, lambda w: w.stop())], None),
+    ],
+    ids=["no answer", "no movement", "slow", "fast", "a shorter wait", "the end"],
+)
+def test_when_a_request_is_given_up(calls: Act, ends: tuple[float, str] | None) -> None:
     async def act(watch: Watch) -> None:
-        watch.wait(2_000, for_answer=True)
+        for after_s, call in calls:
+            await asyncio.sleep(after_s)
+            call(watch)
 
-    assert play(act) == [(2.0, "got no answer within 2000 ms (half of request_timeout_ms)")]
-
-
-def test_a_body_that_does_not_move() -> None:
-    async def act(watch: Watch) -> None:
-        watch.wait(4_000)
-
-    ((when_s, said),) = play(act)
-    assert when_s == 4.0
-    assert "fewer than 100 bytes a second for 4000 ms" in said
-
-
-def test_bytes_extend_the_wait_by_their_share_and_no_further_than_progress() -> None:
-    async def slow(watch: Watch) -> None:
-        watch.wait(4_000)
-        await asyncio.sleep(3.0)
-        watch.moved(200)  # two seconds' worth
-
-    async def fast(watch: Watch) -> None:
-        watch.wait(4_000)
-        await asyncio.sleep(3.0)
-        watch.moved(1_000_000)
-
-    assert [when_s for when_s, _ in play(slow)] == [6.0]
-    assert [when_s for when_s, _ in play(fast)] == [7.0]
-
-
-def test_a_new_wait_may_be_the_shorter_one() -> None:
-    async def act(watch: Watch) -> None:
-        watch.wait(4_000)
-        await asyncio.sleep(1.0)
-        watch.wait(500)
-
-    assert [when_s for when_s, _ in play(act)] == [1.5]
-
-
-def test_nothing_is_given_up_after_the_end() -> None:
-    async def act(watch: Watch) -> None:
-        watch.wait(1_000)
-        await asyncio.sleep(0.5)
-        watch.stop()
-
-    assert play(act) == []
+    given_up = play(act)
+    assert len(given_up) == (ends is not None)
+    if ends is not None:
+        assert given_up[0][0] == ends[0]
+        assert ends[1] in given_up[0][1]
 
 
 def test_a_request_that_drains_is_waited_for() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from aiobotocore.session import AioSession
 from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreError
 from s3kv.stores.s3.address import find_address
-from s3kv.stores.s3.credentials import Credentials
 from s3kv.stores.s3.fast_client import make_endpoint
 from s3kv.stores.s3.sdk_client import SdkClient
 from tests import servers
@@ -34,18 +32,6 @@ ENDPOINTS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers.set_credentials(monkeypatch)
-    forget_proxies(monkeypatch)
-
-
-def forget_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
-
-
 class Nothing:
     """The body of an answer that has none."""
 
@@ -56,22 +42,28 @@ class Nothing:
         return b""
 
 
-async def sent_by_aiobotocore(config: Config) -> tuple[str, str, str]:
-    """URL, region and service of its GET of the key "a b", intercepted before it is sent."""
-    style = config.addressing_style
+def intercept(client: Any) -> list[Any]:
+    """Have the client's requests answered before they are sent. Returns a list for them."""
     requests: list[Any] = []
 
     async def answer(request: Any, **_: Any) -> AioAWSResponse:
         requests.append(request)
-        return AioAWSResponse(request.url, 200, {}, Nothing())
+        return AioAWSResponse(request.url, 200, {"content-length": "0"}, Nothing())
 
+    client.meta.events.register("before-send.s3", answer)
+    return requests
+
+
+async def sent_by_aiobotocore(config: Config) -> tuple[str, str, str]:
+    """URL, region and service of its GET of the key "a b"."""
+    style = config.addressing_style
     async with AioSession().create_client(
         "s3",
         region_name=config.region,
         endpoint_url=config.endpoint_url,
         config=AioConfig(s3={} if style == "auto" else {"addressing_style": style}),
     ) as client:
-        client.meta.events.register("before-send.s3", answer)
+        requests = intercept(client)
         await client.get_object(Bucket=config.bucket, Key="a b")
     (request,) = requests
     authorization = in_text(request.headers["Authorization"])
@@ -88,7 +80,6 @@ def in_text(header: str | bytes) -> str:
 
 async def sent_by_us(config: Config) -> tuple[str, str, str]:
     endpoint, tls = make_endpoint(config, find_address(config))
-    assert isinstance(endpoint.credentials, Credentials)
     request = endpoint.sign(await endpoint.credentials.frozen(), "GET", "a b")
     (scope,) = re.findall(
         r"Credential=\w+/\d+/(\S+)/aws4_request", request.headers["Authorization"]
@@ -248,17 +239,13 @@ def test_access_points(bucket: str, region: str, expected: str) -> None:
     )
 
 
-def test_a_multi_region_access_point_without_awscrt_says_what_to_install() -> None:
-    if has_awscrt():
-        pytest.skip("awscrt is installed")
-    with pytest.raises(ConfigError, match=r"Signature Version 4A.*pip install 'botocore\[crt\]'"):
-        find_address(Config(bucket=MULTI_REGION))
-
-
 def test_a_multi_region_access_point() -> None:
-    if not has_awscrt():
-        pytest.skip("awscrt is not installed")
+    """Without awscrt the error says what to install."""
     config = Config(bucket=MULTI_REGION, region="eu-west-1")
+    if not has_awscrt():
+        with pytest.raises(ConfigError, match=r"Version 4A.*pip install 'botocore\[crt\]'"):
+            find_address(config)
+        return
     address = find_address(config)
     sent = outcome(sent_by_aiobotocore, config)
     assert sent == (address.url + "a%20b", address.region, address.service)
@@ -284,14 +271,21 @@ def test_no_credentials_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("AWS_PROFILE", "nowhere"), ("AWS_ENDPOINT_URL", "no url")]
+    ("name", "value"),
+    [
+        ("AWS_PROFILE", "nowhere"),
+        ("AWS_ENDPOINT_URL", "no url"),
+        ("AWS_ENDPOINT_URL", "http://me:Pa/55@store?"),
+    ],
 )
 def test_settings_of_botocores_that_cannot_be_used(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A password in them is not repeated."""
     monkeypatch.setenv(name, value)
-    with pytest.raises(StoreError, match="botocore's settings cannot be used"):
+    with pytest.raises(StoreError, match="botocore's settings cannot be used") as caught:
         find_address(Config(bucket="bkt"))
+    assert "Pa" not in str(caught.value)
 
 
 PROXY = {"HTTPS_PROXY": "http://user:secret@proxy.example:3128", "HTTP_PROXY": "plain.example:80"}
@@ -348,7 +342,6 @@ async def test_the_host_is_signed_as_front_ends_write_it(
     config = Config(bucket="bkt", endpoint_url=endpoint_url, addressing_style=style)
     address = find_address(config)
     endpoint, _ = make_endpoint(config, address)
-    assert isinstance(endpoint.credentials, Credentials)
     ours = endpoint.sign(await endpoint.credentials.frozen(), "GET", "k")
     sent = await first_of_the_sdks(config)
     if style == "virtual" and host.startswith("store"):
@@ -360,15 +353,9 @@ async def test_the_host_is_signed_as_front_ends_write_it(
 
 
 async def first_of_the_sdks(config: Config) -> Any:
-    """The first request of our SDK client, intercepted before it is sent."""
-    requests: list[Any] = []
-
-    async def answer(request: Any, **_: Any) -> AioAWSResponse:
-        requests.append(request)
-        return AioAWSResponse(request.url, 200, {"content-length": "0"}, Nothing())
-
+    """The first request of our SDK client."""
     client = SdkClient(config, find_address(config))
-    (await client._open()).meta.events.register("before-send.s3", answer)
+    requests = intercept(await client._open())
     try:
         await client.head("k")
     finally:
@@ -385,15 +372,6 @@ def test_a_user_in_the_environments_endpoint_is_refused(
     with pytest.raises(ConfigError, match=r"AWS_ENDPOINT_URL.*\*\*\*@store.*allowed") as caught:
         find_address(Config(bucket="bkt"))
     assert "Pa55" not in str(caught.value)
-
-
-def test_a_password_that_botocore_cannot_read_is_not_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:Pa/55@store?")
-    with pytest.raises(StoreError, match="botocore's settings cannot be used") as caught:
-        find_address(Config(bucket="bkt"))
-    assert "Pa" not in str(caught.value)
 
 
 def test_a_directory_bucket_takes_no_headers() -> None:

@@ -14,13 +14,9 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from s3kv.config import Config
 from s3kv.errors import StoreDenied
-from s3kv.stores.s3.s3_store import open_store
 from tests import servers
-
-MISSING = b"HTTP/1.1 404 X\r\nContent-Length: 0\r\n\r\n"
-DENIED = b"HTTP/1.1 403 X\r\nContent-Length: 0\r\n\r\n"
+from tests.unit.stores.s3.conftest import opened
 
 
 def normalised(host: str) -> str:
@@ -47,16 +43,9 @@ def is_signed(head: str) -> bool:
     return bool(signer.signature(text, request) == signature)
 
 
-async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while True:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        writer.write(MISSING if is_signed(head) else DENIED)
-
-
 @pytest.fixture(autouse=True)
 def ground(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials, and a resolver that knows "localhost." everywhere."""
-    servers.set_credentials(monkeypatch)
+    """A resolver that knows "localhost." everywhere."""
     resolve = socket.getaddrinfo
 
     def without_dot(host: Any, *arguments: Any, **options: Any) -> Any:
@@ -70,15 +59,14 @@ def head_through_a_front_end(
 ) -> Any:
     """On asyncio's own loop, which asks Python's resolver."""
 
+    def answer(head: str, _: bytes) -> bytes:
+        return servers.refusal(404 if is_signed(head) else 403, "")
+
     async def head() -> Any:
-        async with servers.scripted_server(serve, tls=tls) as port:
-            url = f"http{'s' if tls else ''}://{name}:{port}"
-            config = Config(bucket="bkt", endpoint_url=url, client=client, **settings)
-            store = open_store(config)
-            try:
+        async with servers.canned(answer, tls=tls) as at:
+            url = at.url.replace("127.0.0.1", name)
+            async with opened(url, client=client, **settings) as store:
                 return await store.head("a b")
-            finally:
-                await store.close()
 
     return asyncio.run(head())
 

@@ -7,8 +7,7 @@ would; moto tells what each object was written with.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +15,12 @@ import pytest
 
 from lab.faults import s3_error
 from lab.proxy import proxy
-from s3kv.config import Config
 from s3kv.errors import StoreDenied
 from s3kv.place import Place
-from s3kv.stores.s3.s3_store import open_store
-from s3kv.stores.store import BulkStore
 from tests import servers
 from tests.rgw import KMS_KEY, Gateway
 from tests.servers import REAL_SERVERS
+from tests.unit.stores.s3.conftest import OpenStore
 
 BUCKET = "s3kv-policies"
 ENCRYPTION = "x-amz-server-side-encryption"
@@ -71,27 +68,10 @@ def ground(
     boto.delete_bucket(Bucket=BUCKET)
 
 
-OpenStore = Callable[..., AbstractAsyncContextManager[BulkStore]]
-
-
-@pytest.fixture(params=["fast", "aiobotocore"])
-def opened(request: pytest.FixtureRequest) -> OpenStore:
-    @asynccontextmanager
-    async def opened(url: str, **settings: Any) -> AsyncIterator[BulkStore]:
-        config = Config(bucket=BUCKET, endpoint_url=url, client=request.param, **settings)
-        store = open_store(config)
-        try:
-            yield store
-        finally:
-            await store.close()
-
-    return opened
-
-
 async def test_a_bucket_that_demands_headers_can_be_written(
-    ground: Ground, opened: OpenStore, demanded: dict[str, str]
+    ground: Ground, s3_store: OpenStore, demanded: dict[str, str]
 ) -> None:
-    async with opened(ground.url, put_headers=demanded) as store:
+    async with s3_store(ground.url, bucket=BUCKET, put_headers=demanded) as store:
         assert await store.put("k", Place.of(DATA), if_absent=True) is True
         assert await store.put("k", Place.of(DATA), if_absent=True) is False
         assert await store.put("k", Place.of(DATA), if_absent=False) is True
@@ -110,37 +90,28 @@ async def test_a_bucket_that_demands_headers_can_be_written(
 
 
 async def test_and_cannot_be_written_without_them(
-    ground: Ground, opened: OpenStore, demanded: dict[str, str]
+    ground: Ground, s3_store: OpenStore, demanded: dict[str, str]
 ) -> None:
-    async with opened(ground.url) as store:
+    async with s3_store(ground.url, bucket=BUCKET) as store:
         with pytest.raises(StoreDenied, match="s3:PutObject"):
             await store.put("k", Place.of(DATA), if_absent=True)
         assert await store.head("k") is None
 
 
 async def test_every_write_has_the_headers_signed_and_no_read_has_them(
-    opened: OpenStore, monkeypatch: pytest.MonkeyPatch
+    s3_store: OpenStore,
 ) -> None:
     """AWS refuses a read with them."""
-    servers.set_credentials(monkeypatch)
-    heads: list[str] = []
-
-    async def serve(reader: Any, writer: Any) -> None:
-        while True:
-            heads.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
-            if length := re.search(r"\ncontent-length: (\d+)", heads[-1]):
-                await reader.readexactly(int(length[1]))
-            writer.write(b"HTTP/1.1 200 X\r\nContent-Length: 4\r\n\r\n<a/>")
-
     async with (
-        servers.scripted_server(serve) as port,
-        opened(f"http://127.0.0.1:{port}", put_headers=KMS | ACL) as store,
+        servers.canned(servers.http("<a/>")) as at,
+        s3_store(at.url, put_headers=KMS | ACL) as store,
     ):
         await store.put("k", Place.of(DATA), if_absent=True)
         await store.put("k", Place.of(DATA), if_absent=False)
         await store.refresh("k", 1e9)
         await store.get_into("k", Place.of(bytearray(4)))
         await store.delete("k")
+    heads = [head.lower() for head in at.heads]
     writes = [head for head in heads if head.startswith("put ")]
     assert (len(writes), len(heads)) == (3, 5)
     for head in heads:

@@ -26,14 +26,9 @@ from s3kv.stores.s3.sdk_client import SdkClient
 from tests import servers
 from tests.unit.io import rig
 from tests.unit.stores.relay import relay
-from tests.unit.stores.s3.test_address import ACCOUNT, POINT, forget_proxies
+from tests.unit.stores.s3.conftest import opened
+from tests.unit.stores.s3.test_address import ACCOUNT, POINT
 from tests.unit.stores.suite import fetch, pattern
-
-
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers.set_credentials(monkeypatch)
-    forget_proxies(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -110,26 +105,22 @@ def test_an_io_process_says_so_at_start(monkeypatch: pytest.MonkeyPatch) -> None
             client.close()
 
 
-async def use(config: Config) -> None:
+async def use(url: str) -> None:
     """Each kind of request once, and one that finds nothing."""
-    store = open_store(config)
-    try:
+    async with opened(url, bucket=servers.BUCKET) as store:
         await store.check()
         assert await store.put("relayed/k", Place.of(pattern(300_000, 1)), if_absent=False)
         assert await fetch(store, "relayed/k", room=300_000) == bytes(pattern(300_000, 1))
         assert await store.head("relayed/none") is None
         await store.delete("relayed/k")
-    finally:
-        await store.close()
 
 
 async def test_plain_requests_go_through_the_proxy(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config(bucket=servers.BUCKET, endpoint_url=url)
     async with relay() as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
-        await use(config)
+        await use(url)
         asked = [line.split("?")[0] for line in proxy.asked]
         object_url = f"{url}/{servers.BUCKET}/relayed"
         assert asked == [
@@ -140,54 +131,37 @@ async def test_plain_requests_go_through_the_proxy(
             f"DELETE {object_url}/k",
         ]
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        await use(config)
+        await use(url)
         assert proxy.asked[5:] == []
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return servers.self_signed(tmp_path_factory.mktemp("tls") / "server.pem", "IP:127.0.0.1")
-
-
 async def test_tls_goes_through_a_tunnel(
-    certificate: Path, monkeypatch: pytest.MonkeyPatch
+    certificate: Path, server_tls: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is verified against the server's own authority, not the proxy's."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nchunk"
-
-    async def serve(reader: Any, writer: Any) -> None:
-        while True:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(answer)
-
-    async with servers.scripted_server(serve, tls=context) as port, relay() as proxy:
+    authority = {"ca_bundle": f"{certificate}.crt"}
+    async with servers.canned(servers.http("chunk"), tls=server_tls) as at, relay() as proxy:
         monkeypatch.setenv("https_proxy", proxy.url)
-        settings = {"bucket": "bkt", "endpoint_url": f"https://127.0.0.1:{port}"}
-        store = open_store(Config(**settings, ca_bundle=f"{certificate}.crt"))
-        assert await fetch(store, "k") == b"chunk"
-        assert await fetch(store, "k") == b"chunk"
-        await store.close()
-        assert proxy.asked == [f"CONNECT 127.0.0.1:{port}"]
-        distrustful = open_store(Config(**settings))
-        with pytest.raises(StoreUnavailable, match=r"certificate.*ca_bundle") as caught:
-            await fetch(distrustful, "k")
+        async with opened(at.url, **authority) as store:
+            assert await fetch(store, "k") == b"chunk"
+            assert await fetch(store, "k") == b"chunk"
+        assert proxy.asked == [f"CONNECT {at.url.removeprefix('https://')}"]
+        async with opened(at.url) as store:
+            with pytest.raises(StoreUnavailable, match=r"certificate.*ca_bundle") as caught:
+                await fetch(store, "k")
         assert caught.value.code == "untrusted"
-        await distrustful.close()
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        direct = open_store(Config(**settings, ca_bundle=f"{certificate}.crt", client="fast"))
-        assert await fetch(direct, "k") == b"chunk"
-        await direct.close()
+        async with opened(at.url, client="fast", **authority) as store:
+            assert await fetch(store, "k") == b"chunk"
         assert len(proxy.asked) == 2
 
 
 LISTING = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
 
 
-async def test_an_io_process_keeps_tls_connections_ready(certificate: Path) -> None:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
+async def test_an_io_process_keeps_tls_connections_ready(
+    certificate: Path, server_tls: ssl.SSLContext
+) -> None:
     opened = 0
     all_open = asyncio.Event()
 
@@ -198,10 +172,9 @@ async def test_an_io_process_keeps_tls_connections_ready(certificate: Path) -> N
             all_open.set()
         while True:
             await reader.readuntil(b"\r\n\r\n")
-            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(LISTING)}\r\n\r\n"
-            writer.write(head.encode() + LISTING)
+            writer.write(servers.http(LISTING))
 
-    async with servers.scripted_server(serve, tls=context) as port:
+    async with servers.scripted_server(serve, tls=server_tls) as port:
         settings = {"endpoint_url": f"https://127.0.0.1:{port}", "max_inflight_requests": 3}
         config = Config(bucket="bkt", ca_bundle=f"{certificate}.crt", **settings)
         with contextlib.closing(Slab.create(2**20)) as slab:
@@ -236,33 +209,27 @@ async def test_connections_are_kept_ready_with_tls_alone(
     assert asked == [kept]
 
 
-async def test_a_proxy_that_wants_to_know_who_we_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_proxy_that_refuses_or_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     refusal = b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n"
     async with relay(refusal) as proxy:
-        monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//user:secret@"))
-        store = open_store(Config(bucket="bkt", endpoint_url="https://store.invalid"))
-        with pytest.raises(StoreUnavailable, match=r"407.*HTTPS_PROXY") as caught:
-            await fetch(store, "k")
-        assert caught.value.code == "proxy"
-        assert "secret" not in str(caught.value)
-        await store.close()
+        for url, said in (
+            (proxy.url.replace("//", "//user:secret@"), r"407.*HTTPS_PROXY"),
+            ("http://127.0.0.1:1", "HTTPS_PROXY"),
+        ):
+            monkeypatch.setenv("HTTPS_PROXY", url)
+            async with opened("https://store.invalid") as store:
+                with pytest.raises(StoreUnavailable, match=said) as caught:
+                    await fetch(store, "k")
+            assert caught.value.code == "proxy"
+            assert "secret" not in str(caught.value)
 
 
 async def test_an_access_point_is_asked_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy answers in AWS's place."""
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nchunk"
-    async with relay(answer) as proxy:
+    async with relay(servers.http("chunk")) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy.url)
-        config = Config(bucket=POINT, region="eu-west-1", endpoint_url="http://s3.invalid")
-        store = open_store(config)
-        assert await fetch(store, "a/k") == b"chunk"
-        await store.close()
+        async with opened("http://s3.invalid", bucket=POINT, region="eu-west-1") as store:
+            assert await fetch(store, "a/k") == b"chunk"
     assert proxy.asked == [f"GET http://chunks-{ACCOUNT}.s3.invalid/a/k"]
-
-
-async def test_a_proxy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-    store = open_store(Config(bucket="bkt", endpoint_url="https://store.invalid"))
-    with pytest.raises(StoreUnavailable, match="HTTPS_PROXY"):
-        await fetch(store, "k")
-    await store.close()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.place import Place
+from s3kv.stores.s3 import s3_store
 from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
@@ -30,16 +31,14 @@ STEPS = 150
 NAMES = [*ODD_NAMES, "a/1", "a/2", "b/1/2", "c"]
 
 
-@pytest.fixture(autouse=True)
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers.set_credentials(monkeypatch)
-
-
 @asynccontextmanager
-async def both(config: Config) -> AsyncIterator[tuple[BulkStore, BulkStore]]:
+async def both(
+    url: str, bucket: str = "bkt", **settings: Any
+) -> AsyncIterator[tuple[BulkStore, BulkStore]]:
+    config = Config(bucket=bucket, endpoint_url=url, **settings)
     address = find_address(config)
-    fast = S3Store(config, FastClient(config, address), page_keys=7)
-    reference = S3Store(config, SdkClient(config, address), page_keys=7)
+    fast = S3Store(config, FastClient(config, address))
+    reference = S3Store(config, SdkClient(config, address))
     try:
         yield fast, reference
     finally:
@@ -131,9 +130,14 @@ class Script:
         return await self._store.refresh(self._key(), self._rng.choice([1e9, 2e9]))
 
 
-async def play(config: Config) -> None:
+async def play(url: str, bucket: str) -> None:
     print(f"S3KV_SEED={SEED} replays this")
-    async with both(config) as stores:
+    with mock.patch.object(s3_store, "PAGE_KEYS", 7):
+        await _play(url, bucket)
+
+
+async def _play(url: str, bucket: str) -> None:
+    async with both(url, bucket) as stores:
         scripts = [
             Script(SEED, store, f"same/{name}/")
             for store, name in zip(stores, ("1", "2"), strict=True)
@@ -153,7 +157,7 @@ def moto_url() -> Iterator[str]:
 
 
 async def test_random_operations_on_moto(moto_url: str) -> None:
-    await play(Config(bucket=servers.BUCKET, endpoint_url=moto_url))
+    await play(moto_url, servers.BUCKET)
 
 
 @pytest.mark.parametrize("name", REAL_SERVERS)
@@ -165,7 +169,7 @@ async def test_random_operations_on_a_real_server(
     boto = servers.boto_client(server.url, server.keys)
     with suppress(boto.exceptions.BucketAlreadyOwnedByYou):  # on the other kind of loop
         boto.create_bucket(Bucket="same")
-    await play(Config(bucket="same", endpoint_url=server.url))
+    await play(server.url, "same")
 
 
 CALLS: Sequence[Callable[[BulkStore], Awaitable[Any]]] = [
@@ -199,31 +203,11 @@ ANSWERS = [
 ]
 
 
-@asynccontextmanager
-async def canned(status: int, code: str, more: str) -> AsyncIterator[str]:
-    body = f"<Error><Code>{code}</Code>{more}</Error>" if code else ""
-
-    async def serve(reader: Any, writer: Any) -> None:
-        while True:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            if length := re.search(r"content-length: (\d+)", head, re.IGNORECASE):
-                await reader.readexactly(int(length[1]))
-            told = "" if head.startswith("HEAD") else body
-            region = "x-amz-bucket-region: eu-west-1\r\n" if status == 301 else ""
-            lines = f"HTTP/1.1 {status} X\r\n{region}Content-Length: {len(told)}\r\n\r\n{told}"
-            writer.write(lines.encode())
-            await writer.drain()
-
-    async with servers.scripted_server(serve) as port:
-        yield f"http://127.0.0.1:{port}"
-
-
 @pytest.mark.parametrize(("status", "code", "more"), ANSWERS)
 async def test_errors_are_told_alike(status: int, code: str, more: str) -> None:
-    async with (
-        canned(status, code, more) as url,
-        both(Config(bucket="bkt", endpoint_url=url)) as stores,
-    ):
+    region = "x-amz-bucket-region: eu-west-1\r\n" if status == 301 else ""
+    answer = servers.refusal(status, code, more, region)
+    async with servers.canned(answer) as at, both(at.url) as stores:
         for number, call in enumerate(CALLS):
             fast, reference = [await outcome(call, store) for store in stores]
             if status == 301 and number == 1:  # aiohttp cannot send a body to another place
@@ -241,78 +225,62 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
-async def test_broken_answers_are_the_same_kind_of_error(answer: bytes) -> None:
+def scripted(
+    answer: bytes, *, pieces: bytes = b"", silent: bool = False
+) -> AbstractAsyncContextManager[int]:
+    """A server that answers one request of a connection. pieces: come after that, ten in a second.
+    silent: it leaves the connection open."""
+
     async def serve(reader: Any, writer: Any) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
         await writer.drain()
+        for piece in pieces:
+            await asyncio.sleep(0.1)
+            if writer.is_closing():
+                return
+            writer.write(bytes([piece]))
+        if silent:
+            await reader.read()  # until the peer goes
 
-    async with servers.scripted_server(serve) as port:
-        config = Config(bucket="bkt", endpoint_url=f"http://127.0.0.1:{port}")
-        async with both(config) as stores:
-            fast, reference = [await outcome(CALLS[0], store) for store in stores]
-            assert fast[0] is reference[0]
-            assert [store.traffic.requests for store in stores] == [{"GET|none": 1}] * 2
+    return servers.scripted_server(serve)
+
+
+@pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN)
+async def test_broken_answers_are_the_same_kind_of_error(answer: bytes) -> None:
+    async with scripted(answer) as port, both(f"http://127.0.0.1:{port}") as stores:
+        fast, reference = [await outcome(CALLS[0], store) for store in stores]
+        assert fast[0] is reference[0]
+        assert [store.traffic.requests for store in stores] == [{"GET|none": 1}] * 2
 
 
 @pytest.mark.parametrize("framing", ["Transfer-Encoding: chunked", "Connection: close"])
 async def test_an_object_whose_length_is_not_told_has_one_all_the_same(framing: str) -> None:
     """HTTP lets an answer to HEAD leave it out, as proxies do that compress."""
     told = f"HTTP/1.1 200 X\r\n{framing}\r\nLast-Modified: Sun, 09 Sep 2001 01:46:40 GMT\r\n\r\n"
-
-    async def serve(reader: Any, writer: Any) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(told.encode())
-        await writer.drain()
-
-    async with servers.scripted_server(serve) as port:
-        config = Config(bucket="bkt", endpoint_url=f"http://127.0.0.1:{port}")
-        async with both(config) as stores:
-            found = [await store.head("k") for store in stores]
-            assert found == [ObjectInfo("k", 0, 1e9)] * 2
+    async with scripted(told.encode()) as port, both(f"http://127.0.0.1:{port}") as stores:
+        found = [await store.head("k") for store in stores]
+        assert found == [ObjectInfo("k", 0, 1e9)] * 2
 
 
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n"
 SILENT = {
-    "no answer": b"",
-    "head and silence": b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n",
-    "part and silence": b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc",
+    "no answer": (b"", b""),
+    "head and silence": (HEAD, b""),
+    "part and silence": (HEAD + b"abc", b""),
+    "a trickle": (HEAD, b"x" * 99),
 }
 
 
-@pytest.mark.parametrize("answer", SILENT.values(), ids=SILENT)
-async def test_silence_is_told_alike(answer: bytes) -> None:
-    async def serve(reader: Any, writer: Any) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
-        await reader.read()  # until the peer goes
-
-    async with servers.scripted_server(serve) as port:
-        url = f"http://127.0.0.1:{port}"
-        config = Config(bucket="bkt", endpoint_url=url, request_timeout_ms=600)
-        async with both(config) as stores:
-            fast, reference = [await outcome(CALLS[0], store) for store in stores]
-            assert fast == reference
-
-
-async def test_a_trickle_is_given_up() -> None:
-    async def serve(reader: Any, writer: Any) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
-        for _ in range(99):
-            await asyncio.sleep(0.1)
-            if writer.is_closing():
-                return
-            writer.write(b"x")
-        await reader.read()
-
-    async with servers.scripted_server(serve) as port:
-        url = f"http://127.0.0.1:{port}"
-        config = Config(bucket="bkt", endpoint_url=url, request_timeout_ms=1_000)
-        async with both(config) as stores:
-            asked = [asyncio.wait_for(outcome(CALLS[0], store), 15) for store in stores]
-            fast, reference = [await told for told in asked]
-            assert fast == reference
+@pytest.mark.parametrize(("answer", "pieces"), SILENT.values(), ids=SILENT)
+async def test_silence_is_told_alike(answer: bytes, pieces: bytes) -> None:
+    async with (
+        scripted(answer, pieces=pieces, silent=True) as port,
+        both(f"http://127.0.0.1:{port}", request_timeout_ms=600) as stores,
+    ):
+        asked = [asyncio.wait_for(outcome(CALLS[0], store), 15) for store in stores]
+        fast, reference = [await told for told in asked]
+        assert fast == reference
 
 
 async def outcome(call: Callable[[BulkStore], Awaitable[Any]], store: BulkStore) -> Any:

@@ -14,16 +14,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from s3kv.config import Config
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import BulkStore, ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep.cleaner import Cleaner
 from tests import servers
 from tests.rgw import Gateway
 from tests.servers import REAL_SERVERS
+from tests.unit.stores.s3.conftest import OpenStore
 
 BUCKET = "s3kv-versions"
 
@@ -58,12 +57,10 @@ def place(
     boto.delete_bucket(Bucket=BUCKET)
 
 
-@pytest_asyncio.fixture(params=["fast", "aiobotocore"])
-async def store(request: pytest.FixtureRequest, place: tuple[str, Any]) -> AsyncIterator[BulkStore]:
-    url, _ = place
-    opened = open_store(Config(bucket=BUCKET, endpoint_url=url, client=request.param))
-    yield opened
-    await opened.close()
+@pytest_asyncio.fixture
+async def store(s3_store: OpenStore, place: tuple[str, Any]) -> AsyncIterator[BulkStore]:
+    async with s3_store(place[0], bucket=BUCKET) as opened:
+        yield opened
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

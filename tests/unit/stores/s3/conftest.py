@@ -1,0 +1,56 @@
+"""Credentials without the machine's own settings, and stores through each client."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from s3kv.config import Config
+from s3kv.stores.s3.s3_store import open_store
+from s3kv.stores.store import BulkStore
+from tests import servers
+
+OpenStore = Callable[..., AbstractAsyncContextManager[BulkStore]]
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers.set_credentials(monkeypatch)
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+@asynccontextmanager
+async def opened(url: str | None = None, **settings: Any) -> AsyncIterator[BulkStore]:
+    """A store on the bucket "bkt" of the server at a URL, with further settings."""
+    store = open_store(Config(**{"bucket": "bkt", "endpoint_url": url, **settings}))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture(params=["fast", "aiobotocore"])
+def s3_store(request: pytest.FixtureRequest) -> OpenStore:
+    """`opened`, with one of the clients."""
+    return lambda url=None, **settings: opened(url, client=request.param, **settings)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate for 127.0.0.1, with its key in the same file."""
+    return servers.self_signed(tmp_path_factory.mktemp("tls") / "server.pem", "IP:127.0.0.1")
+
+
+@pytest.fixture
+def server_tls(certificate: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    return context
