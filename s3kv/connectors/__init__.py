@@ -21,6 +21,7 @@ too old.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import vllm_s3kv
@@ -32,13 +33,10 @@ if TYPE_CHECKING:
 vllm_s3kv.check(serves_vllm=True)
 
 
+_MODULES = {"S3KVConnector": "s3kv.connectors.kv", "S3ECConnector": "s3kv.connectors.ec"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "S3KVConnector":
-        from s3kv.connectors.kv import S3KVConnector
-
-        return S3KVConnector
-    if name == "S3ECConnector":
-        from s3kv.connectors.ec import S3ECConnector
-
-        return S3ECConnector
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -169,7 +169,11 @@ class AdapterLoads:
         if manager is not self._manager:
             self._manager = manager
             self._by_id.clear()
-        self._note(adapter, _key(adapter, after) if isinstance(after, Digest) else None)
+        content = None
+        if isinstance(after, Digest):  # of the files, with the way in which vLLM reads them
+            fused = getattr(adapter, "is_3d_lora_weight", False)
+            content = bytes.fromhex(after.hexadecimal) + (b"3d" if fused else b"")
+        self._note(adapter, content)
 
     def _note(self, adapter: LoRARequest, digest: bytes | None) -> None:
         name = hashed_name(adapter)
@@ -198,12 +202,6 @@ class AdapterLoads:
             adapter.lora_name,
             adapter.lora_path,
         )
-
-
-def _key(adapter: LoRARequest, digest: Digest) -> bytes:
-    """The digest of the files, with the way vLLM is told to read them."""
-    fused = getattr(adapter, "is_3d_lora_weight", False)
-    return bytes.fromhex(digest.hexadecimal) + (b"3d" if fused else b"")
 
 
 def _detach(model: Any) -> None:

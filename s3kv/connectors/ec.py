@@ -23,7 +23,6 @@ from s3kv.connectors.ec_translate import ItemPlanMetadata, ItemWorkerReport, che
 from s3kv.connectors.ec_worker import ECWorkerSide
 from s3kv.connectors.log import join_vllm_log
 from s3kv.connectors.metrics import S3ECPromMetrics, S3ECStats
-from s3kv.messages import ItemPlan
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +56,11 @@ class S3ECConnector(ECConnectorBase):
 
     def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._worker.begin(_plan_of(connector_metadata))
+        assert isinstance(connector_metadata, ItemPlanMetadata), connector_metadata
+        self._worker.begin(connector_metadata.plan)
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        self._worker.load(_plan_of(self._get_connector_metadata()).loads, encoder_cache)
+        self._worker.load(encoder_cache)
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
@@ -117,8 +117,3 @@ class S3ECConnector(ECConnectorBase):
         return S3ECStats(data=dict(data or {}))
 
     build_prom_metrics = S3ECPromMetrics
-
-
-def _plan_of(metadata: ECConnectorMetadata) -> ItemPlan:
-    assert isinstance(metadata, ItemPlanMetadata), metadata
-    return metadata.plan

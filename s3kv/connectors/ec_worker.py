@@ -48,10 +48,10 @@ class ECWorkerSide(Guarded):
         self._config = config
         self._dtype_name = item_dtype(vllm_config)
         self._dtype: torch.dtype = vllm_config.model_config.dtype
-        self._counters: Counter[str] = Counter()
-        self._report = ItemReport()
+        self._report = ItemReport(Counter())
+        """The increments since the last report."""
+        self._loads: tuple[ItemLoad, ...] = ()
         self._saves: dict[str, ItemSave] = {}
-        self._has_unreported_bug = False
         self._encoder_started: Any = None
         self._encoder_stopped: Any = None
         self._rows = 0
@@ -124,13 +124,14 @@ class ECWorkerSide(Guarded):
     # --- a step, in the order the engine calls ---------------------------------------------
 
     def begin(self, plan: ItemPlan) -> None:
-        self._saves = {save.identifier: save for save in plan.saves}
+        self._loads, self._saves = plan.loads, {save.identifier: save for save in plan.saves}
         self._rows = 0
         self._start_clock()
 
-    def load(self, loads: tuple[ItemLoad, ...], cache: MutableMapping[str, torch.Tensor]) -> None:
-        """Fill the engine's encoder cache. Raises `RuntimeError` if an item cannot be copied."""
-        for load in loads:
+    def load(self, cache: MutableMapping[str, torch.Tensor]) -> None:
+        """Carry out the plan's loads to the engine's encoder cache. Raises `RuntimeError` if an
+        item cannot be copied."""
+        for load in self._loads:
             if load.identifier in cache:
                 continue
             if self._loads_from is None:
@@ -143,7 +144,7 @@ class ECWorkerSide(Guarded):
             started = self._moment()
             cache[load.identifier] = self._copies.load(payload, load.rows, load.width)
             self._note_load(len(payload), started)
-        if loads:
+        if self._loads:
             self._start_clock()
 
     @guarded(default=lambda: None)
@@ -153,8 +154,8 @@ class ECWorkerSide(Guarded):
     @guarded(default=lambda: None)
     def _note_load(self, nbytes: int, started: Any) -> None:
         if started is not None:
-            self._counters["load_ok"] += 1
-            self._counters["load_bytes"] += nbytes
+            self._report.counters["load_ok"] += 1
+            self._report.counters["load_bytes"] += nbytes
             self._timed.append((started, self._copies.now(), 0))
 
     @guarded(default=lambda: None)
@@ -172,49 +173,45 @@ class ECWorkerSide(Guarded):
         if not self._rows:
             self._encoder_stopped = self._copies.now()
         self._rows += len(tensor)
-        self._counters["encoded"] += 1
-        self._counters["encoded_rows"] += len(tensor)
+        self._report.counters["encoded"] += 1
+        self._report.counters["encoded_rows"] += len(tensor)
         order = self._saves.pop(identifier, None)
         if order is not None and self._outbox is not None:
             self._send(self._outbox, order, tensor)
 
     def _send(self, outbox: Outbox, order: ItemSave, tensor: torch.Tensor) -> None:
         if tensor.ndim != 2 or len(tensor) != order.rows or tensor.dtype is not self._dtype:
-            self._counters["saves_unfit"] += 1
+            self._report.counters["saves_unfit"] += 1
             return
         nbytes = object_bytes(self._dtype_name, order.rows, tensor.shape[1])
         if nbytes > MAX_ITEM_BYTES:
-            self._counters["items_too_large"] += 1
+            self._report.counters["items_too_large"] += 1
             return
-        self._take_ends()
+        self._report.merge(outbox.take_ends())  # frees places
         span = outbox.place(nbytes)
         if span is None:
-            self._counters["saves_dropped"] += 1
+            self._report.counters["saves_dropped"] += 1
             return
         payload = outbox.view[span.offset + HEADER_BYTES : span.offset + nbytes]
         copy = self._copies.save(tensor, payload)
         outbox.send(order.key, span, ItemShape(order.rows, nbytes), copy)
 
     def report(self) -> ItemWorkerReport | None:
-        """End the step. Returns what has happened since the last report; None for nothing."""
-        if self._has_unreported_bug:
-            self._has_unreported_bug = False
-            return ItemWorkerReport(ItemReport({"internal_errors": 1}))
-        return self._report_step()
+        """End the step. Returns the increments since the last report; None without any."""
+        self._end_step()
+        if self._report == ItemReport():
+            return None
+        report, self._report = self._report, ItemReport(Counter())
+        return ItemWorkerReport(report)
 
     @guarded(default=lambda: None)
-    def _report_step(self) -> ItemWorkerReport | None:
+    def _end_step(self) -> None:
         if self._rows:
             self._timed.append((self._encoder_started, self._encoder_stopped, self._rows))
             self._rows = 0
         self._measure()
-        self._take_ends()
-        report = self._report
-        report.counters, self._counters = dict(self._counters), Counter()
-        if not (report.counters or report.uploaded or report.encoded_rows or report.seconds):
-            return None
-        self._report = ItemReport()
-        return ItemWorkerReport(report)
+        if self._outbox is not None:
+            self._report.merge(self._outbox.take_ends())
 
     def _measure(self) -> None:
         """Report the times of loads and encoder runs that have ended on the device."""
@@ -230,17 +227,8 @@ class ECWorkerSide(Guarded):
             else:
                 self._report.seconds.setdefault("load_seconds", []).append(seconds)
 
-    def _take_ends(self) -> None:
-        if self._outbox is None:
-            return
-        ends = self._outbox.take_ends()
-        self._counters.update(ends.counters)
-        self._report.uploaded |= ends.uploaded
-        for name, seconds in ends.seconds.items():
-            self._report.seconds.setdefault(name, []).extend(seconds)
-
     def on_broken(self) -> None:
-        self._has_unreported_bug = True
+        self._report = ItemReport(Counter(internal_errors=1))
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:

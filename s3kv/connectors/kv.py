@@ -135,7 +135,9 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan(self) -> StepPlan:
         if not self.has_connector_metadata():
             return EMPTY_PLAN
-        return _plan_of(self._get_connector_metadata())
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PlanMetadata), metadata
+        return metadata.plan
 
     # --- scheduler -------------------------------------------------------------------------
 
@@ -226,8 +228,3 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         return S3KVStats(data=dict(data or {}))
 
     build_prom_metrics = S3KVPromMetrics
-
-
-def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:
-    assert isinstance(metadata, PlanMetadata), metadata
-    return metadata.plan

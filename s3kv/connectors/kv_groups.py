@@ -7,7 +7,7 @@ objects (`Coverage`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any
 
@@ -158,20 +158,16 @@ def _interval_tokens(kv_cache_config: KVCacheConfig) -> int:
     full attention, beside which a state is large or small."""
     state_bytes = token_bytes = 0
     for group in kv_cache_config.kv_cache_groups:
-        for layer in _every_layer(group):
+        layers = list(_layers(group.kv_cache_spec))
+        alike = len(group.layer_names) // len(layers)
+        for layer in layers:
             if isinstance(layer, MambaSpec):
-                state_bytes += _state_bytes(layer)
+                numbers = zip(map(prod, layer.shapes), layer.dtypes, strict=True)
+                # Without the padding of its page.
+                state_bytes += alike * sum(count * dtype.itemsize for count, dtype in numbers)
             elif _kind(layer).is_cumulative:
-                token_bytes += layer.page_size_bytes // layer.block_size
+                token_bytes += alike * (layer.page_size_bytes // layer.block_size)
     return max(1, STATE_SPACING * state_bytes // token_bytes) if token_bytes else 1
-
-
-def _state_bytes(layer: Any) -> int:
-    """Bytes of one state of a layer, without the padding of its page."""
-    return sum(
-        prod(shape) * dtype.itemsize
-        for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
-    )
 
 
 def states_of(
@@ -181,21 +177,24 @@ def states_of(
     their bytes alone."""
     if not coverage.kind.is_sparse:
         return {}
-    specs = (kv_cache_config.kv_cache_groups[member].kv_cache_spec for member in coverage.members)
+    groups = kv_cache_config.kv_cache_groups
+    members = [
+        [
+            {
+                "kind": layer.mamba_type.name,
+                "shapes": [list(shape) for shape in layer.shapes],
+                "dtypes": [str(dtype) for dtype in layer.dtypes],
+            }
+            for layer in _layers(groups[member].kv_cache_spec)
+        ]
+        for member in coverage.members
+    ]
     return {
         "states": {
-            "members": [[_state(layer) for layer in _layers(spec)] for spec in specs],
+            "members": members,
             "conv_layout": envs.VLLM_SSM_CONV_STATE_LAYOUT,
             "rounded_at_random": vllm_config.mamba_config.enable_stochastic_rounding,
         }
-    }
-
-
-def _state(layer: Any) -> dict[str, Any]:
-    return {
-        "kind": layer.mamba_type.name,
-        "shapes": [list(shape) for shape in layer.shapes],
-        "dtypes": [str(dtype) for dtype in layer.dtypes],
     }
 
 
@@ -219,19 +218,11 @@ def layers_of(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
     return [layer for group in groups for layer in _layers(group.kv_cache_spec)]
 
 
-def _layers(spec: KVCacheSpec) -> Iterator[KVCacheSpec]:
+def _layers(spec: KVCacheSpec) -> Iterator[Any]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         yield from spec.kv_cache_specs.values()
     else:
         yield spec
-
-
-def _every_layer(group: Any) -> Sequence[KVCacheSpec]:
-    """The specs of a group's layers, one for each."""
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return list(spec.kv_cache_specs.values())
-    return [spec] * len(group.layer_names)
 
 
 def _is_served(layer: KVCacheSpec) -> bool:

@@ -40,18 +40,12 @@ class KVGeometry:
     on every rank.
 
     block_tokens: the least number of tokens that is a whole number of blocks in every group.
-    coverages: without any, one of full attention.
     """
 
     block_tokens: int
     hash_tokens: int
     chunk_tokens: int
-    coverages: tuple[Coverage, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.coverages:
-            coverage = Coverage(self.block_tokens, self.chunk_tokens)
-            object.__setattr__(self, "coverages", (coverage,))
+    coverages: tuple[Coverage, ...]
 
     @property
     def is_plain(self) -> bool:
@@ -151,11 +145,11 @@ def _states_within(output: SchedulerOutput, sizes: KVGeometry) -> dict[str, list
     """By request: the numbers of tokens after which the engine has every state in a full block, by
     its own account. Some kernels write states within a step, and not at its end alone."""
     sparse = [coverage for coverage in sizes.coverages if coverage.kind.is_sparse]
-    told = output.kv_connector_block_state.boundary_state_offloads if sparse else {}
+    reported = output.kv_connector_block_state.boundary_state_offloads if sparse else {}
     found: dict[str, list[int]] = {}
-    for request_id in told.keys() & output.num_scheduled_tokens.keys():
+    for request_id in reported.keys() & output.num_scheduled_tokens.keys():
         tables = output.kv_connector_block_state.get_block_ids(request_id)
-        entries = told[request_id]
+        entries = reported[request_id]
         for tokens in {tokens for _, _, tokens in entries if tokens % sizes.block_tokens == 0}:
             needed = {
                 (member, tables[member][tokens // coverage.block_tokens - 1], tokens)

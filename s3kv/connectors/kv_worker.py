@@ -184,13 +184,11 @@ class WorkerSide(Guarded):
     ) -> dict[str, Any]:
         coverages = self._sizes.coverages
         layers = {n: kinds_of_layers(layout, pages, shard) for n, layout in layouts.items()}
-        page: dict[str, Any]
-        if self._sizes.is_plain:
-            page = {
-                "chunk_blocks": self._sizes.chunk_tokens // self._sizes.block_tokens,
-                "layers": layers[coverages[0].members[0]],
-            }
-        else:
+        page: dict[str, Any] = {
+            "chunk_blocks": self._sizes.chunk_tokens // self._sizes.block_tokens,
+            "layers": layers[coverages[0].members[0]],
+        }
+        if not self._sizes.is_plain:
             page = {
                 "groups": [
                     {

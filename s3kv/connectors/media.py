@@ -1,9 +1,8 @@
 """Identity of a request's media: a digest of the encoder's input, not the name.
 
-vLLM names an image by a hash of its content or by the name that a client gave it, and does not say
-which of the two a name is. A client's name may be 64 hexadecimal digits, and a name with processor
-options is hashed like an image. So a name cannot be a key in a bucket. A digest of the processed
-tensors can, and the engine core has those of every item. See docs/decisions/0011-media-names.md.
+vLLM names an image by a hash of its content or by the name that a client gave it, and nothing
+distinguishes the two. So a name cannot be a key in a bucket. A digest of the processed tensors can,
+and the engine core has those of every item. See docs/decisions/0011-media-names.md.
 """
 
 from __future__ import annotations
@@ -28,19 +27,16 @@ engine's own entry under a name may be as old as the engine."""
 
 def check_media_names(vllm_config: VllmConfig, *, trusted: bool) -> None:
     """Raise `ConfigError` if the setting trusts names while vLLM numbers unnamed media."""
-    if trusted and vllm_config.model_config.multimodal_config and not names_last(vllm_config):
+    multimodal, cache = vllm_config.model_config.multimodal_config, vllm_config.cache_config
+    if not trusted or not multimodal or cache.enable_prefix_caching:
+        return
+    if multimodal.mm_processor_cache_gb <= 0:
         raise ConfigError(
             "trust_media_names is True, and vLLM numbers unnamed media if both its "
             "prefix cache and its processor cache are off: one number would be a different image "
             "in every process. Turn one of them on (--enable-prefix-caching, or "
             "--mm-processor-cache-gb above 0), or set trust_media_names to False"
         )
-
-
-def names_last(vllm_config: VllmConfig) -> bool:
-    """Whether an image without a client's name has the same name in every process."""
-    multimodal, cache = vllm_config.model_config.multimodal_config, vllm_config.cache_config
-    return bool(multimodal.mm_processor_cache_gb > 0 or cache.enable_prefix_caching)
 
 
 class MediaDigests:
@@ -67,7 +63,7 @@ class MediaDigests:
             gone = weakref.ref(item, lambda _: self._known.pop(number, None))
             known = self._known[number] = (gone, _digest(item))
         digest = known[1]
-        if digest is None or _values(item) < feature.mm_position.get_num_embeds():
+        if digest is None or _count(item) < feature.mm_position.get_num_embeds():
             return None
         return digest
 
@@ -104,17 +100,17 @@ def _update(hasher: Any, value: Any) -> None:
         raise TypeError(type(value).__name__)
 
 
-def _values(item: MultiModalKwargsItem) -> int:
+def _count(item: MultiModalKwargsItem) -> int:
     """Count of the numbers in the item's tensors. An encoder makes at most as many embeddings as it
     gets numbers. An item of addresses in shared memory, or of image sizes, has fewer numbers.
     """
-    return sum(_numel(element.data) for element in item.values())
 
+    def count(value: Any) -> int:
+        if isinstance(value, (list, tuple)):
+            return sum(map(count, value))
+        return value.numel() if isinstance(value, torch.Tensor) else 0
 
-def _numel(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    return sum(map(_numel, value)) if isinstance(value, (list, tuple)) else 0
+    return sum(count(element.data) for element in item.values())
 
 
 class MediaNames:
@@ -150,5 +146,5 @@ def placed(feature: MultiModalFeatureSpec, content: bytes) -> bytes:
     """
     position = feature.mm_position
     mask = b"" if position.is_embed is None else position.is_embed.cpu().numpy().tobytes()
-    told = f"{feature.modality}\0{position.length}\0".encode()
-    return blake2b(told + mask, key=content, digest_size=32).digest()
+    place = f"{feature.modality}\0{position.length}\0".encode()
+    return blake2b(place + mask, key=content, digest_size=32).digest()

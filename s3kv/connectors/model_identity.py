@@ -58,7 +58,6 @@ def model_identity(
     model: ModelConfig, load: LoadConfig, name: str, weights: str | None
 ) -> dict[str, Any]:
     """The identity as plain JSON values. weights: result of `local_weights`."""
-    dummy = is_dummy(load)
     text = json.dumps(model.hf_config.to_dict(), default=str)
     return {
         "name": name,
@@ -69,7 +68,7 @@ def model_identity(
         "weights": weights,
         "files": local_files(model),
         "load": {**(fields(load, _LOAD) or {}), "source": _loader_source(load)},
-        "dummy_seed": model.seed if dummy else None,
+        "dummy_seed": model.seed if is_dummy(load) else None,
         "config": spelled(model.hf_config.to_dict()),
         "implementation": str(model.model_impl),
         "class_overrides": plain(getattr(model, "model_class_overrides", None)),
@@ -89,9 +88,9 @@ def _by_length(model: ModelConfig, text: str) -> list[Any] | int | None:
     scale of Llama 4's queries, unless the generation config turns that on or off."""
     if "llama4" in text:
         found = _or_warn(model.model, model.try_get_generation_config)
-        said = {"attn_temperature_tuning": "unread"} if found is None else found
-        said = said | (model.override_generation_config or {})
-        return [model.max_model_len, said.get("attn_temperature_tuning")]
+        found = {"attn_temperature_tuning": "unread"} if found is None else found
+        found = found | (model.override_generation_config or {})
+        return [model.max_model_len, found.get("attn_temperature_tuning")]
     return model.max_model_len if "longrope" in text or 'type": "dynamic"' in text else None
 
 
@@ -140,14 +139,14 @@ def local_files(model: ModelConfig) -> dict[str, str] | None:
         return None
     ignored = _NOT_READ if model.multimodal_config else _NOT_READ | {_PROCESSOR_CHOICE}
 
-    def digests() -> dict[str, str]:
-        return {
+    return _or_warn(
+        model.model,
+        lambda: {
             path.name: _file_digest(path)
             for path in sorted(folder.iterdir())
             if path.suffix in _FILE_SUFFIXES and path.name not in ignored and path.is_file()
-        }
-
-    return _or_warn(model.model, digests)
+        },
+    )
 
 
 def file_digest(path: str | None) -> str | None:
@@ -213,7 +212,8 @@ def plain(value: Any) -> Any:
     """`value` as JSON values. Other types become their text, or the name of their type if the text
     contains a memory address, which differs between processes."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in sorted(value.items(), key=_by_text)}
+        items = sorted(value.items(), key=lambda item: str(item[0]))
+        return {str(key): plain(item) for key, item in items}
     if isinstance(value, set | frozenset):
         return sorted((plain(item) for item in value), key=str)
     if isinstance(value, list | tuple):
@@ -228,7 +228,3 @@ def plain(value: Any) -> Any:
 
 def _text(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
-
-
-def _by_text(item: tuple[Any, Any]) -> str:
-    return str(item[0])

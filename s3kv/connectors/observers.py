@@ -1,21 +1,17 @@
 """Observers of chunks and requests: the KV events and spans that vLLM was asked to publish.
 
 **KV events for routers** (`--kv-events-config`) are in vLLM's format, beside those that vLLM itself
-publishes for the GPU: the chunks in host memory and in the bucket. A chunk is announced as the
-blocks it consists of, with the hashes and tokens of vLLM's own events. So a router that follows the
-one kind can follow the other. It has to count announcements, because chunks may share their first
-blocks, and a block is to be had with its chunk alone (docs/operating.md). The medium is "CPU" for
-host memory and "STORAGE" for the bucket. The bucket belongs to the fleet: an engine announces the
-chunks that it has uploaded or fetched, and withdraws a chunk when it finds it gone. It does not see
-what other engines do.
+publishes for the GPU: the chunks in host memory (medium "CPU") and in the bucket ("STORAGE"). A
+chunk is announced as its blocks, with the hashes and tokens of vLLM's own events. A router has to
+count announcements, because chunks may share their first blocks (docs/operating.md). An engine
+announces the chunks that it has uploaded or fetched, and withdraws a chunk when it finds it gone.
 
 **Spans** (`--otlp-traces-endpoint`) are in the trace of the request and go through vLLM's own
 OpenTelemetry set-up:
 
-    s3kv.wait    from the first lookup that asked vLLM to try again, until a lookup answered
+    s3kv.wait    from the first lookup without an answer until a lookup answered
     s3kv.fetch   from the start of the first of the request's chunks until the end of the last; a
-                 prefix of unknown length takes several spans, because more chunks are asked for
-                 when the first have arrived
+                 prefix of unknown length takes several spans
     s3kv.upload  from the copy of the first chunk until the bucket has the last
 """
 

@@ -1,8 +1,7 @@
 """Hashes of a request's blocks, for the cases in which vLLM's own hashes do not say enough.
 
-vLLM hashes an adapter (LoRA) by its name and path, but never by its content. It hashes an image by
-its name, which may be the client's. Within one engine the client has to keep a name's content the
-same. Many engines share a bucket, and it outlives them, so:
+vLLM hashes an adapter (LoRA) by its name and path, and an image by its name, which may be the
+client's. Many engines share a bucket, and it outlives them, so:
 
 - hashes of blocks computed with an adapter include a digest of the files that the workers have
   loaded, see `adapters`;
@@ -22,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from functools import wraps
 from hashlib import blake2b
 from inspect import signature
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core import kv_cache_utils
 
@@ -75,11 +74,7 @@ class DerivedHashes(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._hashes)
 
-    @overload
-    def __getitem__(self, index: int) -> bytes: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[bytes]: ...
-    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int):
             return self._derive(range(len(self._hashes))[index])
         if len(self._features) != len(self._starts):
@@ -151,7 +146,7 @@ class RequestHashes:
         """The media names that each living request uses."""
         self._barred: set[str] = set()
         self._covers_inputs = cover_inputs()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def of(self, request: Request, adapter: bytes | None) -> Sequence[bytes]:
         """The hashes of the request's blocks; none if the request must not be cached.
@@ -228,6 +223,6 @@ class RequestHashes:
         self._barred.discard(request_id)
 
     def _warn_once(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.warning("s3kv does not cache a request with %s. This is logged once", reason)

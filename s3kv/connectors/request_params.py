@@ -3,8 +3,8 @@
     {"s3kv": {"save": false, "load": false, "max_save_tokens": 1024}}
 
 and vLLM's own `max_offload_tokens` and `max_load_tokens` beside it. Keys of other connectors are
-none of our business. vLLM lets no connector refuse a request. So a request whose parameters cannot
-be read is served, but nothing of it is saved: who wrote them may have asked for that.
+ignored. vLLM lets no connector refuse a request. So a request whose parameters cannot be read is
+served, but nothing of it is saved, in case its parameters forbid that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from s3kv.planning.requests import NO_LIMITS, RequestLimits
 
 logger = logging.getLogger("s3kv")
 
-_LONGEST_COMPLAINT = 200
+_REASON_LENGTH = 200
 
 Tokens = Annotated[int, Meta(ge=0)]
 
@@ -44,13 +44,13 @@ def read_limits(params: Any, request_id: str | None = None) -> RequestLimits:
         given = msgspec.convert(params, _Params)
     except msgspec.ValidationError as error:
         if request_id is not None:
-            # It may repeat what the client has sent.
-            said = str(error).encode("unicode_escape").decode("ascii")
+            # It may repeat the client's text.
+            reason = str(error).encode("unicode_escape").decode("ascii")
             logger.warning(
                 "s3kv saves nothing of request %s, because its kv_transfer_params cannot be read: "
                 "%s",
                 request_id,
-                said[:_LONGEST_COMPLAINT],
+                reason[:_REASON_LENGTH],
             )
         return RequestLimits(save_tokens=0)
     own = given.s3kv

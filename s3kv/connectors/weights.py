@@ -2,17 +2,10 @@
 
 A path does not identify weights, because its files may be replaced. Reading all of a large model
 would take as long as loading it. So by default a digest is made of samples of every tensor; the
-header of a safetensors file gives the place of each.
-
-- Headers, files up to 1 MiB and tensors up to 64 KiB are read whole. So are all files if they have
-  at most 16 MiB together.
-- Of a larger tensor, 1 KiB is read from each of 64 equal parts. A model with more than 512 such
-  tensors has fewer parts per tensor, so that 100,000 experts do not take a minute.
-- Of a larger file in another format, 1 KiB is read from every 64 KiB.
-
-A change of every element of a tensor is always noticed, however small the tensor.
-docs/security.md gives the probability that a smaller change is missed. The method "full" reads
-every byte.
+header of a safetensors file gives the place of each. Of files in other formats, samples are denser.
+Headers, small files and small tensors are read whole. A change of every element of a tensor is
+always noticed. docs/security.md gives the samples, and the probability that a smaller change is
+missed. The method "full" reads every byte.
 
 `DigestCache` keeps digests between runs, each under the path of the files and the kernel's metadata
 of them: name, size, times, inode and device. That is only as reliable as the change time. So a

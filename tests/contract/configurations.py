@@ -19,6 +19,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from lab.engine import ENGINE_ARGS, ENVIRONMENT
+from s3kv.connectors.kv_translate import KVGeometry
+from s3kv.planning.group_kinds import Coverage
 
 BLOCK_TOKENS = 128
 SHAPE: dict[str, Any] = {
@@ -30,6 +32,8 @@ SHAPE: dict[str, Any] = {
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=64)
 LATENT = MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}, max_tp_shards=1)
+SIZES = KVGeometry(16, 16, 32, (Coverage(16, 32),))
+"""Sizes of small chunks, in one group with full attention."""
 
 
 def grouping_module() -> Any:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,16 +26,18 @@ from s3kv.types import ChunkKey, ItemShape, Span
 
 KEY = ChunkKey(0, b"k" * 32)
 ROWS, WIDTH = 10, 16
+NBYTES = object_bytes("BF16", ROWS, WIDTH)
+SAVES = ItemPlan(saves=(ItemSave("a", KEY, ROWS),))
 
 
 class Outbox:
-    """Takes what is sent and says it is in the bucket. `room`: items it has place for."""
+    """An outbox whose items are in the bucket at once. `room`: the items it has place for."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(2**20))
         self.room = 100
         self.sent: list[tuple[ChunkKey, Span, ItemShape]] = []
-        self.untold: list[ChunkKey] = []
+        self.ended: list[ChunkKey] = []
 
     def place(self, nbytes: int) -> Span | None:
         return Span(8192 * len(self.sent), nbytes) if len(self.sent) < self.room else None
@@ -42,13 +45,12 @@ class Outbox:
     def send(self, key: ChunkKey, span: Span, shape: ItemShape, copy: Any) -> None:
         copy.wait()
         self.sent.append((key, span, shape))
-        self.untold.append(key)
+        self.ended.append(key)
 
     def take_ends(self) -> ItemReport:
-        told, self.untold = self.untold, []
-        return ItemReport(
-            Counter({"upload_ok": len(told)} if told else {}), dict.fromkeys(told, 60.0), {}
-        )
+        ended, self.ended = self.ended, []
+        counters = Counter({"upload_ok": len(ended)} if ended else {})
+        return ItemReport(counters, dict.fromkeys(ended, 60.0))
 
     def close(self, drain_timeout_s: float) -> int:
         return 0
@@ -61,128 +63,107 @@ Make = Callable[..., ECWorkerSide]
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[ECWorkerSide] = []
 
-    def make(rank: int = 0, stage: int = 0, **directions: bool) -> ECWorkerSide:
+    def make(rank: int = 0, stage: int = 0, *, may_load: bool = False) -> ECWorkerSide:
         group = SimpleNamespace(rank_in_group=rank)
         monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
         pipeline = SimpleNamespace(is_first_rank=stage == 0)
         monkeypatch.setattr(parallel_state, "get_pp_group", lambda: pipeline)
-        monkeypatch.setattr(ec_worker, "encoder_fingerprint", lambda *args: {"model": "m"})
-        monkeypatch.setattr(ec_worker, "MAX_ITEM_BYTES", 2**16)
-        monkeypatch.setattr(ECWorkerSide, "_open_outbox", lambda self, *_: Outbox())
-        config = Config(bucket="bkt")
-        side = ECWorkerSide(
-            config, vllm_config(), **({"may_load": False, "may_save": True} | directions)
-        )
+        side = ECWorkerSide(Config(bucket="bkt"), VLLM_CONFIG, may_load=may_load, may_save=True)
         made.append(side)
         return side
 
+    monkeypatch.setattr(ec_worker, "encoder_fingerprint", lambda *args: {"model": "m"})
+    monkeypatch.setattr(ec_worker, "MAX_ITEM_BYTES", 2**16)
+    monkeypatch.setattr(ECWorkerSide, "_open_outbox", lambda self, *_: Outbox())
     yield make
     for side in made:
         side.shutdown()
 
 
-ENGINE = uuid.uuid4().hex
-
-
-def vllm_config() -> Any:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
-        device_config=SimpleNamespace(device_type="cpu"),
-        parallel_config=SimpleNamespace(data_parallel_rank=0),
-        ec_transfer_config=SimpleNamespace(engine_id=ENGINE),
-    )
+VLLM_CONFIG: Any = SimpleNamespace(
+    model_config=SimpleNamespace(dtype=torch.bfloat16),
+    device_config=SimpleNamespace(device_type="cpu"),
+    parallel_config=SimpleNamespace(data_parallel_rank=0),
+    ec_transfer_config=SimpleNamespace(engine_id=uuid.uuid4().hex),
+)
 
 
 def output(rows: int = ROWS, width: int = WIDTH) -> torch.Tensor:
     return torch.arange(rows * width, dtype=torch.float32).reshape(rows, width).bfloat16()
 
 
-def encode(side: ECWorkerSide, tensor: torch.Tensor, plan: ItemPlan | None = None) -> ItemReport:
-    """One step in which the encoder has made `tensor`."""
-    side.begin(plan or ItemPlan(saves=(ItemSave("a", KEY, ROWS),)))
+def encode(side: ECWorkerSide, tensor: torch.Tensor, plan: ItemPlan = SAVES) -> ItemReport | None:
+    """The report of a step in which the encoder has made `tensor`."""
+    side.begin(plan)
     side.save({"a": tensor}, "a")
     report = side.report()
-    assert report is not None
-    return report.report
+    assert side.report() is None, "once"
+    return None if report is None else report.report
 
 
-def test_what_the_scheduler_ordered_is_saved_and_told(make: Make) -> None:
+def test_an_output_of_the_plan_is_saved_and_reported(make: Make) -> None:
     side = make()
-    report = encode(side, output())
     outbox: Any = side._outbox
-    nbytes = object_bytes("BF16", ROWS, WIDTH)
-    assert outbox.sent == [(KEY, Span(0, nbytes), ItemShape(ROWS, nbytes))]
-    payload = bytes(outbox.view[HEADER_BYTES:nbytes])
+    report = encode(side, output())
+    assert report is not None
+    assert outbox.sent == [(KEY, Span(0, NBYTES), ItemShape(ROWS, NBYTES))]
+    payload = bytes(outbox.view[HEADER_BYTES:NBYTES])
     assert payload == output().view(torch.uint8).numpy().tobytes()
     assert [*report.uploaded] == [KEY]
     assert report.counters == {"encoded": 1, "encoded_rows": ROWS, "upload_ok": 1}
     assert report.encoded_rows == ROWS
     assert report.encode_seconds >= 0
-    assert side.report() is None, "told once"
 
 
 @pytest.mark.parametrize(
-    ("tensor", "counter"),
+    ("tensor", "plan", "room", "counter"),
     [
-        (output(rows=ROWS + 1), "saves_unfit"),
-        (output().float(), "saves_unfit"),
-        (output().flatten(), "saves_unfit"),
-        (output(width=10_000), "items_too_large"),
+        (output(rows=ROWS + 1), SAVES, 1, "saves_unfit"),
+        (output().float(), SAVES, 1, "saves_unfit"),
+        (output().flatten(), SAVES, 1, "saves_unfit"),
+        (output(width=10_000), SAVES, 1, "items_too_large"),
+        (output(), SAVES, 0, "saves_dropped"),
+        (output(), ItemPlan(), 1, ""),
     ],
 )
-def test_what_is_not_as_expected_is_not_saved(
-    make: Make, tensor: torch.Tensor, counter: str
+def test_an_output_without_place_size_or_plan_is_not_saved(
+    make: Make, tensor: torch.Tensor, plan: ItemPlan, room: int, counter: str
 ) -> None:
     side = make()
-    assert encode(side, tensor).counters[counter] == 1
-    assert side._outbox.sent == []  # type: ignore[union-attr, attr-defined]
-
-
-def test_what_finds_no_room_or_was_not_ordered_is_not_saved(make: Make) -> None:
-    side = make()
     outbox: Any = side._outbox
-    assert "saves" not in encode(side, output(), ItemPlan()).counters
-    outbox.room = 0
-    assert encode(side, output()).counters["saves_dropped"] == 1
+    outbox.room = room
+    report = encode(side, tensor, plan)
+    assert report is not None
+    assert set(report.counters) - {"encoded", "encoded_rows"} == {counter} - {""}
     assert outbox.sent == []
 
 
 @pytest.mark.parametrize("place", [{"rank": 1}, {"stage": 1}])
 def test_one_rank_saves_and_counts(make: Make, place: dict[str, int]) -> None:
     side = make(**place)
-    side.begin(ItemPlan(saves=(ItemSave("a", KEY, ROWS),)))
-    side.save({"a": output()}, "a")
-    assert side.report() is None
+    assert encode(side, output()) is None
     assert side._outbox is None
 
 
-def test_promised_items_are_loaded_whatever_is_broken(
+def test_promised_items_are_loaded_even_if_the_side_is_broken(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = make(may_load=True)
-    nbytes = object_bytes("BF16", ROWS, WIDTH)
-    load = ItemLoad("b", 8192, nbytes, ROWS, WIDTH)
+    plan = ItemPlan(loads=(ItemLoad("b", 8192, NBYTES, ROWS, WIDTH),))
+    side.begin(plan)
     with pytest.raises(RuntimeError, match="without a slab"):
-        side.load((load,), {})
+        side.load({})
     slab = Slab.create(2**16)
-    (word,) = offer_slab([worker_rendezvous(vllm_config(), 0)], slab, 10.0)
+    (word,) = offer_slab([worker_rendezvous(VLLM_CONFIG, 0)], slab, 10.0)
     assert len(word) == 32
-    slab.view[8192 + HEADER_BYTES : 8192 + nbytes] = output().view(torch.uint8).numpy().tobytes()
-
-    def fail(*args: Any) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(side, "_send", fail)
-    side.begin(ItemPlan(saves=(ItemSave("a", KEY, ROWS),)))
-    side.save({"a": output()}, "a")
+    slab.view[8192 + HEADER_BYTES : 8192 + NBYTES] = output().view(torch.uint8).numpy().tobytes()
+    monkeypatch.setattr(side, "_send", Mock(side_effect=KeyError("a bug")))
+    report = encode(side, output())
     assert side.broken == "save"
-    told = side.report()
-    assert told is not None
-    assert told.report.counters == {"internal_errors": 1}
-    assert side.report() is None
+    assert report == ItemReport({"internal_errors": 1})
     cache: dict[str, torch.Tensor] = {}
-    side.begin(ItemPlan(loads=(load,)))
-    side.load((load,), cache)
+    side.begin(plan)
+    side.load(cache)
     assert torch.equal(cache["b"], output())
     assert "without its cache" in caplog.text
     slab.close()

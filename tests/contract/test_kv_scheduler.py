@@ -20,6 +20,7 @@ from s3kv.errors import UnsupportedError
 from s3kv.messages import JobEnd, JobKind, StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.types import ChunkKey, Outcome
+from tests.contract.configurations import SIZES
 from tests.contract.pictures import picture, without_tensors
 from tests.plans import fetches_of
 
@@ -39,7 +40,7 @@ def side(
 def waiting_side(
     world_size: int, sizes: KVGeometry | None = None, **settings: Any
 ) -> SchedulerSide:
-    sizes = sizes or KVGeometry(16, 16, 32)
+    sizes = sizes or SIZES
     config = Config(bucket="bucket", **settings)
     return SchedulerSide(config, sizes, may_load=True, may_save=True, world_size=world_size)
 

@@ -23,7 +23,7 @@ from s3kv.connectors.kv_translate import (
 )
 from s3kv.errors import ConfigError
 from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
-from tests.contract.configurations import BLOCK_TOKENS, FULL, configured, groups
+from tests.contract.configurations import BLOCK_TOKENS, FULL, SIZES, configured, groups
 
 
 def test_random_hashes_are_refused(
@@ -76,7 +76,7 @@ def test_which_steps_write_before_their_forward(
     second_runner: bool, spec: Any, hash_tokens: int, writes: bool
 ) -> None:
     vllm_config: Any = SimpleNamespace(use_v2_model_runner=second_runner)
-    sizes = KVGeometry(BLOCK_TOKENS, hash_tokens, 2 * BLOCK_TOKENS)
+    sizes = KVGeometry(BLOCK_TOKENS, hash_tokens, 2 * BLOCK_TOKENS, ())
     step = vllm_config, groups(spec), sizes
     assert writes_around_fences(*step) == (writes and second_runner, writes and not second_runner)
 
@@ -111,7 +111,7 @@ def test_the_tables_of_a_step_are_asked_for_only_with_several_groups() -> None:
     assert old.tables is not None
     assert old.tables() == ([0, 7], [5, 6])
     assert asked == ["old"]
-    assert [r.tables for r in scheduled_requests(output, KVGeometry(16, 16, 32))] == [None, None]
+    assert [r.tables for r in scheduled_requests(output, SIZES)] == [None, None]
 
 
 STATES = KVGeometry(

@@ -16,11 +16,11 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from s3kv.connectors.kv_translate import KVGeometry
 from s3kv.connectors.observers import KVEvents, RequestSpans
 from s3kv.messages import JobKind
 from s3kv.planning.residency import Change, Origin, Residency
 from s3kv.types import ChunkKey, Outcome
+from tests.contract.configurations import SIZES
 from tests.plans import fetches_of
 from tests.unit.planning.desk import Desk
 
@@ -33,71 +33,68 @@ def request(name: str = "r", **attributes: Any) -> Any:
     return SimpleNamespace(**known | {"lora_request": None} | attributes)
 
 
-def published(subject: Any, *residencies: Residency) -> list[Any]:
-    """What becomes of the second chunk (blocks 2 and 3) of a request."""
-    stream = KVEvents(KVGeometry(16, 16, 32))
+def take_in(stream: KVEvents, subject: Any, key: ChunkKey, position: int, *new: Residency) -> None:
+    """A chunk of a request that ends before what becomes of the chunk."""
     stream.add_request(subject)
-    stream.take_in(Origin(SECOND, JobKind.SAVE, subject.request_id, 1))
+    stream.take_in(Origin(key, JobKind.SAVE, subject.request_id, position))
     stream.finished(subject)
-    for residency in residencies:
-        stream.take_in(Change(SECOND, residency))
-    return list(stream.take())
+    for residency in new:
+        stream.take_in(Change(key, residency))
+
+
+def published(subject: Any, *residencies: Residency, position: int = 1) -> list[Any]:
+    stream = KVEvents(SIZES)
+    take_in(stream, subject, SECOND, position, *residencies)
+    found = list(stream.take())
+    assert list(stream.take()) == []
+    return found
 
 
 def test_a_chunk_is_announced_as_its_blocks() -> None:
     subject = request()
     stored, to_bucket = published(subject, Residency.HOST_STORED, Residency.BUCKET_STORED)
-    assert isinstance(stored, BlockStored)
     hashes = [maybe_convert_block_hash(h) for h in subject.block_hashes]
-    assert stored.block_hashes == hashes[2:]
-    assert stored.parent_block_hash == hashes[1]
-    assert stored.token_ids == list(range(32, 64))
-    assert (stored.block_size, stored.group_idx) == (16, 0)
-    assert (stored.medium, stored.locality) == (kv_events.MEDIUM_CPU, "LOCAL")
-    assert (stored.lora_id, stored.lora_name) == (None, None)
+    assert stored == BlockStored(
+        block_hashes=hashes[2:],
+        parent_block_hash=hashes[1],
+        token_ids=list(range(32, 64)),
+        block_size=16,
+        lora_id=None,
+        lora_name=None,
+        medium=kv_events.MEDIUM_CPU,
+        locality="LOCAL",
+        group_idx=0,
+    )
     assert (to_bucket.medium, to_bucket.locality) == (kv_events.MEDIUM_STORAGE, "REMOTE")
     assert to_bucket.block_hashes == hashes[2:]
-
-
-def test_the_first_chunk_has_no_parent() -> None:
-    stream = KVEvents(KVGeometry(16, 16, 32))
-    stream.add_request(request())
-    stream.take_in(Origin(SECOND, JobKind.FETCH, "r", 0))
-    stream.take_in(Change(SECOND, Residency.HOST_STORED))
-    (stored,) = stream.take()
-    assert isinstance(stored, BlockStored)
-    assert stored.parent_block_hash is None
-    assert len(stored.block_hashes) == 2
-    assert stored.token_ids == list(range(32))
-    assert list(stream.take()) == []
-
-
-def test_an_adapter_is_named() -> None:
     adapter = SimpleNamespace(adapter_id=7, name="french")
-    (stored,) = published(request(lora_request=adapter), Residency.HOST_STORED)
-    assert (stored.lora_id, stored.lora_name) == (7, "french")
+    adapted = request(lora_request=adapter)
+    (first,) = published(adapted, Residency.HOST_STORED, position=0)
+    assert (first.parent_block_hash, first.token_ids) == (None, list(range(32)))
+    assert (first.lora_id, first.lora_name) == (7, "french")
 
 
-def test_what_leaves_is_taken_back_once() -> None:
-    removals = published(
-        request(), Residency.HOST_STORED, Residency.HOST_REMOVED, Residency.HOST_REMOVED
-    )[1:]
-    assert [(type(e), e.medium) for e in removals] == [(BlockRemoved, "CPU")]
+@pytest.mark.parametrize(
+    ("residencies", "events"),
+    [
+        (
+            (Residency.HOST_STORED, Residency.HOST_REMOVED, Residency.HOST_REMOVED),
+            [(BlockStored, "CPU"), (BlockRemoved, "CPU")],
+        ),
+        (
+            (Residency.BUCKET_REMOVED, Residency.NOTHING, Residency.HOST_STORED),
+            [(BlockRemoved, "STORAGE")],
+        ),
+    ],
+    ids=["gone", "never there"],
+)
+def test_a_chunk_that_leaves_is_withdrawn_once(residencies: Any, events: Any) -> None:
+    assert [(type(e), e.medium) for e in published(request(), *residencies)] == events
 
 
-def test_what_comes_to_nothing_is_forgotten() -> None:
-    gone, *others = published(
-        request(), Residency.BUCKET_REMOVED, Residency.NOTHING, Residency.HOST_STORED
-    )
-    assert (type(gone), gone.medium) == (BlockRemoved, "STORAGE")
-    assert others == []
-
-
-def test_a_reset_clears_everything_and_nothing_of_before_is_told_of_later() -> None:
-    stream = KVEvents(KVGeometry(16, 16, 32))
-    stream.add_request(request())
-    stream.take_in(Origin(SECOND, JobKind.SAVE, "r", 1))
-    stream.take_in(Change(SECOND, Residency.HOST_STORED))
+def test_a_reset_clears_everything_announced_before() -> None:
+    stream = KVEvents(SIZES)
+    take_in(stream, request(), SECOND, 1, Residency.HOST_STORED)
     stream.reset()
     stream.take_in(Change(SECOND, Residency.HOST_REMOVED))
     (only,) = stream.take()
@@ -116,14 +113,12 @@ def counted(stream: KVEvents, counts: Counter[tuple[str, Any]]) -> None:
 
 def test_a_router_that_counts_keeps_the_blocks_of_a_chunk_beside_one_that_leaves() -> None:
     """Prompts that part within a chunk have two chunks with the same first blocks."""
-    stream, counts = KVEvents(KVGeometry(16, 16, 32)), Counter[tuple[str, Any]]()
+    stream, counts = KVEvents(SIZES), Counter[tuple[str, Any]]()
     same, *ends = (block.ljust(32) for block in (b"same", b"one", b"other"))
     keys = [ChunkKey(0, end) for end in ends]
     for key in keys:
         subject = request(str(key.block_hash), block_hashes=[same, key.block_hash])
-        stream.add_request(subject)
-        stream.take_in(Origin(key, JobKind.SAVE, subject.request_id, 0))
-        stream.take_in(Change(key, Residency.HOST_STORED))
+        take_in(stream, subject, key, 0, Residency.HOST_STORED)
     stream.take_in(Change(keys[0], Residency.HOST_REMOVED))
     counted(stream, counts)
     left = {("CPU", maybe_convert_block_hash(h)) for h in (same, ends[1])}
@@ -135,8 +130,7 @@ def test_a_router_that_counts_keeps_the_blocks_of_a_chunk_beside_one_that_leaves
 
 def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None:
     """However often the bucket has shown it before."""
-    desk, sizes = Desk(slots=1), KVGeometry(16, 16, 32)
-    stream, counts = KVEvents(sizes), Counter[tuple[str, Any]]()
+    desk, stream, counts = Desk(slots=1), KVEvents(SIZES), Counter[tuple[str, Any]]()
     hashes = [block.ljust(32) for block in (b"first", b"second")]
     blocks = [("STORAGE", maybe_convert_block_hash(h)) for h in hashes]
 
@@ -161,6 +155,8 @@ def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None
     assert not any(counts[block] for block in blocks)
 
 
+# --- spans ------------------------------------------------------------------------------------
+
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
 A, B = (ChunkKey(0, name.ljust(32)) for name in (b"a", b"b"))
@@ -177,60 +173,49 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-class Clock:
-    now_ns = 0
-
-    def __call__(self) -> int:
-        self.now_ns += 1
-        return self.now_ns
-
-
-def ended(exporter: InMemorySpanExporter) -> list[tuple[str, int | None, int | None]]:
-    return [(s.name, s.start_time, s.end_time) for s in exporter.get_finished_spans()]
+@pytest.fixture
+def spans() -> RequestSpans:
+    """Spans of one request, by a clock that counts its readings."""
+    spans = RequestSpans(iter(range(1, 100)).__next__)
+    spans.add_request(REQUEST)
+    return spans
 
 
-def only(exporter: InMemorySpanExporter) -> ReadableSpan:
+def only(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
+    """The one span there is, in the trace that the client began."""
     (span,) = exporter.get_finished_spans()
+    assert (span.name, span.start_time, span.end_time) == (name, 1, 2)
+    assert span.parent is not None
+    assert span.parent.trace_id == TRACE_ID
     return span
 
 
-def test_a_wait_lasts_until_the_answer(exporter: InMemorySpanExporter) -> None:
-    spans = RequestSpans(Clock())
-    spans.add_request(REQUEST)
-    spans.looked_up("r", waits=True, tokens=0)
-    spans.looked_up("r", waits=True, tokens=0)
-    spans.looked_up("r", waits=False, tokens=256)
-    spans.looked_up("r", waits=False, tokens=256)
-    assert ended(exporter) == [("s3kv.wait", 1, 2)]
-    span = only(exporter)
+def test_a_wait_lasts_until_the_answer(exporter: InMemorySpanExporter, spans: RequestSpans) -> None:
+    for waits in (True, True, False, False):
+        spans.looked_up("r", waits=waits, tokens=0 if waits else 256)
+    span = only(exporter, "s3kv.wait")
     assert span.attributes == {"gen_ai.request.id": "r", "s3kv.tokens": 256}
-    assert span.parent is not None
-    assert span.parent.trace_id == TRACE_ID, "in the trace the client began"
 
 
-def test_who_goes_while_waiting_was_offered_nothing(exporter: InMemorySpanExporter) -> None:
-    spans = RequestSpans(Clock())
-    spans.add_request(REQUEST)
+def test_a_request_that_ends_while_it_waits_was_offered_nothing(
+    exporter: InMemorySpanExporter, spans: RequestSpans
+) -> None:
     spans.looked_up("r", waits=True, tokens=0)
     spans.finished(REQUEST)
-    assert (only(exporter).attributes or {})["s3kv.tokens"] == 0
+    assert (only(exporter, "s3kv.wait").attributes or {})["s3kv.tokens"] == 0
 
 
-def test_chunks_on_their_way_together_are_one_fetch(exporter: InMemorySpanExporter) -> None:
-    spans = RequestSpans(Clock())
-    spans.add_request(REQUEST)
-    spans.take_in(Origin(A, JobKind.FETCH, "r", 0))
-    spans.take_in(Origin(B, JobKind.FETCH, "r", 1))
+def test_chunks_in_flight_together_are_one_fetch(
+    exporter: InMemorySpanExporter, spans: RequestSpans
+) -> None:
+    for position, key in enumerate((A, B)):
+        spans.take_in(Origin(key, JobKind.FETCH, "r", position))
     spans.take_in(Change(A, Residency.HOST_STORED))
     spans.take_in(Change(A, Residency.BUCKET_STORED))
-    assert ended(exporter) == []
+    assert not exporter.get_finished_spans()
     spans.take_in(Change(B, Residency.NOTHING))
-    assert ended(exporter) == [("s3kv.fetch", 1, 2)]
-    assert only(exporter).attributes == {
-        "gen_ai.request.id": "r",
-        "s3kv.chunks": 2,
-        "s3kv.chunks_arrived": 1,
-    }
+    counts = {"s3kv.chunks": 2, "s3kv.chunks_arrived": 1}
+    assert only(exporter, "s3kv.fetch").attributes == {"gen_ai.request.id": "r"} | counts
 
 
 @pytest.mark.parametrize(
@@ -238,24 +223,12 @@ def test_chunks_on_their_way_together_are_one_fetch(exporter: InMemorySpanExport
     [(Residency.BUCKET_STORED, 1), (Residency.HOST_ONLY, 0), (Residency.NOTHING, 0)],
 )
 def test_an_upload_goes_on_after_its_request(
-    exporter: InMemorySpanExporter, last: Residency, arrived: int
+    exporter: InMemorySpanExporter, spans: RequestSpans, last: Residency, arrived: int
 ) -> None:
-    spans = RequestSpans(Clock())
-    spans.add_request(REQUEST)
     spans.take_in(Origin(A, JobKind.SAVE, "r", 0))
     spans.finished(REQUEST)
     spans.take_in(Change(A, Residency.HOST_STORED))
-    assert ended(exporter) == []
+    spans.take_in(Change(B, Residency.HOST_REMOVED))  # of no request
+    assert not exporter.get_finished_spans()
     spans.take_in(Change(A, last))
-    assert ended(exporter) == [("s3kv.upload", 1, 2)]
-    span = only(exporter)
-    assert (span.attributes or {})["s3kv.chunks_arrived"] == arrived
-    assert span.parent is not None
-    assert span.parent.trace_id == TRACE_ID
-
-
-def test_what_nobody_asked_for_draws_nothing(exporter: InMemorySpanExporter) -> None:
-    spans = RequestSpans(Clock())
-    spans.take_in(Change(A, Residency.HOST_REMOVED))
-    spans.looked_up("unknown", waits=False, tokens=0)
-    assert ended(exporter) == []
+    assert (only(exporter, "s3kv.upload").attributes or {})["s3kv.chunks_arrived"] == arrived

@@ -2,9 +2,9 @@
 
 The hooks are in test_hooks.py.
 
-A failure here is not a bug yet. It says that vLLM has moved something, and which of our files to
-read again with that in mind; then this table is brought up to date. Versions in the tables are
-those in which the thing first appeared; what is older than all we support has none.
+A failure here is not a bug yet. It names something that vLLM has moved, and our files to read again
+with that in mind; then this table is brought up to date. Versions in the tables are those in which
+the thing first appeared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from typing import Any, get_args
 
 import click
@@ -22,231 +23,99 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from s3kv.config import Config
+from tests.project import ROOT
 from tests.versions import VERSION, newer, since
 
 CONNECTOR = "s3kv/connectors/kv.py"
 SCHEDULER = "s3kv/connectors/kv_scheduler.py"
-MEMORY = "s3kv/connectors/worker_memory.py"
-WORKER = "s3kv/connectors/kv_worker.py"
-TRANSLATE = "s3kv/connectors/kv_translate.py"
-IDENTITY = "s3kv/connectors/identity.py"
-MEDIA = "s3kv/connectors/media.py"
-LORA = "vllm.lora.worker_manager"
 ADAPTERS = "s3kv/connectors/adapter_loads.py"
 REQUESTS = "s3kv/connectors/request_params.py"
-HASHES = "s3kv/connectors/request_hashes.py"
-METRICS = "s3kv/connectors/metrics.py"
-GROUPS = "s3kv/connectors/kv_groups.py"
-EC_SCHEDULER = "s3kv/connectors/ec_scheduler.py"
-EC_TRANSLATE = "s3kv/connectors/ec_translate.py"
-
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 STATS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 CACHE = "vllm.v1.kv_cache_interface"
+HASHES = "vllm.v1.core.kv_cache_utils"
+LORA = "vllm.lora.worker_manager"
+MEDIA = "vllm.multimodal.inputs"
+STEP = "vllm.v1.core.sched.output"
+GROUPS = "vllm.distributed.parallel_state"
 
 # Dataclass -> the fields we read or set.
-FIELDS: list[tuple[str, str, set[str], str]] = [
-    (
-        "vllm.v1.core.sched.output",
-        "SchedulerOutput",
-        {
-            "scheduled_new_reqs",
-            "scheduled_cached_reqs",
-            "num_scheduled_tokens",
-            "kv_cache_block_copies",
-            "new_block_ids_to_zero",
-            "kv_connector_block_state",
-        },
-        TRANSLATE,
-    ),
-    (
-        "vllm.v1.core.sched.output",
-        "KVConnectorBlockState",
-        {"get_block_ids", "boundary_state_offloads"},
-        TRANSLATE,
-    ),
-    (
-        "vllm.v1.core.sched.output",
-        "NewRequestData",
-        {"req_id", "mm_features", "block_ids", "num_computed_tokens"},
-        TRANSLATE,
-    ),
-    (
-        "vllm.v1.core.sched.output",
-        "CachedRequestData",
-        {"req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"},
-        TRANSLATE,
-    ),
-    (
-        "vllm.v1.outputs",
-        "KVConnectorOutput",
-        {"finished_recving", "failed_recving", "kv_connector_worker_meta"},
-        SCHEDULER,
-    ),
-    (
-        BASE,
-        "KVConnectorTransferResults",
-        {"finished_sending", "finished_recving", "failed_recving"},
-        CONNECTOR,
-    ),
-    ("vllm.v1.outputs", "ECConnectorOutput", {"ec_connector_worker_meta"}, EC_SCHEDULER),
-    (
-        CACHE,
-        "KVCacheConfig",
-        {"num_blocks", "kv_cache_groups", "kv_cache_layout", "kv_tp_replicas"},
-        TRANSLATE,
-    ),
-    (CACHE, "KVCacheGroupSpec", {"layer_names", "kv_cache_spec", "is_eagle_group"}, WORKER),
-    (
-        CACHE,
-        "FullAttentionSpec",
-        {"block_size", "prefix_cacheable", "prefix_replay_tokens"},
-        TRANSLATE,
-    ),
-    (CACHE, "UniformTypeKVCacheSpecs", {"kv_cache_specs"}, TRANSLATE),
-    (STATS, "KVConnectorStats", {"data"}, METRICS),
-    (
-        "vllm.config",
-        "KVTransferConfig",
-        {"kv_connector_extra_config", "kv_load_failure_policy"},
-        CONNECTOR,
-    ),
-    (
-        "vllm.config",
-        "CacheConfig",
-        {"prefix_caching_hash_algo", "cache_dtype", "mamba_cache_mode", "use_replayssm"},
-        TRANSLATE,
-    ),
-    ("vllm.config.mamba", "MambaConfig", {"enable_stochastic_rounding"}, GROUPS),
-    ("vllm.config", "LoRAConfig", {"enable_tower_connector_lora"}, EC_TRANSLATE),
-    ("vllm.config", "DeviceConfig", {"device_type"}, TRANSLATE),
-    (
-        "vllm.config",
-        "ParallelConfig",
-        {
-            "world_size",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "decode_context_parallel_size",
-            "prefill_context_parallel_size",
-        },
-        TRANSLATE,
-    ),
-    (
-        "vllm.config",
-        "ModelConfig",
-        {
-            "model",
-            "revision",
-            "code_revision",
-            "dtype",
-            "quantization",
-            "hf_config",
-            "model_impl",
-            "disable_sliding_window",
-            "max_model_len",
-            "override_generation_config",
-            "seed",
-            "multimodal_config",
-        },
-        IDENTITY,
-    ),
-    (
-        "vllm.config",
-        "VllmConfig",
-        {
-            "speculative_config",
-            "lora_config",
-            "load_config",
-            "compilation_config",
-            "mamba_config",
-            "max_concurrent_batches",
-        },
-        IDENTITY,
-    ),
-    ("vllm.config", "ModelConfig", {"enable_sleep_mode"}, WORKER),
-    ("vllm.config", "CompilationConfig", {"static_forward_context"}, IDENTITY),
-    ("vllm.config", "LoadConfig", {"load_format"}, IDENTITY),
-    (
-        "vllm.multimodal.inputs",
-        "MultiModalFeatureSpec",
-        {"data", "modality", "identifier", "mm_position"},
-        MEDIA,
-    ),
-    ("vllm.multimodal.inputs", "PlaceholderRange", {"offset", "length", "is_embed"}, MEDIA),
-    ("vllm.multimodal.inputs", "MultiModalFieldElem", {"data"}, MEDIA),
-]
-NEWER_FIELDS: list[tuple[tuple[int, int], str, str, set[str], str]] = [
-    ((0, 32), CACHE, "KVCacheConfig", {"hash_block_size"}, TRANSLATE),
-]
+FIELDS = {
+    f"{STEP}:SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
+    "kv_cache_block_copies new_block_ids_to_zero kv_connector_block_state",
+    f"{STEP}:KVConnectorBlockState": "get_block_ids boundary_state_offloads",
+    f"{STEP}:NewRequestData": "req_id mm_features block_ids num_computed_tokens",
+    f"{STEP}:CachedRequestData": "req_ids resumed_req_ids new_block_ids num_computed_tokens",
+    "vllm.v1.outputs:KVConnectorOutput": "finished_recving failed_recving kv_connector_worker_meta",
+    "vllm.v1.outputs:ECConnectorOutput": "ec_connector_worker_meta",
+    f"{BASE}:KVConnectorTransferResults": "finished_sending finished_recving failed_recving",
+    f"{CACHE}:KVCacheConfig": "num_blocks kv_cache_groups kv_cache_layout kv_tp_replicas",
+    f"{CACHE}:KVCacheGroupSpec": "layer_names kv_cache_spec is_eagle_group",
+    f"{CACHE}:FullAttentionSpec": "block_size prefix_cacheable prefix_replay_tokens",
+    f"{CACHE}:UniformTypeKVCacheSpecs": "kv_cache_specs",
+    f"{STATS}:KVConnectorStats": "data",
+    "vllm.config:KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy",
+    "vllm.config:CacheConfig": "prefix_caching_hash_algo cache_dtype mamba_cache_mode "
+    "use_replayssm",
+    "vllm.config.mamba:MambaConfig": "enable_stochastic_rounding",
+    "vllm.config:LoRAConfig": "enable_tower_connector_lora",
+    "vllm.config:DeviceConfig": "device_type",
+    "vllm.config:ParallelConfig": "world_size tensor_parallel_size pipeline_parallel_size "
+    "decode_context_parallel_size prefill_context_parallel_size",
+    "vllm.config:ModelConfig": "model revision code_revision dtype quantization hf_config "
+    "model_impl disable_sliding_window max_model_len override_generation_config seed "
+    "multimodal_config enable_sleep_mode",
+    "vllm.config:VllmConfig": "speculative_config lora_config load_config compilation_config "
+    "mamba_config max_concurrent_batches",
+    "vllm.config:CompilationConfig": "static_forward_context",
+    "vllm.config:LoadConfig": "load_format",
+    f"{MEDIA}:MultiModalFeatureSpec": "data modality identifier mm_position",
+    f"{MEDIA}:PlaceholderRange": "offset length is_embed",
+    f"{MEDIA}:MultiModalFieldElem": "data",
+}
+NEWER_FIELDS = {(f"{CACHE}:KVCacheConfig", "hash_block_size"): (0, 32)}
 
 # Things we call or subclass -> their parameters without self; None: it only has to be there.
-CALLS: list[tuple[str, str, tuple[str, ...] | None, str]] = [
-    (
-        "vllm.v1.core.block_pool",
-        "BlockPool.get_cached_block",
-        ("block_hash", "kv_cache_group_ids"),
-        SCHEDULER,
-    ),
-    (
-        "vllm.v1.core.kv_cache_utils",
-        "resolve_kv_cache_block_sizes",
-        ("kv_cache_config", "vllm_config"),
-        TRANSLATE,
-    ),
-    ("vllm.v1.core.kv_cache_utils", "resolve_none_hash_seed", ("hash_fn",), TRANSLATE),
-    ("vllm.config", "ModelConfig.get_inputs_embeds_size", (), EC_TRANSLATE),
-    (
-        "vllm.v1.metrics.utils",
-        "create_metric_per_engine",
-        ("metric", "per_engine_labelvalues"),
-        METRICS,
-    ),
-    (
-        STATS,
-        "KVConnectorPromMetrics.__init__",
-        ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
-        METRICS,
-    ),
-    (STATS, "KVConnectorPromMetrics.observe", ("transfer_stats_data", "engine_idx"), METRICS),
-    (STATS, "KVConnectorStats.aggregate", ("other",), METRICS),
-    (STATS, "KVConnectorStats.reduce", (), METRICS),
-    (STATS, "KVConnectorStats.is_empty", (), METRICS),
-    (BASE, "KVConnectorWorkerMetadata.aggregate", ("other",), "s3kv/connectors/kv_translate.py"),
-    ("vllm.config", "KVTransferConfig.is_kv_producer", None, CONNECTOR),
-    ("vllm.config", "KVTransferConfig.is_kv_consumer", None, CONNECTOR),
-    ("vllm.config", "ModelConfig.try_get_generation_config", (), IDENTITY),
-    ("vllm.platforms", "Platform.is_fp8_fnuz", None, IDENTITY),
-    ("vllm.distributed.parallel_state", "get_tp_group", (), WORKER),
-    ("vllm.distributed.parallel_state", "get_pp_group", (), WORKER),
-    ("vllm.distributed.parallel_state", "get_world_group", (), MEMORY),
-    ("vllm.distributed.parallel_state", "get_node_count", (), MEMORY),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.factory",
-        "KVConnectorFactory.register_connector",
-        ("name", "module_path", "class_name"),
-        "s3kv/connectors/plugin.py",
-    ),
-    (
-        "vllm.distributed.kv_transfer.kv_connector.factory",
-        "KVConnectorFactory._registry",
-        None,
-        "s3kv/connectors/plugin.py",
-    ),
-    ("vllm.lora.request", "LoRARequest.load_inplace", None, ADAPTERS),
-    (LORA, "WorkerLoRAManager._load_adapter", ("lora_request",), ADAPTERS),
-    (LORA, "WorkerLoRAManager.list_adapters", (), ADAPTERS),
-    ("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",), ADAPTERS),
-    (
-        "vllm.v1.core.kv_cache_utils",
-        "_gen_prompt_embeds_extra_hash_keys",
-        ("request", "start_token_idx", "end_token_idx"),
-        HASHES,
-    ),
-    (CACHE, "MLAAttentionSpec", None, TRANSLATE),
-    (CACHE, "KVCacheConfig.needs_kv_cache_zeroing", None, TRANSLATE),
-    ("vllm.config", "VllmConfig.use_v2_model_runner", None, TRANSLATE),
-]
+CALLS: dict[str, str | None] = {
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block": "block_hash kv_cache_group_ids",
+    f"{HASHES}:resolve_kv_cache_block_sizes": "kv_cache_config vllm_config",
+    f"{HASHES}:resolve_none_hash_seed": "hash_fn",
+    f"{HASHES}:_gen_lora_extra_hash_keys": "request",
+    f"{HASHES}:_gen_prompt_embeds_extra_hash_keys": "request start_token_idx end_token_idx",
+    "vllm.config:ModelConfig.get_inputs_embeds_size": "",
+    "vllm.config:ModelConfig.try_get_generation_config": "",
+    "vllm.config:KVTransferConfig.is_kv_producer": None,
+    "vllm.config:KVTransferConfig.is_kv_consumer": None,
+    "vllm.config:VllmConfig.use_v2_model_runner": None,
+    "vllm.v1.metrics.utils:create_metric_per_engine": "metric per_engine_labelvalues",
+    f"{STATS}:KVConnectorPromMetrics.__init__": "vllm_config metric_types labelnames "
+    "per_engine_labelvalues",
+    f"{STATS}:KVConnectorPromMetrics.observe": "transfer_stats_data engine_idx",
+    f"{STATS}:KVConnectorStats.aggregate": "other",
+    f"{STATS}:KVConnectorStats.reduce": "",
+    f"{STATS}:KVConnectorStats.is_empty": "",
+    f"{BASE}:KVConnectorWorkerMetadata.aggregate": "other",
+    "vllm.platforms:Platform.is_fp8_fnuz": None,
+    f"{GROUPS}:get_tp_group": "",
+    f"{GROUPS}:get_pp_group": "",
+    f"{GROUPS}:get_world_group": "",
+    f"{GROUPS}:get_node_count": "",
+    f"{FACTORY}:KVConnectorFactory.register_connector": "name module_path class_name",
+    f"{FACTORY}:KVConnectorFactory._registry": None,
+    "vllm.lora.request:LoRARequest.load_inplace": None,
+    f"{LORA}:WorkerLoRAManager._load_adapter": "lora_request",
+    f"{LORA}:WorkerLoRAManager.list_adapters": "",
+    f"{CACHE}:MLAAttentionSpec": None,
+    f"{CACHE}:KVCacheConfig.needs_kv_cache_zeroing": None,
+}
+
+
+def users_of(name: str) -> str:
+    """Our files with this name."""
+    files = sorted((ROOT / "s3kv" / "connectors").glob("*.py"))
+    named = [str(f.relative_to(ROOT)) for f in files if re.search(rf"\b{name}\b", f.read_text())]
+    return " and ".join(named)
 
 
 def moved(what: str, read_again: str) -> str:
@@ -287,33 +156,34 @@ def test_the_block_pool_reaches_us() -> None:
     assert connector.pool is Manager.block_pool, moved("the block pool is not bound", SCHEDULER)
 
 
-@pytest.mark.parametrize(("module", "name", "wanted", "read_again"), FIELDS)
-def test_fields_we_read(module: str, name: str, wanted: set[str], read_again: str) -> None:
-    cls = find(module, name)
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields_we_read(name: str) -> None:
+    cls = find(*name.split(":"))
     there = {field.name for field in dataclasses.fields(cls)}
-    missing = {field for field in wanted - there if not hasattr(cls, field)}
-    assert not missing, moved(f"{name} has no {sorted(missing)}", read_again)
+    for field in FIELDS[name].split():
+        has_it = field in there or hasattr(cls, field)
+        assert has_it, moved(f"{name} has no {field}", users_of(field))
 
 
-@pytest.mark.parametrize(("first", "module", "name", "wanted", "read_again"), NEWER_FIELDS)
-def test_newer_fields_we_read(
-    first: tuple[int, int], module: str, name: str, wanted: set[str], read_again: str
-) -> None:
-    if first > VERSION:
-        pytest.skip(newer(", ".join(f"`{name}.{field}`" for field in sorted(wanted))))
-    test_fields_we_read(module, name, wanted, read_again)
+@pytest.mark.parametrize(("name", "field"), NEWER_FIELDS)
+def test_newer_fields_we_read(name: str, field: str) -> None:
+    if NEWER_FIELDS[name, field] > VERSION:
+        pytest.skip(newer(f"`{name.partition(':')[2]}.{field}`"))
+    there = {one.name for one in dataclasses.fields(find(*name.split(":")))}
+    assert field in there, moved(f"{name} has no {field}", users_of(field))
 
 
-@pytest.mark.parametrize(("module", "path", "expected", "read_again"), CALLS)
-def test_things_we_call(
-    module: str, path: str, expected: tuple[str, ...] | None, read_again: str
-) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_things_we_call(name: str) -> None:
+    last, expected = re.split(r"[.:]", name)[-1], CALLS[name]
     try:
-        thing = find(module, path)
+        thing = find(*name.split(":"))
     except AttributeError:
-        pytest.fail(moved(f"{module}.{path} is gone", read_again))
+        pytest.fail(moved(f"{name} is gone", users_of(last)))
     if expected is not None:
-        assert parameters(thing) == expected, moved(f"{path} has other parameters", read_again)
+        assert parameters(thing) == (*expected.split(),), moved(
+            f"{name} has other parameters", users_of(last)
+        )
 
 
 def test_a_request_has_what_we_read() -> None:
