@@ -3,8 +3,3 @@
 The only package below `s3kv.connectors` that imports torch. It runs in the workers, never in the
 scheduler and never in the I/O process.
 """
-
-from s3kv.device.copies import BlockCopies, CopyEnds
-from s3kv.device.layout import PageLayout
-
-__all__ = ["BlockCopies", "CopyEnds", "PageLayout"]

@@ -162,8 +162,6 @@ class BlockCopies:
             its end, the blocks until `fence`.
         Raises `ValueError` for a `job_id` that is still on its way.
         """
-        if job_id in self._out.jobs:
-            raise ValueError(f"save {job_id} is already in flight")
         self._submit(self._out, job_id, (CopyPart(group, slot, 0, tuple(block_ids)),), mark)
 
     def load(self, load_id: str, parts: Sequence[CopyPart], mark: CopyMark | None = None) -> None:
@@ -173,8 +171,6 @@ class BlockCopies:
         Slots and blocks belong to the copy until `poll` reports its end; after that the engine may
         use the blocks on any stream. Raises `ValueError` for a `load_id` still on its way.
         """
-        if load_id in self._in.jobs:
-            raise ValueError(f"load {load_id} is already in flight")
         self._submit(self._in, load_id, parts, mark)
 
     def fence(self, job_ids: Iterable[int]) -> None:
@@ -258,6 +254,8 @@ class BlockCopies:
     def _submit(
         self, queue: CopyQueue[Any], ident: Any, parts: Iterable[CopyPart], mark: CopyMark | None
     ) -> None:
+        if ident in queue.jobs:
+            raise ValueError(f"copy {ident} is already in flight")
         at, ok = mark or self.mark()
         job = CopyJob(ident, queue, parts, at, self._clock())
         with self._changed:

@@ -18,21 +18,6 @@ _UNIT_BYTES = 2**30
 """Boundary that no item crosses a multiple of, because extents are aligned and shorter."""
 
 
-class _FinishedCopy:
-    """A synchronous copy, which has already ended."""
-
-    def wait(self) -> None:
-        return
-
-
-class _RecordedCopy:
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class HostItems:
     """Copies for an engine whose tensors are in host memory. They have ended when they return.
 
@@ -45,11 +30,12 @@ class HostItems:
     def attach(self, slab: memoryview) -> None:
         """Prepare a slab for copies."""
 
-    def save(self, tensor: torch.Tensor, payload: memoryview) -> _FinishedCopy:
-        """Copy the tensor to `payload`, which has the same length."""
+    def save(self, tensor: torch.Tensor, payload: memoryview) -> torch.cpu.Event:
+        """Copy the tensor to `payload`, which has the same length. Returns the copy's end, which
+        `synchronize` waits for."""
         source = tensor.detach().contiguous()
         _move(_address(payload), source.data_ptr(), len(payload))
-        return _FinishedCopy()
+        return torch.cpu.Event()
 
     def load(self, payload: memoryview, rows: int, width: int) -> torch.Tensor:
         tensor = torch.empty((rows, width), dtype=self._dtype, device="cpu")
@@ -86,7 +72,7 @@ class CudaItems:
             self._registered.append(pin(memory, _UNIT_BYTES, self._device))
         self._slabs.append(memory)
 
-    def save(self, tensor: torch.Tensor, payload: memoryview) -> _RecordedCopy:
+    def save(self, tensor: torch.Tensor, payload: memoryview) -> torch.cuda.Event:
         with torch.inference_mode():
             source = tensor.detach().contiguous().view(-1).view(torch.uint8)
             self._out.wait_stream(torch.cuda.current_stream(self._device))
@@ -94,7 +80,8 @@ class CudaItems:
                 torch.frombuffer(payload, dtype=torch.uint8).copy_(source, non_blocking=True)
                 # The engine may drop the tensor before the copy has read it.
                 source.record_stream(self._out)
-                return _RecordedCopy(self._out.record_event())
+                end: torch.cuda.Event = self._out.record_event()
+                return end
 
     def load(self, payload: memoryview, rows: int, width: int) -> torch.Tensor:
         current = torch.cuda.current_stream(self._device)

@@ -127,9 +127,6 @@ class Table:
        another one is ordered. Only clean, unpinned entries are evicted.
     5. Possession ends when the table evicts the entry for a `reserve`, which names its key.
 
-                    ┌─ abandon ◀─┐           ┌─ mark_dirty ◀─┐
-        FREE ─ reserve ▶ RESERVED ┴ commit ▶ DIRTY ─ mark_clean ▶ CLEAN ─ evict ▶ FREE
-
     A key has at most one entry. `reserve(…, replace=True)` gives the key of an entry that is still
     being filled to a new one; the replaced entry keeps its place until it is abandoned. Breaking a
     rule raises `TableError` and changes nothing.

@@ -63,18 +63,19 @@ class BlockTable:
 
     # --- events
 
-    def take(self) -> int | None:
-        """Take a block for the caller to fill: without a name, held once. None if none is free."""
-        number = self._vacated()
-        if number is not None:
-            self._blocks[number].holds = 1
-        return number
-
-    def take_pinned(self) -> int | None:
-        """Take a block for a copy to fill: pinned, not held. None when all are in use."""
-        number = self._vacated()
-        if number is not None:
-            self._blocks[number].pins = 1
+    def take(self, *, pinned: bool = False) -> int | None:
+        """Take a block to fill, without a name: held once for the caller, or pinned once for a
+        copy. None when all are in use."""
+        if self._free:
+            number = self._free.pop()
+        elif self._idle:
+            number, _ = self._idle.popitem(last=False)
+            key = self._blocks[number].key
+            assert key is not None
+            del self._named[key]
+        else:
+            return None
+        self._blocks[number] = _Block(holds=not pinned, pins=pinned)
         return number
 
     def name(self, number: int, key: ChunkKey) -> bool:
@@ -131,18 +132,6 @@ class BlockTable:
         self._settle(number)
 
     # --- inside
-
-    def _vacated(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        if not self._idle:
-            return None
-        number, _ = self._idle.popitem(last=False)
-        key = self._blocks[number].key
-        assert key is not None
-        del self._named[key]
-        self._blocks[number].key = None
-        return number
 
     def _settle(self, number: int) -> None:
         block = self._blocks[number]

@@ -256,7 +256,7 @@ class BlockTiers:
 
         if not hot.load(slot.number, key, ended):
             return None
-        self.host.pin(slot)
+        self.host.ledger.table.pin(slot)
         self._loading[key] = loaded
         self.host.pump.start(loaded)
         self.host.pump.wake()

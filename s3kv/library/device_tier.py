@@ -190,7 +190,7 @@ class DeviceBlocks:
         on_end: called by `poll` with the block that then holds `key`, held once more, or with None
         if the copy failed. If the caller has named another block `key` meanwhile, it is that one.
         """
-        number = self._table.take_pinned()
+        number = self._table.take(pinned=True)
         if number is None:
             return False
         load_id = str(next(self._ids))

@@ -159,7 +159,7 @@ class HostTier:
             await self.pump.next_end()
         entry = self.ledger.table.lookup(key)
         if entry is not None and entry.is_resident:
-            self.pin(entry)
+            self.ledger.table.pin(entry)
         else:
             job = self.fetch(key)
             if job is None:
@@ -171,10 +171,6 @@ class HostTier:
             self.ledger.table.touch_chain([entry])
             self.hit(key)
         return entry
-
-    def pin(self, entry: Entry) -> None:
-        """Pin the entry once more. Each pin needs its own `unpin`."""
-        self.ledger.table.pin(entry)
 
     def unpin(self, entry: Entry | None) -> None:
         if entry is not None:
@@ -255,7 +251,7 @@ class HostTier:
         """
         for arrived in job.waiters:
             if entry is not None:
-                self.pin(entry)
+                self.ledger.table.pin(entry)
             arrived.set_result(entry)
         self.pump.announce()
 

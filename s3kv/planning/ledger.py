@@ -183,7 +183,7 @@ class Ledger:
             return None
         for evicted in reservation.evicted:
             self.counters["evictions"] += 1
-            self.unsaved.discard(evicted)
+            self.unsaved.drop(evicted)
             self._note(evicted, Residency.HOST_REMOVED)
         return reservation.entry
 
@@ -259,7 +259,7 @@ class Ledger:
                 self.table.commit(job.entry, dirty=False, nbytes=job.nbytes)
                 self._note(job.key, Residency.HOST_STORED)
             self._present(job, now_s)
-            self.unsaved.discard(job.key)
+            self.unsaved.drop(job.key)
             return
         if is_replaced:
             return  # The save's end decides what is known of the key.

@@ -18,7 +18,6 @@ Pure; used from one thread.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from itertools import count
 from typing import NamedTuple
 
@@ -44,15 +43,12 @@ class Retry(NamedTuple):
     attempt: int
 
 
-class UploadRetries:
-    """Uploads that wait for their next attempt. Pure; time comes in as an argument."""
+class UploadRetries(list[Retry]):
+    """Heap of the uploads that wait for their next attempt. Pure; time comes in as an argument."""
 
     def __init__(self) -> None:
-        self._waiting: list[Retry] = []
+        super().__init__()
         self._numbers = count()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     @property
     def last(self) -> int:
@@ -64,51 +60,36 @@ class UploadRetries:
         if attempt >= self.last:
             return False
         due_s = now_s + UPLOAD_RETRY_S[attempt]
-        heapq.heappush(self._waiting, Retry(due_s, next(self._numbers), entry, attempt + 1))
+        heapq.heappush(self, Retry(due_s, next(self._numbers), entry, attempt + 1))
         return True
 
     def take_due(self, now_s: float) -> list[Retry]:
         """Remove and return the uploads that are due."""
         due = []
-        while self._waiting and self._waiting[0].due_s <= now_s:
-            due.append(heapq.heappop(self._waiting))
+        while self and self[0].due_s <= now_s:
+            due.append(heapq.heappop(self))
         return due
 
 
-class Unsaved:
+class Unsaved(set[ChunkKey]):
     """Resident keys that may be evicted and, as far as is known, are not in the bucket."""
 
-    __slots__ = ("_keys", "_writes", "wanted")
-
     def __init__(self) -> None:
-        self._keys: set[ChunkKey] = set()
+        super().__init__()
         self.wanted: dict[ChunkKey, None] = {}
         """Keys that `take` may return, in the order of their hits. For callers to read only."""
         self._writes = Breaker(
             threshold=1, first_pause_s=_FIRST_PAUSE_S, longest_pause_s=_LONGEST_PAUSE_S
         )
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[ChunkKey]:
-        return iter(self._keys)
-
-    def add(self, key: ChunkKey) -> None:
-        """Add `key`, a resident key whose upload was given up."""
-        self._keys.add(key)
-
-    def discard(self, key: ChunkKey) -> None:
+    def drop(self, key: ChunkKey) -> None:
         """Remove `key`: it has been evicted, is in the bucket, or is being uploaded."""
-        self._keys.discard(key)
+        self.discard(key)
         self.wanted.pop(key, None)
 
     def hit(self, key: ChunkKey) -> None:
         """Note a use of `key`. Does nothing for a key that is not in the set."""
-        if key in self._keys:
+        if key in self:
             self.wanted[key] = None
 
     def saw(self, outcome: Outcome, now_s: float) -> None:
@@ -124,6 +105,6 @@ class Unsaved:
             if store.is_open(now_s) or not self._writes.allows(now_s):
                 break
             key = next(iter(self.wanted))
-            self.discard(key)
+            self.drop(key)
             taken.append(key)
         return taken

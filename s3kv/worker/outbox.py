@@ -32,7 +32,7 @@ _LINGER_S = 0.005
 class Copy(Protocol):
     """A copy to the outbox's slab that was started."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block until all bytes are in place. Raises `RuntimeError` if the device failed."""
 
 
@@ -74,16 +74,12 @@ class Outbox:
         return self._slab.view
 
     def place(self, nbytes: int) -> Span | None:
-        """Room for an object of `nbytes`, or None. Pass it to `send` or to `put_back`."""
+        """Room for an object of `nbytes`, or None. Pass it to `send`."""
         pages = -(-nbytes // PAGE_BYTES)
         if pages > self._extents.largest or not self._thread.is_alive():
             return None
         start = self._extents.allocate(pages)
         return None if start is None else Span(start * PAGE_BYTES, nbytes)
-
-    def put_back(self, span: Span) -> None:
-        """Free a place to which nothing was copied after all."""
-        self._extents.free(span.offset // PAGE_BYTES)
 
     def send(self, key: ChunkKey, span: Span, shape: ItemShape, copy: Copy) -> None:
         """Upload what `copy` brings to the place. `take_ends` reports the end."""
@@ -99,7 +95,7 @@ class Outbox:
             self._io_reported = io
         while not self._ended.empty():
             parcel, copy_s, end = self._ended.get()
-            self.put_back(parcel.span)
+            self._extents.free(parcel.span.offset // PAGE_BYTES)
             if copy_s is not None:
                 counters["save_ok"] += 1
                 counters["save_bytes"] += parcel.shape.nbytes
@@ -142,7 +138,7 @@ class Outbox:
 
     def _upload(self, job_id: int, parcel: _Parcel) -> None:
         try:
-            parcel.copy.wait()
+            parcel.copy.synchronize()
         except RuntimeError as error:
             detail = f"a copy from the device failed: {error}"
             end = JobEnd(job_id, JobKind.UPLOAD, Outcome.FAILED, detail=detail)

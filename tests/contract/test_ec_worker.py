@@ -43,7 +43,7 @@ class Outbox:
         return Span(8192 * len(self.sent), nbytes) if len(self.sent) < self.room else None
 
     def send(self, key: ChunkKey, span: Span, shape: ItemShape, copy: Any) -> None:
-        copy.wait()
+        copy.synchronize()
         self.sent.append((key, span, shape))
         self.ended.append(key)
 

@@ -204,9 +204,9 @@ def test_an_id_on_its_way_is_refused() -> None:
     with rig(Device("cpu")) as r:
         r.copies.save(7, 0, 0, [0, 1])
         r.copies.load("r", [CopyPart(0, 1, 0, (2, 3))])
-        with pytest.raises(ValueError, match="save 7"):
+        with pytest.raises(ValueError, match="copy 7"):
             r.copies.save(7, 0, 1, [0, 1])
-        with pytest.raises(ValueError, match="load r"):
+        with pytest.raises(ValueError, match="copy r"):
             r.copies.load("r", [])
 
 

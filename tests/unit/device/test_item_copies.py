@@ -35,7 +35,7 @@ def test_what_is_saved_is_loaded(device: str, dtype: torch.dtype) -> None:
             nbytes = rows * width * dtype.itemsize
             payload = slab[4096 : 4096 + nbytes]
             before = bytes(slab[4096 + nbytes : 8192 + nbytes])
-            copies.save(tensor, payload).wait()
+            copies.save(tensor, payload).synchronize()
             assert payload == bytes_of(tensor)
             assert slab[4096 + nbytes : 8192 + nbytes] == before
             loaded = copies.load(payload, rows, width)

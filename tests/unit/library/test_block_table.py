@@ -53,7 +53,7 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(pinned=st.booleans())
     def take(self, pinned: bool) -> None:
         free = [n for n, b in self.blocks.items() if b == Model()]
-        number = self.table.take_pinned() if pinned else self.table.take()
+        number = self.table.take(pinned=pinned)
         if free:
             assert number in free
         elif self.idle:

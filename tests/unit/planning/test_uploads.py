@@ -32,6 +32,6 @@ def test_only_what_is_hit_is_taken_and_only_once() -> None:
     unsaved.hit(key(9))
     store = Breaker(threshold=3)
     assert unsaved.take(1, store, 0.0) == [key(2)]
-    unsaved.discard(key(0))
+    unsaved.drop(key(0))
     assert unsaved.take(9, store, 0.0) == []
     assert list(unsaved) == [key(1)]

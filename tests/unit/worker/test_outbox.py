@@ -30,7 +30,7 @@ WAIT_S = 20.0
 
 
 class Copied:
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         return
 
 
@@ -40,12 +40,12 @@ class Held:
     def __init__(self) -> None:
         self.over = threading.Event()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         assert self.over.wait(WAIT_S)
 
 
 class Broken:
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         raise RuntimeError("the device failed")
 
 
