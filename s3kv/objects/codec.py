@@ -71,7 +71,7 @@ class ChunkFormat:
             raise ValueError(f"tensors of {payload_bytes} bytes do not fit into one object")
         parts, segments = _segments(self.tensors)
         before, between, after = _header_text(self).encode("ascii").split(_HOLE)
-        digests = len(_joined([b"0" * self.integrity.digest_chars] * len(segments)))
+        digests = len(b",".join([b"0" * self.integrity.digest_chars] * len(segments)))
         longest = 8 + len(before) + 2 * MAX_HASH_BYTES + len(between) + digests + len(after)
         header_bytes = -(-longest // ALIGN_BYTES) * ALIGN_BYTES
         if header_bytes > MAX_HEADER_BYTES:
@@ -142,7 +142,7 @@ class ChunkFormat:
         if not 1 <= len(block_hash) <= MAX_HASH_BYTES:
             raise ValueError(f"block hash of {len(block_hash)} bytes: 1 to {MAX_HASH_BYTES}")
         before, between, after = self._texts
-        text = b"".join((before, block_hash.hex().encode(), between, _joined(digests), after))
+        text = b"".join((before, block_hash.hex().encode(), between, b",".join(digests), after))
         return text.ljust(self.header_bytes)
 
     def _reason(self, header: bytes, block_hash: bytes, expected: bytes) -> Mismatch:
@@ -211,10 +211,6 @@ class Gathering:
 _HOLE = b"?"
 """Mark for the two places of the template that differ between chunks. It occurs nowhere else in the
 JSON, because `_header_text` refuses names that contain it."""
-
-
-def _joined(digests: Sequence[bytes]) -> bytes:
-    return b",".join(digests)
 
 
 def _segments(tensors: Sequence[TensorSpec]) -> tuple[tuple[range, ...], tuple[range, ...]]:

@@ -46,9 +46,6 @@ REFRESHED = 4
 _FULL = 0.8
 """Share of the budget from which on objects in use are refreshed: what is far from full deletes
 nothing."""
-_REMEMBERED = 100_000
-"""Objects kept in mind during a sweep, of 0.5 KiB each: one listing is enough for what a twentieth
-of two million objects is."""
 _SWEEPS_PER_IDLE = 10
 _SETTLE_S = 5.0
 """Pause after taking a lease, in which a second taker shows: the later one holds it."""
@@ -192,7 +189,6 @@ class Cleaner:
             before_s=now_s - self.idle_s if self.idle_s else 0.0,
             spare_s=now_s - self.min_age_s,
             look_again=False,
-            remembered=_REMEMBERED,
             checkpoint=self._checkpoint,
         )
         try:

@@ -23,6 +23,10 @@ from s3kv.upkeep.ages import Ages, Cut
 from s3kv.upkeep.listing import chunks, owned, tried
 
 HEADS_AT_ONCE = 32
+REMEMBERED = 100_000
+"""Most of the oldest objects that are kept in mind while a bucket is listed, of 0.5 KiB each. If
+all that are to go are among them, it is listed once instead of twice: one listing is enough for a
+twentieth of two million objects."""
 _REPORT_EVERY = 1000
 Report = Callable[[str, int, int | None], None]
 """Called with the activity, the number of things done, and their total (None if not known)."""
@@ -50,21 +54,17 @@ class Swept:
 
 
 class Oldest:
-    """The `most` objects written longest ago, of all that were added, with their namespaces."""
+    """The `REMEMBERED` objects written longest ago of all that were added."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._heap: list[tuple[float, str, Namespace, ObjectInfo]] = []
         """The newest first."""
         self._left_out_s = math.inf
         """Last write of the oldest object that was added and is not held."""
 
     def add(self, namespace: Namespace, info: ObjectInfo) -> None:
-        if self._most == 0:
-            self._left_out_s = -math.inf
-            return
         entry = (-info.modified_s, info.key, namespace, info)
-        if len(self._heap) < self._most:
+        if len(self._heap) < REMEMBERED:
             heapq.heappush(self._heap, entry)
             return
         newest = heapq.heappushpop(self._heap, entry)
@@ -93,8 +93,6 @@ class Sweep:
     dry_run: count the objects that would go, and delete none.
     approve: called with the bytes that are to go and with all bytes, before any object is deleted;
     an error that it raises ends the run.
-    remembered: most of the oldest objects that are kept in mind while the bucket is listed. If all
-    that are to go are among them, the bucket is listed once instead of twice.
     checkpoint: awaited after every 1,000 objects that are listed, and before every attempt to
     delete; an error that it raises ends the run.
     """
@@ -106,7 +104,6 @@ class Sweep:
     spare_s: float = math.inf
     look_again: bool = True
     dry_run: bool = False
-    remembered: int = 0
     on_progress: Report = lambda what, done, total: None
     approve: Callable[[int, int], None] = lambda going, held: None
     checkpoint: Callable[[], Awaitable[None]] = _go_on
@@ -116,10 +113,7 @@ class Sweep:
     """
     _signs: dict[Namespace, list[ObjectInfo]] = field(default_factory=dict, init=False)
     """By namespace, its manifest and its shapes."""
-    _oldest: Oldest = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._oldest = Oldest(self.remembered)
+    _oldest: Oldest = field(default_factory=Oldest, init=False)
 
     @property
     def total(self) -> Swept:

@@ -52,9 +52,9 @@ def examine_client(config: Config) -> Finding:
         address = find_address(config)
     except StoreError as error:
         return Finding("client", "skipped", f"not checked: {error}")
-    choice = choose(config, address)
-    told = f"{choice.client}, because {choice.why}; requests go to {address.url}"
-    if choice.client == "fast":
+    client, why = choose(config, address)
+    told = f"{client}, because {why}; requests go to {address.url}"
+    if client == "fast":
         return Finding("client", "ok", told)
     told += f". {COST[0].upper()}{COST[1:]}"
     if config.client == "aiobotocore":

@@ -127,7 +127,7 @@ def find_address(config: Config) -> Address:
         region=signing.get("region") or client.meta.region_name,
         service=signing.get("signing_name") or "s3",
         scheme=context["auth_type"],
-        proxy_url=_proxy_for(url),
+        proxy_url=ProxyConfiguration(get_environ_proxies(url)).proxy_url_for(url) or "",
         ca_bundle=config.ca_bundle or session.get_config_variable("ca_bundle"),
     )
 
@@ -154,8 +154,3 @@ def _first_request(client: Any, bucket: str) -> tuple[str, dict[str, Any]]:
     finally:
         client.close()
     return found[0]
-
-
-def _proxy_for(url: str) -> str:
-    """The proxy botocore would use for this URL, by HTTPS_PROXY, HTTP_PROXY and NO_PROXY."""
-    return ProxyConfiguration(proxies=get_environ_proxies(url)).proxy_url_for(url) or ""

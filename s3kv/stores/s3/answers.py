@@ -28,6 +28,13 @@ from s3kv.errors import (
 )
 from s3kv.stores.store import ObjectInfo
 
+VERBS = {
+    "s3:GetObject": "GET",
+    "s3:PutObject": "PUT",
+    "s3:DeleteObject": "DELETE",
+    "s3:ListBucket": "LIST",
+}
+"""Verbs that requests are counted as, by their IAM action; a HEAD is counted as one."""
 _XML_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _UNREADABLE = (ElementTree.ParseError, LookupError, ValueError)
 """Raised for a document that is no XML, has another encoding, or lacks a part."""

@@ -28,6 +28,7 @@ from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.watch import Patience
 from s3kv.stores.s3.address import Address, authority_of, find_address
 from s3kv.stores.s3.answers import (
+    VERBS,
     Call,
     ListingPage,
     Refusal,
@@ -46,8 +47,6 @@ from s3kv.stores.traffic import Traffic
 MIN_BYTES_PER_S = 16 * 2**10
 """Lowest rate of a body; a slower one for `request_timeout_ms` is given up."""
 CONTENT_TYPE = "application/octet-stream"
-_VERBS = {"GET": "LIST", "POST": "DELETE"}
-"""Method of a request on the bucket itself to the verb it is counted as."""
 _WRITTEN = (200, 201, 204)
 SESSION_SCHEME = "v4-s3express"
 SCHEMES = ("v4", SESSION_SCHEME)
@@ -264,7 +263,7 @@ class FastClient:
         if method == "PUT":
             headers = {**(headers or {}), **(self._config.put_headers or {})}
 
-        verb = _VERBS.get(method, method) if key is None else method
+        verb = "HEAD" if method == "HEAD" else VERBS[action]
         # A server that begins to answer a write before it has finished can only put its error into
         # the body.
         allowed: tuple[int, ...] = _WRITTEN if method in ("PUT", "DELETE") else (200,)
@@ -274,7 +273,14 @@ class FastClient:
         async def attempt(frozen: Any) -> Response:
             request = endpoint.sign(frozen, method, key or "", query=query, headers=headers)
             request = replace(request, body=body, into=into, claim=claim)
-            response = await self._counted(verb, pool, request)
+            status: int | None = None
+            received_bytes = 0
+            try:
+                response = await pool.request(request)
+                status, received_bytes = response.status, response.nbytes
+            finally:
+                counts = {"received_bytes": received_bytes, "sent_bytes": body.nbytes}
+                self.traffic.note(verb, status, **counts)
             said = read_error(response.body)
             if response.status not in allowed or said:
                 region = response.headers.get("x-amz-bucket-region")
@@ -282,17 +288,6 @@ class FastClient:
             return response
 
         return await endpoint.credentials.used(attempt), call
-
-    async def _counted(self, verb: str, pool: Pool, request: Request) -> Response:
-        try:
-            response = await pool.request(request)
-        except BaseException:
-            self.traffic.note(verb, None)
-            raise
-        self.traffic.note(
-            verb, response.status, received_bytes=response.nbytes, sent_bytes=request.body.nbytes
-        )
-        return response
 
     async def _open(self) -> tuple[Endpoint, Pool]:
         """Open endpoint and pool once, however many first requests there are."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -264,15 +263,6 @@ async def _answer(
         raise refusal.error from refusal
 
 
-@dataclass(frozen=True, slots=True)
-class ClientChoice:
-    """The chosen client. client: "fast" or "aiobotocore". why: a clause for messages, about the
-    settings or the environment."""
-
-    client: str
-    why: str
-
-
 def open_store(config: Config, *, keeps_ready: bool = False) -> BulkStore:
     """The bucket, through the client that `config.client` and the environment ask for.
 
@@ -287,38 +277,34 @@ def open_store(config: Config, *, keeps_ready: bool = False) -> BulkStore:
     except StoreError:
         # The store raises it again at first use, like every other trouble.
         return S3Store(config, FastClient(config))
-    choice = choose(config, address)
-    if choice.client == "fast":
+    client, why = choose(config, address)
+    if client == "fast":
         ready = config.max_inflight_requests if keeps_ready else 0
         return S3Store(config, FastClient(config, address, ready=ready))
     from s3kv.stores.s3.sdk_client import SdkClient  # slow to import, and rarely needed
 
-    _log.warning("aiobotocore's client is used, because %s: %s", choice.why, COST)
+    _log.warning("aiobotocore's client is used, because %s: %s", why, COST)
     return S3Store(config, SdkClient(config, address))
 
 
-def choose(config: Config, address: Address) -> ClientChoice:
-    """Choose the client for the bucket at that address. Pure. Raises `ConfigError` if `client` is
+def choose(config: Config, address: Address) -> tuple[str, str]:
+    """Choose the client for the bucket at that address: "fast" or "aiobotocore", and a clause that
+    says why, about the settings or the environment. Pure. Raises `ConfigError` if `client` is
     "fast" and that cannot serve."""
-    hindered = obstacle(config, address)
+    hindered = ""
+    if config.bucket.startswith("arn:"):
+        hindered = "bucket is an ARN"
+    elif address.proxy_url:
+        hindered = f"the environment names the proxy {address.proxy} for {address.origin}"
+    elif address.scheme not in SCHEMES:
+        hindered = f"requests there are signed with {address.scheme!r}"
     if config.client == "aiobotocore":
-        return ClientChoice("aiobotocore", "client is 'aiobotocore'")
-    if hindered is None:
-        return ClientChoice("fast", "no setting needs another")
+        return "aiobotocore", "client is 'aiobotocore'"
+    if not hindered:
+        return "fast", "no setting needs another"
     if config.client == "fast":
         raise ConfigError(
             f"client is 'fast', and {hindered}, which it cannot serve: allowed there is 'auto' or "
             "'aiobotocore'"
         )
-    return ClientChoice("aiobotocore", hindered)
-
-
-def obstacle(config: Config, address: Address) -> str | None:
-    """The reason why the fast client cannot serve there; None if it can. Pure."""
-    if config.bucket.startswith("arn:"):
-        return "bucket is an ARN"
-    if address.proxy_url:
-        return f"the environment names the proxy {address.proxy} for {address.origin}"
-    if address.scheme not in SCHEMES:
-        return f"requests there are signed with {address.scheme!r}"
-    return None
+    return "aiobotocore", hindered

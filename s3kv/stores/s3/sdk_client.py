@@ -31,6 +31,7 @@ from s3kv.stores.http.pool import why_unreachable
 from s3kv.stores.http.watch import Patience, Stalled, Watch, watched
 from s3kv.stores.s3.address import Address, addressing, authority_of
 from s3kv.stores.s3.answers import (
+    VERBS,
     Call,
     ListingPage,
     Refusal,
@@ -49,12 +50,6 @@ Parsed = Mapping[str, Any]
 """A parsed answer, as the client returns it."""
 _Received = tuple[int, Mapping[str, str]]
 """Of an answer with an object: the length of its body, which is in the place, and its headers."""
-_VERBS = {
-    "s3:GetObject": "GET",
-    "s3:PutObject": "PUT",
-    "s3:DeleteObject": "DELETE",
-    "s3:ListBucket": "LIST",
-}
 _BROKEN = (
     aiohttp.ClientError,
     botocore.exceptions.HTTPClientError,
@@ -207,7 +202,7 @@ class SdkClient:
         if self._closed:
             raise StoreError("this store has been closed")
         client = self._client or await self._open()
-        call, verb = self._call(action, key), verb or _VERBS[action]
+        call, verb = self._call(action, key), verb or VERBS[action]
 
         async def attempt(_: Any) -> T:
             status: int | None = None

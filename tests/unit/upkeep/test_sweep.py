@@ -16,6 +16,7 @@ from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
+from s3kv.upkeep import sweep as sweeping
 from s3kv.upkeep.sweep import Sweep
 
 OLD, NEW = Namespace("s3kv", "a" * 32), Namespace("s3kv", "b" * 32)
@@ -238,11 +239,14 @@ class Listed(Bucket):
 
 
 @pytest.mark.parametrize(("remembered", "listings"), [(0, 2), (5, 2), (6, 1), (10, 1), (100, 1)])
-async def test_what_is_remembered_is_not_listed_again(remembered: int, listings: int) -> None:
+async def test_what_is_remembered_is_not_listed_again(
+    remembered: int, listings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "REMEMBERED", remembered)
     bucket = Listed()
     await bucket.fill(OLD, range(0, 10, 2))
     await bucket.fill(NEW, range(1, 10, 2))
-    run = await sweep(bucket, max_bytes=400, look_again=False, remembered=remembered)
+    run = await sweep(bucket, max_bytes=400, look_again=False)
     assert bucket.listings == listings
     assert await bucket.keys() == {chunk((OLD, NEW)[n % 2], n) for n in range(6, 10)}
     old, new = run.namespaces[OLD.digest], run.namespaces[NEW.digest]
@@ -251,7 +255,9 @@ async def test_what_is_remembered_is_not_listed_again(remembered: int, listings:
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_what_is_remembered_makes_no_difference(seed: int) -> None:
+async def test_what_is_remembered_makes_no_difference(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(seed)
     numbers = [rng.randrange(20) for _ in range(30)]
     left = []
@@ -261,6 +267,7 @@ async def test_what_is_remembered_makes_no_difference(seed: int) -> None:
             bucket.now_s = 1e9 + number + place / 100
             await bucket.write(chunk((OLD, NEW)[place % 2], place), b"x" * 100)
         options = {"max_bytes": 100 * (seed % 20), "spare_s": 1e9 + 15}
-        await sweep(bucket, look_again=False, remembered=remembered, **options)
+        monkeypatch.setattr(sweeping, "REMEMBERED", remembered)
+        await sweep(bucket, look_again=False, **options)
         left.append(len(await bucket.keys()))
     assert left[0] == left[1]
