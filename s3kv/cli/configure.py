@@ -56,12 +56,17 @@ def configure(config: Config, as_json: bool, role: Role, bytes_per_token: int | 
     click.echo(as_arguments(options, [] if held is None else _explain(held)))
 
 
-def connectors(config: Config, role: Role) -> Options:
-    """The options of both connectors."""
-    extra = as_written(config)
+def connectors(config: Config, role: Role, kinds: Sequence[str] = ("kv", "ec")) -> Options:
+    """The options of our connectors of these kinds."""
+    extra = _settings(config)
     return {
-        "--kv-transfer-config": _connector("kv", "S3KVConnector", role, extra),
-        "--ec-transfer-config": _connector("ec", "S3ECConnector", role, extra),
+        f"--{kind}-transfer-config": {
+            f"{kind}_connector": f"S3{kind.upper()}Connector",
+            f"{kind}_connector_module_path": "s3kv.connectors",
+            f"{kind}_role": f"{kind}_{role}",
+            f"{kind}_connector_extra_config": extra,
+        }
+        for kind in kinds
     }
 
 
@@ -72,23 +77,19 @@ def offloading_connector(config: Config, workers: int, block_tokens: int = 0) ->
     not set. Where vLLM has an option for what a setting means, it takes the place of the setting.
     """
     block_tokens = block_tokens or _BLOCK_TOKENS
-    blocks = default_chunk_tokens(block_tokens) // block_tokens
-    tier = as_written(config)
-    for name in ("host_bytes", "chunk_tokens", "share_ranks"):
-        tier.pop(name, None)
-    # Blocks, and not tokens: vLLM may make blocks larger than it is asked to.
-    chunk = {"block_size": config.chunk_tokens} if config.chunk_tokens else {}
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": config.host_bytes * workers,
-            **(chunk or {"blocks_per_chunk": blocks}),
-            **({"canonical_layout": True} if config.share_ranks else {}),
-            "secondary_tiers": [{"type": "s3kv", **tier}],
-        },
+    tokens = {"block_size": config.chunk_tokens} if config.chunk_tokens else {}
+    vllms_own = ("host_bytes", "chunk_tokens", "share_ranks")
+    tier = {name: value for name, value in _settings(config).items() if name not in vllms_own}
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": config.host_bytes * workers,
+        "secondary_tiers": [{"type": "s3kv", **tier}],
+        # Blocks by default, and not tokens: vLLM may make blocks larger than it is asked to.
+        **(tokens or {"blocks_per_chunk": default_chunk_tokens(block_tokens) // block_tokens}),
+        **({"canonical_layout": True} if config.share_ranks else {}),
     }
+    role = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {**role, "kv_connector_extra_config": extra}
 
 
 def as_arguments(options: Options, comments: Sequence[str]) -> str:
@@ -133,7 +134,7 @@ def _explain(held: Mapping[str, int]) -> list[str]:
     ]
 
 
-def as_written(config: Config) -> dict[str, Any]:
+def _settings(config: Config) -> dict[str, Any]:
     """The settings that differ from their defaults, as a user writes them: bytes with a unit."""
     written = {}
     for field in dataclasses.fields(config):
@@ -141,15 +142,6 @@ def as_written(config: Config) -> dict[str, Any]:
         if value != field.default:
             written[field.name] = _with_unit(value) if is_bytes(field.name) else value
     return written
-
-
-def _connector(kind: str, name: str, role: Role, extra: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"{kind}_connector": name,
-        f"{kind}_connector_module_path": "s3kv.connectors",
-        f"{kind}_role": f"{kind}_{role}",
-        f"{kind}_connector_extra_config": extra,
-    }
 
 
 def compact(value: Mapping[str, Any]) -> str:

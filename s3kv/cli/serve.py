@@ -25,7 +25,7 @@ import click
 import vllm_s3kv
 from s3kv.cli.configure import compact, connectors, offloading_connector
 from s3kv.cli.invocation import EPILOG, parse, print_json, with_settings
-from s3kv.config import Config, size
+from s3kv.config import Config, count, size
 from s3kv.errors import ConfigError
 from s3kv.host.limits import memory_limits
 
@@ -43,11 +43,6 @@ SHORT = {
 }
 """Options of vLLM that are read here and have a short form."""
 CONNECTING = {"--kv-transfer-config", "--kv-offloading-size"}
-WITHOUT_ITEMS = {
-    *("--ec-transfer-config", "--language-model-only", "--distributed-executor-backend"),
-    *("--nnodes", "--prefill-context-parallel-size"),
-}
-"""Options with which the EC connector is configured already, or may not start."""
 
 
 @click.command("serve", epilog=EPILOG, context_settings={"ignore_unknown_options": True})
@@ -93,10 +88,11 @@ def serve(
     if host_bytes is not None:
         config["host_bytes"] = host_bytes
     elif "host_bytes" not in config:
-        for_all_bytes, origin = _budget(4 if on_gpus else 16, in_shm=offloads)
-        config["host_bytes"] = share(for_all_bytes, *sizes(given), bool(encodes))
-        each = f"{size(config['host_bytes'])} for each worker, {math.prod(sizes(given))} in all"
-        notes.append(f"host memory: {each}, of {origin} (--host-bytes sets it)")
+        engines, workers = sizes(given)
+        budget, origin = _budget(4 if on_gpus else 16, in_shm=offloads)
+        config["host_bytes"] = share(budget, engines * (workers + bool(encodes)))
+        each = f"{size(config['host_bytes'])} for each of {count(engines * workers, 'worker')}"
+        notes.append(f"host memory: {each}, out of {origin} (--host-bytes sets it)")
     if encodes is None:
         notes.append(
             "encoder outputs are not cached, because the model's config.json is not on this host "
@@ -124,21 +120,20 @@ def options_to_add(
             f"{name} is set, and `s3kv serve` configures the connector itself: remove it, or run "
             "`vllm serve` with the options that `s3kv config` prints"
         )
-    items = replace(config, host_bytes=min(config.host_bytes, _MOST_ITEM_BYTES))
-    added = connectors(items, "both") if encodes else {}
-    added |= {"--kv-transfer-config": connectors(config, "both")["--kv-transfer-config"]}
+    added = connectors(config, "both", ("kv",))
     if offloads:
-        block_tokens = _number(given, "--block-size", 0)
-        workers = sizes(given)[1]
-        added["--kv-transfer-config"] = offloading_connector(config, workers, block_tokens)
+        blocks = _number(given, "--block-size", 0)
+        added["--kv-transfer-config"] = offloading_connector(config, sizes(given)[1], blocks)
+    items = replace(config, host_bytes=min(config.host_bytes, _MOST_ITEM_BYTES))
+    added |= connectors(items, "both", ("ec",)) if encodes else {}
     timeout = [] if "--shutdown-timeout" in given else ["--shutdown-timeout", "60"]
     return [*timeout, *(word for name, value in added.items() for word in (name, compact(value)))]
 
 
-def share(for_all_bytes: int, engines: int, workers: int, encodes: bool) -> int:
-    """Host memory of each worker. workers: of one engine, which also has memory for encoder outputs
-    if it `encodes`."""
-    parts = for_all_bytes // (engines * (workers + encodes)) // _LEAST_BYTES
+def share(budget: int, slabs: int) -> int:
+    """Host memory of each worker, in bytes. slabs: those of all workers, and one for the encoder
+    outputs of each engine."""
+    parts = budget // slabs // _LEAST_BYTES
     return min(max(1, parts) * _LEAST_BYTES, _MOST_BYTES)
 
 
@@ -195,9 +190,12 @@ def runs_on_gpus() -> bool:
 def has_encoder(model: str, given: Mapping[str, str]) -> bool | None:
     """Whether the model has an encoder with outputs to cache, by its config.json and vLLM's table.
 
-    None if the file is not on this host. False with options that rule the EC connector out.
+    None if the file is not on this host. False if the EC connector is configured already, or
+    refuses the options: it serves workers of one host.
     """
-    if given.keys() & WITHOUT_ITEMS:
+    spread = max(_number(given, name, 1) for name in ("--nnodes", SHORT["-pcp"])) > 1
+    spread |= given.get("--distributed-executor-backend", "mp") not in ("mp", "uni")
+    if spread or given.keys() & {"--ec-transfer-config", "--language-model-only"}:
         return False
     file: Any = Path(model, "config.json")
     try:

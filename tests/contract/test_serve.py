@@ -21,8 +21,10 @@ def known() -> set[str]:
 
 
 def test_vllm_has_the_options_that_are_read_and_added(known: set[str]) -> None:
-    added = {"--shutdown-timeout", "--ec-transfer-config", "--config", "--revision", "--block-size"}
-    read = serve.CONNECTING | serve.WITHOUT_ITEMS | set(serve.SHORT) | set(serve.SHORT.values())
+    added = {"--shutdown-timeout", "--ec-transfer-config"}
+    read = serve.CONNECTING | set(serve.SHORT) | set(serve.SHORT.values())
+    read |= {"--block-size", "--config", "--distributed-executor-backend"}
+    read |= {"--language-model-only", "--revision"}
     assert added | read <= known
     for short, name in serve.SHORT.items():
         parsed = [serve_parser().parse_args([o, "2", "--enable-lora"]) for o in (short, name)]
@@ -49,6 +51,11 @@ def test_the_table_of_models_is_vllms() -> None:
         ({"architectures": ["Blip2ForConditionalGeneration"]}, [], True),
         ({"architectures": ["Blip2ForConditionalGeneration"]}, ["--language-model-only"], False),
         ({"architectures": ["Blip2ForConditionalGeneration"]}, ["-n", "2"], False),
+        (
+            {"architectures": ["Blip2ForConditionalGeneration"]},
+            ["--distributed-executor-backend", "ray"],
+            False,
+        ),
         ({"architectures": ["LlamaForCausalLM"]}, [], False),
         (
             {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True},

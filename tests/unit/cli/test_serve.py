@@ -144,7 +144,7 @@ def test_host_memory_follows_from_the_machine(
     monkeypatch.setattr(serve, "_budget", lambda part, in_shm: (2**40 // part, f"1/{part}"))
     _, configs, (note,) = command("m", "--bucket", "my-bucket", "-tp", "8", *SET[4:])
     part = 2**40 // (4 if version == GPU else 16)
-    assert f"{part // 8 // 2**30}.0 GiB for each worker, 8 in all, of 1/" in note
+    assert f"{part // 8 // 2**30}.0 GiB for each of 8 workers, out of 1/" in note
     extra = configs["kv"]["kv_connector_extra_config"]
     if version == GPU:
         assert extra["cpu_bytes_to_use"] == part
@@ -153,20 +153,11 @@ def test_host_memory_follows_from_the_machine(
 
 
 @pytest.mark.parametrize(
-    ("for_all_bytes", "engines", "workers", "encodes", "expected"),
-    [
-        (2**30, 1, 1, False, 2**30),
-        (2**30, 1, 2, False, 2**29),
-        (2**30, 2, 1, True, 2**28),
-        (2**30 - 1, 1, 1, False, 3 * 2**28),
-        (2**20, 1, 1, False, 2**28),
-        (2**41, 1, 8, False, 2**36),
-    ],
+    ("budget", "slabs", "expected"),
+    [(2**30, 2, 2**29), (2**30 - 1, 1, 3 * 2**28), (2**20, 1, 2**28), (2**41, 8, 2**36)],
 )
-def test_every_worker_has_the_same_share(
-    for_all_bytes: int, engines: int, workers: int, encodes: bool, expected: int
-) -> None:
-    assert serve.share(for_all_bytes, engines, workers, encodes) == expected
+def test_every_worker_has_the_same_share(budget: int, slabs: int, expected: int) -> None:
+    assert serve.share(budget, slabs) == expected
 
 
 @pytest.mark.parametrize(
