@@ -237,6 +237,23 @@ KV_METRICS: Mapping[str, Metric] = {
 """The metrics of the KV connector. Every rank saves and fetches a chunk, so whatever is "per rank"
 is counted once for each. Of ranks that hold the same KV, the first alone uploads."""
 
+TIER_METRICS: Mapping[str, Metric] = {
+    **{
+        name: KV_METRICS[name]
+        for name in ("hit_tokens_bucket", "prefill_tokens_per_s", "deadline_cuts", "saves")
+    },
+    **_fetches("Chunks", ""),
+    **_uploads(""),
+    "upload_cancelled": Metric("Uploads given up at shutdown or at a reset."),
+    "saves_dropped": Metric(
+        "Chunks not saved. inflight: too many were being uploaded. breaker_open: the store keeps "
+        "failing.",
+        labels={"reason": ("inflight", "breaker_open")},
+    ),
+    **{name: metric for name, metric in _ENGINE.items() if name != "slab_pinned_bytes"},
+}
+"""The metrics of the tier in vLLM's offloading, under the names of the KV connector."""
+
 EC_METRICS: Mapping[str, Metric] = {
     "hits": Metric("Encoder outputs loaded instead of encoded."),
     "hit_rows": Metric("Embeddings in the encoder outputs loaded."),

@@ -260,7 +260,7 @@ class ECSchedulerSide(Guarded):
         self._has_polled = False
         if pause_s := self._linger.pause_s(output, waits=self.planner.ledger.fetches_inflight > 0):
             self._poll(pause_s)
-        self._telemetry.log(self.planner, time.monotonic())
+        self._telemetry.log(self.planner.ledger, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -276,7 +276,7 @@ class ECSchedulerSide(Guarded):
         self._telemetry.is_stale = True
         self.planner.finished(request.request_id)
         self._order()
-        self._telemetry.log(self.planner, time.monotonic(), finished=True)
+        self._telemetry.log(self.planner.ledger, time.monotonic(), finished=True)
 
     def stats(self) -> S3ECStats | None:
         io_counters = () if self._tier is None else (self._tier.client.counters,)

@@ -40,6 +40,7 @@ from s3kv.objects.rearranging import Pages
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
     from s3kv.connectors.kv_translate import KVGeometry
 
@@ -78,6 +79,7 @@ _KERNELS = (
 )
 """Some of these compute quantised layers with activations in a different number format."""
 _DIFFUSION = ("canvas_length", "max_denoising_steps")
+_RANKS = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _WORKER = ("worker_cls", "worker_extension_cls")
 ENVIRONMENT = (
     # Number formats in which layers compute, or exchange results.
@@ -141,20 +143,11 @@ def fingerprint(
     pages: of engines that share with other parallel sizes (`kv_shards`); None for others.
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    on_cpu = vllm_config.device_config.device_type == "cpu"
+    attention = _attention_backends(vllm_config, kv_cache_config)
+    layout = getattr(kv_cache_config, "kv_cache_layout", None)
     return {
-        **_computation(config, vllm_config),
-        "speculative": _speculative(config, vllm_config),
-        "attention": fields(vllm_config.attention_config, _ATTENTION),
-        "diffusion": fields(getattr(vllm_config, "diffusion_config", None), _DIFFUSION),
-        "kv_cache": {
-            "dtype": f"{cache.cache_dtype}{_fnuz()}",
-            "unquantized_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", ())),
-            "layout": getattr(kv_cache_config, "kv_cache_layout", None),
-            "page": dict(page),
-            "attention": _attention_backends(vllm_config, kv_cache_config),
-            "cpu_isa": _cpu_isa() if on_cpu else None,
-        },
+        **_model(config, vllm_config),
+        "kv_cache": _kv_cache(vllm_config, layout, page, attention),
         "ranks": {
             "tensor": parallel.tensor_parallel_size if pages is None else "any",
             **_stages(vllm_config, pages),
@@ -162,6 +155,63 @@ def fingerprint(
         "block_tokens": sizes.block_tokens,
         "chunk_tokens": sizes.chunk_tokens,
         "hash": _hash_identity(cache.prefix_caching_hash_algo, sizes.hash_tokens),
+    }
+
+
+def offload_fingerprint(
+    config: Config, vllm_config: VllmConfig, offloading: OffloadingConfig, row_bytes: int
+) -> dict[str, Any]:
+    """The same for the rows of vLLM's offloading, as the scheduler's process knows them.
+
+    A row has the KV of all ranks. Where vLLM says that its bytes do not depend on the parallel
+    sizes (`canonical_layout`, MLA), these do not count. The attention backends are the workers' and
+    may lay out pages in their own ways, so the device that they are chosen by stands for them.
+    """
+    from vllm.platforms import current_platform
+
+    cache = offloading.cache
+    is_any_size = offloading.parallel.is_parallelism_agnostic or offloading.replicated_layout
+    page = {
+        "row_bytes": row_bytes,
+        "canonical": offloading.canonical_layout,
+        "replicated": offloading.replicated_layout,
+        "groups": [[g.tokens_per_block, list(g.layer_names)] for g in offloading.groups],
+    }
+    device = [current_platform.device_type, plain(current_platform.get_device_capability())]
+    layout = offloading.kv_cache_layout
+    return {
+        **_model(config, vllm_config),
+        "kv_cache": _kv_cache(vllm_config, layout, page, device),
+        "ranks": "any" if is_any_size else fields(offloading.parallel, _RANKS),
+        "chunk_blocks": cache.blocks_per_chunk,
+        "hash": _hash_identity(
+            vllm_config.cache_config.prefix_caching_hash_algo, cache.tokens_per_hash
+        ),
+        "content": "rows of vLLM's offloading",
+    }
+
+
+def _model(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
+    """The part of the fingerprint that KV and the engine's computation have in common."""
+    return {
+        **_computation(config, vllm_config),
+        "speculative": _speculative(config, vllm_config),
+        "attention": fields(vllm_config.attention_config, _ATTENTION),
+        "diffusion": fields(getattr(vllm_config, "diffusion_config", None), _DIFFUSION),
+    }
+
+
+def _kv_cache(
+    vllm_config: VllmConfig, layout: str | None, page: Mapping[str, Any], attention: list[Any]
+) -> dict[str, Any]:
+    cache = vllm_config.cache_config
+    return {
+        "dtype": f"{cache.cache_dtype}{_fnuz()}",
+        "unquantized_layers": sorted(getattr(cache, "kv_cache_dtype_skip_layers", ())),
+        "layout": layout,
+        "page": dict(page),
+        "attention": attention,
+        "cpu_isa": _cpu_isa() if vllm_config.device_config.device_type == "cpu" else None,
     }
 
 

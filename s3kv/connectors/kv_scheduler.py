@@ -144,8 +144,14 @@ class SchedulerSide(Guarded):
             )
         # An object has the same place on every rank, so the longest counts.
         object_bytes = tuple(map(max, zip(*(h.object_bytes for h in handshakes), strict=True)))
-        roles = {"may_load": self._may_load, "may_save": self._may_save}
-        logger.log(*start_line(self._config, handshakes, self._sizes.coverages, **roles))
+        line = start_line(
+            self._config,
+            handshakes,
+            self._sizes.coverages,
+            may_load=self._may_load,
+            may_save=self._may_save,
+        )
+        logger.log(*line)
         idle, slot_bytes = self.planner, handshakes[0].slot_bytes
         self.planner = self._make_planner(slots, slot_bytes, object_bytes, serves=True)
         if self._salt is not None:
@@ -263,7 +269,7 @@ class SchedulerSide(Guarded):
         if pause_s := self._linger.pause_s(output, waits=self.planner.has_arrivals_inflight):
             plan = replace(plan, linger_s=pause_s)
         self._observers.read()
-        self._telemetry.log(self.planner, time.monotonic())
+        self._telemetry.log(self.planner.ledger, time.monotonic())
         return plan
 
     @guarded(default=lambda: None)
@@ -299,7 +305,7 @@ class SchedulerSide(Guarded):
         self._observers.finished(request)
         now_s = time.monotonic()
         self._traffic.finished(request.request_id, now_s)
-        self._telemetry.log(self.planner, now_s, finished=True)
+        self._telemetry.log(self.planner.ledger, now_s, finished=True)
 
     @guarded(default=tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -61,7 +61,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting) > 1:
             raise UnsupportedError(f"{setting} > 1 cannot be served yet")
-    _check_hashes_are_stable(vllm_config)
+    check_hashes_are_stable(vllm_config)
 
 
 def writes_around_fences(
@@ -79,7 +79,7 @@ def writes_around_fences(
     return writes and second_runner, writes and not second_runner
 
 
-def _check_hashes_are_stable(vllm_config: VllmConfig) -> None:
+def check_hashes_are_stable(vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` if the block hashes differ between processes. vLLM's own function returns
     the seed; a random seed is another one at each call.
     """

@@ -70,10 +70,11 @@ def start_line(
     *,
     may_load: bool,
     may_save: bool,
+    content: str = "encoder outputs",
 ) -> tuple[int, str]:
     """Level and text of the scheduler's line when all ranks are ready. It is a warning if the GPU's
-    driver did not pin all host memory. coverages: those of the KV; none for encoder outputs, which
-    the scheduler's own slab holds."""
+    driver did not pin all host memory. coverages: those of the KV; without them, `content` says
+    what is cached."""
     does = " and ".join(["reads"] * may_load + ["writes"] * may_save) or "neither reads nor writes"
     named = [config.endpoint_url, *(os.environ.get(name) for name in _ENDPOINTS)]
     endpoint = next(filter(None, named), "the default endpoint")
@@ -85,7 +86,7 @@ def start_line(
     pinned = {handshake.pinned for handshake in handshakes}  # None: no GPU
     is_slow, kind = False in pinned, "pinned " if pinned == {True} else ""
     note = ", not all of it pinned (copies to and from the GPU are slower)" if is_slow else ""
-    content = ", encoder outputs"
+    content = f", {content}"
     if coverages:
         content = (
             f" on {count(len(handshakes), 'rank')}{note}, "
@@ -138,15 +139,21 @@ class TrafficLine:
         if not any(grown.values()):
             return None
         self._logged_s, self._before = now_s, total
-        title, unit, verb, noun = self.words
-        held, kept, computed = (grown[name] for name in self.hits)
-        share, dropped = (held + kept) / max(1, held + kept + computed), grown["saves_dropped"]
-        unsaved = f", {noun} not saved: {dropped:,}" if dropped else ""
+        dropped = grown["saves_dropped"]
+        unsaved = f", {self.words[3]} not saved: {dropped:,}" if dropped else ""
         return (
-            f"s3kv: {title}Hit rate: {share:.1%} (bucket: {count(held, unit)}, "
-            f"host memory: {count(kept, unit)}, {verb}: {count(computed, unit)}), "
+            f"s3kv: {self._hits(grown)}, "
             f"Fetched: {size(grown['fetch_bytes'])}, Uploaded: {size(grown['upload_bytes'])}, "
             f"{self._waits(grown)}, Bucket: {_BUCKET[bucket]}{unsaved}"
+        )
+
+    def _hits(self, grown: Mapping[str, int]) -> str:
+        title, unit, verb, _ = self.words
+        held, kept, computed = (grown[name] for name in self.hits)
+        share = (held + kept) / max(1, held + kept + computed)
+        return (
+            f"{title}Hit rate: {share:.1%} (bucket: {count(held, unit)}, "
+            f"host memory: {count(kept, unit)}, {verb}: {count(computed, unit)})"
         )
 
     def _waits(self, grown: Mapping[str, int]) -> str:
@@ -158,6 +165,16 @@ class EncoderTraffic(TrafficLine):
 
     hits = ("hit_rows_bucket", "hit_rows_host", "encoded_rows")
     words = ("Encoder outputs: ", "embedding", "encoded", "Items")
+
+
+class TierTraffic(TrafficLine):
+    """The line on the tier: vLLM reports hits in host memory and computed tokens by itself."""
+
+    hits = ("hit_tokens_bucket", "hit_tokens_host", "computed_tokens")
+    words = ("", "token", "computed", "Chunks")
+
+    def _hits(self, grown: Mapping[str, int]) -> str:
+        return f"Hits in the bucket: {count(grown['hit_tokens_bucket'], 'token')}"
 
 
 class PromptTraffic(TrafficLine):

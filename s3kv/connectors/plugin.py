@@ -14,3 +14,9 @@ def register() -> None:
     ):
         if name not in factory._registry:
             factory.register_connector(name, module, name)
+    try:
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    except ImportError:  # pragma: no cover - a vLLM whose offloading has no tiers
+        return
+    if "s3kv" not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier("s3kv", "s3kv.connectors.offload_tier", "S3Tier")

@@ -13,9 +13,8 @@ from s3kv.planning.breaker import BreakerState
 from s3kv.types import Outcome, Tally
 
 if TYPE_CHECKING:
-    from s3kv.planning.ec import ECPlanner
-    from s3kv.planning.kv import KVPlanner
     from s3kv.planning.ledger import Ledger
+    from s3kv.planning.offload import OffloadPlanner
 
 logger = logging.getLogger("s3kv")
 
@@ -34,6 +33,7 @@ KV_SHARES: Shares = {
     "saves_dropped": ((_DROPPED, 1),),
     **{name: ((_DROPPED, -1), (f"saves_dropped|{reason}", 1)) for name, reason in UNSAVED.items()},
 }
+TIER_SHARES: Shares = _MISSED
 """The planners' counters, mapped to the keys of the metrics."""
 
 
@@ -109,9 +109,11 @@ class Telemetry:
     def add_seconds(self, seconds: Mapping[str, list[float]]) -> None:
         add(self.seconds, seconds, self._metrics)
 
-    def log(self, planner: KVPlanner | ECPlanner, now_s: float, *, finished: bool = False) -> None:
+    def log(
+        self, planner: Ledger | OffloadPlanner, now_s: float, *, finished: bool = False
+    ) -> None:
         """Log the line on traffic, if one is due. finished: whether a request has just finished."""
-        bucket = planner.ledger.breaker.state
+        bucket = planner.breaker.state
         line = self._traffic.line(planner.counters, bucket, now_s, finished=finished)
         if line is not None:
             logger.info("%s", line)

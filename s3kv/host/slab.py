@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from s3kv.errors import ConfigError
+from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.host.limits import ROOT, Plan, memory_limits
 from s3kv.host.placement import (
     FIRST_TOUCH,
@@ -108,6 +108,25 @@ class Slab:
     def attach(cls, fd: int) -> Slab:
         """Map the whole slab behind `fd`. The new object owns `fd` from now on."""
         return cls(fd, os.fstat(fd).st_size)
+
+    @classmethod
+    def behind(cls, view: memoryview) -> Slab:
+        """The file behind the shared mapping that `view` is all of, which must be writable, as a
+        slab with a mapping and a descriptor of its own. So the mapping's owner may unlink the file.
+        Raises `UnsupportedError` if there is no such file among the descriptors of this process.
+        """
+        start = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        with open("/proc/self/maps") as maps:
+            mapped = (line.split() for line in maps if line.startswith(f"{start:x}-"))
+            inode = next((int(line[4]) for line in mapped if int(line[2], 16) == 0), 0)
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
+                found = os.stat(f"/proc/self/fd/{name}")
+                if found.st_ino == inode and found.st_size == view.nbytes:
+                    return cls.attach(os.dup(int(name)))
+        raise UnsupportedError(
+            f"no file of {view.nbytes:,} bytes is behind the memory that vLLM offloads to"
+        )
 
     def ask_for_huge_pages(self) -> str:
         """Ask Linux for huge pages where this process is the first to touch the memory. Returns the

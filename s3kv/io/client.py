@@ -134,6 +134,20 @@ class IoClient:
             return self._answers.drained.left + late
         return len(uploads - jobs.uploaded())
 
+    def settle(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` until every job has ended, then kill the process, which is
+        replaced. Nothing uses the slab afterwards until the next `submit`, and the next `poll`
+        returns the ends.
+        """
+        jobs = self._jobs
+        self._wait(lambda: not jobs.any_outstanding, time.monotonic() + timeout_s)
+        if self._up is not None and jobs.any_outstanding:
+            reason = f"the I/O process has not ended its jobs within {timeout_s:g} s"
+            self.life.failed(reason, self._clock())
+        while self.life.state is State.DYING:
+            self._bury()
+            time.sleep(0.001)
+
     def close(self) -> None:
         """End the process, by force after 2 s. Idempotent. Nothing uses the slab afterwards.
 

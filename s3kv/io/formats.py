@@ -40,7 +40,8 @@ class Formats:
         self._chunks = chunk_formats(handshake)
 
     def of(self, job: BucketJob) -> tuple[Format, slice]:
-        """The format of the object that a fetch or an upload moves, and its bytes of the slab.
+        """The format of the object that a fetch or an upload moves, and its bytes of the slab: of
+        one in borrowed memory, its payload alone.
 
         Raises `ValueError` for a job that cannot be carried out: another kind, a group or an item
         this worker does not have, or bytes outside the slab.
@@ -50,6 +51,8 @@ class Formats:
         layout = self._chunk(job) if job.item is None else self._item(job, job.item)
         start = job.slot * self._handshake.slot_bytes
         end = start + layout.object_bytes
+        if self._handshake.is_borrowed:
+            end -= layout.header_bytes
         if not 0 <= start < end <= self._slab_bytes:
             raise ValueError(f"bytes {start} to {end} are outside the slab")
         return layout, slice(start, end)

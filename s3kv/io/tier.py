@@ -47,6 +47,7 @@ def introduce(
     shapes: Collection[str] = (),
     first_blocks: Mapping[int, int] | None = None,
     pages: Pages | None = None,
+    row_bytes: int = 0,
 ) -> Handshake:
     """The handshake of a process whose objects have this identity.
 
@@ -54,6 +55,7 @@ def introduce(
         seal it are added here. shard, groups, item_dtype, first_blocks, pages: as in `Handshake`.
     writes_manifest: whether this process writes the namespace's manifest and compares it, and lists
         `shapes` there, the shards of all ranks.
+    row_bytes: distance between payloads in borrowed memory; 0: the slab is the process's own.
     Raises `ConfigError` if the mode needs a secret or a package that is missing, and `TypeError`
     or `ValueError` for an identity that is not made of JSON values.
     """
@@ -72,7 +74,11 @@ def introduce(
         shapes=tuple(shapes) if writes_manifest else (),
         first_blocks=dict(first_blocks or {}),
         pages=pages,
+        slot_bytes=row_bytes or PAGE_BYTES,
+        is_borrowed=row_bytes > 0,
     )
+    if row_bytes:
+        return handshake
     formats = chunk_formats(handshake).values()
     slot_bytes = _whole_pages(formats) if len(formats) == 1 else PAGE_BYTES
     return msgspec.structs.replace(handshake, slot_bytes=slot_bytes)
@@ -147,7 +153,7 @@ def try_bucket(client: IoClient) -> bool | None:
 
 
 def open_tier(
-    nbytes: int,
+    memory: int | Slab,
     handshake: Handshake | Callable[[Slab], Handshake],
     *,
     node: NodeChoice = FIRST_TOUCH,
@@ -155,8 +161,9 @@ def open_tier(
     wait: Callable[[IoClient], bool | None] | None = try_bucket,
     planned: Plan = (),
 ) -> Tier:
-    """Make a slab of `nbytes`, start its I/O process, and wait until that has tried the bucket.
+    """Make a slab, start its I/O process, and wait until that has tried the bucket.
 
+    memory: the slab's size in bytes, or a slab, which the tier owns from now on.
     handshake: the handshake, or a function that makes it once the slab exists.
     node: where the memory should be. processors: cores of the I/O process, as in `IoClient`.
     planned: as in `Slab.create`.
@@ -164,7 +171,10 @@ def open_tier(
     Blocks. Raises `ConfigError` if there is too little memory, and the errors of `handshake`,
     `IoClient.start` and `wait`. On an error everything is closed.
     """
-    slab = Slab.create(nbytes, node=node, huge_pages=True, planned=planned)
+    if isinstance(memory, Slab):
+        slab = memory
+    else:
+        slab = Slab.create(memory, node=node, huge_pages=True, planned=planned)
     client: IoClient | None = None
     known = None
     try:

@@ -67,6 +67,9 @@ class Handshake(msgspec.Struct, frozen=True, array_like=True, tag=0):
     shapes: shards of all ranks, to be listed in the namespace beside the manifest.
     first_blocks: by number, the first of a chunk's blocks that its objects hold; 0, if not given.
     slot_bytes: distance between slots, the first of which is at offset 0 of the slab.
+    is_borrowed: whether the slab is another's memory, whose slots hold payloads alone. Headers are
+        in the I/O process then, and it tries an upload as long as a fetch, because nobody else
+        does.
     pages: what pages of ranks of all sizes in this namespace have in common; None: the namespace is
         one size's.
     """
@@ -83,6 +86,7 @@ class Handshake(msgspec.Struct, frozen=True, array_like=True, tag=0):
     first_blocks: dict[int, int] = {}
     slot_bytes: int = PAGE_BYTES
     pages: Pages | None = None
+    is_borrowed: bool = False
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -16,7 +16,7 @@ _SMOOTHING = 0.2
 _SETTLING_TOKENS = 4_096.0
 """Prefilled tokens after which an older step weighs a third as much."""
 
-_MIN_PREFILL_SAMPLE_TOKENS = 64
+MIN_PREFILL_SAMPLE_TOKENS = 64
 """Steps with fewer tokens are decode-bound and say nothing about prefill."""
 
 PREFILL_TOKENS_PER_S = 8_000.0
@@ -140,7 +140,7 @@ class Pace:
 
     def step_started(self, now_s: float, scheduled_tokens: int) -> int | None:
         """Note the start of a step. Returns its number; None for a step that is not measured."""
-        if scheduled_tokens < _MIN_PREFILL_SAMPLE_TOKENS:
+        if scheduled_tokens < MIN_PREFILL_SAMPLE_TOKENS:
             return None
         self._step_number += 1
         self._steps.append((self._step_number, now_s, scheduled_tokens))
@@ -157,9 +157,9 @@ class Pace:
             # Steps may be planned ahead, but they run one after another.
             seconds = now_s - max(started_s, last_ended_s)
             if oldest == number and seconds > 0:
-                self._prefilled(tokens, seconds)
+                self.prefilled(tokens, seconds)
 
-    def _prefilled(self, tokens: int, seconds: float) -> None:
+    def prefilled(self, tokens: int, seconds: float) -> None:
         # The least-squares line through the origin. A step of 1,600 tokens counts 256 times as much
         # as one of 100, which says little about long prompts.
         kept = math.exp(-tokens / _SETTLING_TOKENS)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from s3kv.connectors.log import PromptTraffic
-from s3kv.connectors.telemetry import EC_SHARES, KV_SHARES, Meter, Telemetry
-from s3kv.metrics import EC_METRICS, KV_METRICS
+from s3kv.connectors.telemetry import EC_SHARES, KV_SHARES, TIER_SHARES, Meter, Telemetry
+from s3kv.metrics import EC_METRICS, KV_METRICS, TIER_METRICS
 from s3kv.stores.traffic import ANSWERS, VERBS
 from s3kv.types import Outcome, Tally
 from tests.project import ROOT
@@ -31,11 +31,14 @@ COMPOSED = {
     "{kind}_bytes": {"fetch_bytes", "save_bytes", "upload_bytes"},
     "{done.kind.value}_corrupt_{done.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
     "fetch_corrupt_{done.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
+    "{end.kind.value}_{outcome.name.lower()}": JOB_ENDS - {"save_ok", "save_failed"},
+    "{end.kind.value}_bytes": {"fetch_bytes", "upload_bytes"},
+    "fetch_corrupt_{end.reason}": {f"fetch_corrupt_{reason}" for reason in REASONS},
     "hit_rows_{tier}": {"hit_rows_bucket", "hit_rows_host"},
     "io_requests|{name}": {f"io_requests|{verb}|{answer}" for verb in VERBS for answer in ANSWERS},
 }
 """Names of counters that the sources compose: the expression, and its values."""
-PASSED_ON = {"name", "ends.counters", "io - self._io_told", "report.counters"}
+PASSED_ON = {"name", "counter", "ends.counters", "io - self._io_reported", "report.counters"}
 """Counters that a module passes on under the names that another one has given them."""
 IO = ("io/client.py", "io/server/service.py", "upkeep/housekeeping.py")
 COUNTING = {
@@ -55,12 +58,14 @@ COUNTING = {
         "connectors/ec_worker.py",
         *IO,
     ),
+    "tier": ("planning/offload.py", "connectors/offload_tier.py", *IO),
 }
 """The modules that count for each meter."""
 METERS = {
     "KV planner": Meter(KV_METRICS, KV_SHARES),
     "KV rank": Meter(KV_METRICS),
     "EC": Meter(EC_METRICS, EC_SHARES),
+    "tier": Meter(TIER_METRICS, TIER_SHARES),
 }
 NOT_OF_ITEMS = {
     "saves_believed_present",

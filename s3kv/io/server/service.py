@@ -66,6 +66,7 @@ class Service:
         self._hang_up = hang_up
         self._namespace = Namespace(handshake.namespace_prefix, handshake.namespace_digest)
         self._shard = handshake.shard
+        self._is_borrowed = handshake.is_borrowed
         self._formats = Formats(handshake, slab.nbytes)
         self._queue = JobQueue(config.max_inflight_requests, MAX_INFLIGHT_BYTES)
         registration = Registration(self._namespace, handshake.manifest, handshake.shapes)
@@ -162,14 +163,19 @@ class Service:
         """The job that a message requests. Raises `ValueError` if it is invalid."""
         layout, where = self._formats.of(message)
         job_id, kind, block_hash = message.job_id, message.kind, message.key.block_hash
-        place, due_s = Place.of(self._slab.view[where], layout.header_bytes), self._due_s(message)
+        slot, due_s = self._slab.view[where], self._due_s(message)
+        if self._is_borrowed:
+            place = Place(memoryview(bytearray(layout.header_bytes)), slot)
+        else:
+            place = Place.of(slot, layout.header_bytes)
         return TransferJob(job_id, kind, key, block_hash, layout, place, due_s)
 
     def _due_s(self, message: BucketJob) -> float:
         """Deadline of retries, on the loop's clock: `max_wait_ms` from now for a fetch and for an
         item. A chunk's upload has none left: its planner tries again by itself, seconds later,
-        when that is of more use. The outbox of items never tries again."""
-        if message.kind is JobKind.UPLOAD and message.item is None:
+        when that is of more use. The outbox of items never tries again, nor does vLLM."""
+        is_retried = message.item is None and not self._is_borrowed
+        if message.kind is JobKind.UPLOAD and is_retried:
             return -math.inf
         return asyncio.get_running_loop().time() + self._config.max_wait_ms / 1000
 

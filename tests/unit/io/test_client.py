@@ -415,6 +415,22 @@ def test_a_drain_tells_what_is_left(stubborn: StubbornServer, open_client: Open)
     assert {e.outcome for e in ends(client, 4).values()} == {Outcome.CANCELLED}
 
 
+def test_jobs_that_do_not_settle_end_with_their_process(
+    stubborn: StubbornServer, open_client: Open
+) -> None:
+    client = open_client(stubborn.url)
+    fetch(client, 1, number=1)
+    until(lambda: client.poll() or stubborn.begun)
+    client.settle(0.1)
+    assert client.life.state is State.DOWN  # so nothing writes to the slab
+    assert ends(client, 1)[1].outcome is Outcome.FAILED
+    stubborn.go_on.set()
+    until(lambda: client.poll() or client.life.state is State.UP)
+    fetch(client, 2, number=1)
+    client.settle(20)
+    assert ends(client, 1)[2].outcome is Outcome.OK
+
+
 def test_a_drain_counts_what_a_killed_process_left(
     stubborn: StubbornServer, open_client: Open
 ) -> None:

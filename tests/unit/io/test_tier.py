@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import mmap
 import os
+import random
 import signal
 import socket
 from collections.abc import Iterator
@@ -17,14 +19,21 @@ import pytest
 
 from lab.constants import changed
 from s3kv.config import Config
-from s3kv.errors import ConfigError, IoProcessError, StoreMissing, StoreUnavailable
+from s3kv.errors import (
+    ConfigError,
+    IoProcessError,
+    StoreMissing,
+    StoreUnavailable,
+    UnsupportedError,
+)
 from s3kv.host.limits import memory_limits
 from s3kv.host.slab import Slab
 from s3kv.io.client import IoClient
 from s3kv.io.tier import Slots, introduce, open_tier, try_bucket
 from s3kv.io.wire import Handshake
+from s3kv.messages import BucketJob, JobKind
 from s3kv.objects.keys import fingerprint_digest
-from s3kv.types import TensorSpec
+from s3kv.types import ChunkKey, Outcome, TensorSpec
 from tests.servers import BUCKET, REGION, forget_credentials, moto_server, set_credentials
 from tests.unit.io import rig
 
@@ -256,3 +265,33 @@ def test_helper_programs_of_credentials_can_be_stopped(
     ignored = int(seen.read_text().split()[1], 16)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         assert not ignored >> (number - 1) & 1, number.name
+
+
+def test_rows_of_borrowed_memory_move_without_their_headers(config: Config, tmp_path: Path) -> None:
+    row_bytes, rows = 2 * mmap.PAGESIZE, 4
+    with open(tmp_path / "rows", "w+b") as file:
+        file.truncate(row_bytes * rows)
+        mapped = mmap.mmap(file.fileno(), 0)
+        slab = Slab.behind(memoryview(mapped))
+    (tmp_path / "rows").unlink()
+    row = (TensorSpec("kv", "U8", (row_bytes,)),)
+    handshake = introduce(config, IDENTITY, rig.SHARD, {0: row}, row_bytes=row_bytes)
+    tier = open_tier(slab, handshake)
+    try:
+        mapped[row_bytes : 2 * row_bytes] = random.Random(3).randbytes(row_bytes)
+        for number, (kind, slot) in enumerate([(JobKind.UPLOAD, 1), (JobKind.FETCH, 3)]):
+            tier.client.submit(BucketJob(number, kind, ChunkKey(0, bytes(32)), slot))
+            tier.client.settle(20)
+            (end,) = tier.client.poll()
+            assert end.outcome is Outcome.OK, end
+        empty = bytes(row_bytes)
+        found = [mapped[n * row_bytes : (n + 1) * row_bytes] for n in range(rows)]
+        assert found == [empty, found[1], empty, found[1]]
+        assert found[1] != empty
+    finally:
+        tier.close()
+
+
+def test_memory_without_a_file_cannot_be_borrowed() -> None:
+    with pytest.raises(UnsupportedError, match="no file of 4,096 bytes"):
+        Slab.behind(memoryview(bytearray(4096)))

@@ -1,0 +1,377 @@
+"""S3Tier: a secondary tier of vLLM's `OffloadingConnector` (0.31 to 0.33) in a bucket.
+
+    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 68719476736,
+        "spec_name": "TieringOffloadingSpec",
+        "secondary_tiers": [{"type": "s3kv", "bucket": "my-bucket"}]}}
+
+vLLM copies between the GPU and its primary tier, host memory divided into rows. This tier moves
+rows to and from the bucket: the I/O process maps the primary tier's file, so bytes go from a socket
+to a row. Decisions are the planner's (`planning.offload`); this module translates.
+
+It refuses engines whose keys leave out an input of the model (`tier_setup`).
+
+vLLM's scheduler process, under the lock of vLLM's manager: one caller at a time, on any thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache, partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingMetricMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from s3kv.connectors.guard import Guarded, guarded, wait_for_bucket
+from s3kv.connectors.identity import offload_fingerprint
+from s3kv.connectors.kv_translate import WorkerHandshake
+from s3kv.connectors.log import (
+    TierTraffic,
+    join_vllm_log,
+    start_line,
+    warn_of_uploads_left,
+)
+from s3kv.connectors.metrics import Values
+from s3kv.connectors.request_params import read_limits
+from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
+from s3kv.connectors.tier_setup import check_requests_are_known, engine_config, parse_settings
+from s3kv.host.slab import Slab
+from s3kv.io.tier import introduce, open_tier
+from s3kv.io.wire import Handshake
+from s3kv.messages import BucketJob, JobKind
+from s3kv.metrics import NAMESPACE, TIER_METRICS, labels_of, name_of
+from s3kv.objects.shards import Shard
+from s3kv.planning.breaker import Breaker, BreakerState
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.offload import OffloadAnswer, OffloadPlanner
+from s3kv.planning.pace import Pace
+from s3kv.planning.row_transfers import RowKey, TransferEnd
+from s3kv.types import ChunkKey, TensorSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import (
+        OffloadingSpec,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+logger = logging.getLogger("s3kv")
+
+WHOLE = Shard(range(1), 1, range(1), 1).name
+"""The shard of a row, which holds the KV of all ranks."""
+_INDEX_CHUNKS = 2_000_000
+_SETTLE_S = 5.0
+"""Time for uploads to end at a reset. vLLM's engine waits meanwhile."""
+_RESULTS = {
+    OffloadAnswer.HIT: LookupResult.HIT,
+    OffloadAnswer.RETRY: LookupResult.RETRY,
+    OffloadAnswer.MISS: LookupResult.MISS,
+}
+_METADATA: dict[str, type[OffloadingMetricMetadata]] = {
+    "counter": OffloadingCounterMetadata,
+    "gauge": OffloadingGaugeMetadata,
+    "histogram": OffloadingHistogramMetadata,
+}
+
+
+class S3Tier(Guarded, SecondaryTierManager):
+    """The tier. Its settings are those of `s3kv.config`, but for `tier_setup.REPLACED`.
+
+    Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        locality: Any = None,
+        **settings: Any,
+    ) -> None:
+        """locality: read by vLLM alone."""
+        more = (
+            {}
+            if backpressure_detector is None
+            else {"backpressure_detector": backpressure_detector}
+        )
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
+        join_vllm_log()
+        self._config = config = parse_settings(settings)
+        vllm_config = engine_config()
+        check_requests_are_known(config, vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        self._may_load, self._may_save = transfer.is_kv_consumer, transfer.is_kv_producer
+        rows, self._row_bytes = primary_kv_view.shape or (0, 0)
+        offloading = offloading_spec.config
+        groups = range(len(offloading.groups))
+        row = (TensorSpec("kv", "U8", (self._row_bytes,)),)
+        handshake = introduce(
+            config,
+            offload_fingerprint(config, vllm_config, offloading, self._row_bytes),
+            WHOLE,
+            dict.fromkeys(groups, row),
+            shapes=(WHOLE,),
+            row_bytes=self._row_bytes,
+        )
+        blocks = offloading.cache.blocks_per_chunk
+        self.planner = OffloadPlanner(
+            BucketIndex(capacity=_INDEX_CHUNKS),
+            Breaker(),
+            Pace(fetches_at_once=config.fetches_at_once(self._row_bytes)),
+            rows=rows,
+            chunk_tokens=blocks * max(group.tokens_per_block for group in offloading.groups),
+            max_wait_s=config.max_wait_ms / 1000,
+            is_observed=offloading_spec.kv_events_config.enable_kv_cache_events,
+        )
+        self._telemetry = Telemetry(TIER_METRICS, TIER_SHARES, TierTraffic())
+        self._open: set[int] = set()
+        """vLLM's jobs that have not been reported."""
+        self._salt = b""
+        """Of the hashes since the last reset."""
+        self._open_tier(handshake, primary_kv_view)
+
+    def _open_tier(self, handshake: Handshake, view: memoryview) -> None:
+        wait = partial(wait_for_bucket, config=self._config)
+        self._tier = tier = open_tier(Slab.behind(view), handshake, wait=wait)
+        rows = WorkerHandshake(handshake.namespace_digest, 1, view.nbytes, known=tier.known)
+        line = start_line(
+            self._config,
+            [rows],
+            may_load=self._may_load,
+            may_save=self._may_save,
+            content="rows of vLLM's offloading",
+        )
+        logger.log(*line)
+
+    # --- lookups and requests --------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._begin(req_context)
+        return RequestOffloadingContext()
+
+    @guarded(default=lambda: None)
+    def _begin(self, context: ReqContext) -> None:
+        limits = read_limits(context.kv_transfer_params, context.req_id)
+        self.planner.begin(context.req_id, limits)
+
+    @guarded(default=lambda: LookupResult.MISS)
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if not self._may_load:
+            return LookupResult.MISS
+        answer = self.planner.lookup(
+            req_context.req_id, self._chunk(key), _end_token(key, req_context), time.monotonic()
+        )
+        return _RESULTS[answer]
+
+    @guarded(default=lambda: None)
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        now_s = time.monotonic()
+        for key in keys:
+            self.planner.index.use(self._chunk(key), now_s)
+
+    @guarded(default=lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.planner.finish(req_context.req_id)
+        self._log(finished=True)
+
+    @guarded(default=lambda: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.planner.end_pass(context.new_req_ids, time.monotonic())
+        self._send(self.planner.uses())
+        self._cancel()
+        self._tier.client.flush()
+        self._log()
+
+    # --- transfers -------------------------------------------------------------------------
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._open.add(job_metadata.job_id)
+        self._load(job_metadata)
+
+    @guarded(default=lambda: None)
+    def _load(self, job: TransferJob) -> None:
+        request_id, now_s = job.req_context.req_id, time.monotonic()
+        self._send(self.planner.load(job.job_id, request_id, self._rows(job), now_s))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._open.add(job_metadata.job_id)
+        self._store(job_metadata)
+
+    @guarded(default=lambda: None)
+    def _store(self, job: TransferJob) -> None:
+        context = job.req_context
+        most = read_limits(context.kv_transfer_params).save_tokens if self._may_save else 0
+        keys = [
+            (key, row)
+            for key, row in self._rows(job)
+            if most is None or (_end_token(key.name, context) or most + 1) <= most
+        ]
+        self._send(self.planner.store(job.job_id, context.req_id, keys, time.monotonic()))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        ends: Sequence[TransferEnd] = self._ended()
+        if self.broken is not None:  # nothing touches the rows any more
+            ends = [TransferEnd(job_id, False, (), 0.0, 0) for job_id in self._open]
+        self._open.difference_update(end.transfer_id for end in ends)
+        return [
+            JobResult(
+                end.transfer_id,
+                end.is_whole,
+                None if end.is_whole else end.succeeded,
+                end.seconds,
+                end.nbytes,
+            )
+            for end in ends
+        ]
+
+    @guarded(default=list)
+    def _ended(self) -> list[TransferEnd]:
+        client, planner, now_s = self._tier.client, self.planner, time.monotonic()
+        for end in client.poll():
+            if end.kind in (JobKind.FETCH, JobKind.UPLOAD) and end.outcome.is_success:
+                self._telemetry.add_seconds({f"{end.kind.value}_seconds": [end.seconds]})
+            planner.on_end(end, now_s)
+        return planner.transfers.take_ends()
+
+    def drain_jobs(self) -> None:
+        """Wait until nothing touches the rows: uploads get a few seconds, fetches none. Then the
+        I/O process is killed. vLLM calls it before it resets its cache, also because weights have
+        changed. So earlier chunks are out of reach afterwards, as after a reset of the connector.
+        """
+        self._reset()
+
+    @guarded(default=lambda: None)
+    def _reset(self) -> None:
+        self.planner.transfers.cancel_loads(math.inf)
+        self._cancel()
+        self._tier.client.settle(_SETTLE_S)
+        now_s = time.monotonic()
+        for end in self._tier.client.poll():
+            self.planner.on_end(end, now_s)
+        self._salt = os.urandom(16)
+        self.planner.index.forget()
+        logger.info("s3kv: cache reset; earlier chunks are unreachable now")
+
+    def shutdown(self) -> None:
+        """Finish uploads within `drain_timeout_s`, then end the I/O process. Idempotent."""
+        timeout_s = self._config.drain_timeout_s
+        if self.broken is None:
+            warn_of_uploads_left(self._tier.client.drain(timeout_s), "chunk", timeout_s)
+            self.broken = "shutdown"
+        self._tier.close()
+
+    def on_broken(self) -> None:
+        self.planner.counters["internal_errors"] += 1
+        self._tier.client.close()
+
+    def _rows(self, job: TransferJob) -> list[tuple[RowKey, int]]:
+        rows = job.chunk_ids.tolist()
+        return [(RowKey(k, self._chunk(k)), row) for k, row in zip(job.keys, rows, strict=True)]
+
+    def _chunk(self, key: OffloadKey) -> ChunkKey:
+        """vLLM's key: the hash of the chunk's last block, and the number of its group."""
+        block_hash, group = bytes(key[:-4]), int.from_bytes(key[-4:], "big")
+        if self._salt:
+            block_hash = blake2b(block_hash, key=self._salt, digest_size=32).digest()
+        return ChunkKey(group, block_hash)
+
+    def _send(self, jobs: Iterable[BucketJob]) -> None:
+        for job in jobs:
+            self._tier.client.submit(job)
+
+    def _cancel(self) -> None:
+        for job_id in self.planner.transfers.take_cancels():
+            self._tier.client.cancel(job_id)
+
+    # --- events, metrics and the log -------------------------------------------------------
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        changes, self.planner.changes = self.planner.changes, []
+        return [
+            OffloadingEvent(keys=[name], removed=not is_there, **_event_fields(self))
+            for name, is_there in changes
+        ]
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        definitions = {}
+        for name, metric in TIER_METRICS.items():
+            more = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+            definitions[f"{NAMESPACE}{name}"] = _METADATA[metric.kind](
+                documentation=metric.doc, labelnames=tuple(metric.labels), **more
+            )
+        return definitions
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        values = self._values()
+        if not values:
+            return None
+        stats = OffloadingConnectorStats()
+        for key, value in values.items():
+            name, labels = name_of(key), labels_of(key)
+            metric, exported = TIER_METRICS[name], f"{NAMESPACE}{name}"
+            if metric.kind == "histogram":
+                for observed in value:
+                    stats.observe_histogram(exported, observed, labels)
+            elif metric.kind == "gauge":
+                stats.set_gauge(exported, value, labels)
+            else:
+                stats.increase_counter(exported, value * metric.scale, labels)
+        return stats
+
+    def _values(self) -> Values:
+        self._telemetry.is_stale = True
+        return self._telemetry.take(self._gauges, self.planner.counters, self._tier.client.counters)
+
+    def _gauges(self) -> Values:
+        now = self.planner.breaker.state
+        return {
+            "prefill_tokens_per_s": self.planner.pace.prefill_tokens_per_s,
+            **{f"breaker|{state.value}": int(state is now) for state in BreakerState},
+        }
+
+    def _log(self, *, finished: bool = False) -> None:
+        self._telemetry.log(self.planner, time.monotonic(), finished=finished)
+
+
+def _end_token(key: OffloadKey, context: ReqContext) -> int | None:
+    """Tokens of the prompt up to the end of the key's chunk; None if vLLM does not record it."""
+    position = getattr(context, "get_offload_key_position", None)
+    return None if position is None else position(key)
+
+
+@cache
+def _event_names() -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(OffloadingEvent))
+
+
+def _event_fields(tier: S3Tier) -> dict[str, Any]:
+    """The fields of an event that are the same for all of a tier's, as far as vLLM has them."""
+    fields = {"medium": tier.medium, "locality": tier.locality, "ownership": tier.tier_type}
+    return {name: value for name, value in fields.items() if name in _event_names()}

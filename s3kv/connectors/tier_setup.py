@@ -1,0 +1,76 @@
+"""Start of a tier: its settings, the engine's configuration, and the engines it refuses.
+
+A tier sees keys and no requests. So it refuses an engine whose block hashes leave out an input that
+changes the KV: adapters (LoRA), and media that clients may name. The connector of s3kv, which sees
+the requests, serves these.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from s3kv.config import Config
+from s3kv.connectors.kv_translate import check_hashes_are_stable
+from s3kv.connectors.media import check_media_names
+from s3kv.connectors.request_hashes import cover_inputs
+from s3kv.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+REPLACED = {
+    "host_bytes": "set vLLM's cpu_bytes_to_use",
+    "chunk_tokens": "set vLLM's block_size",
+    "share_ranks": "set vLLM's canonical_layout",
+}
+"""Settings of the connector that are vLLM's here."""
+
+
+def parse_settings(settings: dict[str, Any]) -> Config:
+    """The settings of a tier. Raises `ConfigError`, which names what replaces a setting."""
+    for name, advice in REPLACED.items():
+        if name in settings:
+            raise ConfigError(f"{name} in secondary_tiers has no meaning for a tier: {advice}")
+    return Config.parse(settings, "secondary_tiers")
+
+
+def check_requests_are_known(config: Config, vllm_config: VllmConfig) -> None:
+    """Raise an error if keys may leave out inputs that change the KV of a request."""
+    model = vllm_config.model_config
+    other = 'use the connector of s3kv instead ("kv_connector": "S3KVConnector")'
+    check_hashes_are_stable(vllm_config)
+    if vllm_config.lora_config is not None:
+        raise UnsupportedError(
+            "vLLM's keys have the names of adapters (LoRA) and not their content, and a tier sees "
+            f"nothing else: {other}"
+        )
+    media = model.multimodal_config
+    sees = media is not None and not getattr(media, "language_model_only", False)
+    if sees and not config.trust_media_names:
+        raise ConfigError(
+            "trust_media_names is False, and vLLM's keys have the names of images, which a client "
+            "may give: set it to True if no client sends names of its own "
+            f"(multi_modal_uuids), or {other}"
+        )
+    check_media_names(vllm_config, trusted=sees and config.trust_media_names)
+    if getattr(model, "enable_prompt_embeds", False) or not cover_inputs():
+        raise UnsupportedError(f"vLLM's keys may leave out parts of prompt embeddings: {other}")
+
+
+def engine_config() -> VllmConfig:
+    """The engine's configuration. vLLM gives a tier no more than `OffloadingConfig`, which leaves
+    out the weights' identity among others, so it is taken from the scheduler's constructor that
+    makes the tier. Raises `UnsupportedError` if that is not among the callers."""
+    from vllm.config import VllmConfig, get_current_vllm_config_or_none
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        if isinstance(found, VllmConfig):
+            return found
+        frame = frame.f_back
+    if (current := get_current_vllm_config_or_none()) is not None:
+        return current
+    raise UnsupportedError("this vLLM makes tiers where its configuration is out of reach")

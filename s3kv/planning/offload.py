@@ -1,0 +1,400 @@
+"""Planner of the tier below vLLM's primary tier: decides on lookups, fetches and uploads of rows.
+
+vLLM's `TieringOffloadingManager` owns the primary tier. It gives a row to every key that a lookup
+answers HIT, so the fetch itself finds out whether the bucket has the chunk:
+
+    lookup ──HIT──▶ row allocated ──load──▶ FETCHING ──arrived──▶ the key succeeds
+       │                                       └──absent, bad, failed, given up──▶ the key fails
+       ├──RETRY──▶ asked again in the next pass, until the request's deadline
+       └──MISS: the rest of the prompt is computed
+
+A key that failed, and every key after the deadline (`deadline.decide`), is a MISS for the rest of
+the request. So no request waits without an end, nor asks twice for the same absent chunk.
+
+These rules keep it out of the way:
+- Chunks that the bucket may not have (probes) take few rows: a window per request, which doubles
+  with every arrival, and a share of all rows. Groups are probed one after another, because the
+  others' chunks of the same tokens are then known to be there.
+- Requests hold the rows that they were promised until they are scheduled. A request for which there
+  are no rows left waits for others; one that alone needs too many gets the rest as a MISS. No key
+  is promised twice, because vLLM may give the row of a chunk that has arrived to the next one.
+- Uploads pin rows, too: beyond a share of them, and while the store keeps failing, they are shed.
+
+One caller at a time; time comes in as an argument (seconds, monotonic).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.deadline import Wait, WaitFacts, decide
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.pace import MIN_PREFILL_SAMPLE_TOKENS, Pace
+from s3kv.planning.requests import NO_LIMITS, RequestLimits
+from s3kv.planning.row_transfers import RowJob, RowKey, RowTransfers
+from s3kv.types import ChunkKey, Outcome, Tally
+
+_PROBE_SHARE = 32
+"""Rows per row of a request's first window of probes; all requests together take four times it."""
+_MOST_PROBES = 64
+_SPARE_SHARE = 8
+"""Rows per row that is never promised: vLLM needs some for what the engine computes."""
+_UPLOAD_SHARE = 4
+"""Rows per row that uploads may pin."""
+
+
+class OffloadAnswer(enum.Enum):
+    """Answer to a lookup, as `LookupResult` of vLLM's."""
+
+    HIT = "hit"
+    RETRY = "retry"
+    MISS = "miss"
+
+
+@dataclass(slots=True)
+class _OffloadRequest:
+    """A request. promised: its keys that were answered HIT since it was last scheduled; new: those
+    of this pass, which have no job yet. fetching: its fetches, by key. probes: of these and the new
+    ones, the keys that were unknown. found: hashes of which some group's chunk arrived. lost: keys
+    that failed. retries: RETRY answers of this pass."""
+
+    limits: RequestLimits = NO_LIMITS
+    wait: Wait = field(default_factory=Wait)
+    promised: set[ChunkKey] = field(default_factory=set)
+    new: dict[ChunkKey, bool] = field(default_factory=dict)
+    fetching: dict[ChunkKey, int] = field(default_factory=dict)
+    probes: int = 0
+    window: int = 0
+    probed_group: int = 0
+    found: set[bytes] = field(default_factory=set)
+    lost: set[ChunkKey] = field(default_factory=set)
+    retries: int = 0
+    is_closed: bool = False
+    computing_s: float = 0.0
+    computing_step: int = 0
+
+
+class OffloadPlanner:
+    """The planner of one engine's tier.
+
+    rows: of the primary tier. chunk_tokens: tokens of a key of a group of full attention.
+    max_wait_s: longest wait of a request. is_observed: whether `changes` is filled.
+    """
+
+    def __init__(
+        self,
+        index: BucketIndex,
+        breaker: Breaker,
+        pace: Pace,
+        *,
+        rows: int,
+        chunk_tokens: int,
+        max_wait_s: float,
+        is_observed: bool = False,
+    ) -> None:
+        self.index, self.breaker, self.pace = index, breaker, pace
+        self.counters = Tally()
+        self.changes: list[tuple[bytes, bool]] = []
+        """Names of keys that the bucket turned out to have (True) or to have lost, in order. The
+        reader clears it."""
+        self._is_observed = is_observed
+        self._chunk_tokens = chunk_tokens
+        self._max_wait_s = max_wait_s
+        self._first_window = max(1, min(_MOST_PROBES, rows // _PROBE_SHARE))
+        self._most_promised = max(1, rows - rows // _SPARE_SHARE)
+        self._most_uploads = max(1, rows // _UPLOAD_SHARE)
+        self._requests: dict[str, _OffloadRequest] = {}
+        self._active: dict[str, _OffloadRequest] = {}
+        """Those with a lookup in this pass, or a fetch under way."""
+        self._promised = self._probes = 0
+        """Sums over all requests."""
+        self.transfers = RowTransfers()
+        self._uses: dict[int, ChunkKey] = {}
+        self._step = 0
+
+    # --- requests --------------------------------------------------------------------------
+
+    def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
+        """Note a new request."""
+        self._requests[request_id] = _OffloadRequest(limits, window=self._first_window)
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request. Its fetches continue, because others may wait for the same rows."""
+        request = self._requests.pop(request_id, None)
+        self._active.pop(request_id, None)
+        if request is not None:
+            self._give_up_new(request)
+            self._release(request)
+            self._probes -= request.probes
+
+    def lookup(
+        self, request_id: str, key: ChunkKey, end_token: int | None, now_s: float
+    ) -> OffloadAnswer:
+        """Answer a lookup of a key that the primary tier does not have. end_token: number of the
+        prompt's tokens up to the end of the chunk; None if it is not known."""
+        request = self._requests.get(request_id)
+        if request is None or request.is_closed or key in request.lost:
+            return OffloadAnswer.MISS
+        if key in request.new or key in request.fetching:
+            return OffloadAnswer.HIT
+        if key in request.promised:  # its row was given to somebody else meanwhile
+            return self._refuse("fetches_without_room")
+        self._active[request_id] = request
+        load_tokens = request.limits.load_tokens
+        if load_tokens is not None and (end_token is None or end_token > load_tokens):
+            return OffloadAnswer.MISS
+        is_known = self.index.is_present(key) or key.block_hash in request.found
+        if not is_known and self.index.is_absent(key, now_s):
+            return self._refuse("fetches_spared")
+        if not is_known and not self._may_probe(request, key.group):
+            return self._retry(request)
+        if (
+            key not in request.promised
+            and self._promised + self.transfers.uploads >= self._most_promised
+        ):
+            if len(request.promised) < self._promised:
+                return self._retry(request)
+            return self._refuse("fetches_without_room")
+        if not self.breaker.allows(now_s):
+            return self._refuse("fetches_refused_by_breaker")
+        self._promise(request, key, is_probe=not is_known)
+        return OffloadAnswer.HIT
+
+    def _may_probe(self, request: _OffloadRequest, group: int) -> bool:
+        if request.probes == 0:
+            request.probed_group = group
+        return (
+            request.probed_group == group
+            and request.probes < request.window
+            and self._probes < 4 * self._first_window
+        )
+
+    def _refuse(self, counter: str) -> OffloadAnswer:
+        self.counters[counter] += 1
+        return OffloadAnswer.MISS
+
+    def _retry(self, request: _OffloadRequest) -> OffloadAnswer:
+        request.retries += 1
+        return OffloadAnswer.RETRY
+
+    def _promise(self, request: _OffloadRequest, key: ChunkKey, *, is_probe: bool) -> None:
+        request.promised.add(key)
+        self._promised += 1
+        request.new[key] = is_probe
+        request.probes += is_probe
+        self._probes += is_probe
+
+    def end_pass(self, scheduled: Iterable[str], now_s: float) -> None:
+        """End a scheduling pass, after its `load` calls. scheduled: requests that the engine begins
+        to compute; vLLM has pinned the rows that they load."""
+        self._step += 1
+        for request_id, request in tuple(self._active.items()):
+            if request.new:  # vLLM had no row for these, and has answered MISS in our place
+                self.counters["fetches_without_room"] += len(request.new)
+                self._give_up_new(request)
+            if request.fetching or request.retries:
+                self._decide(request, now_s)
+            request.retries = 0
+            if not request.fetching:
+                del self._active[request_id]
+        for request_id in scheduled:
+            if (begun := self._requests.get(request_id)) is not None:
+                self.counters["hit_tokens_bucket"] += self._tokens(begun.promised)
+                self._release(begun)
+                begun.wait.start_over()
+                begun.computing_s, begun.computing_step = now_s, self._step
+        # Of requests that have ended: others may wait for the same rows, and only their fetch can
+        # give them back.
+        self.transfers.cancel_loads(now_s - self._max_wait_s, but_of=self._requests)
+
+    def _give_up_new(self, request: _OffloadRequest) -> None:
+        for key, is_probe in request.new.items():
+            request.promised.discard(key)
+            request.probes -= is_probe
+            self._probes -= is_probe
+        self._promised -= len(request.new)
+        request.new.clear()
+
+    def _release(self, request: _OffloadRequest) -> None:
+        self._promised -= len(request.promised)
+        request.promised.clear()
+
+    def _decide(self, request: _OffloadRequest, now_s: float) -> None:
+        """Close a request whose wait has ended, and cancel its fetches."""
+        wait, missing = request.wait, len(request.fetching) + request.retries
+        if not wait.is_begun:
+            wait.begin(now_s, 0)
+            wait.asked_s = now_s
+        if now_s < wait.until_s:
+            return
+        wait.wanted = len(request.promised) + request.retries
+        rounds = (request.retries // request.window).bit_length()
+        deadline = decide(
+            WaitFacts(
+                now_s=now_s,
+                wait=wait,
+                missing=missing,
+                unproven=request.probes,
+                compute_s=self.pace.compute_s(self._chunk_tokens),
+                forecast=self.pace.forecast(missing, rounds),
+                max_wait_s=self._max_wait_s,
+                gate=True,
+            )
+        )
+        if now_s < deadline.until_s:
+            wait.until_s = deadline.until_s
+            return
+        if deadline.pays and wait.arrived_s < now_s:
+            self.pace.gave_up(now_s - wait.arrived_s, missing)
+        self.counters["deadline_cuts"] += 1
+        request.is_closed = True
+        self.transfers.cancels += request.fetching.values()
+
+    # --- transfers -------------------------------------------------------------------------
+
+    def load(
+        self, transfer_id: int, request_id: str, keys: Sequence[tuple[RowKey, int]], now_s: float
+    ) -> list[BucketJob]:
+        """Begin vLLM's load of keys, each into its row. Returns the fetches."""
+        request = self._requests.get(request_id)
+        transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=True)
+        jobs = []
+        for key, row in keys:
+            job = self.transfers.add(transfer, key, row)
+            if request is not None:
+                is_probe = request.new.pop(key.chunk, False)
+                self.transfers.jobs[job.job_id].is_probe = is_probe
+                request.fetching[key.chunk] = job.job_id
+            jobs.append(job)
+        if request is not None:
+            self._active[request_id] = request
+            request.wait.asked_s = now_s
+            request.wait.wake()
+        self.counters["fetches"] += len(jobs)
+        self.transfers.end_if_done(transfer, now_s)
+        return jobs
+
+    def store(
+        self, transfer_id: int, request_id: str, keys: Sequence[tuple[RowKey, int]], now_s: float
+    ) -> list[BucketJob]:
+        """Begin vLLM's store of keys, each from its row. Returns the uploads: of the chunks that
+        the bucket is not known to have, unless they are shed."""
+        transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=False)
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._computed(request, keys, now_s)
+        jobs = []
+        for key, row in keys:
+            if self.index.is_present(key.chunk):
+                self.index.use(key.chunk, now_s)
+                transfer.succeeded.append(key.name)
+                continue
+            if self.breaker.is_open(now_s):
+                self.counters["saves_dropped|breaker_open"] += 1
+            elif self.transfers.uploads >= self._most_uploads:
+                self.counters["saves_dropped|inflight"] += 1
+            else:
+                jobs.append(self.transfers.add(transfer, key, row))
+                continue
+            transfer.is_whole = False
+        self.counters["saves"] += len(jobs)
+        self.transfers.end_if_done(transfer, now_s)
+        return jobs
+
+    def uses(self) -> list[BucketJob]:
+        """The questions about chunks in use that the bucket may have deleted."""
+        keys, self.index.due = self.index.due, []
+        jobs = [BucketJob(self.transfers.new_id(), JobKind.USE, key) for key in keys]
+        self._uses.update((job.job_id, job.key) for job in jobs)
+        return jobs
+
+    def _computed(
+        self, request: _OffloadRequest, keys: Sequence[tuple[RowKey, int]], now_s: float
+    ) -> None:
+        """Measure the speed of prefill by the chunks that a request has computed since it was
+        scheduled, or since the last ones. Decoding takes a step for every token, so it is told
+        apart by the tokens per step."""
+        tokens = self._tokens(key.chunk for key, _ in keys)
+        steps, seconds = self._step - request.computing_step, now_s - request.computing_s
+        if request.computing_step and seconds > 0 and tokens >= steps * MIN_PREFILL_SAMPLE_TOKENS:
+            self.pace.prefilled(tokens, seconds)
+        request.computing_s, request.computing_step = now_s, self._step
+
+    def _tokens(self, keys: Iterable[ChunkKey]) -> int:
+        """Tokens of these chunks: in groups of full attention there is one for each."""
+        chunks = Counter(key.group for key in keys)
+        return self._chunk_tokens * max(chunks.values(), default=0)
+
+    # --- ends ------------------------------------------------------------------------------
+
+    def on_end(self, end: JobEnd, now_s: float) -> None:
+        """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
+        if end.kind is JobKind.USE:
+            key = self._uses.pop(end.job_id)
+            if end.outcome.is_success and self.index.is_present(key):
+                self.index.note_present(key, now_s + end.fresh_s)
+            elif end.outcome is Outcome.MISSING:
+                self.index.note_absent(key, now_s)
+            return
+        job, outcome = self.transfers.job_ended(end), end.outcome
+        self.counters[f"{end.kind.value}_{outcome.name.lower()}"] += 1
+        if end.reason:
+            self.counters[f"fetch_corrupt_{end.reason}"] += 1
+        if outcome is not Outcome.DENIED or job.transfer.is_load:
+            self.breaker.saw(outcome, now_s)
+        if job.transfer.is_load:
+            self._fetched(job, end, now_s)
+        if outcome.is_success:
+            self.counters[f"{end.kind.value}_bytes"] += end.nbytes
+            self._found(job.key, now_s + end.fresh_s)
+        self.transfers.end_if_done(job.transfer, now_s)
+
+    def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
+        key, request = job.key.chunk, self._requests.get(job.transfer.request_id)
+        if end.outcome.is_success:
+            self.pace.fetched(end.seconds, job.began_with, self.transfers.fetches + 1, end.source)
+        elif end.outcome is Outcome.MISSING:
+            self.pace.fetch.absent(end.seconds)
+        if end.outcome in (Outcome.MISSING, Outcome.CORRUPT):
+            self._lose(job.key, now_s)
+        if request is None:
+            return
+        request.fetching.pop(key, None)
+        request.probes -= job.is_probe
+        self._probes -= job.is_probe
+        if end.outcome.is_success:
+            request.found.add(key.block_hash)
+            request.window = min(2 * request.window, 4 * _MOST_PROBES)
+            request.wait.arrived(now_s)
+            return
+        request.lost.add(key)
+        request.wait.wake()
+        if key in request.promised:
+            request.promised.remove(key)
+            self._promised -= 1
+
+    def _found(self, key: RowKey, until_s: float) -> None:
+        if self._is_observed and not self.index.is_present(key.chunk):
+            self.changes.append((key.name, True))
+        self.index.note_present(key.chunk, until_s)
+
+    def _lose(self, key: RowKey, now_s: float) -> None:
+        if self._is_observed and self.index.is_present(key.chunk):
+            self.changes.append((key.name, False))
+        self.index.note_absent(key.chunk, now_s)
+
+    def check(self) -> None:
+        """Recompute every sum. Raises AssertionError where one differs. For tests."""
+        self.transfers.check()
+        requests, jobs = self._requests.values(), self.transfers.jobs
+        assert self._promised == sum(len(r.promised) for r in requests)
+        for request in requests:
+            assert request.new.keys() <= request.promised
+            probes = sum(jobs[job_id].is_probe for job_id in request.fetching.values())
+            assert request.probes == probes + sum(request.new.values())
+        assert self._probes == sum(r.probes for r in requests)

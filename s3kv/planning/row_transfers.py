@@ -1,0 +1,162 @@
+"""Transfers of vLLM's on rows of its primary tier, and the jobs of the I/O process that they take.
+
+    load, store ──▶ one job for each key that has to move ──the last has ended──▶ one report
+
+A row belongs to a job until its end is taken, and a transfer is reported once, after the last of
+its jobs. So nothing reads or writes a row that vLLM has been given back. Pure; time comes in as an
+argument (seconds, monotonic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.types import ChunkKey
+
+
+class RowKey(NamedTuple):
+    """A key as vLLM names it, and as the bucket does."""
+
+    name: bytes
+    chunk: ChunkKey
+
+
+class TransferEnd(NamedTuple):
+    """End of a transfer. is_whole: whether every key was moved or did not have to be. succeeded:
+    names of those that were. seconds: from its start to its end."""
+
+    transfer_id: int
+    is_whole: bool
+    succeeded: tuple[bytes, ...]
+    seconds: float
+    nbytes: int
+
+
+@dataclass(slots=True)
+class RowTransfer:
+    """A transfer under way. jobs_left: its jobs that have not ended."""
+
+    transfer_id: int
+    request_id: str
+    is_load: bool
+    began_s: float
+    jobs_left: int = 0
+    is_whole: bool = True
+    succeeded: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class RowJob:
+    """A job of the I/O process on one row. is_probe: the bucket was not known to have the chunk.
+    began_with: fetches under way at its start, itself included."""
+
+    key: RowKey
+    transfer: RowTransfer
+    is_probe: bool = False
+    began_with: int = 0
+
+
+class RowTransfers:
+    """The transfers of one tier that have not been reported. fetches, uploads: their jobs under
+    way."""
+
+    def __init__(self) -> None:
+        self.fetches = self.uploads = 0
+        self.jobs: dict[int, RowJob] = {}
+        """For reading only, by number."""
+        self.cancels: list[int] = []
+        """Jobs to cancel. Each still ends."""
+        self._transfers: dict[int, RowTransfer] = {}
+        self._job_ids = count(1)
+        self._ends: list[TransferEnd] = []
+
+    def begin(
+        self, transfer_id: int, request_id: str, now_s: float, *, is_load: bool
+    ) -> RowTransfer:
+        """Begin a transfer. Call `end_if_done` when its jobs have been added."""
+        transfer = RowTransfer(transfer_id, request_id, is_load, now_s)
+        self._transfers[transfer_id] = transfer
+        return transfer
+
+    def add(self, transfer: RowTransfer, key: RowKey, row: int) -> BucketJob:
+        """Add the job that moves a key to or from its row."""
+        if transfer.is_load:
+            self.fetches += 1
+        else:
+            self.uploads += 1
+        kind = JobKind.FETCH if transfer.is_load else JobKind.UPLOAD
+        job = BucketJob(self.new_id(), kind, key.chunk, row)
+        self.jobs[job.job_id] = RowJob(key, transfer, began_with=self.fetches)
+        transfer.jobs_left += 1
+        return job
+
+    def new_id(self) -> int:
+        """The number of the next job, on a row or not."""
+        return next(self._job_ids)
+
+    def job_ended(self, end: JobEnd) -> RowJob:
+        """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
+        job = self.jobs.pop(end.job_id)
+        transfer = job.transfer
+        if transfer.is_load:
+            self.fetches -= 1
+        else:
+            self.uploads -= 1
+        if end.outcome.is_success:
+            transfer.succeeded.append(job.key.name)
+            transfer.nbytes += end.nbytes
+        transfer.is_whole &= end.outcome.is_success
+        transfer.jobs_left -= 1
+        return job
+
+    def end_if_done(self, transfer: RowTransfer, now_s: float) -> None:
+        """Report a transfer whose jobs have all ended."""
+        if transfer.jobs_left:
+            return
+        del self._transfers[transfer.transfer_id]
+        self._ends.append(
+            TransferEnd(
+                transfer.transfer_id,
+                transfer.is_whole,
+                tuple(transfer.succeeded),
+                now_s - transfer.began_s,
+                transfer.nbytes,
+            )
+        )
+
+    def cancel_loads(self, began_before_s: float, but_of: Iterable[str] = ()) -> None:
+        """Cancel the fetches of older loads, but of those of these requests."""
+        kept = frozenset(but_of)
+        late = {
+            transfer.transfer_id
+            for transfer in self._transfers.values()
+            if transfer.is_load
+            and transfer.began_s <= began_before_s
+            and transfer.request_id not in kept
+        }
+        if late:
+            jobs = self.jobs.items()
+            self.cancels += [i for i, job in jobs if job.transfer.transfer_id in late]
+
+    def take_ends(self) -> list[TransferEnd]:
+        """Take the transfers that have ended since the last call, each once."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    def take_cancels(self) -> list[int]:
+        """Take the jobs to cancel."""
+        cancels, self.cancels = self.cancels, []
+        return cancels
+
+    def check(self) -> None:
+        """Recompute every sum. Raises AssertionError where one differs. For tests."""
+        jobs = list(self.jobs.values())
+        assert self.fetches == sum(job.transfer.is_load for job in jobs)
+        assert self.uploads == sum(not job.transfer.is_load for job in jobs)
+        for transfer in self._transfers.values():
+            assert transfer.jobs_left == sum(job.transfer is transfer for job in jobs) > 0

@@ -1,0 +1,68 @@
+"""Settings of the tier, and the engines it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import set_current_vllm_config
+
+from s3kv.config import Config
+from s3kv.connectors.tier_setup import (
+    REPLACED,
+    check_requests_are_known,
+    engine_config,
+    parse_settings,
+)
+from s3kv.errors import ConfigError, UnsupportedError
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_settings_that_are_vllms_are_refused_with_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} .* set vLLM's "):
+        parse_settings({"bucket": "bucket", name: 1})
+
+
+def test_unknown_settings_and_a_missing_bucket_are_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'bucket'"):
+        parse_settings({"buckt": "bucket"})
+    with pytest.raises(ConfigError, match="bucket is missing"):
+        parse_settings({})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({}, None),
+        ({"lora_config": object()}, UnsupportedError),
+        ({"multimodal_config": SimpleNamespace(language_model_only=False)}, ConfigError),
+        ({"multimodal_config": SimpleNamespace(language_model_only=True)}, None),
+        ({"enable_prompt_embeds": True}, UnsupportedError),
+    ],
+    ids=["plain", "adapters", "images", "images off", "prompt embeddings"],
+)
+def test_engines_whose_keys_leave_out_inputs(
+    changes: dict[str, Any], error: type[Exception] | None, tiny_config: Any
+) -> None:
+    model = SimpleNamespace(multimodal_config=None, enable_prompt_embeds=False)
+    engine = SimpleNamespace(
+        model_config=model, lora_config=None, cache_config=tiny_config.cache_config
+    )
+    for name, value in changes.items():
+        setattr(engine if name == "lora_config" else model, name, value)
+    config: Any = engine
+    if error is None:
+        check_requests_are_known(Config(bucket="bucket"), config)
+        return
+    with pytest.raises(error, match="S3KVConnector"):
+        check_requests_are_known(Config(bucket="bucket"), config)
+
+
+def test_the_configuration_is_that_of_the_constructor_that_calls(tiny_config: Any) -> None:
+    def scheduler(vllm_config: Any) -> Any:
+        return engine_config()
+
+    assert scheduler(tiny_config) is tiny_config
+    with set_current_vllm_config(tiny_config):
+        assert engine_config() is tiny_config

@@ -1,0 +1,242 @@
+"""The planner of the tier, under a model of vLLM's manager (`tiering`) and by example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from s3kv.messages import BucketJob, JobEnd, JobKind
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.offload import OffloadAnswer, OffloadPlanner, _OffloadRequest
+from s3kv.planning.pace import Pace
+from s3kv.planning.requests import RequestLimits
+from s3kv.planning.row_transfers import RowJob, RowKey
+from s3kv.types import ChunkKey, Outcome
+from tests.unit.planning.tiering import CHUNK_TOKENS, MAX_WAIT_S, is_noticed, name_of, row_key, run
+
+HIT, RETRY, MISS = OffloadAnswer.HIT, OffloadAnswer.RETRY, OffloadAnswer.MISS
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_row_is_touched_after_its_end_and_nobody_waits_for_ever(seed: int) -> None:
+    run(seed)
+
+
+# --- planners with one rule taken out -------------------------------------------------------
+
+
+class WaitsForEver(OffloadPlanner):
+    def _decide(self, request: _OffloadRequest, now_s: float) -> None:
+        pass
+
+
+class ForgetsFailures(OffloadPlanner):
+    def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
+        super()._fetched(job, end, now_s)
+        request = self._requests.get(job.transfer.request_id)
+        if request is not None:
+            request.lost.clear()
+            request.is_closed = False
+        self.index.forget()
+
+
+class KeepsPromises(OffloadPlanner):
+    def _release(self, request: _OffloadRequest) -> None:
+        request.promised.clear()
+
+
+MUTANTS = {
+    "never closes a request": WaitsForEver,
+    "answers HIT again for a key that has failed": ForgetsFailures,
+    "holds the rows of a request that has ended": KeepsPromises,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_planner_without_one_of_its_rules_is_noticed(mutant: str) -> None:
+    assert is_noticed(MUTANTS[mutant]), f"nothing notices a planner that {mutant}"
+
+
+# --- by example -----------------------------------------------------------------------------
+
+
+class Desk:
+    """A planner with 256 rows, whose passes and answers the test makes by hand."""
+
+    def __init__(self, rows: int = 256, **more: Any) -> None:
+        self.now_s = 10.0
+        self.planner = OffloadPlanner(
+            BucketIndex(capacity=1_000),
+            Breaker(),
+            Pace(fetches_at_once=32),
+            rows=rows,
+            chunk_tokens=CHUNK_TOKENS,
+            max_wait_s=MAX_WAIT_S,
+            **more,
+        )
+        self.transfers = 0
+
+    def look_up(self, request: str, *numbers: int, group: int = 0) -> list[OffloadAnswer]:
+        keys = [row_key(name_of(group, number)).chunk for number in numbers]
+        return [self.planner.lookup(request, key, None, self.now_s) for key in keys]
+
+    def rows(self, *numbers: int, group: int = 0) -> list[tuple[RowKey, int]]:
+        return [(row_key(name_of(group, number)), number) for number in numbers]
+
+    def load(self, request: str, *numbers: int, group: int = 0) -> list[BucketJob]:
+        self.transfers += 1
+        rows = self.rows(*numbers, group=group)
+        return self.planner.load(self.transfers, request, rows, self.now_s)
+
+    def store(self, request: str, *numbers: int) -> list[BucketJob]:
+        self.transfers += 1
+        return self.planner.store(self.transfers, request, self.rows(*numbers), self.now_s)
+
+    def end(self, jobs: list[BucketJob], outcome: Outcome = Outcome.OK, **more: Any) -> None:
+        for job in jobs:
+            self.planner.on_end(JobEnd(job.job_id, job.kind, outcome, 7, 0.01, **more), self.now_s)
+
+    def end_pass(self, *scheduled: str) -> None:
+        self.planner.end_pass(scheduled, self.now_s)
+        self.planner.check()
+
+
+def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    assert desk.look_up("a", *range(20)) == [HIT] * 8 + [RETRY] * 12
+    jobs = desk.load("a", *range(8))
+    desk.end_pass()
+    desk.end(jobs[:1])
+    assert desk.look_up("a", *range(8, 30)).count(HIT) == 9
+    desk.end(jobs[1:], Outcome.MISSING)
+    assert desk.look_up("a", 1, 2) == [MISS, MISS]
+
+
+def test_known_chunks_take_no_probe() -> None:
+    desk = Desk()
+    for number in range(100):
+        desk.planner.index.note_present(row_key(name_of(0, number)).chunk)
+    desk.planner.begin("a")
+    assert desk.look_up("a", *range(100)) == [HIT] * 100
+
+
+def test_a_second_group_is_probed_after_the_first_and_known_by_it() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    assert desk.look_up("a", *range(8)) == [HIT] * 8
+    assert desk.look_up("a", 7, 6, group=1) == [RETRY, RETRY]
+    desk.end(desk.load("a", *range(8)))
+    assert desk.look_up("a", 7, 6, group=1) == [HIT, HIT]
+
+
+def test_rows_that_others_hold_are_waited_for_and_too_many_are_a_miss() -> None:
+    desk = Desk(rows=16)
+    for number in range(40):
+        desk.planner.index.note_present(row_key(name_of(0, number)).chunk)
+    for name in "ab":
+        desk.planner.begin(name)
+    assert desk.look_up("a", *range(10)) == [HIT] * 10
+    assert desk.look_up("b", *range(20, 26)) == [HIT] * 4 + [RETRY] * 2
+    desk.load("a", *range(10))
+    desk.end_pass("a")
+    # The promises to "b" have come to nothing: it has loaded none of them.
+    assert desk.look_up("b", *range(24, 40)) == [HIT] * 14 + [MISS] * 2
+
+
+def test_a_hit_for_which_there_is_no_row_is_given_up() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    assert desk.look_up("a", 1) == [HIT]
+    desk.end_pass()
+    assert desk.planner.counters["fetches_without_room"] == 1
+
+
+def test_a_wait_ends_and_cancels_its_fetches() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    desk.look_up("a", 1, 2)
+    jobs = desk.load("a", 1, 2)
+    desk.end_pass()
+    desk.now_s += MAX_WAIT_S + 1
+    desk.end_pass()
+    assert desk.planner.transfers.take_cancels() == [job.job_id for job in jobs]
+    assert not desk.planner.transfers.take_ends()
+    desk.end(jobs[:1])
+    desk.end(jobs[1:], Outcome.CANCELLED)
+    (end,) = desk.planner.transfers.take_ends()
+    assert (end.is_whole, end.succeeded, end.nbytes) == (False, (name_of(0, 1),), 7)
+    assert desk.look_up("a", 3) == [MISS]
+    assert desk.planner.counters["deadline_cuts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "sent", "dropped"),
+    [
+        (lambda desk: None, 3, {}),
+        (
+            lambda desk: desk.planner.index.note_present(row_key(name_of(0, 1)).chunk),
+            2,
+            {},
+        ),
+        (lambda desk: desk.store("b", *range(100, 164)), 0, {"saves_dropped|inflight": 3}),
+        (
+            lambda desk: [desk.planner.breaker.failed(desk.now_s) for _ in range(9)],
+            0,
+            {"saves_dropped|breaker_open": 3},
+        ),
+    ],
+    ids=["all", "one is there", "too many", "store fails"],
+)
+def test_a_store_uploads_the_missing_or_is_shed(
+    before: Callable[[Desk], Any], sent: int, dropped: dict[str, int]
+) -> None:
+    desk = Desk()
+    before(desk)
+    jobs = desk.store("a", 1, 2, 3)
+    assert [job.kind for job in jobs] == [JobKind.UPLOAD] * sent
+    desk.end(jobs)
+    end = next(e for e in desk.planner.transfers.take_ends() if e.transfer_id == desk.transfers)
+    assert end.is_whole is not bool(dropped)
+    assert {n: v for n, v in desk.planner.counters.items() if "dropped" in n} == dropped
+
+
+def test_limits_of_a_request() -> None:
+    desk = Desk()
+    desk.planner.begin("a", RequestLimits(load_tokens=128))
+    key = row_key(name_of(0, 1)).chunk
+    ends = (None, 256, 128)
+    answers = [desk.planner.lookup("a", key, end, desk.now_s) for end in ends]
+    assert answers == [MISS, MISS, HIT]
+
+
+def test_prefill_is_measured_and_decoding_is_not() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    desk.end_pass("a")
+    for _ in range(2):
+        desk.end_pass()
+    desk.now_s += 2.0
+    desk.store("a", *range(8))
+    assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(8 * CHUNK_TOKENS / 2)
+    for _ in range(CHUNK_TOKENS):
+        desk.end_pass()
+    desk.now_s += 50.0
+    desk.store("a", 8)
+    assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(8 * CHUNK_TOKENS / 2)
+
+
+def test_changes_are_what_the_bucket_turned_out_to_have() -> None:
+    desk = Desk(is_observed=True)
+    desk.planner.begin("a")
+    desk.end(desk.store("a", 1), fresh_s=0.0)
+    assert desk.store("a", 1) == []  # it is there, and the use is asked about
+    (use,) = desk.planner.uses()
+    assert use == BucketJob(use.job_id, JobKind.USE, ChunkKey(0, name_of(0, 1)[:-4]))
+    desk.end(desk.load("a", 1), Outcome.MISSING)
+    assert desk.planner.changes == [(name_of(0, 1), True), (name_of(0, 1), False)]
+    desk.end([use], Outcome.MISSING)
+    assert desk.planner.index.verdict(use.key, desk.now_s) is False
