@@ -78,10 +78,10 @@ def _item_sides(engine: LLMEngine) -> tuple[Any, Any]:
 def _leftover_items(engine: LLMEngine) -> dict[str, int]:
     scheduler, worker = _item_sides(engine)
     planner, outbox = scheduler.planner, worker._outbox
-    # A worker hears nothing in steps without tokens; what has ended is taken in here instead.
-    worker._take_ends()
+    # A worker has no hook in steps without tokens, so the ends of its uploads are taken here.
+    worker._end_step()
     return {
-        "requests": len(planner._requests) + len(scheduler._asked),
+        "requests": len(planner._requests) + len(scheduler._requests),
         "names": len(planner._names),
         "fetches": planner.ledger.fetches_inflight,
         "pinned": sum(entry.pins > 0 for entry in planner.ledger.table.entries()),

@@ -80,8 +80,6 @@ class Engine:
     holds. before: an engine on the same bucket, which has ended. failing: the share of orders that
     fail. settings: vLLM's, of its scheduler and connector. With async_scheduling, which vLLM turns
     off on a CPU, a step is scheduled before the output of the one before is taken in.
-
-    latency: the steps that an order takes, by its kind; random without.
     """
 
     def __init__(
@@ -125,7 +123,6 @@ class Engine:
             tables=[Coverage(BLOCK, CHUNK)],
             bucket=self.bucket,
         )
-        self.latency: dict[str, int] = {}
         self.seen: Counter[str] = Counter()
         self.now_s = 0.0
         self.steps = 0
@@ -159,10 +156,6 @@ class Engine:
     def unfinished(self) -> list[str]:
         requests = self.scheduler.requests.values()
         return [r.request_id for r in requests if not RequestStatus.is_finished(r.status)]
-
-    def forget(self) -> None:
-        """Empty vLLM's own cache. Host memory and the bucket keep what they have."""
-        assert self.scheduler.reset_prefix_cache()
 
     # --- steps -----------------------------------------------------------------------------
 
@@ -221,9 +214,7 @@ class Engine:
         self._rng.shuffle(orders)
         for name in orders:
             kind, number = name
-            steps = self.latency.get(kind)
-            if steps is None:
-                steps = self._rng.choice([0, 1, 3, SLOWEST])
+            steps = self._rng.choice([0, 1, 3, SLOWEST])
             if self._due.setdefault(name, self.steps + steps) > self.steps:
                 continue
             del self._due[name]

@@ -1,6 +1,6 @@
-"""What a worker reports of the adapters (LoRA) that it has loaded.
+"""A worker's reports on the adapters (LoRA) that it has loaded.
 
-The loads go through vLLM's own `WorkerLoRAManager._load_adapter`; what it does inside is replaced.
+The loads go through vLLM's own `WorkerLoRAManager._load_adapter`, whose inside is replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ class Manager(WorkerLoRAManager):
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of what vLLM's function does: it reads the files while `meanwhile` happens."""
+    """Instead of vLLM's function: it reads the files while `meanwhile` happens."""
     # The wrapper is put around the replacement, and goes with it.
     monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", _load_adapter)
 
@@ -96,38 +97,23 @@ def write(place: Path, content: bytes = b"weights", alpha: int = 16) -> Path:
     return place
 
 
-def test_what_is_loaded_is_told_by_content(rank: Rank, adapter: Path, tmp_path: Path) -> None:
+def test_loaded_adapters_are_reported_by_content(rank: Rank, adapter: Path, tmp_path: Path) -> None:
     assert rank.step().by_id == {}
     same = Path(shutil.copytree(adapter, tmp_path / "same"))
-    rank.manager.load("a", 1, adapter)
-    rank.manager.load("b", 2, same)
-    rank.manager.load("c", 3, write(tmp_path / "other", alpha=64))
-    told = rank.step().by_id
-    assert [told[n].name for n in (1, 2, 3)] == [
-        hashed_name(LoRARequest(name, number, str(path)))
-        for name, number, path in (("a", 1, adapter), ("b", 2, same), ("c", 3, tmp_path / "other"))
-    ]
-    assert told[1].digest == told[2].digest != told[3].digest
-    rank.manager.drop(2)
-    assert set(rank.step().by_id) == {1, 3}, "only what is loaded now"
-
-
-def test_how_vllm_is_told_to_read_the_files_counts(read: None, adapter: Path) -> None:
-    digests = set()
-    for fused in (False, True):
-        rank = Rank()
-        rank.manager.load("a", 1, adapter, is_3d_lora_weight=fused)
-        digests.add(rank.step().by_id[1].digest)
-    assert len(digests) == 2
-
-
-def test_files_that_change_later_change_nothing(rank: Rank, adapter: Path) -> None:
-    rank.manager.load("a", 1, adapter)
-    before = rank.step().by_id
+    loads = [("a", 1, adapter), ("b", 2, same), ("c", 3, write(tmp_path / "other", alpha=64))]
+    for load in loads:
+        rank.manager.load(*load)
+    rank.manager.load("d", 4, adapter, is_3d_lora_weight=True)  # read in another way
+    found = rank.step().by_id
+    for name, number, path in loads:
+        assert found[number].name == hashed_name(LoRARequest(name, number, str(path)))
+    assert found[1].digest == found[2].digest
+    assert len({found[number].digest for number in (2, 3, 4)}) == 3
     write(adapter, b"retrained")
-    assert rank.step().by_id == before
+    assert rank.step().by_id == found, "files that change later change nothing"
     shutil.rmtree(adapter)
-    assert rank.step().by_id == before
+    rank.manager.drop(2)
+    assert rank.step().by_id == {number: found[number] for number in (1, 3, 4)}
 
 
 @pytest.mark.parametrize(
@@ -155,11 +141,8 @@ def test_files_that_change_during_the_load_are_of_unknown_content(
     assert rank.step().by_id == {}, "vLLM may still hold KV of the first load"
 
 
-def test_what_fails_to_load_is_not_loaded(rank: Rank, adapter: Path) -> None:
-    def fail() -> None:
-        raise ValueError("no such module")
-
-    rank.manager.meanwhile = fail
+def test_an_adapter_that_fails_to_load_is_not_reported(rank: Rank, adapter: Path) -> None:
+    rank.manager.meanwhile = Mock(side_effect=ValueError("no such module"))
     with pytest.raises(ValueError, match="no such module"):
         rank.manager.load("a", 1, adapter)
     with pytest.raises(FileNotFoundError):
@@ -167,26 +150,22 @@ def test_what_fails_to_load_is_not_loaded(rank: Rank, adapter: Path) -> None:
     assert rank.step().by_id == {}
 
 
-def test_loaded_tensors_are_not_those_of_the_file(rank: Rank, adapter: Path) -> None:
+def test_loaded_tensors_are_not_those_of_the_file(
+    rank: Rank, adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = rank.manager.load("a", 1, adapter)
     rank.manager.weights.fill_(1)
     assert model.loras["q_proj"].lora_a.tolist() == [0] * 4
-    assert set(rank.step().by_id) == {1}
-
-
-def test_unknown_ways_of_loading_are_of_unknown_content(
-    rank: Rank, adapter: Path, caplog: pytest.LogCaptureFixture
-) -> None:
     rank.manager.weights = [torch.zeros(4)]  # type: ignore[assignment]
-    rank.manager.load("a", 1, adapter)
-    assert rank.step().by_id == {}
+    rank.manager.load("b", 2, adapter)
+    assert set(rank.step().by_id) == {1}
     assert "may still be those of its files" in caplog.text
 
 
 def test_another_content_under_a_name_ends_it(
     rank: Rank, adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until the scheduler has heard of it, nothing that it plans may be saved."""
+    """Until the scheduler has the report, nothing that it plans may be saved."""
     other = write(tmp_path / "other", b"other")
     rank.manager.load("a", 1, adapter)
     rank.manager.load("o", 2, other)
@@ -201,10 +180,10 @@ def test_another_content_under_a_name_ends_it(
     assert "Load changed weights under a new name" in caplog.text
     assert not rank.loads.may_save
     assert set(rank.step().by_id) == {2}
-    told_in = rank.number
-    rank.step(reported=told_in - 1)
+    reported_in = rank.number
+    rank.step(reported=reported_in - 1)
     assert not rank.loads.may_save, "planned before the scheduler could know"
-    rank.step(reported=told_in)
+    rank.step(reported=reported_in)
     assert rank.loads.may_save
     write(adapter)
     rank.manager.load("a", 9, adapter)
@@ -220,11 +199,11 @@ def test_another_adapter_under_a_number_ends_the_one_before(
     rank.step()
     rank.manager.load("a", 1, other, load_inplace=True)
     assert not rank.loads.may_save
-    told = rank.step().by_id
+    found = rank.step().by_id
     if hashed_name(LoRARequest("a", 1, str(other))) == hashed_name(LoRARequest("a", 1, "/")):
-        assert told == {}, "vLLM hashes adapters by name alone, and has one for two of them"
+        assert found == {}, "vLLM hashes adapters by name alone, and has one for two of them"
         return
-    assert told[1].name == hashed_name(LoRARequest("a", 1, str(other)))
+    assert found[1].name == hashed_name(LoRARequest("a", 1, str(other)))
     rank.manager.load("a", 2, adapter)
     assert set(rank.step().by_id) == {1}
 
@@ -236,14 +215,12 @@ def test_adapted_images_are_shared_by_bare_name(read: None, adapter: Path, tmp_p
     assert rank.step().by_id == {}
 
 
-def test_engines_in_one_process_do_not_meet(rank: Rank, adapter: Path) -> None:
+def test_engines_in_one_process_are_told_apart(rank: Rank, adapter: Path) -> None:
     second = Rank()
     second.manager.load("a", 1, adapter)
+    Manager(SimpleNamespace()).load("a", 1, adapter)
     assert rank.step().by_id == {}
     assert set(second.step().by_id) == {1}
-    stranger = Manager(SimpleNamespace())
-    stranger.load("a", 1, adapter)
-    assert rank.step().by_id == {}
 
 
 @pytest.mark.parametrize("gone", ["_load_adapter", "list_adapters", "parameters"])
@@ -262,7 +239,7 @@ def test_another_vllm_has_no_cache_for_adapters(
     assert loads.report() == AdapterReport(3)
 
 
-def test_all_ranks_have_to_say_the_same() -> None:
+def test_only_adapters_that_all_ranks_report_count() -> None:
     one, two = LoadedAdapter("a", b"1"), LoadedAdapter("b", b"2")
     report = AdapterReport(4, {1: one, 2: two, 3: one})
     report.merge(AdapterReport(3, {1: one, 2: one}))

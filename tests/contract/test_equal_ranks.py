@@ -87,33 +87,26 @@ ONE_HEAD = replace(FULL, num_kv_heads=1)
 UNIFORM = {"num_key_value_heads": 2, "num_hidden_layers": 4, "rope_scaling": {"factor": 8.0}}
 
 
-def said(config: dict[str, Any], **changes: Any) -> Any:
-    """What vLLM's configuration says of a model with two KV heads."""
+def engine(config: dict[str, Any], **changes: Any) -> Any:
+    """vLLM's configuration of a model with two KV heads and four layers."""
     model = SimpleNamespace(
         use_mla=False,
         get_total_num_kv_heads=lambda: 2,
+        get_total_num_hidden_layers=lambda: 4,
         using_transformers_backend=lambda: changes.get("transformers", False),
         hf_text_config=SimpleNamespace(to_dict=lambda: config),
     )
     return SimpleNamespace(model_config=model, speculative_config=changes.get("draft"))
 
 
-def test_ranks_with_one_head_are_equal() -> None:
+def test_ranks_with_one_head_are_equal(tiny_config: Any) -> None:
     for layers in ([ONE_HEAD], [ONE_HEAD, replace(WINDOW, num_kv_heads=1)]):
         cache = groups(*layers)
-        found = [equal_ranks(said(UNIFORM), cache, tp_size) for tp_size in (1, 2, 3, 4, 8)]
+        found = [equal_ranks(engine(UNIFORM), cache, tp_size) for tp_size in (1, 2, 3, 4, 8)]
         assert found == [1, 1, 1, 2, 4]
-    names = shard_names(model_of_two_heads(), 4, 1, 2)
+    names = shard_names(engine(UNIFORM).model_config, 4, 1, 2)
     assert names == ["h0-0of2-l0-3of4"] * 2 + ["h1-1of2-l0-3of4"] * 2
-
-
-def model_of_two_heads() -> Any:
-    return SimpleNamespace(
-        use_mla=False, get_total_num_kv_heads=lambda: 2, get_total_num_hidden_layers=lambda: 4
-    )
-
-
-def test_a_configuration_of_transformers_names_its_heads(tiny_config: Any) -> None:
+    # As transformers names its heads, of which the tiny model has four.
     assert [equal_ranks(tiny_config, groups(ONE_HEAD), tp_size) for tp_size in (4, 8)] == [1, 2]
 
 
@@ -137,11 +130,17 @@ def test_a_configuration_of_transformers_names_its_heads(tiny_config: Any) -> No
 )
 def test_layers_whose_heads_may_differ_are_not_taken_for_equal(config: dict[str, Any]) -> None:
     """Each rank has one head of every layer, but neighbours have the same of some layers only."""
-    assert equal_ranks(said(config), groups(ONE_HEAD), 4) == 1
+    assert equal_ranks(engine(config), groups(ONE_HEAD), 4) == 1
 
 
-def test_heads_that_others_divide_are_not_taken_for_equal() -> None:
-    assert equal_ranks(said(UNIFORM, draft=SimpleNamespace()), groups(ONE_HEAD), 4) == 1
-    assert equal_ranks(said(UNIFORM, transformers=True), groups(ONE_HEAD), 4) == 1
-    assert equal_ranks(said(UNIFORM), groups(replace(FULL, num_kv_heads=2)), 4) == 1
-    assert equal_ranks(said(UNIFORM), groups(replace(ONE_HEAD, dtype=torch.uint8)), 4) == 1
+@pytest.mark.parametrize(
+    ("changes", "layer"),
+    [
+        ({"draft": SimpleNamespace()}, ONE_HEAD),
+        ({"transformers": True}, ONE_HEAD),
+        ({}, replace(FULL, num_kv_heads=2)),
+        ({}, replace(ONE_HEAD, dtype=torch.uint8)),
+    ],
+)
+def test_heads_that_others_divide_are_not_taken_for_equal(changes: Any, layer: Any) -> None:
+    assert equal_ranks(engine(UNIFORM, **changes), groups(layer), 4) == 1

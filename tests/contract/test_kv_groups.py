@@ -1,4 +1,4 @@
-"""Which KV-cache groups are served, and how they are joined, told by vLLM's own objects."""
+"""KV-cache groups of vLLM's own objects: which are served, and how they are joined."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from s3kv.connectors.kv_groups import (
     states_of,
 )
 from s3kv.connectors.kv_shards import equal_ranks
-from s3kv.connectors.kv_translate import geometry
+from s3kv.connectors.kv_translate import KVGeometry, geometry
 from s3kv.device.layout import PageLayout
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.group_kinds import FullAttention, LocalAttention, SlidingWindow, States
@@ -58,22 +58,12 @@ BOTH = dict.fromkeys("ab", FULL)
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [
-        FULL,
-        MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}),
-        UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=BOTH),
-        dataclasses.replace(FULL, sliding_window=64),
-    ],
-    ids=lambda spec: type(spec).__name__,
-)
-def test_full_attention_is_served_by_every_version(tiny_config: Any, spec: Any) -> None:
-    check_groups_are_served(tiny_config, groups(spec))
-
-
-@pytest.mark.parametrize(
     "specs",
     [
+        (FULL,),
+        (MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}),),
+        (UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=BOTH),),
+        (dataclasses.replace(FULL, sliding_window=64),),
         (FULL, WINDOW),
         (WINDOW, WINDOW, FULL, OTHER_WINDOW),
         (LOCAL, LOCAL, FULL),
@@ -81,9 +71,9 @@ def test_full_attention_is_served_by_every_version(tiny_config: Any, spec: Any) 
         (FULL, FULL),
         (dataclasses.replace(WINDOW, block_size=256), FULL),
     ],
-    ids=["window", "two-windows", "local", "window-alone", "full", "blocks-of-two-sizes"],
+    ids=lambda specs: "-".join(type(spec).__name__ for spec in specs),
 )
-def test_windows_and_local_attention_are_served(tiny_config: Any, specs: tuple[Any, ...]) -> None:
+def test_attention_of_these_kinds_is_served(tiny_config: Any, specs: tuple[Any, ...]) -> None:
     check_groups_are_served(tiny_config, groups(*specs))
 
 
@@ -101,27 +91,33 @@ def test_states_are_served_alone_and_beside_attention(keeps_states: Any, kind: s
         check_groups_are_served(keeps_states, groups(*specs))
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        ("cache_config", "mamba_cache_mode", "all", "mamba_cache_mode is 'all'.*serves \"align\""),
+        ("cache_config", "use_replayssm", True, "with --use-replayssm"),
+        (None, "speculative_config", SimpleNamespace(use_eagle=bool), "tokens that are rejected"),
+    ],
+)
 def test_states_that_are_not_in_the_block_that_ends_with_them_are_refused(
-    keeps_states: Any, monkeypatch: pytest.MonkeyPatch
+    keeps_states: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str | None,
+    name: str,
+    value: Any,
+    reason: str,
 ) -> None:
-    cache, monkey = keeps_states.cache_config, monkeypatch
-    for owner, name, value, reason in (
-        (cache, "mamba_cache_mode", "all", "mamba_cache_mode is 'all': s3kv serves \"align\""),
-        (cache, "use_replayssm", True, "with --use-replayssm"),
-        (keeps_states, "speculative_config", SimpleNamespace(use_eagle=bool), "tokens that are re"),
-    ):
-        with monkey.context() as changed:
-            changed.setattr(owner, name, value, raising=False)
-            with pytest.raises(UnsupportedError, match=reason):
-                check_groups_are_served(keeps_states, groups(STATE, FULL))
-            check_groups_are_served(keeps_states, groups(FULL))
-    check_groups_are_served(keeps_states, groups(STATE, FULL))
+    config = getattr(keeps_states, owner) if owner else keeps_states
+    monkeypatch.setattr(config, name, value, raising=False)
+    with pytest.raises(UnsupportedError, match=reason):
+        check_groups_are_served(keeps_states, groups(STATE, FULL))
+    check_groups_are_served(keeps_states, groups(FULL))
 
 
-def test_what_a_state_is_made_of_is_told_and_for_states_alone(keeps_states: Any) -> None:
+def test_the_content_of_a_state_is_in_the_fingerprint(keeps_states: Any) -> None:
     """Their pages are bytes."""
 
-    def told(state: Any) -> Any:
+    def content(state: Any) -> Any:
         cache = groups(state, FULL, state)
         full, states = coverages(cache, BLOCK_TOKENS)
         assert states_of(keeps_states, cache, full) == {}
@@ -132,11 +128,11 @@ def test_what_a_state_is_made_of_is_told_and_for_states_alone(keeps_states: Any)
         dataclasses.replace(STATE, shapes=((16, 3), (8, 16))),
         dataclasses.replace(STATE, mamba_type=KINDS["GDN_ATTN"]),
     )
-    assert len({json.dumps(told(state)) for state in (STATE, *others)}) == 4
+    assert len({json.dumps(content(state)) for state in (STATE, *others)}) == 4
 
 
-def kimi_linear() -> list[Any]:
-    """The KV-cache groups that vLLM 0.32 makes of a small Kimi Linear."""
+def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
+    """The latent heads are equal on all ranks, and the states are not: a small Kimi Linear."""
     delta = MambaSpec(
         block_size=128,
         shapes=((3, 384), (4, 32, 32)),
@@ -145,19 +141,8 @@ def kimi_linear() -> list[Any]:
         mamba_cache_mode="align",
         mamba_type=KINDS["GDN_ATTN"],
     )
-    latent = MLAAttentionSpec(
-        block_size=128,
-        num_kv_heads=1,
-        head_size=576,
-        dtype=torch.float32,
-        max_tp_shards=1,
-    )
-    return [delta] * 3 + [latent]
-
-
-def test_states_beside_latent_attention_are_by_rank(keeps_states: Any) -> None:
-    """The latent heads are equal on all ranks, and the states are not."""
-    cache = groups(*kimi_linear())
+    latent_spec = dataclasses.replace(LATENT, head_size=576, dtype=torch.float32)
+    cache = groups(delta, delta, delta, latent_spec)
     check_groups_are_served(keeps_states, cache)
     latent, states = coverages(cache, 128)
     assert (latent.kind, latent.members) == (FullAttention(), (3,))
@@ -197,28 +182,6 @@ def test_an_indexer_is_cached_with_its_latent_attention(tiny_config: Any) -> Non
     assert layout.payload_bytes == 2 * sum(nbytes for nbytes, _ in pages)
 
 
-def deepseek_v4() -> list[Any]:
-    """The KV-cache groups that vLLM 0.32 makes of a small DeepSeek-V4."""
-
-    def spec(kind: type, head: int, block: int, dtype: torch.dtype, page: int, **more: Any) -> Any:
-        shape = {"block_size": block, "num_kv_heads": 1, "head_size": head, "dtype": dtype}
-        return kind(**shape, page_size_padded=page, **more)
-
-    byte, number = torch.uint8, torch.float32
-    window = spec(SlidingWindowMLASpec, 512, 64, byte, 37_440, sliding_window=128)
-    sparse = {
-        "indexer": spec(MLAAttentionSpec, 132, 256, byte, 8_640, tokens_per_state=4),
-        "layer.2": spec(MLAAttentionSpec, 512, 256, byte, 37_440, tokens_per_state=4),
-        "layer.3": spec(MLAAttentionSpec, 512, 256, byte, 1_728, tokens_per_state=128),
-    }
-    return [
-        *[window] * 4,
-        UniformTypeKVCacheSpecs(block_size=256, kv_cache_specs=sparse),
-        spec(SlidingWindowMLASpec, 512, 4, number, 8_640, sliding_window=8),
-        spec(SlidingWindowMLASpec, 1_024, 8, number, 32_832, sliding_window=128),
-    ]
-
-
 MIXED = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FULL, "b": WINDOW})
 
 
@@ -233,7 +196,10 @@ MIXED = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs={"a": FU
             [dataclasses.replace(STATE, mamba_type=KINDS["MAMBA1"]), FULL],
             r"layers of kind MambaSpec \(MAMBA1\); s3kv serves full attention",
         ),
-        (deepseek_v4(), "layers of kind SlidingWindowMLASpec"),
+        (
+            [SlidingWindowMLASpec(**SHAPE | {"num_kv_heads": 1}, sliding_window=128)],
+            "layers of kind SlidingWindowMLASpec",
+        ),
         ([MIXED], "different positions are in one KV-cache group"),
     ],
     ids=["linear", "jamba", "deepseek-v4", "mixed"],
@@ -245,24 +211,15 @@ def test_other_groups_are_refused_with_the_reason(
         check_groups_are_served(tiny_config, groups(*specs))
 
 
-def test_layers_whose_windows_vllm_keeps_longer_are_refused(tiny_config: Any) -> None:
+def test_windows_that_vllm_keeps_longer_or_with_eagle_are_refused(tiny_config: Any) -> None:
     kept = dataclasses.replace(WINDOW, extra_retained_tokens=3)
     with pytest.raises(UnsupportedError, match="does not cache the prefix of these layers"):
         check_groups_are_served(tiny_config, groups(FULL, kept))
-
-
-# ---------------------------------------------------------------------------- what is advised
-
-
-def test_windows_with_eagle_are_refused(tiny_config: Any) -> None:
     cache = groups(FULL, WINDOW)
     cache.kv_cache_groups[0].is_eagle_group = True
     with pytest.raises(UnsupportedError, match=r"EAGLE.*--disable-hybrid-kv-cache-manager"):
         check_groups_are_served(tiny_config, cache)
-
-
-def test_what_is_advised_is_served_once_vllm_has_done_it(tiny_config: Any) -> None:
-    layers = {"a": FULL, "b": WINDOW}
+    layers = {"a": FULL, "b": WINDOW}  # and with that option:
     grouping_module().unify_hybrid_kv_cache_specs(layers)
     check_groups_are_served(tiny_config, groups(UniformTypeKVCacheSpecs.from_specs(layers)))
 
@@ -279,16 +236,6 @@ def test_groups_that_need_the_same_positions_share_their_objects() -> None:
         (2, SlidingWindow(256), (1,)),
         (3, LocalAttention(512), (4,)),
     ]
-
-
-def test_a_chunk_with_states_is_as_short_as_the_blocks_allow(tiny_config: Any) -> None:
-    """A prompt's last state is after its last whole block."""
-    long = dataclasses.replace(STATE, block_size=1_152)
-    wide = dataclasses.replace(FULL, block_size=1_152)
-    for specs, chunk in (((STATE, FULL), 128), ((long, wide), 1_152), ((FULL,), 256)):
-        assert (
-            geometry(Config(bucket="kv-cache"), tiny_config, groups(*specs)).chunk_tokens == chunk
-        )
     (full, state) = coverages(groups(STATE, FULL, STATE), 128)
     assert (full.kind, type(state.kind), state.members) == (FullAttention(), States, (0, 2))
 
@@ -313,32 +260,40 @@ def test_states_are_saved_after_four_times_their_bytes_of_kv(
     assert alone.kind == States(), "beside which KV?"
 
 
+def sizes_of(vllm_config: Any, *specs: Any, **settings: Any) -> KVGeometry:
+    return geometry(Config(bucket="kv-cache", **settings), vllm_config, groups(*specs))
+
+
 def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any) -> None:
     """As in Gemma 4: blocks of 256 tokens with a window, of 128 without."""
-    cache = groups(dataclasses.replace(WINDOW, block_size=256), FULL)
-    config = Config(bucket="kv-cache")
-    sizes = geometry(config, tiny_config, cache)
+    specs = dataclasses.replace(WINDOW, block_size=256), FULL
+    sizes = sizes_of(tiny_config, *specs)
     assert (sizes.block_tokens, sizes.hash_tokens, sizes.chunk_tokens) == (256, 128, 256)
-    assert not sizes.is_plain
     for chunk_tokens, near in ((384, "256 or 512"), (128, "256")):
         with pytest.raises(ConfigError) as refused:
-            geometry(Config(bucket="kv-cache", chunk_tokens=chunk_tokens), tiny_config, cache)
+            sizes_of(tiny_config, *specs, chunk_tokens=chunk_tokens)
         assert str(refused.value) == (
             f"chunk_tokens is {chunk_tokens}: allowed is a multiple of the KV block size, which is "
             f"256 tokens here, the least common multiple of [128, 256] (for example {near})"
         )
 
 
-def test_a_chunk_divides_the_reach_of_local_attention(tiny_config: Any) -> None:
+def test_the_kinds_of_layers_shorten_a_chunk(tiny_config: Any) -> None:
+    """A prompt's last state is after its last whole block, and a chunk divides local attention's
+    reach."""
     near = dataclasses.replace(LOCAL, attention_chunk_size=384)
-    assert geometry(Config(bucket="kv-cache"), tiny_config, groups(FULL, LOCAL)).chunk_tokens == 256
-    assert geometry(Config(bucket="kv-cache"), tiny_config, groups(FULL, near)).chunk_tokens == 128
+    for specs, chunk in (
+        ((FULL,), 256),
+        ((STATE, FULL), 128),
+        ([dataclasses.replace(spec, block_size=1_152) for spec in (STATE, FULL)], 1_152),
+        ((FULL, LOCAL), 256),
+        ((FULL, near), 128),
+    ):
+        assert sizes_of(tiny_config, *specs).chunk_tokens == chunk
     with pytest.raises(ConfigError, match="chunk_tokens is 256: allowed is a divisor of 384"):
-        geometry(Config(bucket="kv-cache", chunk_tokens=256), tiny_config, groups(FULL, near))
+        sizes_of(tiny_config, FULL, near, chunk_tokens=256)
 
 
 def test_one_group_with_full_attention_has_a_table_that_only_grows(tiny_config: Any) -> None:
-    config = Config(bucket="kv-cache")
-    assert geometry(config, tiny_config, groups(FULL)).is_plain
-    for specs in ((WINDOW,), (FULL, FULL), (FULL, WINDOW)):
-        assert not geometry(config, tiny_config, groups(*specs)).is_plain
+    for specs in ((FULL,), (WINDOW,), (FULL, FULL), (FULL, WINDOW)):
+        assert sizes_of(tiny_config, *specs).is_plain == (specs == (FULL,))

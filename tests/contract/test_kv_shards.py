@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_ranks_read_of_others_what_vllm_says_they_hold(
 
 
 class Engine:
-    """An engine of the tiny model (4 heads, 4 layers) of some size, and what its ranks say."""
+    """An engine of the tiny model (4 heads, 4 layers) of some size."""
 
     def __init__(self, vllm_config: Any, spec: Any = FULL, order: str = "HNC") -> None:
         self.vllm = vllm_config
@@ -209,45 +210,7 @@ def sized(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-@pytest.mark.parametrize("order", ["HNC", "NHC"])
-def test_sizes_share_a_namespace(sized: Any, order: str) -> None:
-    """Also where ranks have one head each, whose place in memory cannot be seen."""
-    one = sized(order=order).identity()
-    assert one["ranks"] == {"tensor": "any", "pipeline": "any", "layers": None}
-    assert sized().pages() == Pages("HNC", "model.layers.{}.attn")
-    for tp, pp in ((2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 4)):
-        engine = sized(tp, pp, order=order)
-        for rank in (0, tp * pp - 1):
-            assert engine.identity(rank) == one, (tp, pp, rank)
-
-
-@pytest.mark.parametrize("order", ["HNC", "NHC"])
-def test_latent_attention_has_one_shard_for_all_tensor_ranks(
-    sized: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, order: str
-) -> None:
-    """Of any size, in one namespace. On a CPU, vLLM lays its pages out with tokens outermost."""
-    monkeypatch.setattr(type(sized().vllm.model_config), "use_mla", True)
-    one = sized(spec=LATENT, order=order).identity()
-    assert one["ranks"] == {"tensor": "any", "pipeline": "any", "layers": None}
-    for tp, pp in ((2, 1), (8, 1), (1, 2), (2, 2)):
-        engine = sized(tp, pp, spec=LATENT, order=order)
-        assert set(engine.shards[:tp]) == {"h0-0of1-l0-3of4" if pp == 1 else "h0-0of1-l0-1of4"}
-        assert engine.identity(tp * pp - 1) == one, (tp, pp)
-    engine = sized(spec=LATENT, order="NHC")
-    monkeypatch.setitem(engine.vllm.device_config.__dict__, "device_type", "cpu")
-    assert "packed" in refused(engine, caplog)
-
-
-def test_orders_do_not_share(sized: Any) -> None:
-    namespaces = [sized(tp, order=o).identity() for tp in (1, 4) for o in ("HNC", "NHC")]
-    assert namespaces[0] == namespaces[2] != namespaces[1] == namespaces[3]
-
-
-def test_who_shares_not_keeps_a_namespace_for_each_size(sized: Any) -> None:
-    found = [sized(*size).identity(shares=False) for size in ((1, 1), (2, 1), (1, 2), (2, 2))]
-    assert [identity["ranks"]["tensor"] for identity in found] == [1, 2, 1, 2]
-    assert [identity["ranks"]["pipeline"] for identity in found] == [1, 1, 2, 2]
-    assert found[0] != sized().identity()
+ANY_SIZE = {"tensor": "any", "pipeline": "any", "layers": None}
 
 
 def refused(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
@@ -257,52 +220,95 @@ def refused(engine: Engine, caplog: pytest.LogCaptureFixture) -> str:
     return caplog.text
 
 
-def test_what_cannot_be_divided_by_heads_says_so(
-    sized: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_sizes_share_a_namespace_for_each_order(sized: Any) -> None:
+    """Also where ranks have one head each, whose place in memory cannot be seen."""
+    assert sized().pages() == Pages("HNC", "model.layers.{}.attn")
+    namespaces = [sized(order=order).identity() for order in ("HNC", "NHC")]
+    assert namespaces[0] != namespaces[1]
+    for order, one in zip(("HNC", "NHC"), namespaces, strict=True):
+        assert one["ranks"] == ANY_SIZE
+        for tp, pp in ((2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 4)):
+            engine = sized(tp, pp, order=order)
+            for rank in (0, tp * pp - 1):
+                assert engine.identity(rank) == one, (tp, pp, rank)
+
+
+@pytest.mark.parametrize("order", ["HNC", "NHC"])
+def test_latent_attention_has_one_shard_for_all_tensor_ranks(
+    sized: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, order: str
 ) -> None:
-    assert sized().pages() is not None
-    assert "dtype U8" in refused(sized(spec=replace(FULL, dtype=torch.uint8)), caplog)
-    other = sized()
-    other.cache.kv_cache_layout = None
-    assert "names no layout" in refused(other, caplog)
-    other.cache.kv_cache_layout = "LBNHC"  # the caches are laid out in another way
-    assert "has pages HNC" in refused(other, caplog)
-    other = sized(2)
-    other.shards = ["h0-3of4-l0-3of4"] * 2
-    assert "not a whole share" in refused(other, caplog)
-    other = sized(8)
-    other.shards = ["h0-0of4-l0-3of4-r0of2", "h0-0of4-l0-3of4-r1of2"]
-    assert "not a whole share" in refused(other, caplog)
-    other = sized(2)
-    other.shards = ["h0-1of4-l0-3of4"] * 2
-    other.spec = replace(FULL, num_kv_heads=4)
-    assert "has pages HNC (4," in refused(other, caplog)
-
-    with monkeypatch.context() as patch:
-        patch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
-        assert "SHUFFLE" in refused(sized(), caplog)
-    drafting = sized()
-    with monkeypatch.context() as patch:
-        patch.setitem(drafting.vllm.__dict__, "speculative_config", SimpleNamespace())
-        assert "draft" in refused(drafting, caplog)
-    with monkeypatch.context() as patch:
-        patch.setitem(drafting.vllm.device_config.__dict__, "device_type", "cpu")
-        assert sized().pages() is not None
-        assert "packed" in refused(sized(order="NHC"), caplog)
+    """Of any size, in one namespace. On a CPU, vLLM lays its pages out with tokens outermost."""
+    monkeypatch.setattr(type(sized().vllm.model_config), "use_mla", True)
+    one = sized(spec=LATENT, order=order).identity()
+    assert one["ranks"] == ANY_SIZE
+    for tp, pp in ((2, 1), (8, 1), (1, 2), (2, 2)):
+        engine = sized(tp, pp, spec=LATENT, order=order)
+        assert set(engine.shards[:tp]) == {"h0-0of1-l0-3of4" if pp == 1 else "h0-0of1-l0-1of4"}
+        assert engine.identity(tp * pp - 1) == one, (tp, pp)
+    engine = sized(spec=LATENT, order="NHC")
+    monkeypatch.setitem(engine.vllm.device_config.__dict__, "device_type", "cpu")
+    assert "packed" in refused(engine, caplog)
 
 
-def test_layers_of_another_kind_are_not_shared(
-    sized: Any, caplog: pytest.LogCaptureFixture
+def test_without_sharing_there_is_a_namespace_for_each_size(sized: Any) -> None:
+    sizes = ((1, 1), (2, 1), (1, 2), (2, 2))
+    found = [sized(*size).identity(shares=False) for size in sizes]
+    assert [(one["ranks"]["tensor"], one["ranks"]["pipeline"]) for one in found] == [*sizes]
+    assert found[0] != sized().identity()
+
+
+class Packed(FullAttentionSpec):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("made", "changed", "reason"),
+    [
+        ({"spec": replace(FULL, dtype=torch.uint8)}, {}, "dtype U8"),
+        ({}, {"layout": None}, "names no layout"),
+        ({}, {"layout": "LBNHC"}, "has pages HNC"),  # the caches are laid out in another way
+        ({"tp": 2}, {"shards": ["h0-3of4-l0-3of4"] * 2}, "not a whole share"),
+        ({"tp": 8}, {"shards": [f"h0-0of4-l0-3of4-r{n}of2" for n in (0, 1)]}, "not a whole share"),
+        (
+            {"tp": 2},
+            {"shards": ["h0-1of4-l0-3of4"] * 2, "spec": replace(FULL, num_kv_heads=4)},
+            r"has pages HNC \(4,",
+        ),
+        ({}, {"cache": groups(Packed(**vars(FULL)))}, "kind Packed"),
+        ({}, {"vllm": ("", "speculative_config", SimpleNamespace())}, "draft"),
+        ({"order": "NHC"}, {"vllm": ("device_config", "device_type", "cpu")}, "packed"),
+        ({}, {"environment": "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"}, "SHUFFLE"),
+    ],
+)
+def test_pages_that_cannot_be_divided_by_heads_are_refused_with_the_reason(
+    sized: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    made: dict[str, Any],
+    changed: dict[str, Any],
+    reason: str,
 ) -> None:
-    class Packed(FullAttentionSpec):
-        pass
+    engine = sized(**made)
+    for name, value in changed.items():
+        if name == "environment":
+            monkeypatch.setenv(value, "1")
+        elif name == "layout":
+            engine.cache.kv_cache_layout = value
+        elif name == "vllm":
+            owner = getattr(engine.vllm, value[0]) if value[0] else engine.vllm
+            monkeypatch.setitem(owner.__dict__, *value[1:])
+        else:
+            setattr(engine, name, value)
+    assert re.search(reason, refused(engine, caplog))
 
-    other = sized()
-    other.cache = groups(Packed(**vars(FULL)))
-    assert "kind Packed" in refused(other, caplog)
+
+def test_a_cpus_pages_by_heads_are_shared(sized: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sized()
+    monkeypatch.setitem(engine.vllm.device_config.__dict__, "device_type", "cpu")
+    assert engine.pages() is not None
 
 
-def test_stages_stay_apart_where_another_s_layers_are_not_known(sized: Any) -> None:
+def test_stages_stay_apart_where_another_stages_layers_are_not_known(sized: Any) -> None:
     """With several groups of layers, the namespace keeps the stages and loses the tensor size."""
     engine = sized(2)
     layouts = {0: engine.layouts(0)[0], 1: engine.layouts(0)[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from s3kv.config import Config
 from s3kv.connectors.media import MediaDigests, MediaNames, check_media_names
 from s3kv.connectors.request_hashes import RequestHashes
 from s3kv.errors import ConfigError
@@ -104,20 +104,13 @@ def test_a_name_that_stood_for_two_images_bars_whoever_uses_it() -> None:
     before = request("before", picture(HASH))
     assert hashes(before, of)
     assert hashes(request("bystander", picture("b")), of)
-    of.finished("gone")
+    assert hashes(request("ended", picture(HASH)), of)
+    of.finished("ended")
     assert of.take_barred() == set()
     assert hashes(request("planted", picture(HASH, value=2)), of) == []
     assert of.take_barred() == {"before", "planted"}
     assert of.take_barred() == set()
     assert hashes(request("after", picture(HASH)), of) == [], "and for good"
-
-
-def test_an_ended_request_is_not_barred() -> None:
-    of = answers()
-    of.of(request("ended", picture(HASH)), None)
-    of.finished("ended")
-    of.of(request("planted", picture(HASH, value=2)), None)
-    assert of.take_barred() == {"planted"}
 
 
 def test_what_a_session_is_given_later_is_not_cached() -> None:
@@ -179,22 +172,24 @@ def test_a_digest_is_of_every_byte_and_is_made_once() -> None:
     assert digests._known == {}
 
 
-def test_trusted_names_need_a_vllm_that_gives_lasting_ones() -> None:
-    def config(cache_gb: float, *, prefix: bool, multimodal: bool = True) -> Any:
-        settings = SimpleNamespace(mm_processor_cache_gb=cache_gb) if multimodal else None
-        return SimpleNamespace(
-            model_config=SimpleNamespace(multimodal_config=settings),
-            cache_config=SimpleNamespace(enable_prefix_caching=prefix),
-        )
-
-    check_media_names(config(0, prefix=True), trusted=True)
-    check_media_names(config(4, prefix=False), trusted=True)
-    check_media_names(config(0, prefix=False, multimodal=False), trusted=True)
-    check_media_names(config(0, prefix=False), trusted=False)
-    with pytest.raises(ConfigError, match="numbers unnamed media"):
-        check_media_names(config(0, prefix=False), trusted=True)
-
-
-def test_the_old_setting_says_what_it_is_called_now() -> None:
-    with pytest.raises(ConfigError, match="'trust_media_names' now"):
-        Config.parse({"bucket": "bkt", "trust_client_uuid": True})
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix", "multimodal", "trusted", "refused"),
+    [
+        (0, True, True, True, False),
+        (4, False, True, True, False),
+        (0, False, False, True, False),
+        (0, False, True, False, False),
+        (0, False, True, True, True),
+    ],
+)
+def test_trusted_names_need_a_vllm_that_gives_lasting_ones(
+    cache_gb: int, prefix: bool, multimodal: bool, trusted: bool, refused: bool
+) -> None:
+    settings = SimpleNamespace(mm_processor_cache_gb=cache_gb) if multimodal else None
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=settings),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix),
+    )
+    raises = pytest.raises(ConfigError, match="numbers unnamed media")
+    with raises if refused else contextlib.nullcontext():
+        check_media_names(config, trusted=trusted)

@@ -34,53 +34,9 @@ def engine_config(directory: Path) -> Any:
 both = pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
 
 
-@pytest.fixture
-def engine(engine_config: Any, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    engine = Engine(engine_config, random.Random(0), blocks=12, async_scheduling=ahead)
-    return on_clock(monkeypatch, engine)
-
-
 def one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """What 0.30 does: a request that is skipped keeps its place, whether it holds blocks or not."""
     monkeypatch.setattr(Scheduler, "_holds_kv_blocks", staticmethod(lambda request: False))
-
-
-def waiting_before_loading(engine: Engine) -> list[str]:
-    """Of 12 blocks the load of one request takes 8, and the one before it, which waits for the
-    bucket, needs 10."""
-    prompt = [1] * (8 * BLOCK + 1)
-    engine.add(prompt)
-    engine.latency = dict.fromkeys(("fetch", "save", "upload", "load"), 0)
-    engine.finish()
-    engine.forget()
-    engine.latency |= {"fetch": 5, "load": 20}
-    waiting = engine.add([2] * (10 * BLOCK))
-    loading = engine.add(prompt)
-    engine.step()
-    assert ("load", loading) in engine.rank.orders
-    for _ in range(9):
-        engine.step()
-    assert [name for name in engine.rank.orders] == [("load", loading)], "the bucket has answered"
-    later = engine.add([3] * BLOCK)
-    return [waiting, loading, later]
-
-
-@both
-def test_a_load_is_taken_in_behind_a_request_that_does_not_fit(engine: Engine) -> None:
-    waiting_before_loading(engine)
-    engine.finish()
-    engine.check()
-
-
-@both
-def test_with_one_queue_for_both_they_park_and_so_does_all_that_comes_later(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one_queue(monkeypatch)
-    requests = waiting_before_loading(engine)
-    with pytest.raises(Parked, match="WAITING_FOR_REMOTE_KVS, 129 tokens, 128 computed, 8 blocks"):
-        engine.finish()
-    assert engine.unfinished == requests
 
 
 SEEDS = range(24)
