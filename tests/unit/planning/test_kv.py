@@ -3,16 +3,13 @@ want it any more, and a chunk is saved once, from blocks that hold it."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from lab.books import check
 from s3kv.messages import BucketJob, JobKind, LoadJob, SaveJob
-from s3kv.planning.group_kinds import Coverage, SlidingWindow
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.requests import ScheduledRequest
-from s3kv.types import ChunkKey, Outcome
+from s3kv.types import Outcome
 from tests.unit.planning.desk import FAILED, MISSING, OK, Desk, load_slots
 
 
@@ -371,87 +368,3 @@ def test_blocks_that_have_been_copied_are_not_fenced(outcome: Outcome) -> None:
     desk.end(save, kind=JobKind.SAVE, ranks=1)
     assert desk.plan(step).fences == ()
     assert not desk.planner.ledger.has_copies_inflight
-
-
-# --- several groups ------------------------------------------------------------
-
-
-GROUPS = (Coverage(2, 4), Coverage(2, 4, SlidingWindow(7), number=1))
-"""Full attention, and a window that needs the last two chunks: 6 tokens before the next one."""
-PROMPT = "aaaabbbbccccddddeeeeffff"
-
-
-def stored(draw: random.Random, desk: Desk) -> dict[int, set[int]]:
-    """Put chunks of the prompt at random into host memory, into the bucket, or nowhere. Returns
-    per group the positions of those that are somewhere."""
-    there: dict[int, set[int]] = {}
-    ledger, hashes = desk.planner.ledger, desk.hashes["r"][1::2]
-    for group in GROUPS:
-        there[group.number] = set()
-        for position in range(len(hashes)):
-            key = ChunkKey(group.number, hashes[position])
-            place = draw.choice(["host", "host", "bucket", "known bucket", "nowhere"])
-            if place == "host":
-                reservation = ledger.table.reserve(key)
-                assert reservation is not None
-                ledger.table.commit(reservation.entry, dirty=False)
-            if place == "known bucket":
-                ledger.index.note_present(key)
-            if place != "nowhere":
-                there[group.number].add(position)
-    return there
-
-
-def longest(there: dict[int, set[int]], local_tokens: int, tokens: int) -> int:
-    """Tokens of the longest resume behind the local ones for which every group has what it needs,
-    by trying all."""
-    found = 0
-    for end in range(4, tokens, 4):
-        chunks = {0: range(end // 4), 1: range(max(0, end - 6) // 4, end // 4)}
-        own = local_tokens // 4
-        if all(set(needed) - set(range(own)) <= there[group] for group, needed in chunks.items()):
-            found = max(found, end - local_tokens)
-    return found
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_a_hit_is_the_longest_length_that_every_group_can_resume_at(seed: int) -> None:
-    draw = random.Random(seed)
-    desk = Desk(coverages=GROUPS, slots=40, probe_chunks=draw.randint(1, 4), max_wait_s=1e9)
-    tokens = draw.randint(8, len(PROMPT))
-    desk.add("r", PROMPT[:tokens])
-    there = stored(draw, desk)
-    keys = {
-        (group, hash_): position
-        for group in there
-        for position, hash_ in enumerate(desk.hashes["r"][1::2])
-    }
-    local_tokens = draw.choice([0, 0, 2, 4, 8])
-    while (answer := desk.lookup("r", local_tokens)).wait:
-        fetches = desk.fetches()
-        for fetch in draw.sample(fetches, len(fetches)):
-            is_there = keys[fetch.key.group, fetch.key.block_hash] in there[fetch.key.group]
-            desk.end(fetch, OK if is_there else MISSING)
-    known = tokens - tokens % 2
-    assert answer.tokens == longest(there, local_tokens, known), f"seed {seed}"
-    if answer.tokens:
-        check_load(desk, local_tokens, local_tokens + answer.tokens)
-    desk.planner.finished("r")
-    assert desk.pinned() == 0
-
-
-def check_load(desk: Desk, begin: int, end: int) -> None:
-    """Every group loads the blocks that it needs of its own table, and no others."""
-    tables = ([10 + b for b in range(end // 2)], [50 + b for b in range(end // 2)])
-    desk.planner.admitted("r", tables, end - begin)
-    (load,) = desk.plan().loads
-    for group, table, needed in zip(GROUPS, tables, (begin, max(begin, end - 6)), strict=True):
-        parts = [part for part in load.parts if part.group == group.number]
-        assert [block for part in parts for block in part.block_ids] == table[needed // 2 :]
-        for part in parts:
-            position, first_block = divmod(table.index(part.block_ids[0]), 2)
-            key = ChunkKey(group.number, desk.hashes["r"][1::2][position])
-            entry = desk.planner.ledger.table.lookup(key)
-            assert entry is not None
-            assert (part.slot, part.first_block) == (entry.number, first_block)
-    desk.planner.loaded(["r"])

@@ -102,6 +102,22 @@ def mutant_for(
     return keep
 
 
+def instead_of(
+    holder: object, name: str, test: Callable[[], object] = by_machine
+) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
+    """For a function that a mutant puts in the place of an attribute."""
+
+    def keep(function: Callable[..., Any]) -> Callable[[Patch], None]:
+        def mutate(patch: Patch) -> None:
+            patch.setattr(holder, name, function)
+
+        mutate.__name__ = function.__name__
+        MUTANTS.append((mutate, test))
+        return mutate
+
+    return keep
+
+
 @mutant
 def forgets_to_unpin(patch: Patch) -> None:
     patch.setattr(Lookup, "give_back_early", lambda self: self.early.clear())
@@ -119,16 +135,13 @@ def does_not_keep_what_it_offers(patch: Patch) -> None:
     patch.setitem(CHECKS, KVPlanner, lambda of: None)
 
 
-@mutant
-def takes_the_first_rank_for_all(patch: Patch) -> None:
-    def hasty(self: Ledger, end: JobEnd, now_s: float) -> Job | None:
-        job = self._jobs.get(end.job_id)
-        if job is None or not job.reports_left[end.kind]:
-            return None
-        job.reports_left[end.kind] = end.ranks
-        return on_end(self, end, now_s)
-
-    patch.setattr(Ledger, "on_end", hasty)
+@instead_of(Ledger, "on_end")
+def takes_the_first_rank_for_all(self: Ledger, end: JobEnd, now_s: float) -> Job | None:
+    job = self._jobs.get(end.job_id)
+    if job is None or not job.reports_left[end.kind]:
+        return None
+    job.reports_left[end.kind] = end.ranks
+    return on_end(self, end, now_s)
 
 
 @mutant
@@ -136,16 +149,13 @@ def fences_nothing(patch: Patch) -> None:
     patch.setattr(Ledger, "fences", lambda self, block_ids: set())
 
 
-@mutant
-def does_not_fence_loads(patch: Patch) -> None:
-    def careless(
-        self: KVPlanner, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
-    ) -> None:
-        fences = set(self._fences)
-        admitted(self, request_id, block_ids, tokens)
-        self._fences = fences
-
-    patch.setattr(KVPlanner, "admitted", careless)
+@instead_of(KVPlanner, "admitted")
+def does_not_fence_loads(
+    self: KVPlanner, request_id: str, block_ids: Sequence[Sequence[int]], tokens: int
+) -> None:
+    fences = set(self._fences)
+    admitted(self, request_id, block_ids, tokens)
+    self._fences = fences
 
 
 @mutant
@@ -165,12 +175,11 @@ def offers_what_is_on_its_way(patch: Patch) -> None:
     patch.setitem(CHECKS, KVPlanner, lambda of: None)
 
 
-@mutant
-def saves_chunks_that_are_not_complete(patch: Patch) -> None:
-    def early(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
-        return save(self, request, step._replace(scheduled_tokens=step.scheduled_tokens + 1))
-
-    patch.setattr(ChunkSaves, "plan", early)
+@instead_of(ChunkSaves, "plan")
+def saves_chunks_that_are_not_complete(
+    self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest
+) -> Sequence[Job]:
+    return save(self, request, step._replace(scheduled_tokens=step.scheduled_tokens + 1))
 
 
 @mutant
@@ -184,13 +193,10 @@ def saves_what_a_request_keeps_private(patch: Patch) -> None:
     patch.setattr(Saving, "allowed", lambda self, chunks: chunks)
 
 
-@mutant
-def forgets_the_limits_of_a_request_that_is_preempted(patch: Patch) -> None:
-    def blank(self: PlannedRequest) -> None:
-        self.limits, self.saving.limit = NO_LIMITS, None
-        start_over(self)
-
-    patch.setattr(PlannedRequest, "start_over", blank)
+@instead_of(PlannedRequest, "start_over")
+def forgets_the_limits_of_a_request_that_is_preempted(self: PlannedRequest) -> None:
+    self.limits, self.saving.limit = NO_LIMITS, None
+    start_over(self)
 
 
 @mutant
@@ -199,58 +205,46 @@ def loads_more_than_a_request_allows(patch: Patch) -> None:
     patch.setattr(ChunkHashes, "count", property(lambda self: len(self.known)))
 
 
-@mutant
-def saves_blocks_in_the_wrong_order(patch: Patch) -> None:
-    def turned(self: Ledger, key: ChunkKey, block_ids: tuple[int, ...]) -> Job | None:
-        return plan_save(self, key, block_ids[::-1])
-
-    patch.setattr(Ledger, "plan_save", turned)
-
-
-@mutant
-def loads_from_the_start_of_a_chunk(patch: Patch) -> None:
-    def coarse(self: Lookup, *args: Any) -> Iterator[CopyPart]:
-        for part in load_parts(self, *args):
-            yield CopyPart(part.group, part.slot, 0, part.block_ids)
-
-    patch.setattr(Lookup, "load_parts", coarse)
+@instead_of(Ledger, "plan_save")
+def saves_blocks_in_the_wrong_order(
+    self: Ledger, key: ChunkKey, block_ids: tuple[int, ...]
+) -> Job | None:
+    return plan_save(self, key, block_ids[::-1])
 
 
-@mutant_for(finishing)
-def drops_the_chunks_of_a_load_with_its_request(patch: Patch) -> None:
-    def hard(self: KVPlanner, request_id: str) -> None:
-        finished(self, request_id)
-        orphan = self._orphans.pop(request_id, None)
-        if orphan is not None:
-            orphan.close()
-
-    patch.setattr(KVPlanner, "finished", hard)
+@instead_of(Lookup, "load_parts")
+def loads_from_the_start_of_a_chunk(self: Lookup, *args: Any) -> Iterator[CopyPart]:
+    for part in load_parts(self, *args):
+        yield CopyPart(part.group, part.slot, 0, part.block_ids)
 
 
-@mutant
-def leaks_the_chunks_of_a_load_whose_request_is_gone(patch: Patch) -> None:
-    def blind(self: KVPlanner, request_ids: Iterable[str], failed: Any = ()) -> None:
-        loaded(self, [r for r in request_ids if r in self._requests], failed)
-
-    patch.setattr(KVPlanner, "loaded", blind)
-
-
-@mutant
-def offers_again_what_failed_to_load(patch: Patch) -> None:
-    def trusting(self: KVPlanner, request_ids: Iterable[str], failed: Any = ()) -> None:
-        loaded(self, request_ids)
-
-    patch.setattr(KVPlanner, "loaded", trusting)
+@instead_of(KVPlanner, "finished", finishing)
+def drops_the_chunks_of_a_load_with_its_request(self: KVPlanner, request_id: str) -> None:
+    finished(self, request_id)
+    orphan = self._orphans.pop(request_id, None)
+    if orphan is not None:
+        orphan.close()
 
 
-@mutant
-def remembers_what_was_ready_before_it_gave_it_back(patch: Patch) -> None:
-    def stale(self: Lookup) -> None:
-        ready, leases = self.ready, [*self.leases]
-        give_back(self)
-        self.ready, self.leases = ready, leases
+@instead_of(KVPlanner, "loaded")
+def leaks_the_chunks_of_a_load_whose_request_is_gone(
+    self: KVPlanner, request_ids: Iterable[str], failed: Any = ()
+) -> None:
+    loaded(self, [r for r in request_ids if r in self._requests], failed)
 
-    patch.setattr(Lookup, "give_back", stale)
+
+@instead_of(KVPlanner, "loaded")
+def offers_again_what_failed_to_load(
+    self: KVPlanner, request_ids: Iterable[str], failed: Any = ()
+) -> None:
+    loaded(self, request_ids)
+
+
+@instead_of(Lookup, "give_back")
+def remembers_what_was_ready_before_it_gave_it_back(self: Lookup) -> None:
+    ready, leases = self.ready, [*self.leases]
+    give_back(self)
+    self.ready, self.leases = ready, leases
 
 
 @mutant
@@ -258,24 +252,18 @@ def waits_for_ever(patch: Patch) -> None:
     patch.setattr(kv, "decide", lambda facts: Deadline(float("inf")))
 
 
-@mutant
-def resets_without_a_new_salt(patch: Patch) -> None:
-    def lazy(self: KVPlanner, salt: bytes) -> None:
-        reset(self, self._salt)
-
-    patch.setattr(KVPlanner, "reset", lazy)
+@instead_of(KVPlanner, "reset")
+def resets_without_a_new_salt(self: KVPlanner, salt: bytes) -> None:
+    reset(self, self._salt)
 
 
-@mutant_for(lambda: before_reset("offered"))
-def lets_requests_from_before_a_reset_go_on(patch: Patch) -> None:
-    def lax(self: KVPlanner, salt: bytes) -> None:
-        self._salt = salt
-        self.ledger.index.forget()
-        for request in self._requests.values():
-            request.hashes.salt = salt
-            request.hashes.known.clear()
-
-    patch.setattr(KVPlanner, "reset", lax)
+@instead_of(KVPlanner, "reset", lambda: before_reset("offered"))
+def lets_requests_from_before_a_reset_go_on(self: KVPlanner, salt: bytes) -> None:
+    self._salt = salt
+    self.ledger.index.forget()
+    for request in self._requests.values():
+        request.hashes.salt = salt
+        request.hashes.known.clear()
 
 
 @mutant
@@ -313,20 +301,18 @@ def uploads_again_as_often_as_it_is_hit(patch: Patch) -> None:
     patch.setattr(Unsaved, "saw", lambda self, outcome, now_s: None)
 
 
-@mutant_for(not_stormed)
-def uploads_again_however_many_are_on_their_way(patch: Patch) -> None:
-    def greedy(self: Unsaved, most: int, store: Breaker, now_s: float) -> list[ChunkKey]:
-        return take(self, 1_000, store, now_s)
+@instead_of(Unsaved, "take", not_stormed)
+def uploads_again_however_many_are_on_their_way(
+    self: Unsaved, most: int, store: Breaker, now_s: float
+) -> list[ChunkKey]:
+    return take(self, 1_000, store, now_s)
 
-    patch.setattr(Unsaved, "take", greedy)
 
-
-@mutant_of_groups
-def fences_the_first_group_alone(patch: Patch) -> None:
-    def first(self: KVPlanner, tokens: int, block_ids: Sequence[Sequence[int]]) -> set[int]:
-        return self.ledger.fences(block_ids[0])
-
-    patch.setattr(KVPlanner, "_fences_behind", first)
+@instead_of(KVPlanner, "_fences_behind", by_machine_with_groups)
+def fences_the_first_group_alone(
+    self: KVPlanner, tokens: int, block_ids: Sequence[Sequence[int]]
+) -> set[int]:
+    return self.ledger.fences(block_ids[0])
 
 
 @mutant_for(tables_count)
@@ -341,32 +327,29 @@ def believes_that_tables_only_grow(patch: Patch) -> None:
     patch.setattr(ChunkSaves, "plan", known)
 
 
-@mutant_of_groups
-def saves_no_block_as_if_it_were_one(patch: Patch) -> None:
-    def blind(self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest) -> Sequence[Job]:
-        self._null_block = None
-        return save(self, request, step)
-
-    patch.setattr(ChunkSaves, "plan", blind)
-
-
-@mutant_of_groups
-def saves_the_parts_of_a_chunk_in_another_order(patch: Patch) -> None:
-    def turned(self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any) -> Any:
-        turned = replace(coverage, members=coverage.members[::-1])
-        return save_chunk(self, request, turned, *args)
-
-    patch.setattr(ChunkSaves, "_save", turned)
+@instead_of(ChunkSaves, "plan", by_machine_with_groups)
+def saves_no_block_as_if_it_were_one(
+    self: ChunkSaves, request: PlannedRequest, step: ScheduledRequest
+) -> Sequence[Job]:
+    self._null_block = None
+    return save(self, request, step)
 
 
-@mutant_of_groups
-def offers_what_the_first_group_has(patch: Patch) -> None:
-    def alone(self: PlannedRequest, now_s: float, orders: int) -> Lookup | None:
-        awaited = collect_groups(self, now_s, orders)
-        self.ready = max(self.ready, self.lookups[0].ready)
-        return awaited
+@instead_of(ChunkSaves, "_save", by_machine_with_groups)
+def saves_the_parts_of_a_chunk_in_another_order(
+    self: ChunkSaves, request: PlannedRequest, coverage: Coverage, *args: Any
+) -> Any:
+    turned = replace(coverage, members=coverage.members[::-1])
+    return save_chunk(self, request, turned, *args)
 
-    patch.setattr(PlannedRequest, "collect", alone)
+
+@instead_of(PlannedRequest, "collect", by_machine_with_groups)
+def offers_what_the_first_group_has(
+    self: PlannedRequest, now_s: float, orders: int
+) -> Lookup | None:
+    awaited = collect_groups(self, now_s, orders)
+    self.ready = max(self.ready, self.lookups[0].ready)
+    return awaited
 
 
 @mutant_of_groups
@@ -375,14 +358,11 @@ def offers_the_last_token(patch: Patch) -> None:
     patch.setattr(ChunkHashes, "before_the_last", whole)
 
 
-@mutant_of_groups
-def takes_a_window_for_a_whole_chunk(patch: Patch) -> None:
-    def whole(self: Lookup, *args: Any) -> Iterator[CopyPart]:
-        for part in load_parts(self, *args):
-            skipped = self.coverage.held.start
-            yield replace(part, first_block=part.first_block + skipped)
-
-    patch.setattr(Lookup, "load_parts", whole)
+@instead_of(Lookup, "load_parts", by_machine_with_groups)
+def takes_a_window_for_a_whole_chunk(self: Lookup, *args: Any) -> Iterator[CopyPart]:
+    for part in load_parts(self, *args):
+        skipped = self.coverage.held.start
+        yield replace(part, first_block=part.first_block + skipped)
 
 
 @pytest.mark.long

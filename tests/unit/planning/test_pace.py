@@ -88,18 +88,6 @@ def test_chunks_of_others_are_ahead_in_the_queue() -> None:
     assert desk.lookup("r") == NOTHING, "the fifth, where four are sent at once, comes after 0.5 s"
 
 
-def test_who_does_not_wait_has_measured_nothing() -> None:
-    desk = measured(seconds_per_chunk=0.6)
-    before = desk.planner.pace.forecast(1, 0).all_s, desk.planner.pace.prefill_tokens_per_s
-    desk.now_s = 10.0
-    for letter in "abcdefgh":
-        desk.add(letter, letter * 4)
-        assert desk.lookup(letter) == NOTHING
-        desk.now_s += 0.001
-    pace = desk.planner.pace
-    assert (pace.forecast(1, 0).all_s, pace.prefill_tokens_per_s) == before
-
-
 def test_giving_up_counts_until_something_arrives() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
     assert pace.forecast(1, 0).all_s is None
@@ -135,17 +123,6 @@ def test_what_somebody_else_waits_for_is_not_withdrawn() -> None:
     desk.now_s += 0.81
     assert desk.lookup("r") == NOTHING
     assert desk.plan().withdrawals == ()
-
-
-def test_a_withdrawn_chunk_is_saved_where_it_was_computed() -> None:
-    desk = measured(seconds_per_chunk=0.6)
-    desk.add("r", "aaaab")
-    assert desk.lookup("r") == NOTHING
-    desk.admit("r", [0, 1, 2])
-    first = desk.run("r", [0, 1, 2], 0, 5, new=True)
-    assert desk.keys(first.saves) == [desk.key("aaaa")]
-    desk.end(fetches_of(first), Outcome.CANCELLED)
-    assert desk.run("r", [], 5, 1, new=False).saves == ()
 
 
 def test_prefill_is_measured_and_decode_is_not() -> None:

@@ -24,20 +24,6 @@ def scheduled(
     return ScheduledRequest("r", new, computed == 0, computed, tokens, partial(lambda: tables))
 
 
-def test_the_blocks_of_all_members_are_saved_as_one_object() -> None:
-    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
-    desk.add("r", "aaaabbbb")
-    desk.planner.admitted("r", ([], [], []), 0)
-    tables = [1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]
-    saves = desk.plan(scheduled(tables, 0, 8, tables)).saves
-    assert [(save.key.group, save.block_ids) for save in saves] == [
-        (0, (11, 12)),
-        (1, (2, 22)),
-        (0, (13, 14)),
-        (1, (4, 24)),
-    ]
-
-
 def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None:
     """A block that a group has given up is block 0 in its table; another group has it now."""
     desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
@@ -49,26 +35,6 @@ def test_the_table_of_the_step_counts_and_not_what_the_steps_add_up_to() -> None
     new = [31, 3], [1], [23]
     saves = desk.plan(scheduled(moved, 3, 3, new)).saves
     assert [(s.key.group, s.block_ids) for s in saves] == [(0, (11, 12)), (1, (31, 22))]
-
-
-def test_what_the_engine_has_given_up_is_not_saved() -> None:
-    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
-    desk.add("r", "aaaa")
-    desk.planner.admitted("r", ([], [], []), 0)
-    tables = [1, 2], [11, 12], [21, 0]
-    (save,) = desk.plan(scheduled(tables, 0, 4, tables)).saves
-    assert save.key.group == 0
-
-
-def test_a_block_of_one_group_that_goes_to_another_is_fenced() -> None:
-    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
-    desk.add("r", "aaaabbbb")
-    desk.planner.admitted("r", ([], [], []), 0)
-    tables = [1, 2], [11, 12], [21, 22]
-    saves = desk.plan(scheduled(tables, 0, 4, tables)).saves
-    window = next(save.job_id for save in saves if save.key.group == 1)
-    later = [1, 2, 3], [11, 12, 2], [21, 22, 23]
-    assert desk.plan(scheduled(later, 4, 1, ([3], [2], [23]))).fences == (window,)
 
 
 @pytest.mark.parametrize("written", [(2,), (12,), (5, 22)])
@@ -109,18 +75,6 @@ def test_a_window_is_saved_as_long_as_the_engine_has_it() -> None:
     kept = [0, 0, 0, 0, 0, 6, 7], [11, 12, 13, 14, 15, 16, 17], [0, 0, 0, 0, 25, 26, 27]
     saves = desk.plan(scheduled(kept, 13, 1, ([7], [17], [27]))).saves
     assert [(s.key.group, s.block_ids) for s in saves] == [(0, (15, 16)), (1, (6, 26))]
-
-
-def test_a_window_that_has_moved_on_is_not_saved() -> None:
-    desk = Desk(coverages=GROUPS, null_block=0, may_load=False)
-    desk.add("r", "aaa")
-    desk.planner.admitted("r", ([], [], []), 0)
-    first = [1, 2], [11, 12], [21, 22]
-    assert desk.plan(scheduled(first, 0, 3, first)).saves == ()
-    desk.grow("r", "aaaabbb")
-    moved = [0, 0, 3, 4], [11, 12, 13, 14], [0, 0, 23, 24]
-    (saved,) = desk.plan(scheduled(moved, 6, 1, ([3, 4], [13, 14], [23, 24]))).saves
-    assert saved.key.group == 0
 
 
 # ------------------------------------------------------------------------------- states
@@ -180,12 +134,6 @@ def test_a_state_that_the_engine_keeps_itself_is_saved_at_any_place() -> None:
     assert saved_states(desk, [0, 5, 6], 8, 4, 2) == [(5, 105), (6, 106)]
 
 
-def test_a_state_is_still_there_in_the_step_after_its_own() -> None:
-    """The request had it from the engine's own cache, for instance."""
-    desk = state_desk("aaaabbbbccccdd")
-    assert saved_states(desk, [0, 5, 6], 8, 4, 2) == [(5, 105), (6, 106)]
-
-
 def test_a_state_that_the_engine_writes_within_a_step_is_saved() -> None:
     desk = state_desk("aaaabbbbccccdd")
     assert saved_states(desk, [0, 0, 6, 7], 0, 14, 4, (12,)) == [(6, 106)]
@@ -198,12 +146,3 @@ def test_a_state_is_saved_only_where_the_prompt_can_resume() -> None:
     assert saved_states(desk, [0, 5, 6], 8, 1, 1) == []
     desk.grow("r", "aaaabbbbccccdddd")
     assert saved_states(desk, [0, 5, 6], 11, 1) == []
-
-
-def test_a_state_whose_block_is_given_away_is_fenced() -> None:
-    desk = state_desk("aaaabbbbccccdd")
-    tables = [0, 5], [0, 105], [200, 201]
-    plan = desk.plan(scheduled(tables, 0, 8, tables))
-    (state,) = (save.job_id for save in plan.saves if save.key.group == 1)
-    later = [0, 0, 6], [0, 105, 106], [200, 201, 5]
-    assert desk.plan(scheduled(later, 8, 1, ([6], [106], [5]))).fences == (state,)

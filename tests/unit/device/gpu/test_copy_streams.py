@@ -47,43 +47,6 @@ def rig(device: Device) -> Iterator[Rig]:
     copies.close()
 
 
-def test_a_save_waits_for_what_the_engine_has_launched(gpu: Device) -> None:
-    with rig(gpu) as r:
-        gpu.launch(r.fill(1))
-        gpu.synchronize()
-        gpu.stall()
-        gpu.launch(r.fill(2))
-        r.copies.save(1, 0, 0, [0, 1])
-        r.copies.fence([1])  # launched
-        assert r.copies.poll().saved == [], "the save did not wait"
-        r.finish()
-        assert set(r.payload.tolist()) == {2}
-
-
-def test_a_fence_holds_the_stream_and_not_the_host(gpu: Device) -> None:
-    with rig(gpu) as r:
-        gpu.launch(r.fill(1))
-        gpu.stall()
-        r.copies.save(1, 0, 0, [0, 1])
-        r.copies.fence([1])
-        assert r.copies.poll().saved == [], "the fence waited for the copy itself"
-        gpu.launch(r.fill(2))
-        r.finish()
-        assert set(r.payload.tolist()) == {1}
-
-
-def test_a_load_waits_for_what_still_uses_its_blocks(gpu: Device) -> None:
-    with rig(gpu) as r:
-        r.payload.fill_(7)
-        gpu.stall()
-        gpu.launch(r.fill(2))
-        r.copies.load("r", [CopyPart(0, 0, 0, (2, 3))])
-        r.finish()
-        assert r.copies.poll().loaded == [("r", True)]
-        content = r.caches.content([2, 3])
-        assert all(set(rows.flatten().tolist()) == {7} for rows in content.values())
-
-
 def test_more_chunks_than_staging_buffers_wait_on_the_device_alone(gpu: Device) -> None:
     with rig(gpu) as r:
         gpu.stall()
@@ -96,21 +59,6 @@ def test_more_chunks_than_staging_buffers_wait_on_the_device_alone(gpu: Device) 
         saved, loaded = r.copies.poll()
         assert [end.job_id for end in saved] == list(range(12))
         assert [end.load_id for end in loaded] == [str(job) for job in range(12)]
-
-
-@pytest.mark.gpu
-def test_the_engine_s_thread_never_waits_for_the_device() -> None:
-    for kind in ("cuda-batch", "cuda-gather"):
-        with rig(Device(kind)) as r:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                r.copies.save(1, 0, 0, [0, 1])
-                r.copies.load("r", [CopyPart(0, 1, 0, (2, 3))])
-                r.copies.fence([1])
-                assert r.copies.wait_all(LONG_S)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-            assert [end.ok for end in r.copies.poll().saved] == [True]
 
 
 def test_caches_made_in_inference_mode_can_be_loaded_into(gpu: Device) -> None:
