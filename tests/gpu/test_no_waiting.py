@@ -54,25 +54,6 @@ def calls_of_engine(trace: dict[str, Any]) -> list[str]:
     ]
 
 
-def test_the_trace_is_read_by_thread_and_time() -> None:
-    def call(ts: float, tid: int, name: str, cat: str = "cuda_runtime") -> dict[str, Any]:
-        return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": 1}
-
-    events = [
-        {**call(2, 7, ENGINE, "user_annotation"), "dur": 6},
-        call(5, 7, "cudaEventRecord"),
-        call(1, 7, "cudaDeviceSynchronize"),
-        call(3, 8, "cudaMemcpyAsync"),
-        call(6, 7, "cuMemcpyDtoH_v2", "cuda_driver"),
-        call(4, 7, "aten::copy_", "cpu_op"),
-        call(9, 7, "cudaDeviceSynchronize"),
-        {"ph": "M", "name": "process_name"},
-    ]
-    calls = calls_of_engine({"traceEvents": events})
-    assert calls == ["cudaEventRecord", "cuMemcpyDtoH_v2"]
-    assert [waiting(name) for name in calls] == [False, True]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", ["batch", "gather"])
 def test_no_cuda_call_of_the_engine_s_thread_waits(path: str, tmp_path: Path) -> None:

@@ -40,12 +40,15 @@ def hash_of(number: int) -> bytes:
     return hashlib.sha256(b"%d" % number).digest()
 
 
-def block(number: int) -> dict[str, torch.Tensor]:
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def block(number: int, shapes: Shapes = SHAPES) -> dict[str, torch.Tensor]:
     """Its content follows from its number."""
     generator = torch.Generator().manual_seed(number)
     return {
         name: torch.randn(shape, generator=generator).to(dtype)
-        for name, (shape, dtype) in SHAPES.items()
+        for name, (shape, dtype) in shapes.items()
     }
 
 
@@ -54,7 +57,7 @@ def room() -> dict[str, torch.Tensor]:
 
 
 def opening(config: Config, **more: Any) -> Any:
-    return TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, **more)
+    return TieredStore.open(config, **{"shapes": SHAPES, "namespace": NAMESPACE, **more})
 
 
 def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
@@ -63,8 +66,7 @@ def big(number: int, nbytes: int) -> dict[str, torch.Tensor]:
 
 
 def opening_big(config: Config, nbytes: int) -> Any:
-    shapes = {"big": ((nbytes,), torch.uint8)}
-    return TieredStore.open(config, shapes=shapes, namespace=NAMESPACE)
+    return opening(config, shapes={"big": ((nbytes,), torch.uint8)})
 
 
 def new_pools(blocks: int) -> dict[str, torch.Tensor]:

@@ -11,47 +11,41 @@ from s3kv.config import Config
 from s3kv.device.slot_payloads import ChunkPlaces
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.library.tiered_store import TieredStore
+from tests.unit.library import stores
+from tests.unit.library.stores import hash_of
 
 SHAPES = {"k": ((4, 64), torch.bfloat16), "v": ((2, 3, 4), torch.float32)}
 
 
-def new_pools(blocks: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+Tensors = dict[str, torch.Tensor]
+
+
+def new_pools(blocks: int) -> Tensors:
     """As an engine may have them: keys of blocks beside each other, values a side at a time."""
-    keys = torch.zeros(blocks, 4, 80, dtype=torch.bfloat16, device=device)[:, :, :64]
-    values = torch.zeros(2, blocks, 3, 4, device=device).movedim(1, 0)
+    keys = torch.zeros(blocks, 4, 80, dtype=torch.bfloat16)[:, :, :64]
+    values = torch.zeros(2, blocks, 3, 4).movedim(1, 0)
     return {"k": keys, "v": values}
 
 
-def hash_of(number: int) -> bytes:
-    return b"block %d" % number
+def content(number: int) -> Tensors:
+    return stores.block(number, SHAPES)
 
 
-def content(number: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return {
-        name: torch.randn(shape, generator=generator).to(dtype)
-        for name, (shape, dtype) in SHAPES.items()
-    }
+def holds(pools: Tensors, block: int, number: int) -> bool:
+    return all(torch.equal(pools[n][block], t) for n, t in content(number).items())
 
 
-def holds(pools: dict[str, torch.Tensor], block: int, number: int) -> bool:
-    return all(torch.equal(pools[n][block].cpu(), t) for n, t in content(number).items())
-
-
-def compute(pools: dict[str, torch.Tensor], block: int, number: int) -> None:
+def compute(pools: Tensors, block: int, number: int) -> None:
     for name, tensor in content(number).items():
-        pools[name][block] = tensor.to(pools[name].device)
+        pools[name][block] = tensor
 
 
-async def opened(
-    config: Config, pools: dict[str, torch.Tensor] | None, **more: object
-) -> TieredStore:
-    return await TieredStore.open(  # type: ignore[call-overload, no-any-return, unused-ignore]
-        config, shapes=SHAPES, namespace={"model": "test"}, pools=pools, **more
-    )
+async def opened(config: Config, pools: Tensors | None, **more: object) -> TieredStore:
+    store: TieredStore = await stores.opening(config, shapes=SHAPES, pools=pools, **more)
+    return store
 
 
-async def computed(store: TieredStore, pools: dict[str, torch.Tensor], number: int) -> bool:
+async def computed(store: TieredStore, pools: Tensors, number: int) -> bool:
     """Whether the block was kept in host memory. It is released at once."""
     block = store.allocate()
     assert block is not None

@@ -23,7 +23,7 @@ import torch
 from lab.books import check
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
-from tests.unit.library.stores import NAMESPACE, fresh_bucket, hash_of, same
+from tests.unit.library.stores import block, fresh_bucket, hash_of, opening, same
 
 SHAPES = {"k": ((16, 512), torch.bfloat16), "v": ((8, 512), torch.float32)}
 """So large that the least host memory there is holds 28 blocks."""
@@ -34,12 +34,7 @@ LONGEST_S = 40.0
 OVERWRITTEN = 7
 
 
-def content(number: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return {n: torch.randn(s, generator=generator).to(d) for n, (s, d) in SHAPES.items()}
-
-
-CONTENT = [content(number) for number in range(BLOCKS)]
+CONTENT = [block(number, SHAPES) for number in range(BLOCKS)]
 
 
 class LateThreads(ThreadPoolExecutor):
@@ -159,15 +154,11 @@ class Caller:
         self._store.release(block)
 
 
-async def opened(config: Config, pools: dict[str, torch.Tensor]) -> TieredStore:
-    return await TieredStore.open(config, shapes=SHAPES, namespace=NAMESPACE, pools=pools)
-
-
 async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str]:
     asyncio.get_running_loop().set_default_executor(LateThreads(random.Random(seed)))
     pools = {n: torch.zeros((POOL, *shape), dtype=dtype) for n, (shape, dtype) in SHAPES.items()}
     ends: Counter[str] = Counter()
-    async with await opened(config, pools) as store:
+    async with opening(config, shapes=SHAPES, pools=pools) as store:
         callers = [Caller(store, pools, seed * TASKS + n, cut) for n in range(TASKS)]
         async with asyncio.TaskGroup() as group:
             for caller in callers:
@@ -180,7 +171,7 @@ async def soak(config: Config, seed: int, calls: int, cut: float) -> Counter[str
                 assert all((tensor == OVERWRITTEN).all() for tensor in tensors.values())
         await nothing_is_held(store)
         ends["evictions"] = store.counters["evictions"]
-    async with await opened(config, pools) as store:
+    async with opening(config, shapes=SHAPES, pools=pools) as store:
         await compare_the_bucket(store)
     return ends
 

@@ -10,9 +10,8 @@ import torch
 
 from s3kv.config import SECRET_VARIABLE, Config
 from s3kv.errors import ConfigError, StoreMissing
-from s3kv.library.tiered_store import TieredStore
 from tests.servers import BUCKET, KEYS, REGION, boto_client
-from tests.unit.library.stores import NAMESPACE, SHAPES, block, hash_of, opening, room, same
+from tests.unit.library.stores import block, hash_of, opening, room, same
 
 
 def named(number: int) -> tuple[bytes, dict[str, torch.Tensor]]:
@@ -53,7 +52,7 @@ async def test_another_namespace_sees_nothing(config: Config) -> None:
     async with opening(config) as store:
         await store.put(key, tensors)
         await store.flush()
-    async with TieredStore.open(config, shapes=SHAPES, namespace={"model": "another"}) as other:
+    async with opening(config, namespace={"model": "another"}) as other:
         assert not await other.get(key, room())
 
 
@@ -109,7 +108,7 @@ async def test_wrong_tensors_are_refused(config: Config) -> None:
 
 async def test_a_store_that_cannot_work_says_why_at_start(config: Config) -> None:
     with pytest.raises(ConfigError, match="host_bytes"):
-        await TieredStore.open(config, shapes={"big": ((2**21,), torch.uint8)}, namespace=NAMESPACE)
+        await opening(config, shapes={"big": ((2**21,), torch.uint8)})
     missing = Config(bucket="no-such-bucket", endpoint_url=config.endpoint_url, region=REGION)
     with pytest.raises(StoreMissing, match="no-such-bucket"):
         await opening(missing)

@@ -13,7 +13,7 @@ from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
 from s3kv.types import Location
 from tests.servers import BUCKET, KEYS, boto_client
-from tests.unit.library.stores import NAMESPACE, SHAPES, block, hash_of, room
+from tests.unit.library.stores import block, hash_of, opening, room
 
 KEY = hash_of(1)
 AFTER_S = 1.0
@@ -44,9 +44,7 @@ class Objects:
 async def store(config: Config) -> AsyncIterator[TieredStore]:
     """With one block, in all tiers."""
     config = dataclasses.replace(config, refresh_after_s=AFTER_S)
-    async with TieredStore.open(
-        config, shapes=SHAPES, namespace=NAMESPACE, device_blocks=2
-    ) as store:
+    async with opening(config, device_blocks=2) as store:
         assert await store.put(KEY, block(1))
         assert await store.flush() == ()
         assert store.where(KEY) == Location(device=True, host=True, bucket=True)

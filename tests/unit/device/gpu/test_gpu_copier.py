@@ -243,18 +243,6 @@ def test_refusals_now_and_then_change_nothing(monkeypatch: pytest.MonkeyPatch) -
     rig.copies.close()
 
 
-def test_a_driver_that_refuses_is_asked_again_where_there_is_no_room_to_gather(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = Refusing(monkeypatch)
-    monkeypatch.setattr(SimulatedGpu, "empty", full)
-    assert not any(rig.save(refused=True) for _ in range(4))
-    assert rig.save(refused=False)
-    assert rig.paths() == {Path.BATCH}
-    assert "no memory to gather" in caplog.text
-    rig.copies.close()
-
-
 def test_a_driver_that_refuses_all_is_logged_and_memory_asked_for_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,6 +259,8 @@ def test_a_driver_that_refuses_all_is_logged_and_memory_asked_for_once_a_minute(
         assert len(caplog.records) == 2 * minute
         rig.now_s += 60.0
     assert rig.copies.copier.refused == 600
+    assert rig.save(refused=False), "it is asked again"
+    assert not any(rig.save(refused=True) for _ in range(2))
     monkeypatch.undo()
     assert not rig.save(refused=True), "this is the one at which memory is asked for"
     assert rig.save(refused=True)
@@ -278,28 +268,15 @@ def test_a_driver_that_refuses_all_is_logged_and_memory_asked_for_once_a_minute(
     rig.copies.close()
 
 
-def test_memory_that_cannot_be_pinned_keeps_no_batch_from_being_copied(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unpinned(gpu: SimulatedGpu, count: int) -> None:
-        raise RuntimeError("CUDA error: operation not supported")
-
-    monkeypatch.setattr(SimulatedGpu, "host_numbers", unpinned)
-    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
-    copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))
-    assert {choice.path for choice in copier.choices} == {Path.BATCH}
-    assert "no memory to gather: CUDA error: operation not supported" in caplog.text
-    copier.close()
-
-
-def full(gpu: SimulatedGpu, nbytes: int) -> torch.Tensor:
+def full(gpu: SimulatedGpu, count: int) -> torch.Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+@pytest.mark.parametrize("memory", ["empty", "host_numbers"])
 def test_without_room_to_gather_all_goes_in_batches(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: str
 ) -> None:
-    monkeypatch.setattr(SimulatedGpu, "empty", full)
+    monkeypatch.setattr(SimulatedGpu, memory, full)
     caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(5))
     with caplog.at_level(logging.INFO):
         copier = GpuCopier(places(caches, caches.layout())[0], SimulatedGpu(11))

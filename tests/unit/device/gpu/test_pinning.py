@@ -64,14 +64,9 @@ def test_pieces_are_whole_slots_and_tile_the_slab(monkeypatch: pytest.MonkeyPatc
         assert (address, nbytes % 8192) == (at, 0)
         at += nbytes
     assert len(runtime.registered) == 4
-
-
-def test_slots_that_are_no_whole_pages_are_pinned_in_one_piece(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runtime, where = Refusing(99), places_of(10, 5000)
-    assert pin_with(monkeypatch, runtime, where) == 10 * 5000
-    assert len(runtime.registered) == 1
+    odd = Refusing(99)
+    assert pin_with(monkeypatch, odd, places_of(10, 5000)) == 50_000
+    assert len(odd.registered) == 1, "slots that are no whole pages"
 
 
 def test_a_refusal_to_pin_is_a_warning_that_says_what_it_costs(
