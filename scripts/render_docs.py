@@ -83,11 +83,12 @@ header. An engine treats an object that `inspect` refuses as a miss.
 
 `serve` replaces itself with vLLM's server, so signals and the exit code are vLLM's. It needs vLLM
 in the same environment, but does not import it: vLLM's version says whether it is a build for CPUs,
-a table in its source which models have an encoder. A model's `config.json` is looked for in its
-folder, or in the cache of Hugging Face's hub. On GPUs the settings `host_bytes`, `chunk_tokens` and
-`share_ranks` become vLLM's `cpu_bytes_to_use` (for all workers of an engine), `block_size` and
-`canonical_layout`; without `chunk_tokens` an object has so many of vLLM's blocks that 256 tokens
-fit. Memory there is in `/dev/shm`, and takes at most half of what is free in it.
+a table in its source which models are multi-modal. A model's `config.json` is read from its folder,
+or downloaded from Hugging Face's hub as vLLM does next. With vLLM's `OffloadingConnector` the
+settings `host_bytes`, `chunk_tokens` and `share_ranks` become vLLM's `cpu_bytes_to_use` (for all
+workers of an engine), `block_size` and `canonical_layout`; without `chunk_tokens` an object has the
+number of vLLM's blocks that come nearest to 256 tokens. That memory is in `/dev/shm`, and at most
+half of what is free in it.
 `tests/unit/cli/test_serve.py` has the command for each kind of vLLM.
 
 `config` prints its settings in the form that vLLM takes; `tests/unit/cli/test_configure.py` reads

@@ -43,6 +43,8 @@ SHORT = {
 }
 """Options of vLLM that are read here and have a short form."""
 CONNECTING = {"--kv-transfer-config", "--kv-offloading-size"}
+BEYOND_TOKENS = {"--enable-lora", "--enable-prompt-embeds"}
+"""Options with which a key of vLLM's OffloadingConnector may leave out an input."""
 
 
 @click.command("serve", epilog=EPILOG, context_settings={"ignore_unknown_options": True})
@@ -53,13 +55,14 @@ CONNECTING = {"--kv-transfer-config", "--kv-offloading-size"}
     type=click.Choice(["auto", _OFFLOADING, "S3KVConnector"]),
     default="auto",
     show_default=True,
-    help="vLLM's connector, with s3kv as its tier, or s3kv's own. auto: the first on GPUs.",
+    help="vLLM's connector, with s3kv as its tier, or s3kv's own. auto: the first on GPUs, unless "
+    "requests have media, adapters or prompt embeddings.",
 )
 @click.option("--host-bytes", metavar="SIZE", help="Host memory of each worker.")
 @click.option(
     "--encoder-outputs/--no-encoder-outputs",
     default=None,
-    help="Cache encoder outputs; by default if the model is known to have an encoder.",
+    help="Cache encoder outputs; by default for a multi-modal model.",
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the command, and run nothing.")
 @partial(with_settings, file_option="--settings", parsed=dict)  # --config is vLLM's
@@ -76,29 +79,36 @@ def serve(
     """Run `vllm serve MODEL` with its cache in the bucket.
 
     MODEL stands before the options of vLLM, which are passed on unchanged, --config included. This
-    command adds --kv-transfer-config, --shutdown-timeout, and --ec-transfer-config for a model with
-    an encoder. Host memory is a quarter of the memory that is available (a sixteenth on CPUs, where
-    vLLM takes most of it), from 256 MiB to 64 GiB per worker.
+    command adds --kv-transfer-config, --shutdown-timeout, and --ec-transfer-config for a model that
+    is multi-modal by its config.json. Host memory is a quarter of the memory that is available (a
+    sixteenth on CPUs, where vLLM takes most of it), from 256 MiB to 64 GiB per worker.
     """
-    program = _program(model)
-    given, notes = given_options(options), []
-    on_gpus = runs_on_gpus()
-    offloads = on_gpus if connector == "auto" else connector == _OFFLOADING
-    encodes = has_encoder(model, given) if encoder_outputs is None else encoder_outputs
-    if host_bytes is not None:
-        config["host_bytes"] = host_bytes
-    elif "host_bytes" not in config:
+    program, given, notes = _program(model), given_options(options), []
+    for name in given.keys() & CONNECTING:
+        raise ConfigError(
+            f"{name} is set, and `s3kv serve` configures the connector itself: remove it, or run "
+            "`vllm serve` with the options that `s3kv config` prints"
+        )
+    config |= {} if host_bytes is None else {"host_bytes": host_bytes}
+    settings, on_gpus = parse(config), runs_on_gpus()
+    multi_modal = is_multi_modal(model, given)
+    if multi_modal is None:
+        notes.append(
+            "the model's config.json is not found: encoder outputs are not cached unless "
+            "--encoder-outputs is set, and the connector is S3KVConnector unless --connector is"
+        )
+    offloads, encodes = connector == _OFFLOADING, bool(encoder_outputs)
+    if connector == "auto":
+        offloads = on_gpus and multi_modal is False and not given.keys() & BEYOND_TOKENS
+    if encoder_outputs is None:
+        encodes = bool(multi_modal) and may_cache_items(given)
+    if "host_bytes" not in config:
         engines, workers = sizes(given)
         budget, origin = _budget(4 if on_gpus else 16, in_shm=offloads)
-        config["host_bytes"] = share(budget, engines * (workers + bool(encodes)))
-        each = f"{size(config['host_bytes'])} for each of {count(engines * workers, 'worker')}"
+        settings = replace(settings, host_bytes=share(budget, engines * (workers + encodes)))
+        each = f"{size(settings.host_bytes)} for each of {count(engines * workers, 'worker')}"
         notes.append(f"host memory: {each}, out of {origin} (--host-bytes sets it)")
-    if encodes is None:
-        notes.append(
-            "encoder outputs are not cached, because the model's config.json is not on this host "
-            "yet (--encoder-outputs caches them)"
-        )
-    added = options_to_add(parse(config), given, offloads=offloads, encodes=bool(encodes))
+    added = options_to_add(settings, given, offloads=offloads, encodes=encodes)
     command = [*program, *added, *options]
     if as_json:
         print_json({"command": command, "notes": notes})
@@ -113,13 +123,8 @@ def serve(
 def options_to_add(
     config: Config, given: Mapping[str, str], *, offloads: bool, encodes: bool
 ) -> list[str]:
-    """The words to add to the options `given` to vLLM. Raises `ConfigError` if those name a
-    connector. offloads: with vLLM's OffloadingConnector. encodes: with the EC connector, too."""
-    for name in given.keys() & CONNECTING:
-        raise ConfigError(
-            f"{name} is set, and `s3kv serve` configures the connector itself: remove it, or run "
-            "`vllm serve` with the options that `s3kv config` prints"
-        )
+    """The words to add to the options `given` to vLLM. offloads: with vLLM's OffloadingConnector.
+    encodes: with the EC connector, too."""
     added = connectors(config, "both", ("kv",))
     if offloads:
         blocks = _number(given, "--block-size", 0)
@@ -187,27 +192,32 @@ def runs_on_gpus() -> bool:
     return not (for_cpus or others or importlib.util.find_spec("libtpu"))
 
 
-def has_encoder(model: str, given: Mapping[str, str]) -> bool | None:
-    """Whether the model has an encoder with outputs to cache, by its config.json and vLLM's table.
+def is_multi_modal(model: str, given: Mapping[str, str]) -> bool | None:
+    """Whether vLLM takes more than text for a model, by its config.json and vLLM's table of models.
 
-    None if the file is not on this host. False if the EC connector is configured already, or
-    refuses the options: it serves workers of one host.
+    The file of a model on the hub is downloaded, as vLLM does next. None without such a file.
     """
-    spread = max(_number(given, name, 1) for name in ("--nnodes", SHORT["-pcp"])) > 1
-    spread |= given.get("--distributed-executor-backend", "mp") not in ("mp", "uni")
-    if spread or given.keys() & {"--ec-transfer-config", "--language-model-only"}:
+    if "--language-model-only" in given:
         return False
     file: Any = Path(model, "config.json")
     try:
         if not Path(model).is_dir():
-            from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-            file = try_to_load_from_cache(model, "config.json", revision=given.get("--revision"))
+            place = {"filename": file.name, "revision": given.get("--revision")}
+            file = try_to_load_from_cache(model, **place)
+            file = file if isinstance(file, str) else hf_hub_download(model, **place)
         held = json.loads(Path(file).read_text("utf-8"))
-    except (ImportError, OSError, TypeError, ValueError):  # not cached, no name on the hub, no JSON
+        return not multi_modal_architectures().isdisjoint(held.get("architectures") or ())
+    except (ImportError, OSError, ValueError):  # ValueError: no name on the hub, or no JSON
         return None
-    names = multi_modal_architectures().intersection(held.get("architectures") or ())
-    return bool(names) and not held.get("is_encoder_decoder")
+
+
+def may_cache_items(given: Mapping[str, str]) -> bool:
+    """Whether the EC connector can be added: it is not there, and serves workers of one host."""
+    spread = max(_number(given, name, 1) for name in ("--nnodes", SHORT["-pcp"])) > 1
+    executor = given.get("--distributed-executor-backend", "mp")
+    return not spread and executor in ("mp", "uni") and "--ec-transfer-config" not in given
 
 
 def multi_modal_architectures() -> set[str]:

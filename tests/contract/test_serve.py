@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm.model_executor.models import registry
@@ -24,7 +22,7 @@ def test_vllm_has_the_options_that_are_read_and_added(known: set[str]) -> None:
     added = {"--shutdown-timeout", "--ec-transfer-config"}
     read = serve.CONNECTING | set(serve.SHORT) | set(serve.SHORT.values())
     read |= {"--block-size", "--config", "--distributed-executor-backend"}
-    read |= {"--language-model-only", "--revision"}
+    read |= serve.BEYOND_TOKENS | {"--language-model-only", "--revision"}
     assert added | read <= known
     for short, name in serve.SHORT.items():
         parsed = [serve_parser().parse_args([o, "2", "--enable-lora"]) for o in (short, name)]
@@ -46,44 +44,28 @@ def test_the_table_of_models_is_vllms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words", "expected"),
+    ("config", "expected"),
     [
-        ({"architectures": ["Blip2ForConditionalGeneration"]}, [], True),
-        ({"architectures": ["Blip2ForConditionalGeneration"]}, ["--language-model-only"], False),
-        ({"architectures": ["Blip2ForConditionalGeneration"]}, ["-n", "2"], False),
-        (
-            {"architectures": ["Blip2ForConditionalGeneration"]},
-            ["--distributed-executor-backend", "ray"],
-            False,
-        ),
-        ({"architectures": ["LlamaForCausalLM"]}, [], False),
-        (
-            {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True},
-            [],
-            False,
-        ),
-        ({}, [], False),
-        (None, [], None),
+        ('{"architectures": ["Blip2ForConditionalGeneration"]}', True),
+        ('{"architectures": ["LlamaForCausalLM"]}', False),
+        ("{}", False),
+        ("", None),
     ],
 )
-def test_a_model_with_an_encoder(
-    tmp_path: Path, config: dict[str, Any] | None, words: list[str], expected: bool | None
+def test_a_model_is_multi_modal_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, expected: bool | None
 ) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    assert serve.has_encoder(str(tmp_path), serve.given_options(words)) is expected
-
-
-def test_a_model_of_the_hub_is_known_once_it_is_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """In a folder, or in the cache of the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert serve.has_encoder("team/model", {}) is None
-    assert serve.has_encoder("s3://bucket/model", {}) is None
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert serve.is_multi_modal("team/model", {}) is None
+    assert serve.is_multi_modal("s3://bucket/model", {}) is None
     repository = tmp_path / "models--team--model"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
     file = repository / "snapshots" / "abc" / "config.json"
     file.parent.mkdir(parents=True)
-    file.write_text('{"architectures": ["Blip2ForConditionalGeneration"]}')
-    assert serve.has_encoder("team/model", {})
+    file.write_text(config)
+    assert serve.is_multi_modal(str(file.parent), {}) is expected
+    assert serve.is_multi_modal("team/model", {}) is expected
+    assert serve.is_multi_modal("team/model", {"--language-model-only": ""}) is False

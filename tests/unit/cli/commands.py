@@ -25,7 +25,7 @@ def prepare(boto: Any, url: str, folder: Path) -> dict[str, list[str]]:
         "inspect": ["inspect", KEY, *bucket],
         "ls": ["ls", *bucket],
         "ls --summary": ["ls", "--summary", *bucket],
-        "serve": ["serve", "my-model", "--print", *bucket],
+        "serve": ["serve", str(folder), "--print", *bucket],
         "verify": ["verify", *bucket],
         "gc": ["gc", "--older-than", "1h", *bucket],  # nothing is that old
     }

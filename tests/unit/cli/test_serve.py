@@ -19,12 +19,18 @@ from s3kv.cli.app import cli
 from tests.project import ROOT
 
 GPU, CPU = "0.32.0", "0.32.0+cpu"
+MODELS = {"m": '{"architectures": ["Llama"]}', "images": '{"architectures": ["Llava"]}', "odd": ""}
 SET = ("--bucket", "my-bucket", "--host-bytes", "1GiB", "--no-encoder-outputs")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that Python searches first for distributions."""
+    """The working directory, which Python searches first for distributions. It has three models."""
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serve, "multi_modal_architectures", lambda: {"Llava"})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     return tmp_path
@@ -93,6 +99,8 @@ def own(**settings: Any) -> dict[str, Any]:
         ),
         (GPU, "--prefix team --set model_id=m", tier(2**30, "prefix=team", "model_id=m")),
         (GPU, "--connector S3KVConnector", own()),
+        (GPU, "--enable-lora", own()),
+        (GPU, "--enable_prompt_embeds", own()),
         (CPU, "", own()),
         (CPU, "-tp 2 --set chunk_tokens=512", own(chunk_tokens=512)),
         (CPU, "--connector OffloadingConnector", tier(2**30)),
@@ -102,7 +110,7 @@ def test_the_connector_and_its_settings(
     folder: Path, version: str, arguments: str, expected: dict[str, Any]
 ) -> None:
     install(folder, version)
-    _, configs, notes = command("my-model", *SET, *arguments.split())
+    _, configs, notes = command("m", *SET, *arguments.split())
     assert configs == {"kv": expected}
     assert notes == []
 
@@ -110,26 +118,25 @@ def test_the_connector_and_its_settings(
 def test_options_of_vllm_are_passed_on_in_their_order(folder: Path) -> None:
     install(folder, CPU)
     given = ["--port", "8000", "-tp", "2", "--served-model-name=it's", "-O3", "--config", "c.yaml"]
-    for arguments in (["my-model", *given, *SET], [*SET, "my-model", *given]):
+    for arguments in (["m", *given, *SET], [*SET, "m", *given]):
         words, _, _ = command(*arguments)
         script = Path(sys.executable).with_name("vllm")
-        start = [str(script), "serve", "my-model"]
+        start = [str(script), "serve", "m"]
         if not script.exists():
-            start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model=my-model"]
+            start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model=m"]
         assert words == [*start, "--shutdown-timeout", "60", *given]
-    words, _, _ = command("my-model", *SET, "--shutdown-timeout", "5")
+    words, _, _ = command("m", *SET, "--shutdown-timeout", "5")
     assert words[-2:] == ["--shutdown-timeout", "5"]
     assert words.count("--shutdown-timeout") == 1
 
 
 def test_the_command_is_printed_for_a_shell(folder: Path) -> None:
     install(folder, GPU)
-    arguments = ["my-model", "--bucket", "my-bucket", "--served-model-name", "it's"]
+    arguments = ["m", "--bucket", "my-bucket", "--served-model-name", "it's"]
     printed = run(*arguments, "--print")
     assert printed.exit_code == 0
-    memory, encoder, shown = printed.stdout.splitlines()
-    assert memory.startswith("# host memory: ")
-    assert "config.json is not on this host" in encoder
+    note, shown = printed.stdout.splitlines()
+    assert note.startswith("# host memory: ")
     assert shlex.split(shown) == json.loads(run(*arguments, "--json").stdout)["command"]
 
 
@@ -182,14 +189,36 @@ def test_the_file_of_vllm_counts_less_than_the_words(tmp_path: Path) -> None:
     assert (given["--tensor-parallel-size"], given["--port"]) == ("4", "2")
 
 
-def test_encoder_outputs_have_memory_of_their_own(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "connector", "items"),
+    [
+        ("m", "OffloadingConnector", None),
+        ("m --encoder-outputs", "OffloadingConnector", "1GiB"),
+        ("images", "S3KVConnector", "1GiB"),
+        ("images --host-bytes 9GiB", "S3KVConnector", "4GiB"),
+        ("images --no-encoder-outputs", "S3KVConnector", None),
+        ("images --connector OffloadingConnector", "OffloadingConnector", "1GiB"),
+        ("images --language-model-only", "OffloadingConnector", None),
+        ("images --ec-transfer-config {}", "S3KVConnector", None),
+        ("images --nnodes 2", "S3KVConnector", None),
+        ("images -n 1 -pcp 1 --distributed-executor-backend mp", "S3KVConnector", "1GiB"),
+        ("images --distributed-executor-backend ray", "S3KVConnector", None),
+        ("odd", "S3KVConnector", None),
+    ],
+)
+def test_encoder_outputs_of_multi_modal_models(
+    folder: Path, arguments: str, connector: str, items: str | None
+) -> None:
     install(folder, GPU)
-    bucket = ("--bucket", "my-bucket", "--encoder-outputs")
-    for host_bytes, items in (("1GiB", {"host_bytes": "1GiB"}), ("9GiB", {})):
-        _, configs, _ = command("m", *bucket, "--host-bytes", host_bytes)
-        assert configs["kv"]["kv_connector"] == "OffloadingConnector"
-        assert configs["ec"]["ec_connector"] == "S3ECConnector"
-        assert configs["ec"]["ec_connector_extra_config"] == {"bucket": "my-bucket", **items}
+    bucket = ("--bucket", "my-bucket", "--host-bytes", "1GiB")
+    _, configs, notes = command(*bucket, *arguments.split())
+    assert configs["kv"]["kv_connector"] == connector
+    if items is None:
+        assert configs.get("ec", {}) == {}
+    else:
+        held = configs["ec"]["ec_connector_extra_config"]
+        assert held == {"bucket": "my-bucket"} | ({} if items == "4GiB" else {"host_bytes": items})
+    assert ["config.json is not found" in note for note in notes] == [True] * (arguments == "odd")
 
 
 @pytest.mark.parametrize(
@@ -239,11 +268,12 @@ def test_vllm_takes_the_place_of_this_process(tmp_path: Path) -> None:
         (package / "__init__.py").touch()
     module.write_text("import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)")
     process = subprocess.Popen(
-        [sys.executable, "-m", "s3kv.cli", "serve", "m", *SET, "--port", "1"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "s3kv.cli", "serve", ".", *SET, "--port", "1"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     printed, _ = process.communicate()
     assert process.returncode == 7
     words = printed.split()
-    assert words[:2] == [str(process.pid), "--model=m"]
+    assert words[:2] == [str(process.pid), "--model=."]
     assert words[-2:] == ["--port", "1"]
