@@ -1,8 +1,8 @@
-"""docs/metrics.md: every metric of both connectors, and the prices behind one of them."""
+"""docs/metrics.md: every metric of the connectors and the tier, and the prices behind one."""
 
 from __future__ import annotations
 
-from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE, Metric
+from s3kv.metrics import EC_METRICS, EC_NAMESPACE, KV_METRICS, NAMESPACE, TIER_METRICS, Metric
 from s3kv.prices import AS_OF, SOURCE, TABLE, Prices
 
 _METRICS = """# Metrics
@@ -19,7 +19,7 @@ device, **save** is device → host memory, **upload** is host memory → bucket
   KV (latent attention), the first alone uploads. Gauges are the scheduler's: there is one of each
   per engine.
 - Under `MultiConnector` nothing changes.
-- All series are there from the start, with 0.
+- All series are there from the start, with 0; those of the tier from their first value on.
 - Numbers move with the engine's steps, and what an I/O process says of itself (`io_…`, `cost_usd`)
   once a second while there are steps: the metrics of an engine without requests stand still.
 - A step in which nothing has happened hands nothing over.
@@ -34,6 +34,19 @@ Import), which has not seen it yet. It shows hits by tier and what they save, ba
 by tier and direction, misses and losses by reason, host memory, the circuit breaker, requests and
 what they cost, and the same for encoder outputs. Alarms on the same metrics are
 [explained](operating.md#alarms) in the operating guide.
+"""
+
+_TIER = """## The tier
+
+The [tier](tier.md) counts under the names of the KV connector, because an engine has one of them.
+It moves the KV of all ranks at once, so nothing is counted per rank. vLLM owns host memory and the
+copies to and from the GPU, and counts them itself (`vllm:kv_offload_…`). So the tier lacks {lacks}.
+
+Some have another meaning:
+
+| metric | labels | meaning |
+|---|---|---|
+{rows}
 """
 
 _COST = """## What requests are taken to cost
@@ -61,9 +74,21 @@ def page() -> str:
         lines = [f"## {title}", "", "| metric | labels | meaning |", "|---|---|---|"]
         lines += [_metric(namespace + name, metric) for name, metric in table.items()]
         sections.append("\n".join(lines) + "\n")
+    sections.insert(2, _tier())
     rows = "\n".join(f"| `{name}` | {_price(price)} |" for name, price in TABLE.items())
     sections.append(_COST.format(as_of=AS_OF, source=SOURCE, rows=rows))
     return "\n".join(sections)
+
+
+def _tier() -> str:
+    """The differences to the table of the KV connector."""
+    lacks = [f"`{name}`" for name in KV_METRICS if name not in TIER_METRICS]
+    rows = [
+        _metric(NAMESPACE + name, metric)
+        for name, metric in TIER_METRICS.items()
+        if metric.doc != KV_METRICS[name].doc.replace(", per rank", "")
+    ]
+    return _TIER.format(lacks=f"{', '.join(lacks[:-1])} and {lacks[-1]}", rows="\n".join(rows))
 
 
 def _metric(name: str, metric: Metric) -> str:

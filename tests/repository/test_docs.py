@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,16 @@ def test_every_command_shown_is_one() -> None:
     assert shown > 5
 
 
+def check_offloading(extra: dict[str, Any]) -> None:
+    """s3kv is the last tier, without the settings that are vLLM's there (`tier_setup.REPLACED`)."""
+    settings = extra["secondary_tiers"][-1]
+    assert extra["spec_name"] == "TieringOffloadingSpec"
+    assert isinstance(extra["cpu_bytes_to_use"], int)
+    assert settings.pop("type") == "s3kv"
+    assert not settings.keys() & {"host_bytes", "chunk_tokens", "share_ranks"}
+    Config.parse(settings)
+
+
 @pytest.mark.parametrize("kind", ["kv", "ec"])
 def test_every_transfer_config_shown_is_valid(kind: str) -> None:
     shown = [
@@ -82,6 +93,9 @@ def test_every_transfer_config_shown_is_valid(kind: str) -> None:
     ]
     assert shown
     for transfer in shown:
+        if transfer[f"{kind}_connector"] == "OffloadingConnector":
+            check_offloading(transfer["kv_connector_extra_config"])
+            continue
         if transfer[f"{kind}_connector"] == "MultiConnector":  # s3kv is the last of several
             transfer = transfer["kv_connector_extra_config"]["connectors"][-1]
         assert transfer[f"{kind}_connector"] == f"S3{kind.upper()}Connector"
