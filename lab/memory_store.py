@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from s3kv.errors import StoreUnranged
@@ -20,8 +21,8 @@ class MemoryStore:
     clock: seconds since the epoch, asked once per write and per reading; an object's age is wall
     time.
 
-    Every method yields to the loop once before it acts and not afterwards, so it acts atomically,
-    as a real store does.
+    Every method yields to the loop once before it acts (`begin`) and not afterwards, so it acts
+    atomically, as a real store does. asked: calls by verb, the name of the method.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:  # noqa: TID251
@@ -29,11 +30,17 @@ class MemoryStore:
         """Stays empty: nothing is sent."""
         self._clock = clock
         self._objects: dict[str, tuple[bytes, float]] = {}
+        self.asked: Counter[str] = Counter()
+
+    async def begin(self, verb: str, key: str) -> None:
+        """Called first by every method, with its key or prefix. Subclasses wait or raise here."""
+        self.asked[verb] += 1
+        await asyncio.sleep(0)
 
     async def get_into(
         self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        await asyncio.sleep(0)
+        await self.begin("get_into", key)
         found = self._objects.get(key)
         if found is None:
             return None
@@ -46,7 +53,7 @@ class MemoryStore:
     async def get_range(
         self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        await asyncio.sleep(0)
+        await self.begin("get_range", key)
         found = self._objects.get(key)
         if found is None:
             return None
@@ -58,25 +65,25 @@ class MemoryStore:
         return info
 
     async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-        await asyncio.sleep(0)
+        await self.begin("put", key)
         if if_absent and key in self._objects:
             return False
         self._objects[key] = (bytes(place), self._clock())
         return True
 
     async def refresh(self, key: str, modified_s: float) -> bool:
-        await asyncio.sleep(0)
+        await self.begin("refresh", key)
         if key not in self._objects or self._objects[key][1] > modified_s:
             return False
         self._objects[key] = (self._objects[key][0], self._clock())
         return True
 
     async def head(self, key: str) -> ObjectInfo | None:
-        await asyncio.sleep(0)
+        await self.begin("head", key)
         return self._told(key) if key in self._objects else None
 
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-        await asyncio.sleep(0)
+        await self.begin("delete", key)
         if key in self._objects and if_etag not in (None, self._info(key).etag):
             return False
         self._objects.pop(key, None)
@@ -90,7 +97,7 @@ class MemoryStore:
         return await self.delete(key)
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
-        await asyncio.sleep(0)
+        await self.begin("list", prefix)
         # S3 sorts keys by their UTF-8 bytes.
         for key in sorted(self._objects, key=lambda k: k.encode()):
             if key.encode() <= after.encode():
@@ -99,17 +106,17 @@ class MemoryStore:
                 yield self._info(key)
 
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        await asyncio.sleep(0)
+        await self.begin("folders", prefix)
         tails = (key[len(prefix) :] for key in self._objects if key.startswith(prefix))
         names = {tail.partition("/")[0] for tail in tails if "/" in tail}
         return sorted(names, key=lambda n: n.encode())[:limit]
 
     async def check(self, prefix: str | None = None) -> bool:
-        await asyncio.sleep(0)
+        await self.begin("check", prefix or "")
         return any(key.startswith(prefix or "") for key in self._objects)
 
     async def close(self) -> None:
-        await asyncio.sleep(0)
+        await self.begin("close", "")
 
     def _told(self, key: str) -> ObjectInfo:
         info = self._info(key)

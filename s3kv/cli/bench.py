@@ -1,4 +1,4 @@
-"""`s3kv bench`: what this host gets out of this bucket, through the client of the cache.
+"""`s3kv bench`: speed of this bucket on this host, through the client of the cache.
 
 It makes as many requests at once as one worker makes, for objects of one size, under a prefix of
 their own outside the namespaces. The objects are deleted however the measurement ends.
@@ -159,13 +159,13 @@ class Measurement:
     _own: OwnObjects = field(default_factory=OwnObjects, init=False)
 
     async def run(self, requests: int, small_requests: int) -> Speeds:
-        """Run the measurement, and delete what it wrote. requests: of each direction. Raises
-        `StoreError`; of what cannot be deleted it tells on stderr."""
+        """Run the measurement, and delete its objects. requests: of each direction. Raises
+        `StoreError`; objects that cannot be deleted are named on stderr."""
         try:
             return await self._run(requests, small_requests)
         finally:
             try:
-                # Also when it is cancelled, as by Ctrl-C: what has begun is waited for.
+                # Also when it is cancelled, as by Ctrl-C: requests that have begun are waited for.
                 await asyncio.shield(asyncio.wait_for(self._clean(), _CLEANING_TIMEOUT_S))
             except (StoreError, asyncio.TimeoutError) as error:
                 told = str(error) or "deleting takes too long"

@@ -14,7 +14,7 @@ DAY_S = 86_400.0
 MONTH_S = 365 / 12 * DAY_S
 GIB = 2**30
 _LABELS = ("verb", "status")
-"""The labels of metrics that tell requests apart."""
+"""The labels by which metrics distinguish requests."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\d+(?:\.\d+)?(?:e[-+]?\d+)?)\b")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _BILLED = ("2xx", "4xx")

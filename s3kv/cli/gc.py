@@ -50,32 +50,21 @@ def gc(
         raise click.UsageError("give --max-bytes, --older-than or both")
     before_s = 0.0 if older_than is None else now_s() - older_than
 
-    def run(approve: Callable[[int, int], None]) -> None:
-        sweep = partial(
-            Sweep,
-            prefix=config.prefix,
-            max_bytes=max_bytes,
-            before_s=before_s,
-            dry_run=dry_run,
-            approve=approve,
-        )
-        _run(config, sweep, as_json)
-
+    sweep = partial(
+        Sweep, prefix=config.prefix, max_bytes=max_bytes, before_s=before_s, dry_run=dry_run
+    )
     try:
-        run(_approve_all if yes or dry_run else _approve_half)
+        half = sweep if yes or dry_run else partial(sweep, approve=_approve_half)
+        _run(config, half, as_json)
     except _MoreThanHalf as error:
         # Asked between two runs: within one, Ctrl-C would be left to its event loop.
         if not (sys.stdin.isatty() and click.confirm(f"s3kv: {error}. Delete them?", err=True)):
             raise ConfigError(f"{error}: nothing was deleted; --yes deletes them") from None
-        run(_approve_all)
+        _run(config, sweep, as_json)
 
 
 class _MoreThanHalf(Exception):
     """More than half of the bytes would be deleted. Nothing has been."""
-
-
-def _approve_all(going: int, held: int) -> None:
-    pass
 
 
 def _approve_half(going: int, held: int) -> None:
@@ -85,7 +74,7 @@ def _approve_half(going: int, held: int) -> None:
 
 
 def _run(config: Config, sweep: Callable[..., Sweep], as_json: bool) -> None:
-    """Run a sweep, and print what it did: also when the bucket stopped answering halfway."""
+    """Run a sweep, and print its results, even if the bucket stops answering halfway."""
     done: list[Sweep] = []
 
     async def work(store: BulkStore) -> None:

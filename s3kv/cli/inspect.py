@@ -20,7 +20,8 @@ from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.headers import CodecError, Header, Mismatch, read_header
 from s3kv.objects.integrity import Integrity
 from s3kv.place import Place
-from s3kv.stores.store import ObjectStore
+from s3kv.stores.store import ObjectInfo, ObjectStore
+from s3kv.upkeep.listing import tried
 
 MAX_OBJECT_BYTES = 2**30
 """Larger than any chunk; the most that somebody's object makes this process allocate."""
@@ -92,8 +93,8 @@ async def look_at(
 ) -> Inspection | None:
     """Read the object and verify it against its key. Returns None if there is no such object.
 
-    Verifies as an engine with these settings would; only the tensors, which an engine knows from
-    its model, are taken from the header. Raises `ConfigError` if `key` is not that of a chunk, or
+    Verifies as an engine with these settings would; only the tensors, which an engine takes from
+    its model, are those of the header. Raises `ConfigError` if `key` is not that of a chunk, or
     if the settings need a secret that is not there; `StoreError` if the bucket cannot be asked.
     """
     address = keys.parse(key)
@@ -102,18 +103,30 @@ async def look_at(
             f"KEY is {key!r}: allowed is the key of a chunk, which looks like "
             f"{config.prefix}/{keys.LAYOUT}/NAMESPACE/HH/HASH/gCOVERAGE-SHARD.safetensors"
         )
-    info = await store.head(key)
-    if info is None:
-        return None
+    while (info := await store.head(key)) is not None:
+        found = await read_back(store, config, address, info, with_statistics=with_statistics)
+        if found is not None:  # or it was replaced between the two requests
+            return found
+    return None
+
+
+async def read_back(
+    store: ObjectStore,
+    config: Config,
+    address: keys.ChunkAddress,
+    info: ObjectInfo,
+    *,
+    with_statistics: bool = False,
+) -> Inspection | None:
+    """Read an object that was listed or looked at, and verify it. Returns None if it is gone, or
+    has another length by now. Raises `ConfigError` as `look_at` does, and `StoreError`."""
     if info.nbytes > MAX_OBJECT_BYTES:
-        return Inspection(key, info.nbytes, None, "length")
+        return Inspection(info.key, info.nbytes, None, "length")
     buffer = memoryview(bytearray(info.nbytes))
-    came = await store.get_into(key, Place.of(buffer))
-    if came is None:
+    came = await tried(lambda: store.get_into(info.key, Place.of(buffer)))
+    if came is None or came.nbytes != info.nbytes:
         return None
-    if came.nbytes != info.nbytes:  # replaced between the two requests
-        return Inspection(key, came.nbytes, None, "length")
-    found = examine(config, address, key, buffer)
+    found = examine(config, address, info.key, buffer)
     if not with_statistics or found.header is None:
         return found
     return dataclasses.replace(found, statistics=statistics(bytes(buffer)))
@@ -145,7 +158,7 @@ def examine(config: Config, address: keys.ChunkAddress, key: str, buffer: memory
 def statistics(data: bytes) -> list[TensorStatistics]:
     """The statistics of every tensor of a safetensors file, in the order of their names.
 
-    Imports torch, which takes seconds and knows every dtype. Raises `ConfigError` if torch cannot
+    Imports torch, which takes seconds and has every dtype. Raises `ConfigError` if torch cannot
     be imported.
     """
     try:

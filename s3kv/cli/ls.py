@@ -1,4 +1,4 @@
-"""`s3kv ls`: the namespaces of a bucket, the objects of one, and what there is of them."""
+"""`s3kv ls`: the namespaces of a bucket, the objects of one, and their counts."""
 
 from __future__ import annotations
 

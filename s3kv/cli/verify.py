@@ -1,4 +1,4 @@
-"""`s3kv verify`: reads objects back to see whether they are what their keys say.
+"""`s3kv verify`: reads objects back, and verifies them against their keys.
 
 An object that does not verify is read a second time, because the damage may be in the reading. An
 object that cannot be judged with the settings at hand (another integrity mode, another secret) does
@@ -19,14 +19,13 @@ from rich.console import Console
 from rich.text import Text
 
 from s3kv.cli import show, walk
-from s3kv.cli.inspect import MAX_OBJECT_BYTES, examine
+from s3kv.cli.inspect import read_back
 from s3kv.cli.invocation import EPILOG, FOUND, now_s, on_bucket, print_json, with_settings
 from s3kv.config import Config, count
 from s3kv.objects.headers import Mismatch
 from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
 from s3kv.objects.manifest import leaves
-from s3kv.place import Place
 from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.store import BulkStore, ObjectInfo, ObjectStore
 from s3kv.upkeep import listing
@@ -49,8 +48,8 @@ class Damage:
 @dataclass(slots=True)
 class Verification:
     """The result of a run. gone: objects deleted or replaced since they were listed. misread: those
-    right only when read a second time. unjudged: by namespace, those whose integrity is not what
-    the settings say."""
+    right only when read a second time. unjudged: by namespace, those with another integrity
+    than that of the settings."""
 
     checked: int = 0
     nbytes: int = 0
@@ -179,13 +178,8 @@ class Verifier:
     async def _refusal(
         self, address: ChunkAddress, info: ObjectInfo
     ) -> Mismatch | Literal["gone"] | None:
-        if info.nbytes > MAX_OBJECT_BYTES:
-            return "length"
-        buffer = memoryview(bytearray(info.nbytes))
-        came = await listing.tried(lambda: self.store.get_into(info.key, Place.of(buffer)))
-        if came is None or came.nbytes != info.nbytes:
-            return "gone"
-        return examine(self.config, address, info.key, buffer).refusal
+        found = await read_back(self.store, self.config, address, info)
+        return "gone" if found is None else found.refusal
 
     async def _can_judge(self, namespace: Namespace) -> bool:
         """Whether the manifest names the same integrity, mode and key, as the settings. Without a

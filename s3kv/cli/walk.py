@@ -1,4 +1,4 @@
-"""Content of a bucket: its namespaces, their manifests, and what each of them holds."""
+"""Content of a bucket: its namespaces, their manifests, and the objects in each of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from s3kv.stores.store import ObjectInfo, ObjectStore, read_small
 from s3kv.upkeep.listing import chunks, tried
 
 MAX_NAMESPACES = 1000
-"""Most that one request tells. A prefix has one for every model, layout and version of its engines.
+"""Most that one request lists. A prefix has one for every model, layout and version of its engines.
 """
 _MAX_NEIGHBOURS = 5
 _REPORT_EVERY = 1000
@@ -105,7 +105,7 @@ async def describe(store: ObjectStore, namespace: keys.Namespace) -> NamespaceCo
 
 
 async def report_empty(store: ObjectStore, bucket: str, prefix: str) -> None:
-    """Say on stderr that nothing of s3kv is under `prefix`, and what lies next to it: caches if
+    """Say on stderr that nothing of s3kv is under `prefix`, and name its neighbours: caches if
     there are any, otherwise other folders, the nearest names first. Raises `StoreError`."""
     parent = "".join(prefix.rpartition("/")[:2])
     said = f"s3kv: nothing of s3kv is under {prefix + '/'!r} in {bucket!r}"

@@ -116,7 +116,7 @@ class OutstandingJobs:
         self._outstanding.clear()
 
     def take_ends(self) -> list[JobEnd]:
-        """Take the ends since the last call. Failures that a person should know of are logged."""
+        """Take the ends since the last call. Failures that concern an operator are logged."""
         ended, self._ended = self._ended, []
         for end in ended:
             self._failure_log.note(end)

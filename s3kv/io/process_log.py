@@ -7,14 +7,24 @@ warnings. So whoever has configured `logging` in the worker has configured it fo
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
-from typing import IO, Any
+from typing import IO
+
+import msgspec
 
 LOGGER = "s3kv.io"
-_FIELDS = ("levelno", "created", "pathname", "lineno")
+
+
+class _LogLine(msgspec.Struct):
+    """A record, with the names of its fields. created: seconds since the epoch; None: now."""
+
+    levelno: int
+    pathname: str
+    lineno: int
+    message: str
+    created: float | None
 
 
 class _LineFormatter(logging.Formatter):
@@ -24,8 +34,9 @@ class _LineFormatter(logging.Formatter):
         message = super().format(record)
         if not record.name.startswith(LOGGER):
             message = f"{record.name}: {message}"
-        told: dict[str, Any] = {name: getattr(record, name) for name in _FIELDS}
-        return json.dumps(told | {"message": message})
+        message = message.encode("utf-8", "backslashreplace").decode()  # names of odd files
+        line = _LogLine(record.levelno, record.pathname, record.lineno, message, record.created)
+        return msgspec.json.encode(line).decode()
 
 
 def log_to_worker() -> None:
@@ -38,25 +49,21 @@ def log_to_worker() -> None:
 
 def record_of(line: str, pid: int) -> logging.LogRecord:
     """The record on a line that the I/O process `pid` has printed."""
-    found: dict[str, Any] = {}
     try:
-        parsed = json.loads(line)
-        found = {name: parsed[name] for name in (*_FIELDS, "message")}
-        level, created_s = int(found["levelno"]), float(found["created"])
-    except (ValueError, KeyError, TypeError):
-        found, level, created_s = {}, logging.WARNING, None
-    place, number = str(found.get("pathname", __file__)), found.get("lineno", 0)
-    message = str(found.get("message", line.rstrip()))
-    text = f"I/O process {pid}: {message}"
+        it = msgspec.json.decode(line, type=_LogLine)
+    except (msgspec.MsgspecError, UnicodeError):
+        it = _LogLine(logging.WARNING, __file__, 0, line.rstrip(), None)
+    text = f"I/O process {pid}: {it.message}"
     # Somebody's factory may add fields that a formatter needs; vLLM's does.
-    record = logging.getLogRecordFactory()(LOGGER, level, place, number, text, None, None)
-    if created_s is not None:
-        record.created = created_s
+    make = logging.getLogRecordFactory()
+    record = make(LOGGER, it.levelno, it.pathname, it.lineno, text, None, None)
+    if it.created is not None:
+        record.created = it.created
     return record
 
 
 class LogPipe:
-    """Reader of what one I/O process prints, on a thread of its own: an idle engine polls nothing,
+    """Reader of one I/O process's output, on a thread of its own: an idle engine polls nothing,
     and a full pipe would stop the process. The thread ends when the process does."""
 
     def __init__(self, stream: IO[str], pid: int) -> None:

@@ -43,7 +43,7 @@ names the right object, but the object is damaged or forged.
 
 
 class CodecError(S3KVError, ValueError):
-    """Bytes that are no object of this format; the message says why. Treat them as a miss."""
+    """Bytes that are no object of this format; the message has the reason. Treat them as a miss."""
 
     def __init__(self, message: str, refusal: Mismatch = "header") -> None:
         super().__init__(message)

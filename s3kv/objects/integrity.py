@@ -4,7 +4,7 @@
                   compute it, so anyone who may write to the bucket can make an object that passes.
     blake3-keyed  BLAKE3 with a secret key over the header, the segment's number and the segment.
                   Without the secret, no object that passes can be made, not even from other such
-                  objects: the header says which chunk of which rank in which namespace it is.
+                  objects: the header names its chunk, rank and namespace.
     none          No digest. Length and header are compared, the payload is not verified.
 
 The namespace depends on the mode and on a fingerprint of the key. Engines with different modes or
@@ -73,8 +73,8 @@ class Integrity:
         return str(keyed.update(segment).hexdigest())
 
     def identity(self) -> dict[str, Any]:
-        """The part of a fingerprint that names the mode and, by a digest, the key. It tells keys
-        apart without revealing them."""
+        """The part of a fingerprint that names the mode and, by a digest, the key. Keys are
+        told apart without being revealed."""
         if self.mode != "blake3-keyed":
             return {"mode": self.mode}
         return {

@@ -1,4 +1,4 @@
-"""Items in the object format: objects of one tensor whose length varies from object to object.
+"""Items in the object format: objects of one tensor, of different lengths.
 
 An item is an encoder's output for one image or clip: a tensor [rows, width], one row for each token
 it represents. It is written like a chunk (`codec`), with the tensor `TENSOR` and the shard `SHARD`.

@@ -147,7 +147,7 @@ class Namespace:
         return f"{self.root}manifest.json"
 
     def shape(self, shard: str) -> str:
-        """Key of the empty object that says that this shard may be in the namespace. Raises
+        """Key of the empty object that lists this shard for the namespace. Raises
         `ValueError` as `chunk` does."""
         return f"{self.shapes}{_checked(shard)}"
 

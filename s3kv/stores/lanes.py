@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 async def in_turn(items: Iterable[_T]) -> AsyncIterator[_T]:
-    """An asynchronous iterator over what is there already."""
+    """An asynchronous iterator over items that are there already."""
     for item in items:
         yield item
 

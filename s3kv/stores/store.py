@@ -37,10 +37,10 @@ class ObjectInfo:
     etag: str = ""
     """The store's name for this content, quotes included; changes when the object does."""
     age_s: float | None = field(default=None, compare=False)
-    """Time since the last write, also by the store's clock; None if the answer does not say, as in
+    """Time since the last write, also by the store's clock; None if the answer has none, as in
     a listing."""
     version: str = field(default="", compare=False)
-    """Its version in a bucket that keeps or kept them; empty if the answer does not say, as in a
+    """Its version in a bucket that keeps or kept them; empty if the answer has none, as in a
     listing."""
 
     @property

@@ -44,8 +44,8 @@ deletion counts as listed."""
 REFRESHED = 4
 """Refreshes of an object in use in the time for which unused objects stay."""
 _FULL = 0.8
-"""Share of the budget from which on objects in use are refreshed: what is far from full deletes
-nothing."""
+"""Share of the budget from which on objects in use are refreshed. Below it nothing is deleted
+soon."""
 _SWEEPS_PER_IDLE = 10
 _SETTLE_S = 5.0
 """Pause after taking a lease, in which a second taker shows: the later one holds it."""

@@ -1,4 +1,4 @@
-"""Estimated cost of a store's requests, and of what is stored without a bound. Pure.
+"""Estimated cost of a store's requests, and of objects stored without a bound. Pure.
 
 Answers of class 4xx are billed, those of class 5xx are not
 (https://docs.aws.amazon.com/AmazonS3/latest/userguide/ErrorCodeBilling.html). Traffic between a

@@ -27,7 +27,7 @@ _log = logging.getLogger("s3kv.io")
 
 _INTRODUCTION_PAUSE_S = 60.0
 _INTRODUCED_AGAIN_S = 3600.0
-"""Time between two looks at the manifest while the cleaner says when objects are refreshed."""
+"""Time between two looks at the manifest while the cleaner decides when objects are refreshed."""
 _GROWTH_LOOK_S = 60.0
 
 
@@ -120,7 +120,7 @@ class Housekeeping:
             _log.error("%s: %r", what, error, exc_info=error)
 
     async def _watch_growth(self) -> None:
-        """Warn once if nobody seems to delete what this process uploads."""
+        """Warn once if nobody seems to delete the uploads of this process."""
         while not self._store.traffic.sent_bytes:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(_GROWTH_LOOK_S)
         began_s, warning = time.monotonic(), None

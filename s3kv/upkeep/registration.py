@@ -42,7 +42,7 @@ class Registration(NamedTuple):
 
 async def introduce(store: ObjectStore, registration: Registration) -> str:
     """Write the manifest and the shapes that are not there. Returns a sentence that names the
-    namespace and, for a new one, says how it differs from its nearest sibling.
+    namespace and, for a new one, its differences from its nearest sibling.
 
     Raises `StoreError` if a request for the manifest fails. A denied write of the manifest is
     mentioned in the sentence. A shape that cannot be written is left out until the next start.

@@ -200,7 +200,7 @@ class BucketExamination:
         """Compare the object's age with this host's time before and after it was written."""
         info = await self._store.head(self.key)
         modified_s = begin_s if info is None else info.modified_s
-        # Stores tell whole seconds, so an object written just now may look a second old.
+        # Stores report whole seconds, so an object written just now may look a second old.
         ahead_s = max(0.0, begin_s - 1.0 - modified_s) - max(0.0, modified_s - end_s)
         if abs(ahead_s) <= MAX_SKEW_S:
             return self._note("clock", "ok", f"within {MAX_SKEW_S:.0f} s of the store's")
@@ -288,7 +288,7 @@ class BucketExamination:
 
     async def _ask(self, check: str, action: str, call: Awaitable[None]) -> bool:
         """Make the calls of a check, which notes its finding. Returns whether all is well. action:
-        what the calls need, in terms of IAM."""
+        the permission that the calls need, in IAM."""
         if (error := await _error_of(call)) is not None:
             self._fail(check, error, action)
         return self._findings[check].status == "ok"

@@ -14,7 +14,7 @@ Status = Literal["ok", "warning", "fault", "skipped"]
 of another finding or by choice."""
 PERMISSION = frozenset({"", "AccessDenied"})
 """Codes of refusals that concern the call and not the caller. A bare 403 may be either; the calls
-that follow tell."""
+that follow show it."""
 
 _BY_CODE: Mapping[str, str] = {
     **DENIED,
@@ -39,7 +39,7 @@ _BY_KIND: Mapping[type[StoreError], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. remedy: what to do; empty if there is nothing to do."""
+    """The result of one check. remedy: empty if there is nothing to do."""
 
     check: str
     status: Status
@@ -53,7 +53,7 @@ def is_healthy(findings: Iterable[Finding]) -> bool:
 
 
 def remedy_for(error: StoreError, action: str, resource: str) -> str:
-    """The remedy for an error. action, resource: what the refused call needs, in terms of IAM."""
+    """The remedy for an error. action, resource: those that the refused call needs, in IAM."""
     if is_permission(error):
         return f"allow {action} on {resource} for these credentials"
     if error.code in _BY_CODE:

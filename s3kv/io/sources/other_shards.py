@@ -71,7 +71,7 @@ class OtherShards:
         self._staging = staging
         self._shapes: set[Shard] = set()
         self._covers: dict[int, list[ShardCover]] = {}
-        """By coverage, what the shapes of now amount to."""
+        """By coverage, the covers that follow from the present shapes."""
         self._look_after_s = -math.inf
         self._looking = asyncio.Lock()
 

@@ -20,7 +20,7 @@ TEXT_LIMIT_BYTES = 8 * 2**20
 1,024 escaped bytes has about 3.5 MB; no error comes near that."""
 EMPTY = Place.of(b"")
 OBJECT = (200, 206)
-"""Statuses of answers whose body is an object or a range of one."""
+"""Statuses of answers with an object, or with a range of one, as their body."""
 
 
 class BadAnswer(Exception):
@@ -49,7 +49,7 @@ class Request:
         return 206 if "Range" in self.headers else 200
 
     def head(self) -> bytes:
-        """Request line and headers. Raises `h11.LocalProtocolError` for what HTTP forbids."""
+        """Request line and headers. Raises `h11.LocalProtocolError` if HTTP forbids one."""
         headers = list(self.headers.items())
         if self.method in ("PUT", "POST"):
             headers.append(("Content-Length", str(self.body.nbytes)))

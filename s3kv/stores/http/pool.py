@@ -94,7 +94,7 @@ class Pool:
         """
         try:
             head = request.head()
-        except h11.LocalProtocolError:  # whose message shows the header, which may be a secret
+        except h11.LocalProtocolError:  # its message shows the header, perhaps a secret
             raise StoreError(
                 "HTTP forbids a header: do the credentials end in a line break?"
             ) from None
@@ -155,7 +155,7 @@ class Pool:
             for connection in self._idle:
                 connection.abort()
         except StoreUnavailable:
-            pass  # the next request says so
+            pass  # the next request raises it
         finally:
             self._keeping = None
 
@@ -262,8 +262,8 @@ class Addresses:
 
     The resolver is asked for every connection, so that a change of the name counts at once. Of its
     answer the family of the first address is used, and addresses of another one only after those:
-    the resolver knows which family this host can reach. The one with the fewest connections goes
-    first, and one that has failed last.
+    the resolver lists the family that this host can reach first. The address with the fewest
+    connections goes first, and one that has failed last.
     """
 
     def __init__(self, host: str, port: int) -> None:

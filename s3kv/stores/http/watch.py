@@ -116,7 +116,7 @@ async def watched(patience: Patience, work: Callable[[Watch], Coroutine[Any, Any
 
     watch = Watch(patience, give_up)
     task = asyncio.get_running_loop().create_task(work(watch))
-    # Nobody knows at first whether there is a connection.
+    # The connection may have to be opened first.
     watch.wait(patience.connect_ms + patience.first_byte_ms, for_answer=True)
     try:
         await asyncio.wait([task])

@@ -36,8 +36,8 @@ _AWS_BUCKET = re.compile(
 class Address:
     """Destination of requests for one bucket.
 
-    url: of the bucket; a key follows it. region, service: what requests are signed for; region is
-    "*" if a signature is valid in all regions. scheme: botocore's name for the way of signing:
+    url: of the bucket; a key follows it. region, service: those that requests are signed for; "*"
+    if a signature is valid in all regions. scheme: botocore's name for the way of signing:
     "v4", "v4-s3express" or "v4a". proxy_url: proxy that HTTPS_PROXY or HTTP_PROXY names for this
     URL, with its password; empty: none. ca_bundle: file of certificate authorities from our
     settings or botocore's; None: none named.

@@ -102,7 +102,7 @@ _ERRORS: Sequence[tuple[Container[str], Container[int], type[StoreError], str]] 
     (_TRANSIENT, (408,), StoreUnavailable, "may work when sent again"),
     (_REFUSED, (413, 414), StoreRefused, "the store takes no such object or key"),
 )
-"""Errors by code and by status: their kind, and what to say. The first that fits counts."""
+"""Errors by code and by status: their kind and their text. The first that fits counts."""
 
 
 def info_of(key: str, nbytes: int, headers: Mapping[str, str]) -> ObjectInfo:
@@ -189,7 +189,7 @@ def _etag(info: ObjectInfo) -> str:
 
 def read_deletion(body: bytes, call: Call) -> Sequence[str]:
     """The keys that DeleteObjects left, as `left_by_deletion`. Raises `StoreUnavailable` if the
-    answer cannot be read; it is not known then what has been deleted."""
+    answer cannot be read; any of the objects may have been deleted then."""
     try:
         root = _root(body, "DeleteResult")
         errors = {_text(item, "Key"): _members(item) for item in root.iterfind("{*}Error")}
@@ -261,7 +261,7 @@ def error_about(
 ) -> StoreError:
     """The error for an error document with these members and this status.
 
-    bucket_region: region of the bucket if a header says so.
+    bucket_region: region of the bucket, from a header.
     """
     code = said.get("Code", "")
     what = f"{call}: {status} {code or '(no code)'}"

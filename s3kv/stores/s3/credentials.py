@@ -43,7 +43,7 @@ _RENEW_SESSION_S = 60
 _NO_ANSWER = (
     exceptions.HTTPClientError,
     exceptions.ConnectionError,
-    botocore.parsers.ResponseParserError,  # STS, or what answers in its place
+    botocore.parsers.ResponseParserError,  # of STS, or of a server in its place
     asyncio.TimeoutError,  # of _LOOK_S
     OSError,  # a helper program, or the file of a token, that is gone
     ValueError,  # an answer of a helper that cannot be read

@@ -74,7 +74,7 @@ class Endpoint:
     """A bucket's address and credentials; signs requests for it.
 
     host: name or address to connect to. authority: the header `Host`. path: prefix of a key in the
-    request target; ends with a slash. region, service: what requests are signed for.
+    request target; ends with a slash. region, service: those that requests are signed for.
     """
 
     tls: bool
@@ -199,7 +199,7 @@ class FastClient:
             "x-amz-metadata-directive": "REPLACE",
             "Content-Type": CONTENT_TYPE,
             # Not the ETag as well: with both, a right ETag would be all that counts. A second more,
-            # because servers that keep fractions tell and compare differently.
+            # because servers that keep fractions report whole seconds and compare fractions.
             "x-amz-copy-source-if-unmodified-since": formatdate(modified_s + 1, usegmt=True),
         }
         await self._send("s3:PutObject", "PUT", key, headers=headers)

@@ -238,7 +238,7 @@ class S3Store:
         return [name[len(prefix) :].rstrip("/") for name in page.folders]
 
     async def check(self, prefix: str | None = None) -> bool:
-        # A listing rather than a HEAD of the bucket: its errors have a body that says which.
+        # A listing rather than a HEAD of the bucket: its errors have a body with a code.
         page = await self._list_page(prefix or f"{self._config.prefix}/", 1)
         return bool(page.objects)
 
@@ -254,7 +254,7 @@ class S3Store:
 async def _answer(
     request: Awaitable[T], is_none: Callable[[Refusal], bool] = lambda _: False
 ) -> T | None:
-    """What the store answered. A refusal is None if `is_none` says so, and otherwise its error."""
+    """The result of a request. A refusal is None if `is_none` holds, and otherwise its error."""
     try:
         return await request
     except Refusal as refusal:
@@ -288,9 +288,9 @@ def open_store(config: Config, *, keeps_ready: bool = False) -> BulkStore:
 
 
 def choose(config: Config, address: Address) -> tuple[str, str]:
-    """Choose the client for the bucket at that address: "fast" or "aiobotocore", and a clause that
-    says why, about the settings or the environment. Pure. Raises `ConfigError` if `client` is
-    "fast" and that cannot serve."""
+    """Choose the client for the bucket at that address: "fast" or "aiobotocore", and the reason, a
+    clause about the settings or the environment. Pure. Raises `ConfigError` if `client` is "fast"
+    and that cannot serve."""
     hindered = ""
     if config.bucket.startswith("arn:"):
         hindered = "bucket is an ARN"

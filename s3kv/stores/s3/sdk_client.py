@@ -75,7 +75,7 @@ class SdkClient:
     quarter of a MiB of its object a second time. Timeouts are those of the settings, except that
     connecting and waiting for an answer may together take the sum of both. aiobotocore sends each
     request once; aiohttp sends it once more if an idle connection proves to be closed. A PUT that
-    is redirected raises `StoreUnavailable`; `S3Store.check` says to which region.
+    is redirected raises `StoreUnavailable`; the error of `S3Store.check` names the region.
     """
 
     def __init__(self, config: Config, address: Address) -> None:
@@ -128,7 +128,7 @@ class SdkClient:
         await self._ask("s3:PutObject", key, send, sent_bytes=place.nbytes)
 
     async def copy(self, key: str, modified_s: float) -> bool:
-        # For what these are and are not, see `FastClient.copy`.
+        # See `FastClient.copy` for the reasons.
         copy = {
             "CopySource": {"Bucket": self._config.bucket, "Key": key},
             "MetadataDirective": "REPLACE",
@@ -285,7 +285,7 @@ class SdkClient:
             verify=config.ca_bundle if config.verify_tls else False,
             config=AioConfig(
                 connect_timeout=self._patience.connect_ms / 1e3,
-                read_timeout=None,  # `Watch` knows when to give up
+                read_timeout=None,  # `Watch` gives up
                 max_pool_connections=config.pool_size,
                 retries={"total_max_attempts": 1, "mode": "standard"},
                 request_checksum_calculation="when_required",
@@ -311,8 +311,8 @@ def _refusal_of(told: botocore.exceptions.ClientError, call: Call) -> Refusal:
 class _Pieces:
     """A body that botocore can measure and rewind, and that aiohttp sends piece by piece.
 
-    Each piece is a copy: a connection that is given up may still send what it has been handed, and
-    whoever owns the memory may then have written to it.
+    Each piece is a copy: a connection that is given up may still send pieces that it has, and
+    the owner of the memory may have written to it by then.
     """
 
     def __init__(self, place: Place, watch: Watch, patience: Patience) -> None:

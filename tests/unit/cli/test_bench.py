@@ -109,22 +109,19 @@ class Troubled(MemoryStore):
     def __init__(self, fails_from: int = 10**9, *, may_delete: bool = True) -> None:
         super().__init__(clock=lambda: 0.0)
         self._fails_from, self._may_delete = fails_from, may_delete
-        self.puts = self.running = self.most = 0
+        self.running = self.most = 0
 
-    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-        self.puts += 1
-        if self.puts >= self._fails_from:
-            raise StoreUnavailable("s3:PutObject")
-        self.running += 1
-        self.most = max(self.most, self.running)
-        await asyncio.sleep(0)
-        self.running -= 1
-        return await super().put(key, place, if_absent=if_absent)
-
-    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-        if not self._may_delete:
+    async def begin(self, verb: str, key: str) -> None:
+        await super().begin(verb, key)
+        if verb == "delete" and not self._may_delete:
             raise StoreDenied("s3:DeleteObject")
-        return await super().delete(key, if_etag=if_etag)
+        if verb == "put":
+            if self.asked["put"] >= self._fails_from:
+                raise StoreUnavailable("s3:PutObject")
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0)
+            self.running -= 1
 
 
 @pytest.mark.parametrize(("fails_from", "may_delete"), [(1, False), (5, True)])

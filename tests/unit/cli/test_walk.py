@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from lab.memory_store import MemoryStore
@@ -39,10 +37,9 @@ def test_ages(age_s: float, name: str) -> None:
 
 
 class OnlyUnderThePrefix(MemoryStore):
-    async def folders(self, prefix: str, limit: int) -> Sequence[str]:
-        if not prefix.startswith("s3kw/"):
+    async def begin(self, verb: str, key: str) -> None:
+        if not key.startswith("s3kw/"):
             raise StoreDenied("not allowed")
-        return await super().folders(prefix, limit)
 
 
 async def test_who_may_list_the_prefix_alone_learns_that_it_is_empty(

@@ -53,6 +53,11 @@ def test_a_record_has_the_fields_that_the_workers_own_records_have(
     assert getattr(record_of("a line", 1), "process_name", None) == "EngineCore"
 
 
+def test_a_name_that_is_no_utf_8_is_escaped() -> None:
+    got = record_of(line_of(record(msg="file \udcff", args=())), 1)
+    assert got.getMessage() == "I/O process 1: file \\udcff"
+
+
 def test_another_librarys_record_says_whose_it_is() -> None:
     assert record_of(line_of(record("asyncio")), 1).getMessage() == "I/O process 1: asyncio: a b"
 

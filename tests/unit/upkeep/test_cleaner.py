@@ -12,18 +12,15 @@ from typing import Any
 import pytest
 
 from lab.memory_store import MemoryStore
-from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.objects import keys
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep import listing
 from s3kv.upkeep.cleaner import LEASE_S, LEFT, REFRESHED, SWEEP_MAX_S, Cleaner
 from s3kv.upkeep.refreshing import RefreshRule
-from tests import servers
 from tests.system.sim.loop import VirtualLoop
 
 EPOCH_S = 1e9
@@ -420,39 +417,3 @@ def test_whatever_befalls_the_cleaners(seed: int) -> None:
     assert fleet.bucket.nbytes <= 1.05 * BUDGET
     fleet.check()
     fleet.loop.give_up()
-
-
-async def test_on_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers.set_credentials(monkeypatch)
-    told: list[float] = []
-
-    async def no_sleep(seconds: float) -> None:
-        await asyncio.sleep(0)
-
-    with servers.moto_server() as url:
-        boto = servers.boto_client(url, servers.KEYS)
-        for number in range(12):
-            boto.put_object(Bucket=servers.BUCKET, Key=chunk(number), Body=DATA)
-        store = open_store(Config(bucket=servers.BUCKET, endpoint_url=url))
-        first, second = (
-            Cleaner(
-                store,
-                "s3kv",
-                max_bytes=10 * NBYTES,
-                idle_s=0.0,
-                min_age_s=-60.0,
-                holder=holder,
-                on_refresh_after=told.append,
-                rng=random.Random(1),
-                sleep=no_sleep,
-            )
-            for holder in ("one", "two")
-        )
-        await first._turn()
-        await second._turn()
-        await store.close()
-        left = boto.list_objects_v2(Bucket=servers.BUCKET)["Contents"]
-    assert sum(keys.parse(entry["Key"]) is not None for entry in left) == 9
-    assert (first.sweeps, second.sweeps) == (1, 0)
-    assert first.deleted_objects == 3
-    assert told[-1] == told[-2] < math.inf

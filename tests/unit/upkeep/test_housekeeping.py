@@ -16,7 +16,6 @@ from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.objects import keys
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from s3kv.upkeep import cleaner as cleaning
 from s3kv.upkeep import costs, housekeeping, refreshing
@@ -43,23 +42,18 @@ class Bucket(MemoryStore):
     def __init__(self, *errors: Exception | None) -> None:
         super().__init__()
         self.errors = list(errors)
-        self.asked, self.written = asyncio.Event(), asyncio.Event()
+        self.read, self.written = asyncio.Event(), asyncio.Event()
 
-    async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
-    ) -> ObjectInfo | None:
-        if key == rig.NAMESPACE.manifest and self.errors:
-            self.asked.set()
+    async def begin(self, verb: str, key: str) -> None:
+        await super().begin(verb, key)
+        if verb == "put":
+            self.written.set()
+        if (verb, key) == ("get_into", rig.NAMESPACE.manifest) and self.errors:
+            self.read.set()
             error = self.errors.pop(0)
-            if error is None:
-                await asyncio.Event().wait()
-            else:
+            if error is not None:
                 raise error
-        return await super().get_into(key, place, claim)
-
-    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-        self.written.set()
-        return await super().put(key, place, if_absent=if_absent)
+            await asyncio.Event().wait()
 
 
 @pytest.mark.usefixtures("with_manifest")
@@ -79,7 +73,7 @@ async def test_nobody_waits_for_it(
     store = Bucket(error)
     async with served(lambda _: store, slab) as (worker, serving):
         await worker.ready()
-        await store.asked.wait()
+        await store.read.wait()
         rig.fill(slab, 1, number=1)
         worker.say(rig.upload(1))
         assert (await worker.done(1))[1].outcome is Outcome.OK

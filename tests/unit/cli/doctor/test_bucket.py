@@ -16,7 +16,7 @@ from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore, Claim, ObjectInfo
+from s3kv.stores.store import BulkStore
 from tests import servers
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
@@ -45,6 +45,19 @@ def test_read_only_writes_nothing(run: Run, boto: Any) -> None:
 def test_no_bandwidth_if_none_is_wanted(run: Run) -> None:
     found = findings(run("doctor", *SMALL, "--bandwidth", "0"))
     assert found["bandwidth"]["detail"] == "not checked with --bandwidth 0"
+
+
+class Faulty(MemoryStore):
+    """Calls of one method fail, if their key ends so."""
+
+    def __init__(self, verb: str, error: StoreError, ending: str = "") -> None:
+        super().__init__(clock=lambda: 0.0)
+        self._verb, self.error, self._ending = verb, error, ending
+
+    async def begin(self, verb: str, key: str) -> None:
+        await super().begin(verb, key)
+        if verb == self._verb and key.endswith(self._ending):
+            raise self.error
 
 
 async def examined(
@@ -90,29 +103,17 @@ def test_the_copy_that_refreshes_is_tried_where_it_is_asked_for(run: Run, boto: 
     assert left(boto, servers.BUCKET) == []
 
 
-async def test_what_a_trial_wrote_is_named_if_it_cannot_be_deleted() -> None:
-    class Demanding(MemoryStore):
-        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-            raise StoreDenied("no", code="AccessDenied")
+async def test_an_object_of_a_trial_is_named_if_it_cannot_be_deleted() -> None:
+    class Demanding(Faulty):
+        async def begin(self, verb: str, key: str) -> None:
+            if verb == "put" and not opened[-1].put_headers:
+                raise self.error
+            await super().begin(verb, key)
 
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            if not opened[-1].put_headers:
-                raise StoreDenied("no", code="AccessDenied")
-            return await super().put(key, place, if_absent=if_absent)
-
-    store, opened = Demanding(), list[Config]()
+    store, opened = Demanding("delete", StoreDenied("no", code="AccessDenied")), list[Config]()
     found = await examined(lambda config: opened.append(config) or store, bandwidth_bytes=0)
     assert "set put_headers to" in found["put"].remedy
     assert "s3kv/doctor/1 is left behind" in found["delete"].detail
-
-
-class NoCopies(MemoryStore):
-    def __init__(self, error: StoreError) -> None:
-        super().__init__(clock=lambda: 1e9)
-        self._error = error
-
-    async def refresh(self, key: str, modified_s: float) -> bool:
-        raise self._error
 
 
 @pytest.mark.parametrize(
@@ -123,35 +124,31 @@ class NoCopies(MemoryStore):
     ],
 )
 async def test_a_store_that_copies_nothing(error: StoreError, remedy: str) -> None:
-    found = await examined(NoCopies(error), 1e9, refresh_after_s=86_400.0)
+    found = await examined(Faulty("refresh", error), refresh_after_s=86_400.0)
     assert found["refresh"].status == "warning"
     assert remedy in found["refresh"].remedy
 
 
-async def test_a_server_that_ignores_conditions() -> None:
-    class Ignorant(MemoryStore):
+@pytest.mark.parametrize(
+    ("changes", "check", "status"),
+    [({"if_absent": False}, "conditional put", "warning"), ({"zeros": True}, "get", "fault")],
+    ids=["ignores conditions", "changes bytes"],
+)
+async def test_a_server_that_does_not_do_what_it_is_told(
+    changes: dict[str, bool], check: str, status: str
+) -> None:
+    class Odd(MemoryStore):
         async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            return await super().put(key, place, if_absent=False)
+            written = Place.of(bytes(place.nbytes)) if "zeros" in changes else place
+            if_absent = changes.get("if_absent", if_absent)
+            return await super().put(key, written, if_absent=if_absent)
 
-    found = await examined(Ignorant(clock=lambda: 0.0))
-    assert found["conditional put"].status == "warning"
-
-
-async def test_bytes_that_changed_on_the_way() -> None:
-    class Changing(MemoryStore):
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            return await super().put(key, Place.of(bytes(place.nbytes)), if_absent=if_absent)
-
-    found = await examined(Changing(clock=lambda: 0.0))
-    assert found["get"].status == "fault"
-    assert found["latency"].status == "skipped"
+    found = await examined(Odd(clock=lambda: 0.0))
+    assert found[check].status == status
+    assert (found["latency"].status == "skipped") == (check == "get")
 
 
-class Keeping(MemoryStore):
-    """A store that lets nobody delete."""
-
-    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-        raise StoreDenied("denied: s3:DeleteObject")
+DENIED = StoreDenied("denied: s3:DeleteObject")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ class Keeping(MemoryStore):
 async def test_a_bound_that_cannot_be_kept_is_named(
     settings: dict[str, Any], said: str | None
 ) -> None:
-    delete = (await examined(Keeping(), **settings))["delete"]
+    delete = (await examined(Faulty("delete", DENIED), **settings))["delete"]
     assert delete.status == "warning"
     assert "s3:DeleteObject" in delete.remedy
     if said is None:
@@ -180,14 +177,8 @@ async def test_a_bound_that_cannot_be_kept_is_named(
         assert "another engine" in delete.remedy
 
 
-async def test_what_cannot_be_deleted_after_all_is_named() -> None:
-    class Sticky(MemoryStore):
-        async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-            if key.endswith("-large"):
-                raise StoreUnavailable("gone to lunch")
-            return await super().delete(key, if_etag=if_etag)
-
-    found = await examined(Sticky(clock=lambda: 0.0))
+async def test_an_object_that_cannot_be_deleted_after_all_is_named() -> None:
+    found = await examined(Faulty("delete", StoreUnavailable("gone to lunch"), "-large"))
     assert found["bandwidth"].status == "warning"
     assert "s3kv/doctor/1-large is left behind" in found["bandwidth"].detail
 
@@ -204,16 +195,10 @@ async def test_ctrl_c_leaves_nothing(at: str) -> None:
             # A server goes on with what it has received, whatever becomes of the connection.
             return await asyncio.shield(carry_out())
 
-        async def get_into(
-            self, key: str, place: Place, claim: Claim | None = None
-        ) -> ObjectInfo | None:
-            interrupt("get_into")
-            return await super().get_into(key, place, claim)
-
-        async def head(self, key: str) -> ObjectInfo | None:
-            interrupt("head")
-            await asyncio.sleep(0)
-            return await super().head(key)
+        async def begin(self, verb: str, key: str) -> None:
+            if verb != "put":
+                interrupt(verb)
+            await super().begin(verb, key)
 
     def interrupt(here: str) -> None:
         if here == at:
@@ -267,14 +252,8 @@ async def test_the_other_addressing_is_tried(style: str) -> None:
 
 
 async def test_a_directory_bucket_needs_a_session() -> None:
-    class Refusing(MemoryStore):
-        async def check(self, prefix: str | None = None) -> bool:
-            raise StoreDenied("no session", code="AccessDenied")
-
-        async def head(self, key: str) -> ObjectInfo | None:
-            raise AssertionError("not asked after a fault")
-
-    found = await examined(Refusing(), bucket="bkt--use1-az4--x-s3", read_only=True)
+    store = Faulty("check", StoreDenied("no session", code="AccessDenied"))
+    found = await examined(store, bucket="bkt--use1-az4--x-s3", read_only=True)
     assert "allow s3express:CreateSession on arn:aws:s3express:" in found["list"].remedy
 
 

@@ -4,7 +4,6 @@ chunk that is computed while it is fetched is uploaded only if the fetch does no
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
@@ -19,7 +18,6 @@ from s3kv.io.sources.chain import Chain
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd, JobKind
 from s3kv.place import Place
-from s3kv.stores.store import Claim, ObjectInfo
 from s3kv.types import Outcome
 from tests.unit.io import rig
 from tests.unit.io.rig import Worker, served
@@ -84,18 +82,14 @@ class Bucket(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.answers = asyncio.Event()
-        self.asked: Counter[str] = Counter()
 
-    async def get_into(
-        self, key: str, place: Place, claim: Claim | None = None
-    ) -> ObjectInfo | None:
-        self.asked["get"] += 1
-        await self.answers.wait()
-        return await super().get_into(key, place, claim)
+    async def begin(self, verb: str, key: str) -> None:
+        await super().begin(verb, key)
+        if verb == "get_into":
+            await self.answers.wait()
 
-    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-        self.asked["put"] += 1
-        return await super().put(key, place, if_absent=if_absent)
+    def hold(self, number: int) -> None:
+        self._objects[rig.object_key(number)] = (rig.sealed(number), 0.0)
 
 
 @pytest.fixture
@@ -118,19 +112,15 @@ async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
         yield worker
 
 
-async def hold(bucket: Bucket) -> None:
-    await MemoryStore.put(bucket, KEY, Place.of(rig.sealed(1)), if_absent=False)
-
-
 @pytest.mark.parametrize("holds", [True, False])
 async def test_an_upload_waits_for_the_fetch_of_its_object(
     worker: Worker, bucket: Bucket, *, holds: bool
 ) -> None:
     if holds:
-        await hold(bucket)
+        bucket.hold(1)
     worker.say(FETCH, UPLOAD)
     await worker.settled()
-    assert bucket.asked == {"get": 1}
+    assert (bucket.asked["get_into"], bucket.asked["put"]) == (1, 0)
     bucket.answers.set()
     ends = await worker.done(2)
     found = (Outcome.OK, Outcome.EXISTS) if holds else (Outcome.MISSING, Outcome.OK)
@@ -149,7 +139,7 @@ async def test_an_upload_does_not_wait_for_a_fetch_that_is_given_up(
 
 
 async def test_what_a_fetch_has_just_found_is_not_sent_once(worker: Worker, bucket: Bucket) -> None:
-    await hold(bucket)
+    bucket.hold(1)
     bucket.answers.set()
     worker.say(FETCH)
     assert (await worker.done(1))[3].outcome is Outcome.OK
@@ -163,7 +153,7 @@ async def test_what_was_found_long_ago_may_be_gone(
     worker: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain, "_FOUND_S", 0.0)
-    await hold(bucket)
+    bucket.hold(1)
     bucket.answers.set()
     worker.say(FETCH)
     await worker.done(1)
@@ -178,9 +168,7 @@ async def test_few_finds_are_remembered(
     monkeypatch.setattr(chain, "_FOUND_KEYS", 1)
     bucket.answers.set()
     for number in (1, 2):
-        await MemoryStore.put(
-            bucket, rig.object_key(number), Place.of(rig.sealed(number)), if_absent=False
-        )
+        bucket.hold(number)
         worker.say(rig.fetch(3, number=number))
         await worker.done(1)
     worker.say(UPLOAD)
