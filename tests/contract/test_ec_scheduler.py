@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from lab.books import check
 from s3kv.config import Config
 from s3kv.connectors.ec_scheduler import ECSchedulerSide
-from s3kv.connectors.ec_translate import (
-    ItemWorkerReport,
-)
+from s3kv.connectors.ec_translate import ItemWorkerReport
 from s3kv.host.room import PAGE_BYTES
 from s3kv.host.slab import Slab
 from s3kv.messages import BucketJob, ItemReport, JobEnd, JobKind
@@ -24,23 +23,39 @@ from tests.contract.test_ec_translate import HASH, feature, request, vllm_config
 from tests.unit.planning.ec_desk import WIDTH
 
 
-@pytest.fixture
-def side(monkeypatch: pytest.MonkeyPatch) -> ECSchedulerSide:
-    """Without an I/O process: the test ends the fetches."""
+@pytest.fixture(autouse=True)
+def without_io_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests end the fetches."""
     monkeypatch.setattr(ECSchedulerSide, "_start", lambda self, may_save: None)
+
+
+def make_side(**engine: Any) -> ECSchedulerSide:
     config = Config(bucket="bkt", host_bytes=2**22)
-    return ECSchedulerSide(config, vllm_config(), may_load=True, may_save=True)
+    return ECSchedulerSide(config, vllm_config(**engine), may_load=True, may_save=True)
 
 
-def arrive(side: ECSchedulerSide) -> None:
-    for order in side.planner.take_fetches():
-        assert order.item is not None
-        nbytes = 4096 + order.item.rows * WIDTH * 2
-        side.planner.on_end(JobEnd(order.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1), 0.0)
+@pytest.fixture
+def side() -> ECSchedulerSide:
+    return make_side()
 
 
-def output(tokens: int = 1, freed: tuple[str, ...] = ()) -> Any:
-    return SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=list(freed))
+def arrive(side: ECSchedulerSide, one: Any) -> None:
+    """A request whose items are in the bucket."""
+    assert not side.ensure(one, 0)
+    for job in side.planner.take_fetches():
+        assert job.item is not None
+        nbytes = 4096 + job.item.rows * WIDTH * 2
+        side.planner.on_end(JobEnd(job.job_id, JobKind.FETCH, Outcome.OK, nbytes, 0.1), 0.0)
+    assert side.ensure(one, 0)
+
+
+def output(tokens: int = 1) -> Any:
+    return SimpleNamespace(total_num_scheduled_tokens=tokens, free_encoder_mm_hashes=[])
+
+
+def data(side: ECSchedulerSide) -> dict[str, Any] | None:
+    stats = side.stats()
+    return None if stats is None else stats.data
 
 
 def test_a_prefix_that_covers_the_image_needs_no_image(side: ECSchedulerSide) -> None:
@@ -51,22 +66,24 @@ def test_a_prefix_that_covers_the_image_needs_no_image(side: ECSchedulerSide) ->
     assert not side.ensure(two, 109), "the last token of it has yet to be computed"
 
 
-def test_what_was_promised_is_loaded_even_if_everything_else_breaks(
+def test_a_prefix_that_is_gone_while_the_request_waits_is_noticed(side: ECSchedulerSide) -> None:
+    """Then it needs an item it did not need in the pass before."""
+    one = request("r", feature(HASH, offset=0), feature("cd" * 32, offset=200))
+    for computed_tokens in (150, 0):
+        assert not side.ensure(one, computed_tokens)
+        assert len(side.planner.take_fetches()) == 1
+
+
+def test_a_promised_item_is_loaded_even_if_everything_else_breaks(
     side: ECSchedulerSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = request("r", feature())
-    assert not side.ensure(one, 0)
-    arrive(side)
-    assert side.ensure(one, 0)
+    arrive(side, one)
     assert side.has(HASH)
-
-    def fail(*args: Any) -> None:
-        raise KeyError("a bug")
-
-    monkeypatch.setattr(side.planner, "allocated", fail)
+    monkeypatch.setattr(side.planner, "allocated", Mock(side_effect=KeyError("a bug")))
     side.allocated(one, 0)
     assert side.broken == "_allocated"
-    assert side.has(HASH), "what was said in this pass holds to its end"
+    assert side.has(HASH), "an answer of this pass holds to its end"
     plan = side.plan(output())
     assert [load.identifier for load in plan.loads] == [HASH]
     assert not side.has(HASH)
@@ -74,63 +91,60 @@ def test_what_was_promised_is_loaded_even_if_everything_else_breaks(
     assert side.ensure(request("s", feature("cd" * 32)), 0)
     side.on_finished(one)
     assert "without its cache" in caplog.text
-    stats = side.stats()
-    assert stats is not None
-    assert stats.data["internal_errors"] == 1
+    assert (data(side) or {})["internal_errors"] == 1
 
 
 def test_a_request_that_has_all_it_needs_costs_a_dictionary_read(side: ECSchedulerSide) -> None:
     one = request("r", feature())
-    side.ensure(one, 0)
-    arrive(side)
-    assert side.ensure(one, 0)
+    arrive(side, one)
     side.planner.ensure = None  # type: ignore[method-assign, assignment]
     assert side.ensure(one, 0)
     assert side.broken is None
 
 
 class Client:
-    """Writes down what it is told, in the order of the I/O client's calls."""
+    """An I/O client that records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.pauses_s: list[float] = []
 
     def submit(self, job: BucketJob) -> None:
         where = f" from {job.slot}: {job.item}" if job.kind is JobKind.UPLOAD else ""
-        self.told.append(f"{job.kind.value} {job.job_id}{where}")
+        self.calls.append(f"{job.kind.value} {job.job_id}{where}")
 
     def cancel(self, job_id: int) -> None:
-        self.told.append(f"cancel {job_id}")
+        self.calls.append(f"cancel {job_id}")
 
     def flush(self) -> None:
-        self.told.append("flush")
+        self.calls.append("flush")
 
     def poll(self, linger_s: float) -> list[Any]:
-        self.told.append("poll")
+        self.calls.append("poll")
         self.pauses_s.append(linger_s)
         return []
 
     def take(self) -> list[str]:
-        told, self.told = self.told, []
-        return told
+        calls, self.calls = self.calls, []
+        return calls
 
 
-def test_a_pass_speaks_to_the_io_process_once(side: ECSchedulerSide) -> None:
-    """However many requests ask, and not at all while they only wait for what was asked."""
+def connect(side: ECSchedulerSide, slab: Slab | None = None) -> Client:
     client = Client()
-    side._tier = SimpleNamespace(client=client, slab=None)  # type: ignore[assignment]
+    side._tier = SimpleNamespace(client=client, slab=slab)  # type: ignore[assignment]
+    return client
+
+
+def test_a_pass_calls_the_io_process_once(side: ECSchedulerSide) -> None:
+    """However many requests wait, and not at all while nothing is in flight."""
+    client = connect(side)
     side._polled_s = time.monotonic()
     requests = [request(f"r{n}", feature(f"{n:064x}")) for n in range(3)]
-    for one in requests:
-        assert not side.ensure(one, 0)
-    assert client.take() == [], "nothing was under way, so there was nothing to hear"
-    side.plan(output())
-    assert client.take() == ["fetch 1", "fetch 2", "fetch 3", "flush"]
-    for one in requests:
-        assert not side.ensure(one, 0)
-    side.plan(output())
-    assert client.take() == ["poll", "flush"]
+    for calls in (["fetch 1", "fetch 2", "fetch 3", "flush"], ["poll", "flush"]):
+        for one in requests:
+            assert not side.ensure(one, 0)
+        side.plan(output())
+        assert client.take() == calls
     side.on_finished(requests[1])
     assert client.take() == ["cancel 2", "flush"], "there may be no further pass"
 
@@ -139,8 +153,8 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     side: ECSchedulerSide,
 ) -> None:
     """From the scheduler's memory, by the header that was verified there."""
-    client, slab = Client(), Slab.create(2**22)
-    side._tier = SimpleNamespace(client=client, slab=slab)  # type: ignore[assignment]
+    slab = Slab.create(2**22)
+    client = connect(side, slab)
     one = request("r", feature(length=100))
     assert not side.ensure(one, 0)
     (order,) = side.planner.take_fetches()
@@ -164,32 +178,15 @@ def test_an_item_in_use_that_is_gone_from_the_bucket_is_uploaded_again(
     slab.close()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "is_moe", "pauses"), [(1, True, True), (2, False, True), (2, True, False)]
-)
-def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, is_moe: bool, pauses: bool
-) -> None:
-    monkeypatch.setattr(ECSchedulerSide, "_start", lambda self, may_save: None)
-    config = Config(bucket="bkt", host_bytes=2**22)
-    engine = vllm_config(data_parallel_size=ranks, is_moe=is_moe)
-    side = ECSchedulerSide(config, engine, may_load=True, may_save=True)
-    client = Client()
-    side._tier = SimpleNamespace(client=client, slab=None)  # type: ignore[assignment]
+@pytest.mark.parametrize(("ranks", "pauses"), [(1, True), (2, False)])
+def test_no_idle_rank_holds_up_ranks_that_wait_for_its_step(ranks: int, pauses: bool) -> None:
+    side = make_side(data_parallel_size=ranks, is_moe=True)
+    client = connect(side)
     assert not side.ensure(request("r", feature()), 0)
     for _ in range(3):
         side.plan(output(tokens=0))
     assert any(client.pauses_s) == pauses
     assert side.broken is None
-
-
-def test_a_prefix_that_is_gone_while_the_request_waits_is_noticed(side: ECSchedulerSide) -> None:
-    """Then it needs an item it did not need in the pass before."""
-    one = request("r", feature(HASH, offset=0), feature("cd" * 32, offset=200))
-    assert not side.ensure(one, 150)
-    assert len(side.planner.take_fetches()) == 1
-    assert not side.ensure(one, 0)
-    assert len(side.planner.take_fetches()) == 1
 
 
 def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
@@ -201,11 +198,12 @@ def test_workers_reports_reach_the_statistics(side: ECSchedulerSide) -> None:
     mine = ItemWorkerReport(report).aggregate(ItemWorkerReport(other))
     side.on_output(SimpleNamespace(ec_connector_worker_meta=mine))  # type: ignore[arg-type]
     side.on_output(SimpleNamespace(ec_connector_worker_meta=None))  # type: ignore[arg-type]
-    stats = side.stats()
-    assert stats is not None
-    told = {"encoded": 3, "upload_ok": 2, "io_requests|PUT|2xx": 2, "saves_dropped|memory_full": 1}
-    assert stats.data == told | {"upload_seconds": [0.1, 0.2, 0.3]}
-    assert side.stats() is None
+    counts = {"encoded": 3, "upload_ok": 2, "io_requests|PUT|2xx": 2}
+    assert data(side) == counts | {
+        "saves_dropped|memory_full": 1,
+        "upload_seconds": [0.1, 0.2, 0.3],
+    }
+    assert data(side) is None
 
 
 @pytest.mark.parametrize(
@@ -235,13 +233,11 @@ def test_a_request_that_must_not_load_asks_for_no_image(side: ECSchedulerSide) -
     assert side.planner.take_fetches() == []
 
 
-def test_the_log_tells_of_the_first_request_when_it_has_finished(
+def test_the_log_has_a_line_when_the_first_request_has_finished(
     side: ECSchedulerSide, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = request("r", feature())
-    assert not side.ensure(one, 0)
-    arrive(side)
-    assert side.ensure(one, 0)
+    arrive(side, one)
     assert side.has(HASH)
     side.allocated(one, 0)
     with caplog.at_level("INFO", "s3kv"):

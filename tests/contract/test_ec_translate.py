@@ -17,9 +17,12 @@ from s3kv.connectors.ec_translate import (
     item_dtype,
     wanted,
 )
-from s3kv.connectors.identity import encoder_fingerprint
+from s3kv.connectors.identity import encoder_fingerprint, fingerprint
+from s3kv.connectors.kv_translate import geometry
 from s3kv.connectors.media import MediaDigests
 from s3kv.errors import ConfigError, UnsupportedError
+from tests.contract.configurations import FULL, groups
+from tests.contract.fingerprints import PAGE
 from tests.contract.pictures import picture, without_tensors
 from tests.unit.planning.ec_desk import WIDTH
 
@@ -28,92 +31,62 @@ HASH = "ab" * 32
 
 def vllm_config(**changes: Any) -> Any:
     tree: dict[str, Any] = {
-        "model": "model",
-        "revision": None,
         "dtype": torch.bfloat16,
-        "quantization": None,
-        "code_revision": None,
-        "seed": 0,
-        "model_impl": "auto",
-        "disable_sliding_window": False,
         "is_encoder_decoder": False,
-        "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": WIDTH}),
-        "hf_image_processor_config": {"size": 224},
         "get_inputs_embeds_size": lambda: WIDTH,
-        "mm_processor_kwargs": None,
         "mm_processor_cache_gb": 4,
         "enable_prefix_caching": True,
-        "tensor_parallel_size": 1,
         "data_parallel_size": 1,
         "is_moe": False,
         "prefill_context_parallel_size": 1,
-        "enable_tower_connector_lora": None,
-        "worker_cls": "auto",
-        "worker_extension_cls": "",
     } | changes
-    multimodal = SimpleNamespace(**{k: v for k, v in tree.items() if k.startswith("mm_")})
-    lora = tree["enable_tower_connector_lora"]
+    everything = SimpleNamespace(**tree, data_parallel_rank=0)
+    model = SimpleNamespace(**tree, multimodal_config=None if "text_only" in tree else everything)
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            **tree, multimodal_config=None if tree.get("text_only") else multimodal
-        ),
-        cache_config=SimpleNamespace(enable_prefix_caching=tree["enable_prefix_caching"]),
-        parallel_config=SimpleNamespace(
-            tensor_parallel_size=tree["tensor_parallel_size"],
-            data_parallel_size=tree["data_parallel_size"],
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=tree["prefill_context_parallel_size"],
-            data_parallel_rank=0,
-            worker_cls=tree["worker_cls"],
-            worker_extension_cls=tree["worker_extension_cls"],
-        ),
-        load_config=SimpleNamespace(load_format="dummy"),
-        lora_config=None if lora is None else SimpleNamespace(enable_tower_connector_lora=lora),
+        model_config=model,
+        cache_config=everything,
+        parallel_config=everything,
+        lora_config=None,
         ec_transfer_config=SimpleNamespace(engine_id="engine", mm_encoder_output_widths={}),
         max_concurrent_batches=2,
     )
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ({}, {"is_encoder_decoder": True}, UnsupportedError, "encoder-decoder"),
-    ({}, {"text_only": True}, UnsupportedError, "no encoder"),
-    ({}, {"prefill_context_parallel_size": 2}, UnsupportedError, "context_parallel"),
-    (
-        {"trust_media_names": True},
-        {"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
-        ConfigError,
-        "numbers unnamed media",
-    ),
-]
-
-
-@pytest.mark.parametrize(("settings", "changes", "error", "says"), REFUSED)
-def test_what_cannot_be_served_rightly_is_refused(
-    settings: dict[str, Any], changes: dict[str, Any], error: type[Exception], says: str
+@pytest.mark.parametrize(
+    ("trusted", "changes", "error", "reason"),
+    [
+        (False, {"is_encoder_decoder": True}, UnsupportedError, "encoder-decoder"),
+        (False, {"text_only": True}, UnsupportedError, "no encoder"),
+        (False, {"prefill_context_parallel_size": 2}, UnsupportedError, "context_parallel"),
+        (
+            True,
+            {"mm_processor_cache_gb": 0, "enable_prefix_caching": False},
+            ConfigError,
+            "numbers unnamed media",
+        ),
+    ],
+)
+def test_other_models_and_settings_are_refused(
+    trusted: bool, changes: dict[str, Any], error: type[Exception], reason: str
 ) -> None:
-    with pytest.raises(error, match=says):
-        check_supported(Config(bucket="bkt", **settings), vllm_config(**changes))
-    check_supported(Config(bucket="bkt"), vllm_config())
+    config = Config(bucket="bkt", trust_media_names=trusted)
+    check_supported(config, vllm_config())
+    with pytest.raises(error, match=reason):
+        check_supported(config, vllm_config(**changes))
 
 
-def test_every_difference_that_matters_is_another_namespace() -> None:
-    def fingerprint(**changes: Any) -> dict[str, Any]:
-        return encoder_fingerprint(Config(bucket="bkt"), vllm_config(**changes))
-
-    base = fingerprint()
-    for change in (
-        {"model": "other"},
-        {"revision": "r1"},
-        {"dtype": torch.float16},
-        {"quantization": "fp8"},
-        {"hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 1})},
-        {"hf_image_processor_config": {"size": 336}},
-        {"mm_processor_kwargs": {"num_crops": 4}},
-        {"worker_cls": "mine.Worker"},
-        {"worker_extension_cls": "mine.More"},
-    ):
-        assert fingerprint(**change) != base, change
-    assert fingerprint(tensor_parallel_size=4) == base, "every rank has the whole output"
+def test_the_fingerprint_is_that_of_the_computation_and_not_of_the_ranks(tiny_config: Any) -> None:
+    """Every rank has the whole output. test_identity.py changes each field of the computation."""
+    config, cache = Config(bucket="bkt"), groups(FULL)
+    sizes = geometry(config, tiny_config, cache)
+    whole = fingerprint(config, tiny_config, cache, sizes, PAGE)
+    found = encoder_fingerprint(config, tiny_config)
+    assert found.pop("content") == "encoder outputs"
+    assert found.items() <= whole.items()
+    assert whole.keys() - found.keys() == {
+        *("speculative", "attention", "diffusion", "kv_cache", "ranks", "hash"),
+        *("block_tokens", "chunk_tokens"),
+    }
 
 
 def test_the_dtype_of_items_is_the_models() -> None:

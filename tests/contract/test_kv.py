@@ -68,18 +68,14 @@ def test_a_step_takes_its_plan_to_the_worker() -> None:
     ]
 
 
-def test_the_scheduler_numbers_the_step_of_its_plan() -> None:
-    plan = StepPlan(linger_s=0.5)
-    scheduler = connector(KVConnectorRole.SCHEDULER, Side(plan=plan))
-    made = scheduler.build_connector_meta(SimpleNamespace())  # type: ignore[arg-type]
-    assert made == PlanMetadata(plan, AdapterStep(3, 2))
-
-
-def test_handshakes_of_other_connectors_are_left_out() -> None:
-    side, handshake = Side(), WorkerHandshake("namespace", 8, 4096)
+def test_the_schedulers_plan_is_numbered_and_handshakes_of_other_connectors_left_out() -> None:
+    plan, handshake = StepPlan(linger_s=0.5), WorkerHandshake("namespace", 8, 4096)
+    side: Any = Side(plan=plan)
     scheduler = connector(KVConnectorRole.SCHEDULER, side)
-    scheduler.set_xfer_handshake_metadata({0: handshake, 1: SimpleNamespace()})  # type: ignore[dict-item]
-    assert side.calls == [("set_workers", ([handshake],))]
+    step: Any = SimpleNamespace()
+    assert scheduler.build_connector_meta(step) == PlanMetadata(plan, AdapterStep(3, 2))
+    scheduler.set_xfer_handshake_metadata({0: handshake, 1: step})
+    assert side.calls == [("plan", (step,)), ("set_workers", ([handshake],))]
 
 
 EXPERTS = {

@@ -53,6 +53,7 @@ STATE = MambaSpec(
 )
 KINDS = MambaAttentionBackendEnum
 BOTH = dict.fromkeys("ab", FULL)
+PRECISIONS = {"a": FULL, "b": dataclasses.replace(FULL, dtype=torch.float32)}
 
 # ---------------------------------------------------------------------------- what is served
 
@@ -64,6 +65,7 @@ BOTH = dict.fromkeys("ab", FULL)
         (MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}),),
         (UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=BOTH),),
         (dataclasses.replace(FULL, sliding_window=64),),
+        (UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=PRECISIONS),),
         (FULL, WINDOW),
         (WINDOW, WINDOW, FULL, OTHER_WINDOW),
         (LOCAL, LOCAL, FULL),
@@ -269,6 +271,8 @@ def test_a_chunk_is_a_whole_number_of_the_blocks_of_every_group(tiny_config: Any
     specs = dataclasses.replace(WINDOW, block_size=256), FULL
     sizes = sizes_of(tiny_config, *specs)
     assert (sizes.block_tokens, sizes.hash_tokens, sizes.chunk_tokens) == (256, 128, 256)
+    with pytest.raises(ConfigError, match=r"128 tokens here \(for example 256 or 384\)"):
+        sizes_of(tiny_config, FULL, chunk_tokens=300)
     for chunk_tokens, near in ((384, "256 or 512"), (128, "256")):
         with pytest.raises(ConfigError) as refused:
             sizes_of(tiny_config, *specs, chunk_tokens=chunk_tokens)

@@ -210,20 +210,15 @@ def test_a_request_that_must_not_load_requests_nothing_from_the_bucket() -> None
     assert not fetched(scheduler)
 
 
-@pytest.mark.parametrize("planted", [False, True])
-def test_a_request_that_shares_a_name_with_another_image_is_no_longer_saved(planted: bool) -> None:
+def test_a_request_that_shares_a_name_with_another_image_is_no_longer_saved() -> None:
     scheduler = side()
-
-    def computing(name: str, value: float) -> Any:
+    steps = []
+    for name, value in (("r", 1.0), ("planted", 2.0)):
         features = [picture("ab" * 32, value=value)]
         subject = request(name, mm_features=features, skip_reading_prefix_cache=True)
         assert looked_up(scheduler, subject) == (0, False)
-        return admitted(scheduler, subject)
-
-    first = computing("r", 1.0)
-    if planted:
-        assert scheduler.plan(computing("planted", 2.0)).saves == ()
-    assert len(scheduler.plan(first).saves) == (0 if planted else 2)
+        steps.append(admitted(scheduler, subject))
+    assert [scheduler.plan(one).saves for one in steps] == [(), ()]
     assert scheduler.broken is None
     check(scheduler.planner)
 
@@ -392,30 +387,20 @@ def test_a_request_with_an_adapter_waits_for_the_workers_report() -> None:
     scheduler, subject = engine.scheduler, engine.new("r")
     assert scheduler.lookup(subject, 0) == (None, False)
     assert not fetched(scheduler, engine.plan()), "the keys are unknown"
-    engine.report(1, LOADED)
-    scheduler.lookup(subject, 0)
-    keys = fetched(scheduler, engine.plan())
-    assert len(keys) == 2
-    assert not {key.block_hash for key in keys} & set(subject.block_hashes)
-    plain = engine.new("r2", lora_request=None)
-    assert scheduler.lookup(plain, 0) == (0, False), "without an adapter it does not wait"
-    for one in (subject, plain):
-        scheduler.on_finished(one)
-    assert scheduler.broken is None
-
-
-def test_an_adapter_that_is_not_loaded_yet_is_neither_looked_up_nor_saved() -> None:
-    engine = AdaptedEngine()
-    scheduler, subject = engine.scheduler, engine.new("r")
-    assert scheduler.lookup(subject, 0) == (None, False)
-    engine.plan()
     engine.report(1)
-    assert scheduler.lookup(subject, 0) == (0, False)
+    assert scheduler.lookup(subject, 0) == (0, False), "it is not loaded yet"
     plan = engine.plan(admitted(scheduler, subject))
     assert (fetches_of(plan), plan.saves) == ((), ())
     engine.report(2, LOADED)
-    assert scheduler.lookup(engine.new("r2"), 0) == (None, False)
-    assert len(fetched(scheduler, engine.plan())) == 2, "at once, for the adapter last reported"
+    later = engine.new("later")
+    assert scheduler.lookup(later, 0) == (None, False)
+    keys = fetched(scheduler, engine.plan())
+    assert len(keys) == 2, "at once, for the adapter last reported"
+    assert not {key.block_hash for key in keys} & set(later.block_hashes)
+    plain = engine.new("plain", lora_request=None)
+    assert scheduler.lookup(plain, 0) == (0, False), "without an adapter it does not wait"
+    for one in (subject, later, plain):
+        scheduler.on_finished(one)
     assert scheduler.broken is None
 
 

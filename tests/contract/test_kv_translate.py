@@ -38,19 +38,6 @@ def test_random_hashes_are_refused(
     check_supported(configured(model, prefix_caching_hash_algo="xxhash"), groups(FULL))
 
 
-@pytest.mark.parametrize(
-    ("chunk_tokens", "near"), [(100, "128"), (300, "256 or 384"), (129, "128 or 256")]
-)
-def test_a_chunk_is_a_multiple_of_the_block(tiny_config: Any, chunk_tokens: int, near: str) -> None:
-    config = Config(bucket="kv-cache", chunk_tokens=chunk_tokens)
-    with pytest.raises(ConfigError) as caught:
-        geometry(config, tiny_config, groups(FULL))
-    said = str(caught.value)
-    assert f"chunk_tokens is {chunk_tokens}: allowed is a multiple" in said
-    assert "128 tokens here" in said
-    assert near in said
-
-
 @pytest.mark.parametrize(("block", "chunk"), [(32, 256), (96, 288), (384, 384), (1024, 1024)])
 def test_a_chunk_is_about_256_tokens_by_default(directory: Path, block: int, chunk: int) -> None:
     vllm_config = configured(models.build(directory, models.TINY), block_size=block)
@@ -156,12 +143,3 @@ def test_the_blocks_that_a_step_zeroes_or_copies_to_are_known() -> None:
     assert sorted(written_blocks(step)) == [2, 3, 4]
     step = SimpleNamespace(kv_cache_block_copies=None, new_block_ids_to_zero=None)
     assert written_blocks(step) == []
-
-
-def test_layers_of_several_precisions_are_served(tiny_config: Any) -> None:
-    check_supported(tiny_config, groups(MIXED))
-
-
-def test_on_this_machine_fences_come_first(tiny_config: Any) -> None:
-    """vLLM's CPU build has the first runner alone."""
-    assert not tiny_config.use_v2_model_runner

@@ -138,30 +138,14 @@ def test_a_counter_without_a_metric_is_reported_once(caplog: pytest.LogCaptureFi
     assert "fetch_queue_full" in record.getMessage()
 
 
-@pytest.mark.parametrize("name", ["fetch_bytes", "upload_bytes", "fetch_corrupt_digest"])
-def test_the_ends_of_jobs_alone_are_left_to_the_ranks(name: str) -> None:
-    """Whatever else begins with fetch or upload is exported, should a planner count it."""
-    assert Meter(KV_METRICS, KV_SHARES).grown(Tally({name: 2})) == {name: 2}
-
-
 def test_counters_are_handed_over_once() -> None:
+    """All of them, if a planner replaces another, as that of a late handshake does."""
     meter = Meter(KV_METRICS)
-    counters = Tally(saves=2, evictions=0)
-    assert meter.grown(counters) == {"saves": 2}
-    assert meter.grown(counters) == {}
-    counters["saves"] += 1
-    assert meter.grown(counters) == {"saves": 1}
-
-
-def test_counters_of_a_planner_that_replaces_another_are_handed_over_whole() -> None:
-    """Under `MultiConnector` the late handshake makes a planner that does load and save."""
-    meter = Meter(KV_METRICS)
-    first, second = Tally(), Tally()
-    first["saves"] = 3
-    assert meter.grown(first) == {"saves": 3}
-    second["saves"] = 2  # the same version as the first
-    assert meter.grown(second) == {"saves": 2}
-    assert meter.grown(second) == {}
+    counters, others = Tally(saves=2, evictions=0), Tally(saves=3)
+    for now, grown in ((counters, 2), (counters, 0), (others, 3), (others, 0)):
+        assert meter.grown(now) == ({"saves": grown} if grown else {})
+    others["saves"] += 1
+    assert meter.grown(others) == {"saves": 1}
 
 
 def test_a_counter_can_be_part_of_several_metrics() -> None:
@@ -174,8 +158,10 @@ def test_a_counter_can_be_part_of_several_metrics() -> None:
         "misses|known_absent": 3,
         "misses|absent": 4,
     }
-    counters.update(saves_dropped=1, saves_without_room=1)
-    assert meter.grown(counters) == {"saves_dropped|memory_full": 1}
+    counters.update(saves_dropped=1, saves_without_room=1, fetch_bytes=2, fetch_ok=2)
+    assert meter.grown(counters) == {"saves_dropped|memory_full": 1, "fetch_bytes": 2}, (
+        "the ranks report how fetches end"
+    )
 
 
 def test_gauges_are_read_when_they_may_have_changed_and_handed_over_when_they_have() -> None:

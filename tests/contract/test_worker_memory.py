@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,37 +23,40 @@ Spread = tuple[int, int, int]
 """Ranks of vLLM's world group, hosts, and the rank that asks."""
 
 
-def engine(
-    monkeypatch: pytest.MonkeyPatch,
-    spread: Spread,
-    *,
-    parallel: dict[str, int] | None = None,
-    kv: dict[str, Any] | None = None,
-    ec: dict[str, Any] | None = None,
-    ec_role: Any = "ec_both",
-) -> Any:
-    """The configuration that a worker has."""
-    world_size, hosts, rank = spread
-    world = SimpleNamespace(world_size=world_size, rank=rank)
-    monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
-    monkeypatch.setattr(parallel_state, "get_node_count", lambda: hosts)
-    return SimpleNamespace(
-        parallel_config=ParallelConfig(**(parallel or {})),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="S3KVConnector", kv_role="kv_both", kv_connector_extra_config=kv
-        )
-        if kv is not None
-        else None,
-        ec_transfer_config=ECTransferConfig(
-            ec_connector="S3ECConnector", ec_role=ec_role, ec_connector_extra_config=ec
-        )
-        if ec is not None
-        else None,
-    )
-
-
 SETTINGS = {"bucket": "bkt", "host_bytes": "16GiB"}
 FOUR, EIGHT = {"tensor_parallel_size": 4}, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
+BOTH_HALVES = FOUR | {"data_parallel_size": 2}
+Plan = Callable[..., Any]
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """The slabs planned by a worker of an engine with these connectors."""
+
+    def plan(
+        spread: Spread, parallel: dict[str, int], kv: Any = None, ec: Any = None, **more: Any
+    ) -> Any:
+        world_size, hosts, rank = spread
+        world = SimpleNamespace(world_size=world_size, rank=rank)
+        monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
+        monkeypatch.setattr(parallel_state, "get_node_count", lambda: hosts)
+        names = more.get("names", ("S3KVConnector", "S3ECConnector"))
+        kv_config = KVTransferConfig(
+            kv_connector=names[0], kv_role="kv_both", kv_connector_extra_config=kv or {}
+        )
+        ec_config = ECTransferConfig(
+            ec_connector=names[1],
+            ec_role=more.get("ec_role", "ec_both"),
+            ec_connector_extra_config=ec or {},
+        )
+        config: Any = SimpleNamespace(
+            parallel_config=ParallelConfig(**parallel),
+            kv_transfer_config=kv_config if kv else None,
+            ec_transfer_config=ec_config if ec else None,
+        )
+        return planned_slabs(config)
+
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -62,15 +66,14 @@ FOUR, EIGHT = {"tensor_parallel_size": 4}, {"tensor_parallel_size": 4, "pipeline
         pytest.param((4, 1, 3), FOUR, 4, id="tensor parallel"),
         pytest.param((8, 1, 3), EIGHT, 8, id="two stages"),
         pytest.param((8, 2, 5), EIGHT, 4, id="a stage on each of two hosts"),
-        pytest.param((8, 1, 5), FOUR | {"data_parallel_size": 2}, 8, id="mixture of experts"),
+        pytest.param((8, 1, 5), BOTH_HALVES, 8, id="mixture of experts"),
         pytest.param((3, 2, 0), {"tensor_parallel_size": 3}, 1, id="hosts that differ"),
     ],
 )
 def test_every_rank_on_this_host_counts(
-    monkeypatch: pytest.MonkeyPatch, spread: Spread, parallel: dict[str, int], ranks: int
+    plan: Plan, spread: Spread, parallel: dict[str, int], ranks: int
 ) -> None:
-    config = engine(monkeypatch, spread, parallel=parallel, kv=SETTINGS)
-    assert planned_slabs(config) == ((ranks, 16 * GIB, KV),)
+    assert plan(spread, parallel, SETTINGS) == ((ranks, 16 * GIB, KV),)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +84,10 @@ def test_every_rank_on_this_host_counts(
         ("ec_consumer", ((1, 16 * GIB, ENCODER),)),
     ],
 )
-def test_encoder_outputs_take_memory_once_in_an_engine(
-    monkeypatch: pytest.MonkeyPatch, role: str, here: Any
-) -> None:
-    config = engine(monkeypatch, (4, 1, 3), parallel=FOUR, kv=SETTINGS, ec=SETTINGS, ec_role=role)
-    assert planned_slabs(config) == ((4, 16 * GIB, KV), *here)
-    alone = engine(monkeypatch, (4, 1, 3), parallel=FOUR, ec=SETTINGS, ec_role=role)
-    assert planned_slabs(alone) == here
+def test_encoder_outputs_take_memory_once_in_an_engine(plan: Plan, role: str, here: Any) -> None:
+    both = plan((4, 1, 3), FOUR, SETTINGS, SETTINGS, ec_role=role)
+    assert both == ((4, 16 * GIB, KV), *here)
+    assert plan((4, 1, 3), FOUR, ec=SETTINGS, ec_role=role) == here
 
 
 @pytest.mark.parametrize(
@@ -95,27 +95,21 @@ def test_encoder_outputs_take_memory_once_in_an_engine(
     [
         pytest.param((8, 2, 3), EIGHT, 1, id="the engine's first host"),
         pytest.param((8, 2, 4), EIGHT, 0, id="its second host"),
-        pytest.param((8, 1, 4), FOUR | {"data_parallel_size": 2}, 2, id="two engines here"),
-        pytest.param((8, 2, 4), FOUR | {"data_parallel_size": 2}, 1, id="one on each host"),
+        pytest.param((8, 1, 4), BOTH_HALVES, 2, id="two engines here"),
+        pytest.param((8, 2, 4), BOTH_HALVES, 1, id="one on each host"),
         pytest.param((16, 4, 9), EIGHT | {"data_parallel_size": 2}, 1, id="two on four hosts"),
         pytest.param((16, 4, 13), EIGHT | {"data_parallel_size": 2}, 0, id="the last of these"),
     ],
 )
 def test_encoder_outputs_are_on_the_host_of_the_first_rank(
-    monkeypatch: pytest.MonkeyPatch, spread: Spread, parallel: dict[str, int], engines: int
+    plan: Plan, spread: Spread, parallel: dict[str, int], engines: int
 ) -> None:
-    config = engine(monkeypatch, spread, parallel=parallel, ec=SETTINGS)
-    assert planned_slabs(config) == ((engines, 16 * GIB, ENCODER), (engines, GIB, STAGING))
+    here = plan(spread, parallel, ec=SETTINGS)
+    assert here == ((engines, 16 * GIB, ENCODER), (engines, GIB, STAGING))
 
 
-def test_settings_of_the_other_connector_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine(monkeypatch, (1, 1, 0), kv=SETTINGS, ec={"bucket": "bkt", "host_bytes": -1})
+def test_other_connectors_do_not_count(plan: Plan) -> None:
+    names = ("OffloadingConnector", "ECExampleConnector")
+    assert plan((2, 1, 0), {}, SETTINGS, SETTINGS, names=names) == ()
     with pytest.raises(ConfigError, match="host_bytes"):
-        planned_slabs(config)
-
-
-def test_other_connectors_are_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = engine(monkeypatch, (2, 1, 0), kv=SETTINGS, ec=SETTINGS)
-    config.kv_transfer_config.kv_connector = "OffloadingConnector"
-    config.ec_transfer_config.ec_connector = "ECExampleConnector"
-    assert planned_slabs(config) == ()
+        plan((1, 1, 0), {}, SETTINGS, {"bucket": "bkt", "host_bytes": -1})
