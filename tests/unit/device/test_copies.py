@@ -123,21 +123,6 @@ def test_a_fence_keeps_the_engine_from_overwriting_what_is_being_saved(
         assert not caplog.records, "it was a moment"
 
 
-def test_who_waits_for_the_device_waits_for_what_has_started(device: Device) -> None:
-    with rig(device) as r:
-        assert r.copies.wait_started(0.0), "there is nothing to wait for"
-        parts = [CopyPart(0, 2, 0, (2, 3)), CopyPart(0, 2, 0, (4, 5))]
-        r.copies.save(7, 0, 0, [0, 1])
-        r.copies.load("r", parts)
-        assert not r.copies.wait_started(0.01)
-        r.copier.gate.set()
-        assert r.copies.wait_started(LONG_S)
-        device.synchronize()
-        saved, loaded = r.copies.poll()
-        assert [end[:2] for end in saved] == [(7, True)]
-        assert loaded == [("r", True)]
-
-
 def test_fences_of_unknown_and_ended_saves_are_fine(device: Device) -> None:
     with rig(device) as r:
         r.copier.gate.set()

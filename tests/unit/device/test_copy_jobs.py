@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-import torch
 
-from s3kv.device.copier import Path, PathChoice
+from s3kv.device.copier import PathChoice
 from s3kv.device.copies import BlockCopies
-from s3kv.device.copy_jobs import WINDOW_S, LaunchWindow
-from s3kv.device.gpu.gpu_copier import GpuCopier
+from s3kv.device.copy_jobs import LaunchWindow
 from s3kv.messages import CopyPart
-from tests.unit.device.caches import Shape, build, places
 from tests.unit.device.schedule import stepped
-from tests.unit.device.simulated import NAMES, SimulatedGpu
 
 CHUNK_BYTES = 32 * 2**20
 """256 tokens of an 8B model."""
@@ -252,30 +247,3 @@ def test_what_has_ended_at_once_takes_no_room() -> None:
         window.add(HeldTicket("", nbytes=0))
     assert window.has_room()
     assert not window._launched
-
-
-@pytest.mark.parametrize("path", Path)
-def test_a_busy_engine_is_given_a_window_of_copies_and_what_it_fences(path: Path) -> None:
-    """On streams: of what is launched behind a stalled engine, the newest save is the third."""
-    caches = build(Shape("LBNHC"), "cpu", torch.Generator().manual_seed(3))
-    gpu = SimulatedGpu(5)
-    copies = stepped(GpuCopier(places(caches, caches.layout())[0], gpu, path))
-    chunk_bytes = caches.layout().payload_bytes
-    copies._out.window.seconds = 1.5 * chunk_bytes / (64 << 20) * WINDOW_S
-    launched: list[Any] = []
-    copy = copies._out.copy
-    copies._out.copy = lambda part, at: (launched.append(part.block_ids), copy(part, at))[1]
-    gpu.current.stall()
-    for job in range(40):
-        copies.save(job, 0, job % 3, [0, 1])
-    copies.save(40, 0, 0, [4, 5])
-    launch_all(copies)
-    copies.fence([40])
-    assert launched == [(0, 1)] * IN_WINDOW + [(4, 5)]
-    assert gpu.streams[1 + NAMES.index("save bus")].queue
-    gpu.current.go_on()
-    while copies._out.jobs:
-        copies._start_next()
-        gpu.step()
-        assert all(end.ok for end in copies.poll().saved)
-    copies.close()

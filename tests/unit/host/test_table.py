@@ -372,13 +372,6 @@ def test_one_in_the_region_that_must_stay_keeps_its_neighbours() -> None:
     assert table.reserve(key(4), 2 * PAGE_BYTES) is None
 
 
-def test_small_entries_cost_small_places() -> None:
-    table = of_pages(256)
-    for number in range(128):
-        assert table.reserve(key(number), PAGE_BYTES + 1) is not None
-    assert table.statistics().free == 0
-
-
 def test_what_is_too_large_is_refused_and_evicts_nothing() -> None:
     table = of_pages(256)
     filled(table, 0, 100_000)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -102,33 +102,3 @@ def slow_threads() -> SlowThreads:
     threads = SlowThreads()
     asyncio.get_running_loop().set_default_executor(threads)
     return threads
-
-
-async def cancelled_in_its_copy(
-    threads: SlowThreads,
-    call: Coroutine[Any, Any, object],
-    afterwards: Callable[[], object],
-    times: int = 1,
-) -> None:
-    """Cancel a call whose copy has begun. `afterwards` is what its caller does as soon as the call
-    has raised; the copy goes on after that, or, where the call waits for it, before.
-    """
-    threads.gate.clear()
-    task = asyncio.ensure_future(call)
-    while not threads.begun.acquire(blocking=False):  # noqa: ASYNC110 threads tell no loop
-        await asyncio.sleep(0.001)
-    for _ in range(times):
-        task.cancel()
-        await asyncio.sleep(0.01)
-    is_over = task.done()
-    if is_over:
-        afterwards()
-    threads.gate.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    if not is_over:
-        afterwards()
-    while threads._work_queue.qsize():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    await asyncio.get_running_loop().run_in_executor(threads, int)
-    threads.begun = threading.Semaphore(0)

@@ -135,44 +135,6 @@ async def test_many_who_acquire_one_block_cause_one_load(config: Config) -> None
             store.release(block)
 
 
-async def test_a_cancelled_acquire_holds_nothing(config: Config) -> None:
-    pools = new_pools(1)
-    async with await opened(config, pools) as store:
-        assert await computed(store, pools, 1)
-        await store.flush()
-    for waits in range(1, 5):
-        async with await opened(config, pools) as store:
-            call = asyncio.create_task(store.acquire(hash_of(1)))
-            for _ in range(waits):
-                await asyncio.sleep(0)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            async with asyncio.timeout(20):
-                while (block := store.allocate()) is None:  # noqa: ASYNC110 no event is public
-                    await asyncio.sleep(0.001)
-            assert block == 0
-
-
-async def test_of_two_blocks_with_one_hash_one_is_found(config: Config) -> None:
-    pools = new_pools(2)
-    async with await opened(config, pools) as store:
-        first, second = store.allocate(), store.allocate()
-        assert first is not None
-        assert second is not None
-        for block in (first, second):
-            compute(pools, block, 1)
-            assert store.put_block(hash_of(1), block)
-        assert store.put_block(hash_of(1), first), "once more is no harm"
-        with pytest.raises(ValueError, match="another hash"):
-            store.put_block(hash_of(2), first)
-        assert await store.acquire(hash_of(1)) == first
-        store.release(second)
-        assert store.allocate() == second
-        with pytest.raises(ValueError, match="not given to this store"):
-            store.put_block(hash_of(3), 7)
-
-
 async def test_only_blocks_of_the_store_are_used(config: Config) -> None:
     pools = new_pools(6)
     async with await opened(config, pools, pool_blocks=[2, 5]) as store:

@@ -6,14 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-import torch
 
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
 from tests.unit.library.stores import (
-    SlowThreads,
     block,
-    cancelled_in_its_copy,
     hash_of,
     new_pools,
     opening,
@@ -27,55 +24,6 @@ from tests.unit.library.stores import (
 async def store(config: Config) -> AsyncIterator[TieredStore]:
     async with await opening(config) as store:
         yield store
-
-
-@pytest.fixture
-def threads(store: TieredStore) -> SlowThreads:
-    return slow_threads()
-
-
-@pytest.mark.parametrize("times", [1, 3])
-async def test_a_cancelled_put_keeps_what_the_tensors_held_or_nothing(
-    config: Config, store: TieredStore, times: int
-) -> None:
-    threads = slow_threads()
-    for number in range(3):
-        tensors = block(number)
-
-        def overwrite(tensors: dict[str, torch.Tensor] = tensors) -> None:
-            for tensor in tensors.values():
-                tensor.fill_(7)
-
-        await cancelled_in_its_copy(threads, store.put(hash_of(number), tensors), overwrite, times)
-    for number in range(3):
-        into = room()
-        if await store.get(hash_of(number), into):
-            assert same(into, block(number))
-    await store.flush()
-    async with await opening(config) as other:
-        for number in range(3):
-            into = room()
-            if await other.get(hash_of(number), into):
-                assert same(into, block(number)), "what is sealed in the bucket"
-
-
-async def test_nothing_writes_to_the_tensors_of_a_get_that_was_cancelled(
-    store: TieredStore,
-) -> None:
-    threads = slow_threads()
-    assert await store.put(hash_of(1), block(1))
-    into = room()
-
-    def overwrite() -> None:
-        for tensor in into.values():
-            tensor.fill_(7)
-
-    while threads.begun.acquire(blocking=False):
-        pass
-    await cancelled_in_its_copy(threads, store.get(hash_of(1), into), overwrite)
-    assert all((tensor == 7).all() for tensor in into.values())
-    assert await store.get(hash_of(1), into)
-    assert same(into, block(1))
 
 
 async def test_a_time_limit_is_told_as_one(store: TieredStore) -> None:

@@ -238,21 +238,6 @@ def test_an_engine_s_cache_is_one_move_per_side_and_layer() -> None:
     assert all(b.address - a.address == BLOCKS * 128 for a, b in pairwise(found))
 
 
-def test_what_is_written_is_read() -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = BlockTensors({"a": ((2, 3), torch.float32), "b": ((), torch.int64)})
-    pools = BlockPools.new(tensors, BLOCKS, torch.device("cpu"))
-    block = {
-        "a": torch.randn(2, 3, generator=generator),
-        "b": torch.tensor(7, dtype=torch.int64),
-    }
-    pools.write(3, block)
-    into = {"a": torch.zeros(2, 3), "b": torch.zeros((), dtype=torch.int64)}
-    pools.read(3, into)
-    assert torch.equal(into["a"], block["a"])
-    assert into["b"] == 7
-
-
 ONE = {"a": ((2, 4), torch.float32)}
 TWO = {"a": ((2, 4), torch.float32), "b": ((2, 4), torch.float32)}
 MEMORY = torch.zeros(BLOCKS, 2, 4)

@@ -45,38 +45,6 @@ async def test_a_block_put_while_it_is_fetched_is_kept(config: Config) -> None:
             assert same(into, block(key))
 
 
-async def test_flush_names_what_the_bucket_did_not_take(
-    behind: tuple[Proxy, Config], short_pauses: None
-) -> None:
-    between, config = behind
-    async with await opening(config) as store:
-        between.fault(Fault(kind="refuse"))
-        assert await store.put(hash_of(1), block(1))
-        left = await store.flush()
-        assert left == (hash_of(1),)
-        assert await store.flush() == left, "still in host memory, and still not in the bucket"
-        between.lift()
-        assert await store.put(hash_of(3), block(3))
-        assert not await store.flush(), "one upload that works opens the way for the others"
-        assert store.where(hash_of(1)).bucket
-
-
-async def test_a_hit_uploads_what_an_outage_has_kept_from_the_bucket(
-    behind: tuple[Proxy, Config], short_pauses: None
-) -> None:
-    between, config = behind
-    async with await opening(config) as store:
-        between.fault(Fault(kind="refuse"))
-        assert await store.put(hash_of(1), block(1))
-        assert await store.flush()
-        between.lift()
-        assert await store.put(hash_of(2), block(2))
-        async with asyncio.timeout(30):
-            while not store.where(hash_of(1)).bucket:
-                assert await store.get(hash_of(1), room())
-                await asyncio.sleep(0.02)
-
-
 async def test_a_prefetch_leaves_room_and_a_put_can_wait_for_it(
     behind: tuple[Proxy, Config],
 ) -> None:
@@ -124,7 +92,8 @@ async def test_an_upload_that_fails_is_told_and_tried_again_when_the_bucket_is_b
         between.fault(fault)
         for number in numbers:
             assert await store.put(hash_of(number), block(number))
-        assert set(await store.flush()) == set(map(hash_of, numbers))
+        for _ in range(2):  # they are still in host memory, and still not in the bucket
+            assert set(await store.flush()) == set(map(hash_of, numbers))
         assert store.counters[f"upload_{end}"] == 3 * len(numbers)
         assert store.counters["uploads_given_up"] == len(numbers)
         for number in numbers:

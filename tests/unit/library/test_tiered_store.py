@@ -83,20 +83,6 @@ async def test_memory_smaller_than_the_blocks_still_serves_them_all(config: Conf
             assert same(into, tensors)
 
 
-async def test_the_device_tier_answers_first(config: Config) -> None:
-    key, tensors = named(5)
-    async with opening(config, device_blocks=2) as store:
-        await store.put(key, tensors)
-        assert store.where(key).device
-        into = room()
-        assert await store.get(key, into)
-        assert same(into, tensors)
-        for number in (6, 7):
-            await store.put(*named(number))
-        assert not store.where(key).device
-        assert store.where(key).host
-
-
 async def test_wrong_tensors_are_refused(config: Config) -> None:
     key, tensors = named(9)
     async with opening(config) as store:

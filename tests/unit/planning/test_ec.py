@@ -333,15 +333,3 @@ def test_what_does_not_verify_is_encoded(outcome: Outcome) -> None:
     assert len(desk.schedule("r", A).saves) == 1
     assert desk.planner.ledger.table.lookup(A.key) is None
     assert desk.planner.counters[f"fetch_{outcome.name.lower()}"] == 1
-
-
-def test_a_store_that_keeps_failing_is_left_alone() -> None:
-    desk = Desk()
-    for n in range(3):
-        desk.ensure(f"r{n}", wanted(f"i{n}"))
-        desk.answer(Outcome.FAILED)
-    assert desk.ensure("s", A)
-    assert desk.orders == []
-    assert desk.planner.counters["fetches_refused_by_breaker"] == 1
-    desk.now_s += 1.0
-    assert not desk.ensure("t", A), "it tries again by itself"

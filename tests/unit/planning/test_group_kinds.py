@@ -67,21 +67,6 @@ def test_the_object_of_a_chunk_holds_its_own_blocks_alone(coverage: Coverage, ch
         assert held == own & set(coverage.blocks_for((chunk + 1) * size))
 
 
-@pytest.mark.parametrize(
-    ("coverage", "tokens", "blocks", "chunks"),
-    [
-        (Coverage(16, 256), 1_024, range(64), range(4)),
-        (Coverage(16, 256, SlidingWindow(128)), 1_024, range(56, 64), range(3, 4)),
-        (Coverage(16, 256, SlidingWindow(1_024)), 4_096, range(192, 256), range(12, 16)),
-        (Coverage(16, 256, LocalAttention(8_192)), 8_448, range(512, 528), range(32, 33)),
-        (Coverage(1_152, 1_152, States()), 3_456, range(2, 3), range(2, 3)),
-    ],
-    ids=["full", "gpt-oss", "gemma3", "llama4", "qwen3-next"],
-)
-def test_known_models(coverage: Coverage, tokens: int, blocks: range, chunks: range) -> None:
-    assert (coverage.blocks_for(tokens), coverage.chunks_for(tokens)) == (blocks, chunks)
-
-
 @pytest.mark.parametrize("tokens", [-16, 8, 17])
 def test_a_resume_within_a_block_is_refused(tokens: int) -> None:
     with pytest.raises(ValueError, match=f"^{tokens} tokens: allowed are multiples of 16"):

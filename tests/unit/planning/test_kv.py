@@ -43,13 +43,6 @@ def assert_free_for_others(desk: Desk) -> None:
     assert len(desk.fetches()) == 2
 
 
-def test_an_offer_stands_until_the_engine_decides() -> None:
-    desk = offered()
-    assert_full_for_others(desk)
-    assert desk.lookup("r") == Answer(False, 8), "could not be placed and is asked about again"
-    assert_full_for_others(desk)
-
-
 def test_the_engine_may_take_less_than_it_was_offered() -> None:
     desk = offered()
     desk.admit("r", [10, 11, 12], 6)
@@ -77,31 +70,6 @@ def test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_e
     assert_free_for_others(desk)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_request_aborted_while_chunks_arrive_gives_them_back(asked: bool) -> None:
-    desk = Desk(slots=2)
-    desk.add("r", "aaaabbbb")
-    desk.planner.prefetch("r", 0, 0.0)
-    if asked:
-        assert desk.lookup("r") == WAIT
-    fetches = desk.fetches()
-    desk.end(fetches[0])
-    assert desk.pinned() == 1, "leased on arrival"
-    desk.planner.finished("r")
-    desk.end(fetches[1])
-    assert_free_for_others(desk)
-
-
-def test_a_request_that_was_never_asked_about_leaves_nothing() -> None:
-    desk = Desk(slots=2)
-    desk.make_resident("aaaabbbb")
-    desk.add("r", "aaaabbbb")
-    desk.planner.prefetch("r", 0, 0.0)
-    assert desk.pinned() == 2
-    desk.planner.finished("r")
-    assert_free_for_others(desk)
-
-
 def test_after_a_failed_load_the_next_answer_is_a_miss() -> None:
     desk, _ = loading()
     desk.planner.loaded(["r"], failed=["r"])
@@ -110,26 +78,6 @@ def test_after_a_failed_load_the_next_answer_is_a_miss() -> None:
     assert desk.planner.counters["loads_failed"] == 1
     plan = desk.run("r", [10, 11, 12, 13, 14], 0, 10, new=True)
     assert plan.saves == (), "nor is anything of it saved"
-
-
-@pytest.mark.parametrize("again", ["aborted", "placed", "loaded"])
-def test_a_preempted_request_is_offered_its_prefix_anew(again: str) -> None:
-    desk, first = loading()
-    desk.planner.loaded(["r"])
-    desk.admit("r", [10, 11, 12, 13, 14])
-    desk.run("r", [10, 11, 12, 13, 14], 8, 2, new=True)
-    assert desk.lookup("r") == Answer(False, 8), "preempted: the engine has none of it any more"
-    assert_full_for_others(desk)
-    if again == "aborted":
-        desk.planner.finished("r")
-    elif again == "placed":
-        desk.admit("r", [20, 21, 22, 23, 24])
-    else:
-        desk.admit("r", [20, 21, 22, 23, 24], 8)
-        (second,) = desk.plan().loads
-        assert load_slots(second) == load_slots(first)
-        desk.planner.loaded(["r"])
-    assert_free_for_others(desk)
 
 
 def test_a_preempted_request_whose_chunks_have_left_waits_for_them_again() -> None:

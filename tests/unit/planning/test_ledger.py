@@ -63,35 +63,6 @@ def test_a_chunk_is_resident_when_all_ranks_have_copied_it(
     assert slot.state is EntryState.CLEAN
 
 
-@pytest.mark.parametrize("ends", interleavings(GOOD, NOT_COPIED), ids=str)
-def test_a_slot_is_free_when_nothing_of_a_failed_save_uses_it_any_more(
-    ends: list[tuple[JobKind, Outcome]],
-) -> None:
-    desk, save = saving(world_size=2)
-    for kind, outcome in ends:
-        assert desk.planner.ledger.table.statistics().reserved == 1
-        desk.end(save, outcome, kind=kind, ranks=1)
-    assert desk.planner.ledger.state(desk.key("aaaa")) is ChunkState.ABSENT
-    assert desk.planner.ledger.table.statistics().free == 16
-    assert not desk.planner.ledger.index.is_present(desk.key("aaaa")), "not on all ranks"
-
-
-@pytest.mark.parametrize("ends", interleavings(GOOD, NOT_SENT), ids=str)
-def test_an_upload_that_failed_on_one_rank_is_repeated_on_all(
-    ends: list[tuple[JobKind, Outcome]],
-) -> None:
-    desk, save = saving(world_size=2)
-    for kind, outcome in ends:
-        desk.end(save, outcome, kind=kind, ranks=1)
-    assert not desk.planner.ledger.index.is_present(desk.key("aaaa"))
-    desk.now_s = 1.0
-    (upload,) = desk.uploads()
-    desk.end(upload, Outcome.EXISTS, ranks=1)
-    assert not desk.planner.ledger.index.is_present(desk.key("aaaa"))
-    desk.end(upload, OK, ranks=1)
-    assert desk.planner.ledger.index.is_present(desk.key("aaaa"))
-
-
 def test_reports_of_ranks_that_were_merged_on_the_way_count_for_all() -> None:
     desk, save = saving(world_size=3)
     report = StepReport()
@@ -242,17 +213,6 @@ def test_a_store_that_is_back_is_not_stormed() -> None:
         counts.append(len(orders))
         desk.end(orders)
     assert counts == [3, 3, 1], "each of them was hit before"
-
-
-def test_what_was_evicted_is_not_uploaded() -> None:
-    desk, save = given_up(slots=1)
-    desk.planner.ledger.unsaved.hit(save.key)
-    desk.add("other", "bbbb")
-    desk.admit("other")
-    plan = desk.run("other", [2, 3], 0, 4, new=True)
-    assert desk.keys(plan.saves) == [desk.key("bbbb")]
-    assert uploads_of(plan) == ()
-    assert len(desk.planner.ledger.unsaved) == 0
 
 
 def test_what_can_never_be_uploaded_is_given_up_at_once_and_for_good() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +108,11 @@ class Rig:
         self.rank.begin(StepPlan(saves=orders))
         self.rank.save(orders, read_first=read_first)
 
+    def end(self, *saved: SavedEnd, loaded: Sequence[LoadedEnd] = ()) -> None:
+        """Have copies end."""
+        self.copies.ends = CopyEnds([*saved], [*loaded])
+        self.rank.poll()
+
     def ends(self) -> set[tuple[int, JobKind, Outcome]]:
         self.rank.poll()
         report = self.rank.take_report() or StepReport()
@@ -151,11 +156,8 @@ def test_loads_and_saves_are_timed_and_weighed() -> None:
     rig.rank.load([LoadJob("good", parts), LoadJob("bad", parts)])
     rig.save(SaveJob(1, KEY, 2, (4, 5)), SaveJob(2, KEY, 3, (6, 7)))
     rig.now_s += 0.5
-    rig.copies.ends = CopyEnds(
-        [SavedEnd(1, True, 0.25), SavedEnd(2, False, 9.0)],
-        [LoadedEnd("good", True), LoadedEnd("bad", False)],
-    )
-    rig.rank.poll()
+    loaded = LoadedEnd("good", True), LoadedEnd("bad", False)
+    rig.end(SavedEnd(1, True, 0.25), SavedEnd(2, False, 9.0), loaded=loaded)
     counters = rig.rank.counters
     assert (counters["load_ok"], counters["load_bytes"]) == (1, 3_000)
     assert (counters["save_ok"], counters["save_failed"], counters["save_bytes"]) == (1, 1, 2_000)
@@ -172,15 +174,13 @@ def test_a_rank_is_quiet_once_every_end_has_been_taken() -> None:
     rig.client.is_due = False
     rig.rank.load([LoadJob("r", (CopyPart(0, 0, 0, (1,)),))])
     assert not rig.rank.is_quiet, "a load is under way"
-    rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
-    rig.rank.poll()
+    rig.end(loaded=[LoadedEnd("r", True)])
     assert not rig.rank.is_quiet, "its end has not been taken"
     rig.rank.take_loaded()
     assert rig.rank.is_quiet
     rig.save(SaveJob(1, KEY, 2, (4, 5)))
     assert not rig.rank.is_quiet, "a save is under way"
-    rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.25)], [])
-    rig.rank.poll()
+    rig.end(SavedEnd(1, True, 0.25))
     assert not rig.rank.is_quiet, "its upload is under way"
     rig.client.ends = [JobEnd(1, JobKind.UPLOAD, Outcome.OK)]
     rig.rank.poll()
@@ -193,8 +193,7 @@ def test_refused_batches_are_counted() -> None:
     rig.rank.poll()
     assert "batches_refused" not in rig.rank.counters
     rig.copies.copier.refused = 3
-    rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.25)], [])
-    rig.rank.poll()
+    rig.end(SavedEnd(1, True, 0.25))
     rig.rank.poll()
     assert rig.rank.counters["batches_refused"] == 3
 
@@ -204,8 +203,7 @@ def test_what_another_rank_uploads_ends_at_once(uploads: bool) -> None:
     """Saved and ordered again: the scheduler waits for the end on every rank."""
     rig = Rig(uploads=uploads)
     rig.save(SaveJob(1, KEY, 2, (4, 5)), SaveJob(2, KEY, 3, (6, 7)))
-    rig.copies.ends = CopyEnds([SavedEnd(1, True, 0.1), SavedEnd(2, False, 0.1)], [])
-    rig.rank.poll()
+    rig.end(SavedEnd(1, True, 0.1), SavedEnd(2, False, 0.1))
     rig.rank.begin(StepPlan(jobs=(BucketJob(3, JobKind.UPLOAD, KEY, 2),)))
     report = rig.rank.take_report()
     assert report is not None
@@ -269,8 +267,7 @@ def test_it_lingers_for_a_load_and_else_for_the_network() -> None:
     rig.rank.poll()
     rig.rank.poll(0.25)
     assert (rig.copies.waits, rig.client.waits) == ([0.25], [0.5, 0.0, 0.0])
-    rig.copies.ends = CopyEnds([], [LoadedEnd("r", True)])
-    rig.rank.poll()
+    rig.end(loaded=[LoadedEnd("r", True)])
     rig.save(SaveJob(1, KEY, 2, (4, 5)))
     rig.rank.poll(0.125)
     assert (rig.copies.waits, rig.client.waits[-1]) == ([0.25], 0.0)
@@ -366,11 +363,9 @@ def test_a_save_of_several_groups_ends_with_the_last_of_its_copies() -> None:
     assert copies == [(6, 0, 5, (4, 5)), (7, 2, 5, (6, 7)), (8, 1, 9, (8,))]
     rig.rank.begin(StepPlan(fences=(3,)))
     assert rig.copies.fences == [6, 7]
-    rig.copies.ends = CopyEnds([SavedEnd(7, True, 0.25)], [])
-    rig.rank.poll()
+    rig.end(SavedEnd(7, True, 0.25))
     assert rig.rank.take_report() is None, "the other half may still be read"
-    rig.copies.ends = CopyEnds([SavedEnd(6, True, 0.5), SavedEnd(8, True, 0.1)], [])
-    rig.rank.poll()
+    rig.end(SavedEnd(6, True, 0.5), SavedEnd(8, True, 0.1))
     report = rig.rank.take_report()
     assert report is not None
     ends = [end for end in report.ends.values() if end.kind is JobKind.SAVE]
@@ -381,7 +376,6 @@ def test_a_save_of_several_groups_ends_with_the_last_of_its_copies() -> None:
 def test_a_save_of_several_groups_fails_with_any_of_its_copies() -> None:
     rig = Rig(block_bytes={0: 1_000, 2: 500}, members={1: (0, 2)})
     rig.save(SaveJob(3, ChunkKey(1, b"k" * 32), 5, (4, 6)))
-    rig.copies.ends = CopyEnds([SavedEnd(6, False, 0.1), SavedEnd(7, True, 0.1)], [])
-    rig.rank.poll()
+    rig.end(SavedEnd(6, False, 0.1), SavedEnd(7, True, 0.1))
     assert rig.rank.counters["save_failed"] == 1
     assert rig.rank.busy == 0

@@ -11,7 +11,6 @@ import torch
 
 from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
-from s3kv.device.gpu import copy_streams
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.messages import CopyPart
 from tests.unit.device.caches import Caches, Shape, build, places
@@ -92,33 +91,4 @@ def test_a_fence_of_a_gathered_save_waits_for_no_load(load_path: Path) -> None:
     assert ran, "the fence waits for loads"
     assert not any(load.done() for load in loads)
     gpu.frozen.clear()
-    copier.close()
-
-
-def test_more_copies_than_places_for_row_numbers_wait_for_those_that_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(copy_streams, "MOST_PLACES", 3)
-    pinned: list[int] = []
-    host_numbers = SimulatedGpu.host_numbers
-    monkeypatch.setattr(
-        SimulatedGpu, "host_numbers", lambda gpu, n: (pinned.append(n), host_numbers(gpu, n))[1]
-    )
-    caches = build(Shape("LBNHC", blocks=40), "cpu", torch.Generator().manual_seed(3))
-    gpu = SimulatedGpu(5, eagerness=[0.0])
-    where, form = places(caches, caches.layout())
-    copier = GpuCopier(where, gpu, Path.GATHER)
-    payload = where.memory.narrow(0, form.header_bytes, caches.layout().payload_bytes)
-    before = payload.clone()
-    blocks = [(2 * number, 2 * number + 1) for number in range(20)]
-    tickets = [copier.copy_in(CopyPart(0, 0, 0, ids), copier.mark()) for ids in blocks]
-    gpu.synchronize()
-    assert all(ticket.done() for ticket in tickets)
-    payload.zero_()
-    for ids in blocks:
-        save = copier.copy_out(CopyPart(0, 0, 0, ids), copier.mark())
-        gpu.synchronize()
-        assert save.done()
-        assert torch.equal(payload, before)
-    assert len(pinned) == 2, "memory is pinned at the start alone, once for each direction"
     copier.close()
