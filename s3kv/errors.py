@@ -1,5 +1,19 @@
 """The errors s3kv raises, and the caller's reaction to each.
 
+    S3KVError
+    ├── ConfigError          a setting is wrong: stop, show the message, it names the setting
+    ├── UnsupportedError     the model or engine set-up cannot be served: stop, show the reason
+    ├── StoreError           an object-store call failed
+    │   ├── StoreDenied      credentials or permissions: tell a person, retrying does not help
+    │   ├── StoreMissing     the bucket itself does not exist: tell a person
+    │   ├── StoreRefused     too large an object, too long a key: do not send it again
+    │   ├── StoreUnranged    a range was not served as requested: read the whole object
+    │   └── StoreUnavailable network, throttling, server error: may work later
+    │       └── StoreThrottled   the store throttles requests (SlowDown): send fewer, then again
+    ├── IoProcessError       the I/O process could not be started, or has died
+    ├── ClosedError          the store is closed: open another one
+    └── CopyError            a device refused a copy to or from the caller's tensors
+
 In flight none of these reaches the engine: a failed job ends with an `Outcome`, and a miss is
 always a right answer. They are for start-up and for users of the library.
 """
@@ -12,12 +26,11 @@ class S3KVError(Exception):
 
 
 class ConfigError(S3KVError, ValueError):
-    """A setting is wrong: stop and show the message, which names the setting, its value and what is
-    allowed."""
+    """A setting is wrong. The message names the setting, its value and what is allowed."""
 
 
 class UnsupportedError(S3KVError):
-    """This model or engine configuration cannot be served: stop and show the reason."""
+    """This model or engine configuration cannot be served. The message says why."""
 
 
 class StoreError(S3KVError):
@@ -34,28 +47,28 @@ class StoreError(S3KVError):
 
 
 class StoreDenied(StoreError):
-    """Credentials or permissions refuse the call: notify a person; retries do not help."""
+    """Credentials or permissions refuse the call."""
 
 
 class StoreMissing(StoreError):
-    """The bucket does not exist: notify a person. (A missing *object* is an answer, no error.)"""
+    """The bucket does not exist. (A missing *object* is an answer, never an error.)"""
 
 
 class StoreRefused(StoreError):
-    """The store refuses the object, as too large or for too long a key: do not send it again."""
+    """The store refuses the object: it is too large, or its key is too long."""
 
 
 class StoreUnranged(StoreError):
-    """The answer to a ranged read is not that range, because the object is shorter or the store
-    serves no ranges: read the whole object."""
+    """The answer to a ranged read is not that range: the object is shorter, or the store serves no
+    ranges."""
 
 
 class StoreUnavailable(StoreError):
-    """The store could not be reached or answered with a server error. It may work later."""
+    """The store could not be reached or answered with a server error."""
 
 
 class StoreThrottled(StoreUnavailable):
-    """The store asks for fewer requests (503 SlowDown, 429): send fewer, then again."""
+    """The store asks for fewer requests (503 SlowDown, 429)."""
 
 
 class IoProcessError(S3KVError):
@@ -63,8 +76,7 @@ class IoProcessError(S3KVError):
 
 
 class ClosedError(S3KVError):
-    """A method of a store was called after `close`, or was waiting for room when it was called.
-    Open another store."""
+    """A method of a store was called after `close`, or was waiting for room when it was called."""
 
 
 class CopyError(S3KVError, RuntimeError):
