@@ -76,7 +76,7 @@ works less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` show
 fault, on moto, SeaweedFS and Ceph RGW: no bucket, no credentials, wrong ones, each missing
 permission, the wrong region, a wrong clock, path style only, no conditional PUT, checksums refused,
 no server. `test_host.py` beside it shows its findings on the host. The slab is a memory
-file, so `/dev/shm` matters only to vLLM's own queues.
+file, so `/dev/shm` matters only to vLLM's own queues and to its `OffloadingConnector`.
 
 `inspect` verifies an object by its key and the settings, and takes only the tensors from its
 header. An engine treats an object that `inspect` refuses as a miss.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from s3kv.cli import serve
 from s3kv.cli.app import cli
+from s3kv.cli.configure import offloading_connector
+from s3kv.config import Config
+from s3kv.connectors.plugin import register
+from s3kv.connectors.tier_setup import REPLACED, parse_settings
 from tests.versions import serve_parser
 
 
@@ -69,3 +75,16 @@ def test_a_model_is_multi_modal_by_its_file(
     assert serve.is_multi_modal(str(file.parent), {}) is expected
     assert serve.is_multi_modal("team/model", {}) is expected
     assert serve.is_multi_modal("team/model", {"--language-model-only": ""}) is False
+
+
+def test_the_tier_takes_the_settings_that_are_not_vllms() -> None:
+    """And vLLM knows the tier by its type."""
+    register()
+    replaced = {"host_bytes": 2**30, "chunk_tokens": 512, "share_ranks": True}
+    assert replaced.keys() == REPLACED.keys()
+    config = Config(bucket="my-bucket", prefix="p", bucket_bytes=2**40, model_id="m", **replaced)
+    extra = offloading_connector(config, workers=2)["kv_connector_extra_config"]
+    (tier,) = extra["secondary_tiers"]
+    assert SecondaryTierFactory.get_tier_class(tier).__name__ == "S3Tier"
+    del tier["type"]
+    assert dataclasses.replace(parse_settings(tier), **replaced) == config

@@ -93,7 +93,7 @@ def _memory(config: Config, host: Host, workers: int) -> Finding:
 
 def _shm(host: Host, workers: int) -> Finding:
     if workers == 1:
-        told = f"s3kv keeps nothing in {SHM}, nor does vLLM with one worker"
+        told = f"with one worker only vLLM's OffloadingConnector uses {SHM}"
         return Finding("shm", "ok", told)
     remedy = (
         f"make {SHM} larger: docker run --shm-size or --ipc=host; in Kubernetes an emptyDir with "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 import s3kv
 from lab import constants
+from lab.engine import Engine
 from lab.s3 import S3Server
 from tests.repository.test_commands import DOCUMENTS, shown
 from tests.rgw import free_ports
@@ -22,6 +25,7 @@ from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, Server, messages, s
 COMMANDS = [command for document in DOCUMENTS for command in shown(document)]
 (OURS,) = {command for command in COMMANDS if command.startswith("s3kv serve")}
 (VLLMS,) = {command for command in COMMANDS if command.startswith("vllm serve")}
+CHUNKS = HIT_TOKENS // 256
 MUCH, LITTLE = '"host_bytes": "32GiB"', '"host_bytes": "256MiB"'
 """All that is changed in the words, because a machine for tests has less memory. Hits do not depend
 on its speed, either."""
@@ -70,9 +74,7 @@ def test_the_documented_commands_start_servers_of_one_namespace(
             assert server.metric("vllm:s3kv_internal_errors_total") == 0
             hits = server.metric("vllm:s3kv_hit_tokens_bucket_total")
             assert hits == (0 if known == "new" else HIT_TOKENS)
-            wait_until(
-                "it is uploaded", lambda: len(s3.objects("my-bucket")) == HIT_TOKENS // 256, 120.0
-            )
+            wait_until("it is uploaded", lambda: len(s3.objects("my-bucket")) == CHUNKS, 120.0)
             server.interrupt()
             server.wait_until_gone(120.0)
         name = f"s3kv {s3kv.__version__} "
@@ -81,3 +83,25 @@ def test_the_documented_commands_start_servers_of_one_namespace(
         assert f" ({known}), " in start
         assert " of host memory on 1 rank, " in start
         assert ("s3kv: host memory: " in log.read_text()) == (command == OURS)
+
+
+@pytest.mark.long
+def test_the_tier_hits_as_it_is_configured(
+    tiny: Path, s3: S3Server, bucket: str, reference: References, tmp_path: Path
+) -> None:
+    """For a GPU, for which `lab.offloading_on_cpu` stands in."""
+    assert s3.url is not None
+    words = ["--bucket", bucket, "--endpoint-url", s3.url, "--connector", "OffloadingConnector"]
+    words += ["--host-bytes", "64MiB", "--block-size", "128"]
+    command = [sys.executable, "-m", "s3kv.cli", "serve", str(tiny), *words, "--json"]
+    printed = json.loads(subprocess.check_output(command))["command"]
+    connector = json.loads(printed[printed.index("--kv-transfer-config") + 1])
+    spec = {"spec_name": "TieringOnCpu", "spec_module_path": "lab.offloading_on_cpu"}
+    connector["kv_connector_extra_config"] |= spec
+    for hits in (0, HIT_TOKENS):
+        log = tmp_path / f"{hits}.log"
+        with Engine(tiny, connector=connector, env=s3.env, log_path=log) as engine:
+            answers = engine.generate(PROMPTS)
+            wait_until("it is uploaded", lambda: len(s3.objects(bucket)) == 2 * CHUNKS, 120.0)
+        assert [answer.cached_tokens for answer in answers] == [hits] * len(PROMPTS)
+    assert tokens(answers) == tokens(reference(tiny, PROMPTS))
