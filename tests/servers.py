@@ -8,7 +8,7 @@ import os
 import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,29 @@ def boto_client(url: str, keys: dict[str, str]) -> Any:
             response_checksum_validation="when_required",
         ),
     )
+
+
+@contextmanager
+def fresh_bucket(
+    server: str, bucket: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Any]]:
+    """The URL of a server, "moto" or the fixture of a real one, and a client for it. Both have an
+    empty bucket, and botocore finds the credentials."""
+    with ExitStack() as stack:
+        if server == "moto":
+            url, keys = stack.enter_context(moto_server()), KEYS
+        else:
+            gateway = request.getfixturevalue(server)
+            url, keys = gateway.url, gateway.keys
+        set_credentials(monkeypatch, keys)
+        boto = boto_client(url, keys)
+        boto.create_bucket(Bucket=bucket)
+        yield url, boto
+        remove_policy(boto, bucket)
+        for kind in ("Versions", "DeleteMarkers"):
+            for it in boto.list_object_versions(Bucket=bucket).get(kind, []):
+                boto.delete_object(Bucket=bucket, Key=it["Key"], VersionId=it["VersionId"])
+        boto.delete_bucket(Bucket=bucket)
 
 
 def demanding(bucket: str, name: str, value: str) -> str:

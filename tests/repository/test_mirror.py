@@ -33,7 +33,6 @@ BEHAVIOURS = {
     "stores/http/test_addresses.py",
     "stores/http/test_ready.py",
     "stores/s3/test_conditional_puts.py",
-    "stores/s3/test_front_ends.py",
     "stores/s3/test_put_headers.py",
     "stores/s3/test_sessions.py",
     "stores/s3/test_versions.py",

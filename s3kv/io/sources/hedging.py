@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from s3kv.stores.lanes import ended
 from s3kv.stores.store import Claim
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ async def hedged(
         return winner.result(), claimed.done() and winner is not requests[0]
     finally:
         cancel(requests)
-        await asyncio.gather(*requests, return_exceptions=True)
+        await ended(requests)
 
 
 async def _winner_of(

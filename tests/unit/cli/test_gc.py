@@ -10,16 +10,11 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 from lab.faults import s3_error
 from lab.proxy import proxy
-from s3kv.config import Config
-from s3kv.library.tiered_store import TieredStore
 from s3kv.objects.keys import Namespace
-from s3kv.stores.s3.s3_store import open_store
 from s3kv.types import ChunkKey
-from s3kv.upkeep.sweep import Sweep
 from tests import servers
 from tests.project import ROOT
 from tests.unit.cli.conftest import Run
@@ -107,35 +102,3 @@ def test_a_person_is_asked(url: str, boto: Any, answer: str, code: int, stay: in
         os.close(keyboard)
     assert "gc would delete 11.7 KiB of 11.7 KiB, more than half. Delete them?" in done.stderr
     assert (done.returncode, left(boto)) == (code, stay), done.stderr
-
-
-async def test_what_is_deleted_under_a_live_engine_costs_it_one_404(url: str, boto: Any) -> None:
-    """It believes the chunk to be in the bucket, asks once, computes, and saves it again."""
-    config = Config(bucket=servers.BUCKET, endpoint_url=url, host_bytes=2**20)
-    shapes = {"k": ((64, 64), torch.float32)}
-    blocks = {hashlib.sha256(bytes([n])).digest(): torch.full((64, 64), n) for n in range(80)}
-    async with await TieredStore.open(config, shapes=shapes, namespace={"model": "m"}) as store:
-        for key, tensor in blocks.items():  # more than fit into host memory
-            while not await store.put(key, {"k": tensor.float()}):
-                await store.flush()
-        await store.flush()
-        first = next(iter(blocks))
-        assert not store.where(first).host
-        assert store.where(first).bucket is True
-
-        client = open_store(config)
-        await Sweep(client, "s3kv", max_bytes=0).run()
-        await client.close()
-        assert left(boto) == 0
-
-        into = {"k": torch.zeros(64, 64)}
-        before = dict(store.counters)
-        for _ in range(5):
-            assert not await store.get(first, into)
-        assert store.where(first).bucket is False
-        assert store.counters["fetch_missing"] - before.get("fetch_missing", 0) == 1
-        assert store.counters["fetches"] - before.get("fetches", 0) == 1
-        assert await store.put(first, {"k": blocks[first].float()})
-        await store.flush()
-        assert left(boto) == 1
-        assert await store.get(first, into)

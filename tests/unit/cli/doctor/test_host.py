@@ -111,13 +111,10 @@ def test_what_is_not_installed_is_not_judged() -> None:
     assert found["gpu"].detail == "torch is not installed"
 
 
-def test_where_memory_is_pinned_is_told() -> None:
+def test_where_memory_is_pinned_is_told_or_why_not() -> None:
     assert judged(FINE)["gpu"].detail.endswith("on NUMA node 1, that of GPU 0000:5e:00.0")
-
-
-def test_a_refusal_to_pin_is_told_with_its_reason() -> None:
-    found = judged(replace(FINE, gpu=H200 | REFUSED))
-    assert "cudaErrorMemoryAllocation (2)" in found["gpu"].detail
+    refused = judged(replace(FINE, gpu=H200 | REFUSED))["gpu"]
+    assert "cudaErrorMemoryAllocation (2)" in refused.detail
 
 
 @pytest.mark.usefixtures("no_torch")

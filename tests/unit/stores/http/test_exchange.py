@@ -43,37 +43,28 @@ def test_a_body_is_received_in_place(piece: int, seam: int) -> None:
     assert exchange.reusable
 
 
-def test_a_body_longer_than_the_buffer_is_left_unread() -> None:
-    buffer = bytearray(b"four")
-    exchange = reading(Place.of(buffer))
-    feed(exchange, OK + b"hello", 1000)
-    assert exchange.response is not None
-    assert exchange.response.nbytes == 5
-    assert bytes(buffer) == b"four"
-    assert not exchange.reusable
-
-
 RANGE = b"HTTP/1.1 206 -\r\nContent-Length: 5\r\nContent-Range: bytes 1-5/9\r\n\r\n"
 
 
-@pytest.mark.parametrize(("answer", "wanted"), [(OK, 206), (RANGE, 200)])
-def test_an_object_in_place_of_its_range_is_left_unread(answer: bytes, wanted: int) -> None:
-    """And the other way round. Nobody asks whose buffer it is, either."""
-    buffer = bytearray(b"untouched")
-    exchange = reading(Place.of(buffer), pytest.fail, wanted)
-    feed(exchange, answer, 1000)
+@pytest.mark.parametrize(
+    ("head", "room", "claim", "wanted", "nbytes"),
+    [
+        (OK, 4, None, 200, 5),
+        (OK, 9, lambda: False, 200, 5),
+        (OK, 9, pytest.fail, 206, 0),
+        (RANGE, 9, pytest.fail, 200, 0),
+    ],
+    ids=["too long", "nobody's", "an object for a range", "a range for an object"],
+)
+def test_a_body_that_is_not_wanted_is_left_unread(
+    head: bytes, room: int, claim: Claim | None, wanted: int, nbytes: int
+) -> None:
+    buffer = bytearray(b"untouched"[:room])
+    exchange = reading(Place.of(buffer), claim, wanted)
+    feed(exchange, head + b"hello", 1000)
     assert exchange.response is not None
-    assert exchange.response.nbytes == 0
-    assert bytes(buffer) == b"untouched"
-    assert not exchange.reusable
-
-
-def test_a_body_nobody_claims_is_left_unread() -> None:
-    buffer = bytearray(b"untouched")
-    exchange = reading(Place.of(buffer), lambda: False)
-    feed(exchange, OK + b"hello", 1000)
-    assert bytes(buffer) == b"untouched"
-    assert exchange.response is not None
+    assert exchange.response.nbytes == nbytes
+    assert bytes(buffer) == b"untouched"[:room]
     assert not exchange.reusable
 
 

@@ -292,6 +292,25 @@ async def test_tls(s3_store: OpenStore, certificate: Path, server_tls: ssl.SSLCo
                 await store.check()
 
 
+def test_the_last_dot_of_a_name_is_not_in_a_certificate(
+    s3_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On asyncio's own loop, which asks Python's resolver."""
+    authority = servers.self_signed(tmp_path / "server.pem", "DNS:localhost")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(authority)
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **o: resolve("127.0.0.1", *a, **o))
+
+    async def head() -> ObjectInfo | None:
+        async with servers.canned(servers.refusal(404, ""), tls=tls) as at:
+            url = at.url.replace("127.0.0.1", "LocalHost.")
+            async with s3_store(url, ca_bundle=f"{authority}.crt") as store:
+                return await store.head("a b")
+
+    assert asyncio.run(head()) is None
+
+
 async def test_tls_to_a_plain_port(s3_store: OpenStore) -> None:
     async def answer_in_plain(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)

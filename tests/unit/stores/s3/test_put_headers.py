@@ -18,7 +18,7 @@ from lab.proxy import proxy
 from s3kv.errors import StoreDenied
 from s3kv.place import Place
 from tests import servers
-from tests.rgw import KMS_KEY, Gateway
+from tests.rgw import KMS_KEY
 from tests.servers import REAL_SERVERS
 from tests.unit.stores.s3.conftest import OpenStore
 
@@ -49,23 +49,15 @@ def ground(
     request: pytest.FixtureRequest, demanded: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Ground]:
     name, value = next(iter(demanded.items()))
-    if request.param == "moto":
-        servers.set_credentials(monkeypatch)
-        with servers.moto_server() as url, proxy(url) as between:
-            boto = servers.boto_client(url, servers.KEYS)
-            boto.create_bucket(Bucket=BUCKET)
+    with servers.fresh_bucket(request.param, BUCKET, request, monkeypatch) as (url, boto):
+        if request.param != "moto":
+            policy = servers.demanding(BUCKET, name, value)
+            boto.put_bucket_policy(Bucket=BUCKET, Policy=policy)
+            yield Ground(True, url, boto)
+            return
+        with proxy(url) as between:
             between.fault(s3_error(403, "AccessDenied", verbs=("PUT",), lacks=f"{name}: {value}"))
             yield Ground(False, between.url, boto)
-        return
-    gateway: Gateway = request.getfixturevalue("rgw")
-    servers.set_credentials(monkeypatch, gateway.keys)
-    boto = servers.boto_client(gateway.url, gateway.keys)
-    boto.create_bucket(Bucket=BUCKET)
-    boto.put_bucket_policy(Bucket=BUCKET, Policy=servers.demanding(BUCKET, name, value))
-    yield Ground(True, gateway.url, boto)
-    for item in boto.list_objects_v2(Bucket=BUCKET).get("Contents", []):
-        boto.delete_object(Bucket=BUCKET, Key=item["Key"])
-    boto.delete_bucket(Bucket=BUCKET)
 
 
 async def test_a_bucket_that_demands_headers_can_be_written(

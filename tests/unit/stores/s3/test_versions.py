@@ -20,7 +20,6 @@ from s3kv.stores.store import BulkStore, ObjectInfo
 from s3kv.types import ChunkKey
 from s3kv.upkeep.cleaner import Cleaner
 from tests import servers
-from tests.rgw import Gateway
 from tests.servers import REAL_SERVERS
 from tests.unit.stores.s3.conftest import OpenStore
 
@@ -39,22 +38,8 @@ def place(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Any]]:
     """The URL of a server, and a client for it, which both have an empty bucket."""
-    if request.param == "moto":
-        servers.set_credentials(monkeypatch)
-        with servers.moto_server() as url:
-            boto = servers.boto_client(url, servers.KEYS)
-            boto.create_bucket(Bucket=BUCKET)
-            yield url, boto
-        return
-    gateway: Gateway = request.getfixturevalue(request.param)
-    servers.set_credentials(monkeypatch, gateway.keys)
-    boto = servers.boto_client(gateway.url, gateway.keys)
-    boto.create_bucket(Bucket=BUCKET)
-    yield gateway.url, boto
-    servers.remove_policy(boto, BUCKET)
-    for key, version in versions(boto):
-        boto.delete_object(Bucket=BUCKET, Key=key, VersionId=version)
-    boto.delete_bucket(Bucket=BUCKET)
+    with servers.fresh_bucket(request.param, BUCKET, request, monkeypatch) as found:
+        yield found
 
 
 @pytest_asyncio.fixture
