@@ -44,6 +44,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "recompute_gate": (
         "s3kv.planning.ec:ECPlannerSettings.recompute_gate",
         "s3kv.planning.kv:KVPlannerSettings.recompute_gate",
+        "s3kv.planning.offload:OffloadPlanner.recompute_gate",
     ),
     "start_timeout_s": ("s3kv.io.tier:START_TIMEOUT_S", "s3kv.io.wire:START_TIMEOUT_S"),
     "suspect_s": ("s3kv.io.sources.quarantine:SUSPECT_S",),
@@ -59,7 +60,7 @@ def split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def split_connector(connector: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """vLLM's kv_transfer_config or ec_transfer_config without constants, and the constants in it,
-    those of the connectors of a MultiConnector included."""
+    those of the connectors of a MultiConnector and of secondary tiers included."""
     key = next((key for key in connector if key.endswith("_connector_extra_config")), None)
     if key is None:
         return dict(connector), {}
@@ -68,6 +69,10 @@ def split_connector(connector: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         several = [split_connector(one) for one in extra["connectors"]]
         extra["connectors"] = [one for one, _ in several]
         constants = {name: one[name] for _, one in several for name in one}
+    if "secondary_tiers" in extra:
+        tiers = [split(one) for one in extra["secondary_tiers"]]
+        extra["secondary_tiers"] = [one for one, _ in tiers]
+        constants |= {name: one[name] for _, one in tiers for name in one}
     return {**connector, key: extra}, constants
 
 

@@ -84,6 +84,7 @@ class OffloadPlanner:
 
     rows: of the primary tier. chunk_tokens: tokens of a key of a group of full attention.
     max_wait_s: longest wait of a request. is_observed: whether `changes` is filled.
+    recompute_gate: whether a request stops waiting once computing is expected to be faster.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class OffloadPlanner:
         chunk_tokens: int,
         max_wait_s: float,
         is_observed: bool = False,
+        recompute_gate: bool = True,
     ) -> None:
         self.index, self.breaker, self.pace = index, breaker, pace
         self.counters = Tally()
@@ -103,6 +105,7 @@ class OffloadPlanner:
         """Names of keys that the bucket turned out to have (True) or to have lost, in order. The
         reader clears it."""
         self._is_observed = is_observed
+        self._recompute_gate = recompute_gate
         self._chunk_tokens = chunk_tokens
         self._max_wait_s = max_wait_s
         self._first_window = max(1, min(_MOST_PROBES, rows // _PROBE_SHARE))
@@ -153,10 +156,7 @@ class OffloadPlanner:
             return self._refuse("fetches_spared")
         if not is_known and not self._may_probe(request, key.group):
             return self._retry(request)
-        if (
-            key not in request.promised
-            and self._promised + self.transfers.uploads >= self._most_promised
-        ):
+        if self._promised + self.transfers.uploads >= self._most_promised:
             if len(request.promised) < self._promised:
                 return self._retry(request)
             return self._refuse("fetches_without_room")
@@ -243,7 +243,7 @@ class OffloadPlanner:
                 compute_s=self.pace.compute_s(self._chunk_tokens),
                 forecast=self.pace.forecast(missing, rounds),
                 max_wait_s=self._max_wait_s,
-                gate=True,
+                gate=self._recompute_gate,
             )
         )
         if now_s < deadline.until_s:

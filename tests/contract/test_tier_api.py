@@ -30,11 +30,17 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from lab import models
+from lab.constants import changed
+from lab.s3 import S3Server
+from s3kv.connectors.offload_tier import S3Tier
+from s3kv.connectors.plugin import register
+from s3kv.errors import ConfigError
 from tests.contract.configurations import FULL, configured, groups
 from tests.contract.test_vllm_api import find, moved, parameters
+from tests.servers import BUCKET, KEYS, REGION, moto_server
 from tests.versions import VERSION
 
-TIER = "s3kv/connectors/tier.py"
+TIER = "s3kv/connectors/offload_tier.py"
 BASE = "vllm.v1.kv_offload.base"
 TIERING = "vllm.v1.kv_offload.tiering.base"
 FACTORY = "vllm.v1.kv_offload.tiering.factory"
@@ -201,7 +207,7 @@ class Offloading:
 
     TIMEOUT_S = 60.0
 
-    def __init__(self, model: Path, tier: Mapping[str, Any], rows: int = 16) -> None:
+    def __init__(self, model: Path, tier: Mapping[str, Any], rows: int = 64) -> None:
         chunk_bytes = 128 * models.TINY.kv_bytes_per_token // models.TINY.layers
         extra = {"cpu_bytes_to_use": rows * chunk_bytes, "secondary_tiers": [dict(tier)]}
         transfer = KVTransferConfig(
@@ -294,7 +300,7 @@ def tiny(directory: Path) -> Path:
 def recorded(tiny: Path) -> Iterator[Offloading]:
     settings = {"type": "Recorder", "module_path": __name__, "mine": 1}
     settings["backpressure"] = {"backpressure_cls": "EMABackpressureDetector"}
-    offloading = Offloading(tiny, settings)
+    offloading = Offloading(tiny, settings, rows=16)
     yield offloading
     offloading.manager.shutdown()
 
@@ -448,14 +454,14 @@ class TierSuite:
         assert [other.read(stored, context) for context in contexts] == [5, 5]
 
     def test_a_reset_waits_for_what_is_under_way(self, start: Callable[..., Offloading]) -> None:
-        """Then no row is in use, and the next request finds what was stored in the tier alone."""
+        """Then no row is in use, and what was stored by then is another engine's to read."""
         offloading = start()
         stored = dict.fromkeys(keys(8), 3)
         offloading.store(stored)
         offloading.reset()
         assert not offloading.manager.has_pending_work()
         assert offloading.manager.primary_tier._num_allocated_chunks == 0
-        assert self.found_in_the_end(offloading, list(stored)[:4])
+        assert self.found_in_the_end(start(), list(stored))
 
     def test_a_request_that_ends_while_its_load_is_under_way(
         self, start: Callable[..., Offloading]
@@ -476,13 +482,13 @@ class TierSuite:
         assert {other.read(key, again) for key in stored} == {3}
 
     def test_rows_are_used_again(self, start: Callable[..., Offloading]) -> None:
-        offloading = start(rows=4)
-        stored = {key: 1 + number for number, key in enumerate(keys(12))}
-        for at in range(0, 12, 4):
+        offloading = start(rows=16)
+        stored = {key: 1 + number for number, key in enumerate(keys(32))}
+        for at in range(0, 32, 4):
             offloading.store(dict(list(stored.items())[at : at + 4]))
             offloading.settle()
-        other = start(rows=4)
-        for at in range(0, 12, 4):
+        other = start(rows=16)
+        for at in range(0, 32, 4):
             some = list(stored)[at : at + 4]
             context = other.request()
             assert other.look_up(some, context) == [HIT] * 4
@@ -500,16 +506,12 @@ class TierSuite:
             offloading.manager.lookup(key, context)
         offloading.step()
 
-    def test_stored_again_is_stored_once(self, start: Callable[..., Offloading]) -> None:
-        offloading = start()
+    def test_two_engines_store_the_same(self, start: Callable[..., Offloading]) -> None:
         stored = dict.fromkeys(keys(2), 3)
-        for _ in range(2):
+        for offloading in (start(), start()):
             offloading.store(stored)
             offloading.settle()
-            offloading.reset()
-        context = offloading.request()
-        assert self.found_in_the_end(offloading, list(stored))
-        offloading.manager.on_request_finished(context)
+        assert self.found_in_the_end(start(), list(stored))
 
 
 class TestFiles(TierSuite):
@@ -520,3 +522,61 @@ class TestFiles(TierSuite):
     def spoil(self, tier: dict[str, Any]) -> None:
         for path in Path(tier["root_dir"]).rglob("*.bin"):
             path.write_bytes(b"")
+
+
+class TestS3(TierSuite):
+    @pytest.fixture
+    def tier(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+        for name, value in KEYS.items():
+            monkeypatch.setenv(name, value)
+        register()
+        with moto_server() as url, changed(miss_ttl_s=0.01):
+            yield {"type": "s3kv", "bucket": BUCKET, "endpoint_url": url, "max_wait_ms": 60_000}
+
+    def spoil(self, tier: dict[str, Any]) -> None:
+        server = S3Server(tier["endpoint_url"], KEYS | {"AWS_DEFAULT_REGION": REGION})
+        client = server.client()
+        for key in server.objects(BUCKET):
+            body = client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+            client.put_object(Bucket=BUCKET, Key=key, Body=body[:-1] + bytes([body[-1] ^ 1]))
+
+    def test_its_module_can_be_named_instead(self, tiny: Path, tier: dict[str, Any]) -> None:
+        by_module = {"type": "S3Tier", "module_path": S3Tier.__module__}
+        offloading = Offloading(tiny, tier | by_module)
+        assert isinstance(offloading.tier, S3Tier)
+        offloading.manager.shutdown()
+
+    def test_a_request_with_more_chunks_than_rows_comes_to_an_end(
+        self, start: Callable[..., Offloading]
+    ) -> None:
+        """vLLM gives the rows of a request's first chunks to its last ones, so a tier that hits
+        them all again keeps the request waiting for ever."""
+        first = start()
+        stored = keys(12)
+        first.store(dict.fromkeys(stored, 3))
+        first.settle()
+        other = start(rows=4)
+        contexts = [other.request() for _ in range(2)]
+        for context in contexts:
+            found = other.look_up(stored, context)
+            assert MISS in found
+            other.manager.on_request_finished(context)
+        other.settle()
+
+    def test_nothing_from_before_a_reset_is_found_after_it(
+        self, start: Callable[..., Offloading]
+    ) -> None:
+        """vLLM resets for new weights, too, and tells the tier nothing of them."""
+        offloading = start()
+        stored = keys(2)
+        offloading.store(dict.fromkeys(stored, 3))
+        offloading.settle()
+        offloading.reset()
+        assert offloading.look_up(stored, offloading.request()) == [MISS] * 2
+
+    @pytest.mark.parametrize("name", ["host_bytes", "chunk_tokens", "nothing_of_ours"])
+    def test_settings_it_does_not_have_are_refused_by_name(
+        self, name: str, tiny: Path, tier: dict[str, Any]
+    ) -> None:
+        with pytest.raises(ConfigError, match=name):
+            Offloading(tiny, tier | {name: 1})

@@ -1,0 +1,263 @@
+"""s3kv as a secondary tier of vLLM's OffloadingConnector, on the real engine.
+
+`lab/offloading_on_cpu.py` stands in for the streams, events and copy kernel of a GPU; scheduler,
+primary tier and tier run as they are. In float32 unless a family computes in bf16 alone: then the
+length of a hit does not change the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lab import models
+from lab.engine import Answer, Ask, Engine
+from lab.offloading import offloading
+from lab.s3 import S3Server
+from s3kv.objects.headers import read_header
+from tests.system.e2e.conftest import (
+    START_AND_STOP_S,
+    References,
+    Serve,
+    at_rest,
+    cached,
+    check_tiers,
+    family_params,
+    in_every_tier,
+    patient_for,
+    tokens,
+)
+from tests.system.e2e.test_failures import Store, wait_until
+from tests.system.e2e.test_families import GRANITE4, QWEN3_NEXT, model_of
+
+PROMPTS = models.prompts(2, 800, seed=80)
+CHUNKS = 6
+HIT = CHUNKS * 128
+EXACT: dict[str, Any] = {"dtype": "float32"}
+CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
+"""Of the tiny model in float32."""
+
+
+VLLMS = {"host_bytes", "chunk_tokens"}
+"""Settings of the connector that are vLLM's here."""
+
+
+def tier(s3: S3Server, bucket: str, *, fails: bool = False, **settings: Any) -> dict[str, Any]:
+    """An entry of `secondary_tiers`, patient as `patient_for`."""
+    patient = patient_for(s3, bucket, fails=fails)["kv_connector_extra_config"]
+    kept = {name: value for name, value in patient.items() if name not in VLLMS}
+    return {"type": "s3kv"} | kept | settings
+
+
+def with_few_rows(s3: S3Server, bucket: str) -> dict[str, Any]:
+    """Ten rows, so that two prompts of `MANY` fit into the primary tier, and with six in turn every
+    hit comes from the bucket."""
+    return offloading(tier(s3, bucket, fails=True), 10 * CHUNK_BYTES)
+
+
+class Case(NamedTuple):
+    """prompt: its length. hit: tokens of it that a repetition need not compute. cold: whether an
+    answer without a hit has the same tokens."""
+
+    name: str
+    prompt: int = 769
+    hit: int = 768
+    args: dict[str, Any] = EXACT
+    cold: bool = True
+
+
+CASES = (
+    Case("tiny"),
+    Case("gemma3"),
+    Case("qwen3_next", 2_305, 2_304, QWEN3_NEXT.args, cold=False),
+    Case("granite4", args=GRANITE4.args, cold=False),
+    Case(
+        "deepseek_v3",
+        args=EXACT | {"attention_backend": "CPU_MLA", "prepare": "lab.on_cpu:keep_prefix_cache"},
+        cold=False,  # experts are chosen by rounding
+    ),
+)
+
+
+def damage(s3: S3Server, bucket: str, change: Callable[[bytes], bytes]) -> int:
+    """Replace every object of a chunk. Returns their number."""
+    client = s3.client()
+    keys = s3.objects(bucket)
+    for key in keys:
+        data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        client.put_object(Bucket=bucket, Key=key, Body=change(data))
+    return len(keys)
+
+
+def zeroed(data: bytes) -> bytes:
+    """With a payload of zeros."""
+    header = read_header(memoryview(data))
+    return data[: header.header_bytes] + bytes(header.payload_bytes)
+
+
+def flipped(data: bytes) -> bytes:
+    """With another last byte."""
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.timeout(4 * START_AND_STOP_S)
+@pytest.mark.parametrize("case", family_params(CASES, default={"tiny", "gemma3"}))
+def test_a_new_process_gives_the_tokens_of_a_local_hit(
+    case: Case,
+    tiny: Path,
+    models_dir: Path,
+    s3: S3Server,
+    bucket: str,
+    serve: Serve,
+    reference: References,
+) -> None:
+    """Cold, from the primary tier, and in a new process from the bucket. Then with every object
+    zeroed, whose tokens differ: what is stored matters.
+    """
+    model = model_of(models_dir, case.name) if case.name != "tiny" else tiny
+    prompts = models.prompts(2, case.prompt, seed=81)
+    asks = [Ask(prompt, max_tokens=40) for prompt in prompts]
+    args = case.args | {"enable_prefix_caching": True}
+    expected = tokens(reference(model, prompts, max_tokens=40, **args))
+    connector = offloading(tier(s3, bucket, integrity="none"), 2**28)
+    found = in_every_tier(serve, model, connector, asks, **args)
+    check_tiers(found, expected, case.hit, cold=case.cold)
+    assert damage(s3, bucket, zeroed) > 0
+    with serve(model, connector, **args) as engine:
+        wrong = engine.generate(asks)
+    assert cached(wrong) == [case.hit] * 2
+    assert all(a != b for a, b in zip(tokens(wrong), expected, strict=True))
+
+
+def test_a_shared_system_prompt_is_hit_by_another_question(
+    tiny: Path, s3: S3Server, bucket: str, serve: Serve, reference: References
+) -> None:
+    (system_prompt,) = models.prompts(1, 2_000, seed=82)
+    first, second = (system_prompt + question for question in models.prompts(2, 100, seed=83))
+    expected = tokens(reference(tiny, [first, second], **EXACT))
+    connector = offloading(tier(s3, bucket), 2**28)
+    with serve(tiny, connector, **EXACT) as engine:
+        assert tokens(engine.generate([first])) == expected[:1]
+        at_rest(engine)
+    with serve(tiny, connector, **EXACT) as engine:
+        answers = engine.generate([second])
+    assert tokens(answers) == expected[1:]
+    assert cached(answers) == [1_920]
+
+
+def test_a_corrupted_object_is_a_miss(
+    tiny: Path, s3: S3Server, bucket: str, serve: Serve, reference: References
+) -> None:
+    """And no request waits for it again and again."""
+    expected = tokens(reference(tiny, PROMPTS, **EXACT))
+    connector = offloading(tier(s3, bucket), 2**28)
+    with serve(tiny, connector, **EXACT) as engine:
+        engine.generate(PROMPTS)
+    assert damage(s3, bucket, flipped) == 2 * CHUNKS
+    with serve(tiny, connector, **EXACT) as engine:
+        answers = engine.generate(PROMPTS)
+        at_rest(engine)
+    assert tokens(answers) == expected
+    assert cached(answers) == [0, 0]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3 * START_AND_STOP_S)
+@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1)])
+def test_a_canonical_layout_is_read_by_another_number_of_ranks(
+    writes: int,
+    reads: int,
+    tiny: Path,
+    s3: S3Server,
+    bucket: str,
+    reference: References,
+    tmp_path: Path,
+) -> None:
+    expected = tokens(reference(tiny, PROMPTS, **EXACT))
+    connector = offloading(tier(s3, bucket), 2**28, canonical_layout=True)
+
+    def engine(ranks: int) -> Engine:
+        on_ranks: dict[str, Any] = {"in_process": False, "tensor_parallel_size": ranks, **EXACT}
+        log = tmp_path / f"{ranks}.log"
+        return Engine(tiny, connector=connector, log_path=log, env=s3.env, **on_ranks)
+
+    with engine(writes) as cold:
+        assert tokens(cold.generate(PROMPTS)) == expected
+        wait_until("all is in the bucket", lambda: len(s3.objects(bucket)) == 2 * CHUNKS)
+    with engine(reads) as warm:
+        answers = warm.generate(PROMPTS)
+    assert tokens(answers) == expected
+    assert cached(answers) == [HIT] * 2
+
+
+# ------------------------------------------------------------------------------ what breaks
+
+MANY = models.prompts(6, 4 * 128 + 40, seed=84)
+
+
+def check(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    assert [answer.finish_reason for answer in answers] == ["length"] * len(expected)
+    assert tokens(answers) == tokens(expected)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    it = Store()
+    yield it
+    it.kill()
+
+
+def test_a_bucket_that_goes_while_requests_are_served(
+    tiny: Path, s3: S3Server, serve: Serve, store: Store, reference: References
+) -> None:
+    """Away when chunks are looked up and stored, there again, and away at the shutdown."""
+    expected = reference(tiny, MANY, **EXACT)
+    store.start()
+    connector = with_few_rows(S3Server(store.url, s3.env), Store.BUCKET)
+    with serve(tiny, connector, **EXACT) as engine:
+
+        def ask() -> list[Answer]:
+            engine.reset_prefix_cache()
+            answers = engine.generate(MANY, concurrency=3)
+            check(answers, expected)
+            return answers
+
+        ask()
+        at_rest(engine)
+        store.remember()
+        store.kill()
+        ask()
+        ask()
+        store.start()
+        wait_until("the bucket is used again", lambda: sum(h or 0 for h in cached(ask())) > 0, 90.0)
+        pending = engine.begin_generate(MANY, concurrency=3)
+        store.kill()
+        check([Answer(**answer) for answer in pending.result()], expected)
+
+
+def test_the_io_process_is_killed(
+    tiny: Path, s3: S3Server, bucket: str, serve: Serve, reference: References
+) -> None:
+    """In the middle of loads and stores; another one serves afterwards."""
+    expected = reference(tiny, MANY, **EXACT)
+    with serve(tiny, with_few_rows(s3, bucket), **EXACT) as engine:
+        check(engine.generate(MANY, concurrency=3), expected)
+        for _ in range(2):
+            engine.reset_prefix_cache()
+            pending = engine.begin_generate(MANY, concurrency=3)
+            for process in engine.io_processes():
+                process.kill()
+            check([Answer(**answer) for answer in pending.result()], expected)
+
+        def hits() -> int:
+            engine.reset_prefix_cache()
+            answers = engine.generate(MANY, concurrency=3)
+            check(answers, expected)
+            return sum(hit or 0 for hit in cached(answers))
+
+        wait_until("another I/O process serves", lambda: hits() > 0, 90.0)
+        assert engine.io_processes()
+        at_rest(engine)
