@@ -85,7 +85,7 @@ def _leftover_items(engine: LLMEngine) -> dict[str, int]:
         "names": len(planner._names),
         "fetches": planner.ledger.fetches_inflight,
         "pinned": sum(entry.pins > 0 for entry in planner.ledger.table.entries()),
-        "uploads": 0 if outbox is None else len(outbox._extents),
+        "uploads": 0 if outbox is None else len(outbox._extents._taken),
     }
 
 

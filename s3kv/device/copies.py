@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 5.0
 """Far longer than one part takes; a thread that has not ended by then hangs in the driver."""
 LONG_FENCE_S = 10.0
+_LONG_FENCE = "s3kv: a fence has waited %g s for the copy thread, and still waits:\n%s"
 _WAIT_STEP_S = 0.0002
 """Polling interval of a wait; CUDA events cannot be waited for with a timeout."""
 _ROOM_STEP_S = 0.0005
@@ -186,7 +187,8 @@ class BlockCopies:
             return
         with self._changed:
             if not all(job.started for job in jobs) and not self._hurry(jobs, LONG_FENCE_S):
-                self._log_copy_thread()
+                stack = traceback.format_stack(sys._current_frames().get(self._thread.ident or 0))
+                logger.warning(_LONG_FENCE, LONG_FENCE_S, "".join(stack))
                 self._hurry(jobs, None)
             for job in jobs:
                 job.ticket.fence()
@@ -276,11 +278,6 @@ class BlockCopies:
                 self._urgent.append(job)
         self._changed.notify_all()
         return self._changed.wait_for(lambda: all(job.started for job in jobs), timeout_s)
-
-    def _log_copy_thread(self) -> None:
-        stack = traceback.format_stack(sys._current_frames().get(self._thread.ident or 0))
-        text = "s3kv: a fence has waited %g s for the copy thread, and still waits:\n%s"
-        logger.warning(text, LONG_FENCE_S, "".join(stack))
 
     def _run(self) -> None:
         """Body of the copy thread. However it ends, all its jobs end, too."""

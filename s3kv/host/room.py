@@ -83,9 +83,6 @@ class Extents:
         """For each order, the first pages of the free blocks of 2**order pages."""
         self._give_back(0, count)
 
-    def __len__(self) -> int:
-        return len(self._taken)
-
     @classmethod
     def of(cls, nbytes: int) -> Extents:
         """The extents of a slab of `nbytes`: its whole pages, at least one."""
@@ -145,10 +142,6 @@ class Extents:
         if end > self.count or order_of(taken[starts[0]]) > order:
             return ()  # a larger extent begins in it, and makes room when its turn comes
         return starts
-
-    def pages(self, start: int) -> int:
-        """Length of the extent that begins at `start`. Raises `KeyError` if there is none."""
-        return self._taken[start]
 
     def within(self, start: int, end: int) -> list[int]:
         """First pages of the extents with a page in [start, end), in order."""

@@ -113,20 +113,6 @@ class TableStatistics:
 class Table:
     """Table of entries: what is in the slab, and what may be done with it.
 
-    The protocol:
-
-    1. `reserve(key, nbytes)` hands out a place that is free, or that is made free by evicting what
-       was used least recently. The place is the caller's alone, to be filled.
-    2. `commit(entry, dirty=…)` says that it is filled and verified: the entry is resident, and
-       all may use it. `abandon(entry)` says instead that filling it failed *and that nothing writes
-       to it any more*; the place is free.
-    3. `pin(entry)` … `unpin(entry)` surround whatever reads a resident entry's bytes (a load, an
-       upload). Pins nest. The bytes of a pinned entry do not change. Pin the entries you have found
-       before you reserve more, or the reservation may evict them.
-    4. `mark_clean(entry)` says that the upload of a dirty entry has ended, `mark_dirty(entry)` that
-       another one is ordered. Only clean, unpinned entries are evicted.
-    5. Possession ends when the table evicts the entry for a `reserve`, which names its key.
-
     A key has at most one entry. `reserve(…, replace=True)` gives the key of an entry that is still
     being filled to a new one; the replaced entry keeps its place until it is abandoned. Breaking a
     rule raises `TableError` and changes nothing.
@@ -178,9 +164,11 @@ class Table:
     def reserve(
         self, key: ChunkKey, nbytes: int | None = None, *, replace: bool = False
     ) -> Reservation | None:
-        """Reserve a place of `nbytes` (default: the length for the key's group) to fill with `key`.
-        Returns None, and changes nothing, if all that could make room is reserved, dirty or pinned,
-        or if the room is too small. replace: the key may have an entry that is being filled."""
+        """Reserve a place of `nbytes` (default: the length for the key's group) to fill with `key`:
+        the caller's alone, until it is committed or abandoned. It is free, or made free by evicting
+        clean, unpinned entries that were used least recently. Returns None, and changes nothing, if
+        there are none, or if the room is too small. replace: the key may have an entry that is
+        being filled."""
         held = self._groups.setdefault(key.group, {})
         known = held.get(key.block_hash)
         if known is not None and not (replace and known.state is _RESERVED):
@@ -202,8 +190,8 @@ class Table:
         return Reservation(entry, evicted)
 
     def commit(self, entry: Entry, *, dirty: bool, nbytes: int | None = None) -> None:
-        """Note that `entry` is filled and verified. dirty: the bucket lacks it so far. nbytes: its
-        length, if less than was reserved."""
+        """Note that `entry` is filled and verified: all may use it. dirty: the bucket lacks it so
+        far. nbytes: its length, if less than was reserved."""
         state = self._next(entry, "commit dirty" if dirty else "commit")
         if nbytes is not None and nbytes != entry.nbytes:
             self._shrink(entry, nbytes)
@@ -215,6 +203,8 @@ class Table:
         self._release(entry, self._next(entry, "abandon"))
 
     def pin(self, entry: Entry) -> None:
+        """Keep a resident entry and its bytes, for whatever reads them (a load, an upload). Pins
+        nest. Pin what you have found before you reserve more, which may evict it."""
         state = self._next(entry, "pin")
         if not entry.pins:
             self._pinned[state] += entry.units

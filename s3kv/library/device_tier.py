@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, pairwise, product
-from typing import NamedTuple
 
 import torch
 
@@ -85,17 +84,6 @@ class BlockPools:
                 tensor.copy_(self._pools[name][number], non_blocking=True)
 
 
-class _Save(NamedTuple):
-    number: int
-    on_end: Callable[[bool], None]
-
-
-class _BlockLoad(NamedTuple):
-    number: int
-    key: ChunkKey
-    on_end: Callable[[int | None], None]
-
-
 class DeviceBlocks:
     """The device tier. Used from one thread. A `stream` argument is the caller's stream. `pools`
     copies held blocks, and fills those without a name."""
@@ -117,8 +105,9 @@ class DeviceBlocks:
         self._used: dict[int, list[Mark]] = {}
         """For each block, one mark per release, behind the uses before it."""
         self._opened = opened
-        self._saves: dict[int, _Save] = {}
-        self._loads: dict[str, _BlockLoad] = {}
+        self._saves: dict[int, tuple[int, Callable[[bool], None]]] = {}
+        self._loads: dict[str, tuple[int, ChunkKey, Callable[[int | None], None]]] = {}
+        """Blocks being copied, and what is called at the end."""
         self._ids = count()
 
     @property
@@ -180,7 +169,7 @@ class DeviceBlocks:
         `poll`.
         """
         self._table.pin(number)
-        self._saves[job_id] = _Save(number, on_end)
+        self._saves[job_id] = number, on_end
         with on(stream):
             self._copies.save(job_id, GROUP, slot, (number,))
 
@@ -194,7 +183,7 @@ class DeviceBlocks:
         if number is None:
             return False
         load_id = str(next(self._ids))
-        self._loads[load_id] = _BlockLoad(number, key, on_end)
+        self._loads[load_id] = number, key, on_end
         wait(self._before_loads, self._uses(number))
         with on(self._before_loads):
             self._copies.load(load_id, [CopyPart(GROUP, slot, 0, (number,))])
@@ -205,14 +194,14 @@ class DeviceBlocks:
         if self.is_copying:
             ends = self._copies.poll()
             for job_id, ok, _ in ends.saved:
-                save = self._saves.pop(job_id)
-                self._table.unpin(save.number)
-                save.on_end(ok)
+                number, saved = self._saves.pop(job_id)
+                self._table.unpin(number)
+                saved(ok)
             for load_id, ok in ends.loaded:
-                load = self._loads.pop(load_id)
-                holder = self._table.name_filled(load.number, load.key) if ok else None
-                self._table.unpin(load.number)
-                load.on_end(holder)
+                number, key, loaded = self._loads.pop(load_id)
+                holder = self._table.name_filled(number, key) if ok else None
+                self._table.unpin(number)
+                loaded(holder)
         return self.is_copying
 
     def close(self) -> None:

@@ -80,10 +80,6 @@ class HostTier:
         """Whether `key` is in host memory."""
         return self.ledger.state(key) is ChunkState.RESIDENT
 
-    def in_bucket(self, key: ChunkKey) -> bool | None:
-        """Whether the bucket has `key`, to our knowledge; None if unknown."""
-        return self.ledger.index.verdict(key, time.monotonic())
-
     # --- to host memory --------------------------------------------------------------------
 
     async def put_by(

@@ -24,6 +24,7 @@ by the caller's asyncio loop. All methods are for code that runs in that loop.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from operator import index
@@ -167,7 +168,8 @@ class TieredStore:
         """The tiers that hold the block, as far as is known without asking the bucket."""
         key, host, hot = self._key(block_hash), self._host, self._tiers.hot
         on_device = hot is not None and hot.holds(key)
-        return Location(device=on_device, host=host.holds(key), bucket=host.in_bucket(key))
+        bucket = host.ledger.index.verdict(key, time.monotonic())
+        return Location(device=on_device, host=host.holds(key), bucket=bucket)
 
     # --- blocks of the pool ----------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from itertools import count
+from typing import Literal
 
 from s3kv.host.table import Entry, EntryState, Table
 from s3kv.messages import JobEnd, JobKind
@@ -52,14 +53,6 @@ class ChunkState(enum.Enum):
     FETCHING = "fetching"
     COPYING = "copying"
     RESIDENT = "resident"
-
-
-class FetchRefusal(enum.Enum):
-    """Reason for which a fetch is not planned."""
-
-    ABSENT = "absent"
-    """The bucket recently answered that it has no such object."""
-    BREAKER = "breaker"
 
 
 class Ledger:
@@ -131,15 +124,18 @@ class Ledger:
 
     # --- jobs ------------------------------------------------------------------------------
 
-    def refusal(self, key: ChunkKey, now_s: float, *, known: bool = False) -> FetchRefusal | None:
-        """The reason not to fetch `key` now, which is counted; None if it may be fetched. known:
-        whether the index has just said that the bucket holds it."""
+    def refusal(
+        self, key: ChunkKey, now_s: float, *, known: bool = False
+    ) -> Literal["absent", "breaker"] | None:
+        """The reason not to fetch `key` now, which is counted; None if it may be fetched. absent:
+        the bucket recently answered that it has no such object. known: whether the index has just
+        said that the bucket holds it."""
         if not known and self.index.is_absent(key, now_s):
             self.counters["fetches_spared"] += 1
-            return FetchRefusal.ABSENT
+            return "absent"
         if not self.breaker.allows(now_s):
             self.counters["fetches_refused_by_breaker"] += 1
-            return FetchRefusal.BREAKER
+            return "breaker"
         return None
 
     def plan_fetch(self, key: ChunkKey, nbytes: int | None = None) -> Job | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from s3kv.messages import JobKind
 from s3kv.planning.job import Job
-from s3kv.planning.ledger import ChunkState, FetchRefusal
+from s3kv.planning.ledger import ChunkState
 from s3kv.planning.lookup import ORDERS_PER_LOOKUP, Lookup
 from s3kv.types import Outcome
 
@@ -129,7 +129,7 @@ class PrefixLookup(Lookup):
             or (position < self.ready + KNOWN_WINDOW_CHUNKS and ledger.index.is_present(key))
         ):
             refusal = ledger.refusal(key, now_s, known=not in_window)
-            if refusal is FetchRefusal.ABSENT:
+            if refusal == "absent":
                 self.end = position
             job = None if refusal else self.order(position, key)
         return self.join(position, job, now_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from s3kv.host.table import Entry
 from s3kv.messages import JobKind
 from s3kv.planning.job import Job
-from s3kv.planning.ledger import ChunkState, FetchRefusal
+from s3kv.planning.ledger import ChunkState
 from s3kv.planning.lookup import ORDERS_PER_LOOKUP, Lookup
 from s3kv.types import Outcome
 
@@ -107,7 +107,7 @@ class StateLookup(Lookup):
         if state is not ChunkState.ABSENT:
             return False
         refusal = ledger.refusal(key, now_s)
-        if refusal is FetchRefusal.ABSENT:
+        if refusal == "absent":
             self.gone.add(position)
             return True
         return self.join(position, None if refusal else self.order(position, key), now_s)
