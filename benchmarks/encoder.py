@@ -98,36 +98,28 @@ def seen(engine: Any) -> dict[str, Any]:
 
 
 class Measured:
-    """One connector, cold or warm, over all rounds."""
+    """One connector, cold or warm, over all rounds. watched: what `seen` returned in each."""
 
     def __init__(self) -> None:
-        self.encoder_runs = 0
-        self.request_ms: list[float] = []
-        self.hooks_s: Counter[str] = Counter()
-        self.cpu_s = 0.0
-        self.longest_s = 0.0
-
-    def add(self, answers: list[Answer], watched: dict[str, Any]) -> None:
-        self.encoder_runs += watched["encoder_runs"]
-        self.request_ms += [1e3 * answer.seconds for answer in answers]
-        self.hooks_s.update(watched["wall_s"])
-        self.cpu_s += watched["cpu_s"]
-        self.longest_s = max(self.longest_s, watched["longest_s"])
+        self.answers: list[Answer] = []
+        self.watched: list[dict[str, Any]] = []
 
     def result(self) -> dict[str, Any]:
-        requests = len(self.request_ms)
+        requests, watched = len(self.answers), self.watched
+        hooks_s = sum((Counter(one["wall_s"]) for one in watched), Counter[str]())
+        request_ms = [1e3 * answer.seconds for answer in self.answers]
         return {
             "requests": requests,
-            "encoder_runs": self.encoder_runs,
+            "encoder_runs": sum(one["encoder_runs"] for one in watched),
             "request_ms": {
-                "median": round(statistics.median(self.request_ms), 1),
-                "slowest": round(max(self.request_ms), 1),
+                "median": round(statistics.median(request_ms), 1),
+                "slowest": round(max(request_ms), 1),
             },
             "scheduler_us_per_request": {
-                "wall": round(1e6 * self.hooks_s.total() / requests),
-                "processor": round(1e6 * self.cpu_s / requests),
-                "longest_call": round(1e6 * self.longest_s),
-                "by_hook": {n: round(1e6 * s / requests) for n, s in self.hooks_s.items()},
+                "wall": round(1e6 * hooks_s.total() / requests),
+                "processor": round(1e6 * sum(one["cpu_s"] for one in watched) / requests),
+                "longest_call": round(1e6 * max(one["longest_s"] for one in watched)),
+                "by_hook": {n: round(1e6 * s / requests) for n, s in hooks_s.items()},
             },
         }
 
@@ -138,7 +130,7 @@ class Bench:
         self._store = store
         self._images = images
         self._model = vision.build(folder, encoder_layers=layers)
-        self.measured: dict[str, dict[str, Measured]] = {}
+        self.measured: dict[str, dict[str, Measured]] = defaultdict(lambda: defaultdict(Measured))
 
     def round(self) -> None:
         name = uuid.uuid4().hex[:8]
@@ -183,8 +175,9 @@ class Bench:
             engine.call("benchmarks.encoder:watch")
             answers = engine.generate(asks)
             watched = engine.call("benchmarks.encoder:seen")
-        by_state = self.measured.setdefault(kind, {})
-        by_state.setdefault(state, Measured()).add(answers, watched)
+        measured = self.measured[kind][state]
+        measured.answers += answers
+        measured.watched.append(watched)
 
 
 @ends(600)

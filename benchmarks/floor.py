@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.sockets import RawConnection, read_all
+from benchmarks.sockets import RawConnection, exchange_all, raw_get
 from lab.s3 import S3Server
 
 AT_ONCE = (8, 16, 32)
@@ -48,12 +48,13 @@ class Server:
         starts = range(0, len(objects) - per_batch + 1, per_batch)
         batches = [slice(start, start + per_batch) for start in starts]
         counts = sorted({min(count, per_batch) for count in AT_ONCE})
-        connections = [RawConnection(self._url, number) for number in range(counts[-1])]
+        connections = [RawConnection(self._url) for _ in range(counts[-1])]
         try:
             for _ in range(TIMES):
                 for count in counts:
                     self._seconds.setdefault(count, []).extend(
-                        read_all(connections[:count], heads[b], buffers[b]) for b in batches
+                        exchange_all(raw_get, connections[:count], heads[b], buffers[b])
+                        for b in batches
                     )
         finally:
             for connection in connections:

@@ -30,7 +30,7 @@ from benchmarks.gpu.report import Report, command_line
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import LLAMA_8B, TINY
 from benchmarks.shaped import FAST, shaped
-from benchmarks.sockets import RawConnection, read_all
+from benchmarks.sockets import RawConnection, exchange_all, raw_get
 
 if TYPE_CHECKING:
     from benchmarks.gpu.pipeline import Pipeline
@@ -111,7 +111,7 @@ def _compared(
     rig: CopyRig, pipeline: Pipeline, connections: Sequence[RawConnection], rounds: int
 ) -> dict[str, Any]:
     ways: dict[str, Callable[[], float]] = {
-        "network": lambda: read_all(connections, pipeline.heads, pipeline.places),
+        "network": lambda: exchange_all(raw_get, connections, pipeline.heads, pipeline.places),
         "bus": lambda: rig.load_all(pipeline.copies),
         "fetch": pipeline.fetch_all,
         "path": pipeline.fetch_and_load_all,

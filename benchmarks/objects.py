@@ -19,10 +19,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from time import perf_counter, process_time
 from typing import Literal
 from urllib.parse import urlsplit
@@ -34,7 +32,7 @@ from botocore.config import Config as BotoConfig
 from benchmarks.deadline import begin, ends, say
 from benchmarks.rig import Store, add_server, machine, publish, s3
 from benchmarks.shaped import BUCKET
-from benchmarks.sockets import Exchange, RawConnection, raw_get, raw_put
+from benchmarks.sockets import RawConnection, exchange_all, raw_get, raw_put
 from s3kv.config import Config
 from s3kv.objects.codec import ChunkFormat
 from s3kv.place import Place
@@ -117,39 +115,18 @@ def raw(
             f"{method} {parts.path}?{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
             f"Content-Length: {length}\r\n\r\n".encode()
         )
-    turns: SimpleQueue[int] = SimpleQueue()
-    for turn in range(requests):
-        turns.put(turn)
     exchange = raw_get if method == "GET" else raw_put
     started_s, cpu_s = perf_counter(), process_time()
-    with ThreadPoolExecutor(len(heads)) as pool:
-        loops = [
-            pool.submit(raw_loop, RawConnection(url, number), turns, exchange, head, buffer)
-            for number, (head, buffer) in enumerate(zip(heads, buffers, strict=True))
-        ]
-        for loop in loops:
-            loop.result()
+    connections = [RawConnection(url) for _ in heads]
+    times = -(-requests // len(heads))
+    exchange_all(exchange, connections, (heads * times)[:requests], (buffers * times)[:requests])
+    for connection in connections:
+        connection.close()
     return perf_counter() - started_s, process_time() - cpu_s
 
 
 ROW_S = 600.0
 """Longest time of a row; after it the benchmark ends with `TimeoutExpired`."""
-
-
-def raw_loop(
-    connection: RawConnection,
-    turns: SimpleQueue[int],
-    exchange: Exchange,
-    head: bytes,
-    buffer: memoryview,
-) -> None:
-    with closing(connection):
-        while True:
-            try:
-                turns.get_nowait()
-            except Empty:
-                return
-            connection.do(exchange, head, buffer)
 
 
 @ends(600)

@@ -13,7 +13,7 @@ import json
 import platform
 import random
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 
 from benchmarks import origin
@@ -75,13 +75,18 @@ def chunk_hashes(hashes: list[bytes]) -> list[bytes]:
 
 def know(planner: KVPlanner, rng: random.Random, count: int) -> None:
     """The bucket holds these chunks, and host memory is full of the newest."""
-    ledger = planner.ledger
     for _ in range(count):
         key = ChunkKey(0, rng.randbytes(32))
-        ledger.index.note_present(key)
-        reservation = ledger.table.reserve(key)
+        planner.ledger.index.note_present(key)
+        make_resident(planner, [key])
+
+
+def make_resident(planner: KVPlanner, keys: Iterable[ChunkKey]) -> None:
+    table = planner.ledger.table
+    for key in keys:
+        reservation = table.reserve(key)
         assert reservation is not None
-        ledger.table.commit(reservation.entry, dirty=False)
+        table.commit(reservation.entry, dirty=False)
 
 
 def least_us(prepare: Callable[[int], Callable[[], object]]) -> float:
@@ -103,12 +108,8 @@ def first_lookup(
     """Of a new request each time. kind: what is known of its chunks. arrives: not its lookup, but
     what is done for it before, when it arrives."""
     known = prompt(rng)
-    for block_hash in chunk_hashes(known):
-        key = ChunkKey(0, block_hash)
-        if kind == "resident":
-            reservation = planner.ledger.table.reserve(key)
-            assert reservation is not None
-            planner.ledger.table.commit(reservation.entry, dirty=False)
+    if kind == "resident":
+        make_resident(planner, (ChunkKey(0, h) for h in chunk_hashes(known)))
 
     def prepare(number: int) -> Callable[[], object]:
         request_id = f"{kind} {number}"
@@ -142,10 +143,7 @@ def settle(planner: KVPlanner, request_id: str) -> None:
 def offered_again(planner: KVPlanner, rng: random.Random) -> dict[str, float]:
     """A request of 1,024 resident chunks: asked about again, placed, loaded."""
     hashes = prompt(rng)
-    for block_hash in chunk_hashes(hashes):
-        reservation = planner.ledger.table.reserve(ChunkKey(0, block_hash))
-        assert reservation is not None
-        planner.ledger.table.commit(reservation.entry, dirty=False)
+    make_resident(planner, (ChunkKey(0, h) for h in chunk_hashes(hashes)))
     planner.add_request("again", hashes)
     planner.lookup("again", 0, 0.0)
     again = least_us(lambda _: lambda: planner.lookup("again", 0, 0.0))

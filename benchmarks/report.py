@@ -26,13 +26,11 @@ from scripts import results
 FIGURES = {"commit", "computing", "code"}
 """Parts of a result that a table leaves out."""
 RENDERED = {
-    "encoder": results.encoder,
     "engine": results.engine,
     "peers": results.peers,
     "planner": results.planner,
     "saving": results.saving,
     "short": results.short,
-    "slow": results.slow,
 }
 
 

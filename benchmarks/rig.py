@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import platform
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks import origin
-from benchmarks.shaped import BUCKET, NAME, Running, Shape, add_options, shape_of, shaped
+from benchmarks.shaped import BUCKET, HOST, Running, Shape, add_options, shape_of, shaped
 from lab.certificates import self_signed
 from lab.engine import Engine
 from lab.models import FAT, Preset, prompts
@@ -139,9 +138,7 @@ def s3(options: argparse.Namespace | None = None) -> Iterator[Store]:
 @contextmanager
 def _s3_shaped(shape: Shape, tls: bool) -> Iterator[Store]:
     with TemporaryDirectory() as folder:
-        names = [f"IP:{host}" for host in shape.hosts]
-        names += [f"DNS:{NAME}", f"DNS:{BUCKET}.{NAME}"]
-        certificate = str(self_signed(Path(folder) / "tls", *names)) if tls else ""
+        certificate = str(self_signed(Path(folder) / "tls", f"IP:{HOST}")) if tls else ""
         bundle = f"{certificate}.crt" if tls else ""
         env = {
             "AWS_ACCESS_KEY_ID": "none",
@@ -151,21 +148,9 @@ def _s3_shaped(shape: Shape, tls: bool) -> Iterator[Store]:
             "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",  # bodies without AWS's own framing
         } | ({"AWS_CA_BUNDLE": bundle} if tls else {})
         os.environ |= env  # for the clients of this process
-        if shape.addresses > 1:
-            _look_up(shape)
         with shaped(shape, certificate) as server:
             name = f"benchmarks.shaped at {server.url}"
             yield Store(name, server.url, BUCKET, env, bundle, shape, server)
-
-
-def _look_up(shape: Shape) -> None:
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(NAME, 80)}
-    except socket.gaierror:
-        found = set()
-    if found != set(shape.hosts):
-        lines = "".join(f"\n{host} {NAME}" for host in shape.hosts)
-        sys.exit(f"{NAME} has to have {shape.addresses} addresses: add to /etc/hosts{lines}")
 
 
 def connector(
@@ -203,7 +188,7 @@ def warm_engine(
         max_num_batched_tokens=2_048,
     )
     with engine:
-        engine.call("lab.memory:touch_kv_cache")
+        engine.call("lab.on_cpu:touch_kv_cache")
         engine.generate(prompts(2, SHORT_TOKENS, seed=9))
         yield engine
 

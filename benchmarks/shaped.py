@@ -1,14 +1,11 @@
 """A server with the shape of S3, in memory: `python -m benchmarks.shaped [--tls FILE]`.
 
-A rate per connection, per address and for all of them, a first byte that is late at random
+A rate per connection and for all of them, a first byte that is late at random
 (log-normal), and 503 SlowDown above a number of requests a second. It is for figures that a fast
 local server cannot give: there one connection is as good as eight. Bodies go from memory files to
 sockets within the kernel (`sendfile`), except with TLS; Python reads the heads and keeps the time.
 nginx would not do: its `limit_rate` lets the first second's bytes pass at once, which are all bytes
 of an object.
-
-With `--addresses 4` it listens on 127.0.0.2 to 127.0.0.5, and its URL has the name s3.shaped.test.
-Benchmarks with an engine need that name in /etc/hosts, with a line for each address.
 
 It answers GET (with ranges), PUT (with If-None-Match), HEAD and DELETE of objects, a copy of an
 object onto itself, and a listing without common prefixes. It verifies no signature, and there is
@@ -44,8 +41,7 @@ LAG_S = 0.005
 SIGMA = math.log(10) / 2.326
 """Of a log-normal time whose 99th percentile is ten times its median."""
 BUCKET = "bench"
-NAME = "s3.shaped.test"
-"""Of a server with several addresses."""
+HOST = "127.0.0.2"
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code></Error>"
 _NO_KEY = b"<Error><Code>NoSuchKey</Code></Error>"
 _COPIED = b"<CopyObjectResult/>"
@@ -54,24 +50,15 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """connection_mb_s, address_mb_s, host_mb_s: rates; 0: no limit. first_byte_ms: the median of
-    the time to the first byte; sigma: of its logarithm, 0 for always the same. requests_per_s:
-    those above it are answered 503; 0: none is. handshake_ms: from the connection to the server's
-    part of the TLS handshake. addresses: behind its name."""
+    """connection_mb_s, host_mb_s: rates; 0: no limit. first_byte_ms: the median of the time to the
+    first byte; sigma: of its logarithm, 0 for always the same. requests_per_s: those above it are
+    answered 503; 0: none is."""
 
     connection_mb_s: float = 90.0
-    address_mb_s: float = 0.0
     host_mb_s: float = 1000.0
     first_byte_ms: float = 30.0
     sigma: float = SIGMA
     requests_per_s: float = 0.0
-    handshake_ms: float = 0.0
-    addresses: int = 1
-
-    @property
-    def hosts(self) -> list[str]:
-        """The addresses that it listens on."""
-        return [f"127.0.0.{2 + number}" for number in range(self.addresses)]
 
 
 FAST = Shape(connection_mb_s=0, host_mb_s=0, first_byte_ms=0, sigma=0)
@@ -144,7 +131,6 @@ class Server:
     def __init__(self, shape: Shape, tls: ssl.SSLContext | None) -> None:
         self._shape, self._tls = shape, tls
         self.host = Link(shape.host_mb_s)
-        self._addresses = {host: Link(shape.address_mb_s) for host in shape.hosts}
         self._requests = Link(shape.requests_per_s / 1e6)
         self._objects: dict[str, Object] = {}
         self._writing = threading.Lock()
@@ -158,11 +144,9 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            address = self._addresses[connection.getsockname()[0]]
             if self._tls:
-                time.sleep(self._shape.handshake_ms / 1e3)
                 connection = self._tls.wrap_socket(connection, server_side=True)
-            links = (Link(self._shape.connection_mb_s), address, self.host)
+            links = (Link(self._shape.connection_mb_s), self.host)
             rest = b""
             while True:
                 while b"\r\n\r\n" not in rest:
@@ -323,8 +307,7 @@ def shaped(shape: Shape, tls: str = "") -> Iterator[Running]:
                 for task in os.listdir(f"/proc/{process.pid}/task"):
                     os.sched_setaffinity(int(task), kept)
                 os.sched_setaffinity(0, set(cores) - set(kept))
-            name = NAME if shape.addresses > 1 else shape.hosts[0]
-            yield Running(f"http{'s' if tls else ''}://{name}:{port}", process)
+            yield Running(f"http{'s' if tls else ''}://{HOST}:{port}", process)
         finally:
             os.sched_setaffinity(0, cores)
             process.stdin.close()
@@ -357,14 +340,10 @@ def main() -> None:
         tls.load_cert_chain(options.tls)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an object is an open file
-    shape = shape_of(options)
-    server = Server(shape, tls)
-    port = 0
-    for host in shape.hosts:  # all of Linux's 127.0.0.0/8 is loopback
-        listener = socket.create_server((host, port), backlog=256)
-        port = listener.getsockname()[1]
-        threading.Thread(target=server.run, args=(listener,), daemon=True).start()
-    print(port, flush=True)
+    server = Server(shape_of(options), tls)
+    listener = socket.create_server((HOST, 0), backlog=256)
+    threading.Thread(target=server.run, args=(listener,), daemon=True).start()
+    print(listener.getsockname()[1], flush=True)
     for line in sys.stdin:
         server.host.limit(float(line))
 

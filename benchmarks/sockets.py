@@ -19,30 +19,24 @@ Exchange = Callable[[socket.socket, bytes, memoryview], bool]
 class RawConnection:
     """A blocking connection to a server. It is opened anew after an answer that closes it."""
 
-    def __init__(self, url: str, number: int = 0) -> None:
-        self._url, self._number = url, number
-        self._socket = self._open()
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._socket = connected(url)
 
     def do(self, exchange: Exchange, head: bytes, buffer: memoryview) -> None:
         if not exchange(self._socket, head, buffer):
             self._socket.close()
-            self._socket = self._open()
+            self._socket = connected(self._url)
 
     def close(self) -> None:
         self._socket.close()
 
-    def _open(self) -> socket.socket:
-        return connected(self._url, self._number)
 
-
-def connected(url: str, number: int = 0) -> socket.socket:
-    """A blocking connection to the server, for which its certificate need not be known. number:
-    such connections spread over the addresses of the name."""
+def connected(url: str) -> socket.socket:
+    """A blocking connection to the server, for which its certificate need not be known."""
     parts = urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    host = found[number % len(found)][4][0]
-    plain = socket.create_connection((str(host), port), DEADLINE_S)
+    plain = socket.create_connection((parts.hostname or "", port), DEADLINE_S)
     if parts.scheme == "http":
         return plain
     context = ssl.create_default_context()
@@ -90,15 +84,18 @@ def keeps_alive(head: bytes) -> bool:
     return b"connection: close" not in head.lower()
 
 
-def read_all(
-    connections: Sequence[RawConnection], heads: Sequence[bytes], buffers: Sequence[memoryview]
+def exchange_all(
+    exchange: Exchange,
+    connections: Sequence[RawConnection],
+    heads: Sequence[bytes],
+    buffers: Sequence[memoryview],
 ) -> float:
-    """Seconds to read every object into its buffer, one after another on each connection."""
+    """Seconds to move all bodies, one after another on each connection."""
     count = len(connections)
 
     def work(number: int) -> None:
         for head, buffer in list(zip(heads, buffers, strict=True))[number::count]:
-            connections[number].do(raw_get, head, buffer)
+            connections[number].do(exchange, head, buffer)
 
     start_s = perf_counter()
     with ThreadPoolExecutor(count) as pool:

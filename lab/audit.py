@@ -11,6 +11,7 @@ as the engine makes them, until nothing is under way any more or its time is up.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.ec_transfer import get_ec_transfer
@@ -29,38 +30,37 @@ def audit(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
     RuntimeError while requests are being served: their outputs would be lost in the steps made
     here.
     """
-    if engine.has_unfinished_requests():
-        raise RuntimeError("requests are being served; audit the engine when they are answered")
     connector: Any = engine.engine_core.engine_core.scheduler.connector
-    offloads = hasattr(connector, "connector_scheduler")
-    leftovers = _leftover_rows if offloads else _leftovers
-    deadline_s = time.monotonic() + timeout_s
-    while any((left := leftovers(engine)).values()) and time.monotonic() < deadline_s:
-        step_idle(engine)
-        time.sleep(0.002)
-    if offloads:
+    if hasattr(connector, "connector_scheduler"):
+        left = _settled(engine, _leftover_rows, timeout_s)
         return {"left": left, "broken": [], "planner": {}, "rank": {}}
     scheduler, worker = _sides(engine)
-    if scheduler.broken is None:
-        check(scheduler.planner)
-    return {
-        "left": left,
-        "broken": [side.broken for side in (scheduler, worker) if side.broken is not None],
+    left = _settled(engine, _leftovers, timeout_s)
+    return _books(left, scheduler, worker) | {
         "slots": scheduler.planner.ledger.table.count,
-        "planner": dict(scheduler.planner.counters),
         "rank": dict(worker._rank.counters),
     }
 
 
 def audit_items(engine: LLMEngine, timeout_s: float = 200.0) -> dict[str, Any]:
     """The same for the EC connector: no request, lease, fetch or upload may be left."""
+    return _books(_settled(engine, _leftover_items, timeout_s), *_item_sides(engine))
+
+
+def _settled(
+    engine: LLMEngine, leftovers: Callable[[LLMEngine], dict[str, int]], timeout_s: float
+) -> dict[str, int]:
+    """What is left when there is nothing, or when time is up."""
     if engine.has_unfinished_requests():
         raise RuntimeError("requests are being served; audit the engine when they are answered")
     deadline_s = time.monotonic() + timeout_s
-    while any((left := _leftover_items(engine)).values()) and time.monotonic() < deadline_s:
+    while any((left := leftovers(engine)).values()) and time.monotonic() < deadline_s:
         step_idle(engine)
         time.sleep(0.002)
-    scheduler, worker = _item_sides(engine)
+    return left
+
+
+def _books(left: dict[str, int], scheduler: Any, worker: Any) -> dict[str, Any]:
     if scheduler.broken is None:
         check(scheduler.planner)
     return {

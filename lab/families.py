@@ -40,7 +40,8 @@ _WINDOW, _FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model of a family. config: its `config.json`, over what all have in common.
+    """A model of a family. config: its `config.json`, over what all have in common, as far as it
+    differs from the defaults of transformers.
 
     norm: the value of the weights of norms; Gemma adds 1 to them.
     """
@@ -57,11 +58,8 @@ GEMMA3 = Family(
     {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": WINDOW_TOKENS,
         "query_pre_attn_scalar": 32,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
         "num_hidden_layers": 6,
         "layer_types": [_WINDOW] * 5 + [_FULL],
     },
@@ -74,14 +72,12 @@ GEMMA4 = Family(
     {
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
-        "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": WINDOW_TOKENS,
         "global_head_dim": 64,
         "num_hidden_layers": 6,
         "layer_types": [_WINDOW] * 5 + [_FULL],
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": VOCABULARY,
-        "num_kv_shared_layers": 0,
     },
 )
 """Five groups with a window, in blocks of 256 tokens, and one with full attention, in blocks of
@@ -100,13 +96,10 @@ COHERE2 = Family(
     {
         "architectures": ["Cohere2ForCausalLM"],
         "model_type": "cohere2",
-        "hidden_act": "silu",
         "sliding_window": WINDOW_TOKENS,
         "layer_types": [_WINDOW] * 3 + [_FULL],
-        "layer_norm_eps": 1e-5,
         "logit_scale": 1.0,
         "rope_theta": 50_000.0,
-        "attention_bias": False,
         "tie_word_embeddings": True,
     },
     embedding_std=0.05,  # its embeddings are its head, as LFM2's
@@ -118,14 +111,10 @@ GPT_OSS = Family(
     {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "hidden_act": "silu",
         "sliding_window": WINDOW_TOKENS,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "layer_types": [_WINDOW, _FULL] * 2,
-        "rope_theta": 150_000.0,
-        "attention_bias": True,
-        "swiglu_limit": 7.0,
     },
 )
 """A group with a window and one with full attention, of two layers each, with sinks."""
@@ -135,19 +124,14 @@ LLAMA4 = Family(
     {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
-        "hidden_act": "silu",
-        "rope_theta": 500_000.0,
         "intermediate_size_mlp": 512,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 2,
-        "use_qk_norm": True,
         "attention_chunk_size": 512,
         "no_rope_layers": [1, 1, 1, 0],
         "attn_temperature_tuning": False,
         "layer_types": ["chunked_attention"] * 3 + [_FULL],
-        "attention_bias": False,
-        "router_jitter_noise": 0.0,
     },
 )
 """Three groups with local attention, which begins anew after 512 tokens, and one without."""
@@ -157,9 +141,7 @@ MISTRAL = Family(
     {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
-        "hidden_act": "silu",
         "sliding_window": WINDOW_TOKENS,
-        "rope_theta": 10_000.0,
     },
 )
 """A window in every layer: one group, and none with full attention."""
@@ -169,15 +151,10 @@ LFM2 = Family(
     {
         "architectures": ["Lfm2ForCausalLM"],
         "model_type": "lfm2",
-        "norm_eps": 1e-5,
         "layer_types": ["conv"] * 3 + [_FULL],
         "conv_L_cache": 3,
-        "conv_bias": False,
         "block_multiple_of": 64,
-        "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
-        "block_ff_dim": 512,
-        "rope_theta": 1_000_000.0,
         "conv_dim": 256,
         "block_dim": 256,
         "conv_dim_out": 256,
@@ -201,18 +178,12 @@ QWEN3_NEXT = Family(
     {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
-        "hidden_act": "silu",
         "rope_theta": 10_000_000.0,
-        "partial_rotary_factor": 0.25,
         **_GATED_DELTANET,
-        "decoder_sparse_step": 1,
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
         "num_experts": 4,
         "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-        "attention_bias": False,
         "full_attention_interval": 4,
     },
 )
@@ -223,14 +194,12 @@ QWEN3_5 = Family(
     {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "hidden_act": "silu",
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000_000.0,
             "partial_rotary_factor": 0.25,
         },
         **_GATED_DELTANET,
-        "attention_bias": False,
     },
 )
 """The same kinds of layers in the next generation, dense and without pictures."""
@@ -244,13 +213,7 @@ MAMBA2 = Family(
         "head_dim": 64,
         "state_size": 32,
         "n_groups": 1,
-        "conv_kernel": 4,
-        "expand": 2,
-        "hidden_act": "silu",
         "chunk_size": 64,
-        "use_conv_bias": True,
-        "use_bias": False,
-        "layer_norm_epsilon": 1e-5,
         "time_step_limit": [0.0, 1_000_000_000.0],
     },
 )
@@ -261,25 +224,15 @@ GRANITE4 = Family(
     {
         "architectures": ["GraniteMoeHybridForCausalLM"],
         "model_type": "granitemoehybrid",
-        "hidden_act": "silu",
         "layer_types": ["mamba"] * 3 + ["attention"],
         "mamba_n_heads": 8,
         "mamba_d_head": 64,
-        "mamba_n_groups": 1,
         "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
         "mamba_chunk_size": 64,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "shared_intermediate_size": 512,
         "position_embedding_type": "nope",
-        "attention_bias": False,
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
         "attention_multiplier": 0.17,
     },
 )
@@ -296,20 +249,9 @@ NEMOTRON_H = Family(
         "mamba_head_dim": 64,
         "n_groups": 1,
         "ssm_state_size": 32,
-        "conv_kernel": 4,
-        "expand": 2,
         "chunk_size": 64,
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
-        "use_conv_bias": True,
-        "use_bias": False,
-        "mlp_bias": False,
-        "attention_bias": False,
-        "mamba_proj_bias": False,
-        "layer_norm_epsilon": 1e-5,
         "norm_eps": 1e-5,
         "time_step_limit": [0.0, 1_000_000_000.0],
-        "residual_in_fp32": False,
     },
 )
 """Mamba2 and full attention among layers without either."""
@@ -319,34 +261,15 @@ FALCON_H1 = Family(
     {
         "architectures": ["FalconH1ForCausalLM"],
         "model_type": "falcon_h1",
-        "hidden_act": "silu",
         "num_hidden_layers": 3,
         "mamba_d_ssm": 512,
         "mamba_n_heads": 8,
         "mamba_d_head": 64,
-        "mamba_n_groups": 1,
         "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
         "mamba_chunk_size": 64,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "mamba_norm_before_gate": True,
         "mamba_rms_norm": True,  # without it, states of random weights hardly change a token
         "mamba_use_mlp": True,
         "rope_theta": 1_000_000.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "projectors_bias": False,
-        "attention_in_multiplier": 1.0,
-        "attention_out_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
-        "key_multiplier": 1.0,
-        "lm_head_multiplier": 1.0,
-        "mlp_multipliers": [1.0, 1.0],
-        "ssm_in_multiplier": 1.0,
-        "ssm_out_multiplier": 1.0,
-        "ssm_multipliers": [1.0] * 5,
     },
 )
 """Mamba2 and full attention side by side in every layer."""
@@ -364,8 +287,7 @@ DEEPSEEK_V3 = Family(
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
         "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
+        "num_experts_per_tok": 4,
         "moe_intermediate_size": 64,
         "moe_layer_freq": 1,
         "first_k_dense_replace": 3,
@@ -373,14 +295,12 @@ DEEPSEEK_V3 = Family(
         "topk_group": 1,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "rope_theta": 10_000.0,
-        "hidden_act": "silu",
     },
 )
-"""Multi-head latent attention (MLA), and experts in the last layer. Every tensor rank has the whole
-of the KV: one latent head of 576 numbers per token and layer."""
+"""Multi-head latent attention (MLA), and in the last layer experts. All are chosen: a choice would
+depend on rounding. Every tensor rank has the whole of the KV: one latent head of 576 numbers per
+token and layer."""
 
 
 def build(directory: Path, family: Family, *, seed: int = 0) -> Path:

@@ -64,11 +64,10 @@ TINY = Preset(
 WINDOWED = replace(TINY, name="windowed", window_tokens=64)
 """A hybrid: the first three layers look at the last 64 tokens, the fourth at all."""
 
-FAT = Preset(
-    "fat",
-    hidden=256,
+FAT = replace(
+    TINY,
+    name="fat",
     layers=16,
-    heads=8,
     kv_heads=8,
     head_dim=128,
     intermediate=1_024,

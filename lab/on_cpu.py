@@ -1,6 +1,6 @@
-"""What keeps models from running on vLLM's CPU build, taken away: for `Engine(prepare=…)`.
+"""What keeps models from running on vLLM's CPU build, or only exists there, taken away.
 
-Each function is called in the engine's process, before it starts.
+Functions without arguments are for `Engine(prepare=…)`.
 """
 
 from __future__ import annotations
@@ -68,3 +68,16 @@ def keep_prefix_cache() -> None:
         vllm_config.cache_config.enable_prefix_caching = True
 
     CpuPlatform.check_and_update_config = staticmethod(decided)
+
+
+def touch_kv_cache(engine: Any) -> int:
+    """For `Engine.call`: write to every page of the engine's KV cache; returns its bytes.
+
+    On a CPU the cache is memory that the kernel has only promised. Whoever writes to a page first
+    pays for it: the forward of a first prefill, or the load of a first hit, and never again.
+    """
+    executor = engine.engine_core.engine_core.model_executor
+    caches = executor.driver_worker.worker.model_runner.kv_caches
+    for cache in caches:
+        cache.zero_()
+    return sum(cache.nbytes for cache in caches)

@@ -91,7 +91,12 @@ def page() -> str:
 
 def table(results: list[Result]) -> str:
     """How many tests of each area have passed on each version."""
-    return _rows(results, ("what", "runner"), lambda a: (a.told, a.runner), _counts)
+    versions = [result["vllm"] for result in results]
+    lines = [f"| {' | '.join(('what', 'runner', *versions))} |", "|---" * (2 + len(versions)) + "|"]
+    for area in AREAS:
+        cells = [_counts(result["vllm"], _cell(result, area)) for result in results]
+        lines.append(f"| {' | '.join((area.told, area.runner, *cells))} |")
+    return "\n".join(lines)
 
 
 def families(results: list[Result]) -> str:
@@ -132,15 +137,6 @@ def beneath(results: list[Result]) -> str:
         lines += [
             f"  Failed: `{test}`." for cell in result["cells"] for test in sorted(cell["failed"])
         ]
-    return "\n".join(lines)
-
-
-def _rows(results: list[Result], heads: tuple[str, ...], begin: Any, told: Any) -> str:
-    versions = [result["vllm"] for result in results]
-    lines = [f"| {' | '.join((*heads, *versions))} |", "|---" * (len(heads) + len(versions)) + "|"]
-    for area in AREAS:
-        cells = [told(result["vllm"], _cell(result, area)) for result in results]
-        lines.append(f"| {' | '.join((*begin(area), *cells))} |")
     return "\n".join(lines)
 
 

@@ -35,7 +35,12 @@ def _dashboard() -> dict[str, Any]:
 
 
 def _variables() -> Iterator[dict[str, Any]]:
-    yield _source()
+    yield {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+    }
     yield _choice("job")
     yield _choice("model", "model_name")
     for name, (label, value) in OWN_PRICES.items():
@@ -46,12 +51,6 @@ def _variables() -> Iterator[dict[str, Any]]:
             "query": value,
             "current": {"text": value, "value": value},
         }
-
-
-def _source() -> dict[str, Any]:
-    return {"name": "datasource", "label": "Data source", "type": "datasource"} | {
-        "query": "prometheus"
-    }
 
 
 def _choice(name: str, label: str = "") -> dict[str, Any]:

@@ -85,6 +85,21 @@ def _memory(prefix: str = "") -> tuple[Query, ...]:
     return Query(f"sum by (state) ({held})", "{{state}}"), Query(f"sum ({pinned})", "pinned")
 
 
+def _requests(prefix: str = "", title: str = "Requests") -> Panel:
+    query = Query(rate(f"{prefix}io_requests", by="verb, status"), "{{verb}} {{status}}")
+    doc = "Requests per second to the store, by verb and class of answer."
+    return Panel(title, doc, "reqps", (query,))
+
+
+def _misses(title: str, doc: str, prefix: str = "") -> Panel:
+    return Panel(title, doc, "short", (Query(rate(f"{prefix}misses", by="reason"), "{{reason}}"),))
+
+
+def _breaker(title: str, doc: str, prefix: str = "") -> Panel:
+    states = Query(f"sum by (state) ({metric(f'{prefix}breaker', suffix='')})", "{{state}}")
+    return Panel(title, doc, "short", (states,), stacked=True)
+
+
 _TOKENS = rate("vllm:prompt_tokens")
 _HIT = f"({rate('hit_tokens_bucket')} + {rate('hit_tokens_host')})"
 _ROWS = f"({rate('ec_hit_rows')} + {rate('ec_encoded_rows')})"
@@ -185,11 +200,9 @@ TRANSFERS = (
 )
 
 LOSSES = (
-    Panel(
+    _misses(
         "Misses by reason",
         "Chunks wanted and not had, per second. known_absent is free: nobody was asked.",
-        "short",
-        (Query(rate("misses", by="reason"), "{{reason}}"),),
     ),
     Panel(
         "Given up and dropped",
@@ -220,22 +233,13 @@ LOSSES = (
             "internal_errors",
         ),
     ),
-    Panel(
-        "Circuit breaker",
-        "Engines whose breaker is in each state. Open: the bucket is not asked.",
-        "short",
-        (Query(f"sum by (state) ({metric('breaker', suffix='')})", "{{state}}"),),
-        stacked=True,
+    _breaker(
+        "Circuit breaker", "Engines whose breaker is in each state. Open: the bucket is not asked."
     ),
 )
 
 STORE = (
-    Panel(
-        "Requests",
-        "Requests per second to the store, by verb and class of answer.",
-        "reqps",
-        (Query(rate("io_requests", by="verb, status"), "{{verb}} {{status}}"),),
-    ),
+    _requests(),
     Panel(
         "Pacing",
         "How the client adapts: throttling answers, smaller windows, retries, second requests.",
@@ -275,12 +279,7 @@ ENCODER = (
     ),
     Panel("Encoder outputs: latency", "Of transfers that succeeded.", "s", _latency("ec_")),
     Panel("Encoder outputs: host memory", "What the slab holds.", "bytes", _memory("ec_")),
-    Panel(
-        "Encoder outputs: misses by reason",
-        "Items wanted and not had, per second.",
-        "short",
-        (Query(rate("ec_misses", by="reason"), "{{reason}}"),),
-    ),
+    _misses("Encoder outputs: misses by reason", "Items wanted and not had, per second.", "ec_"),
     Panel(
         "Encoder outputs: losses and errors",
         "Items not saved, waits cut short, and what failed.",
@@ -300,19 +299,8 @@ ENCODER = (
             prefix="ec_",
         ),
     ),
-    Panel(
-        "Encoder outputs: requests",
-        "Requests per second to the store, by verb and class of answer.",
-        "reqps",
-        (Query(rate("ec_io_requests", by="verb, status"), "{{verb}} {{status}}"),),
-    ),
-    Panel(
-        "Encoder outputs: circuit breaker",
-        "Engines whose breaker is in each state.",
-        "short",
-        (Query(f"sum by (state) ({metric('ec_breaker', suffix='')})", "{{state}}"),),
-        stacked=True,
-    ),
+    _requests("ec_", "Encoder outputs: requests"),
+    _breaker("Encoder outputs: circuit breaker", "Engines whose breaker is in each state.", "ec_"),
 )
 
 ROWS: dict[str, tuple[Panel, ...]] = {

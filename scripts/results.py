@@ -109,41 +109,6 @@ def readme() -> str:
     return filled(ROOT / "README.md", {"speed": engine(recorded("engine-shaped.json"))})
 
 
-def encoder(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['machine']}; {result['images']}; an encoder of {result['encoder']}.",
-        "",
-        "| | encoder runs | request, median | slowest | scheduler hooks: CPU time | wall time "
-        "| longest call |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for connector, states in result["connectors"].items():
-        for state, measured in states.items():
-            request, hooks = measured["request_ms"], measured["scheduler_us_per_request"]
-            times = (f"{hooks[k]:,} µs" for k in ("processor", "wall", "longest_call"))
-            lines.append(
-                f"| {connector}, {state} | {measured['encoder_runs']} of {measured['requests']} "
-                f"| {request['median']:.1f} ms | {request['slowest']:.1f} ms "
-                f"| {' | '.join(times)} |"
-            )
-    return "\n".join(lines)
-
-
-def slow(result: dict[str, Any]) -> str:
-    ratios = result["ttft_over_no_cache_by_mib_per_s"]
-    lines = [
-        f"{result['machine']}; {result['prompts']}; time to first token without a connector: "
-        f"{result['ttft_without_ms']:,} ms.",
-        "",
-        "| MiB/s | " + " | ".join(f"{int(speed):,}" for speed in ratios) + " |",
-        "|---" * (len(ratios) + 1) + "|",
-    ]
-    for kind in ("median", "mean", "worst", "first"):
-        told = "first request of the engine" if kind == "first" else kind
-        lines.append(f"| {told} | " + " | ".join(_ratio(r[kind]) for r in ratios.values()) + " |")
-    return "\n".join(lines)
-
-
 def planner(result: dict[str, Any]) -> str:
     names = {
         "lookup_waiting_us": "a repeated lookup while a fetch is in progress",

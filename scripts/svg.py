@@ -137,10 +137,3 @@ def tag(x: float, y: float, text: str, *, size: float = 12, color: str = SOFT) -
         f"height='{size * 1.4:.4g}' fill='{PAPER}'/>"
     )
     return paper + "\n" + words(x, y, text, size=size, color=color)
-
-
-def bar(x: float, y: float, width: float, height: float, color: str) -> str:
-    return (
-        f"<rect x='{x:g}' y='{y:g}' width='{width:.4g}' height='{height:g}' rx='2' "
-        f"fill='{color}' fill-opacity='0.75'/>"
-    )

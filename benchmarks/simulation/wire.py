@@ -68,19 +68,10 @@ class Link:
         self._bytes_per_s = bytes_per_s
         self._plan()
 
-    def carry(self, nbytes: int, on_end: Callable[[], None]) -> int:
-        """Returns the number of the flight."""
+    def carry(self, nbytes: int, on_end: Callable[[], None]) -> None:
         self._serve()
         self._started += 1
         heapq.heappush(self._flights, (self._served + nbytes, self._started, on_end))
-        self._plan()
-        return self._started
-
-    def break_off(self, number: int) -> None:
-        """Carry no more of a flight."""
-        self._serve()
-        self._flights = [flight for flight in self._flights if flight[1] != number]
-        heapq.heapify(self._flights)
         self._plan()
 
     @property

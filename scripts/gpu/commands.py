@@ -12,110 +12,74 @@ MOST_FILES = 8
 
 ENGINE = "scripts.gpu.engine"
 
+
+def _alike(name: str, module: str, timeout_s: float) -> Part:
+    """A program that needs no GPU: its output is its result."""
+    program = ("-m", module)
+    return Part(name, program, program, timeout_s, stdout=f"{name}.json")
+
+
+def _benchmark(name: str, module: str, timeout_s: float, *options: str) -> Part:
+    """A benchmark of `benchmarks/gpu`, with these options on a GPU."""
+    result = f"{module.replace('_', '-')}.json"
+    program = ("-m", f"benchmarks.{module}", "--out", f"{{out}}/{result}")
+    rehearsal = (*program, "--device", "cpu", "--rounds", "1")
+    return Part(name, (*program, *options), rehearsal, timeout_s, files=(result,))
+
+
+_TESTS = ("-m", "scripts.gpu.tests", "--out", "{out}/tests.jsonl", "--seconds")
+_PYTEST = ("-c", "tests/gpu/bare.ini", "--rootdir", ".")
+_WHERE = ("tests/gpu", "tests/unit/device")
+
 FIRST = (
-    Part(
-        "facts",
-        program=("-m", "scripts.gpu.facts"),
-        rehearsal=("-m", "scripts.gpu.facts"),
-        timeout_s=40,
-        stdout="facts.json",
-    ),
-    Part(
-        "probe",
-        program=("-m", "s3kv.device.probe"),
-        rehearsal=("-m", "s3kv.device.probe"),
-        timeout_s=40,
-        stdout="probe.json",
-    ),
+    _alike("facts", "scripts.gpu.facts", 40),
+    _alike("probe", "s3kv.device.probe", 40),
     Part(
         "tests",
-        program=(
-            *("-m", "scripts.gpu.tests", "--out", "{out}/tests.jsonl", "--seconds", "120", "--"),
-            *("-c", "tests/gpu/bare.ini", "--rootdir", ".", "-m", "gpu"),
-            *("-k", "not memcheck", "tests/gpu", "tests/unit/device"),
-        ),
+        (*_TESTS, "120", "--", *_PYTEST, "-m", "gpu", "-k", "not memcheck", *_WHERE),
         # All are collected; a few run, on the CPU and on the simulated GPU.
         rehearsal=(
-            *("-m", "scripts.gpu.tests", "--out", "{out}/tests.jsonl", "--seconds", "1100"),
-            *("--limit", "300", "--", "-c", "tests/gpu/bare.ini", "--rootdir", "."),
-            *("-k", "test_a_graph_is_replayed or test_streams_of_an_engine"),
-            *("tests/gpu", "tests/unit/device"),
+            *(*_TESTS, "1100", "--limit", "300", "--", *_PYTEST),
+            *("-k", "test_a_graph_is_replayed or test_streams_of_an_engine", *_WHERE),
         ),
         timeout_s=130,
         files=("tests.jsonl",),
     ),
     Part(
         "batches, again and again",
-        program=(
-            "-m",
-            "tests.gpu.sanitized",
-            *("--kind", "cuda-batch", "--large", "--seconds", "60"),
-        ),
-        rehearsal=("-m", "tests.gpu.sanitized", *("--kind", "cpu", "--large", "--seconds", "1")),
+        ("-m", "tests.gpu.sanitized", "--kind", "cuda-batch", "--large", "--seconds", "60"),
+        rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu", "--large", "--seconds", "1"),
         timeout_s=90,
     ),
-    Part(
-        "copies",
-        program=(
-            *("-m", "benchmarks.gpu_copies", "--out", "{out}/gpu-copies.json"),
-            *("--seconds", "140", "--rounds", "5"),
-        ),
-        rehearsal=(
-            *("-m", "benchmarks.gpu_copies", "--out", "{out}/gpu-copies.json"),
-            *("--device", "cpu", "--rounds", "1"),
-        ),
-        timeout_s=190,
-        files=("gpu-copies.json",),
-    ),
+    _benchmark("copies", "gpu_copies", 190, "--seconds", "140", "--rounds", "5"),
 )
 
 SECOND = (
     *(
         Part(
             f"engine, runner {runner}",
-            program=("-m", ENGINE, "--runner", runner, "--out", "{out}"),
+            ("-m", ENGINE, "--runner", runner, "--out", "{out}"),
             rehearsal=("-m", ENGINE, "--runner", runner, "--out", "{out}", "--dry-run"),
             timeout_s=timeout_s,
             files=(f"gpu-runner-{runner}.json", f"gpu-runner-{runner}.log"),
         )
         for runner, timeout_s in (("2", 200), ("1", 120))
     ),
-    Part(
-        "beside a busy thread",
-        program=("-m", "benchmarks.gpu_busy", "--out", "{out}/gpu-busy.json", "--seconds", "45"),
-        rehearsal=(
-            *("-m", "benchmarks.gpu_busy", "--out", "{out}/gpu-busy.json"),
-            *("--device", "cpu", "--rounds", "1"),
-        ),
-        timeout_s=80,
-        files=("gpu-busy.json",),
-    ),
-    Part(
-        "path",
-        program=("-m", "benchmarks.gpu_path", "--out", "{out}/gpu-path.json", "--seconds", "45"),
-        rehearsal=(
-            *("-m", "benchmarks.gpu_path", "--out", "{out}/gpu-path.json"),
-            *("--device", "cpu", "--rounds", "1"),
-        ),
-        timeout_s=90,
-        files=("gpu-path.json",),
-    ),
+    _benchmark("beside a busy thread", "gpu_busy", 80, "--seconds", "45"),
+    _benchmark("path", "gpu_path", 90, "--seconds", "45"),
 )
 
 THIRD = (
     Part(
         "pages",
-        program=("-m", "benchmarks.pages", "8", "3", "gpu"),
+        ("-m", "benchmarks.pages", "8", "3", "gpu"),
         rehearsal=("-m", "benchmarks.pages", "0.0625", "1"),
         timeout_s=210,
         stdout="gpu-pages.json",
     ),
     Part(
         "memcheck",
-        program=(
-            *("-m", "pytest", "-c", "tests/gpu/bare.ini", "--rootdir", ".", "-m", "gpu"),
-            *("-k", "memcheck", "tests/gpu/test_memory.py"),
-        ),
+        ("-m", "pytest", *_PYTEST, "-m", "gpu", "-k", "memcheck", "tests/gpu/test_memory.py"),
         rehearsal=("-m", "tests.gpu.sanitized", "--kind", "cpu"),
         timeout_s=280,
     ),

@@ -152,7 +152,7 @@ def _served(model: Path, runner: str, device: str, url: str, log: Path) -> Itera
         for tier in TIERS[:2]:
             yield serve(engine, tier)
         engine.reset_prefix_cache()
-        engine.call("lab.memory:touch_kv_cache")
+        engine.call("lab.on_cpu:touch_kv_cache")
         yield serve(engine, "host")
     with new_engine() as engine:
         yield serve(engine, "bucket")

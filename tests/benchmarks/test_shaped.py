@@ -1,19 +1,17 @@
-"""The server with the shape of S3 answers as S3 does, at every address, plain and with TLS."""
+"""The server with the shape of S3 answers as S3 does, plain and with TLS."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
 from benchmarks import rig
 from benchmarks.floor import TIMES, Server
-from benchmarks.shaped import BUCKET, FAST, NAME, Link, Shape, shaped
+from benchmarks.shaped import BUCKET, FAST, Link, Shape, shaped
 from lab.certificates import self_signed
 from s3kv.config import Config
 from s3kv.errors import StoreThrottled, StoreUnranged
@@ -79,22 +77,9 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args([*FAST_OPTIONS, *arguments])
 
 
-def resolved(monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> None:
-    """Let `NAME` have these addresses in this process."""
-    real = socket.getaddrinfo
-
-    def getaddrinfo(host: Any, port: Any, *args: Any, **named: Any) -> Any:
-        if host != NAME:
-            return real(host, port, *args, **named)
-        return [entry for one in hosts for entry in real(one, port, *args, **named)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-
-
 @pytest.mark.parametrize("tls", [False, True])
-def test_benchmarks_reach_it_at_every_address(monkeypatch: pytest.MonkeyPatch, tls: bool) -> None:
-    resolved(monkeypatch, Shape(addresses=3).hosts)
-    with rig.s3(options("--addresses", "3", *(["--tls"] if tls else []))) as store:
+def test_benchmarks_reach_it(tls: bool) -> None:
+    with rig.s3(options(*(["--tls"] if tls else []))) as store:
         client = store.s3.client()
         for number in range(8):
             client.put_object(Bucket=BUCKET, Key=f"p/{number}.safetensors", Body=b"a" * 1_000)
@@ -107,14 +92,6 @@ def test_benchmarks_reach_it_at_every_address(monkeypatch: pytest.MonkeyPatch, t
         told = store.told()
         assert told["shape"]["tls"] == tls
         assert told["server_cpu_s"] >= 0
-
-
-def test_a_name_without_its_addresses_is_told() -> None:
-    with (
-        pytest.raises(SystemExit, match=r"127\.0\.0\.3 s3\.shaped\.test"),
-        rig.s3(options("--addresses", "2")),
-    ):
-        pass
 
 
 def test_keys_of_any_characters_are_listed_as_they_are() -> None:
@@ -140,7 +117,6 @@ def test_a_link_passes_bytes_at_its_rate() -> None:
     assert link.take(10**12) == 0.0
 
 
-def test_the_options_are_the_shape(tmp_path: Path) -> None:
+def test_the_options_are_the_shape() -> None:
     assert options().shaped
-    shape = rig.shape_of(options("--address-mb-s", "300", "--addresses", "4"))
-    assert (shape.address_mb_s, shape.hosts[-1]) == (300.0, "127.0.0.5")
+    assert rig.shape_of(options("--requests-per-s", "300")).requests_per_s == 300.0

@@ -64,7 +64,6 @@ def test_every_tier_serves_all_ranks_from_one_object(
     ranks: int,
     args: dict[str, Any],
 ) -> None:
-    """Experts are chosen by rounding here and there, so the reference has as many ranks."""
     model = (
         families.build(models_dir, families.DEEPSEEK_V3)
         if is_latent
