@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = [next(results) for _ in BASELINES]
         for place in places:
             ours = next(results)
-            title = ", ".join(f"{name} {_told(value)}" for name, value in place.items())
+            title = ", ".join(f"{name} {value:g}" for name, value in place.items())
             say(title)
             print("\n".join(table(title, [*runs[: len(BASELINES)], ours])), flush=True)
             runs.append(ours)
@@ -138,10 +138,6 @@ def table(title: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield " " * 36 + "".join(f"{run['policy']:>13}" for run in runs)
     for name, path in ROWS:
         yield f"{name:36}" + "".join(f"{_cell(run, path):>13}" for run in runs)
-
-
-def _told(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _cell(run: dict[str, Any], path: str) -> str:

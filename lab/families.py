@@ -282,6 +282,7 @@ DEEPSEEK_V3 = Family(
         "model_type": "deepseek_v3",
         "num_key_value_heads": 8,
         "q_lora_rank": 64,
+        "head_dim": 64,
         "kv_lora_rank": 512,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,

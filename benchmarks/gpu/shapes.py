@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,9 +52,5 @@ def make_layout(caches: dict[str, torch.Tensor], block_tokens: int) -> PageLayou
 
 def fill_with_noise(tensor: torch.Tensor) -> None:
     """Nothing that a bus, or memory, could carry faster than other bytes."""
-    for piece in _pieces(tensor.view(torch.uint8).view(-1)):
+    for piece in tensor.view(torch.uint8).view(-1).split(2**30):
         piece.random_(0, 256)
-
-
-def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield from flat.split(2**30)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import uuid
@@ -301,6 +302,27 @@ class Serve:
             shared = {name for process in processes for name in shared_memory_of(process)}
         assert [p for p in processes if p.is_running() and p.status() != "zombie"] == []
         assert [name for name in shared if Path(name).exists()] == []
+
+
+class Launch(Protocol):
+    """`with launch(tiny, patient, tensor_parallel_size=2) as engine`: an engine whose core and
+    ranks are processes of their own, as those of a server."""
+
+    def __call__(
+        self, model: Path, connector: dict[str, Any] | None, **engine_args: Any
+    ) -> Engine: ...
+
+
+@pytest.fixture
+def launch(s3: S3Server, tmp_path: Path) -> Launch:
+    numbers = itertools.count(1)
+
+    def engine(model: Path, connector: dict[str, Any] | None, **engine_args: Any) -> Engine:
+        log = tmp_path / f"ranks-{next(numbers)}.log"
+        args = {"in_process": False} | engine_args
+        return Engine(model, connector=connector, log_path=log, env=s3.env, **args)
+
+    return engine
 
 
 def at_rest(engine: Engine) -> Counter[str]:

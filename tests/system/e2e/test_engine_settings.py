@@ -19,6 +19,7 @@ from lab.engine import Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
+    Launch,
     References,
     Serve,
     at_rest,
@@ -113,16 +114,14 @@ def test_two_data_parallel_engines_share_the_bucket(
     bucket: str,
     patient: dict[str, Any],
     reference: References,
-    tmp_path: Path,
+    launch: Launch,
 ) -> None:
     """Each has a worker with an I/O process and a slab of its own, and what one has computed the
     next two read, whichever is asked."""
     prompts = models.prompts(6, 400, seed=53)
     expected = tokens(reference(tiny, prompts, **FLOAT32))
-    args: dict[str, Any] = {"in_process": False, "data_parallel_size": 2, **FLOAT32}
     for hit in (0, HIT):
-        log = tmp_path / f"{hit}.log"
-        with Engine(tiny, connector=patient, log_path=log, env=s3.env, **args) as engine:
+        with launch(tiny, patient, data_parallel_size=2, **FLOAT32) as engine:
             assert len(engine.io_processes()) == 2
             mapped = Counter(slab for process in engine.processes() for slab in slabs(process))
             assert sorted(mapped.values()) == [2, 2], "a worker and its I/O process map a slab"

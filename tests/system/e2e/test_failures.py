@@ -72,40 +72,17 @@ def wait_until(what: str, true: Callable[[], bool], timeout_s: float = 30.0) -> 
 # ------------------------------------------------------------------------------ at the start
 
 
-def refusal(engine: Engine) -> str:
-    """The log's line about the bucket of an engine that does not start."""
-    with pytest.raises(EngineFailed, match="ended"):
-        engine.start()
-    wait_until("all processes end", lambda: not engine.processes())
-    lines = engine.log_path.read_text().splitlines()
-    return next(line for line in lines if "s3kv: bucket" in line)
-
-
-def test_no_server_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
-    """With processes of its own, as in a server: there the error has the longest way to go."""
-    url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    connector = patient_for(S3Server(url, s3.env), "kv-cache", fails=True)
-    engine = Engine(
-        tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, in_process=False
-    )
-    said = refusal(engine)
-    for word in ("kv-cache", url, "refused", "check endpoint_url", "on_unavailable"):
-        assert word in said
-
-
-def test_no_bucket_no_start(tiny: Path, s3: S3Server, tmp_path: Path) -> None:
-    connector = patient_for(s3, "no-such-bucket", fails=True)
-    said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env))
-    for word in ("no-such-bucket", str(s3.url), "create the bucket"):
-        assert word in said
-
-
 def test_wrong_credentials_no_start(tiny: Path, weed: Gateway, tmp_path: Path) -> None:
     env = {**weed.keys, "AWS_DEFAULT_REGION": "us-east-1"}
     S3Server(weed.url, env).client().create_bucket(Bucket="kv-cache")
     wrong = {**env, "AWS_SECRET_ACCESS_KEY": "wrong"}
     connector = patient_for(S3Server(weed.url, wrong), "kv-cache", fails=True)
-    said = refusal(Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong))
+    engine = Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong)
+    with pytest.raises(EngineFailed, match="ended"):
+        engine.start()
+    wait_until("all processes end", lambda: not engine.processes())
+    lines = engine.log_path.read_text().splitlines()
+    said = next(line for line in lines if "s3kv: bucket" in line)
     for word in ("kv-cache", weed.url, "403", "AWS_SECRET_ACCESS_KEY"):
         assert word in said
 

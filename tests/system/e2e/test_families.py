@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from lab import families, models
-from lab.engine import Ask, Engine
+from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.objects.headers import read_header
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
+    Launch,
     References,
     Serve,
     at_rest,
@@ -181,7 +182,7 @@ def test_two_tensor_ranks(
     bucket: str,
     patient: dict[str, Any],
     reference: References,
-    tmp_path: Path,
+    launch: Launch,
 ) -> None:
     """Each has its part of every object. Steps of 256 tokens: windows move on while a prompt is
     computed, and states end within it."""
@@ -193,17 +194,13 @@ def test_two_tensor_ranks(
         plain = reference.engine(model, **args)
         plain.generate(asks)
         expected = tokens(plain.generate(asks))
-    args |= {"in_process": False, "tensor_parallel_size": 2, "max_num_batched_tokens": 256}
+    args |= {"tensor_parallel_size": 2, "max_num_batched_tokens": 256}
     connector = changed(patient, chunk_tokens=case.chunk)
-
-    def engine_of(life: str) -> Engine:
-        log = tmp_path / f"{life}.log"
-        return Engine(model, connector=connector, log_path=log, env=s3.env, **args)
 
     def uploaded() -> bool:
         return len(s3.objects(bucket)) == 2 * len(asks) * case.objects
 
-    with engine_of("first") as engine:
+    with launch(model, connector, **args) as engine:
         cold = [answer for ask in asks for answer in engine.generate([ask])]
         if case.states:
             own = engine.generate(asks)
@@ -212,7 +209,7 @@ def test_two_tensor_ranks(
         wait_until("both ranks have uploaded", uploaded, 120.0)
         engine.reset_prefix_cache()
         host = engine.generate(asks)
-    with engine_of("second") as engine:
+    with launch(model, connector, **args) as engine:
         warm = engine.generate(asks)
         metrics = engine.metrics()
     assert metrics["vllm:s3kv_hit_tokens_bucket_total"] == 2 * case.short

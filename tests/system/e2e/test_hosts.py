@@ -35,7 +35,7 @@ from tests.system.e2e.conftest import (
 )
 from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import port_of, wait_until
-from tests.system.e2e.test_parallel import WARMED_UP, shards
+from tests.system.e2e.test_parallel import BOTH, WARMED_UP, holds
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5 * START_AND_STOP_S)]
 
@@ -46,7 +46,6 @@ CHUNK_BYTES = 128 * 2 * models.TINY.kv_bytes_per_token
 STEP_TIMEOUT = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60"}
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2, **WARMED_UP}
-PARTS_OF_TENSOR = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
 PARTS_OF_PIPELINE = {"h0-3of4-l0-1of4", "h0-3of4-l2-3of4"}
 
 Spread = Callable[..., AbstractContextManager[Engine]]
@@ -138,12 +137,6 @@ def restart(them: list[Host], engine: Engine) -> None:
         host.start()
 
 
-def holds(s3: S3Server, bucket: str, prompts: int, parts: set[str] = PARTS_OF_TENSOR) -> bool:
-    """Whether the bucket has every rank's part of so many prompts, and nothing else."""
-    found = shards(s3, bucket)
-    return len(found) == prompts * CHUNKS and all(set(f) == parts for f in found.values())
-
-
 def check_sound(s3: S3Server, bucket: str) -> None:
     """`s3kv verify` finds every object to be what its key says."""
     where = [f"--bucket={bucket}", f"--endpoint-url={s3.url}"]
@@ -180,9 +173,9 @@ def check_local(them: list[Host], env: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("spread", "engine_args", "parts"),
     [
-        pytest.param(by_ray, TENSOR, PARTS_OF_TENSOR, id="ray-tensor"),
+        pytest.param(by_ray, TENSOR, BOTH, id="ray-tensor"),
         pytest.param(by_ray, PIPELINE, PARTS_OF_PIPELINE, id="ray-pipeline"),
-        pytest.param(by_multiprocessing, TENSOR, PARTS_OF_TENSOR, id="multiprocessing-tensor"),
+        pytest.param(by_multiprocessing, TENSOR, BOTH, id="multiprocessing-tensor"),
         pytest.param(
             by_multiprocessing, PIPELINE, PARTS_OF_PIPELINE, id="multiprocessing-pipeline"
         ),
@@ -210,7 +203,11 @@ def test_killed_and_started_again_it_hits(
             answers = cold.generate(PROMPTS[:2])
             assert cached(answers) == [0, 0]
             assert tokens(answers) == expected[:2]
-            wait_until("both prompts are in the bucket", lambda: holds(s3, bucket, 2, parts), 120.0)
+            wait_until(
+                "both prompts are in the bucket",
+                lambda: holds(s3, bucket, 2 * CHUNKS, parts),
+                120.0,
+            )
             check_local(them, s3.env)
             restart(them, cold)
         check_sound(s3, bucket)
@@ -221,7 +218,7 @@ def test_killed_and_started_again_it_hits(
             counts = warm.metrics()
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
             assert counts["vllm:s3kv_internal_errors_total"] == 0
-            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3, parts), 120.0)
+            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3 * CHUNKS, parts), 120.0)
         for host in them:
             wait_until(f"{host.name} has no slab", lambda host=host: not mapped_on(host))
 
@@ -231,7 +228,9 @@ def seed(model: Path, s3: S3Server, bucket: str, directory: Path, **settings: An
     log = directory / "seed.log"
     with Engine(model, log_path=log, env=s3.env, in_process=False, **settings) as engine:
         engine.generate(PROMPTS[:2])
-        wait_until("both prompts are in the bucket", lambda: holds(s3, bucket, 2), 120.0)
+        wait_until(
+            "both prompts are in the bucket", lambda: holds(s3, bucket, 2 * CHUNKS, BOTH), 120.0
+        )
 
 
 def fails_after_cut(cut_off: Host, engine: Engine, pending: Pending) -> None:
@@ -288,5 +287,5 @@ def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_sto
             counts = fresh.metrics()
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
             assert counts["vllm:s3kv_internal_errors_total"] == 0
-            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3), 120.0)
+            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3 * CHUNKS, BOTH), 120.0)
         check_sound(s3, bucket)

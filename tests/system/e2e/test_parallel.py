@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from lab import models
-from lab.engine import Ask, Engine
+from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
+    Launch,
     References,
     Serve,
     at_rest,
@@ -29,6 +30,8 @@ from tests.system.e2e.test_failures import wait_until
 
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6
+BOTH = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
+"""The shards of two tensor ranks."""
 
 # vLLM's CPU worker makes the buffers a stage receives into in its warm-up, and skips that for an
 # eager engine. This engine is as eager as one can be that warms up.
@@ -45,6 +48,12 @@ def shards(s3: S3Server, bucket: str) -> dict[str, dict[str, str]]:
     return found
 
 
+def holds(s3: S3Server, bucket: str, chunks: int, parts: set[str]) -> bool:
+    """Whether the bucket has every rank's part of so many chunks, and nothing else."""
+    found = shards(s3, bucket)
+    return len(found) == chunks and all(set(f) == parts for f in found.values())
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 @pytest.mark.parametrize(
@@ -52,7 +61,7 @@ def shards(s3: S3Server, bucket: str) -> dict[str, dict[str, str]]:
     [
         pytest.param(
             {"tensor_parallel_size": 2},
-            {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"},
+            BOTH,
             id="tensor",
         ),
         pytest.param(
@@ -68,23 +77,19 @@ def test_two_ranks(
     bucket: str,
     patient: dict[str, Any],
     reference: References,
-    tmp_path: Path,
+    launch: Launch,
     engine_args: dict[str, Any],
     ranks: set[str],
 ) -> None:
     """A new process hits what both ranks have, and nothing of what one of them has lost."""
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
 
-    def engine(name: str) -> Engine:
-        args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
-        log = tmp_path / f"{name}.log"
-        return Engine(tiny, connector=patient, log_path=log, env=s3.env, **args)
+    args = {"dtype": "float32", **engine_args}
 
     def everything(prompts: int) -> bool:
-        found = shards(s3, bucket)
-        return len(found) == prompts * CHUNKS and all(set(f) == ranks for f in found.values())
+        return holds(s3, bucket, prompts * CHUNKS, ranks)
 
-    with engine("cold") as cold:
+    with launch(tiny, patient, **args) as cold:
         answers = cold.generate(PROMPTS[:1])
         wait_until("the first prompt is in the bucket", lambda: everything(1))
         of_the_first = shards(s3, bucket)
@@ -97,7 +102,7 @@ def test_two_ranks(
     lost = max(ranks)
     for keys in of_the_first.values():
         s3.client().delete_object(Bucket=bucket, Key=keys[lost])
-    with engine("warm") as warm:
+    with launch(tiny, patient, **args) as warm:
         answers = warm.generate(PROMPTS)
         assert cached(answers) == [0, CHUNKS * 128]
         assert tokens(answers) == expected
@@ -134,20 +139,17 @@ def test_new_weights_find_nothing_of_the_old_on_any_rank(
     bucket: str,
     patient: dict[str, Any],
     reference: References,
-    tmp_path: Path,
+    launch: Launch,
 ) -> None:
     """The weights of a running engine change, and vLLM resets the connector: nothing of before is
     ever loaded again, in host memory or from the bucket, and what is computed from then on is."""
     new = models.build(models_dir, models.TINY, seed=1)
     expected = tokens(reference(new, PROMPTS, dtype="float32"))
-    both = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
-    args: dict[str, Any] = {"in_process": False, "dtype": "float32", "tensor_parallel_size": 2}
 
     def saved(chunks: int) -> bool:
-        found = shards(s3, bucket)
-        return len(found) == chunks and all(set(f) == both for f in found.values())
+        return holds(s3, bucket, chunks, BOTH)
 
-    with Engine(tiny, connector=patient, log_path=tmp_path / "log", env=s3.env, **args) as engine:
+    with launch(tiny, patient, dtype="float32", tensor_parallel_size=2) as engine:
         of_the_old = tokens(engine.generate(PROMPTS))
         wait_until("all is in the bucket", lambda: saved(2 * CHUNKS))
         before = set(shards(s3, bucket))

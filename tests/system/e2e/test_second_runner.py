@@ -25,6 +25,7 @@ from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
+    Launch,
     Serve,
     Truth,
     at_rest,
@@ -35,7 +36,7 @@ from tests.system.e2e.conftest import (
 )
 from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_connector
 from tests.system.e2e.test_failures import wait_until
-from tests.system.e2e.test_parallel import shards
+from tests.system.e2e.test_parallel import BOTH, holds
 
 FLOAT32 = {"dtype": "float32"}
 SECOND = {"second_runner": True, **FLOAT32}
@@ -49,8 +50,6 @@ BLOCKS = 14
 """Of the engines' KV caches: with five requests of the crowd they are full, with six too small."""
 SMALL = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1_600, "max_num_batched_tokens": 256}
 CROWD_TOKENS = 24
-BOTH = {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"}
-"""The shards of two tensor ranks."""
 
 
 def preemptions(engine: Engine) -> float:
@@ -230,25 +229,16 @@ def test_two_ranks(
     bucket: str,
     patient: dict[str, Any],
     truth: Truth,
-    tmp_path: Path,
+    launch: Launch,
 ) -> None:
     """Each rank in a process of its own, interpreting its own kernels."""
     asked = PROMPTS[:2]
-    args: dict[str, Any] = {"in_process": False, "tensor_parallel_size": 2, **SECOND}
-    log = tmp_path / "engine.log"
+    args = {"tensor_parallel_size": 2, "start_timeout_s": START_AND_STOP_S, **SECOND}
 
     def saved() -> bool:
-        found = shards(s3, bucket)
-        return len(found) == 2 * CHUNKS and all(set(keys) == BOTH for keys in found.values())
+        return holds(s3, bucket, 2 * CHUNKS, BOTH)
 
-    with Engine(
-        tiny,
-        connector=patient,
-        log_path=log,
-        env=s3.env,
-        start_timeout_s=START_AND_STOP_S,
-        **args,
-    ) as engine:
+    with launch(tiny, patient, **args) as engine:
         cold = engine.generate(asked, max_tokens=4)
         wait_until("all is in the bucket", saved, START_AND_STOP_S)
         engine.reset_prefix_cache()

@@ -370,7 +370,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "wrong endpoint": (
         {"endpoint_url": "http://127.0.0.1:9"},
         True,
-        ("127.0.0.1:9", "check endpoint_url"),
+        ("127.0.0.1:9", "refused", "check endpoint_url", "on_unavailable"),
     ),
 }
 
@@ -389,6 +389,7 @@ def test_a_server_that_is_refused_ends_with_what_to_change(
     server = start(tiny, changed(patient, **settings), env, tmp_path / "server.log")
     try:
         printed = server.refusal(START_AND_STOP_S)
+        wait_until("all processes end", lambda: not server.processes())
     finally:
         server.kill()
     line = last_line_of_the_error(printed)

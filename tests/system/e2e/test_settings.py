@@ -13,36 +13,25 @@ import pytest
 
 from lab import models
 from lab.engine import Ask, Engine, EngineFailed
-from lab.s3 import S3Server
 from s3kv.host.limits import memory_limits
-from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
+from tests.system.e2e.conftest import Launch, References, Serve, at_rest, cached, changed, tokens
 from tests.system.e2e.test_failures import CHUNK_BYTES
 from tests.system.kills.aftermath import wait_until
 
 PROMPTS = models.prompts(2, 800)
 
 
-def test_an_unknown_setting_stops_the_engine_at_start(
-    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
-) -> None:
-    connector = changed(patient, hostbytes="1GiB")
-    engine = Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env)
-    with pytest.raises(EngineFailed, match=r"unknown setting 'hostbytes'.*did you mean 'host_byte"):
-        engine.start()
-
-
 @pytest.mark.long
 def test_memory_that_ranks_do_not_have_together_stops_the_engine_at_start(
-    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
+    tiny: Path, patient: dict[str, Any], launch: Launch
 ) -> None:
     """Each rank alone would have it. None touches any."""
     host_bytes = memory_limits().available_bytes * 6 // 10
-    log = tmp_path / "log"
-    connector = changed(patient, host_bytes=host_bytes)
-    ranks: dict[str, Any] = {"tensor_parallel_size": 2, "in_process": False}
+    engine = launch(tiny, changed(patient, host_bytes=host_bytes), tensor_parallel_size=2)
     with pytest.raises(EngineFailed):
-        Engine(tiny, connector=connector, log_path=log, env=s3.env, **ranks).start()
-    assert f"2 × {host_bytes:,} (host_bytes, per rank) = {2 * host_bytes:,}" in log.read_text()
+        engine.start()
+    said = f"2 × {host_bytes:,} (host_bytes, per rank) = {2 * host_bytes:,}"
+    assert said in engine.log_path.read_text()
 
 
 @pytest.mark.long

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lab import families, models
-from lab.engine import Engine
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
+    Launch,
     References,
     Serve,
     at_rest,
@@ -25,7 +25,8 @@ from tests.system.e2e.conftest import (
 )
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_latent import ARGS as LATENT
-from tests.system.e2e.test_parallel import WARMED_UP
+from tests.system.e2e.test_latent import latent_model
+from tests.system.e2e.test_parallel import BOTH, WARMED_UP
 
 PROMPTS = models.prompts(3, 800)
 CHUNKS = 6
@@ -34,7 +35,7 @@ TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, **WARMED_UP}
 NAMES = {
     id(ONE): {"h0-3of4-l0-3of4"},
-    id(TENSOR): {"h0-1of4-l0-3of4", "h2-3of4-l0-3of4"},
+    id(TENSOR): BOTH,
     id(STAGES): {"h0-3of4-l0-1of4", "h0-3of4-l2-3of4"},
 }
 
@@ -78,7 +79,7 @@ def test_what_one_size_has_stored_others_hit(
     bucket: str,
     patient: dict[str, Any],
     reference: References,
-    tmp_path: Path,
+    launch: Launch,
     engines: tuple[dict[str, Any], ...],
 ) -> None:
     """Each engine hits all that those before it have computed, and computes one prompt more."""
@@ -87,9 +88,7 @@ def test_what_one_size_has_stored_others_hit(
     stored: dict[str, int] = {}
     for number, engine_args in enumerate(engines):
         names = NAMES[id(engine_args)]
-        args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
-        log = tmp_path / f"{number}.log"
-        with Engine(tiny, connector=shares, log_path=log, env=s3.env, **args) as engine:
+        with launch(tiny, shares, dtype="float32", **engine_args) as engine:
             answers = engine.generate(PROMPTS[: number + 1])
             assert tokens(answers) == expected[: number + 1]
             assert cached(answers) == [CHUNKS * 128] * number + [0]
@@ -110,14 +109,12 @@ def test_without_the_setting_each_size_is_alone(
     bucket: str,
     patient: dict[str, Any],
     reference: References,
-    tmp_path: Path,
+    launch: Launch,
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS[:1], dtype="float32"))
     stored: dict[str, int] = {}
-    for number, engine_args in enumerate((ONE, TENSOR)):
-        args: dict[str, Any] = {"in_process": False, "dtype": "float32", **engine_args}
-        log = tmp_path / f"{number}.log"
-        with Engine(tiny, connector=patient, log_path=log, env=s3.env, **args) as engine:
+    for engine_args in (ONE, TENSOR):
+        with launch(tiny, patient, dtype="float32", **engine_args) as engine:
             answers = engine.generate(PROMPTS[:1])
             assert cached(answers) == [0]
             assert tokens(answers) == expected
@@ -129,21 +126,19 @@ def test_without_the_setting_each_size_is_alone(
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
 def test_latent_attention_on_a_cpu_keeps_each_size_alone(
-    models_dir: Path, s3: S3Server, bucket: str, patient: dict[str, Any], tmp_path: Path
+    models_dir: Path, s3: S3Server, bucket: str, patient: dict[str, Any], launch: Launch
 ) -> None:
     """Though all ranks of all sizes name their shard alike: the log says so, and nobody reads what
     another size has stored."""
-    model = families.build(models_dir, families.DEEPSEEK_V3)
+    model = latent_model(models_dir)
     shares = changed(patient, share_ranks=True)
     for number, engine_args in enumerate((ONE, TENSOR)):
-        args: dict[str, Any] = {"in_process": False, **LATENT, **engine_args}
-        log = tmp_path / f"{number}.log"
-        with Engine(model, connector=shares, log_path=log, env=s3.env, **args) as engine:
+        with launch(model, shares, **LATENT, **engine_args) as engine:
             assert cached(engine.generate(PROMPTS[:1])) == [0]
             assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
             stored = {"h0-0of1-l0-3of4": (number + 1) * CHUNKS}
             wait_until_there(s3, bucket, stored)
-        assert "share_ranks has no effect" in log.read_text()
+        assert "share_ranks has no effect" in engine.log_path.read_text()
     assert len(namespaces(s3, bucket)) == 2
 
 
@@ -156,7 +151,7 @@ def test_windows_are_shared_as_well(
     patient: dict[str, Any],
     serve: Serve,
     reference: References,
-    tmp_path: Path,
+    launch: Launch,
 ) -> None:
     """A model with two KV-cache groups, of which one has windows: one rank, then two."""
     model = families.build(models_dir, families.GEMMA3)
@@ -167,8 +162,7 @@ def test_windows_are_shared_as_well(
         at_rest(engine)
         (shard,) = held(s3, bucket)
         wait_until_there(s3, bucket, held(s3, bucket))
-    args: dict[str, Any] = {"in_process": False, "dtype": "float32", **TENSOR}
-    with Engine(model, connector=shares, log_path=tmp_path / "2", env=s3.env, **args) as engine:
+    with launch(model, shares, dtype="float32", **TENSOR) as engine:
         answers = engine.generate(PROMPTS[:1])
         assert cached(answers) == [CHUNKS * 128]
         assert tokens(answers) == expected

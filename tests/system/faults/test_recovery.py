@@ -41,33 +41,39 @@ def store(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         client.delete_object(Bucket=BUCKET, Key=key)
 
 
-@pytest.fixture
-def begin() -> Iterator[Callable[..., Life]]:
-    """Begins a life with these settings, and constants for all lives of the test."""
-    lives: list[Life] = []
-    stack = contextlib.ExitStack()
+class Place:
+    """A server, the proxy before it, which ails, and the lives on them."""
 
-    def begin(*urls: str, **settings: Any) -> Life:
+    def __init__(self, server: S3Server, store: Proxy) -> None:
+        self.server, self.store = server, store
+        self._lives: list[Life] = []
+        self._constants = contextlib.ExitStack()
+
+    def begin(self, *more_urls: str, **settings: Any) -> Life:
+        """Begin a life with these settings, and constants for all lives of the test."""
         settings, others = constants.split(settings)
-        stack.enter_context(constants.changed(**(CONSTANTS | others)))
-        lives.append(Life(urls[0], BUCKET, "s3kv.io", *urls[1:], **settings))
-        assert lives[-1].start() is None
-        return lives[-1]
+        self._constants.enter_context(constants.changed(**(CONSTANTS | others)))
+        self._lives.append(Life(self.store.url, BUCKET, "s3kv.io", *more_urls, **settings))
+        assert self._lives[-1].start() is None
+        return self._lives[-1]
 
-    with stack:
-        yield begin
-    for life in lives:
-        if not life.is_over:
-            life.stop()
+    def fill(self, *numbers: int) -> None:
+        client = self.server.client()
+        for number in numbers:
+            client.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=rig.sealed(number))
+
+    def end(self) -> None:
+        self._constants.close()
+        for life in self._lives:
+            if not life.is_over:
+                life.stop()
 
 
-Begin = Callable[..., Life]
-
-
-def fill(server: S3Server, *numbers: int) -> None:
-    client = server.client()
-    for number in numbers:
-        client.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=rig.sealed(number))
+@pytest.fixture
+def place(server: S3Server, store: Proxy) -> Iterator[Place]:
+    it = Place(server, store)
+    yield it
+    it.end()
 
 
 def until(what: str, true: Callable[[], object]) -> None:
@@ -90,52 +96,44 @@ def said(life: Life, what: Callable[[Stats], bool]) -> Callable[[], bool]:
 # ---- retries
 
 
-def test_a_fetch_is_tried_again_while_somebody_waits(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url)
-    fill(server, 1)
-    store.fault(Fault(kind="reset_mid_body", verbs=("GET",), times=1))
+def test_a_fetch_is_tried_again_while_somebody_waits(place: Place) -> None:
+    life = place.begin()
+    place.fill(1)
+    place.store.fault(Fault(kind="reset_mid_body", verbs=("GET",), times=1))
     assert life.serve(1) == 1
     until("it is told", said(life, lambda process: process.counters["io_retries"] == 1))
 
 
-def test_nothing_is_tried_again_when_nobody_waits_any_more(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, max_wait_ms=100, max_attempts=10)
-    fill(server, 1)
-    store.fault(Fault(kind="black_hole", verbs=("GET",)))
+def test_nothing_is_tried_again_when_nobody_waits_any_more(place: Place) -> None:
+    life = place.begin(max_wait_ms=100, max_attempts=10)
+    place.fill(1)
+    place.store.fault(Fault(kind="black_hole", verbs=("GET",)))
     assert life.serve(1) == 0
     life.settle()
-    assert store.statistics().faults["black_hole"] == 1
+    assert place.store.statistics().faults["black_hole"] == 1
 
 
-def test_an_upload_is_tried_by_the_planner_alone(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, max_attempts=10)
-    store.fault(s3_error(500, "InternalError", verbs=("PUT",)))
+def test_an_upload_is_tried_by_the_planner_alone(place: Place) -> None:
+    life = place.begin(max_attempts=10)
+    place.store.fault(s3_error(500, "InternalError", verbs=("PUT",)))
     life.compute(1)
     life.settle_jobs()
-    assert store.statistics().requests["PUT"] == 1
+    assert place.store.statistics().requests["PUT"] == 1
     life.settle()
-    assert store.statistics().requests["PUT"] == 5
+    assert place.store.statistics().requests["PUT"] == 5
     assert life.planner.counters["uploads_given_up"] == 1
 
 
-def test_after_an_outage_of_minutes_what_is_in_use_reaches_the_bucket(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url)
-    store.fault(s3_error(503, "ServiceUnavailable", verbs=("PUT",)))
+def test_after_an_outage_of_minutes_what_is_in_use_reaches_the_bucket(place: Place) -> None:
+    life = place.begin()
+    place.store.fault(s3_error(503, "ServiceUnavailable", verbs=("PUT",)))
     life.compute(1)
     life.settle()
     assert life.planner.counters["uploads_given_up"] == 1
-    store.lift()
+    place.store.lift()
     assert life.serve(1) == 1, "from host memory"
     life.settle()
-    assert rig.object_key(1) in server.objects(BUCKET)
+    assert rig.object_key(1) in place.server.objects(BUCKET)
     assert life.planner.counters["uploads_again"] == 1
 
 
@@ -145,11 +143,11 @@ FLIPPED = Fault(kind="flip_body", at=-5, verbs=("GET",), times=1)
 
 
 def test_after_one_damaged_answer_an_upload_that_finds_the_object_has_it_read_again(
-    server: S3Server, store: Proxy, begin: Begin
+    place: Place,
 ) -> None:
-    life = begin(store.url)
-    fill(server, 1)
-    store.fault(FLIPPED)
+    life = place.begin()
+    place.fill(1)
+    place.store.fault(FLIPPED)
     assert life.serve(1) == 0
     life.settle()
     assert life.counters()["upload_exists"] == 1, "it was computed, and found there"
@@ -160,13 +158,11 @@ def test_after_one_damaged_answer_an_upload_that_finds_the_object_has_it_read_ag
     assert (life.counters()["fetch_corrupt"], life.counters()["fetch_ok"]) == (1, 1)
 
 
-def test_one_damaged_answer_is_forgotten_by_those_who_only_read(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, suspect_s=0.2)
+def test_one_damaged_answer_is_forgotten_by_those_who_only_read(place: Place) -> None:
+    life = place.begin(suspect_s=0.2)
     life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
-    fill(server, 1)
-    store.fault(FLIPPED)
+    place.fill(1)
+    place.store.fault(FLIPPED)
     assert life.serve(1) == 0
 
     def served() -> bool:
@@ -174,13 +170,13 @@ def test_one_damaged_answer_is_forgotten_by_those_who_only_read(
         return life.serve(1) == 1
 
     until("it is read again", served)
-    assert store.statistics().requests["GET"] == 2
+    assert place.store.statistics().requests["GET"] == 2
 
 
-def test_an_object_that_is_bad_is_read_twice(server: S3Server, store: Proxy, begin: Begin) -> None:
-    life = begin(store.url, suspect_s=0.2)
+def test_an_object_that_is_bad_is_read_twice(place: Place) -> None:
+    life = place.begin(suspect_s=0.2)
     damaged = rig.sealed(1)[:-1] + bytes([rig.sealed(1)[-1] ^ 1])
-    server.client().put_object(Bucket=BUCKET, Key=rig.object_key(1), Body=damaged)
+    place.server.client().put_object(Bucket=BUCKET, Key=rig.object_key(1), Body=damaged)
     life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
 
     def read() -> int:
@@ -189,25 +185,23 @@ def test_an_object_that_is_bad_is_read_twice(server: S3Server, store: Proxy, beg
         return life.counters()["fetch_corrupt"]
 
     until("it is read again", lambda: read() == 2)
-    asked = store.statistics().requests["GET"]
+    asked = place.store.statistics().requests["GET"]
     spared = life.counters()["fetch_corrupt_quarantined"]
     for _ in range(20):
         assert read() == 2
     assert life.counters()["fetch_corrupt_quarantined"] == spared + 20
-    assert store.statistics().requests["GET"] == asked
+    assert place.store.statistics().requests["GET"] == asked
 
 
 # ---- the breaker
 
 
-def test_the_breaker_opens_and_closes_for_all_ranks(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
+def test_the_breaker_opens_and_closes_for_all_ranks(place: Place) -> None:
     """One of two ranks cannot reach the store: a chunk is usable only when every rank has it."""
-    with proxy(str(server.url)) as other:
-        life = begin(store.url, other.url)
+    with proxy(str(place.server.url)) as other:
+        life = place.begin(other.url)
         breaker = life.planner.ledger.breaker
-        fill(server, *range(1, 40))
+        place.fill(*range(1, 40))
         assert life.serve(1) == 1
         other.fault(Fault(kind="refuse"))
         chunk = 2
@@ -215,12 +209,14 @@ def test_the_breaker_opens_and_closes_for_all_ranks(
             assert life.serve(chunk) == 0
             chunk += 1
             assert chunk < 20, "it never opens"
-        asked = store.statistics().requests["GET"]
+        asked = place.store.statistics().requests["GET"]
         assert life.serve(chunk) == 0
-        assert store.statistics().requests["GET"] == asked, "nobody asks while it is open"
+        assert place.store.statistics().requests["GET"] == asked, "nobody asks while it is open"
         life.later()
         assert life.serve(chunk + 1) == 0
-        assert store.statistics().requests["GET"] == asked + 1, "one finds out that it still fails"
+        assert place.store.statistics().requests["GET"] == asked + 1, (
+            "one finds out that it still fails"
+        )
         other.lift()
         life.later()
         assert life.serve(chunk + 2) == 1
@@ -228,30 +224,30 @@ def test_the_breaker_opens_and_closes_for_all_ranks(
         life.settle()
 
 
-def test_who_may_not_write_may_still_read(server: S3Server, store: Proxy, begin: Begin) -> None:
-    life = begin(store.url)
-    store.fault(s3_error(403, "AccessDenied", verbs=("PUT",)))
+def test_who_may_not_write_may_still_read(place: Place) -> None:
+    life = place.begin()
+    place.store.fault(s3_error(403, "AccessDenied", verbs=("PUT",)))
     for number in range(10):
         life.compute(100 + number)
     life.settle()
     assert life.counters()["upload_denied"] == 50
     assert life.planner.ledger.breaker.state is BreakerState.CLOSED
-    fill(server, 1)
+    place.fill(1)
     assert life.serve(1) == 1
 
 
 def test_a_denial_is_said_once_until_it_is_lifted(
-    server: S3Server, store: Proxy, begin: Begin, caplog: pytest.LogCaptureFixture
+    place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    life = begin(store.url)
-    fill(server, 50)
-    store.fault(s3_error(403, "AccessDenied", verbs=("GET",)))
+    life = place.begin()
+    place.fill(50)
+    place.store.fault(s3_error(403, "AccessDenied", verbs=("GET",)))
     for number in range(1, 10):
         assert life.serve(number) == 0
         life.later()
     (error,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert "s3:GetObject on arn:aws:s3:::faults/" in error
-    store.lift()
+    place.store.lift()
     life.later()
     assert life.serve(50) == 1
     assert "fetch is allowed again" in caplog.text
@@ -260,25 +256,21 @@ def test_a_denial_is_said_once_until_it_is_lifted(
 # ---- fewer and second requests
 
 
-def test_a_store_that_throttles_gets_fewer_requests(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, max_inflight_requests=8)
-    store.fault(s3_error(503, "SlowDown", verbs=("GET",), times=2))
+def test_a_store_that_throttles_gets_fewer_requests(place: Place) -> None:
+    life = place.begin(max_inflight_requests=8)
+    place.store.fault(s3_error(503, "SlowDown", verbs=("GET",), times=2))
     assert life.serve(1) == 0
     until("it is told", said(life, lambda process: process.counters["io_throttled"] == 2))
     until("the window is cut", said(life, lambda process: process.window < 8))
     assert life.counters()["io_window_cuts"] >= 1
 
 
-def test_a_late_fetch_is_asked_for_twice_and_written_once(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, hedge_percent=100.0, request_timeout_ms=30_000)
-    fill(server, *range(1, 42))
+def test_a_late_fetch_is_asked_for_twice_and_written_once(place: Place) -> None:
+    life = place.begin(hedge_percent=100.0, request_timeout_ms=30_000)
+    place.fill(*range(1, 42))
     for number in range(1, 41):
         assert life.serve(number) == 1
-    store.fault(Fault(kind="black_hole", verbs=("GET",), times=1))
+    place.store.fault(Fault(kind="black_hole", verbs=("GET",), times=1))
     assert life.serve(41) == 1
     until("it is told", said(life, lambda process: process.counters["io_hedges_won"] >= 1))
     assert life.counters()["io_retries"] == 0
@@ -287,12 +279,10 @@ def test_a_late_fetch_is_asked_for_twice_and_written_once(
 # ---- slots
 
 
-def test_a_cancelled_fetch_keeps_its_slot_until_its_socket_is_done(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, min_bytes_per_s=1, request_timeout_ms=20_000)
-    fill(server, 1)
-    store.fault(Fault(kind="trickle", verbs=("GET",), nbytes=1000, seconds=0.02))
+def test_a_cancelled_fetch_keeps_its_slot_until_its_socket_is_done(place: Place) -> None:
+    life = place.begin(min_bytes_per_s=1, request_timeout_ms=20_000)
+    place.fill(1)
+    place.store.fault(Fault(kind="trickle", verbs=("GET",), nbytes=1000, seconds=0.02))
     slot = rig.slot(life.slabs[0], 3)
     slot[:] = b"\xee" * len(slot)
     life.client.submit(rig.fetch(1, slot=3))
@@ -302,35 +292,31 @@ def test_a_cancelled_fetch_keeps_its_slot_until_its_socket_is_done(
     until("it ends", lambda: ended.extend(e.outcome for e in life.client.poll(0.002)) or ended)
     assert ended == [Outcome.CANCELLED]
     slot[:] = b"\xdd" * len(slot)
-    until("the connection ends", lambda: store.statistics().open_connections == 0)
+    until("the connection ends", lambda: place.store.statistics().open_connections == 0)
     assert bytes(slot) == b"\xdd" * len(slot)
 
 
-def test_of_ranks_that_hold_the_same_the_first_uploads_and_all_read(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, server.url, first_uploads=True)
-    store.fault(s3_error(500, "InternalError", verbs=("PUT",)))
+def test_of_ranks_that_hold_the_same_the_first_uploads_and_all_read(place: Place) -> None:
+    life = place.begin(place.server.url, first_uploads=True)
+    place.store.fault(s3_error(500, "InternalError", verbs=("PUT",)))
     life.compute(1, 2, 3)
     life.settle_jobs()
     assert life.planner.ledger.table.statistics().dirty == 3, "the other has nothing to upload"
     assert life.serve(1, 2, 3) == 3, "from host memory, meanwhile"
-    store.lift()
+    place.store.lift()
     life.settle()
     assert [rank.counters["upload_ok"] for rank in life.ranks] == [3, 0]
-    assert set(server.objects(BUCKET)) == {rig.object_key(number) for number in (1, 2, 3)}
+    assert set(place.server.objects(BUCKET)) == {rig.object_key(number) for number in (1, 2, 3)}
 
-    other = begin(store.url, server.url, first_uploads=True)
+    other = place.begin(place.server.url, first_uploads=True)
     assert other.serve(1, 2, 3) == 3
     assert [rank.counters["fetch_ok"] for rank in other.ranks] == [3, 3]
 
 
-def test_saves_are_dropped_when_uploads_are_slower(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
+def test_saves_are_dropped_when_uploads_are_slower(place: Place) -> None:
     """No request and no step waits for an upload: all are served before the first has ended."""
-    life = begin(store.url, request_timeout_ms=120_000)
-    store.fault(Fault(kind="black_hole", verbs=("PUT",)))
+    life = place.begin(request_timeout_ms=120_000)
+    place.store.fault(Fault(kind="black_hole", verbs=("PUT",)))
     for number in range(3 * SLOTS):
         life.compute(number)
     assert life.planner.counters["saves"] == SLOTS, "the newest are dropped, not the oldest"
@@ -338,24 +324,22 @@ def test_saves_are_dropped_when_uploads_are_slower(
     assert life.counters()["upload_ok"] + life.counters()["upload_failed"] == 0
     assert life.serve(0) == 1, "what was saved first is still there"
     assert life.serve(2 * SLOTS) == 0
-    store.lift()
-    store.cut()
+    place.store.lift()
+    place.store.cut()
     life.settle()
     kept = {rig.object_key(number) for number in range(SLOTS)}
-    assert kept <= set(server.objects(BUCKET))
+    assert kept <= set(place.server.objects(BUCKET))
 
 
-def test_uploads_at_once_are_limited_by_the_setting(
-    server: S3Server, store: Proxy, begin: Begin
-) -> None:
-    life = begin(store.url, request_timeout_ms=120_000, max_saves_inflight=5)
-    store.fault(Fault(kind="black_hole", verbs=("PUT",)))
+def test_uploads_at_once_are_limited_by_the_setting(place: Place) -> None:
+    life = place.begin(request_timeout_ms=120_000, max_saves_inflight=5)
+    place.store.fault(Fault(kind="black_hole", verbs=("PUT",)))
     for number in range(20):
         life.compute(number)
     assert life.planner.counters["saves"] == 5
     assert life.planner.counters["saves_dropped"] == 15
-    store.lift()
-    store.cut()
+    place.store.lift()
+    place.store.cut()
     life.settle()
     life.compute(20)
     assert life.planner.counters["saves"] == 6

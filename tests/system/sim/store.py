@@ -201,67 +201,48 @@ class Connection:
     async def get_into(
         self, key: str, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        with self._using(key):
-            return await self._get_into(key, place, claim)
-
-    async def _get_into(self, key: str, place: Place, claim: Claim | None) -> ObjectInfo | None:
         until_s = self.quarantined.get(key, -math.inf)
         if asyncio.get_running_loop().time() < until_s:
             self._bucket.accuse(f"{key} was bad, and is asked for before {until_s}")
-        fate = await self._begin("get", key)
-        scratch = bytearray(2 * place.nbytes)
-        info = await self._bucket.objects.get_into(key, Place.of(scratch))
-        if info is None:
-            self.answers[key].append("missing")
-            self._bucket.seen["deleted chunks asked for"] += key in self._bucket.deleted
-            return None
-        data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
-        info = dataclasses.replace(info, nbytes=len(data))
-        if claim is not None and not claim():
-            return info
-        await self._receive(data, place)
-        if fate == "cut":
-            self.answers[key].append("error")
-            raise StoreUnavailable("the body ended early")
-        good = data == self._bucket.written[key]
-        self.answers[key].append("good" if good else "bad")
-        if not good:
-            self.bad.add(key)
-        return info
+        return await self._get(key, place, claim)
 
     async def get_range(
         self, key: str, first: int, place: Place, claim: Claim | None = None
     ) -> ObjectInfo | None:
-        with self._using(key):
-            return await self._get_range(key, first, place, claim)
-
-    async def _get_range(
-        self, key: str, first: int, place: Place, claim: Claim | None
-    ) -> ObjectInfo | None:
-        fate = await self._begin("get", key)
         self._bucket.seen["ranges"] += 1
-        scratch = bytearray(2**16)
-        info = await self._bucket.objects.get_into(key, Place.of(scratch))
-        if info is None:
-            self.answers[key].append("missing")
-            return None
-        bounds = slice(first, first + place.nbytes)
-        data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
-        if len(data) < bounds.stop:
-            raise StoreUnranged("the object ends before")
-        info = dataclasses.replace(info, nbytes=len(data))
-        if claim is not None and not claim():
+        return await self._get(key, place, claim, first)
+
+    async def _get(
+        self, key: str, place: Place, claim: Claim | None, first: int | None = None
+    ) -> ObjectInfo | None:
+        """first: of a range, which fills `place`; None: the whole object."""
+        with self._using(key):
+            fate = await self._begin("get", key)
+            scratch = bytearray(max(2**16, 2 * place.nbytes))
+            info = await self._bucket.objects.get_into(key, Place.of(scratch))
+            if info is None:
+                self.answers[key].append("missing")
+                self._bucket.seen["deleted chunks asked for"] += key in self._bucket.deleted
+                return None
+            data = self._bucket.tamper(bytes(scratch[: info.nbytes]), fate)
+            bounds = slice(0, len(data)) if first is None else slice(first, first + place.nbytes)
+            if len(data) < bounds.stop:
+                raise StoreUnranged("the object ends before")
+            info = dataclasses.replace(info, nbytes=len(data))
+            if claim is not None and not claim():
+                return info
+            await self._receive(data[bounds], place)
+            if fate == "cut":
+                self.answers[key].append("error")
+                raise StoreUnavailable("the body ended early")
+            written = self._bucket.written[key]
+            good = data[bounds] == written[bounds] and len(data) == len(written)
+            self.answers[key].append(
+                ("good" if good else "bad") + ("" if first is None else " range")
+            )
+            if not good:
+                self.bad.add(key)
             return info
-        await self._receive(data[bounds], place)
-        if fate == "cut":
-            self.answers[key].append("error")
-            raise StoreUnavailable("the body ended early")
-        written = self._bucket.written[key]
-        good = data[bounds] == written[bounds] and len(data) == len(written)
-        self.answers[key].append("good range" if good else "bad range")
-        if not good:
-            self.bad.add(key)
-        return info
 
     async def _receive(self, data: bytes, place: Place) -> None:
         """In two pieces. Whoever cancels between them hears the second one arrive."""
