@@ -275,35 +275,6 @@ FALCON_H1 = Family(
 """Mamba2 and full attention side by side in every layer."""
 
 
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 8,
-        "q_lora_rank": 64,
-        "head_dim": 64,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 64,
-        "moe_layer_freq": 1,
-        "first_k_dense_replace": 3,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "routed_scaling_factor": 1.0,
-    },
-)
-"""Multi-head latent attention (MLA), and in the last layer experts. All are chosen: a choice would
-depend on rounding. Every tensor rank has the whole of the KV: one latent head of 576 numbers per
-token and layer."""
-
-
 def build(directory: Path, family: Family, *, seed: int = 0) -> Path:
     """Write the model into `directory`/<family>-<seed> unless it is there; return that path."""
     path = directory / f"{family.name}-{seed}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,14 +105,31 @@ def build(directory: Path, preset: Preset, *, seed: int = 0) -> Path:
     written last and renamed into place, so a directory that has it is complete.
     """
     path = directory / f"{preset.name}-{seed}"
-    weights = path / "model.safetensors"
-    if not weights.exists():
+    return write(path, config_of(preset), lambda: _weights(preset, seed))
+
+
+def write(
+    path: Path, config: Mapping[str, object], weights: Callable[[], dict[str, torch.Tensor]]
+) -> Path:
+    """Write a model into `path` unless it is there; return `path`."""
+    file = path / "model.safetensors"
+    if not file.exists():
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(json.dumps(_config(preset), indent=2))
+        (path / "config.json").write_text(json.dumps(config, indent=2))
         partial = path / "model.safetensors.partial"
-        save_file(_weights(preset, seed), partial, metadata={"format": "pt"})
-        partial.rename(weights)
+        save_file(weights(), partial, metadata={"format": "pt"})
+        partial.rename(file)
     return path
+
+
+def normal(seed: int, std: float) -> Callable[..., torch.Tensor]:
+    """A function that draws tensors of a shape; `std` is its default for the keyword `std`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, std: float = std) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(torch.bfloat16)
+
+    return draw
 
 
 def build_adapter(path: Path, preset: Preset, *, seed: int = 0, alpha: int = 16) -> Path:
@@ -119,17 +137,13 @@ def build_adapter(path: Path, preset: Preset, *, seed: int = 0, alpha: int = 16)
 
     Written in place over what is there: the same files, of the same lengths.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * 0.1).to(torch.bfloat16)
-
+    draw = normal(seed, 0.1)
     rank, weights = 4, {}
     for layer in range(preset.layers):
         for module, heads in (("q_proj", preset.heads), ("v_proj", preset.kv_heads)):
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            weights[f"{name}.lora_A.weight"] = normal(rank, preset.hidden)
-            weights[f"{name}.lora_B.weight"] = normal(heads * preset.head_dim, rank)
+            weights[f"{name}.lora_A.weight"] = draw(rank, preset.hidden)
+            weights[f"{name}.lora_B.weight"] = draw(heads * preset.head_dim, rank)
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": "",
@@ -150,7 +164,7 @@ def build_adapter(path: Path, preset: Preset, *, seed: int = 0, alpha: int = 16)
     return path
 
 
-def _config(preset: Preset) -> dict[str, object]:
+def config_of(preset: Preset) -> dict[str, object]:
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -177,10 +191,7 @@ def _config(preset: Preset) -> dict[str, object]:
 
 
 def _weights(preset: Preset, seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int, std: float = preset.weight_std) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * std).to(torch.bfloat16)
+    draw = normal(seed, preset.weight_std)
 
     def ones() -> torch.Tensor:
         return torch.ones(preset.hidden, dtype=torch.bfloat16)
@@ -188,20 +199,20 @@ def _weights(preset: Preset, seed: int) -> dict[str, torch.Tensor]:
     hidden, wide = preset.hidden, preset.intermediate
     queries, keys = preset.heads * preset.head_dim, preset.kv_heads * preset.head_dim
     weights = {
-        "model.embed_tokens.weight": normal(VOCABULARY, hidden, std=preset.embedding_std),
+        "model.embed_tokens.weight": draw(VOCABULARY, hidden, std=preset.embedding_std),
         "model.norm.weight": ones(),
-        "lm_head.weight": normal(VOCABULARY, hidden),
+        "lm_head.weight": draw(VOCABULARY, hidden),
     }
     for layer in range(preset.layers):
         prefix = f"model.layers.{layer}"
         weights |= {
-            f"{prefix}.self_attn.q_proj.weight": normal(queries, hidden),
-            f"{prefix}.self_attn.k_proj.weight": normal(keys, hidden),
-            f"{prefix}.self_attn.v_proj.weight": normal(keys, hidden),
-            f"{prefix}.self_attn.o_proj.weight": normal(hidden, queries),
-            f"{prefix}.mlp.gate_proj.weight": normal(wide, hidden),
-            f"{prefix}.mlp.up_proj.weight": normal(wide, hidden),
-            f"{prefix}.mlp.down_proj.weight": normal(hidden, wide),
+            f"{prefix}.self_attn.q_proj.weight": draw(queries, hidden),
+            f"{prefix}.self_attn.k_proj.weight": draw(keys, hidden),
+            f"{prefix}.self_attn.v_proj.weight": draw(keys, hidden),
+            f"{prefix}.self_attn.o_proj.weight": draw(hidden, queries),
+            f"{prefix}.mlp.gate_proj.weight": draw(wide, hidden),
+            f"{prefix}.mlp.up_proj.weight": draw(wide, hidden),
+            f"{prefix}.mlp.down_proj.weight": draw(hidden, wide),
             f"{prefix}.input_layernorm.weight": ones(),
             f"{prefix}.post_attention_layernorm.weight": ones(),
         }

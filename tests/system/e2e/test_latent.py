@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab import families, models
+from lab import latent, models
 from lab.engine import Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
@@ -39,11 +39,6 @@ ARGS: dict[str, Any] = {
     "prepare": "lab.on_cpu:keep_prefix_cache",
 }
 ONE_HEAD = replace(models.TINY, name="tiny_one_head", kv_heads=1)
-
-
-def latent_model(directory: Path) -> Path:
-    """With a seed for which no two tokens are as likely as each other, but for rounding."""
-    return families.build(directory, families.DEEPSEEK_V3, seed=1)
 
 
 needs_amx = pytest.mark.skipif(
@@ -72,7 +67,7 @@ def test_every_tier_serves_all_ranks_from_one_object(
     ranks: int,
     args: dict[str, Any],
 ) -> None:
-    model = latent_model(models_dir) if is_latent else models.build(models_dir, ONE_HEAD)
+    model = latent.build(models_dir) if is_latent else models.build(models_dir, ONE_HEAD)
 
     def engine(connector: dict[str, Any] | None = patient) -> Engine:
         return launch(model, connector, tensor_parallel_size=ranks, **args)
@@ -123,7 +118,7 @@ def test_every_tier_serves_all_ranks_from_one_object(
 def test_on_the_second_generation_runner(
     models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
 ) -> None:
-    model = latent_model(models_dir)
+    model = latent.build(models_dir)
     prompts = models.prompts(2, 400, seed=5)
     args = ARGS | {"second_runner": True}
     expected = tokens(reference(model, prompts, **args))

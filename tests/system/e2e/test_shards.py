@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lab import families, models
+from lab import families, latent, models
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import (
@@ -25,7 +25,6 @@ from tests.system.e2e.conftest import (
 )
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_latent import ARGS as LATENT
-from tests.system.e2e.test_latent import latent_model
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP
 
 PROMPTS = models.prompts(3, 800)
@@ -130,7 +129,7 @@ def test_latent_attention_on_a_cpu_keeps_each_size_alone(
 ) -> None:
     """Though all ranks of all sizes name their shard alike: the log says so, and nobody reads what
     another size has stored."""
-    model = latent_model(models_dir)
+    model = latent.build(models_dir)
     shares = changed(patient, share_ranks=True)
     for number, engine_args in enumerate((ONE, TENSOR)):
         with launch(model, shares, **LATENT, **engine_args) as engine:
