@@ -4,7 +4,7 @@ Random blocks of Llama-3-8B, Llama-3-70B on 8 GPUs and DeepSeek-V3, in chunks of
 copies as a worker has them: each path of its own and the one that is chosen.
 
 - throughput: GB/s of saves and loads, beside one large copy of pinned memory over the same bus in
-  the same round (goal: 0.92 of it), and beside torch's `index_select` and `copy_` a layer at a time
+  the same round (goal: 0.92 of it)
 - launch: microseconds of the engine's thread for a chunk of 32 layers and 16 blocks (goal: 30)
 - drag: how much slower matrix products, and a loop of small kernels as of a model that decodes, get
   while chunks are saved, or loaded, without a pause, and at the pace of an engine (goal: 3 %). Once

@@ -29,8 +29,8 @@ RENDERED = {
     "engine": results.engine,
     "peers": results.peers,
     "planner": results.planner,
-    "saving": results.saving,
-    "short": results.short,
+    "saving": results.passes,
+    "short": results.passes,
 }
 
 

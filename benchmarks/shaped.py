@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs, quote, unquote
 from xml.sax.saxutils import escape
 
+from lab.service import first_line, started
+
 PIECE_BYTES = 128 * 2**10
 LAG_S = 0.005
 """Time that a link makes up for at most: a sleep that took too long, but no idle time."""
@@ -292,17 +294,14 @@ def shaped(shape: Shape, tls: str = "") -> Iterator[Running]:
     """Such a server, for as long as the block lasts. tls: file of its certificate and key; empty:
     plain HTTP. Where the machine has more than two cores, a quarter of them is the server's alone,
     and the others are those of this process and its children."""
-    command = [sys.executable, "-m", "benchmarks.shaped", "--tls", tls]
+    options = ["--tls", tls]
     for name in Shape.__slots__:
-        command += [f"--{name.replace('_', '-')}", str(getattr(shape, name))]
-    pipe = subprocess.PIPE
+        options += [f"--{name.replace('_', '-')}", str(getattr(shape, name))]
     cores = sorted(os.sched_getaffinity(0))
     kept = cores[-(len(cores) // 4) :] if len(cores) > 2 else []
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    with started("benchmarks.shaped", *options) as process:
         try:
-            port = process.stdout.readline().strip()
+            port = int(first_line(process))
             if kept:
                 for task in os.listdir(f"/proc/{process.pid}/task"):
                     os.sched_setaffinity(int(task), kept)
@@ -310,7 +309,6 @@ def shaped(shape: Shape, tls: str = "") -> Iterator[Running]:
             yield Running(f"http{'s' if tls else ''}://{HOST}:{port}", process)
         finally:
             os.sched_setaffinity(0, cores)
-            process.stdin.close()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from queue import SimpleQueue
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parent.parent
+from lab.service import first_line, started
+
 _PIECE_BYTES = 2**18
 _PIPE_BYTES = 2**20
 
@@ -29,23 +28,8 @@ _PIPE_BYTES = 2**20
 @contextmanager
 def distant(url: str, delay_ms: float) -> Iterator[str]:
     """The address to use instead of `url`, an http one, until the block ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lab.distance", url, str(delay_ms)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,  # Ctrl-C is for whoever started us
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.kill()
-        process.wait()
+    with started("lab.distance", url, str(delay_ms)) as process:
+        yield f"http://127.0.0.1:{int(first_line(process))}"
 
 
 def _there(client: socket.socket, server: socket.socket, delay_s: float) -> None:

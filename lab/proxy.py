@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.faults import Fault
-
-ROOT = Path(__file__).resolve().parent.parent
+from lab.service import started
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +104,7 @@ def proxy(
     wrong_certificate: what the fault "certificate" uses in its place.
     """
     arguments = [upstream_url, str(certificate or ""), str(wrong_certificate or "")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lab.proxying", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        start_new_session=True,  # Ctrl-C is for whoever started us
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
+    with started("lab.proxying", *arguments) as process:
         running = Proxy(process, "https" if certificate else "http")
         running.limit(bytes_per_s)
         yield running
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.kill()
-        process.wait()

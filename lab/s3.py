@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from lab.service import first_line, started
 
 REGION = "us-east-1"
 
@@ -62,30 +63,14 @@ def moto_process(port: int = 0) -> Iterator[S3Server]:
 
     It is killed when the block ends, in the middle of whatever it does.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lab.s3", str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,  # Ctrl-C is for whoever started us
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        port = int(process.stdout.readline())
+    with started("lab.s3", str(port), quiet=True) as process:
         env = {
             "AWS_ACCESS_KEY_ID": "testing",
             "AWS_SECRET_ACCESS_KEY": "testing-secret",
             "AWS_DEFAULT_REGION": REGION,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
-        yield S3Server(f"http://127.0.0.1:{port}", env)
-    finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.kill()
-        process.wait()
+        yield S3Server(f"http://127.0.0.1:{int(first_line(process))}", env)
 
 
 def serve(port: int) -> None:

@@ -73,30 +73,21 @@ CONNECTORS = {
 """The passes of `benchmarks/turns.py`."""
 
 
-def short(result: dict[str, Any]) -> str:
-    rates = result["requests_per_s"]
-    return _passes(result, "requests per second", {name: f"{rates[name]:.2f}" for name in rates})
-
-
-def saving(result: dict[str, Any]) -> str:
-    times = result["median_ms"]
-    return _passes(result, "median per request", {name: f"{times[name]:,.0f} ms" for name in times})
-
-
-def _passes(result: dict[str, Any], figure: str, figures: dict[str, str]) -> str:
+def passes(result: dict[str, Any]) -> str:
     """A table of the passes of one engine with each connector."""
+    figure = "requests_per_s" if "requests_per_s" in result else "median_ms"
     lines = [
         f"{result['machine']}; {result['prompts']}; {result['turns']} turns on each of "
         f"{result['engines']} engines.",
         "",
-        f"| | {figure} | relative to none | 95 % confidence interval |",
+        f"| | {figure.replace('_', ' ')} | relative to none | 95 % confidence interval |",
         "|---|---|---|---|",
     ]
     for name, told in CONNECTORS.items():
         ratio = result["ratio"].get(name, {"median": 1.0, "interval_95": None})
         interval = ratio["interval_95"]
         cells = [
-            figures[name],
+            f"{result[figure][name]:,.2f}",
             f"{ratio['median']:.3f}",
             "{:.3f} to {:.3f}".format(*interval) if interval else "–",
         ]

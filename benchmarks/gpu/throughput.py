@@ -11,7 +11,6 @@ import torch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.rig import CopyRig
 from benchmarks.gpu.shapes import Model
-from s3kv.device.copier import PathChoice
 from s3kv.device.copies import BlockCopies
 
 LARGE_BYTES = 2**29
@@ -40,14 +39,11 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
     host, device = rig.memory[:large], torch.empty(large, dtype=torch.uint8)
     device = device.to(rig.machine.device)
     machine = rig.machine
-    out, back = (torch.tensor(ids, device=machine.device) for ids in (rig.sources, rig.targets))
     ways: dict[str, Callable[[], float]] = {
         "saved": lambda: rig.copied_bytes / rig.save_all(copies),
         "loaded": lambda: rig.copied_bytes / rig.load_all(copies),
         "large_out": lambda: large / machine.seconds(lambda: host.copy_(device, non_blocking=True)),
         "large_in": lambda: large / machine.seconds(lambda: device.copy_(host, non_blocking=True)),
-        "torch_saved": lambda: rig.copied_bytes / machine.seconds(lambda: _torch_save(rig, out)),
-        "torch_loaded": lambda: rig.copied_bytes / machine.seconds(lambda: _torch_load(rig, back)),
     }
     # The content of the large copy has to be noise, too.
     device.copy_(host)
@@ -64,38 +60,8 @@ def _compared(rig: CopyRig, copies: BlockCopies, rounds: int) -> dict[str, Any]:
         "saved_of_large": round(medians["saved"] / medians["large_out"], 3),
         "loaded_of_large": round(medians["loaded"] / medians["large_in"], 3),
         "pinned": copies.copier.pinned,
-        "choices": [_plain(choice) for choice in copies.copier.choices],
+        "choices": [
+            choice._asdict() | {"direction": choice.direction.value, "path": choice.path.value}
+            for choice in copies.copier.choices
+        ],
     }
-
-
-def _plain(choice: PathChoice) -> dict[str, Any]:
-    return {
-        "direction": choice.direction.value,
-        "path": choice.path.value,
-        "batch_s": choice.batch_s,
-        "gather_s": choice.gather_s,
-    }
-
-
-def _torch_save(rig: CopyRig, chunks: torch.Tensor) -> None:
-    """What one would write first: every layer's blocks gathered, and copied to their place."""
-    for slot, where in enumerate(chunks):
-        pages, room = _pages_and_room(rig, slot)
-        gathered = [torch.index_select(layer, 0, where) for layer in pages]
-        room.copy_(torch.stack(gathered, 1), non_blocking=True)
-
-
-def _torch_load(rig: CopyRig, chunks: torch.Tensor) -> None:
-    for slot, where in enumerate(chunks):
-        pages, room = _pages_and_room(rig, slot)
-        there = room.to(where.device, non_blocking=True)
-        for number, layer in enumerate(pages):
-            layer.index_copy_(0, where, there[:, number])
-
-
-def _pages_and_room(rig: CopyRig, slot: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The pages of each layer, [blocks, N, H, C], and their place in a slot."""
-    begin = slot * rig.slot_bytes + rig.format.header_bytes
-    payload = rig.memory[begin : begin + rig.layout.payload_bytes].view(torch.bfloat16)
-    pages = [cache.permute(0, 2, 1, 3) for cache in rig.caches.values()]
-    return pages, payload.view(-1, len(pages), *pages[0].shape[1:])

@@ -12,7 +12,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from lab.memory_store import MemoryStore
@@ -34,16 +33,6 @@ _PAGE = 1000
 """Keys in one answer to a LIST."""
 _REQUEST_S = 0.1
 """Time of one request of the cleaner or of a refresh."""
-
-
-@dataclass(frozen=True, slots=True)
-class Upkeep:
-    """How a bucket is kept. max_bytes: the setting `bucket_bytes`. min_age_s: the cleaner's
-    `MIN_AGE_S`. refreshes: off, no hit refreshes an object."""
-
-    max_bytes: int
-    min_age_s: float = MIN_AGE_S
-    refreshes: bool = True
 
 
 class CountedStore(MemoryStore):
@@ -121,30 +110,30 @@ class CountedStore(MemoryStore):
 
 
 class KeptBucket:
-    """A bucket that `replicas` I/O processes keep."""
+    """A bucket that `replicas` I/O processes keep to `max_bytes`."""
 
-    def __init__(self, object_bytes: int, upkeep: Upkeep, *, replicas: int, seed: int) -> None:
+    def __init__(self, object_bytes: int, max_bytes: int, *, replicas: int, seed: int) -> None:
         self.loop = VirtualLoop()
         self._store = CountedStore(self.loop, object_bytes)
         self.counts = self._store.counts
         self._refreshers: list[Refresher] = []
         self._cleaners: list[Cleaner] = []
         for replica in range(replicas):
-            self._add_replica(upkeep, replica, random.Random(f"{seed}/{replica}"))
+            self._add_replica(max_bytes, replica, random.Random(f"{seed}/{replica}"))
 
-    def _add_replica(self, upkeep: Upkeep, replica: int, rng: random.Random) -> None:
+    def _add_replica(self, max_bytes: int, replica: int, rng: random.Random) -> None:
         rule = RefreshRule(math.inf, rng)
 
         def refresh_after(seconds: float) -> None:
-            rule.refresh_after_s = seconds if upkeep.refreshes else math.inf
+            rule.refresh_after_s = seconds
 
         refresher = Refresher(self._store, rule, lambda: True)
         cleaner = Cleaner(
             self._store,
             PREFIX,
-            max_bytes=upkeep.max_bytes,
+            max_bytes=max_bytes,
             idle_s=0.0,
-            min_age_s=upkeep.min_age_s,
+            min_age_s=MIN_AGE_S,
             holder=str(replica),
             on_refresh_after=refresh_after,
             rng=rng,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.simulation.engine import BLOCK_TOKENS, Engine, EngineSpeed
-from benchmarks.simulation.expiry import KeptBucket, Upkeep
+from benchmarks.simulation.expiry import KeptBucket
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Bucket, IoProcess, Network, Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
@@ -118,10 +118,8 @@ def run(arrivals: Sequence[Arrival], setup: Setup, policy: str) -> dict[str, Any
         raise ValueError(f"gpu_gib is {setup.gpu_gib}: a request of {longest} tokens does not fit")
     kept = None
     if setup.bucket_gib and policy not in BASELINES:
-        upkeep = Upkeep(int(setup.bucket_gib * 2**30))
-        kept = KeptBucket(
-            setup.layout.object_bytes, upkeep, replicas=setup.engines, seed=setup.seed
-        )
+        max_bytes, size = int(setup.bucket_gib * 2**30), setup.layout.object_bytes
+        kept = KeptBucket(size, max_bytes, replicas=setup.engines, seed=setup.seed)
     timeline, bucket = Timeline(), Bucket(kept)
     engines = [
         make_engine(timeline, bucket, setup, policy, place) for place in range(setup.engines)

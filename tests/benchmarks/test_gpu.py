@@ -30,7 +30,7 @@ def test_copies_are_measured(tmp_path: Path) -> None:
     for path in ("batch", "gather", "chosen"):
         # Rates, rounded: a machine that does much else may bring one of them to nothing.
         assert set(parts["throughput, tiny, 128 tokens"][path]["gb_per_s"]) == {
-            *("saved", "loaded", "large_out", "large_in", "torch_saved", "torch_loaded")
+            *("saved", "loaded", "large_out", "large_in")
         }
         # How many end beside so few steps depends on what else the machine does.
         assert set(parts["drag, decoding, 128 tokens"][path]["saves"]) == {

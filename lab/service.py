@@ -1,0 +1,40 @@
+"""Programs of the lab in processes of their own, which cannot outlive whoever started them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextmanager
+def started(module: str, *arguments: str, quiet: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """`python -m MODULE ARGUMENTS` with pipes for stdin and stdout; killed when the block ends, in
+    the middle of whatever it does. quiet: without its stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if quiet else None,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,  # Ctrl-C is for whoever started us
+    )
+    try:
+        yield process
+    finally:
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+        process.kill()
+        process.wait()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    """What it says when it is ready."""
+    assert process.stdout is not None
+    return process.stdout.readline()
