@@ -204,7 +204,7 @@ def block_tokens(kv_cache_config: KVCacheConfig) -> int:
 
 
 def chunk_tokens_for(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens per chunk if no setting says so."""
+    """Tokens per chunk without a setting."""
     block = block_tokens(kv_cache_config)
     chunk = default_chunk_tokens(block)
     for layer in layers_of(kv_cache_config):

@@ -212,7 +212,7 @@ class SchedulerSide(Guarded):
 
     def _local_tokens(self, request: Request) -> int:
         """Tokens of the request's prefix in the engine's own cache now, as far as the first group
-        knows. It is asked only if its tables have no gaps, and its blocks are hashed one by one."""
+        knows. It is used only if its tables have no gaps, and its blocks are hashed one by one."""
         first = self._sizes.coverages[0]
         is_known = first.kind.is_cumulative and first.block_tokens == self._sizes.hash_tokens
         if self.pool is None or not is_known:

@@ -43,10 +43,10 @@ _ORDERS = {"LBHNC": "HNC", "BLHNC": "HNC", "LHBNC": "HNC", "BHLNC": "HNC"} | {
 def equal_ranks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_size: int) -> int:
     """Number of consecutive tensor-parallel ranks whose KV is equal in every layer.
 
-    Of MLA vLLM says so. A draft model's layers count, too: those with heads of their own differ
-    between the ranks. Of a model with fewer KV heads than ranks vLLM says nothing. It gives each
-    head to consecutive ranks (`QKVParallelLinear`), so they are equal where all layers have the
-    same number of heads.
+    vLLM reports them for MLA. A draft model's layers count, too: those with heads of their own
+    differ between the ranks. For a model with fewer KV heads than ranks vLLM reports nothing. It
+    gives each head to consecutive ranks (`QKVParallelLinear`), so they are equal where all layers
+    have the same number of heads.
     """
     if kv_cache_config.kv_tp_replicas > 1:
         return int(kv_cache_config.kv_tp_replicas)
@@ -100,16 +100,9 @@ def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) 
     stages = [range(*get_pp_indices(layers, stage, pp_size)) for stage in range(pp_size)]
     if not all(stages):
         raise UnsupportedError(f"the pipeline stages have the layers {stages}: one has none")
+    sizes = {"tp_size": tp_size, "replicas": equal}
     return [
-        shard_name(
-            max(1, heads // tp_size),
-            heads,
-            stage,
-            layers,
-            tp_rank=rank,
-            tp_size=tp_size,
-            replicas=equal,
-        )
+        shard_name(max(1, heads // tp_size), heads, stage, layers, tp_rank=rank, **sizes)
         for stage in stages
         for rank in range(tp_size)
     ]
@@ -122,22 +115,14 @@ def shared_pages(
     shard_name: str,
 ) -> Pages | None:
     """Features that the pages of this rank share with those of ranks of other sizes. None, with the
-    reason in the log, if they cannot be told apart by heads.
+    reason in the log, if they cannot be divided by heads.
 
     layouts: by vLLM's number of the group. shard_name: this rank's.
     """
-    reason, order = _order(vllm_config, kv_cache_config)
-    shard = Shard.parse(shard_name)
-    if not reason and (shard is None or not _fits(shard, vllm_config)):
-        reason = f"{shard_name} is not a whole share of the model's heads"
-    if not reason and shard is not None:
-        for layout in layouts.values():
-            for layer in layout.layers:
-                if layer.dtype not in _DTYPES:
-                    reason = f"{layer.name} has the dtype {layer.dtype}"
-                elif not is_page(layer.spec, len(shard.heads), order):
-                    reason = f"{layer.name} has pages {layer.spec.order} {layer.spec.shape}"
-    if reason or shard is None:
+    try:
+        order = _order(vllm_config, kv_cache_config)
+        shard = _share(vllm_config, layouts, shard_name, order)
+    except _Indivisible as reason:
         logger.warning(
             "s3kv: share_ranks has no effect, chunks are shared with engines of the same size "
             "alone: %s",
@@ -147,35 +132,47 @@ def shared_pages(
     return Pages(order, _template(vllm_config, layouts, shard))
 
 
-def _order(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[str, str]:
-    """Why pages cannot be told apart by heads (empty: they can), and the order of their
-    dimensions."""
+class _Indivisible(Exception):
+    """Pages cannot be divided by heads, for this reason."""
+
+
+def _order(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """The order of the dimensions of a page. Raises `_Indivisible`."""
     kinds = sorted({type(layer).__name__ for layer in layers_of(kv_cache_config)} - _KINDS)
     if kinds:
-        return f"the model has layers of kind {', '.join(kinds)}", ""
+        raise _Indivisible(f"the model has layers of kind {', '.join(kinds)}")
     layout = kv_cache_config.kv_cache_layout
     order = _ORDERS.get(str(layout))
     if order is None:
-        return f"this vLLM names no layout of pages that s3kv knows ({layout})", ""
+        raise _Indivisible(f"this vLLM names no layout of pages that s3kv knows ({layout})")
     if vllm_config.device_config.device_type == "cpu" and order != "HNC":
-        return "on a CPU pages are packed", ""
+        raise _Indivisible("on a CPU pages are packed")
     if os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "0") not in ("", "0"):
-        return "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set", ""
+        raise _Indivisible("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set")
     if vllm_config.speculative_config is not None:
-        return "a draft may have other heads than the model", ""
-    return "", order
+        raise _Indivisible("a draft may have other heads than the model")
+    return order
 
 
-def _fits(shard: Shard, vllm_config: VllmConfig) -> bool:
-    """Whether the ranks' heads are whole shares of the model's. Copies that may differ are not:
-    layers may have more heads than the name says."""
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
-    total = shard.total_heads
-    model = vllm_config.model_config
+def _share(
+    vllm_config: VllmConfig, layouts: Mapping[int, PageLayout], shard_name: str, order: str
+) -> Shard:
+    """This rank's shard, a whole share of the model's heads in every page. Raises `_Indivisible`,
+    also for copies that may differ: layers may have more heads than the name has."""
+    tp_size, model = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config
     known = 1 if model.use_mla else model.get_total_num_kv_heads()
-    divides = total % tp_size == 0 or tp_size % total == 0
-    is_share = divides and len(shard.heads) == max(1, total // tp_size)
-    return is_share and shard.copies == 1 and total == known
+    shard = Shard.parse(shard_name)
+    total = 0 if shard is None else shard.total_heads
+    divides = total > 0 and (total % tp_size == 0 or tp_size % total == 0)
+    share = max(1, total // tp_size) if divides and total == known else 0
+    if shard is None or shard.copies != 1 or len(shard.heads) != share:
+        raise _Indivisible(f"{shard_name} is not a whole share of the model's heads")
+    for layer in (layer for layout in layouts.values() for layer in layout.layers):
+        if layer.dtype not in _DTYPES:
+            raise _Indivisible(f"{layer.name} has the dtype {layer.dtype}")
+        if not is_page(layer.spec, len(shard.heads), order):
+            raise _Indivisible(f"{layer.name} has pages {layer.spec.order} {layer.spec.shape}")
+    return shard
 
 
 def _template(vllm_config: VllmConfig, layouts: Mapping[int, PageLayout], shard: Shard) -> str:

@@ -73,8 +73,8 @@ def start_line(
     content: str = "encoder outputs",
 ) -> tuple[int, str]:
     """Level and text of the scheduler's line when all ranks are ready. It is a warning if the GPU's
-    driver did not pin all host memory. coverages: those of the KV; without them, `content` says
-    what is cached."""
+    driver did not pin all host memory. coverages: those of the KV; without them, the noun
+    for the cached objects is `content`."""
     does = " and ".join(["reads"] * may_load + ["writes"] * may_save) or "neither reads nor writes"
     named = [config.endpoint_url, *(os.environ.get(name) for name in _ENDPOINTS)]
     endpoint = next(filter(None, named), "the default endpoint")

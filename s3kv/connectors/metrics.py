@@ -1,7 +1,7 @@
 """s3kv's counters as vLLM's classes: statistics of both connectors, and Prometheus metrics.
 
-vLLM asks both sides of a connector for statistics after every step, adds them up, and passes them
-to its loggers and exporters. The statistics are increments since the last report. A step in which
+vLLM takes the statistics of both sides of a connector after every step, adds them up, and passes
+them to its loggers and exporters. They are increments since the last report. A step in which
 nothing has happened has none.
 """
 

@@ -1,4 +1,4 @@
-"""Observers of chunks and requests: the KV events and spans that vLLM was asked to publish.
+"""Observers of chunks and requests: the KV events and spans that vLLM publishes.
 
 **KV events for routers** (`--kv-events-config`) are in vLLM's format, beside those that vLLM itself
 publishes for the GPU: the chunks in host memory (medium "CPU") and in the bucket ("STORAGE"). A

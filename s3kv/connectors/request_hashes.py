@@ -1,4 +1,4 @@
-"""Hashes of a request's blocks, for the cases in which vLLM's own hashes do not say enough.
+"""Hashes of a request's blocks, for the inputs that vLLM's own hashes do not cover.
 
 vLLM hashes an adapter (LoRA) by its name and path, and an image by its name, which may be the
 client's. Many engines share a bucket, and it outlives them, so:
@@ -117,7 +117,7 @@ def _left_out(request: Request, start: int, end: int) -> list[Any]:
     """The inputs of the model from `start` to `end` that vLLM's block hash leaves out.
 
     It covers the bytes of a prompt's embeddings, and the token ids with 0 where an embedding
-    stands. It covers neither the mask that says which of the two counts (vllm#56655), nor the
+    stands. It covers neither the mask that chooses between the two (vllm#56655), nor the
     embeddings' number format, nor the ids behind them, which some models read, nor token types.
     """
     rest: list[Any] = []

@@ -57,11 +57,10 @@ class Meter:
         """
         grown: Values = {}
         for place, counters in enumerate(sets):
-            last = self._seen.get(place)
-            if last is None or last[0] is not counters:
-                last = counters, 0, {}
-            if counters.version != last[1]:
-                seen = last[2]
+            known, version, seen = self._seen.get(place, (None, 0, {}))
+            if known is not counters:
+                version, seen = 0, {}
+            if counters.version != version:
                 self._seen[place] = counters, counters.version, seen
                 for name, value in counters.items() - seen.items():
                     self._share(grown, name, value - seen.get(name, 0))
