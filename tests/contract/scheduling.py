@@ -257,16 +257,14 @@ class Engine:
         assert free == self._blocks, f"{self._blocks - free} blocks are held for nobody"
 
     def described(self) -> str:
-        """Who waits for what, for a person."""
+        """The requests and the jobs in flight, for a person."""
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         lines = [f"step {self.steps}: {free} of {self._blocks} blocks are free"]
-        for request in self.scheduler.requests.values():
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            lines.append(
-                f"  {request.request_id}: {request.status.name}, {request.num_tokens} tokens, "
-                f"{request.num_computed_tokens} computed, {len(table)} blocks"
-            )
-        return "\n".join([*lines, f"  orders under way: {sorted(map(str, self.rank.orders))}"])
+        for one in self.scheduler.requests.values():
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(one.request_id)
+            tokens = f"{one.num_computed_tokens} of {one.num_tokens} tokens computed"
+            lines.append(f"  {one.request_id}: {one.status.name}, {tokens}, {len(table)} blocks")
+        return "\n".join([*lines, f"  in flight: {sorted(map(str, self.rank.orders))}"])
 
 
 def on_clock(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Engine:

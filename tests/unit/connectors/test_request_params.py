@@ -1,4 +1,4 @@
-"""What a request says about its own caching."""
+"""Parameters of a request's own caching."""
 
 from __future__ import annotations
 
@@ -40,29 +40,22 @@ UNREADABLE: list[tuple[Any, str]] = [
     ("private", "object"),
     ([1], "object"),
     ({1: 2, "s3kv": {"save": "no"}}, ""),
+    ({"s3kv": {"save\nERROR: all is lost" + "!" * 1_000: False}}, ""),
 ]
 
 
 @pytest.mark.parametrize(("params", "limits"), READABLE)
-def test_what_is_said_is_heard(params: Any, limits: RequestLimits) -> None:
+def test_limits_are_read(params: Any, limits: RequestLimits) -> None:
     assert read_limits(params) == limits
 
 
-@pytest.mark.parametrize(("params", "said"), UNREADABLE)
-def test_what_cannot_be_read_makes_the_request_private(
-    params: Any, said: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("params", "reason"), UNREADABLE)
+def test_unreadable_parameters_make_the_request_private(
+    params: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert read_limits(params) == RequestLimits(save_tokens=0)
-    assert caplog.messages == []
-    assert read_limits(params, "r") == RequestLimits(save_tokens=0)
-    assert said in caplog.messages[0]
-
-
-def test_a_client_writes_no_lines_of_its_own_into_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    read_limits({"s3kv": {"save\nERROR: all is lost" + "!" * 1_000: False}}, "r")
-    (record,) = caplog.records
-    assert "\n" not in record.getMessage()
-    assert len(record.getMessage()) < 400
-    assert record.getMessage().startswith("s3kv saves nothing of request r, because")
+    assert read_limits(params) == read_limits(params, "r") == RequestLimits(save_tokens=0)
+    (message,) = caplog.messages
+    assert message.startswith("s3kv saves nothing of request r, because")
+    assert reason in message
+    assert "\n" not in message, "a client writes no lines of its own into the log"
+    assert len(message) < 400
