@@ -144,11 +144,13 @@ def share(budget: int, slabs: int) -> int:
 
 def _budget(part: int, *, in_shm: bool) -> tuple[int, str]:
     """Host memory for all workers of a server, 1/`part` of what is available, and its origin."""
-    free_bytes, shm = memory_limits().available_bytes, os.statvfs("/dev/shm")
+    free_bytes = memory_limits().available_bytes
     budget = (free_bytes // part, f"1/{part} of the {size(free_bytes)} available")
+    if not in_shm:
+        return budget
+    shm = os.statvfs("/dev/shm")
     shm_bytes = shm.f_bavail * shm.f_frsize
-    half = (shm_bytes // 2, f"half of the {size(shm_bytes)} free in /dev/shm")
-    return min(budget, half) if in_shm else budget
+    return min(budget, (shm_bytes // 2, f"half of the {size(shm_bytes)} free in /dev/shm"))
 
 
 def given_options(words: Sequence[str]) -> dict[str, str]:
