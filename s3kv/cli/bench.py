@@ -34,7 +34,7 @@ from s3kv.place import Place
 from s3kv.planning.pace import PREFILL_TOKENS_PER_S
 from s3kv.planning.requests import PROBE_CHUNKS
 from s3kv.stores.lanes import in_lanes, in_turn
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 
 _SMALL_REQUESTS = 32
 _CLEANING_TIMEOUT_S = 30.0
@@ -129,7 +129,7 @@ def bench(
         _show(speeds, expected, prompt_tokens)
 
 
-async def _measure(config: Config, object_bytes: int, chunks: int, store: BulkStore) -> Speeds:
+async def _measure(config: Config, object_bytes: int, chunks: int, store: ObjectStore) -> Speeds:
     with show.bars() as on_progress:
         measurement = Measurement(
             store,
@@ -150,7 +150,7 @@ class Measurement:
     clock_s: a monotonic clock.
     """
 
-    store: BulkStore
+    store: ObjectStore
     prefix: str
     object_bytes: int
     at_once: int

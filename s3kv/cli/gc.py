@@ -13,7 +13,7 @@ from s3kv.cli import show, walk
 from s3kv.cli.invocation import EPILOG, duration, now_s, on_bucket, print_json, size, with_settings
 from s3kv.config import Config
 from s3kv.errors import ConfigError
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from s3kv.upkeep.sweep import Sweep
 
 
@@ -77,7 +77,7 @@ def _run(config: Config, sweep: Callable[..., Sweep], as_json: bool) -> None:
     """Run a sweep, and print its results, even if the bucket stops answering halfway."""
     done: list[Sweep] = []
 
-    async def work(store: BulkStore) -> None:
+    async def work(store: ObjectStore) -> None:
         with show.bars() as on_progress:
             done.append(sweep(store, on_progress=on_progress))
             try:

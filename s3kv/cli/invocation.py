@@ -22,7 +22,7 @@ from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreDenied, StoreError
 from s3kv.place import Place
 from s3kv.stores.s3.s3_store import MAX_PUT_BYTES, open_store
-from s3kv.stores.store import BulkStore, ObjectStore
+from s3kv.stores.store import ObjectStore
 
 FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
 EXIT_CODES = """\b
@@ -170,7 +170,7 @@ def reporting_errors() -> Iterator[None]:
         raise SystemExit(NOT_ASKED if unasked else WRONG_USE) from error
 
 
-def on_bucket(config: Config, work: Callable[[BulkStore], Awaitable[_T]]) -> _T:
+def on_bucket(config: Config, work: Callable[[ObjectStore], Awaitable[_T]]) -> _T:
     """Run `work` on the bucket, with a client that is closed afterwards.
 
     Raises `StoreError`, and `ConfigError` when the client that is set cannot serve there.
@@ -204,7 +204,7 @@ class OwnObjects:
         put.add_done_callback(lambda put: put.cancelled() or put.exception())  # or asyncio logs it
         return await asyncio.shield(put)
 
-    async def delete(self, store: BulkStore, key: str) -> None:
+    async def delete(self, store: ObjectStore, key: str) -> None:
         """Delete an object with its versions, if it was written."""
         if key in self.puts:
             await asyncio.wait([self.puts[key]])

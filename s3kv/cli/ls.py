@@ -14,7 +14,7 @@ from s3kv.cli.invocation import EPILOG, now_s, on_bucket, print_json, with_setti
 from s3kv.cli.walk import NamespaceContent
 from s3kv.config import Config
 from s3kv.objects.keys import ChunkAddress, Namespace
-from s3kv.stores.store import BulkStore, ObjectInfo
+from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.upkeep.listing import chunks
 
 _BAR_CHARS = 40
@@ -44,7 +44,7 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
     With --json every line is a JSON document of its own, printed as soon as it is known.
     """
 
-    async def run(store: BulkStore) -> None:
+    async def run(store: ObjectStore) -> None:
         if namespace is None:
             found, under = await walk.namespaces(store, config.prefix), None
             if not found:
@@ -72,7 +72,7 @@ def ls(config: Config, namespace: str | None, summary: bool, limit: int, as_json
     on_bucket(config, run)
 
 
-async def _list_objects(store: BulkStore, place: Namespace, limit: int, as_json: bool) -> None:
+async def _list_objects(store: ObjectStore, place: Namespace, limit: int, as_json: bool) -> None:
     printed = 0
     async for address, info in chunks(store, place.prefix, place.root):
         if printed == limit:

@@ -27,7 +27,7 @@ from s3kv.objects.integrity import Integrity
 from s3kv.objects.keys import ChunkAddress, Namespace
 from s3kv.objects.manifest import leaves
 from s3kv.stores.lanes import in_lanes, in_turn
-from s3kv.stores.store import BulkStore, ObjectInfo, ObjectStore
+from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.upkeep import listing
 
 READERS = 8
@@ -85,7 +85,7 @@ def verify(config: Config, count: int | None, seed: int, delete: bool, as_json: 
     and per byte if the bucket is in another region.
     """
 
-    async def run(store: BulkStore) -> Verification:
+    async def run(store: ObjectStore) -> Verification:
         total = None
         if count is None:
             if show.is_watched():  # a listing more, so that the bar has an end

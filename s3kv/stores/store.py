@@ -49,6 +49,10 @@ class ObjectInfo:
         return self.version not in ("", "null")
 
 
+MAX_BATCH = 1000
+"""Most objects in one DeleteObjects request of S3."""
+
+
 class ObjectStore(Protocol):
     """A bucket. Keys are relative to the bucket and are used as given."""
 
@@ -112,6 +116,20 @@ class ObjectStore(Protocol):
         """
         ...
 
+    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
+        """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
+
+        Returns the keys of the objects it left because they had changed. After an error some
+        objects may be gone.
+        """
+        ...
+
+    async def erase(self, key: str) -> bool:
+        """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
+        else writes. Returns False if versions stay, because the credentials may not delete them.
+        """
+        ...
+
     def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
         """List every object whose key starts with `prefix`, in key order if the store has one (a
         directory bucket of AWS has none, and lists only prefixes that end with a slash).
@@ -151,25 +169,3 @@ async def read_small(
     if info is None:
         return None
     return info, bytes(place.payload[: info.nbytes]) if info.nbytes <= most_bytes else b""
-
-
-MAX_BATCH = 1000
-"""Most objects in one DeleteObjects request of S3."""
-
-
-class BulkStore(ObjectStore, Protocol):
-    """An object store that also deletes in bulk, for tools."""
-
-    async def delete_many(self, objects: Sequence[ObjectInfo]) -> Sequence[str]:
-        """Remove at most `MAX_BATCH` objects, each like `delete` with its ETag.
-
-        Returns the keys of the objects it left because they had changed. After an error some
-        objects may be gone.
-        """
-        ...
-
-    async def erase(self, key: str) -> bool:
-        """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
-        else writes. Returns False if versions stay, because the credentials may not delete them.
-        """
-        ...

@@ -27,7 +27,7 @@ import msgspec
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.objects import keys
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore, ObjectInfo, read_small
+from s3kv.stores.store import ObjectInfo, ObjectStore, read_small
 from s3kv.upkeep.sweep import Sweep
 
 _log = logging.getLogger("s3kv.io")
@@ -79,7 +79,7 @@ class Cleaner:
     Counters: `sweeps`, `deleted_objects`, `deleted_bytes`; `failed`: attempts.
     """
 
-    store: BulkStore
+    store: ObjectStore
     prefix: str
     _: KW_ONLY
     max_bytes: int

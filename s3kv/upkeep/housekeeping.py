@@ -17,7 +17,7 @@ from typing import Any
 
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from s3kv.upkeep.cleaner import MIN_AGE_S, Cleaner
 from s3kv.upkeep.costs import growth_warning, nanodollars, prices_of
 from s3kv.upkeep.refreshing import Refresher, RefreshRule
@@ -40,7 +40,7 @@ class Housekeeping:
 
     def __init__(
         self,
-        store: BulkStore,
+        store: ObjectStore,
         config: Config,
         registration: Registration,
         is_idle: Callable[[], bool],

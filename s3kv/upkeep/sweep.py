@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from s3kv.objects.keys import Namespace
 from s3kv.stores.lanes import in_lanes, in_turn
-from s3kv.stores.store import MAX_BATCH, BulkStore, ObjectInfo
+from s3kv.stores.store import MAX_BATCH, ObjectInfo, ObjectStore
 from s3kv.upkeep.ages import Ages, Cut
 from s3kv.upkeep.listing import chunks, owned, tried
 
@@ -97,7 +97,7 @@ class Sweep:
     delete; an error that it raises ends the run.
     """
 
-    store: BulkStore
+    store: ObjectStore
     prefix: str
     max_bytes: int | None = None
     before_s: float = 0.0

@@ -21,7 +21,7 @@ from s3kv.place import Place
 from s3kv.stores.s3.address import find_address, zone_of
 from s3kv.stores.s3.answers import arn_of
 from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 
 LATENCY_ROUNDS = 8
 MAX_SKEW_S = 60.0
@@ -82,14 +82,14 @@ class BucketExamination:
     host's time since the epoch, in seconds.
     """
 
-    open_store: Callable[[Config], BulkStore]
+    open_store: Callable[[Config], ObjectStore]
     config: Config
     key: str
     bandwidth_bytes: int
     clock_s: Callable[[], float]
     wall_s: Callable[[], float]
     _findings: dict[str, Finding] = field(default_factory=dict, init=False)
-    _store: BulkStore = field(init=False)
+    _store: ObjectStore = field(init=False)
     _own: OwnObjects = field(default_factory=OwnObjects, init=False)
 
     def __post_init__(self) -> None:
@@ -293,14 +293,14 @@ class BucketExamination:
             self._fail(check, error, action)
         return self._findings[check].status == "ok"
 
-    async def _write(self, store: BulkStore) -> bool:
+    async def _write(self, store: ObjectStore) -> bool:
         return await self._own.put(store, self.key, Place.of(_CONTENT), if_absent=True)
 
     async def _mended(
         self,
         check: str,
         error: StoreError,
-        call: Callable[[BulkStore], Awaitable[object]],
+        call: Callable[[ObjectStore], Awaitable[object]],
         changes: Iterable[tuple[str, Any, str]],
     ) -> bool:
         """Note the first change of a setting (name, value, text to add to the error) with which the

@@ -22,7 +22,7 @@ from s3kv.errors import ConfigError
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.server.service import Service
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 
 _log = logging.getLogger("s3kv.io")
 
@@ -34,7 +34,7 @@ _RECEIVE_BYTES = 2**16
 async def serve(
     sock: socket.socket,
     slab: Slab,
-    make_store: Callable[[Config], BulkStore],
+    make_store: Callable[[Config], ObjectStore],
     *,
     parent_pid: int | None = None,
     rng: random.Random | None = None,
@@ -59,7 +59,7 @@ async def _converse(
     reader: asyncio.StreamReader,
     outbox: _MessageWriter,
     slab: Slab,
-    make_store: Callable[[Config], BulkStore],
+    make_store: Callable[[Config], ObjectStore],
     rng: random.Random,
 ) -> None:
     messages = _messages(reader)

@@ -31,7 +31,7 @@ from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from s3kv.types import Outcome
 from s3kv.upkeep.housekeeping import Housekeeping
 from s3kv.upkeep.registration import Registration
@@ -53,7 +53,7 @@ class Service:
         self,
         handshake: wire.Handshake,
         slab: Slab,
-        store: BulkStore,
+        store: ObjectStore,
         send: Callable[[wire.Up], None],
         hang_up: Callable[[], None],
         rng: random.Random,

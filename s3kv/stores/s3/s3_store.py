@@ -27,7 +27,7 @@ from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import Address, find_address
 from s3kv.stores.s3.answers import ListingPage, Refusal
 from s3kv.stores.s3.fast_client import SCHEMES, FastClient
-from s3kv.stores.store import BulkStore, Claim, ObjectInfo
+from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
 from s3kv.stores.traffic import Traffic
 
 _log = logging.getLogger("s3kv.io")
@@ -263,7 +263,7 @@ async def _answer(
         raise refusal.error from refusal
 
 
-def open_store(config: Config, *, keeps_ready: bool = False) -> BulkStore:
+def open_store(config: Config, *, keeps_ready: bool = False) -> ObjectStore:
     """The bucket, through the client that `config.client` and the environment ask for.
 
     keeps_ready: of TLS connections as many are kept open as fetches may run at once, as far as our

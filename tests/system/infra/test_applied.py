@@ -15,7 +15,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied
 from s3kv.place import Place
 from s3kv.stores.s3.s3_store import open_store
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from tests.repository.test_commands import shown
 from tests.servers import forget_credentials
 from tests.system.infra.applied import NAME, PREFIX, PROVIDER, WITHOUT_LIFECYCLE, Applied, applied
@@ -32,7 +32,7 @@ def bucket(cloud: Applied) -> Applied:
     return cloud
 
 
-def store(cloud: Applied, output: str = "kv_transfer_config") -> BulkStore:
+def store(cloud: Applied, output: str = "kv_transfer_config") -> ObjectStore:
     """s3kv's client, with the settings that the module prints, and the simulation's address."""
     settings = json.loads(cloud.outputs[output])["kv_connector_extra_config"]
     return open_store(Config.parse({**settings, "endpoint_url": cloud.server.url}))
@@ -102,7 +102,7 @@ async def test_a_writer_can_do_what_s3kv_does(
     await client.close()
 
 
-async def _use(client: BulkStore) -> None:
+async def _use(client: ObjectStore) -> None:
     """Everything s3kv asks of a bucket."""
     key = f"{PREFIX}/v2/{uuid.uuid4()}"
     buffer = memoryview(bytearray(10))

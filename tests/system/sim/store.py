@@ -101,7 +101,7 @@ class Bucket:
         return created
 
     async def delete_listed(self, objects: Sequence[ObjectInfo], listed_s: float) -> Sequence[str]:
-        """As `BulkStore.delete_many`, by a process that has begun to list them at `listed_s`."""
+        """As `ObjectStore.delete_many`, by a process that has begun to list them at `listed_s`."""
         now_s = self.clock()
         if now_s - listed_s > STALE_S:
             self.accuse(f"objects are deleted {now_s - listed_s:.0f} s after they were listed")

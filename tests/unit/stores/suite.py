@@ -1,6 +1,6 @@
 """What every `ObjectStore` must do, as tests. Subclass it and give it a `store` fixture.
 
-Nothing but the verbs of `BulkStore` is used. Keys are fresh in every
+Nothing but the verbs of `ObjectStore` is used. Keys are fresh in every
 test; nothing else in the bucket is touched.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 from s3kv.errors import StoreUnranged
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore, read_small
+from s3kv.stores.store import ObjectStore, read_small
 
 ODD_NAMES = (
     "plain",
@@ -43,11 +43,11 @@ def apart(nbytes: int, header_bytes: int = 1000) -> Place:
     return Place(*(memoryview(bytearray(b"\xee" * length)) for length in lengths))
 
 
-async def write(store: BulkStore, key: str, data: memoryview, *, if_absent: bool = False) -> bool:
+async def write(store: ObjectStore, key: str, data: memoryview, *, if_absent: bool = False) -> bool:
     return await store.put(key, Place.of(data), if_absent=if_absent)
 
 
-async def fetch(store: BulkStore, key: str, room: int = 2**16) -> bytes | None:
+async def fetch(store: ObjectStore, key: str, room: int = 2**16) -> bytes | None:
     came = await read_small(store, key, room)
     return came and came[1]
 
@@ -64,7 +64,7 @@ class ObjectStoreSuite:
     def root(self) -> str:
         return f"suite/{uuid.uuid4().hex}/"
 
-    async def test_missing_object_is_an_answer(self, store: BulkStore, root: str) -> None:
+    async def test_missing_object_is_an_answer(self, store: ObjectStore, root: str) -> None:
         buffer = memoryview(bytearray(b"untouched"))
         assert await store.get_into(root + "no", Place.of(buffer)) is None
         assert await store.get_range(root + "no", 0, Place.of(buffer)) is None
@@ -72,7 +72,7 @@ class ObjectStoreSuite:
         assert await store.head(root + "no") is None
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 2**20 + 7])
-    async def test_round_trip(self, store: BulkStore, root: str, nbytes: int) -> None:
+    async def test_round_trip(self, store: ObjectStore, root: str, nbytes: int) -> None:
         data = pattern(nbytes, 1)
         assert await store.put(root + "k", Place.of(data), if_absent=False) is True
         assert await fetch(store, root + "k", room=nbytes) == bytes(data)
@@ -81,7 +81,7 @@ class ObjectStoreSuite:
         assert (info.key, info.nbytes) == (root + "k", nbytes)
 
     async def test_buffer_with_room_is_filled_at_its_front(
-        self, store: BulkStore, root: str
+        self, store: ObjectStore, root: str
     ) -> None:
         await write(store, root + "k", pattern(3000, 1))
         buffer = memoryview(bytearray(b"\xee" * 5000))
@@ -89,7 +89,7 @@ class ObjectStoreSuite:
         assert buffer[:3000] == pattern(3000, 1)
         assert bytes(buffer[3000:]) == b"\xee" * 2000
 
-    async def test_buffer_too_small_tells_the_length(self, store: BulkStore, root: str) -> None:
+    async def test_buffer_too_small_tells_the_length(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(300_000, 1))
         memory = bytearray(b"\xee" * 2000)
         assert (
@@ -99,7 +99,7 @@ class ObjectStoreSuite:
         assert await fetch(store, root + "k", room=300_000) == bytes(pattern(300_000, 1))
 
     @pytest.mark.parametrize(("first", "nbytes"), [(0, 1), (0, 3000), (1000, 500), (2999, 1)])
-    async def test_a_range(self, store: BulkStore, root: str, first: int, nbytes: int) -> None:
+    async def test_a_range(self, store: ObjectStore, root: str, first: int, nbytes: int) -> None:
         """It fills its buffer, and tells of the object what a HEAD tells."""
         await write(store, root + "k", pattern(3000, 1))
         memory = bytearray(b"\xee" * (nbytes + 1))
@@ -108,7 +108,9 @@ class ObjectStoreSuite:
         assert memory == bytes(pattern(3000, 1)[first : first + nbytes]) + b"\xee"
 
     @pytest.mark.parametrize("nbytes", [0, 1, 999, 1000, 1001, 700_000])
-    async def test_header_and_payload_apart(self, store: BulkStore, root: str, nbytes: int) -> None:
+    async def test_header_and_payload_apart(
+        self, store: ObjectStore, root: str, nbytes: int
+    ) -> None:
         """The object fills the header first, and leaves the rest of the place alone."""
         data = bytes(pattern(nbytes, 1))
         place = apart(nbytes + 1007)
@@ -120,7 +122,7 @@ class ObjectStoreSuite:
         assert (info.nbytes, info) == (nbytes, await store.head(root + "k"))
         assert bytes(read) == data + b"\xee" * 1500
 
-    async def test_a_place_apart_that_is_too_small(self, store: BulkStore, root: str) -> None:
+    async def test_a_place_apart_that_is_too_small(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(300_000, 1))
         assert (await store.get_into(root + "k", apart(299_999))).nbytes == 300_000
         assert await fetch(store, root + "k", room=300_000) == bytes(pattern(300_000, 1))
@@ -129,7 +131,7 @@ class ObjectStoreSuite:
         "bounds", [(0, 3000), (0, 1000), (999, 1001), (1000, 3000), (10, 20), (2000, 2001)]
     )
     async def test_a_range_across_the_seam(
-        self, store: BulkStore, root: str, bounds: tuple[int, int]
+        self, store: ObjectStore, root: str, bounds: tuple[int, int]
     ) -> None:
         begin, end = bounds
         await write(store, root + "k", pattern(3000, 1))
@@ -139,7 +141,7 @@ class ObjectStoreSuite:
         expected[begin:end] = pattern(3000, 1)[begin:end]
         assert bytes(place) == expected
 
-    async def test_a_place_apart_that_nobody_claims(self, store: BulkStore, root: str) -> None:
+    async def test_a_place_apart_that_nobody_claims(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(3000, 1))
         place = apart(3000)
         await store.get_into(root + "k", place, lambda: False)
@@ -147,7 +149,7 @@ class ObjectStoreSuite:
         assert bytes(place) == b"\xee" * 3000
 
     @pytest.mark.parametrize("first", [2999, 3000, 9000])
-    async def test_a_range_beyond_the_end(self, store: BulkStore, root: str, first: int) -> None:
+    async def test_a_range_beyond_the_end(self, store: ObjectStore, root: str, first: int) -> None:
         await write(store, root + "k", pattern(3000, 1))
         memory = bytearray(b"\xee" * 3)
         with pytest.raises(StoreUnranged):
@@ -155,7 +157,7 @@ class ObjectStoreSuite:
         assert memory[2:] == b"\xee"
         assert await fetch(store, root + "k") == bytes(pattern(3000, 1))
 
-    async def test_ranges_of_one_object_have_one_etag(self, store: BulkStore, root: str) -> None:
+    async def test_ranges_of_one_object_have_one_etag(self, store: ObjectStore, root: str) -> None:
         async def etag(first: int) -> str:
             info = await store.get_range(root + "k", first, Place.of(bytearray(1000)))
             assert info is not None
@@ -168,14 +170,14 @@ class ObjectStoreSuite:
         assert len(before) == 1
         assert after not in before
 
-    async def test_a_small_object_has_an_end(self, store: BulkStore, root: str) -> None:
+    async def test_a_small_object_has_an_end(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(3000, 1))
         info = await store.head(root + "k")
         assert await read_small(store, root + "k", 3000) == (info, bytes(pattern(3000, 1)))
         assert await read_small(store, root + "k", 2999) == (info, b"")
         assert await read_small(store, root + "no", 3000) is None
 
-    async def test_many_at_once(self, store: BulkStore, root: str) -> None:
+    async def test_many_at_once(self, store: ObjectStore, root: str) -> None:
         async def there_and_back(i: int) -> bytes | None:
             assert await write(store, f"{root}{i}", pattern(100_000 + i, i), if_absent=True)
             return await fetch(store, f"{root}{i}", room=2**17)
@@ -183,31 +185,31 @@ class ObjectStoreSuite:
         came = await asyncio.gather(*(there_and_back(i) for i in range(32)))
         assert came == [bytes(pattern(100_000 + i, i)) for i in range(32)]
 
-    async def test_erase(self, store: BulkStore, root: str) -> None:
+    async def test_erase(self, store: ObjectStore, root: str) -> None:
         for seed in (1, 2):
             await write(store, root + "k", pattern(100, seed))
         for _ in range(2):
             assert await store.erase(root + "k") is True
             assert await store.head(root + "k") is None
 
-    async def test_overwrite(self, store: BulkStore, root: str) -> None:
+    async def test_overwrite(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(100, 1))
         assert await write(store, root + "k", pattern(50, 2)) is True
         assert await fetch(store, root + "k") == bytes(pattern(50, 2))
 
-    async def test_if_absent_keeps_what_is_there(self, store: BulkStore, root: str) -> None:
+    async def test_if_absent_keeps_what_is_there(self, store: ObjectStore, root: str) -> None:
         assert await write(store, root + "k", pattern(100, 1), if_absent=True) is True
         assert await write(store, root + "k", pattern(100, 2), if_absent=True) is False
         assert await fetch(store, root + "k") == bytes(pattern(100, 1))
 
-    async def test_if_absent_race_has_one_winner(self, store: BulkStore, root: str) -> None:
+    async def test_if_absent_race_has_one_winner(self, store: ObjectStore, root: str) -> None:
         won = await asyncio.gather(
             *(write(store, root + "k", pattern(5000, i), if_absent=True) for i in range(10))
         )
         assert won.count(True) == 1
         assert await fetch(store, root + "k") == bytes(pattern(5000, won.index(True)))
 
-    async def test_a_read_tells_what_a_head_tells(self, store: BulkStore, root: str) -> None:
+    async def test_a_read_tells_what_a_head_tells(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(100, 1), if_absent=True)
         read = await store.get_into(root + "k", Place.of(bytearray(100)))
         head = await store.head(root + "k")
@@ -216,7 +218,7 @@ class ObjectStoreSuite:
         for info in (read, head):
             assert 0 <= info.age_s < 60
 
-    async def test_copy_onto_itself(self, store: BulkStore, root: str) -> None:
+    async def test_copy_onto_itself(self, store: ObjectStore, root: str) -> None:
         """Everything stays but the time of the last write."""
         key = root + "k +ü&%20"
         await write(store, key, pattern(100_000, 1), if_absent=True)
@@ -228,11 +230,11 @@ class ObjectStoreSuite:
         assert (after.nbytes, after.etag) == (before.nbytes, before.etag)
         assert await fetch(store, key, room=100_000) == bytes(pattern(100_000, 1))
 
-    async def test_copy_of_what_is_not_there(self, store: BulkStore, root: str) -> None:
+    async def test_copy_of_what_is_not_there(self, store: ObjectStore, root: str) -> None:
         assert await store.refresh(root + "no", 2e9) is False
         assert await store.head(root + "no") is None
 
-    async def test_copy_of_what_has_been_written_since(self, store: BulkStore, root: str) -> None:
+    async def test_copy_of_what_has_been_written_since(self, store: ObjectStore, root: str) -> None:
         """Where the server knows no such condition, the new object is copied."""
         await write(store, root + "k", pattern(100, 1), if_absent=True)
         written = await store.head(root + "k")
@@ -240,14 +242,14 @@ class ObjectStoreSuite:
         assert refreshed is not self.conditional_copies
         assert await fetch(store, root + "k") == bytes(pattern(100, 1))
 
-    async def test_delete(self, store: BulkStore, root: str) -> None:
+    async def test_delete(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(10, 1))
         await store.delete(root + "k")
         assert await fetch(store, root + "k") is None
         await store.delete(root + "k")
         await store.delete(root + "never")
 
-    async def test_conditional_delete(self, store: BulkStore, root: str) -> None:
+    async def test_conditional_delete(self, store: ObjectStore, root: str) -> None:
         """Of servers that know none only the second half can be asked."""
         await write(store, root + "k", pattern(10, 1))
         first = await store.head(root + "k")
@@ -265,7 +267,7 @@ class ObjectStoreSuite:
         assert await fetch(store, root + "k") is None
         await store.delete(root + "k", if_etag=second.etag)
 
-    async def test_delete_many(self, store: BulkStore, root: str) -> None:
+    async def test_delete_many(self, store: ObjectStore, root: str) -> None:
         """Of servers without conditional deletes, what has changed goes as well."""
         names = [f"{root}{i} <&> ü+%20'\"" for i in range(5)]
         await asyncio.gather(*(write(store, n, pattern(9, 1), if_absent=True) for n in names))
@@ -278,13 +280,13 @@ class ObjectStoreSuite:
         assert list(left) == kept
         assert [info.key async for info in store.list(root)] == [*kept, root + "other"]
 
-    async def test_a_listing_begins_after_a_key(self, store: BulkStore, root: str) -> None:
+    async def test_a_listing_begins_after_a_key(self, store: ObjectStore, root: str) -> None:
         names = [f"{root}{i:03} +ü" for i in range(25)]
         await asyncio.gather(*(write(store, n, pattern(7, 1), if_absent=True) for n in names))
         assert [info.key async for info in store.list(root, names[11])] == names[12:]
         assert [info.key async for info in store.list(root, names[-1])] == []
 
-    async def test_odd_characters_in_keys(self, store: BulkStore, root: str) -> None:
+    async def test_odd_characters_in_keys(self, store: ObjectStore, root: str) -> None:
         names = [n for n in ODD_NAMES if self.keys_are_texts or normpath(n) == n]
         for i, name in enumerate(names):
             await write(store, root + name, pattern(10 + i, i), if_absent=True)
@@ -293,7 +295,7 @@ class ObjectStoreSuite:
         listed = [info.key async for info in store.list(root)]
         assert listed == sorted((root + name for name in names), key=str.encode)
 
-    async def test_list_is_ordered_and_crosses_pages(self, store: BulkStore, root: str) -> None:
+    async def test_list_is_ordered_and_crosses_pages(self, store: ObjectStore, root: str) -> None:
         names = [f"{root}d/{i:03}" for i in range(25)]
         await asyncio.gather(*(write(store, n, pattern(7, 1), if_absent=True) for n in names))
         await write(store, f"{root}e", pattern(7, 1), if_absent=True)
@@ -305,7 +307,7 @@ class ObjectStoreSuite:
         assert abs(head.modified_s - infos[0].modified_s) < 1.5  # a HEAD tells whole seconds
         assert [info async for info in store.list(f"{root}f")] == []
 
-    async def test_folders(self, store: BulkStore, root: str) -> None:
+    async def test_folders(self, store: ObjectStore, root: str) -> None:
         for name in ("b/1", "b/2/3", "a b+/1", "c", "d/"):
             await write(store, root + name, pattern(7, 1), if_absent=True)
         assert list(await store.folders(root, 100)) == ["a b+", "b", "d"]
@@ -314,7 +316,7 @@ class ObjectStoreSuite:
 
     @pytest.mark.parametrize("header_bytes", [0, 4096, 2**21])
     async def test_cancelled_get_leaves_the_place_alone(
-        self, store: BulkStore, root: str, header_bytes: int
+        self, store: ObjectStore, root: str, header_bytes: int
     ) -> None:
         nbytes = 2**22
         await write(store, root + "k", pattern(nbytes, 1))
@@ -332,7 +334,7 @@ class ObjectStoreSuite:
 
     @pytest.mark.parametrize("header_bytes", [0, 4096, 2**21])
     async def test_cancelled_put_is_whole_or_absent(
-        self, store: BulkStore, root: str, header_bytes: int
+        self, store: ObjectStore, root: str, header_bytes: int
     ) -> None:
         nbytes = 2**22
         for turns in (0, 1, 3, 6):
@@ -348,14 +350,16 @@ class ObjectStoreSuite:
             await asyncio.sleep(0.02)
             assert await fetch(store, key, room=nbytes) in (None, bytes(pattern(nbytes, turns)))
 
-    async def test_check_says_whether_there_is_an_object(self, store: BulkStore, root: str) -> None:
+    async def test_check_says_whether_there_is_an_object(
+        self, store: ObjectStore, root: str
+    ) -> None:
         await store.check()
         assert await store.check(root) is False
         await write(store, root + "k", pattern(10, 1))
         assert await store.check(root) is True
         assert await store.check(root + "elsewhere/") is False
 
-    async def test_close_twice(self, store: BulkStore, root: str) -> None:
+    async def test_close_twice(self, store: ObjectStore, root: str) -> None:
         await write(store, root + "k", pattern(10, 1))
         await store.close()
         await store.close()

@@ -17,7 +17,7 @@ from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
 from s3kv.stores.s3.sdk_client import SdkClient
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from tests import servers
 from tests.rgw import Gateway
 from tests.unit.stores.suite import ObjectStoreSuite, pattern
@@ -39,7 +39,7 @@ class S3Suite(ObjectStoreSuite):
         client: Any,
         place: tuple[str, str, dict[str, str]],
         monkeypatch: pytest.MonkeyPatch,
-    ) -> AsyncIterator[BulkStore]:
+    ) -> AsyncIterator[ObjectStore]:
         url, bucket, keys = place
         servers.set_credentials(monkeypatch, keys)
         monkeypatch.setattr(s3_store, "PAGE_KEYS", 10)
@@ -49,7 +49,7 @@ class S3Suite(ObjectStoreSuite):
         await store.close()
 
     async def test_another_client_sees_the_same(
-        self, store: BulkStore, place: tuple[str, str, dict[str, str]], root: str
+        self, store: ObjectStore, place: tuple[str, str, dict[str, str]], root: str
     ) -> None:
         url, bucket, keys = place
         other = servers.boto_client(url, keys)

@@ -16,7 +16,7 @@ from s3kv.cli.doctor.findings import Finding
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from tests import servers
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
@@ -61,7 +61,7 @@ class Faulty(MemoryStore):
 
 
 async def examined(
-    store: BulkStore | Callable[[Config], BulkStore],
+    store: ObjectStore | Callable[[Config], ObjectStore],
     wall_s: float = 0.0,
     *,
     bucket: str = "bkt",

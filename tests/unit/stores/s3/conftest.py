@@ -13,10 +13,10 @@ import pytest
 
 from s3kv.config import Config
 from s3kv.stores.s3.s3_store import open_store
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from tests import servers
 
-OpenStore = Callable[..., AbstractAsyncContextManager[BulkStore]]
+OpenStore = Callable[..., AbstractAsyncContextManager[ObjectStore]]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def opened(url: str | None = None, **settings: Any) -> AsyncIterator[BulkStore]:
+async def opened(url: str | None = None, **settings: Any) -> AsyncIterator[ObjectStore]:
     """A store on the bucket "bkt" of the server at a URL, with further settings."""
     store = open_store(Config(**{"bucket": "bkt", "endpoint_url": url, **settings}))
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from tests import servers
 from tests.unit.stores.s3.conftest import OpenStore
 
@@ -47,7 +47,7 @@ class Shelf:
 
 
 Keep = Callable[
-    [tuple[int, str] | str | None], AbstractAsyncContextManager[tuple[Shelf, BulkStore]]
+    [tuple[int, str] | str | None], AbstractAsyncContextManager[tuple[Shelf, ObjectStore]]
 ]
 
 
@@ -56,7 +56,7 @@ def shelf(s3_store: OpenStore) -> Keep:
     @asynccontextmanager
     async def shelf(
         conditional: tuple[int, str] | str | None,
-    ) -> AsyncIterator[tuple[Shelf, BulkStore]]:
+    ) -> AsyncIterator[tuple[Shelf, ObjectStore]]:
         it = Shelf(conditional)
         async with servers.canned(it.answer) as server, s3_store(server.url) as store:
             yield it, store
@@ -64,7 +64,7 @@ def shelf(s3_store: OpenStore) -> Keep:
     return shelf
 
 
-async def put(store: BulkStore, key: str = "k") -> bool:
+async def put(store: ObjectStore, key: str = "k") -> bool:
     return await store.put(key, Place.of(BODY), if_absent=True)
 
 

@@ -16,7 +16,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.place import Place
 from s3kv.stores.s3 import credentials
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from tests import servers
 from tests.unit.stores.s3.conftest import OpenStore
 
@@ -40,13 +40,13 @@ class Guarded:
         return servers.http(b"" if head.startswith("PUT") else OBJECT)
 
 
-Guard = Callable[[str], AbstractAsyncContextManager[tuple[Guarded, BulkStore]]]
+Guard = Callable[[str], AbstractAsyncContextManager[tuple[Guarded, ObjectStore]]]
 
 
 @pytest.fixture
 def guarded(s3_store: OpenStore) -> Guard:
     @asynccontextmanager
-    async def guarded(key: str) -> AsyncIterator[tuple[Guarded, BulkStore]]:
+    async def guarded(key: str) -> AsyncIterator[tuple[Guarded, ObjectStore]]:
         guard = Guarded(key)
         async with servers.canned(guard.answer) as server, s3_store(server.url) as store:
             yield guard, store
@@ -54,7 +54,7 @@ def guarded(s3_store: OpenStore) -> Guard:
     return guarded
 
 
-async def read(store: BulkStore) -> int | None:
+async def read(store: ObjectStore) -> int | None:
     info = await store.get_into("k", Place.of(bytearray(len(OBJECT))))
     return None if info is None else info.nbytes
 

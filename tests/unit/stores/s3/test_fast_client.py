@@ -20,11 +20,11 @@ import pytest
 from s3kv.errors import StoreDenied, StoreError, StoreMissing, StoreUnavailable, StoreUnranged
 from s3kv.place import Place
 from s3kv.stores.s3.s3_store import DELETES_AT_ONCE
-from s3kv.stores.store import BulkStore, ObjectInfo
+from s3kv.stores.store import ObjectInfo, ObjectStore
 from tests import servers
 from tests.unit.stores.s3.conftest import OpenStore
 
-CALLS: list[tuple[str, Callable[[BulkStore], Awaitable[Any]]]] = [
+CALLS: list[tuple[str, Callable[[ObjectStore], Awaitable[Any]]]] = [
     ("s3:GetObject", lambda store: store.get_into("k", Place.of(bytearray(10)))),
     ("s3:PutObject", lambda store: store.put("k", Place.of(b"x"), if_absent=True)),
     ("s3:PutObject", lambda store: store.refresh("k", 1e9)),
@@ -53,7 +53,7 @@ async def test_an_answer_that_is_not_the_range(s3_store: OpenStore, answer: byte
 
 @pytest.mark.parametrize(("action", "call"), CALLS)
 async def test_a_refusal_names_the_call_and_a_missing_bucket_is_no_missing_object(
-    s3_store: OpenStore, action: str, call: Callable[[BulkStore], Awaitable[Any]]
+    s3_store: OpenStore, action: str, call: Callable[[ObjectStore], Awaitable[Any]]
 ) -> None:
     denied = servers.refusal(403, "AccessDenied")
     async with servers.canned(denied) as at, s3_store(at.url) as store:

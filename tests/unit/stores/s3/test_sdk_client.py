@@ -20,7 +20,7 @@ from s3kv.stores.s3.address import find_address
 from s3kv.stores.s3.fast_client import FastClient
 from s3kv.stores.s3.s3_store import S3Store
 from s3kv.stores.s3.sdk_client import SdkClient
-from s3kv.stores.store import BulkStore, ObjectInfo
+from s3kv.stores.store import ObjectInfo, ObjectStore
 from tests import servers
 from tests.rgw import Gateway
 from tests.servers import REAL_SERVERS
@@ -34,7 +34,7 @@ NAMES = [*ODD_NAMES, "a/1", "a/2", "b/1/2", "c"]
 @asynccontextmanager
 async def both(
     url: str, bucket: str = "bkt", **settings: Any
-) -> AsyncIterator[tuple[BulkStore, BulkStore]]:
+) -> AsyncIterator[tuple[ObjectStore, ObjectStore]]:
     config = Config(bucket=bucket, endpoint_url=url, **settings)
     address = find_address(config)
     fast = S3Store(config, FastClient(config, address))
@@ -49,7 +49,7 @@ async def both(
 class Script:
     """A sequence of operations, the same for each store that plays it, below a root of its own."""
 
-    def __init__(self, seed: int, store: BulkStore, root: str) -> None:
+    def __init__(self, seed: int, store: ObjectStore, root: str) -> None:
         self._rng = random.Random(seed)
         self._store = store
         self._root = root
@@ -172,7 +172,7 @@ async def test_random_operations_on_a_real_server(
     await play(server.url, "same")
 
 
-CALLS: Sequence[Callable[[BulkStore], Awaitable[Any]]] = [
+CALLS: Sequence[Callable[[ObjectStore], Awaitable[Any]]] = [
     lambda store: store.get_into("k", Place.of(bytearray(10))),
     lambda store: store.put("k", Place.of(b"x"), if_absent=True),
     lambda store: store.refresh("k", 1e9),
@@ -283,7 +283,7 @@ async def test_silence_is_told_alike(answer: bytes, pieces: bytes) -> None:
         assert fast == reference
 
 
-async def outcome(call: Callable[[BulkStore], Awaitable[Any]], store: BulkStore) -> Any:
+async def outcome(call: Callable[[ObjectStore], Awaitable[Any]], store: ObjectStore) -> Any:
     try:
         return await call(store)
     except StoreError as error:

@@ -14,7 +14,7 @@ from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreUnavailable
 from s3kv.place import Place
 from s3kv.stores.s3.address import find_address, zone_of
-from s3kv.stores.store import BulkStore
+from s3kv.stores.store import ObjectStore
 from tests import servers
 from tests.unit.stores.s3.conftest import opened
 
@@ -62,12 +62,12 @@ class Zone:
 
 
 @asynccontextmanager
-async def store_in(zone: Zone) -> AsyncIterator[BulkStore]:
+async def store_in(zone: Zone) -> AsyncIterator[ObjectStore]:
     async with servers.canned(zone.answer) as at, opened(at.url, bucket=BUCKET) as store:
         yield store
 
 
-async def get(store: BulkStore) -> int | None:
+async def get(store: ObjectStore) -> int | None:
     info = await store.get_into("s3kv/key", Place.of(bytearray(10)))
     return None if info is None else info.nbytes
 

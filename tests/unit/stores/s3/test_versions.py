@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
-from s3kv.stores.store import BulkStore, ObjectInfo
+from s3kv.stores.store import ObjectInfo, ObjectStore
 from s3kv.types import ChunkKey
 from s3kv.upkeep.cleaner import Cleaner
 from tests import servers
@@ -43,7 +43,7 @@ def place(
 
 
 @pytest_asyncio.fixture
-async def store(s3_store: OpenStore, place: tuple[str, Any]) -> AsyncIterator[BulkStore]:
+async def store(s3_store: OpenStore, place: tuple[str, Any]) -> AsyncIterator[ObjectStore]:
     async with s3_store(place[0], bucket=BUCKET) as opened:
         yield opened
 
@@ -56,7 +56,7 @@ def keep(boto: Any, status: str) -> None:
     boto.put_bucket_versioning(Bucket=BUCKET, VersioningConfiguration={"Status": status})
 
 
-async def write(store: BulkStore, key: str) -> ObjectInfo:
+async def write(store: ObjectStore, key: str) -> ObjectInfo:
     await store.put(key, Place.of(b"x"), if_absent=False)
     info = await store.head(key)
     assert info is not None
@@ -68,7 +68,7 @@ class Stop(Exception):
 
 
 async def test_a_cleaner_warns_that_it_frees_nothing(
-    store: BulkStore, place: tuple[str, Any], caplog: pytest.LogCaptureFixture
+    store: ObjectStore, place: tuple[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, boto = place
     keep(boto, "Enabled")
@@ -98,7 +98,7 @@ async def test_a_cleaner_warns_that_it_frees_nothing(
     assert len([key for key, _ in versions(boto) if key == chunk]) == 2
 
 
-async def test_what_is_erased_leaves_nothing(store: BulkStore, place: tuple[str, Any]) -> None:
+async def test_what_is_erased_leaves_nothing(store: ObjectStore, place: tuple[str, Any]) -> None:
     """Neither what was overwritten, refreshed and deleted before, nor a delete marker."""
     _, boto = place
     keep(boto, "Enabled")
@@ -116,7 +116,7 @@ async def test_what_is_erased_leaves_nothing(store: BulkStore, place: tuple[str,
 
 @pytest.mark.parametrize("place", ["moto", REAL_SERVERS[-1]], indirect=True)
 async def test_what_is_erased_after_versioning_was_suspended(
-    store: BulkStore, place: tuple[str, Any]
+    store: ObjectStore, place: tuple[str, Any]
 ) -> None:
     """SeaweedFS answers to each deletion that it is done, and keeps both versions."""
     _, boto = place
@@ -129,7 +129,7 @@ async def test_what_is_erased_after_versioning_was_suspended(
 
 
 async def test_versions_that_may_not_be_deleted_stay(
-    store: BulkStore, place: tuple[str, Any], request: pytest.FixtureRequest
+    store: ObjectStore, place: tuple[str, Any], request: pytest.FixtureRequest
 ) -> None:
     if "moto" in request.node.name:
         pytest.skip("moto evaluates no policies")
@@ -150,7 +150,7 @@ async def test_versions_that_may_not_be_deleted_stay(
 )
 @pytest.mark.parametrize("deletion", ["delete", "delete_many"])
 async def test_deleting_from_a_bucket_that_keeps_versions_warns_once(
-    store: BulkStore,
+    store: ObjectStore,
     place: tuple[str, Any],
     statuses: tuple[str, ...],
     warnings: int,
