@@ -117,11 +117,6 @@ def metric_sums(exposition: str) -> dict[str, float]:
     return sums
 
 
-def steady_bytes(traffic: BilledTraffic, keep_days: float) -> float:
-    """Bytes the bucket comes to hold if everything stays `keep_days` after it was written."""
-    return traffic.bytes_new / traffic.seconds * keep_days * DAY_S
-
-
 def bill(traffic: BilledTraffic, stored_bytes: float, prices: Prices) -> list[Part]:
     """The parts of a month's bill, if every hour of the month is like those of `traffic`."""
     months = traffic.seconds / MONTH_S

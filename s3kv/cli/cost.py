@@ -114,7 +114,9 @@ def cost(
         changed = {k.removeprefix("price_"): v for k, v in own_prices.items() if v is not None}
         chosen = dataclasses.replace(prices.TABLE[table], **changed)
         traffic = billing.traffic_of_metrics("\n".join(map(_read, sources)), over)
-        held = billing.steady_bytes(traffic, keep_days) if stored is None else stored
+        # Without --stored, all that is new stays for so many days.
+        steady = traffic.bytes_new / traffic.seconds * keep_days * billing.DAY_S
+        held = steady if stored is None else stored
         parts = billing.bill(traffic, held, chosen)
         saved = paid = None
         if gpu_dollars_per_hour is not None and prefill_tokens_per_s is not None:

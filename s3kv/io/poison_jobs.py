@@ -22,7 +22,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from s3kv.messages import BucketJob, JobKind
 from s3kv.types import ChunkKey, ItemShape
@@ -84,18 +84,15 @@ class PoisonJobs:
         crashed: whether it ended by itself or broke the protocol; False for a SIGKILL.
         """
         suspects = [job for job in jobs if job.job_id in self._sent]
-        self._suspect(jobs)
+        for job in jobs:
+            self._deaths.setdefault(_moved(job), 0)
+        while len(self._deaths) > _MOST_SUSPECTS:
+            del self._deaths[next(iter(self._deaths))]
         if len(suspects) == 1:
             self._count_death(suspects[0], proven=crashed and len(jobs) == 1)
         self._sent.clear()
         self.waiting.clear()
         self._at_once, self._most_at_once = 1, 1 if crashed else _MOST_SUSPECTS
-
-    def _suspect(self, jobs: Iterable[BucketJob]) -> None:
-        for job in jobs:
-            self._deaths.setdefault(_moved(job), 0)
-        while len(self._deaths) > _MOST_SUSPECTS:
-            del self._deaths[next(iter(self._deaths))]
 
     def _count_death(self, job: BucketJob, *, proven: bool) -> None:
         moved = _moved(job)

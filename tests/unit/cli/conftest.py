@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from lab.memory_store import MemoryStore
 from s3kv.cli.app import cli
+from s3kv.place import Place
 from tests import servers
 
 Run = Callable[..., Result]
@@ -36,3 +39,25 @@ def run(url: str) -> Run:
         return CliRunner().invoke(cli, command, catch_exceptions=False)
 
     return run
+
+
+class Persistent(MemoryStore):
+    """Carries out a PUT that it has received, whatever becomes of the connection, as a server does.
+    on_call: called with the verb and the key of each call."""
+
+    def __init__(self, on_call: Callable[[str, str], object]) -> None:
+        super().__init__(clock=lambda: 0.0)
+        self._on_call = on_call
+
+    async def begin(self, verb: str, key: str) -> None:
+        if verb != "put":
+            self._on_call(verb, key)
+        await super().begin(verb, key)
+
+    async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
+        async def carry_out() -> bool:
+            self._on_call("put", key)
+            await asyncio.sleep(0.02)
+            return await MemoryStore.put(self, key, place, if_absent=if_absent)
+
+        return await asyncio.shield(carry_out())

@@ -20,7 +20,7 @@ from s3kv.cli.bench import Measurement, Speed, Speeds, expect, percentile
 from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
 from tests import servers
-from tests.unit.cli.conftest import Run
+from tests.unit.cli.conftest import Persistent, Run
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = ("--bytes-per-token", "4KiB", "--prompt-tokens", "5200")  # 20 chunks of 1 MiB
@@ -151,21 +151,10 @@ async def test_as_many_at_once_as_asked_for() -> None:
 
 
 async def test_an_interrupted_put_is_carried_out_before_its_object_is_deleted() -> None:
-    class Slow(MemoryStore):
-        began = asyncio.Event()
-
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            async def carry_out() -> bool:
-                await asyncio.sleep(0.02 * int(key[-1]))
-                return await MemoryStore.put(self, key, place, if_absent=if_absent)
-
-            self.began.set()
-            # A server goes on with what it has received, whatever becomes of the connection.
-            return await asyncio.shield(carry_out())
-
-    store = Slow(clock=lambda: 0.0)
+    began = asyncio.Event()
+    store = Persistent(lambda verb, key: began.set())
     measuring = asyncio.ensure_future(measured(store))
-    await store.began.wait()
+    await began.wait()
     measuring.cancel()
     with pytest.raises(asyncio.CancelledError):
         await measuring

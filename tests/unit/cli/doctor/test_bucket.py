@@ -18,7 +18,7 @@ from s3kv.errors import StoreDenied, StoreError, StoreUnavailable
 from s3kv.place import Place
 from s3kv.stores.store import ObjectStore
 from tests import servers
-from tests.unit.cli.conftest import Run
+from tests.unit.cli.conftest import Persistent, Run
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
 
 pytestmark = pytest.mark.usefixtures("no_torch")
@@ -185,26 +185,11 @@ async def test_an_object_that_cannot_be_deleted_after_all_is_named() -> None:
 
 @pytest.mark.parametrize("at", ["put", "get_into", "head", "put of the large object"])
 async def test_ctrl_c_leaves_nothing(at: str) -> None:
-    class Interrupted(MemoryStore):
-        async def put(self, key: str, place: Place, *, if_absent: bool) -> bool:
-            async def carry_out() -> bool:
-                interrupt("put of the large object" if key.endswith("-large") else "put")
-                await asyncio.sleep(0.01)
-                return await MemoryStore.put(self, key, place, if_absent=if_absent)
-
-            # A server goes on with what it has received, whatever becomes of the connection.
-            return await asyncio.shield(carry_out())
-
-        async def begin(self, verb: str, key: str) -> None:
-            if verb != "put":
-                interrupt(verb)
-            await super().begin(verb, key)
-
-    def interrupt(here: str) -> None:
-        if here == at:
+    def interrupt(verb: str, key: str) -> None:
+        if at == (f"{verb} of the large object" if key.endswith("-large") else verb):
             examining.cancel()
 
-    store = Interrupted(clock=lambda: 0.0)
+    store = Persistent(interrupt)
     examining = asyncio.ensure_future(examined(store))
     with pytest.raises(asyncio.CancelledError):
         await examining

@@ -23,7 +23,6 @@ from lab.proxy import Proxy, proxy
 from s3kv.cli.app import cli
 from s3kv.stores.s3.s3_store import S3Store
 from tests import servers
-from tests.rgw import Gateway
 from tests.servers import REAL_SERVERS
 from tests.unit.cli.doctor.conftest import CHECKS, SMALL, findings, left, statuses
 
@@ -53,29 +52,10 @@ class Ground:
 
 @pytest.fixture(params=["moto", *REAL_SERVERS])
 def ground(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    is_real = request.param != "moto"
-    if is_real:
-        gateway: Gateway = request.getfixturevalue(request.param)
-        url, keys = gateway.url, gateway.keys
-    else:
-        url, keys = request.getfixturevalue("moto_url"), servers.KEYS
-    servers.set_credentials(monkeypatch, keys)
-    boto = servers.boto_client(url, keys)
-    boto.create_bucket(Bucket=BUCKET)
-    with proxy(url) as between:
-        yield Ground(is_real, between, boto, monkeypatch)
-    monkeypatch.undo()  # the right clock
-    if is_real:
-        servers.remove_policy(boto, BUCKET)
-    for key in left(boto, BUCKET):
-        boto.delete_object(Bucket=BUCKET, Key=key)
-    boto.delete_bucket(Bucket=BUCKET)
-
-
-@pytest.fixture(scope="module")
-def moto_url() -> Iterator[str]:
-    with servers.moto_server() as url:
-        yield url
+    with servers.fresh_bucket(request.param, BUCKET, request, monkeypatch) as (url, boto):
+        with proxy(url) as between:
+            yield Ground(request.param != "moto", between, boto, monkeypatch)
+        monkeypatch.undo()  # the right clock
 
 
 def denied(verb: str, action: str, arn: str) -> Callable[[Ground], None]:
