@@ -13,46 +13,27 @@ from tests.project import ROOT
 
 HANGS = """
 import time
-from benchmarks.deadline import begin
+from benchmarks.deadline import begin, ends
 
-def hang():
-    time.sleep(1000)
-
-begin("a server", 0.1)
-hang()
-"""
-
-
-def test_a_benchmark_that_hangs_is_ended() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGS], capture_output=True, text=True, check=False, timeout=200
-    )
-    assert ended.returncode == 1
-    assert "server: a server" in ended.stderr
-    assert "in hang" in ended.stderr
-
-
-HANGS_EARLY = """
-import time
-from benchmarks.deadline import ends
-
-@ends(0.1)
+@ends({})
 def main():
+    {}
     time.sleep(1000)
 
 main()
 """
 
 
-def test_a_benchmark_that_hangs_before_it_begins_is_ended() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGS_EARLY],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+@pytest.mark.parametrize(
+    ("give_up_s", "begins"),
+    [(0.1, "pass"), (1000, 'begin("a server", 0.1)')],
+    ids=["early", "late"],
+)
+def test_a_benchmark_that_hangs_is_ended(give_up_s: float, begins: str) -> None:
+    command = [sys.executable, "-c", HANGS.format(give_up_s, begins)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert ended.returncode == 1
+    assert ("server: a server" in ended.stderr) == ("begin" in begins)
     assert "in main" in ended.stderr
 
 
