@@ -132,19 +132,3 @@ def assert_stacks_agree(caches: Caches, payload: memoryview, sources: list[int])
 def gather(views: Sequence[Stack], block_ids: Sequence[int]) -> None:
     for stack, rows in with_rows(views, torch.from_numpy(row_numbers(views, block_ids))):
         stack.gather(rows)
-
-
-def test_a_load_of_many_parts(device: Device) -> None:
-    shape = Shape("LBNHC", blocks=12, blocks_per_chunk=3)
-    caches = build(shape, device.memory, torch.Generator().manual_seed(1))
-    copies = BlockCopies(device.open(places(caches, caches.layout())[0]))
-    before = caches.content([0, 2, 4, 1, 3, 5])
-    copies.save(1, 0, 0, [0, 2, 4])
-    copies.save(2, 0, 2, [1, 3, 5])
-    assert copies.wait_all(10)
-    copies.load("r", [CopyPart(0, 0, 1, (11, 10)), CopyPart(0, 2, 0, (9, 8, 7))])
-    assert copies.wait_all(10)
-    assert copies.poll().loaded == [("r", True)]
-    after = caches.content([11, 10, 9, 8, 7])
-    assert all(torch.equal(after[name], before[name][1:]) for name in before)
-    copies.close()

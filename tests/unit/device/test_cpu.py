@@ -29,12 +29,3 @@ def test_two_threads_load_what_one_would(
 
     check()
     assert halved
-
-
-def test_the_first_part_of_a_split_has_the_bytes_asked_for() -> None:
-    moves = [(1000 * i, 10 * i, 10) for i in range(4)]
-    for wanted in range(1, 40):
-        first, rest = cpu._split(iter(moves), wanted)
-        assert sum(nbytes for _, _, nbytes in first) == wanted
-        copied = [(a + i, o + i) for a, o, nbytes in (*first, *rest) for i in range(nbytes)]
-        assert copied == [(a + i, o + i) for a, o, n in moves for i in range(n)]

@@ -120,35 +120,6 @@ def test_a_chain_with_an_entry_that_is_gone_touches_nothing() -> None:
     assert reservation.evicted == [key(1)]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda table: table._room.allocate(1),
-        lambda table: table._room.free(0),
-        lambda table: table._groups[0].clear(),
-        lambda table: table._at.pop(0),
-        lambda table: table._at.__setitem__(2, table._at[0]),
-        lambda table: setattr(table._at[0], "pins", 1),
-        lambda table: setattr(table._at[1], "pins", 1),
-        lambda table: setattr(table._at[0], "state", CLEAN),
-        lambda table: setattr(table._at[0], "key", key(7)),
-        lambda table: setattr(table._at[0], "units", 2),
-        lambda table: table._lru.pop(1),
-        lambda table: table._lru.setdefault(0),
-        lambda table: table._units.__setitem__(0, 5),
-        lambda table: table._pinned.__setitem__(2, 1),
-    ],
-)
-def test_check_finds_damage(damage: Callable[[Table], object]) -> None:
-    table = make_table(3)
-    reserve(table, key(1))
-    resident(table, key(2))
-    check(table)
-    damage(table)
-    with pytest.raises(AssertionError):
-        check(table)
-
-
 # ---- against a model
 
 

@@ -101,13 +101,3 @@ def test_copies_beside_are_over_before_anything_else(cuda: Recorder, fails: bool
         "host waits for side 1",
     ]
     assert cuda.current.name == "caller"
-
-
-def test_on_a_cpu_there_is_nothing_to_order() -> None:
-    caller = current_stream(CPU)
-    wait(caller, [mark(caller)])
-    assert has_passed(mark(caller))
-    with on(caller), on(new_stream(CPU)):
-        done = []
-        Beside([CPU])(lambda: done.append(1))
-    assert done == [1]

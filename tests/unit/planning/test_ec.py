@@ -275,16 +275,6 @@ def test_what_was_waited_already_is_not_expected_again() -> None:
     assert not desk.ensure("r", A, wanted("b")), "the second is due in a moment"
 
 
-def test_without_the_gate_only_max_wait_counts() -> None:
-    desk = Desk(recompute_gate=False, max_wait_s=30.0)
-    desk.planner.pace.fetch.add(nbytes(A), 20.0)
-    assert not desk.ensure("r", A)
-    desk.now_s = 29.9
-    assert not desk.ensure("r", A)
-    desk.now_s = 30.0
-    assert desk.ensure("r", A)
-
-
 def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -310,13 +300,6 @@ def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
     assert not desk.planner.waits("r", desk.now_s), "the encoder has shown to be faster"
     assert thoughts == 3
     assert desk.ensure("r", A, B)
-
-
-def test_an_encoder_that_turns_out_fast_is_measured() -> None:
-    desk = Desk()
-    desk.planner.on_report(ItemReport(encoded_rows=1000, encode_seconds=0.1), 0.0)
-    desk.planner.pace.fetch.add(nbytes(A), 0.05)
-    assert desk.ensure("r", A), "100 rows take 10 ms now"
 
 
 # --- a store in trouble ----------------------------------------------------------------------

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 
 import pytest
 
 from lab.books import check
-from s3kv.host.table import EntryState
 from s3kv.messages import BucketJob, JobEnd, JobKind, SaveJob, StepReport
 from s3kv.planning.breaker import BreakerState
 from s3kv.planning.kv import NOTHING, WAIT, Answer
@@ -27,40 +25,6 @@ def saving(**setup: object) -> tuple[Desk, SaveJob]:
     desk.admit("r")
     (save,) = desk.run("r", [0, 1], 0, 4, new=True).saves
     return desk, save
-
-
-def interleavings(first: Sequence[object], second: Sequence[object]) -> list[list[object]]:
-    """All ways to merge two ranks' ends, each in its own order."""
-    length = len(first) + len(second)
-    merged = []
-    for places in itertools.combinations(range(length), len(first)):
-        ones, twos = iter(first), iter(second)
-        merged.append([next(ones) if i in places else next(twos) for i in range(length)])
-    return merged
-
-
-GOOD = [(SAVE, OK), (UPLOAD, OK)]
-NOT_COPIED = [(SAVE, FAILED), (UPLOAD, Outcome.CANCELLED)]
-NOT_SENT = [(SAVE, OK), (UPLOAD, FAILED)]
-
-
-@pytest.mark.parametrize("ends", interleavings(GOOD, GOOD), ids=str)
-def test_a_chunk_is_resident_when_all_ranks_have_copied_it(
-    ends: list[tuple[JobKind, Outcome]],
-) -> None:
-    desk, save = saving(world_size=2)
-    ledger, key = desk.planner.ledger, desk.key("aaaa")
-    copies = uploads = 0
-    for kind, outcome in ends:
-        desk.end(save, outcome, kind=kind, ranks=1)
-        copies += kind is SAVE
-        uploads += kind is UPLOAD
-        resident = ledger.state(key) is ChunkState.RESIDENT
-        assert resident == (copies == 2)
-        assert ledger.index.is_present(key) == (uploads == 2)
-    slot = ledger.table.lookup(key)
-    assert slot is not None
-    assert slot.state is EntryState.CLEAN
 
 
 def test_reports_of_ranks_that_were_merged_on_the_way_count_for_all() -> None:

@@ -67,17 +67,17 @@ def test_what_has_been_under_way_for_long_is_expected_soon() -> None:
     assert desk.lookup("r") == WAIT, "for a chunk that takes longer than computing it, but not now"
 
 
-def test_what_comes_at_once_is_weighed_against_all_it_saves() -> None:
-    """Chunks that take longer to come than to compute pay when several come together."""
-    desk = measured(seconds_per_chunk=0.6, probe_chunks=4)
-    desk.add("r", "aaaabbbbccccdddd")
-    assert desk.lookup("r") == WAIT
-
-
-def test_rounds_that_have_to_be_awaited_count() -> None:
-    desk = measured(seconds_per_chunk=0.6, probe_chunks=1)
-    desk.add("r", "aaaabbbb")
-    assert desk.lookup("r") == NOTHING, "the second can be asked for after the first: 1.2 s"
+@pytest.mark.parametrize(
+    ("probe_chunks", "chunks", "answer"),
+    [
+        (4, 4, WAIT),  # they take longer to come than one takes to compute, and come together
+        (1, 2, NOTHING),  # the second can be requested after the first: 1.2 s
+    ],
+)
+def test_all_that_is_missing_is_weighed(probe_chunks: int, chunks: int, answer: Answer) -> None:
+    desk = measured(seconds_per_chunk=0.6, probe_chunks=probe_chunks)
+    desk.add("r", "aaaabbbbccccdddd"[: 4 * chunks])
+    assert desk.lookup("r") == answer
 
 
 def test_chunks_of_others_are_ahead_in_the_queue() -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,7 +21,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from lab.books import check
@@ -31,6 +30,7 @@ from s3kv.planning.ledger import Ledger
 from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import ChunkKey, Outcome
 from tests.plans import fetches_of, uploads_of
+from tests.unit.planning import machine
 from tests.unit.planning.setup import Prefixes, Setup, hash_of
 
 BLOCK = 4
@@ -358,21 +358,7 @@ class StateMachine(RuleBasedStateMachine):
             check(self.planner)
 
 
-def run(examples: int) -> Counter[str]:
-    """The same examples every time. Returns how often what happened."""
-    StateMachine.seen.clear()
-    run_state_machine_as_test(
-        seed(20240601)(StateMachine),
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=60,
-            phases=[Phase.generate],
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        ),
-    )
-    return StateMachine.seen
+run = partial(machine.run, steps=60, machine=StateMachine)
 
 
 @pytest.mark.timeout(600)

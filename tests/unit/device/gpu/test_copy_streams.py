@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -13,57 +9,37 @@ from s3kv.device.copier import Path
 from s3kv.device.copies import BlockCopies
 from s3kv.device.gpu.gpu_copier import GpuCopier
 from s3kv.messages import CopyPart
-from tests.unit.device.caches import Caches, Shape, build, places
+from tests.unit.device.caches import Shape, build, places
 from tests.unit.device.devices import Device
 from tests.unit.device.simulated import SimulatedGpu
 
 LONG_S = 10.0
 
 
-@dataclass
-class Rig:
-    device: Device
-    caches: Caches
-    copies: BlockCopies
-    payload: torch.Tensor
-    """Of slot 0."""
-
-    def fill(self, value: int) -> Callable[[], object]:
-        return lambda: [buffer.fill_(value) for buffer in self.caches.buffers]
-
-    def finish(self) -> None:
-        self.device.go_on()
-        assert self.copies.wait_all(LONG_S)
-
-
-@contextmanager
-def rig(device: Device) -> Iterator[Rig]:
-    caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(3))
-    where, form = places(caches, caches.layout())
-    copies = BlockCopies(device.open(where))
-    payload = where.memory.narrow(0, form.header_bytes, caches.layout().payload_bytes)
-    yield Rig(device, caches, copies, payload)
-    copies.close()
+def opened(gpu: Device, shape: Shape) -> BlockCopies:
+    caches = build(shape, gpu.memory, torch.Generator().manual_seed(3))
+    return BlockCopies(gpu.open(places(caches, caches.layout())[0]))
 
 
 def test_more_chunks_than_staging_buffers_wait_on_the_device_alone(gpu: Device) -> None:
-    with rig(gpu) as r:
-        gpu.stall()
-        for job in range(12):
-            r.copies.save(job, 0, job % 3, [0, 1])
-            r.copies.load(str(job), [CopyPart(0, job % 3, 0, (2, 3)), CopyPart(0, 0, 1, (4,))])
-        r.copies.fence(range(12))
-        assert r.copies.poll() == ([], [])
-        r.finish()
-        saved, loaded = r.copies.poll()
-        assert [end.job_id for end in saved] == list(range(12))
-        assert [end.load_id for end in loaded] == [str(job) for job in range(12)]
+    copies = opened(gpu, Shape("LBNHC"))
+    gpu.stall()
+    for job in range(12):
+        copies.save(job, 0, job % 3, [0, 1])
+        copies.load(str(job), [CopyPart(0, job % 3, 0, (2, 3)), CopyPart(0, 0, 1, (4,))])
+    copies.fence(range(12))
+    assert copies.poll() == ([], [])
+    gpu.go_on()
+    assert copies.wait_all(LONG_S)
+    saved, loaded = copies.poll()
+    assert [end.job_id for end in saved] == list(range(12))
+    assert [end.load_id for end in loaded] == [str(job) for job in range(12)]
+    copies.close()
 
 
 def test_caches_made_in_inference_mode_can_be_loaded_into(gpu: Device) -> None:
     with torch.inference_mode():
-        caches = build(Shape("BLNHC"), gpu.memory, torch.Generator().manual_seed(3))
-    copies = BlockCopies(gpu.open(places(caches, caches.layout())[0]))
+        copies = opened(gpu, Shape("BLNHC"))
     copies.load("r", [CopyPart(0, 0, 0, (2, 3))])
     assert copies.wait_all(LONG_S)
     assert copies.poll().loaded == [("r", True)]

@@ -216,7 +216,9 @@ def test_a_driver_that_begins_to_refuse_batches_is_asked_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Refusing(monkeypatch)
-    assert rig.save(refused=False)
+    refusals = [True, True, False] * 3
+    assert [rig.save(refused=refused) for refused in refusals] == [not one for one in refusals]
+    assert rig.paths() == {Path.BATCH}, "refusals now and then change nothing"
     assert [rig.save(refused=True) for _ in range(3)] == [False] * 3
     assert rig.paths() == {Path.GATHER}
     rig.payload.zero_()
@@ -229,17 +231,8 @@ def test_a_driver_that_begins_to_refuse_batches_is_asked_no_more(
     assert rig.copies.poll().loaded == [("r", True)]
     moved = rig.caches.content([5, 6])
     assert all(torch.equal(moved[name], rows) for name, rows in rig.caches.content([3, 1]).items())
-    assert rig.copies.copier.refused == 3
+    assert rig.copies.copier.refused == 9
     assert caplog.text.count("gathers KV blocks now") == 1
-    rig.copies.close()
-
-
-def test_refusals_now_and_then_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Refusing(monkeypatch)
-    refusals = [True, True, False] * 3
-    assert [rig.save(refused=refused) for refused in refusals] == [not one for one in refusals]
-    assert rig.paths() == {Path.BATCH}
-    assert rig.copies.copier.refused == 6
     rig.copies.close()
 
 
