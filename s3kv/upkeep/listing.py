@@ -7,7 +7,7 @@ thousands of requests, of which one is always unlucky.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from s3kv.errors import StoreError, StoreUnavailable
@@ -19,13 +19,20 @@ PAUSES_S = (0.2, 1.0, 5.0)
 _T = TypeVar("_T")
 
 
-async def tried(call: Callable[[], Awaitable[_T]]) -> _T:
-    """The result of `call()`, retried while the store is unavailable. Raises `StoreError`."""
-    for pause_s in PAUSES_S:
+async def tried(
+    call: Callable[[], Awaitable[_T]],
+    pauses_s: Iterable[float] | None = None,
+    may_pause: Callable[[float], bool] = lambda pause_s: True,
+) -> _T:
+    """The result of `call()`, repeated after each pause (None: `PAUSES_S`) while the store is
+    unavailable and `may_pause` allows the pause. Raises the last `StoreError`."""
+    for pause_s in PAUSES_S if pauses_s is None else pauses_s:
         try:
             return await call()
         except StoreUnavailable:
-            await asyncio.sleep(pause_s)
+            if not may_pause(pause_s):
+                raise
+        await asyncio.sleep(pause_s)
     return await call()
 
 

@@ -17,7 +17,6 @@ An object that does not verify is a miss. The setting `on_corrupt` decides its f
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from functools import partial
 from typing import TypeVar
 
 from s3kv.config import Config
-from s3kv.errors import StoreError, StoreUnavailable
+from s3kv.errors import StoreError
 from s3kv.io.sources.hedging import now_s
 from s3kv.io.sources.pacing import HEDGE_PERCENT, Pacing
 from s3kv.io.sources.quarantine import Quarantine
@@ -34,6 +33,7 @@ from s3kv.io.sources.transfer_job import Borrow, TransferJob
 from s3kv.messages import JobEnd
 from s3kv.stores.store import Claim, ObjectInfo, ObjectStore
 from s3kv.types import Outcome
+from s3kv.upkeep.listing import tried
 from s3kv.upkeep.refreshing import Refresher
 
 T = TypeVar("T")
@@ -169,14 +169,12 @@ class BucketSource:
         return await self._retried(partial(self.pacing.send, call), until_s=until_s)
 
     async def _retried(self, call: Callable[[], Awaitable[T]], *, until_s: float) -> T:
-        for attempt in range(self._max_attempts - 1):
-            pause_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2**attempt)
-            pause_s *= self._rng.uniform(0.5, 1.0)
-            try:
-                return await call()
-            except StoreUnavailable:
-                if now_s() + pause_s >= until_s:
-                    raise
-            self.retries += 1
-            await asyncio.sleep(pause_s)
-        return await call()
+        lengths_s = (_BACKOFF_FIRST_S * 2**number for number in range(self._max_attempts - 1))
+        pauses_s = (min(_BACKOFF_MAX_S, s) * self._rng.uniform(0.5, 1.0) for s in lengths_s)
+
+        def may_pause(pause_s: float) -> bool:
+            allowed = now_s() + pause_s < until_s
+            self.retries += allowed
+            return allowed
+
+        return await tried(call, pauses_s, may_pause)
