@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lab import models
+from lab import latent, models
 from lab.engine import Answer, Ask, Engine
 from lab.offloading import offloading
 from lab.s3 import S3Server
@@ -60,13 +60,14 @@ def with_few_rows(s3: S3Server, bucket: str) -> dict[str, Any]:
 
 class Case(NamedTuple):
     """prompt: its length. hit: tokens of it that a repetition need not compute. cold: whether an
-    answer without a hit has the same tokens."""
+    answer without a hit has the same tokens. build: makes the model of that name in a folder."""
 
     name: str
     prompt: int = 769
     hit: int = 768
     args: dict[str, Any] = EXACT
     cold: bool = True
+    build: Callable[[Path, str], Path] = model_of
 
 
 CASES = (
@@ -78,6 +79,7 @@ CASES = (
         "deepseek_v3",
         args=EXACT | {"attention_backend": "CPU_MLA", "prepare": "lab.on_cpu:keep_prefix_cache"},
         cold=False,  # experts are chosen by rounding
+        build=lambda directory, _: latent.build(directory),
     ),
 )
 
@@ -117,7 +119,7 @@ def test_a_new_process_gives_the_tokens_of_a_local_hit(
     """Cold, from the primary tier, and in a new process from the bucket. Then with every object
     zeroed, whose tokens differ: what is stored matters.
     """
-    model = model_of(models_dir, case.name) if case.name != "tiny" else tiny
+    model = tiny if case.name == "tiny" else case.build(models_dir, case.name)
     prompts = models.prompts(2, case.prompt, seed=81)
     asks = [Ask(prompt, max_tokens=40) for prompt in prompts]
     args = case.args | {"enable_prefix_caching": True}
