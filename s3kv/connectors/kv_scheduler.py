@@ -282,7 +282,7 @@ class SchedulerSide(Guarded):
             if report.broken:
                 self.broken = "report"
             self._telemetry.is_stale |= bool(report.report.ends or report.handshakes)
-            if report.handshakes and len(self._handshakes) < self._world_size:
+            if report.handshakes:
                 self._handshakes += report.handshakes
                 if len(self._handshakes) == self._world_size:
                     self._start(self._handshakes)

@@ -218,9 +218,19 @@ def test_a_request_that_shares_a_name_with_another_image_is_no_longer_saved() ->
         subject = request(name, mm_features=features, skip_reading_prefix_cache=True)
         assert looked_up(scheduler, subject) == (0, False)
         steps.append(admitted(scheduler, subject))
+    assert scheduler.planner._requests["r"].saving.is_barred, "at once, before the next plan"
     assert [scheduler.plan(one).saves for one in steps] == [(), ()]
     assert scheduler.broken is None
     check(scheduler.planner)
+
+
+def test_a_session_is_barred_when_it_is_computed_with_media_that_came_later() -> None:
+    scheduler = side()
+    session = request("session", resumable=True, skip_reading_prefix_cache=True)
+    looked_up(scheduler, session)
+    session.mm_features.append(picture("ab" * 32))
+    assert scheduler.plan(admitted(scheduler, session)).saves == ()
+    assert scheduler.planner._requests["session"].saving.is_barred
 
 
 def test_misses_and_the_content_of_memory_are_counted() -> None:
