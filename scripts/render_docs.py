@@ -64,9 +64,9 @@ def _binary(nbytes: int) -> str:
 
 _CLI = """# The command line
 
-Install it with `pip install '.[cli]'` in a checkout. It needs neither vLLM nor torch: only
-`inspect --stats` asks for torch. The texts of the commands below are the output of `s3kv --help`
-and `s3kv COMMAND --help`, rendered by `scripts/render_docs.py`.
+Install it with `pip install '.[cli]'` in a checkout. It needs neither vLLM nor torch, except that
+`serve` starts vLLM and `inspect --stats` asks for torch. The texts of the commands below are the
+output of `s3kv --help` and `s3kv COMMAND --help`, rendered by `scripts/render_docs.py`.
 
 `doctor` goes through the client the cache itself uses. Without `--read-only` it writes an object of
 1 KiB and one of 8 MiB under `PREFIX/doctor/` and deletes them; without `s3:DeleteObject` it says

