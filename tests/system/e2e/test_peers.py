@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.peers import contenders
+from benchmarks.peers.contenders import Bucket
 from benchmarks.peers.proof import faults
 from benchmarks.rig import CHUNK_TOKENS
 from lab.engine import Engine
 from lab.models import prompts
+from lab.s3 import S3Server
 
 
-def test_vllms_offloading_connector_hits_on_a_cpu(tiny: Path, tmp_path: Path) -> None:
-    contender = contenders.offloading_fs(tmp_path, "run", host_gib=2)
+@pytest.mark.parametrize("tier", ["fs", pytest.param("s3kv", marks=pytest.mark.nightly)])
+def test_vllms_offloading_connector_hits_on_a_cpu(
+    tier: str, tiny: Path, s3: S3Server, bucket: str, tmp_path: Path
+) -> None:
+    if tier == "fs":
+        contender = contenders.offloading_fs(tmp_path, "run", host_gib=2)
+    else:
+        contender = contenders.offloading_s3kv(Bucket(s3, bucket), "run", host_gib=2)
     asks = prompts(3, 2 * CHUNK_TOKENS + 50, seed=3)
+    env = {**s3.env, **contender.env}
     with Engine(
-        tiny, connector=contender.connector, log_path=tmp_path / "engine.log", env=contender.env
+        tiny, connector=contender.connector, log_path=tmp_path / "engine.log", env=env
     ) as engine:
         engine.generate(asks)
         local = engine.generate(asks)
