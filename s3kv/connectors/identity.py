@@ -165,7 +165,8 @@ def offload_fingerprint(
 
     A row has the KV of all ranks. Where vLLM says that its bytes do not depend on the parallel
     sizes (`canonical_layout`, MLA), these do not count. The attention backends are the workers' and
-    may lay out pages in their own ways, so the device that they are chosen by stands for them.
+    may lay out pages in their own ways, so what they are chosen by stands for them: the device, and
+    the backend that was requested.
     """
     from vllm.platforms import current_platform
 
@@ -177,7 +178,11 @@ def offload_fingerprint(
         "replicated": offloading.replicated_layout,
         "groups": [[g.tokens_per_block, list(g.layer_names)] for g in offloading.groups],
     }
-    device = [current_platform.device_type, plain(current_platform.get_device_capability())]
+    device = [
+        current_platform.device_type,
+        plain(current_platform.get_device_capability()),
+        fields(vllm_config.attention_config, ("backend", "backend_per_kind")),
+    ]
     layout = offloading.kv_cache_layout
     return {
         **_model(config, vllm_config),

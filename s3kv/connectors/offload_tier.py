@@ -16,26 +16,19 @@ vLLM's scheduler process, under the lock of vLLM's manager: one caller at a time
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
-    OffloadingCounterMetadata,
     OffloadingEvent,
-    OffloadingGaugeMetadata,
-    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
 )
@@ -50,15 +43,14 @@ from s3kv.connectors.log import (
     start_line,
     warn_of_uploads_left,
 )
-from s3kv.connectors.metrics import Values
+from s3kv.connectors.metrics import Values, offloading_definitions, offloading_stats
 from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
 from s3kv.connectors.tier_setup import check_requests_are_known, engine_config, parse_settings
 from s3kv.host.slab import Slab
 from s3kv.io.tier import introduce, open_tier
-from s3kv.io.wire import Handshake
 from s3kv.messages import BucketJob, JobKind
-from s3kv.metrics import NAMESPACE, TIER_METRICS, labels_of, name_of
+from s3kv.metrics import TIER_METRICS
 from s3kv.objects.shards import Shard
 from s3kv.planning.breaker import Breaker, BreakerState
 from s3kv.planning.index import BucketIndex
@@ -68,6 +60,9 @@ from s3kv.planning.row_transfers import RowKey, TransferEnd
 from s3kv.types import ChunkKey, TensorSpec
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
     from vllm.v1.kv_offload.base import (
         OffloadingSpec,
         OffloadKey,
@@ -87,11 +82,6 @@ _RESULTS = {
     OffloadAnswer.HIT: LookupResult.HIT,
     OffloadAnswer.RETRY: LookupResult.RETRY,
     OffloadAnswer.MISS: LookupResult.MISS,
-}
-_METADATA: dict[str, type[OffloadingMetricMetadata]] = {
-    "counter": OffloadingCounterMetadata,
-    "gauge": OffloadingGaugeMetadata,
-    "histogram": OffloadingHistogramMetadata,
 }
 
 
@@ -113,35 +103,20 @@ class S3Tier(Guarded, SecondaryTierManager):
         **settings: Any,
     ) -> None:
         """locality: read by vLLM alone."""
-        more = (
-            {}
-            if backpressure_detector is None
-            else {"backpressure_detector": backpressure_detector}
-        )
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         join_vllm_log()
         self._config = config = parse_settings(settings)
         vllm_config = engine_config()
         check_requests_are_known(config, vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._may_load, self._may_save = transfer.is_kv_consumer, transfer.is_kv_producer
-        rows, self._row_bytes = primary_kv_view.shape or (0, 0)
+        rows, row_bytes = primary_kv_view.shape or (0, 0)
         offloading = offloading_spec.config
-        groups = range(len(offloading.groups))
-        row = (TensorSpec("kv", "U8", (self._row_bytes,)),)
-        handshake = introduce(
-            config,
-            offload_fingerprint(config, vllm_config, offloading, self._row_bytes),
-            WHOLE,
-            dict.fromkeys(groups, row),
-            shapes=(WHOLE,),
-            row_bytes=self._row_bytes,
-        )
         blocks = offloading.cache.blocks_per_chunk
         self.planner = OffloadPlanner(
             BucketIndex(capacity=_INDEX_CHUNKS),
             Breaker(),
-            Pace(fetches_at_once=config.fetches_at_once(self._row_bytes)),
+            Pace(fetches_at_once=config.fetches_at_once(row_bytes)),
             rows=rows,
             chunk_tokens=blocks * max(group.tokens_per_block for group in offloading.groups),
             max_wait_s=config.max_wait_ms / 1000,
@@ -150,11 +125,25 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._telemetry = Telemetry(TIER_METRICS, TIER_SHARES, TierTraffic())
         self._open: set[int] = set()
         """vLLM's jobs that have not been reported."""
+        self._limited: set[str] = set()
+        """Requests with a limit on what is loaded."""
+        self._now_s = time.monotonic()
+        """Time of the last new request or poll. vLLM polls before the lookups of a pass."""
         self._salt = b""
         """Of the hashes since the last reset."""
-        self._open_tier(handshake, primary_kv_view)
+        fingerprint = offload_fingerprint(config, vllm_config, offloading, row_bytes)
+        self._open_tier(fingerprint, len(offloading.groups), primary_kv_view)
 
-    def _open_tier(self, handshake: Handshake, view: memoryview) -> None:
+    def _open_tier(self, fingerprint: dict[str, Any], groups: int, view: memoryview) -> None:
+        _, row_bytes = view.shape or (0, 0)
+        handshake = introduce(
+            self._config,
+            fingerprint,
+            WHOLE,
+            dict.fromkeys(range(groups), (TensorSpec("kv", "U8", (row_bytes,)),)),
+            shapes=(WHOLE,),
+            row_bytes=row_bytes,
+        )
         wait = partial(wait_for_bucket, config=self._config)
         self._tier = tier = open_tier(Slab.behind(view), handshake, wait=wait)
         rows = WorkerHandshake(handshake.namespace_digest, 1, view.nbytes, known=tier.known)
@@ -175,16 +164,28 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=lambda: None)
     def _begin(self, context: ReqContext) -> None:
+        self._now_s = time.monotonic()
         limits = read_limits(context.kv_transfer_params, context.req_id)
+        if limits.load_tokens is not None:
+            self._limited.add(context.req_id)
         self.planner.begin(context.req_id, limits)
 
-    @guarded(default=lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        # vLLM asks for every chunk of a waiting prompt in every step.
+        retries = self.planner.retries
+        if req_context.req_id in retries and self.broken is None:
+            retries[req_context.req_id] += 1
+            return LookupResult.RETRY
+        return self._look_up(key, req_context)
+
+    @guarded(default=lambda: LookupResult.MISS)
+    def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
         if not self._may_load:
             return LookupResult.MISS
-        answer = self.planner.lookup(
-            req_context.req_id, self._chunk(key), _end_token(key, req_context), time.monotonic()
+        end_token = (
+            context.get_offload_key_position(key) if context.req_id in self._limited else None
         )
+        answer = self.planner.lookup(context.req_id, self._chunk(key), end_token, self._now_s)
         return _RESULTS[answer]
 
     @guarded(default=lambda: None)
@@ -195,6 +196,7 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._limited.discard(req_context.req_id)
         self.planner.finish(req_context.req_id)
         self._log(finished=True)
 
@@ -228,7 +230,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         keys = [
             (key, row)
             for key, row in self._rows(job)
-            if most is None or (_end_token(key.name, context) or most + 1) <= most
+            if most is None or (context.get_offload_key_position(key.name) or most + 1) <= most
         ]
         self._send(self.planner.store(job.job_id, context.req_id, keys, time.monotonic()))
 
@@ -250,7 +252,8 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=list)
     def _ended(self) -> list[TransferEnd]:
-        client, planner, now_s = self._tier.client, self.planner, time.monotonic()
+        client, planner = self._tier.client, self.planner
+        self._now_s = now_s = time.monotonic()
         for end in client.poll():
             if end.kind in (JobKind.FETCH, JobKind.UPLOAD) and end.outcome.is_success:
                 self._telemetry.add_seconds({f"{end.kind.value}_seconds": [end.seconds]})
@@ -294,7 +297,7 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     def _chunk(self, key: OffloadKey) -> ChunkKey:
         """vLLM's key: the hash of the chunk's last block, and the number of its group."""
-        block_hash, group = bytes(key[:-4]), int.from_bytes(key[-4:], "big")
+        block_hash, group = key[:-4], int.from_bytes(key[-4:], "big")
         if self._salt:
             block_hash = blake2b(block_hash, key=self._salt, digest_size=32).digest()
         return ChunkKey(group, block_hash)
@@ -312,7 +315,7 @@ class S3Tier(Guarded, SecondaryTierManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         changes, self.planner.changes = self.planner.changes, []
         return [
-            OffloadingEvent(keys=[name], removed=not is_there, **_event_fields(self))
+            OffloadingEvent([name], self.medium, not is_there, self.locality, self.tier_type)
             for name, is_there in changes
         ]
 
@@ -320,30 +323,11 @@ class S3Tier(Guarded, SecondaryTierManager):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        definitions = {}
-        for name, metric in TIER_METRICS.items():
-            more = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
-            definitions[f"{NAMESPACE}{name}"] = _METADATA[metric.kind](
-                documentation=metric.doc, labelnames=tuple(metric.labels), **more
-            )
-        return definitions
+        return offloading_definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         values = self._values()
-        if not values:
-            return None
-        stats = OffloadingConnectorStats()
-        for key, value in values.items():
-            name, labels = name_of(key), labels_of(key)
-            metric, exported = TIER_METRICS[name], f"{NAMESPACE}{name}"
-            if metric.kind == "histogram":
-                for observed in value:
-                    stats.observe_histogram(exported, observed, labels)
-            elif metric.kind == "gauge":
-                stats.set_gauge(exported, value, labels)
-            else:
-                stats.increase_counter(exported, value * metric.scale, labels)
-        return stats
+        return offloading_stats(values) if values else None
 
     def _values(self) -> Values:
         self._telemetry.is_stale = True
@@ -358,20 +342,3 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     def _log(self, *, finished: bool = False) -> None:
         self._telemetry.log(self.planner, time.monotonic(), finished=finished)
-
-
-def _end_token(key: OffloadKey, context: ReqContext) -> int | None:
-    """Tokens of the prompt up to the end of the key's chunk; None if vLLM does not record it."""
-    position = getattr(context, "get_offload_key_position", None)
-    return None if position is None else position(key)
-
-
-@cache
-def _event_names() -> frozenset[str]:
-    return frozenset(field.name for field in dataclasses.fields(OffloadingEvent))
-
-
-def _event_fields(tier: S3Tier) -> dict[str, Any]:
-    """The fields of an event that are the same for all of a tier's, as far as vLLM has them."""
-    fields = {"medium": tier.medium, "locality": tier.locality, "ownership": tier.tier_type}
-    return {name: value for name, value in fields.items() if name in _event_names()}

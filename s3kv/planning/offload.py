@@ -1,7 +1,7 @@
 """Planner of the tier below vLLM's primary tier: decides on lookups, fetches and uploads of rows.
 
-vLLM's `TieringOffloadingManager` owns the primary tier. It gives a row to every key that a lookup
-answers HIT, so the fetch itself finds out whether the bucket has the chunk:
+vLLM owns the primary tier, and gives a row to every key that a lookup answers HIT. So the fetch
+itself finds out whether the bucket has the chunk:
 
     lookup ──HIT──▶ row allocated ──load──▶ FETCHING ──arrived──▶ the key succeeds
        │                                       └──absent, bad, failed, given up──▶ the key fails
@@ -13,14 +13,13 @@ the request. So no request waits without an end, nor asks twice for the same abs
 
 These rules keep it out of the way:
 - Chunks that the bucket may not have (probes) take few rows: a window per request, which doubles
-  with every arrival, and a share of all rows. Groups are probed one after another, because the
-  others' chunks of the same tokens are then known to be there.
+  with every arrival, and a share of all rows. Groups are probed in turn: the first proves the rest.
 - Requests hold the rows that they were promised until they are scheduled. A request for which there
   are no rows left waits for others; one that alone needs too many gets the rest as a MISS. No key
   is promised twice, because vLLM may give the row of a chunk that has arrived to the next one.
 - Uploads pin rows, too: beyond a share of them, and while the store keeps failing, they are shed.
 
-One caller at a time; time comes in as an argument (seconds, monotonic).
+One caller at a time; times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class _OffloadRequest:
     """A request. promised: its keys that were answered HIT since it was last scheduled; new: those
     of this pass, which have no job yet. fetching: its fetches, by key. probes: of these and the new
     ones, the keys that were unknown. found: hashes of which some group's chunk arrived. lost: keys
-    that failed. retries: RETRY answers of this pass."""
+    that failed."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -73,7 +72,6 @@ class _OffloadRequest:
     probed_group: int = 0
     found: set[bytes] = field(default_factory=set)
     lost: set[ChunkKey] = field(default_factory=set)
-    retries: int = 0
     is_closed: bool = False
     computing_s: float = 0.0
     computing_step: int = 0
@@ -82,9 +80,8 @@ class _OffloadRequest:
 class OffloadPlanner:
     """The planner of one engine's tier.
 
-    rows: of the primary tier. chunk_tokens: tokens of a key of a group of full attention.
-    max_wait_s: longest wait of a request. is_observed: whether `changes` is filled.
-    recompute_gate: whether a request stops waiting once computing is expected to be faster.
+    rows: of the primary tier. chunk_tokens: tokens of a key in full attention. max_wait_s: longest
+        wait. is_observed: whether `changes` is filled. recompute_gate: `WaitFacts.gate`.
     """
 
     def __init__(
@@ -102,20 +99,18 @@ class OffloadPlanner:
         self.index, self.breaker, self.pace = index, breaker, pace
         self.counters = Tally()
         self.changes: list[tuple[bytes, bool]] = []
-        """Names of keys that the bucket turned out to have (True) or to have lost, in order. The
-        reader clears it."""
-        self._is_observed = is_observed
-        self._recompute_gate = recompute_gate
-        self._chunk_tokens = chunk_tokens
-        self._max_wait_s = max_wait_s
+        """Names of keys that the bucket was found to have (True) or not; the reader clears it."""
+        self._is_observed, self._recompute_gate = is_observed, recompute_gate
+        self._chunk_tokens, self._max_wait_s = chunk_tokens, max_wait_s
         self._first_window = max(1, min(_MOST_PROBES, rows // _PROBE_SHARE))
         self._most_promised = max(1, rows - rows // _SPARE_SHARE)
         self._most_uploads = max(1, rows // _UPLOAD_SHARE)
         self._requests: dict[str, _OffloadRequest] = {}
+        self.retries: dict[str, int] = {}
+        """RETRY answers of this pass, by request, which gets no others; callers may count them."""
         self._active: dict[str, _OffloadRequest] = {}
         """Those with a lookup in this pass, or a fetch under way."""
-        self._promised = self._probes = 0
-        """Sums over all requests."""
+        self._promised = self._probes = 0  # sums over all requests
         self.transfers = RowTransfers()
         self._uses: dict[int, ChunkKey] = {}
         self._step = 0
@@ -130,6 +125,7 @@ class OffloadPlanner:
         """Forget a request. Its fetches continue, because others may wait for the same rows."""
         request = self._requests.pop(request_id, None)
         self._active.pop(request_id, None)
+        self.retries.pop(request_id, None)
         if request is not None:
             self._give_up_new(request)
             self._release(request)
@@ -141,6 +137,8 @@ class OffloadPlanner:
         """Answer a lookup of a key that the primary tier does not have. end_token: number of the
         prompt's tokens up to the end of the chunk; None if it is not known."""
         request = self._requests.get(request_id)
+        if request_id in self.retries:
+            return self._retry(request_id)
         if request is None or request.is_closed or key in request.lost:
             return OffloadAnswer.MISS
         if key in request.new or key in request.fetching:
@@ -155,10 +153,10 @@ class OffloadPlanner:
         if not is_known and self.index.is_absent(key, now_s):
             return self._refuse("fetches_spared")
         if not is_known and not self._may_probe(request, key.group):
-            return self._retry(request)
+            return self._retry(request_id)
         if self._promised + self.transfers.uploads >= self._most_promised:
             if len(request.promised) < self._promised:
-                return self._retry(request)
+                return self._retry(request_id)
             return self._refuse("fetches_without_room")
         if not self.breaker.allows(now_s):
             return self._refuse("fetches_refused_by_breaker")
@@ -178,8 +176,8 @@ class OffloadPlanner:
         self.counters[counter] += 1
         return OffloadAnswer.MISS
 
-    def _retry(self, request: _OffloadRequest) -> OffloadAnswer:
-        request.retries += 1
+    def _retry(self, request_id: str) -> OffloadAnswer:
+        self.retries[request_id] = self.retries.get(request_id, 0) + 1
         return OffloadAnswer.RETRY
 
     def _promise(self, request: _OffloadRequest, key: ChunkKey, *, is_probe: bool) -> None:
@@ -197,9 +195,9 @@ class OffloadPlanner:
             if request.new:  # vLLM had no row for these, and has answered MISS in our place
                 self.counters["fetches_without_room"] += len(request.new)
                 self._give_up_new(request)
-            if request.fetching or request.retries:
-                self._decide(request, now_s)
-            request.retries = 0
+            retries = self.retries.pop(request_id, 0)
+            if request.fetching or retries:
+                self._decide(request, retries, now_s)
             if not request.fetching:
                 del self._active[request_id]
         for request_id in scheduled:
@@ -213,10 +211,10 @@ class OffloadPlanner:
         self.transfers.cancel_loads(now_s - self._max_wait_s, but_of=self._requests)
 
     def _give_up_new(self, request: _OffloadRequest) -> None:
-        for key, is_probe in request.new.items():
-            request.promised.discard(key)
-            request.probes -= is_probe
-            self._probes -= is_probe
+        probes = sum(request.new.values())
+        request.promised -= request.new.keys()
+        request.probes -= probes
+        self._probes -= probes
         self._promised -= len(request.new)
         request.new.clear()
 
@@ -224,16 +222,16 @@ class OffloadPlanner:
         self._promised -= len(request.promised)
         request.promised.clear()
 
-    def _decide(self, request: _OffloadRequest, now_s: float) -> None:
+    def _decide(self, request: _OffloadRequest, retries: int, now_s: float) -> None:
         """Close a request whose wait has ended, and cancel its fetches."""
-        wait, missing = request.wait, len(request.fetching) + request.retries
+        wait, missing = request.wait, len(request.fetching) + retries
         if not wait.is_begun:
             wait.begin(now_s, 0)
             wait.asked_s = now_s
         if now_s < wait.until_s:
             return
-        wait.wanted = len(request.promised) + request.retries
-        rounds = (request.retries // request.window).bit_length()
+        wait.wanted = len(request.promised) + retries
+        rounds = (retries // request.window).bit_length()
         deadline = decide(
             WaitFacts(
                 now_s=now_s,
@@ -374,9 +372,8 @@ class OffloadPlanner:
             return
         request.lost.add(key)
         request.wait.wake()
-        if key in request.promised:
-            request.promised.remove(key)
-            self._promised -= 1
+        self._promised -= key in request.promised
+        request.promised.discard(key)
 
     def _found(self, key: RowKey, until_s: float) -> None:
         if self._is_observed and not self.index.is_present(key.chunk):

@@ -23,6 +23,7 @@ class BrokenPlanner:
 
     def __init__(self) -> None:
         self.counters = {"internal_errors": 0}
+        self.retries = {"a": 1}
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("a bug")
@@ -32,7 +33,8 @@ class BrokenPlanner:
 def broken() -> S3Tier:
     tier: Any = S3Tier.__new__(S3Tier)
     tier._may_load = tier._may_save = True
-    tier._open, tier._salt, tier.planner = set(), b"", BrokenPlanner()
+    tier._open, tier._limited, tier._salt = set(), set(), b""
+    tier.planner = BrokenPlanner()
     tier._tier = SimpleNamespace(client=SimpleNamespace(closed=0))
     tier._tier.client.close = lambda: setattr(tier._tier.client, "closed", 1)
     return tier  # type: ignore[no-any-return]

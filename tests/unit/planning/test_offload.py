@@ -29,7 +29,7 @@ def test_no_row_is_touched_after_its_end_and_nobody_waits_for_ever(seed: int) ->
 
 
 class WaitsForEver(OffloadPlanner):
-    def _decide(self, request: _OffloadRequest, now_s: float) -> None:
+    def _decide(self, request: _OffloadRequest, retries: int, now_s: float) -> None:
         pass
 
 
@@ -112,6 +112,7 @@ def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
     desk.end_pass()
     desk.end(jobs[:1])
     assert desk.look_up("a", *range(8, 30)).count(HIT) == 9
+    desk.end_pass()
     desk.end(jobs[1:], Outcome.MISSING)
     assert desk.look_up("a", 1, 2) == [MISS, MISS]
 
@@ -130,6 +131,7 @@ def test_a_second_group_is_probed_after_the_first_and_known_by_it() -> None:
     assert desk.look_up("a", *range(8)) == [HIT] * 8
     assert desk.look_up("a", 7, 6, group=1) == [RETRY, RETRY]
     desk.end(desk.load("a", *range(8)))
+    desk.end_pass()
     assert desk.look_up("a", 7, 6, group=1) == [HIT, HIT]
 
 
