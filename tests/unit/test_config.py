@@ -13,6 +13,49 @@ from s3kv.errors import ConfigError
 from tests.project import ROOT
 
 ENCRYPTION = "x-amz-server-side-encryption"
+NO_BUCKETS = [
+    "s3://kv-cache",
+    "kv-cache/team-a",
+    "-",
+    "arn:aws:s3:::kv-cache",
+    "arn:aws:s3:eu-west-1:1:accesspoint/chunks",
+    "",
+    "a b",
+    "kv-cache\n",
+]
+NO_URLS = [
+    "localhost:9000",
+    "s3://kv-cache",
+    "http://",
+    "https://store?list-type=2",
+    "https://store/base?",
+    "https://store#top",
+    "https://store:",
+    "https://store:0",
+    "https://store:port",
+    "https://[::1",
+    "https://store\\base",
+    "https://store;a",
+    "https:// a",
+    "https://store/a b",
+]
+BUCKETS = [
+    "kv-cache",
+    "Kv_Cache.1",
+    "chunks-1a2b3c4d-s3alias",
+    "cache--use1-az4--x-s3",
+    "arn:aws:s3:eu-west-1:123456789012:accesspoint/chunks",
+    "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint:chunks",
+    "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap",
+    "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-0123/accesspoint/chunks",
+]
+URLS = [
+    "http://store:80",
+    "https://STORE.Example.:443/base/",
+    "http://[::1]:9000",
+    "http://[fe80::1%25eth0]:9000",
+    "http://127.0.0.1:65535",
+]
 
 
 def parse(**settings: Any) -> Config:
@@ -40,39 +83,9 @@ def parse(**settings: Any) -> Config:
         ("addressing_style", "subdomain"),
         ("region", 1),
         ("bucket", 1),
-        *(
-            ("bucket", value)
-            for value in (
-                "s3://kv-cache",
-                "kv-cache/team-a",
-                "",
-                "-",
-                "a b",
-                "kv-cache\n",
-                "arn:aws:s3:::kv-cache",
-                "arn:aws:s3:eu-west-1:1:accesspoint/chunks",
-            )
-        ),
+        *(("bucket", value) for value in NO_BUCKETS),
         *(("prefix", value) for value in ("", "/", "/team-a", "team-a/")),
-        *(
-            ("endpoint_url", value)
-            for value in (
-                "localhost:9000",
-                "s3://kv-cache",
-                "http://",
-                "https:// a",
-                "https://store?list-type=2",
-                "https://store/base?",
-                "https://store#top",
-                "https://store:",
-                "https://store:0",
-                "https://store:port",
-                "https://[::1",
-                "https://store\\base",
-                "https://store;a",
-                "https://store/a b",
-            )
-        ),
+        *(("endpoint_url", value) for value in NO_URLS),
         *(
             ("put_headers", value)
             for value in (
@@ -102,29 +115,8 @@ def test_a_wrong_value_is_told_with_what_is_allowed(setting: str, value: Any) ->
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        *(
-            ("bucket", value)
-            for value in (
-                "kv-cache",
-                "Kv_Cache.1",
-                "chunks-1a2b3c4d-s3alias",
-                "cache--use1-az4--x-s3",
-                "arn:aws:s3:eu-west-1:123456789012:accesspoint/chunks",
-                "arn:aws-cn:s3:cn-north-1:123456789012:accesspoint:chunks",
-                "arn:aws:s3::123456789012:accesspoint/mfzwi23gnjvgw.mrap",
-                "arn:aws:s3-outposts:us-west-2:123456789012:outpost/op-0123/accesspoint/chunks",
-            )
-        ),
-        *(
-            ("endpoint_url", value)
-            for value in (
-                "http://store:80",
-                "https://STORE.Example.:443/base/",
-                "http://[::1]:9000",
-                "http://[fe80::1%25eth0]:9000",
-                "http://127.0.0.1:65535",
-            )
-        ),
+        *(("bucket", value) for value in BUCKETS),
+        *(("endpoint_url", value) for value in URLS),
         *(
             ("put_headers", value)
             for value in (

@@ -78,11 +78,6 @@ def test_layers_that_swap_their_orders_are_other_parts() -> None:
     assert (one.dtype, one.shape) == (other.dtype, other.shape) == ("U8", (2, 256))
 
 
-def test_shared_layers_are_stored_once() -> None:
-    layout = caches_of(Shape("LBNHC", shared=True)).layout()
-    assert [layer.name for layer in layout.layers] == ["layer.0", "layer.1"]
-
-
 def test_the_description_tells_layouts_apart_but_not_engines() -> None:
     one = Shape("LBNHC")
     base = caches_of(one).layout().describe()

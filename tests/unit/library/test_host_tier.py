@@ -112,22 +112,6 @@ async def test_an_upload_that_fails_is_told_and_tried_again_when_the_bucket_is_b
             assert same(into, block(number))
 
 
-async def test_a_block_whose_upload_failed_makes_room_for_others(
-    behind: tuple[Proxy, Config], short_pauses: None
-) -> None:
-    """Nothing stays pinned for a bucket that is gone: memory never fills up for good."""
-    between, config = behind
-    a_quarter = 220_000
-    async with opening_big(config, a_quarter) as store:
-        between.fault(Fault(kind="refuse"))
-        for number in range(10):
-            assert await store.put(hash_of(number), big(number, a_quarter))
-            await store.flush()
-        assert store.counters["saves_dropped"] == 0
-        assert store.counters["evictions"] > 0
-        assert not await store.get(hash_of(0), big(0, a_quarter))
-
-
 async def test_many_writers_of_one_block_cause_one_upload(config: Config) -> None:
     async with opening(config) as store:
         puts = (store.put(hash_of(7), block(7)) for _ in range(8))

@@ -159,11 +159,6 @@ def test_beyond_max_saves_inflight_they_are_dropped_and_counted() -> None:
     assert len(desk.run("last", [8, 9], 0, 4, new=True).saves) == 1
 
 
-def test_without_leave_to_save_nothing_is_saved() -> None:
-    desk = computing("aaaa", may_save=False)
-    assert desk.run("r", [0, 1], 0, 4, new=True).saves == ()
-
-
 def computed_while_fetched(**setup: object) -> tuple[Desk, BucketJob, SaveJob]:
     """The only step of a request has computed two chunks; the second is still being fetched."""
     desk = Desk(**{"probe_chunks": 2, **setup})

@@ -47,15 +47,6 @@ def test_a_private_request_hides_nothing_from_a_public_one_that_saves_the_same()
     assert [save.block_ids for save in saves] == [(0, 1), (2, 3), (4, 5)]
 
 
-def test_a_private_request_loads_what_others_have_saved() -> None:
-    desk = Desk()
-    desk.make_resident("aaaabbbb")
-    desk.add("r", PROMPT, PRIVATE)
-    assert not desk.lookup("r").tokens
-    desk.end(desk.fetches(), MISSING)
-    assert desk.lookup("r") == Answer(False, 8)
-
-
 def test_a_request_that_must_not_load_asks_for_nothing_and_saves() -> None:
     desk = Desk()
     desk.make_resident("aaaa")

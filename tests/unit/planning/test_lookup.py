@@ -142,31 +142,6 @@ def test_one_flight_for_all_and_to_each_its_own() -> None:
     assert desk.fetches() == ()
 
 
-def test_nobody_waits_for_the_tail_of_somebody_else() -> None:
-    desk = Desk(probe_chunks=8)
-    desk.add("long", LONG)
-    desk.lookup("long")
-    fetches = desk.fetches()
-    desk.add("short", LONG[:8] + "zz")
-    assert desk.lookup("short") == WAIT
-    desk.end(fetches[:2])
-    assert desk.lookup("short") == Answer(False, 8)
-    assert desk.lookup("long") == WAIT
-
-
-def test_without_a_free_slot_it_is_asked_for_later() -> None:
-    desk = Desk(slots=2, probe_chunks=2)
-    desk.add("first", "aaaabbbb")
-    desk.planner.prefetch("first", 0, 0.0)
-    fetches = desk.fetches()
-    desk.add("second", "cccc")
-    desk.planner.prefetch("second", 0, 0.0)
-    assert desk.lookup("second") == NOTHING, "nothing is on its way, so there is no use in waiting"
-    desk.add("third", "cccc")
-    desk.end(fetches, MISSING)
-    assert desk.lookup("third") == WAIT
-
-
 def test_what_was_refused_at_arrival_is_asked_for_at_the_first_lookup() -> None:
     desk = Desk(slots=2, probe_chunks=2)
     desk.add("first", "aaaabbbb")

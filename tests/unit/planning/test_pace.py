@@ -25,14 +25,6 @@ def test_nobody_waits_longer_than_max_wait() -> None:
     assert desk.planner.counters["deadline_cuts"] == 1
 
 
-def test_the_clock_starts_when_the_engine_asks() -> None:
-    desk = Desk(max_wait_s=3.0)
-    desk.add("r", "aaaa")
-    desk.planner.prefetch("r", 0, 0.0)
-    desk.now_s = 10.0
-    assert desk.lookup("r") == WAIT
-
-
 def measured(*, seconds_per_chunk: float, **setup: object) -> Desk:
     """Computing a chunk takes 0.5 s; up to four fetches are sent at once."""
     desk = Desk(max_wait_s=50.0, gate=True, **{"probe_chunks": 1, **setup})

@@ -65,14 +65,6 @@ def test_none_is_asked_for_before_one_that_the_bucket_has() -> None:
     assert found == [[4], [3]], "the last token is computed again"
 
 
-def test_none_is_asked_for_without_the_prefix() -> None:
-    desk = desk_with(FULL, STATE)
-    assert desk.lookup("r") == WAIT
-    desk.end(desk.fetches(), MISSING)
-    assert desk.lookup("r") == NOTHING
-    assert desk.fetches() == ()
-
-
 def test_a_model_of_states_alone_asks_for_some_and_no_more() -> None:
     prompt = "".join(chr(0x100 + n) * CHUNK for n in range(200)) + "z"
     desk = desk_with(STATE, prompt=prompt, slots=300)

@@ -299,14 +299,6 @@ def test_without_a_batch_call_all_is_gathered_and_the_log_says_why(
         GpuCopier(places(caches, caches.layout())[0], gpu, Path.BATCH)
 
 
-def test_a_path_can_be_forced(device: Device) -> None:
-    caches = build(Shape("LBNHC"), device.memory, torch.Generator().manual_seed(5))
-    copies = BlockCopies(device.open(places(caches, caches.layout())[0]))
-    paths = {choice.path for choice in copies.copier.choices}
-    assert paths == ({device.path} if device.path else set())
-    copies.close()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ORDERS)
 def test_measuring_on_a_gpu_leaves_the_caches_as_they_are(order: str) -> None:
