@@ -129,39 +129,32 @@ def names(
     ]
 
 
-def test_a_shard_is_named_by_its_heads_and_layers() -> None:
-    assert names(8, 8, 1) == ["h0-7of8-l0-31of32"]
-    assert names(4, 8, 2) == ["h0-3of8-l0-31of32", "h4-7of8-l0-31of32"]
-    assert names(8, 8, 1, range(16, 32)) == ["h0-7of8-l16-31of32"]
-
-
-def test_ranks_that_hold_the_same_heads_have_names_of_their_own() -> None:
-    assert names(1, 1, 2) == ["h0-0of1-l0-31of32-r0of2", "h0-0of1-l0-31of32-r1of2"]
-    assert [name.partition("-l0-31of32")[::2] for name in names(1, 2, 4)] == [
-        ("h0-0of2", "-r0of2"),
-        ("h0-0of2", "-r1of2"),
-        ("h1-1of2", "-r0of2"),
-        ("h1-1of2", "-r1of2"),
-    ]
-
-
-def test_ranks_that_are_known_to_be_equal_have_one_name() -> None:
-    assert names(1, 1, 2, replicas=2) == ["h0-0of1-l0-31of32"] * 2
-    first, second = "h0-0of2-l0-31of32", "h1-1of2-l0-31of32"
-    assert names(1, 2, 4, replicas=2) == [first, first, second, second]
-    one, other = "h0-0of1-l0-31of32-r0of2", "h0-0of1-l0-31of32-r1of2"
-    assert names(1, 1, 4, replicas=2) == [one, one, other, other]
-
-
-def test_ranks_with_different_heads_never_have_one_name() -> None:
-    """Whatever is said of them."""
-    assert len(set(names(4, 8, 2, replicas=2))) == 2
-    assert len(set(names(1, 3, 6, replicas=3))) == 6
+@pytest.mark.parametrize(
+    ("ranks", "heads"),
+    [
+        ((8, 8, 1), ["h0-7of8"]),
+        ((4, 8, 2), ["h0-3of8", "h4-7of8"]),
+        # Ranks that hold the same heads have names of their own, unless they are known to be equal.
+        ((1, 1, 2), ["h0-0of1 r0of2", "h0-0of1 r1of2"]),
+        ((1, 2, 4), ["h0-0of2 r0of2", "h0-0of2 r1of2", "h1-1of2 r0of2", "h1-1of2 r1of2"]),
+        ((1, 1, 2, 2), ["h0-0of1"] * 2),
+        ((1, 2, 4, 2), ["h0-0of2"] * 2 + ["h1-1of2"] * 2),
+        ((1, 1, 4, 2), ["h0-0of1 r0of2"] * 2 + ["h0-0of1 r1of2"] * 2),
+        # Ranks with other heads never have one name, whatever is said of them.
+        ((4, 8, 2, 2), ["h0-3of8", "h4-7of8"]),
+    ],
+)
+def test_a_shard_is_named_by_its_heads_and_layers(ranks: Any, heads: list[str]) -> None:
+    for layers, name in ((range(32), "l0-31of32"), (range(16, 32), "l16-31of32")):
+        found = names(*ranks[:3], layers, *ranks[3:])
+        parts = [head.partition(" ") for head in heads]
+        assert found == [f"{h}-{name}{'-' if copy else ''}{copy}" for h, _, copy in parts]
 
 
 @given(heads=st.integers(1, 64), total=st.integers(1, 64), size=st.integers(1, 64))
 def test_no_two_ranks_have_one_name(heads: int, total: int, size: int) -> None:
     """Whatever a model says of its heads."""
+    assert len(set(names(1, 3, 6, replicas=3))) == 6
     found = names(heads, total, size)
     assert len(set(found)) == size
     for name in found:

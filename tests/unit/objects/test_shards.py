@@ -68,17 +68,14 @@ def test_the_fewest_come_first_and_no_more_than_a_few() -> None:
     assert names(found[0]) == ["h0-15of16-l0-31of32"]
 
 
-def test_one_size_covers_itself_with_nothing() -> None:
+def test_nothing_covers_without_each_shard_of_the_same_model_in_another_size() -> None:
     for tp in (1, 2, 8, 16):
         shards = fleet(8, 32, tp)
         assert all(covers(shard, shards) == [] for shard in shards)
-
-
-def test_a_set_that_lacks_a_shard_is_none() -> None:
     (whole,) = fleet(8, 32, 1)
-    assert covers(whole, fleet(8, 32, 4)[:3]) == []
-    assert covers(whole, fleet(8, 32, 4)[1:]) == []
-    assert covers(whole, fleet(8, 32, 1, 2)[:1]) == []
+    for lacking in (fleet(8, 32, 4)[:3], fleet(8, 32, 4)[1:], fleet(8, 32, 1, 2)[:1]):
+        assert covers(whole, lacking) == []
+    assert covers(whole, [*fleet(16, 32, 2), *fleet(8, 33, 2)]) == []
 
 
 def test_stages_follow_each_other() -> None:
@@ -90,11 +87,6 @@ def test_stages_follow_each_other() -> None:
     # Stages that overlap are not put together.
     odd = Shard(range(8), 8, range(10, 32), 32)
     assert covers(whole, [stages[0], odd]) == []
-
-
-def test_another_model_s_shards_are_others() -> None:
-    (whole,) = fleet(8, 32, 1)
-    assert covers(whole, [*fleet(16, 32, 2), *fleet(8, 33, 2)]) == []
 
 
 def test_of_heads_held_by_several_ranks_the_first_copy_is_read() -> None:

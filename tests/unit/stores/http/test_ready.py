@@ -135,24 +135,19 @@ def test_they_are_ready_at_any_time_and_never_too_old(wire: Wire, pool: Pool) ->
     assert wire.opened <= READY * (1 + looks * LOOK_S / (IDLE_LIMIT_S - LOOK_S))
 
 
-def test_it_ends_when_nothing_is_asked_for(wire: Wire, pool: Pool) -> None:
+def test_it_ends_when_nothing_is_asked_for_and_an_answer_prolongs_it(
+    wire: Wire, pool: Pool
+) -> None:
     for start_s in (0.0, 10_000.0):
         wire.run_until(start_s)
         wire.run(burst(pool, 1), start_s + READY_S - 1)
+        wire.run(burst(pool, 1), start_s + READY_S + LOOK_S + 1)
         assert len(wire.peers) >= READY - 1
-        wire.run_until(start_s + READY_S + LOOK_S + 1)
+        wire.run_until(start_s + 2 * READY_S + LOOK_S + 1)
         assert wire.peers == []
         opened = wire.opened
         wire.run_until(start_s + 5_000.0)
         assert wire.opened == opened
-
-
-def test_an_answer_prolongs_it(wire: Wire, pool: Pool) -> None:
-    wire.run(burst(pool, 1), READY_S - 1)
-    wire.run(burst(pool, 1), READY_S + LOOK_S + 1)
-    assert len(wire.peers) >= READY - 1
-    wire.run_until(2 * READY_S + LOOK_S + 1)
-    assert wire.peers == []
 
 
 def test_there_are_never_more_than_the_size(wire: Wire) -> None:
