@@ -76,6 +76,9 @@ logger = logging.getLogger("s3kv")
 WHOLE = Shard(range(1), 1, range(1), 1).name
 """The shard of a row, which holds the KV of all ranks."""
 _INDEX_CHUNKS = 2_000_000
+_PREFILL_TOKENS_PER_S = 2_000.0
+"""Speed of prefill until it has been measured. Chunks are probed in rounds before that, so a higher
+one would cut the first waits of an engine short that pay."""
 _SETTLE_S = 5.0
 """Time for uploads to end at a reset. vLLM's engine waits meanwhile."""
 _RESULTS = {
@@ -116,7 +119,10 @@ class S3Tier(Guarded, SecondaryTierManager):
         self.planner = OffloadPlanner(
             BucketIndex(capacity=_INDEX_CHUNKS),
             Breaker(),
-            Pace(fetches_at_once=config.fetches_at_once(row_bytes)),
+            Pace(
+                fetches_at_once=config.fetches_at_once(row_bytes),
+                prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
+            ),
             rows=rows,
             chunk_tokens=blocks * max(group.tokens_per_block for group in offloading.groups),
             max_wait_s=config.max_wait_ms / 1000,

@@ -20,7 +20,12 @@ from tests.unit.planning.tiering import CHUNK_TOKENS, MAX_WAIT_S, is_noticed, na
 HIT, RETRY, MISS = OffloadAnswer.HIT, OffloadAnswer.RETRY, OffloadAnswer.MISS
 
 
-@pytest.mark.parametrize("seed", range(200))
+SEEDS = [
+    pytest.param(seed, marks=() if seed < 200 else pytest.mark.nightly) for seed in range(1_000)
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_no_row_is_touched_after_its_end_and_nobody_waits_for_ever(seed: int) -> None:
     run(seed)
 
