@@ -34,27 +34,23 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def built(kind: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (archive,) = folder.iterdir()
+    return archive
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sdist")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
-    (archive,) = folder.iterdir()
+    archive = built("sdist", tmp_path_factory.mktemp("sdist"))
     assert archive.name == f"{STEM}.tar.gz"
     return archive
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
-        cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
-    (archive,) = folder.iterdir()
-    return archive
+    return built("wheel", tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")

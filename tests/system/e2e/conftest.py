@@ -332,6 +332,26 @@ def at_rest(engine: Engine) -> Counter[str]:
     return Counter(report["rank"]) | Counter(report["planner"])
 
 
+class Aborts:
+    """Requests that are given up at a moment, and the next ones with the same prompts."""
+
+    def __init__(self, engine: Engine, truth: Truth) -> None:
+        self._engine, self._truth = engine, truth
+
+    def at(self, moment: str, prompt: list[int], hog: Sequence[int] = ()) -> int:
+        """As `tests.system.e2e.inside.abort_at`."""
+        target = "tests.system.e2e.inside:abort_at"
+        return int(self._engine.call(target, moment=moment, prompt=prompt, hog=hog))
+
+    def still_right(self, prompt: list[int]) -> int | None:
+        """Whether the next request is answered as if the other had not been there, and leaves
+        nothing behind. Returns the tokens that it hit."""
+        (answer,) = self._engine.generate([prompt])
+        assert [answer.tokens] == self._truth([prompt])
+        at_rest(self._engine)
+        return answer.cached_tokens
+
+
 def in_every_tier(
     serve: Serve,
     model: Path,

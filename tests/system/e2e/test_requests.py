@@ -7,7 +7,7 @@ for the tokens, and in bf16 it does (see `References`).
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.planning.requests import PROBE_CHUNKS
 from tests.system.e2e.conftest import (
+    Aborts,
     Serve,
     Truth,
     at_rest,
@@ -121,20 +122,8 @@ def test_aborted_at_any_moment(
     fresh = [LONG[i][:600] + TAILS[i] for i in range(6)]
     sizes = {"num_gpu_blocks_override": 24, "max_model_len": 2_900, "max_num_batched_tokens": 256}
     with serve(tiny, connector, **sizes, **FLOAT32) as engine:
-
-        def abort_at(moment: str, prompt: list[int], hog: Sequence[int] = ()) -> int:
-            return int(
-                engine.call(
-                    "tests.system.e2e.inside:abort_at", moment=moment, prompt=prompt, hog=hog
-                )
-            )
-
-        def still_right(prompt: list[int]) -> int | None:
-            (answer,) = engine.generate([prompt])
-            assert [answer.tokens] == truth([prompt])
-            at_rest(engine)
-            return answer.cached_tokens
-
+        aborts = Aborts(engine, truth)
+        abort_at, still_right = aborts.at, aborts.still_right
         abort_at("queued", LONG[0])
         assert still_right(LONG[0]) == HIT
 

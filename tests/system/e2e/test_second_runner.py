@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
+    Aborts,
     Launch,
     Serve,
     Truth,
@@ -150,20 +151,8 @@ def test_aborted_at_any_moment_while_scheduling_ahead(second_life: Engine, truth
     prompt is answered as if it had not been there.
     """
     in_bucket = iter(PROMPTS[2:])
-
-    def abort_at(moment: str, prompt: list[int], hog: Sequence[int] = ()) -> int:
-        return int(
-            second_life.call(
-                "tests.system.e2e.inside:abort_at", moment=moment, prompt=prompt, hog=hog
-            )
-        )
-
-    def still_right(prompt: list[int]) -> int | None:
-        (answer,) = second_life.generate([prompt])
-        assert [answer.tokens] == truth([prompt])
-        at_rest(second_life)
-        return answer.cached_tokens
-
+    aborts = Aborts(second_life, truth)
+    abort_at, still_right = aborts.at, aborts.still_right
     (io_process,) = second_life.io_processes()
     io_process.send_signal(signal.SIGSTOP)
     prompt = next(in_bucket)
