@@ -31,7 +31,7 @@ SAVES = ItemPlan(saves=(ItemSave("a", KEY, ROWS),))
 
 
 class Outbox:
-    """An outbox whose items are in the bucket at once. `room`: the items it has place for."""
+    """An outbox whose items are in the bucket at once. room: items between two `take_ends`."""
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(2**20))
@@ -40,7 +40,7 @@ class Outbox:
         self.ended: list[ChunkKey] = []
 
     def place(self, nbytes: int) -> Span | None:
-        return Span(8192 * len(self.sent), nbytes) if len(self.sent) < self.room else None
+        return Span(8192 * len(self.sent), nbytes) if len(self.ended) < self.room else None
 
     def send(self, key: ChunkKey, span: Span, shape: ItemShape, copy: Any) -> None:
         copy.synchronize()
@@ -136,6 +136,16 @@ def test_an_output_without_place_size_or_plan_is_not_saved(
     assert report is not None
     assert set(report.counters) - {"encoded", "encoded_rows"} == {counter} - {""}
     assert outbox.sent == []
+
+
+def test_the_places_of_ended_uploads_are_free_within_a_step(make: Make) -> None:
+    side = make()
+    outbox: Any = side._outbox
+    outbox.room = 1
+    side.begin(ItemPlan(saves=tuple(ItemSave(name, KEY, ROWS) for name in "ab")))
+    for name in "ab":
+        side.save({name: output()}, name)
+    assert len(outbox.sent) == 2
 
 
 @pytest.mark.parametrize("place", [{"rank": 1}, {"stage": 1}])
