@@ -244,18 +244,17 @@ def test_groups_that_need_the_same_positions_share_their_objects() -> None:
 
 @pytest.mark.parametrize(
     ("state_bytes", "layers", "interval"),
-    [(4_096, "a", 16), (4_096, "ab", 16), (16, "a", 1), (0, "a", 1)],
+    [(4_096, "a", 16), (4_096, "ab", 32), (16, "a", 1), (0, "a", 1)],
     ids=["large", "more-layers", "small", "none"],
 )
 def test_states_are_saved_after_four_times_their_bytes_of_kv(
     state_bytes: int, layers: str, interval: int
 ) -> None:
-    """A layer with full attention has 1,024 bytes of KV per token here."""
+    """The layer with full attention has 1,024 bytes of KV per token here. layers: with states."""
     wide = dataclasses.replace(STATE, shapes=((state_bytes,),), dtypes=(torch.uint8,))
     full = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
     cache = groups(wide, full)
-    for group in cache.kv_cache_groups:
-        group.layer_names = [f"{name}.{group.layer_names}" for name in layers]
+    cache.kv_cache_groups[0].layer_names = list(layers)
     _, states = coverages(cache, BLOCK_TOKENS)
     assert states.kind == States(interval_tokens=interval)
     (alone,) = coverages(groups(wide), BLOCK_TOKENS)

@@ -268,6 +268,7 @@ class Packed(FullAttentionSpec):
         ({}, {"layout": None}, "names no layout"),
         ({}, {"layout": "LBNHC"}, "has pages HNC"),  # the caches are laid out in another way
         ({"tp": 2}, {"shards": ["h0-3of4-l0-3of4"] * 2}, "not a whole share"),
+        ({}, {"shards": ["h0-1of2-l0-3of4"]}, "not a whole share"),
         ({"tp": 8}, {"shards": [f"h0-0of4-l0-3of4-r{n}of2" for n in (0, 1)]}, "not a whole share"),
         (
             {"tp": 2},
