@@ -14,6 +14,7 @@ from s3kv.messages import JobKind
 from s3kv.planning.ec import ECPlanner
 from s3kv.planning.kv import KVPlanner
 from s3kv.planning.ledger import Ledger
+from s3kv.planning.offload import OffloadPlanner
 from s3kv.types import ChunkKey
 
 FREE, RESERVED, *_ = EntryState
@@ -142,6 +143,21 @@ def _block_table(table: BlockTable) -> None:
     )
 
 
+def _offload_planner(planner: OffloadPlanner) -> None:
+    transfers, requests = planner.transfers, planner._requests.values()
+    jobs = list(transfers.jobs.values())
+    assert transfers.fetches == sum(job.transfer.is_load for job in jobs)
+    assert transfers.uploads == sum(not job.transfer.is_load for job in jobs)
+    for transfer in transfers._transfers.values():
+        assert transfer.jobs_left == sum(job.transfer is transfer for job in jobs) > 0
+    assert planner._promised == sum(len(request.promised) for request in requests)
+    for request in requests:
+        assert request.new.keys() <= request.promised
+        probes = sum(transfers.jobs[job_id].is_probe for job_id in request.fetching.values())
+        assert request.probes == probes + sum(request.new.values())
+    assert planner._probes == sum(request.probes for request in requests)
+
+
 CHECKS: dict[type, Callable[[Any], None]] = {
     KVPlanner: _kv_planner,
     ECPlanner: _ec_planner,
@@ -150,4 +166,5 @@ CHECKS: dict[type, Callable[[Any], None]] = {
     EqualSlots: _equal_slots,
     Extents: _extents,
     BlockTable: _block_table,
+    OffloadPlanner: _offload_planner,
 }

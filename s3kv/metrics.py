@@ -238,10 +238,7 @@ KV_METRICS: Mapping[str, Metric] = {
 is counted once for each. Of ranks that hold the same KV, the first alone uploads."""
 
 TIER_METRICS: Mapping[str, Metric] = {
-    **{
-        name: KV_METRICS[name]
-        for name in ("hit_tokens_bucket", "prefill_tokens_per_s", "deadline_cuts", "saves")
-    },
+    **{name: KV_METRICS[name] for name in ("prefill_tokens_per_s", "deadline_cuts", "saves")},
     **_fetches("Chunks", ""),
     **_uploads(""),
     "upload_cancelled": Metric("Uploads given up at shutdown or at a reset."),

@@ -168,13 +168,14 @@ class EncoderTraffic(TrafficLine):
 
 
 class TierTraffic(TrafficLine):
-    """The line on the tier: vLLM reports hits in host memory and computed tokens by itself."""
+    """The line on the tier, whose hits are in vLLM's own lines."""
 
-    hits = ("hit_tokens_bucket", "hit_tokens_host", "computed_tokens")
-    words = ("", "token", "computed", "Chunks")
+    hits = ("fetch_ok", "fetch_missing", "saves")
+    words = ("", "chunk", "", "Chunks")
 
     def _hits(self, grown: Mapping[str, int]) -> str:
-        return f"Hits in the bucket: {count(grown['hit_tokens_bucket'], 'token')}"
+        fetched, absent, saved = (grown[name] for name in self.hits)
+        return f"Chunks: {fetched:,} from the bucket, {absent:,} not there, {saved:,} to it"
 
 
 class PromptTraffic(TrafficLine):

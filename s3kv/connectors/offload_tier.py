@@ -17,7 +17,6 @@ vLLM's scheduler process, under the lock of vLLM's manager: one caller at a time
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -76,9 +75,6 @@ logger = logging.getLogger("s3kv")
 WHOLE = Shard(range(1), 1, range(1), 1).name
 """The shard of a row, which holds the KV of all ranks."""
 _INDEX_CHUNKS = 2_000_000
-_PREFILL_TOKENS_PER_S = 2_000.0
-"""Speed of prefill until it has been measured. Chunks are probed in rounds before that, so a higher
-one would cut the first waits of an engine short that pay."""
 _SETTLE_S = 5.0
 """Time for uploads to end at a reset. vLLM's engine waits meanwhile."""
 _RESULTS = {
@@ -119,10 +115,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         self.planner = OffloadPlanner(
             BucketIndex(capacity=_INDEX_CHUNKS),
             Breaker(),
-            Pace(
-                fetches_at_once=config.fetches_at_once(row_bytes),
-                prefill_tokens_per_s=_PREFILL_TOKENS_PER_S,
-            ),
+            Pace(fetches_at_once=config.fetches_at_once(row_bytes)),
             rows=rows,
             chunk_tokens=blocks * max(group.tokens_per_block for group in offloading.groups),
             max_wait_s=config.max_wait_ms / 1000,
@@ -275,14 +268,13 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=lambda: None)
     def _reset(self) -> None:
-        self.planner.transfers.cancel_loads(math.inf)
+        self.planner.reset()
         self._cancel()
         self._tier.client.settle(_SETTLE_S)
         now_s = time.monotonic()
         for end in self._tier.client.poll():
             self.planner.on_end(end, now_s)
         self._salt = os.urandom(16)
-        self.planner.index.forget()
         logger.info("s3kv: cache reset; earlier chunks are unreachable now")
 
     def shutdown(self) -> None:

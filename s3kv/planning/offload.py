@@ -1,7 +1,7 @@
 """Planner of the tier below vLLM's primary tier: decides on lookups, fetches and uploads of rows.
 
 vLLM owns the primary tier, and gives a row to every key that a lookup answers HIT. So the fetch
-itself finds out whether the bucket has the chunk:
+itself finds whether the bucket has the chunk:
 
     lookup ──HIT──▶ row allocated ──load──▶ FETCHING ──arrived──▶ the key succeeds
        │                                       └──absent, bad, failed, given up──▶ the key fails
@@ -25,8 +25,9 @@ One caller at a time; times are seconds of one monotonic clock.
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from s3kv.messages import BucketJob, JobEnd, JobKind
@@ -35,7 +36,7 @@ from s3kv.planning.deadline import Wait, WaitFacts, decide
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.pace import MIN_PREFILL_SAMPLE_TOKENS, Pace
 from s3kv.planning.requests import NO_LIMITS, RequestLimits
-from s3kv.planning.row_transfers import RowJob, RowKey, RowTransfers
+from s3kv.planning.row_transfers import RowJob, RowKey, RowKeys, RowTransfers
 from s3kv.types import ChunkKey, Outcome, Tally
 
 _PROBE_SHARE = 32
@@ -57,10 +58,9 @@ class OffloadAnswer(enum.Enum):
 
 @dataclass(slots=True)
 class _OffloadRequest:
-    """A request. promised: its keys that were answered HIT since it was last scheduled; new: those
-    of this pass, which have no job yet. fetching: its fetches, by key. probes: of these and the new
-    ones, the keys that were unknown. found: hashes of which some group's chunk arrived. lost: keys
-    that failed."""
+    """A request. promised: keys answered HIT since it was last scheduled; new: those of this pass,
+    without a job yet. fetching: its fetches, by key. probes: unknown keys among both. found: hashes
+    of which some group's chunk arrived. lost: keys that failed."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -73,6 +73,7 @@ class _OffloadRequest:
     found: set[bytes] = field(default_factory=set)
     lost: set[ChunkKey] = field(default_factory=set)
     is_closed: bool = False
+    is_barred: bool = False
     computing_s: float = 0.0
     computing_step: int = 0
 
@@ -111,9 +112,11 @@ class OffloadPlanner:
         self._active: dict[str, _OffloadRequest] = {}
         """Those with a lookup in this pass, or a fetch under way."""
         self._promised = self._probes = 0  # sums over all requests
-        self.transfers = RowTransfers()
         self._uses: dict[int, ChunkKey] = {}
-        self._step = 0
+        self.transfers, self._step = RowTransfers(), 0
+        self._slow: dict[ChunkKey, float] = {}
+        """Keys that a request has given up, until when: others do not begin to wait for them."""
+        self._compute_s = math.inf  # of a chunk, until it is measured: patience alone counts
 
     # --- requests --------------------------------------------------------------------------
 
@@ -131,6 +134,14 @@ class OffloadPlanner:
             self._release(request)
             self._probes -= request.probes
 
+    def reset(self) -> None:
+        """Forget the bucket, and bar the requests that live: the engine may hold KV of theirs from
+        before, so they neither load nor save any more."""
+        self.index.forget()
+        self.transfers.cancel_loads(math.inf)
+        for request in self._requests.values():
+            request.is_closed = request.is_barred = True
+
     def lookup(
         self, request_id: str, key: ChunkKey, end_token: int | None, now_s: float
     ) -> OffloadAnswer:
@@ -143,6 +154,8 @@ class OffloadPlanner:
             return OffloadAnswer.MISS
         if key in request.new or key in request.fetching:
             return OffloadAnswer.HIT
+        if self._slow.get(key, 0.0) > now_s:
+            return self._refuse("deadline_cuts")
         if key in request.promised:  # its row was given to somebody else meanwhile
             return self._refuse("fetches_without_room")
         self._active[request_id] = request
@@ -200,9 +213,10 @@ class OffloadPlanner:
                 self._decide(request, retries, now_s)
             if not request.fetching:
                 del self._active[request_id]
+        while self._slow and next(iter(self._slow.values())) <= now_s:
+            del self._slow[next(iter(self._slow))]
         for request_id in scheduled:
             if (begun := self._requests.get(request_id)) is not None:
-                self.counters["hit_tokens_bucket"] += self._tokens(begun.promised)
                 self._release(begun)
                 begun.wait.start_over()
                 begun.computing_s, begun.computing_step = now_s, self._step
@@ -230,7 +244,7 @@ class OffloadPlanner:
             wait.asked_s = now_s
         if now_s < wait.until_s:
             return
-        wait.wanted = len(request.promised) + retries
+        wait.wanted = max(1, len(request.promised) + retries)
         rounds = (retries // request.window).bit_length()
         deadline = decide(
             WaitFacts(
@@ -238,7 +252,7 @@ class OffloadPlanner:
                 wait=wait,
                 missing=missing,
                 unproven=request.probes,
-                compute_s=self.pace.compute_s(self._chunk_tokens),
+                compute_s=self._compute_s,
                 forecast=self.pace.forecast(missing, rounds),
                 max_wait_s=self._max_wait_s,
                 gate=self._recompute_gate,
@@ -252,11 +266,12 @@ class OffloadPlanner:
         self.counters["deadline_cuts"] += 1
         request.is_closed = True
         self.transfers.cancels += request.fetching.values()
+        self._slow.update(dict.fromkeys(request.fetching, now_s + self._max_wait_s))
 
     # --- transfers -------------------------------------------------------------------------
 
     def load(
-        self, transfer_id: int, request_id: str, keys: Sequence[tuple[RowKey, int]], now_s: float
+        self, transfer_id: int, request_id: str, keys: RowKeys, now_s: float
     ) -> list[BucketJob]:
         """Begin vLLM's load of keys, each into its row. Returns the fetches."""
         request = self._requests.get(request_id)
@@ -265,8 +280,7 @@ class OffloadPlanner:
         for key, row in keys:
             job = self.transfers.add(transfer, key, row)
             if request is not None:
-                is_probe = request.new.pop(key.chunk, False)
-                self.transfers.jobs[job.job_id].is_probe = is_probe
+                self.transfers.jobs[job.job_id].is_probe = request.new.pop(key.chunk, False)
                 request.fetching[key.chunk] = job.job_id
             jobs.append(job)
         if request is not None:
@@ -278,13 +292,15 @@ class OffloadPlanner:
         return jobs
 
     def store(
-        self, transfer_id: int, request_id: str, keys: Sequence[tuple[RowKey, int]], now_s: float
+        self, transfer_id: int, request_id: str, keys: RowKeys, now_s: float
     ) -> list[BucketJob]:
         """Begin vLLM's store of keys, each from its row. Returns the uploads: of the chunks that
         the bucket is not known to have, unless they are shed."""
         transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=False)
         request = self._requests.get(request_id)
-        if request is not None:
+        if request is not None and request.is_barred:
+            transfer.is_whole, keys = False, ()
+        elif request is not None:
             self._computed(request, keys, now_s)
         jobs = []
         for key, row in keys:
@@ -311,22 +327,20 @@ class OffloadPlanner:
         self._uses.update((job.job_id, job.key) for job in jobs)
         return jobs
 
-    def _computed(
-        self, request: _OffloadRequest, keys: Sequence[tuple[RowKey, int]], now_s: float
-    ) -> None:
+    def _computed(self, request: _OffloadRequest, keys: RowKeys, now_s: float) -> None:
         """Measure the speed of prefill by the chunks that a request has computed since it was
         scheduled, or since the last ones. Decoding takes a step for every token, so it is told
         apart by the tokens per step."""
-        tokens = self._tokens(key.chunk for key, _ in keys)
+        chunks = Counter(key.chunk.group for key, _ in keys)
+        tokens = self._chunk_tokens * max(chunks.values(), default=0)
         steps, seconds = self._step - request.computing_step, now_s - request.computing_s
-        if request.computing_step and seconds > 0 and tokens >= steps * MIN_PREFILL_SAMPLE_TOKENS:
+        # With a hole in what has arrived, the engine computes chunks that are not stored again.
+        is_whole = not (request.is_closed or (request.lost and request.found))
+        is_prefill = tokens >= steps * MIN_PREFILL_SAMPLE_TOKENS
+        if request.computing_step and seconds > 0 and is_whole and is_prefill:
             self.pace.prefilled(tokens, seconds)
+            self._compute_s = self.pace.compute_s(self._chunk_tokens)
         request.computing_s, request.computing_step = now_s, self._step
-
-    def _tokens(self, keys: Iterable[ChunkKey]) -> int:
-        """Tokens of these chunks: in groups of full attention there is one for each."""
-        chunks = Counter(key.group for key in keys)
-        return self._chunk_tokens * max(chunks.values(), default=0)
 
     # --- ends ------------------------------------------------------------------------------
 
@@ -384,14 +398,3 @@ class OffloadPlanner:
         if self._is_observed and self.index.is_present(key.chunk):
             self.changes.append((key.name, False))
         self.index.note_absent(key.chunk, now_s)
-
-    def check(self) -> None:
-        """Recompute every sum. Raises AssertionError where one differs. For tests."""
-        self.transfers.check()
-        requests, jobs = self._requests.values(), self.transfers.jobs
-        assert self._promised == sum(len(r.promised) for r in requests)
-        for request in requests:
-            assert request.new.keys() <= request.promised
-            probes = sum(jobs[job_id].is_probe for job_id in request.fetching.values())
-            assert request.probes == probes + sum(request.new.values())
-        assert self._probes == sum(r.probes for r in requests)

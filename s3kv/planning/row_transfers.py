@@ -9,7 +9,7 @@ argument (seconds, monotonic).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -23,6 +23,10 @@ class RowKey(NamedTuple):
 
     name: bytes
     chunk: ChunkKey
+
+
+RowKeys = Sequence[tuple[RowKey, int]]
+"""Keys, each with the number of its row."""
 
 
 class TransferEnd(NamedTuple):
@@ -152,11 +156,3 @@ class RowTransfers:
         """Take the jobs to cancel."""
         cancels, self.cancels = self.cancels, []
         return cancels
-
-    def check(self) -> None:
-        """Recompute every sum. Raises AssertionError where one differs. For tests."""
-        jobs = list(self.jobs.values())
-        assert self.fetches == sum(job.transfer.is_load for job in jobs)
-        assert self.uploads == sum(not job.transfer.is_load for job in jobs)
-        for transfer in self._transfers.values():
-            assert transfer.jobs_left == sum(job.transfer is transfer for job in jobs) > 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lab.books import CHECKS
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
@@ -45,6 +46,7 @@ class ForgetsFailures(OffloadPlanner):
         if request is not None:
             request.lost.clear()
             request.is_closed = False
+            self._slow.clear()
         self.index.forget()
 
 
@@ -106,7 +108,7 @@ class Desk:
 
     def end_pass(self, *scheduled: str) -> None:
         self.planner.end_pass(scheduled, self.now_s)
-        self.planner.check()
+        CHECKS[OffloadPlanner](self.planner)
 
 
 def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
@@ -209,6 +211,33 @@ def test_a_store_uploads_the_missing_or_is_shed(
     end = next(e for e in desk.planner.transfers.take_ends() if e.transfer_id == desk.transfers)
     assert end.is_whole is not bool(dropped)
     assert {n: v for n, v in desk.planner.counters.items() if "dropped" in n} == dropped
+
+
+def test_a_reset_bars_the_requests_that_live() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    desk.end(desk.store("a", 1))
+    desk.planner.reset()
+    desk.planner.begin("b")
+    assert [desk.look_up(name, 5) for name in "ab"] == [[MISS], [HIT]]
+    assert desk.store("a", 2) == []
+    assert len(desk.store("b", 1)) == 1
+
+
+def test_nobody_begins_to_wait_for_what_was_just_given_up() -> None:
+    desk = Desk()
+    for name in "abc":
+        desk.planner.begin(name)
+    desk.look_up("a", 1)
+    jobs = desk.load("a", 1)
+    desk.end_pass()
+    desk.now_s += MAX_WAIT_S + 1
+    desk.end_pass()
+    desk.end(jobs, Outcome.CANCELLED)
+    assert desk.look_up("b", 1) == [MISS]
+    desk.now_s += MAX_WAIT_S
+    desk.end_pass()
+    assert desk.look_up("c", 1) == [HIT]
 
 
 def test_limits_of_a_request() -> None:

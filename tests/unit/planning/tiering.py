@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from lab.books import CHECKS
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.planning.breaker import Breaker
 from s3kv.planning.index import BucketIndex
@@ -137,7 +138,7 @@ class Tiering:
         self.cancel()
         self.answer()
         self.now_s += STEP_S
-        self.planner.check()
+        CHECKS[OffloadPlanner](self.planner)
 
     def look_up(self, asker: Asker) -> bool:
         """Look a request up. Returns whether it can be scheduled; otherwise it is asked again."""
