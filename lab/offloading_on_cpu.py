@@ -5,7 +5,8 @@ GPUs"). This serves tests and the comparison of connectors alone: it is no way t
 
 Replaced, in vllm.v1.kv_offload.cpu.gpu_worker alone: streams and events, by one thread that copies
 in the order of submission, and the batched copy kernel, by memmove (which lets go of the GIL). The
-tensors of the KV cache claim to be on a GPU, because the worker asserts it.
+tensors of the KV cache claim to be on a GPU, because the worker asserts it. Before vLLM 0.32 also
+the number of a worker's device, by its rank.
 
 Runs untouched: the scheduler's side, lookups, the primary tier and its memory, the secondary tiers
 with their NIXL or file I/O, and all of the worker's bookkeeping. The engine's stream needs no wait:
@@ -23,9 +24,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.tiering import spec as tiering_spec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 _COPIES = ThreadPoolExecutor(1, thread_name_prefix="copies")
@@ -96,6 +99,9 @@ gpu_worker.ops = _Over(gpu_worker.ops, swap_blocks_batch=_swap_blocks_batch)
 gpu_worker.current_platform = _Over(
     current_platform, Stream=_Stream, current_stream=_Stream, stream=_stream
 )
+if hasattr(tiering_spec, "torch"):  # before 0.32 a rank is the number of its device
+    _devices = _Over(torch.accelerator, current_device_index=lambda: get_world_group().rank)
+    tiering_spec.torch = _Over(torch, accelerator=_devices)
 
 
 class TieringOnCpu(TieringOffloadingSpec):
