@@ -83,6 +83,7 @@ def offloading_connector(config: Config, workers: int, block_tokens: int = 0) ->
     extra = {
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": config.host_bytes * workers,
+        "offload_prompt_only": False,  # answers, too, as the connector does
         "secondary_tiers": [{"type": "s3kv", **tier}],
         # Blocks by default, and not tokens: vLLM may make blocks larger than it is asked to.
         **(tokens or {"blocks_per_chunk": default_chunk_tokens(block_tokens) // block_tokens}),

@@ -69,6 +69,7 @@ def tier(cpu_bytes: int, *settings: str, **more: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "TieringOffloadingSpec",
+            "offload_prompt_only": False,
             "cpu_bytes_to_use": cpu_bytes,
             "secondary_tiers": [{"type": "s3kv", "bucket": "my-bucket", **held}],
             **(more or {"blocks_per_chunk": 16}),
