@@ -6,32 +6,17 @@ header of a safetensors file gives the place of each. Of files in other formats,
 Headers, small files and small tensors are read whole. A change of every element of a tensor is
 always noticed. docs/security.md gives the samples, and the probability that a smaller change is
 missed. The method "full" reads every byte.
-
-`DigestCache` keeps digests between runs, each under the path of the files and the kernel's metadata
-of them: name, size, times, inode and device. That is only as reliable as the change time. So a
-digest is stored only for files on a local file system of a kind that sets this time at every
-change. It is not stored within a minute of the last change, because the kernel may update the times
-of a mapped file late.
-
-A user who can write to this cache could make the engine use chunks of other weights. So an entry is
-ignored if a user other than this one or root may have written it. An entry that cannot be read or
-written counts as absent.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import logging
 import os
-import re
-import stat
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -66,11 +51,6 @@ _HEADER_MAX_BYTES = 100 * 2**20
 _THREADS = 8
 _DIGEST_LENGTH = 32
 
-_MIN_AGE_NS = 60 * 10**9
-_TRUSTED = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "zfs"})
-"""Two images that are mounted read-only may have the same times and inodes. A network file system
-may report old times."""
-
 Offset = Annotated[int, Meta(ge=0)]
 FileRange = tuple[int, int]
 """Offset and length, in bytes."""
@@ -104,42 +84,30 @@ class Digest:
     nbytes: int
 
 
-def weights_digest(
-    path: str, method: str = SAMPLED, *, cache: DigestCache | None = None
-) -> str | None:
+def weights_digest(path: str, method: str = SAMPLED) -> str | None:
     """Digest of the weights in a directory or file; None if the path has no weights or does not
     exist.
 
     The same files have the same digest under any path. method: "sampled" or "full"; their digests
-    are never equal. cache: digests of earlier runs, by default this user's. Raises `OSError` for
-    files that cannot be read.
+    are never equal. Raises `OSError` for files that cannot be read.
     """
     place = Path(path)
     files = [place] if place.is_file() else _files(place, *_PATTERNS)
     if not files:
         return None
-    cache = DigestCache.of_this_user() if cache is None else cache
-    name = f"{_VERSION} {method} {os.path.realpath(path)}"
     started_s = time.monotonic()
-    stamps = [FileStamp.of(file) for file in files]
-    known = cache.find(name, stamps)
-    how = "stored by an earlier run, the files are unchanged;"
-    if known is None:
-        digest = digest_files(files, method)
-        known = digest.hexadecimal
-        how = f"read {digest.nbytes:,} of"
-        cache.keep(name, digest.stamps, known)
+    digest = digest_files(files, method)
     logger.info(
-        "s3kv: weights in %s are %s (%s: %s %d bytes in %s, %.2f s)",
+        "s3kv: weights in %s are %s (%s: read %s of %s bytes in %s, %.2f s)",
         path,
-        known,
+        digest.hexadecimal,
         method,
-        how,
-        sum(found.size for found in stamps),
+        f"{digest.nbytes:,}",
+        f"{sum(stamp.size for stamp in digest.stamps):,}",
         count(len(files), "file"),
         time.monotonic() - started_s,
     )
-    return known
+    return digest.hexadecimal
 
 
 def adapter_digest(path: str, method: str = SAMPLED) -> Digest | None:
@@ -153,7 +121,7 @@ def adapter_digest(path: str, method: str = SAMPLED) -> Digest | None:
 def _files(directory: Path, *patterns: str) -> list[Path]:
     """The files in a directory that fit any of the patterns; none if there is no such directory."""
     found = {path for pattern in patterns for path in directory.glob(pattern)}
-    return sorted(path for path in found if path.is_file())
+    return [path for path in found if path.is_file()]
 
 
 def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
@@ -242,88 +210,13 @@ def _tensors(path: Path, size: int) -> list[FileRange] | None:
 
 def _digest_spans(path: Path, spans: Iterable[FileRange]) -> bytes:
     digest = hashlib.sha256()
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with path.open("rb", buffering=0) as file:
         for offset, length in spans:
             end = offset + length
             while offset < end:
-                data = os.pread(handle, min(_READ_BYTES, end - offset), offset)
+                data = os.pread(file.fileno(), min(_READ_BYTES, end - offset), offset)
                 if not data:
                     raise OSError(f"{path} became shorter while it was read")
                 digest.update(data)
                 offset += len(data)
-    finally:
-        os.close(handle)
     return digest.digest()
-
-
-class DigestCache:
-    """The cache: one small file per digest in `directory`. Without a directory it stores nothing.
-
-    trusted: the devices whose change times are reliable; by default those that the kernel lists
-        with a file system of `_TRUSTED`.
-    """
-
-    def __init__(self, directory: Path | None, *, trusted: frozenset[int] | None = None) -> None:
-        self._directory = directory
-        self._trusted = trusted
-
-    @classmethod
-    def of_this_user(cls) -> DigestCache:
-        """The cache in $XDG_CACHE_HOME or ~/.cache. It stores nothing if there is no home."""
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        if not os.path.isabs(base):
-            base = os.path.join(os.path.expanduser("~"), ".cache")
-        return cls(Path(base, "s3kv", "digests") if os.path.isabs(base) else None)
-
-    def find(self, name: str, stamps: Sequence[FileStamp]) -> str | None:
-        """The digest stored under this name for exactly these files, in this order; None without
-        one, or if another user may have written it."""
-        if self._directory is None:
-            return None
-        try:
-            path = self._directory / _entry(name, stamps)
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
-                ours = _is_ours(os.stat(path.parent)) and _is_ours(os.fstat(file.fileno()))
-                digest = file.read(_DIGEST_LENGTH + 1)
-        except (OSError, ValueError):
-            return None
-        return digest if ours and re.fullmatch(f"[0-9a-f]{{{_DIGEST_LENGTH}}}", digest) else None
-
-    def keep(self, name: str, stamps: Sequence[FileStamp], digest: str) -> None:
-        """Store a digest, if the times of the files are reliable. A write that fails is ignored."""
-        newest_ns = max((max(s.modified_ns, s.changed_ns) for s in stamps), default=0)
-        if self._directory is None or time.time_ns() - newest_ns < _MIN_AGE_NS:
-            return
-        trusted = _trusted_devices() if self._trusted is None else self._trusted
-        if not {s.device for s in stamps} <= trusted:
-            return
-        path = self._directory / _entry(name, stamps)
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path.unlink(missing_ok=True)
-            # A write that is cut off leaves fewer digits, which `find` ignores.
-            with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
-                file.write(digest)
-
-
-def _entry(name: str, stamps: Sequence[FileStamp]) -> str:
-    """The name of the cache's file for these files."""
-    return hashlib.sha256(json.dumps([name, *stamps]).encode()).hexdigest()
-
-
-def _is_ours(found: os.stat_result) -> bool:
-    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _trusted_devices() -> frozenset[int]:
-    """The devices whose kind of file system is trusted, by the kernel's list of mounts."""
-    devices = set()
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-            before, _, after = line.partition(" - ")
-            kind, place = after.split(" ", 1)[0], before.split(" ")[2]
-            if kind in _TRUSTED:
-                major, _, minor = place.partition(":")
-                devices.add(os.makedev(int(major), int(minor)))
-    return frozenset(devices)

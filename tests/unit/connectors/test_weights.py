@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
-from s3kv.connectors import weights
 from s3kv.connectors.weights import (
     FULL,
     METHODS,
     SAMPLED,
-    DigestCache,
     adapter_digest,
     digest_files,
     weights_digest,
 )
 
-FORGETFUL = DigestCache(None)
 NORM_BYTES, MATRIX_BYTES = 8_192, 2 * 2**20
 
 
@@ -69,7 +64,7 @@ def model(tmp_path: Path) -> Model:
 
 
 def digest(place: Path, method: str = SAMPLED) -> str | None:
-    return weights_digest(str(place), method, cache=FORGETFUL)
+    return weights_digest(str(place), method)
 
 
 def overwrite(file: Path, offset: int, data: bytes) -> None:
@@ -264,105 +259,3 @@ def test_a_folder_beside_an_adapter_does_not_count(tmp_path: Path) -> None:
     before = adapter_digest(str(tmp_path))
     in_folders(tmp_path, checkpoint=b"22")
     assert adapter_digest(str(tmp_path)) == before
-
-
-# --- digests of earlier runs ------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DigestCache:
-    monkeypatch.setattr(weights, "_MIN_AGE_NS", 0)
-    return DigestCache(tmp_path / "cache", trusted=frozenset({tmp_path.stat().st_dev}))
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts how often files are read."""
-    counter = Mock(side_effect=digest_files)
-    monkeypatch.setattr(weights, "digest_files", counter)
-    return counter
-
-
-def test_unchanged_files_are_not_read_again(model: Model, cache: DigestCache, reads: Mock) -> None:
-    place, where = model
-    before = weights_digest(str(place), cache=cache)
-    assert weights_digest(str(place), cache=cache) == before
-    assert reads.call_count == 1
-    weights_digest(str(place), FULL, cache=cache)
-    assert reads.call_count == 2, "another method is another digest"
-    file, offset, length = where["0.0.norm"]
-    times = file.stat()
-    flip(file, offset, length)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert weights_digest(str(place), cache=cache) != before, "the change time cannot be set"
-    assert weights_digest(str(place), cache=cache) != before
-    assert reads.call_count == 3
-
-
-def test_folders_that_change_places_are_read_again(
-    tmp_path: Path, cache: DigestCache, monkeypatch: pytest.MonkeyPatch, reads: Mock
-) -> None:
-    """Their files keep their names, inodes and times. A directory lists them in any order."""
-    listed = Path.glob
-    monkeypatch.setattr(Path, "glob", lambda *args: sorted(listed(*args), reverse=True))
-    place = in_folders(tmp_path / "model", first=b"11", second=b"22")
-    before = weights_digest(str(place), cache=cache)
-    assert weights_digest(str(place), cache=cache) == before
-    for name, other in (("first", "third"), ("second", "first"), ("third", "second")):
-        (place / name).rename(place / other)
-    assert weights_digest(str(place), cache=cache) != before
-    assert reads.call_count == 2
-
-
-@pytest.mark.parametrize(
-    ("harm", "heals"),
-    [
-        (lambda file: file.write_bytes(b""), True),
-        (lambda file: file.write_bytes(b"\xff\x00" * 16), True),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), True),
-        (lambda file: file.write_bytes(file.read_bytes() + b"0"), True),
-        (lambda file: file.chmod(0o666), True),
-        (lambda file: file.parent.chmod(0o777), False),
-        (lambda file: file.rename(file.with_suffix(".other")), True),
-        (lambda file: (file.rename(file.parent / "x"), file.symlink_to(file.parent / "x")), True),
-        (lambda file: (file.unlink(), file.mkdir()), False),
-    ],
-    ids=["empty", "binary", "cut", "long", "writable", "open", "gone", "link", "dir"],
-)
-def test_a_doubtful_entry_is_ignored_and_replaced(
-    model: Model,
-    cache: DigestCache,
-    tmp_path: Path,
-    reads: Mock,
-    harm: Callable[[Path], object],
-    heals: bool,
-) -> None:
-    place = str(model[0])
-    before = weights_digest(place, cache=cache)
-    (kept,) = (tmp_path / "cache").iterdir()
-    harm(kept)
-    for _ in range(2):
-        assert weights_digest(place, cache=cache) == before
-    assert reads.call_count == (2 if heals else 3)
-
-
-def test_young_files_and_untrusted_devices_are_not_remembered(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = tmp_path.stat().st_dev
-    for minimum_ns, trusted in ((None, device), (0, device + 1)):
-        if minimum_ns is not None:
-            monkeypatch.setattr(weights, "_MIN_AGE_NS", minimum_ns)
-        weights_digest(
-            str(model[0]), cache=DigestCache(tmp_path / "cache", trusted=frozenset({trusted}))
-        )
-        assert not (tmp_path / "cache").exists()
-
-
-def test_a_cache_that_cannot_be_written_is_none(
-    model: Model, cache: DigestCache, tmp_path: Path
-) -> None:
-    (tmp_path / "cache").write_text("a file where the directory should be")
-    before = weights_digest(str(model[0]), cache=cache)
-    assert before is not None
-    assert weights_digest(str(model[0]), cache=cache) == before
