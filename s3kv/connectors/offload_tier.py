@@ -331,6 +331,7 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._telemetry.is_stale = True
         return self._telemetry.take(self._gauges, self.planner.counters, self._tier.client.counters)
 
+    @guarded(default=dict)
     def _gauges(self) -> Values:
         now = self.planner.breaker.state
         return {

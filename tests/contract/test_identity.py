@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from lab import models
 from s3kv.config import Config
 from s3kv.connectors import identity
-from s3kv.connectors.identity import fingerprint
+from s3kv.connectors.identity import fingerprint, offload_fingerprint
 from s3kv.connectors.kv_translate import geometry
 from s3kv.objects.keys import canonical_json, fingerprint_digest
 from tests.contract.configurations import FULL, configured, groups
@@ -376,3 +376,68 @@ def test_a_generation_config_that_cannot_be_read_is_none_that_says_nothing(
     engine.set(engine.model, try_get_generation_config=refuse)
     assert engine.fingerprint() != before
     assert "no such repository" in caplog.text
+
+
+def rows(**changes: Any) -> Any:
+    """vLLM's configuration of offloading, and the bytes of a row."""
+    parallel = {"world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1}
+    parallel["is_parallelism_agnostic"] = changes.pop("is_agnostic", False)
+    parallel |= changes.pop("parallel", {})
+    group = SimpleNamespace(
+        tokens_per_block=changes.pop("tokens", 16), layer_names=changes.pop("layers", ("0", "1"))
+    )
+    cache = SimpleNamespace(
+        blocks_per_chunk=changes.pop("blocks", 8), tokens_per_hash=changes.pop("hashed", 16)
+    )
+    same = {"replicated_layout": False, "canonical_layout": False, "kv_cache_layout": "NHD"}
+    return SimpleNamespace(
+        groups=(group,), cache=cache, parallel=SimpleNamespace(**parallel), **{**same, **changes}
+    )
+
+
+TWO_RANKS = {"world_size": 2, "tp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "row_bytes", "is_same"),
+    [
+        ({}, 4096, True),
+        ({}, 8192, False),
+        ({"tokens": 32}, 4096, False),
+        ({"layers": ("0", "2")}, 4096, False),
+        ({"blocks": 4}, 4096, False),
+        ({"hashed": 32}, 4096, False),
+        ({"replicated_layout": True}, 4096, False),
+        ({"canonical_layout": True}, 4096, False),
+        ({"kv_cache_layout": "HND"}, 4096, False),
+        ({"parallel": TWO_RANKS}, 4096, False),
+        ({"is_agnostic": True}, 4096, False),
+    ],
+)
+def test_what_changes_the_namespace_of_a_tier(
+    changes: dict[str, Any], row_bytes: int, is_same: bool, engine: Engine
+) -> None:
+    before = offload_fingerprint(engine.config, engine.vllm, rows(), 4096)
+    after = offload_fingerprint(engine.config, engine.vllm, rows(**changes), row_bytes)
+    assert (canonical_json(before) == canonical_json(after)) is is_same
+
+
+def test_rows_of_any_parallel_size_are_one_namespace_of_a_tier(engine: Engine) -> None:
+    one, two = (
+        offload_fingerprint(
+            engine.config, engine.vllm, rows(is_agnostic=True, parallel=parallel), 4096
+        )
+        for parallel in ({}, TWO_RANKS)
+    )
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    "change", [weights_of_an_update, on("attention_config", backend="FLASH_ATTN")]
+)
+def test_an_engine_that_computes_otherwise_is_another_namespace_of_a_tier(
+    change: Callable[[Engine], None], engine: Engine
+) -> None:
+    before = offload_fingerprint(engine.config, engine.vllm, rows(), 4096)
+    change(engine)
+    assert offload_fingerprint(engine.config, engine.vllm, rows(), 4096) != before
