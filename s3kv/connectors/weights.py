@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -56,32 +56,16 @@ FileRange = tuple[int, int]
 """Offset and length, in bytes."""
 
 
-class FileStamp(NamedTuple):
-    """The kernel's metadata of a file. It stays equal while nobody changes the file."""
-
-    name: str
-    size: int
-    modified_ns: int
-    changed_ns: int
-    inode: int
-    device: int
-
-    @classmethod
-    def of(cls, file: Path) -> FileStamp:
-        """The stamp of `file`. Raises `OSError`."""
-        at = file.stat()
-        return cls(file.name, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino, at.st_dev)
-
-
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Digest of a set of files. stamps: those of the files before they were read, by name. nbytes:
-    the number of bytes that were read.
+    """Digest of a set of files. nbytes: how many were read of `total_bytes`. stamps: of each file,
+    before it was read, the times, inode and device. They stay equal while nobody changes the file.
     """
 
     hexadecimal: str
-    stamps: tuple[FileStamp, ...]
     nbytes: int
+    total_bytes: int
+    stamps: tuple[tuple[int, ...], ...]
 
 
 def weights_digest(path: str, method: str = SAMPLED) -> str | None:
@@ -103,7 +87,7 @@ def weights_digest(path: str, method: str = SAMPLED) -> str | None:
         digest.hexadecimal,
         method,
         f"{digest.nbytes:,}",
-        f"{sum(stamp.size for stamp in digest.stamps):,}",
+        f"{digest.total_bytes:,}",
         count(len(files), "file"),
         time.monotonic() - started_s,
     )
@@ -130,38 +114,39 @@ def digest_files(files: Iterable[Path], method: str = SAMPLED) -> Digest:
     Reads in several threads. Raises `OSError` for files that cannot be read.
     """
     ordered = sorted(files)
-    stamps = [FileStamp.of(file) for file in ordered]
-    plans = _plans(ordered, [found.size for found in stamps], method)
+    found = [file.stat() for file in ordered]
+    sizes = [at.st_size for at in found]
+    stamps = tuple((at.st_mtime_ns, at.st_ctime_ns, at.st_ino, at.st_dev) for at in found)
+    plans = _plans(ordered, sizes, method)
     with ThreadPoolExecutor(_THREADS) as pool:
         parts = list(pool.map(_digest_spans, ordered, plans))
     whole = hashlib.sha256(f"{_VERSION} {method}".encode())
-    for found, part in zip(stamps, parts, strict=True):
-        name = found.name if len(stamps) > 1 else ""
-        whole.update(f"{len(name.encode())} {name} {found.size} ".encode() + part)
+    for file, size, part in zip(ordered, sizes, parts, strict=True):
+        name = file.name if len(ordered) > 1 else ""
+        whole.update(f"{len(name.encode())} {name} {size} ".encode() + part)
     nbytes = sum(length for spans in plans for _, length in spans)
-    return Digest(whole.hexdigest()[:_DIGEST_LENGTH], tuple(stamps), nbytes)
+    return Digest(whole.hexdigest()[:_DIGEST_LENGTH], nbytes, sum(sizes), stamps)
 
 
 def _plans(files: Sequence[Path], sizes: Sequence[int], method: str) -> list[list[FileRange]]:
     """The spans to read of each file."""
     if method == FULL or sum(sizes) <= _WHOLE_DIRECTORY_BYTES:
         return [[(0, size)] for size in sizes]
-    tensors = [
-        None if size <= _WHOLE_FILE_BYTES else _tensors(file, size)
+    parts = [
+        [(0, size)] if size <= _WHOLE_FILE_BYTES else _parts(file, size)
         for file, size in zip(files, sizes, strict=True)
     ]
-    large = sum(length > _WHOLE_TENSOR_BYTES for spans in tensors for _, length in spans or ())
+    large = sum(length > _WHOLE_TENSOR_BYTES for spans in parts for _, length in spans[1:])
     blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, _BLOCKS_PER_MODEL // max(1, large)))
-    return [_plan(size, spans, blocks) for size, spans in zip(sizes, tensors, strict=True)]
+    return [_plan(size, spans, blocks) for size, spans in zip(sizes, parts, strict=True)]
 
 
-def _plan(size: int, tensors: list[FileRange] | None, blocks: int) -> list[FileRange]:
-    if size <= _WHOLE_FILE_BYTES:
-        return [(0, size)]
-    if tensors is None:
+def _plan(size: int, parts: list[FileRange], blocks: int) -> list[FileRange]:
+    """The spans to read of a file: its first part, and samples of the other large ones."""
+    if not parts:
         return _spread(0, size, -(-size // _DENSE_STEP_BYTES))
-    plan = []
-    for offset, length in tensors:
+    plan = parts[:1]
+    for offset, length in parts[1:]:
         whole = length <= _WHOLE_TENSOR_BYTES
         plan += [(offset, length)] if whole else _spread(offset, length, blocks)
     return plan
@@ -186,14 +171,13 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[Offset, Offset]
 
 
-def _tensors(path: Path, size: int) -> list[FileRange] | None:
-    """The spans of a safetensors file's header and of each of its tensors; None for a file in
-    another format.
-    """
+def _parts(path: Path, size: int) -> list[FileRange]:
+    """The spans of a safetensors file's header and of each of its tensors; none for a file in
+    another format."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, _HEADER_MAX_BYTES):
-            return None
+            return []
         text = file.read(length)
     start = 8 + length
     try:
@@ -201,10 +185,10 @@ def _tensors(path: Path, size: int) -> list[FileRange] | None:
         header.pop("__metadata__", None)
         tensors = [msgspec.json.decode(tensor, type=_Tensor) for tensor in header.values()]
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
+        return []
     spans = sorted((start + begin, end - begin) for begin, end in (t.data_offsets for t in tensors))
     if not all(0 <= length <= size - offset for offset, length in spans):
-        return None
+        return []
     return [(0, start), *spans]
 
 

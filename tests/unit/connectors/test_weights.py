@@ -175,6 +175,18 @@ def test_files_and_the_names_of_tensors_count(model: Model) -> None:
     assert len(set(seen)) == len(seen)
 
 
+def test_headers_are_read_whole(tmp_path: Path) -> None:
+    """Though they are longer than a tensor that is: here 0.3 MB of names."""
+    file = tmp_path / "model.safetensors"
+    names = range(1_000, 5_000)
+    write_tensors(file, {f"layer.{n}": b"12" for n in names} | {"matrix": bytes(17 * 2**20)})
+    header, seen = file.read_bytes()[: 2**19], {digest(tmp_path)}
+    for name in names[::100]:
+        overwrite(file, header.index(b"layer.%d" % name), b"Layer")
+        seen.add(digest(tmp_path))
+    assert len(seen) == 1 + len(names[::100])
+
+
 def headed(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
