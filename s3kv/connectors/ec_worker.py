@@ -53,6 +53,7 @@ class ECWorkerSide(Guarded):
         self._loads: tuple[ItemLoad, ...] = ()
         self._saves: dict[str, ItemSave] = {}
         self._encoder_started: Any = None
+        """The time at which the encoder may start."""
         self._encoder_stopped: Any = None
         self._rows = 0
         """Rows that the encoder has computed in this step."""
@@ -126,7 +127,7 @@ class ECWorkerSide(Guarded):
     def begin(self, plan: ItemPlan) -> None:
         self._loads, self._saves = plan.loads, {save.identifier: save for save in plan.saves}
         self._rows = 0
-        self._start_clock()
+        self._encoder_started = self._moment()
 
     def load(self, cache: MutableMapping[str, torch.Tensor]) -> None:
         """Carry out the plan's loads to the engine's encoder cache. Raises `RuntimeError` if an
@@ -145,7 +146,7 @@ class ECWorkerSide(Guarded):
             cache[load.identifier] = self._copies.load(payload, load.rows, load.width)
             self._note_load(len(payload), started)
         if self._loads:
-            self._start_clock()
+            self._encoder_started = self._moment()
 
     @guarded(default=lambda: None)
     def _moment(self) -> Any:
@@ -157,12 +158,6 @@ class ECWorkerSide(Guarded):
             self._report.counters["load_ok"] += 1
             self._report.counters["load_bytes"] += nbytes
             self._timed.append((started, self._copies.now(), 0))
-
-    @guarded(default=lambda: None)
-    def _start_clock(self) -> None:
-        """Note the time at which the encoder may start."""
-        if self.counts:
-            self._encoder_started = self._copies.now()
 
     @guarded(default=lambda: None)
     def save(self, cache: MutableMapping[str, torch.Tensor], identifier: str) -> None:

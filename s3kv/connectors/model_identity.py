@@ -58,7 +58,6 @@ def model_identity(
     model: ModelConfig, load: LoadConfig, name: str, weights: str | None
 ) -> dict[str, Any]:
     """The identity as plain JSON values. weights: result of `local_weights`."""
-    text = json.dumps(model.hf_config.to_dict(), default=str)
     return {
         "name": name,
         # The downloaded commit, even if a branch such as "main" was requested.
@@ -79,13 +78,14 @@ def model_identity(
         "quantization": model.quantization,
         "quantization_config": plain(getattr(model, "quantization_config", None)),
         "disable_sliding_window": model.disable_sliding_window,
-        "max_model_len": _by_length(model, text),
+        "max_model_len": _by_length(model),
     }
 
 
-def _by_length(model: ModelConfig, text: str) -> list[Any] | int | None:
+def _by_length(model: ModelConfig) -> list[Any] | int | None:
     """The part of the identity that depends on `max_model_len`: some position embeddings, and the
     scale of Llama 4's queries, unless the generation config turns that on or off."""
+    text = json.dumps(model.hf_config.to_dict(), default=str)
     if "llama4" in text:
         found = _or_warn(model.model, model.try_get_generation_config)
         found = {"attn_temperature_tuning": "unread"} if found is None else found
