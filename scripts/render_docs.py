@@ -157,6 +157,7 @@ def documents() -> dict[str, Callable[[], str]]:
         "docs/cost.md": costs.page,
         "docs/metrics.md": metrics.page,
         "docs/object-format.md": format_example.page,
+        "docs/peers-benchmark.md": results.peers_page,
         "docs/performance.md": results.page,
         **drawn,
     }

@@ -29,6 +29,12 @@ def page() -> str:
     )
 
 
+def peers_page() -> str:
+    """docs/peers-benchmark.md."""
+    document = ROOT / "docs" / "peers-benchmark.md"
+    return filled(document, {"peers-shaped": peers(recorded("peers-shaped.json"))})
+
+
 def engine(result: dict[str, Any]) -> str:
     median = result["median_ms"]
     rows = [
