@@ -103,7 +103,20 @@ def passes(result: dict[str, Any]) -> str:
 
 def readme() -> str:
     """README.md."""
-    return filled(ROOT / "README.md", {"speed": engine(recorded("engine-shaped.json"))})
+    speed = [engine(recorded("engine-shaped.json")), beside(recorded("peers-shaped.json"))]
+    return filled(ROOT / "README.md", {"speed": "\n\n".join(speed)})
+
+
+def beside(result: dict[str, Any]) -> str:
+    """A hit of the tier beside one of vLLM's own tier for object stores, in one run."""
+    ours_ms, theirs_ms = (
+        result["passes"][f"offloading-{tier}"]["warm"]["median_ms"] for tier in ("s3kv", "obj")
+    )
+    return (
+        f"As a tier of vLLM's `OffloadingConnector`, a hit takes {_ratio(ours_ms / theirs_ms)} "
+        f"times as long as with vLLM's own tier `obj` (NIXL) in one run: {ours_ms:,.0f} ms instead "
+        f"of {theirs_ms:,.0f} ms ([measured beside others](docs/peers-benchmark.md))."
+    )
 
 
 def planner(result: dict[str, Any]) -> str:
