@@ -1,0 +1,177 @@
+"""Every fault of the suite under a tier, with vLLM's own manager and a real I/O process.
+
+In each case: a lookup comes to an answer, and a hit has the bytes that were stored; stores, a reset
+and a shutdown come to an end; and when the fault is over the bucket is of use again, by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult
+
+from lab import models
+from lab.constants import changed
+from lab.faults import Fault
+from lab.proxy import Proxy, proxy
+from lab.s3 import S3Server, moto_process
+from s3kv.connectors.plugin import register
+from tests.contract.test_tier_api import HIT, MISS, Offloading, keys
+from tests.servers import self_signed, set_credentials
+from tests.system.faults.cases import CASES, Case
+from tests.system.faults.life import CONSTANTS
+
+BUCKET = "faults"
+PENDING = LookupResult.HIT_PENDING
+STRUCK = {name: case for name, case in CASES.items() if case.fault is not None}
+RECOVERS_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_process() as found, pytest.MonkeyPatch.context() as patch:
+        found.client().create_bucket(Bucket=BUCKET)
+        set_credentials(patch, {k: v for k, v in found.env.items() if "KEY" in k})
+        yield found
+
+
+@pytest.fixture(scope="module")
+def start(
+    server: S3Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Offloading]]:
+    """Engines with one model and one bucket."""
+    register()
+    model = models.build(tmp_path_factory.mktemp("model"), models.TINY)
+    settings = {"type": "s3kv", "bucket": BUCKET, "region": "us-east-1", "on_unavailable": "serve"}
+    settings |= {"request_timeout_ms": 1_000, "max_wait_ms": 2_000, "drain_timeout_s": 0.5}
+
+    def one(url: str | None, **more: Any) -> Offloading:
+        return Offloading(model, settings | {"endpoint_url": url} | more)
+
+    with changed(**CONSTANTS, miss_ttl_s=0.01):
+        yield one
+
+
+@pytest.fixture(scope="module")
+def direct(server: S3Server, start: Callable[..., Offloading]) -> Iterator[Offloading]:
+    """An engine that no fault strikes."""
+    engine = start(server.url)
+    yield engine
+    engine.manager.shutdown()
+
+
+@pytest.fixture(scope="module")
+def proxies(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    home = tmp_path_factory.mktemp("tls")
+    good, bad = self_signed(home / "good", "IP:127.0.0.1"), self_signed(home / "bad", "DNS:no.test")
+    with (
+        proxy(str(server.url)) as plain,
+        proxy(str(server.url), certificate=good, wrong_certificate=bad) as tls,
+    ):
+        yield {"http": plain, "https": tls, "ca_bundle": f"{good}.crt"}
+
+
+def stored(engine: Offloading, number: int) -> list[bytes]:
+    chunks = keys(2)
+    engine.store(dict.fromkeys(chunks, number))
+    engine.settle()
+    return chunks
+
+
+def hits(engine: Offloading, chunks: list[bytes], number: int) -> int:
+    """Number of the chunks that are found. Whatever is found is right."""
+    context = engine.request()
+    found = engine.look_up(chunks, context)
+    assert set(found) <= {HIT, MISS}
+    right = [engine.read(k, context) for k, f in zip(chunks, found, strict=True) if f is HIT]
+    assert set(right) <= {number}
+    engine.manager.on_request_finished(context)
+    return len(right)
+
+
+def recovered(engine: Offloading, direct: Offloading) -> None:
+    deadline_s = time.monotonic() + RECOVERS_S
+    while hits(engine, stored(direct, 5), 5) < 2:
+        assert time.monotonic() < deadline_s, "the bucket is never of use again"
+
+
+@pytest.mark.parametrize("name", STRUCK)
+def test_every_moment_of_a_tier_comes_to_an_end(
+    name: str, start: Callable[..., Offloading], direct: Offloading, proxies: dict[str, Any]
+) -> None:
+    case: Case = STRUCK[name]
+    assert case.fault is not None
+    between: Proxy = proxies[case.scheme]
+    bundle = {"ca_bundle": proxies["ca_bundle"]} if case.scheme == "https" else {}
+    between.lift()
+    engine = start(between.url, **bundle)
+    try:
+        chunks = stored(direct, 3)
+        between.fault(dataclasses.replace(case.fault, verbs=("GET",)))
+        found = hits(engine, chunks, 3)
+        assert found == (2 if case.fetch == "fetch_ok" else 0)
+        between.lift()
+        recovered(engine, direct)
+
+        between.fault(dataclasses.replace(case.fault, verbs=("PUT",)))
+        chunks = stored(engine, 4)
+        between.lift()
+        found = hits(direct, chunks, 4)  # a body that was damaged on its way is refused by readers
+        assert found == 2 or (case.fetch, case.upload) != ("fetch_ok", "upload_ok")
+        recovered(engine, direct)
+
+        between.fault(case.fault)
+        hits(engine, stored(direct, 6), 6)
+        engine.store(dict.fromkeys(keys(2), 7))
+        engine.reset()
+        assert not engine.manager.has_pending_work()
+
+        engine.store(dict.fromkeys(keys(2), 8))
+        pid = engine.tier._tier.client.pid
+    finally:
+        engine.manager.shutdown()
+        between.lift()
+    assert pid is not None
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_io_process_that_is_killed_in_mid_transfer(
+    start: Callable[..., Offloading], direct: Offloading, proxies: dict[str, Any]
+) -> None:
+    between: Proxy = proxies["http"]
+    between.lift()
+    engine = start(between.url, max_wait_ms=60_000, request_timeout_ms=60_000)
+    try:
+        chunks = stored(direct, 3)
+        struck = between.statistics().faults.get("black_hole", 0)
+        between.fault(Fault(kind="black_hole"))
+        context = engine.request()
+        assert {engine.manager.lookup(key, context) for key in chunks} == {PENDING}
+        engine.step()
+        engine.store(dict.fromkeys(keys(2), 4))
+        between.wait_for("black_hole", struck + 2)
+        os.kill(engine.tier._tier.client.pid or 0, signal.SIGKILL)
+        assert engine.look_up(chunks, context) == [MISS] * 2
+        engine.settle()
+        between.lift()
+        recovered(engine, direct)
+    finally:
+        engine.manager.shutdown()
+
+
+def test_memory_whose_name_is_gone(start: Callable[..., Offloading], server: S3Server) -> None:
+    """Whoever cleans /dev/shm takes the name alone."""
+    engine = start(server.url)
+    Path(engine.manager.primary_tier._mmap_region.mmap_path).unlink()
+    chunks = stored(engine, 9)
+    engine.reset()
+    engine.tier._salt = b""  # or nothing from before the reset is found
+    assert hits(engine, chunks, 9) == 2
+    engine.manager.shutdown()
