@@ -33,6 +33,16 @@ def patient() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_log() -> Iterator[None]:
+    """A tier does not hand the log of s3kv to vLLM's: other tests of the process read it."""
+    from s3kv.connectors import offload_tier
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload_tier, "join_vllm_log", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
