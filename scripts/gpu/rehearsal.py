@@ -19,7 +19,7 @@ import torch
 
 RUNNERS = {"1": "vllm.v1.worker.gpu_model_runner", "2": "vllm.v1.worker.gpu.model_runner"}
 MODULES = (
-    *("lab.child", "lab.audit", "lab.memory", "s3kv.connectors", "vllm.v1.worker.gpu_worker"),
+    *("lab.child", "lab.audit", "lab.on_cpu", "s3kv.connectors", "vllm.v1.worker.gpu_worker"),
     "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16",
 )
 WITH_TORCHVISION = "vllm.model_executor.warmup.minimax_m3_msa_warmup"
