@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.certificates import self_signed
 from lab.faults import Fault
 from lab.service import started
 
@@ -108,3 +109,12 @@ def proxy(
         running = Proxy(process, "https" if certificate else "http")
         running.limit(bytes_per_s)
         yield running
+
+
+@contextmanager
+def plain_and_tls(url: str, home: Path) -> Iterator[dict[str, Any]]:
+    """Proxies before a server: "http", "https", and the "ca_bundle" of the second. home: an empty
+    folder for the certificates, one of which names another host."""
+    good, bad = self_signed(home / "good", "IP:127.0.0.1"), self_signed(home / "bad", "DNS:no.test")
+    with proxy(url) as plain, proxy(url, certificate=good, wrong_certificate=bad) as tls:
+        yield {"http": plain, "https": tls, "ca_bundle": f"{good}.crt"}

@@ -94,6 +94,12 @@ UNSAVED: Mapping[str, str] = {
 """The KV planner's counters of chunks computed and not saved, and the reason of each. Those of
 `saves_dropped` in none of them are "inflight"."""
 
+TIER_UNSAVED: Mapping[str, str] = {
+    "saves_refused_by_breaker": "breaker_open",
+    "saves_after_reset": "reset",
+}
+"""The same of the tier's planner."""
+
 _REASONS = tuple(dict.fromkeys(MISSES.values()))
 
 _ENGINE: Mapping[str, Metric] = {
@@ -238,14 +244,18 @@ KV_METRICS: Mapping[str, Metric] = {
 is counted once for each. Of ranks that hold the same KV, the first alone uploads."""
 
 TIER_METRICS: Mapping[str, Metric] = {
-    **{name: KV_METRICS[name] for name in ("prefill_tokens_per_s", "deadline_cuts", "saves")},
+    **{name: KV_METRICS[name] for name in ("prefill_tokens_per_s", "saves")},
+    "deadline_cuts": Metric(
+        "Waits for the bucket that were cut short in favour of computing, and lookups of chunks "
+        "that such a wait had just given up."
+    ),
     **_fetches("Chunks", ""),
     **_uploads(""),
     "upload_cancelled": Metric("Uploads given up at shutdown or at a reset."),
     "saves_dropped": Metric(
         "Chunks not saved. inflight: too many were being uploaded. breaker_open: the store keeps "
-        "failing.",
-        labels={"reason": ("inflight", "breaker_open")},
+        "failing. reset: their request began before the cache was reset.",
+        labels={"reason": ("inflight", *TIER_UNSAVED.values())},
     ),
     **{name: metric for name, metric in _ENGINE.items() if name != "slab_pinned_bytes"},
 }

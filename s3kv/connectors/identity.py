@@ -264,7 +264,8 @@ def _computation(config: Config, vllm_config: VllmConfig) -> dict[str, Any]:
 
 
 def _content(name: str) -> str | None:
-    """What a variable says: vLLM reads a ..._CONFIG from a file, if the value names one."""
+    """The value of a variable; of a ..._CONFIG that names a file, a digest of the file, which vLLM
+    reads."""
     value = os.environ[name]
     return file_digest(value) if name.endswith("_CONFIG") and os.path.isfile(value) else value
 

@@ -175,7 +175,7 @@ class TierTraffic(TrafficLine):
 
     def _hits(self, grown: Mapping[str, int]) -> str:
         fetched, absent, saved = (grown[name] for name in self.hits)
-        return f"Chunks: {fetched:,} from the bucket, {absent:,} not there, {saved:,} to it"
+        return f"Chunks fetched: {fetched:,}, absent: {absent:,}, saved: {saved:,}"
 
 
 class PromptTraffic(TrafficLine):

@@ -18,22 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
-from vllm.v1.kv_offload.base import (
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
-    OffloadingHistogramMetadata,
-    OffloadingMetricMetadata,
-)
 
 from s3kv.metrics import (
     EC_METRICS,
     EC_NAMESPACE,
     KV_METRICS,
     NAMESPACE,
-    TIER_METRICS,
     Metric,
     labels_of,
     name_of,
@@ -165,34 +155,3 @@ class S3ECPromMetrics(Exported, ECConnectorPromMetrics):
     """`EC_METRICS` as Prometheus metrics, in the process that exports them."""
 
     table, namespace = EC_METRICS, EC_NAMESPACE
-
-
-def offloading_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """`TIER_METRICS` as the metrics of a tier of vLLM's offloading."""
-    kinds: dict[str, type[OffloadingMetricMetadata]] = {
-        "counter": OffloadingCounterMetadata,
-        "gauge": OffloadingGaugeMetadata,
-        "histogram": OffloadingHistogramMetadata,
-    }
-    definitions = {}
-    for name, metric in TIER_METRICS.items():
-        more = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
-        definitions[f"{NAMESPACE}{name}"] = kinds[metric.kind](
-            documentation=metric.doc, labelnames=tuple(metric.labels), **more
-        )
-    return definitions
-
-
-def offloading_stats(values: Values) -> OffloadingConnectorStats:
-    """Values of `TIER_METRICS` as the statistics of a tier of vLLM's offloading."""
-    stats = OffloadingConnectorStats()
-    for key, value in values.items():
-        metric, name = TIER_METRICS[name_of(key)], f"{NAMESPACE}{name_of(key)}"
-        if metric.kind == "histogram":
-            for observed in value:
-                stats.observe_histogram(name, observed, labels_of(key))
-        elif metric.kind == "gauge":
-            stats.set_gauge(name, value, labels_of(key))
-        else:
-            stats.increase_counter(name, value * metric.scale, labels_of(key))
-    return stats

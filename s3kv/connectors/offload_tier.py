@@ -17,17 +17,22 @@ vLLM's scheduler process, under the lock of vLLM's manager: one caller at a time
 from __future__ import annotations
 
 import logging
-import os
+import secrets
 import time
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
 )
@@ -42,26 +47,24 @@ from s3kv.connectors.log import (
     start_line,
     warn_of_uploads_left,
 )
-from s3kv.connectors.metrics import Values, offloading_definitions, offloading_stats
+from s3kv.connectors.metrics import Values
 from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import TIER_SHARES, Telemetry
 from s3kv.connectors.tier_setup import check_requests_are_known, engine_config, parse_settings
 from s3kv.host.slab import Slab
 from s3kv.io.tier import introduce, open_tier
 from s3kv.messages import BucketJob, JobKind
-from s3kv.metrics import TIER_METRICS
+from s3kv.metrics import NAMESPACE, TIER_METRICS, labels_of, name_of
 from s3kv.objects.shards import Shard
 from s3kv.planning.breaker import Breaker, BreakerState
 from s3kv.planning.index import BucketIndex
+from s3kv.planning.lookup import salted
 from s3kv.planning.offload import OffloadAnswer, OffloadPlanner
 from s3kv.planning.pace import Pace
 from s3kv.planning.row_transfers import RowKey, TransferEnd
 from s3kv.types import ChunkKey, TensorSpec
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
     from vllm.v1.kv_offload.base import (
         OffloadingSpec,
         OffloadKey,
@@ -274,15 +277,13 @@ class S3Tier(Guarded, SecondaryTierManager):
         now_s = time.monotonic()
         for end in self._tier.client.poll():
             self.planner.on_end(end, now_s)
-        self._salt = os.urandom(16)
+        self._salt = secrets.token_bytes(32)
         logger.info("s3kv: cache reset; earlier chunks are unreachable now")
 
     def shutdown(self) -> None:
         """Finish uploads within `drain_timeout_s`, then end the I/O process. Idempotent."""
         timeout_s = self._config.drain_timeout_s
-        if self.broken is None:
-            warn_of_uploads_left(self._tier.client.drain(timeout_s), "chunk", timeout_s)
-            self.broken = "shutdown"
+        warn_of_uploads_left(self._tier.client.drain(timeout_s), "chunk", timeout_s)
         self._tier.close()
 
     def on_broken(self) -> None:
@@ -296,9 +297,7 @@ class S3Tier(Guarded, SecondaryTierManager):
     def _chunk(self, key: OffloadKey) -> ChunkKey:
         """vLLM's key: the hash of the chunk's last block, and the number of its group."""
         block_hash, group = key[:-4], int.from_bytes(key[-4:], "big")
-        if self._salt:
-            block_hash = blake2b(block_hash, key=self._salt, digest_size=32).digest()
-        return ChunkKey(group, block_hash)
+        return ChunkKey(group, salted(block_hash, self._salt) if self._salt else block_hash)
 
     def _send(self, jobs: Iterable[BucketJob]) -> None:
         for job in jobs:
@@ -321,11 +320,11 @@ class S3Tier(Guarded, SecondaryTierManager):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        return offloading_definitions()
+        return _definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         values = self._values()
-        return offloading_stats(values) if values else None
+        return _stats(values) if values else None
 
     def _values(self) -> Values:
         self._telemetry.is_stale = True
@@ -341,3 +340,34 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     def _log(self, *, finished: bool = False) -> None:
         self._telemetry.log(self.planner, time.monotonic(), finished=finished)
+
+
+def _definitions() -> dict[str, OffloadingMetricMetadata]:
+    """`TIER_METRICS` as the metrics of a tier of vLLM's offloading."""
+    kinds: dict[str, type[OffloadingMetricMetadata]] = {
+        "counter": OffloadingCounterMetadata,
+        "gauge": OffloadingGaugeMetadata,
+        "histogram": OffloadingHistogramMetadata,
+    }
+    definitions = {}
+    for name, metric in TIER_METRICS.items():
+        more = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+        definitions[f"{NAMESPACE}{name}"] = kinds[metric.kind](
+            documentation=metric.doc, labelnames=tuple(metric.labels), **more
+        )
+    return definitions
+
+
+def _stats(values: Values) -> OffloadingConnectorStats:
+    """Values of `TIER_METRICS` as the statistics of a tier of vLLM's offloading."""
+    stats = OffloadingConnectorStats()
+    for key, value in values.items():
+        metric, name = TIER_METRICS[name_of(key)], f"{NAMESPACE}{name_of(key)}"
+        if metric.kind == "histogram":
+            for observed in value:
+                stats.observe_histogram(name, observed, labels_of(key))
+        elif metric.kind == "gauge":
+            stats.set_gauge(name, value, labels_of(key))
+        else:
+            stats.increase_counter(name, value * metric.scale, labels_of(key))
+    return stats

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from s3kv.connectors.log import TrafficLine
 from s3kv.connectors.metrics import Values, add
-from s3kv.metrics import MISSES, UNSAVED, Metric
+from s3kv.metrics import MISSES, TIER_UNSAVED, UNSAVED, Metric
 from s3kv.planning.breaker import BreakerState
 from s3kv.types import Outcome, Tally
 
@@ -23,6 +23,16 @@ Shares = Mapping[str, tuple[tuple[str, int], ...]]
 
 _MISSED: Shares = {name: ((name, 1), (f"misses|{reason}", 1)) for name, reason in MISSES.items()}
 _DROPPED = "saves_dropped|inflight"
+
+
+def _dropped(reasons: Mapping[str, str]) -> Shares:
+    """Dropped saves: those of no other reason are "inflight"."""
+    return {
+        "saves_dropped": ((_DROPPED, 1),),
+        **{name: ((_DROPPED, -1), (f"saves_dropped|{why}", 1)) for name, why in reasons.items()},
+    }
+
+
 EC_SHARES: Shares = {**_MISSED, "saves_dropped": (("saves_dropped|memory_full", 1),)}
 KV_SHARES: Shares = {
     **_MISSED,
@@ -30,10 +40,9 @@ KV_SHARES: Shares = {
     **{f"fetch_{o.name.lower()}": _MISSED.get(f"fetch_{o.name.lower()}", ())[1:] for o in Outcome},
     **{f"upload_{o.name.lower()}": () for o in Outcome},
     "saves_failed": (),
-    "saves_dropped": ((_DROPPED, 1),),
-    **{name: ((_DROPPED, -1), (f"saves_dropped|{reason}", 1)) for name, reason in UNSAVED.items()},
+    **_dropped(UNSAVED),
 }
-TIER_SHARES: Shares = _MISSED
+TIER_SHARES: Shares = {**_MISSED, **_dropped(TIER_UNSAVED)}
 """The planners' counters, mapped to the keys of the metrics."""
 
 

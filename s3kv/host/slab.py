@@ -111,9 +111,9 @@ class Slab:
 
     @classmethod
     def behind(cls, view: memoryview) -> Slab:
-        """The file behind the shared mapping that `view` is all of, which must be writable, as a
-        slab with a mapping and a descriptor of its own. So the mapping's owner may unlink the file.
-        Raises `UnsupportedError` if there is no such file among the descriptors of this process.
+        """A slab over the file that backs `view`, which is writable and all of a shared mapping. It
+        has a mapping and a descriptor of its own, so the owner of the view may unlink the file.
+        Raises `UnsupportedError` if this process has no descriptor of such a file.
         """
         start = ctypes.addressof(ctypes.c_char.from_buffer(view))
         with open("/proc/self/maps") as maps:

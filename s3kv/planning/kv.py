@@ -391,11 +391,9 @@ class KVPlanner:
         )
 
     def reset(self, salt: bytes) -> None:
-        """Make everything cached so far unreachable, here and in the bucket.
-
-        From now on chunk hashes are derived with `salt`, which must be unique. Requests in the
-        engine may hold KV from before the reset, so they neither load nor save any more.
-        """
+        """Make everything cached so far unreachable, here and in the bucket: from now on chunk
+        hashes are derived with `salt`, which must be unique. Requests in the engine may hold KV
+        from before the reset, so they neither load nor save any more."""
         self._salt = salt
         self.ledger.index.forget()
         self.bar(self._requests)

@@ -26,6 +26,11 @@ of the engine's scheduling thread. On arrival a request's whole window is ordere
 network would idle for engine steps, which may take hundreds of ms."""
 
 
+def salted(block_hash: bytes, salt: bytes) -> bytes:
+    """The hash under which a block is kept after a reset."""
+    return blake2b(block_hash, key=salt, digest_size=32).digest()
+
+
 @dataclass(slots=True, eq=False)
 class ChunkHashes:
     """Chunk hashes of a request, taken from the engine's growing list of block hashes.
@@ -48,7 +53,7 @@ class ChunkHashes:
         known, stride = self.known, self.stride
         fresh = self.block_hashes[(len(known) + 1) * stride - 1 :: stride]
         if fresh:
-            known += [self._salted(h) for h in fresh] if self.salt else fresh
+            known += [salted(h, self.salt) for h in fresh] if self.salt else fresh
         return known
 
     def loadable(self) -> list[bytes]:
@@ -70,9 +75,6 @@ class ChunkHashes:
 
     def _limited(self, chunks: int) -> int:
         return chunks if self.limit is None else min(chunks, self.limit)
-
-    def _salted(self, block_hash: bytes) -> bytes:
-        return blake2b(block_hash, key=self.salt, digest_size=32).digest()
 
 
 @dataclass(slots=True, eq=False)

@@ -39,13 +39,16 @@ from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.row_transfers import RowJob, RowKey, RowKeys, RowTransfers
 from s3kv.types import ChunkKey, Outcome, Tally
 
+_FIRST_WINDOW = 64
+"""Most probes of a request at first, as of the connector's lookups (decision 8)."""
+_LARGEST_WINDOW = 256
 _PROBE_SHARE = 32
-"""Rows per row of a request's first window of probes; all requests together take four times it."""
-_MOST_PROBES = 64
+"""A request's first window is at most one row in so many. All requests together have four of them,
+so that a cold prompt evicts little."""
 _SPARE_SHARE = 8
-"""Rows per row that is never promised: vLLM needs some for what the engine computes."""
+"""One row in so many is never promised: vLLM needs some for what the engine computes."""
 _UPLOAD_SHARE = 4
-"""Rows per row that uploads may pin."""
+"""Uploads pin at most one row in so many, because pinned rows cannot be evicted."""
 
 
 class OffloadAnswer(enum.Enum):
@@ -60,7 +63,8 @@ class OffloadAnswer(enum.Enum):
 class _OffloadRequest:
     """A request. promised: keys answered HIT since it was last scheduled; new: those of this pass,
     without a job yet. fetching: its fetches, by key. probes: unknown keys among both. found: hashes
-    of which some group's chunk arrived. lost: keys that failed."""
+    of which some group's chunk arrived. lost: keys that failed. is_closed: it waits no more.
+    is_barred: nor saves. computing_s, computing_step: when its prefill was last measured."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -100,10 +104,10 @@ class OffloadPlanner:
         self.index, self.breaker, self.pace = index, breaker, pace
         self.counters = Tally()
         self.changes: list[tuple[bytes, bool]] = []
-        """Names of keys that the bucket was found to have (True) or not; the reader clears it."""
+        """Names of keys that the bucket was found to have, or not; the reader clears it."""
         self._is_observed, self._recompute_gate = is_observed, recompute_gate
         self._chunk_tokens, self._max_wait_s = chunk_tokens, max_wait_s
-        self._first_window = max(1, min(_MOST_PROBES, rows // _PROBE_SHARE))
+        self._first_window = max(1, min(_FIRST_WINDOW, rows // _PROBE_SHARE))
         self._most_promised = max(1, rows - rows // _SPARE_SHARE)
         self._most_uploads = max(1, rows // _UPLOAD_SHARE)
         self._requests: dict[str, _OffloadRequest] = {}
@@ -130,7 +134,6 @@ class OffloadPlanner:
         self._active.pop(request_id, None)
         self.retries.pop(request_id, None)
         if request is not None:
-            self._give_up_new(request)
             self._release(request)
             self._probes -= request.probes
 
@@ -299,6 +302,7 @@ class OffloadPlanner:
         transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=False)
         request = self._requests.get(request_id)
         if request is not None and request.is_barred:
+            self.counters.update({"saves_dropped": len(keys), "saves_after_reset": len(keys)})
             transfer.is_whole, keys = False, ()
         elif request is not None:
             self._computed(request, keys, now_s)
@@ -308,13 +312,12 @@ class OffloadPlanner:
                 self.index.use(key.chunk, now_s)
                 transfer.succeeded.append(key.name)
                 continue
-            if self.breaker.is_open(now_s):
-                self.counters["saves_dropped|breaker_open"] += 1
-            elif self.transfers.uploads >= self._most_uploads:
-                self.counters["saves_dropped|inflight"] += 1
-            else:
+            is_down = self.breaker.is_open(now_s)
+            if not is_down and self.transfers.uploads < self._most_uploads:
                 jobs.append(self.transfers.add(transfer, key, row))
                 continue
+            self.counters["saves_dropped"] += 1
+            self.counters["saves_refused_by_breaker"] += is_down
             transfer.is_whole = False
         self.counters["saves"] += len(jobs)
         self.transfers.end_if_done(transfer, now_s)
@@ -363,7 +366,8 @@ class OffloadPlanner:
             self._fetched(job, end, now_s)
         if outcome.is_success:
             self.counters[f"{end.kind.value}_bytes"] += end.nbytes
-            self._found(job.key, now_s + end.fresh_s)
+            self._learn(job.key, is_there=True)
+            self.index.note_present(job.key.chunk, now_s + end.fresh_s)
         self.transfers.end_if_done(job.transfer, now_s)
 
     def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
@@ -373,7 +377,8 @@ class OffloadPlanner:
         elif end.outcome is Outcome.MISSING:
             self.pace.fetch.absent(end.seconds)
         if end.outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            self._lose(job.key, now_s)
+            self._learn(job.key, is_there=False)
+            self.index.note_absent(key, now_s)
         if request is None:
             return
         request.fetching.pop(key, None)
@@ -381,7 +386,7 @@ class OffloadPlanner:
         self._probes -= job.is_probe
         if end.outcome.is_success:
             request.found.add(key.block_hash)
-            request.window = min(2 * request.window, 4 * _MOST_PROBES)
+            request.window = min(2 * request.window, _LARGEST_WINDOW)
             request.wait.arrived(now_s)
             return
         request.lost.add(key)
@@ -389,12 +394,7 @@ class OffloadPlanner:
         self._promised -= key in request.promised
         request.promised.discard(key)
 
-    def _found(self, key: RowKey, until_s: float) -> None:
-        if self._is_observed and not self.index.is_present(key.chunk):
-            self.changes.append((key.name, True))
-        self.index.note_present(key.chunk, until_s)
-
-    def _lose(self, key: RowKey, now_s: float) -> None:
-        if self._is_observed and self.index.is_present(key.chunk):
-            self.changes.append((key.name, False))
-        self.index.note_absent(key.chunk, now_s)
+    def _learn(self, key: RowKey, *, is_there: bool) -> None:
+        """Note the bucket's answer among the changes. Call it before the index has the answer."""
+        if self._is_observed and self.index.is_present(key.chunk) is not is_there:
+            self.changes.append((key.name, is_there))

@@ -160,6 +160,7 @@ class Pace:
                 self.prefilled(tokens, seconds)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
+        """Note that prefill of `tokens` took `seconds`."""
         # The least-squares line through the origin. A step of 1,600 tokens counts 256 times as much
         # as one of 100, which says little about long prompts.
         kept = math.exp(-tokens / _SETTLING_TOKENS)

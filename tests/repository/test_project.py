@@ -13,11 +13,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = sorted((ROOT / "s3kv").rglob("*.py"))
 FILE_LINES = 400
-LONGER = {
-    "s3kv/planning/kv.py": "the planner's events in the engine's order, which share its books",
-}
-"""Files of one idea that are longer, and why they are not cut in two."""
-LONGER_LINES = 420
 FUNCTION_LINES = 50
 
 
@@ -35,10 +30,7 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path: Path) -> None:
     source = path.read_text()
-    is_longer = str(path.relative_to(ROOT)) in LONGER
-    lines = source.count("\n")
-    assert lines <= (LONGER_LINES if is_longer else FILE_LINES)
-    assert lines > FILE_LINES or not is_longer, "take it off the list"
+    assert source.count("\n") <= FILE_LINES
     too_long = {name: n for name, n in functions(ast.parse(source)) if n > FUNCTION_LINES}
     assert too_long == {}
 

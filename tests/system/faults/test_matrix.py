@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from lab.constants import changed
-from lab.proxy import Proxy, proxy
+from lab.proxy import Proxy, plain_and_tls
 from lab.s3 import S3Server, moto_process
 from s3kv.place import Place
-from tests.servers import REAL_SERVERS, self_signed, set_credentials
+from tests.servers import REAL_SERVERS, set_credentials
 from tests.system.faults.cases import CASES, Case
 from tests.system.faults.life import CONSTANTS, Life
 from tests.system.faults.nameless import NAME, VARIABLE
@@ -46,13 +46,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def proxies(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    home = tmp_path_factory.mktemp("tls")
-    good, bad = self_signed(home / "good", "IP:127.0.0.1"), self_signed(home / "bad", "DNS:no.test")
-    with (
-        proxy(str(server.url)) as plain,
-        proxy(str(server.url), certificate=good, wrong_certificate=bad) as tls,
-    ):
-        yield {"http": plain, "https": tls, "ca_bundle": f"{good}.crt"}
+    with plain_and_tls(str(server.url), tmp_path_factory.mktemp("tls")) as found:
+        yield found
 
 
 class Scene:

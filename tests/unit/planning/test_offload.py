@@ -9,14 +9,19 @@ import pytest
 
 from lab.books import CHECKS
 from s3kv.messages import BucketJob, JobEnd, JobKind
-from s3kv.planning.breaker import Breaker
-from s3kv.planning.index import BucketIndex
 from s3kv.planning.offload import OffloadAnswer, OffloadPlanner, _OffloadRequest
-from s3kv.planning.pace import Pace
 from s3kv.planning.requests import RequestLimits
 from s3kv.planning.row_transfers import RowJob, RowKey
 from s3kv.types import ChunkKey, Outcome
-from tests.unit.planning.tiering import CHUNK_TOKENS, MAX_WAIT_S, is_noticed, name_of, row_key, run
+from tests.unit.planning.tiering import (
+    CHUNK_TOKENS,
+    MAX_WAIT_S,
+    a_planner,
+    is_noticed,
+    name_of,
+    row_key,
+    run,
+)
 
 HIT, RETRY, MISS = OffloadAnswer.HIT, OffloadAnswer.RETRY, OffloadAnswer.MISS
 
@@ -75,15 +80,7 @@ class Desk:
 
     def __init__(self, rows: int = 256, **more: Any) -> None:
         self.now_s = 10.0
-        self.planner = OffloadPlanner(
-            BucketIndex(capacity=1_000),
-            Breaker(),
-            Pace(fetches_at_once=32),
-            rows=rows,
-            chunk_tokens=CHUNK_TOKENS,
-            max_wait_s=MAX_WAIT_S,
-            **more,
-        )
+        self.planner = a_planner(rows, **more)
         self.transfers = 0
 
     def look_up(self, request: str, *numbers: int, group: int = 0) -> list[OffloadAnswer]:
@@ -191,11 +188,11 @@ def test_a_wait_ends_and_cancels_its_fetches() -> None:
             2,
             {},
         ),
-        (lambda desk: desk.store("b", *range(100, 164)), 0, {"saves_dropped|inflight": 3}),
+        (lambda desk: desk.store("b", *range(100, 164)), 0, {"saves_dropped": 3}),
         (
             lambda desk: [desk.planner.breaker.failed(desk.now_s) for _ in range(9)],
             0,
-            {"saves_dropped|breaker_open": 3},
+            {"saves_dropped": 3, "saves_refused_by_breaker": 3},
         ),
     ],
     ids=["all", "one is there", "too many", "store fails"],
@@ -210,7 +207,9 @@ def test_a_store_uploads_the_missing_or_is_shed(
     desk.end(jobs)
     end = next(e for e in desk.planner.transfers.take_ends() if e.transfer_id == desk.transfers)
     assert end.is_whole is not bool(dropped)
-    assert {n: v for n, v in desk.planner.counters.items() if "dropped" in n} == dropped
+    assert {
+        n: v for n, v in desk.planner.counters.items() if n.startswith("saves_") and v
+    } == dropped
 
 
 def test_a_reset_bars_the_requests_that_live() -> None:
@@ -221,6 +220,7 @@ def test_a_reset_bars_the_requests_that_live() -> None:
     desk.planner.begin("b")
     assert [desk.look_up(name, 5) for name in "ab"] == [[MISS], [HIT]]
     assert desk.store("a", 2) == []
+    assert desk.planner.counters["saves_after_reset"] == 1
     assert len(desk.store("b", 1)) == 1
 
 
@@ -263,6 +263,38 @@ def test_prefill_is_measured_and_decoding_is_not() -> None:
     desk.now_s += 50.0
     desk.store("a", 8)
     assert desk.planner.pace.prefill_tokens_per_s == pytest.approx(8 * CHUNK_TOKENS / 2)
+
+
+def test_a_wait_is_patient_until_prefill_is_measured() -> None:
+    """And no longer than computing takes after that."""
+    desk = Desk()
+    for name, computed_s in (("a", None), ("b", 0.1)):
+        desk.planner.begin(name)
+        if computed_s is not None:
+            desk.end_pass(name)
+            desk.now_s += computed_s
+            desk.store(name, *range(100, 108))
+        chunks = range(8) if name == "a" else range(20, 28)
+        desk.look_up(name, *chunks)
+        desk.load(name, *chunks)
+        desk.end_pass()
+        desk.now_s += 0.5  # less than patience, more than eight chunks take at that speed
+        desk.end_pass()
+        assert bool(desk.planner.transfers.take_cancels()) is (name == "b")
+
+
+def test_a_store_with_holes_measures_nothing() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    desk.look_up("a", 1, 2)
+    found, absent = desk.load("a", 1, 2)
+    desk.end([found])
+    desk.end([absent], Outcome.MISSING)
+    before = desk.planner.pace.prefill_tokens_per_s
+    desk.end_pass("a")
+    desk.now_s += 1.0
+    desk.store("a", 2)
+    assert desk.planner.pace.prefill_tokens_per_s == before
 
 
 def test_changes_are_what_the_bucket_turned_out_to_have() -> None:

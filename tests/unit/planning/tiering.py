@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 from lab.books import CHECKS
 from s3kv.messages import BucketJob, JobEnd, JobKind
@@ -81,6 +82,20 @@ class Primary:
         self.free.append(self.rows.pop(name).number)
 
 
+def a_planner(
+    rows: int, planner: type[OffloadPlanner] = OffloadPlanner, **settings: Any
+) -> OffloadPlanner:
+    return planner(
+        BucketIndex(capacity=10_000),
+        Breaker(),
+        Pace(fetches_at_once=8),
+        rows=rows,
+        chunk_tokens=CHUNK_TOKENS,
+        max_wait_s=MAX_WAIT_S,
+        **settings,
+    )
+
+
 class Tiering:
     """One engine's manager, its planner, and a bucket. faulty: whether requests to the bucket fail,
     or take long."""
@@ -90,15 +105,7 @@ class Tiering:
         self.now_s = 100.0
         rows = self.rng.choice([4, 12, 40, 200])
         self.primary = Primary(list(range(rows)))
-        self.planner = planner(
-            BucketIndex(capacity=10_000),
-            Breaker(),
-            Pace(fetches_at_once=8),
-            rows=rows,
-            chunk_tokens=CHUNK_TOKENS,
-            max_wait_s=MAX_WAIT_S,
-            is_observed=True,
-        )
+        self.planner = a_planner(rows, planner, is_observed=True)
         self.groups = self.rng.choice([1, 1, 2])
         self.fault_share = self.rng.choice([0.0, 0.0, 0.1, 0.9])
         self.answer_share = self.rng.choice([0.0, 0.02, 0.3, 0.9])
