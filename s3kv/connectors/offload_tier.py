@@ -160,17 +160,14 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     # --- lookups and requests --------------------------------------------------------------
 
+    @guarded(default=RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._begin(req_context)
-        return RequestOffloadingContext()
-
-    @guarded(default=lambda: None)
-    def _begin(self, context: ReqContext) -> None:
         self._now_s = time.monotonic()
-        limits = read_limits(context.kv_transfer_params, context.req_id)
+        limits = read_limits(req_context.kv_transfer_params, req_context.req_id)
         if limits.load_tokens is not None:
-            self._limited.add(context.req_id)
-        self.planner.begin(context.req_id, limits)
+            self._limited.add(req_context.req_id)
+        self.planner.begin(req_context.req_id, limits)
+        return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         # vLLM asks for every chunk of a waiting prompt in every step.
@@ -262,15 +259,12 @@ class S3Tier(Guarded, SecondaryTierManager):
             planner.on_end(end, now_s)
         return planner.transfers.take_ends()
 
+    @guarded(default=lambda: None)
     def drain_jobs(self) -> None:
         """Wait until nothing touches the rows: uploads get a few seconds, fetches none. Then the
         I/O process is killed. vLLM calls it before it resets its cache, also because weights have
         changed. So earlier chunks are out of reach afterwards, as after a reset of the connector.
         """
-        self._reset()
-
-    @guarded(default=lambda: None)
-    def _reset(self) -> None:
         self.planner.reset()
         self._cancel()
         self._tier.client.settle(_SETTLE_S)
@@ -320,15 +314,24 @@ class S3Tier(Guarded, SecondaryTierManager):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        return _definitions()
+        kinds: dict[str, type[OffloadingMetricMetadata]] = {
+            "counter": OffloadingCounterMetadata,
+            "gauge": OffloadingGaugeMetadata,
+            "histogram": OffloadingHistogramMetadata,
+        }
+        definitions = {}
+        for name, metric in TIER_METRICS.items():
+            more = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+            definitions[f"{NAMESPACE}{name}"] = kinds[metric.kind](
+                documentation=metric.doc, labelnames=tuple(metric.labels), **more
+            )
+        return definitions
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        values = self._values()
-        return _stats(values) if values else None
-
-    def _values(self) -> Values:
         self._telemetry.is_stale = True
-        return self._telemetry.take(self._gauges, self.planner.counters, self._tier.client.counters)
+        counters = (self.planner.counters, self._tier.client.counters)
+        values = self._telemetry.take(self._gauges, *counters)
+        return _stats(values) if values else None
 
     @guarded(default=dict)
     def _gauges(self) -> Values:
@@ -340,22 +343,6 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     def _log(self, *, finished: bool = False) -> None:
         self._telemetry.log(self.planner, time.monotonic(), finished=finished)
-
-
-def _definitions() -> dict[str, OffloadingMetricMetadata]:
-    """`TIER_METRICS` as the metrics of a tier of vLLM's offloading."""
-    kinds: dict[str, type[OffloadingMetricMetadata]] = {
-        "counter": OffloadingCounterMetadata,
-        "gauge": OffloadingGaugeMetadata,
-        "histogram": OffloadingHistogramMetadata,
-    }
-    definitions = {}
-    for name, metric in TIER_METRICS.items():
-        more = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
-        definitions[f"{NAMESPACE}{name}"] = kinds[metric.kind](
-            documentation=metric.doc, labelnames=tuple(metric.labels), **more
-        )
-    return definitions
 
 
 def _stats(values: Values) -> OffloadingConnectorStats:

@@ -66,11 +66,10 @@ class RowJob:
 
 
 class RowTransfers:
-    """The transfers of one tier that have not been reported. fetches, uploads: their jobs under
-    way."""
+    """The transfers of one tier that have not been reported. fetches: their fetches under way."""
 
     def __init__(self) -> None:
-        self.fetches = self.uploads = 0
+        self.fetches = 0
         self.jobs: dict[int, RowJob] = {}
         """For reading only, by number."""
         self.cancels: list[int] = []
@@ -78,6 +77,11 @@ class RowTransfers:
         self._transfers: dict[int, RowTransfer] = {}
         self._job_ids = count(1)
         self._ends: list[TransferEnd] = []
+
+    @property
+    def uploads(self) -> int:
+        """Their uploads under way."""
+        return len(self.jobs) - self.fetches
 
     def begin(
         self, transfer_id: int, request_id: str, now_s: float, *, is_load: bool
@@ -89,10 +93,7 @@ class RowTransfers:
 
     def add(self, transfer: RowTransfer, key: RowKey, row: int) -> BucketJob:
         """Add the job that moves a key to or from its row."""
-        if transfer.is_load:
-            self.fetches += 1
-        else:
-            self.uploads += 1
+        self.fetches += transfer.is_load
         kind = JobKind.FETCH if transfer.is_load else JobKind.UPLOAD
         job = BucketJob(self.new_id(), kind, key.chunk, row)
         self.jobs[job.job_id] = RowJob(key, transfer, began_with=self.fetches)
@@ -107,10 +108,7 @@ class RowTransfers:
         """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
         job = self.jobs.pop(end.job_id)
         transfer = job.transfer
-        if transfer.is_load:
-            self.fetches -= 1
-        else:
-            self.uploads -= 1
+        self.fetches -= transfer.is_load
         if end.outcome.is_success:
             transfer.succeeded.append(job.key.name)
             transfer.nbytes += end.nbytes
