@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from s3kv.library.tiered_store import TieredStore
     from s3kv.types import Location
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = ["Config", "Location", "TieredStore"]
 
