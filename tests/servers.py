@@ -77,7 +77,7 @@ def fresh_bucket(
             url, keys = stack.enter_context(moto_server()), KEYS
         else:
             gateway = request.getfixturevalue(server)
-            url, keys = gateway.url, gateway.keys
+            url, keys = gateway.url, gateway.env
         set_credentials(monkeypatch, keys)
         boto = boto_client(url, keys)
         boto.create_bucket(Bucket=bucket)

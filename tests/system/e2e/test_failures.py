@@ -17,7 +17,7 @@ import pytest
 from lab import models
 from lab.engine import Answer, Engine, EngineFailed
 from lab.s3 import S3Server, moto_process
-from tests.rgw import Gateway, free_ports
+from lab.service import free_ports
 from tests.system.e2e.conftest import References, Serve, changed, patient_for, tokens
 from tests.system.e2e.servers import denying_server, valve
 
@@ -72,10 +72,9 @@ def wait_until(what: str, true: Callable[[], bool], timeout_s: float = 30.0) -> 
 # ------------------------------------------------------------------------------ at the start
 
 
-def test_wrong_credentials_no_start(tiny: Path, weed: Gateway, tmp_path: Path) -> None:
-    env = {**weed.keys, "AWS_DEFAULT_REGION": "us-east-1"}
-    S3Server(weed.url, env).client().create_bucket(Bucket="kv-cache")
-    wrong = {**env, "AWS_SECRET_ACCESS_KEY": "wrong"}
+def test_wrong_credentials_no_start(tiny: Path, weed: S3Server, tmp_path: Path) -> None:
+    weed.client().create_bucket(Bucket="kv-cache")
+    wrong = {**weed.env, "AWS_SECRET_ACCESS_KEY": "wrong"}
     connector = patient_for(S3Server(weed.url, wrong), "kv-cache", fails=True)
     engine = Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong)
     with pytest.raises(EngineFailed, match="ended"):
@@ -83,7 +82,7 @@ def test_wrong_credentials_no_start(tiny: Path, weed: Gateway, tmp_path: Path) -
     wait_until("all processes end", lambda: not engine.processes())
     lines = engine.log_path.read_text().splitlines()
     said = next(line for line in lines if "s3kv: bucket" in line)
-    for word in ("kv-cache", weed.url, "403", "AWS_SECRET_ACCESS_KEY"):
+    for word in ("kv-cache", str(weed.url), "403", "AWS_SECRET_ACCESS_KEY"):
         assert word in said
 
 

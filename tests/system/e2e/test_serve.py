@@ -25,7 +25,7 @@ from lab import models
 from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.s3 import S3Server
-from tests.rgw import free_ports
+from lab.service import free_ports
 from tests.system.e2e.conftest import START_AND_STOP_S, References, changed, tokens
 from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import CHUNK_BYTES, port_of, wait_until

@@ -16,8 +16,8 @@ import s3kv
 from lab import constants
 from lab.engine import Engine
 from lab.s3 import S3Server
+from lab.service import free_ports
 from tests.repository.test_commands import DOCUMENTS, shown
-from tests.rgw import free_ports
 from tests.system.e2e.conftest import START_AND_STOP_S, References, tokens
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, Server, messages, serving, small

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from lab.service import free_ports
 from s3kv.cli.app import cli
-from tests.rgw import free_ports
 
 METRICS = """\
 # HELP vllm:s3kv_upload_ok_total Objects written, per rank.

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from lab.memory_store import MemoryStore
+from lab.s3 import S3Server
 from s3kv.config import Config
 from s3kv.place import Place
 from s3kv.stores.s3 import s3_store
@@ -19,7 +20,6 @@ from s3kv.stores.s3.s3_store import S3Store
 from s3kv.stores.s3.sdk_client import SdkClient
 from s3kv.stores.store import ObjectStore
 from tests import servers
-from tests.rgw import Gateway
 from tests.unit.stores.suite import ObjectStoreSuite, pattern
 
 REAL = servers.real_server()
@@ -86,15 +86,15 @@ class TestS3StoreOnCeph(S3Suite):
     conditional_copies = False  # it looks for the condition under a name of its own
 
     @pytest.fixture
-    def place(self, rgw: Gateway) -> tuple[str, str, dict[str, str]]:
-        servers.boto_client(rgw.url, rgw.keys).create_bucket(Bucket=servers.BUCKET)
-        return rgw.url, servers.BUCKET, rgw.keys
+    def place(self, rgw: S3Server) -> tuple[str, str, dict[str, str]]:
+        servers.boto_client(rgw.url, rgw.env).create_bucket(Bucket=servers.BUCKET)
+        return rgw.url, servers.BUCKET, rgw.env
 
 
 @pytest.fixture(scope="module")
-def weed_bucket(weed: Gateway) -> Gateway:
+def weed_bucket(weed: S3Server) -> S3Server:
     """With an empty bucket, `BUCKET`."""
-    servers.boto_client(weed.url, weed.keys).create_bucket(Bucket=servers.BUCKET)
+    servers.boto_client(weed.url, weed.env).create_bucket(Bucket=servers.BUCKET)
     return weed
 
 
@@ -103,8 +103,8 @@ class TestS3StoreOnSeaweedFS(S3Suite):
     keys_are_texts = False
 
     @pytest.fixture
-    def place(self, weed_bucket: Gateway) -> tuple[str, str, dict[str, str]]:
-        return weed_bucket.url, servers.BUCKET, weed_bucket.keys
+    def place(self, weed_bucket: S3Server) -> tuple[str, str, dict[str, str]]:
+        return weed_bucket.url, servers.BUCKET, weed_bucket.env
 
 
 if REAL is not None:

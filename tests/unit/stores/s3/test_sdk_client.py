@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from lab.s3 import S3Server
 from s3kv.config import Config
 from s3kv.errors import StoreError, StoreUnavailable
 from s3kv.place import Place
@@ -22,7 +23,6 @@ from s3kv.stores.s3.s3_store import S3Store
 from s3kv.stores.s3.sdk_client import SdkClient
 from s3kv.stores.store import ObjectInfo, ObjectStore
 from tests import servers
-from tests.rgw import Gateway
 from tests.servers import REAL_SERVERS
 from tests.unit.stores.suite import ODD_NAMES, pattern
 
@@ -164,9 +164,9 @@ async def test_random_operations_on_moto(moto_url: str) -> None:
 async def test_random_operations_on_a_real_server(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server: Gateway = request.getfixturevalue(name)
-    servers.set_credentials(monkeypatch, server.keys)
-    boto = servers.boto_client(server.url, server.keys)
+    server: S3Server = request.getfixturevalue(name)
+    servers.set_credentials(monkeypatch, server.env)
+    boto = servers.boto_client(server.url, server.env)
     with suppress(boto.exceptions.BucketAlreadyOwnedByYou):  # on the other kind of loop
         boto.create_bucket(Bucket="same")
     await play(server.url, "same")

