@@ -117,11 +117,7 @@ class Engine:
         self._hasher = get_request_block_hasher(hashed, hash_function)
         self.bucket = Bucket() if before is None else before.bucket
         self.rank = Rank(
-            0,
-            slots=slots,
-            blocks=blocks + 1,
-            tables=[Coverage(BLOCK, CHUNK)],
-            bucket=self.bucket,
+            0, slots=slots, blocks=blocks + 1, tables=[Coverage(BLOCK, CHUNK)], bucket=self.bucket
         )
         self.seen: Counter[str] = Counter()
         self.now_s = 0.0

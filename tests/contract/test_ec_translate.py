@@ -12,11 +12,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 from s3kv.config import Config
-from s3kv.connectors.ec_translate import (
-    check_supported,
-    item_dtype,
-    wanted,
-)
+from s3kv.connectors.ec_translate import check_supported, item_dtype, wanted
 from s3kv.connectors.identity import encoder_fingerprint, fingerprint
 from s3kv.connectors.kv_translate import geometry
 from s3kv.connectors.media import MediaDigests
@@ -108,10 +104,7 @@ def feature(
 
 def request(name: str, *features: MultiModalFeatureSpec, lora: Any = None) -> Any:
     return SimpleNamespace(
-        request_id=name,
-        mm_features=list(features),
-        lora_request=lora,
-        kv_transfer_params=None,
+        request_id=name, mm_features=list(features), lora_request=lora, kv_transfer_params=None
     )
 
 

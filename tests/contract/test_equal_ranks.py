@@ -120,8 +120,7 @@ def test_ranks_with_one_head_are_equal(tiny_config: Any) -> None:
             id="Step-3.5",
         ),
         pytest.param(
-            UNIFORM | {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},
-            id="Nemotron-NAS",
+            UNIFORM | {"block_configs": [{"attention": {"n_heads_in_group": 8}}]}, id="Nemotron-NAS"
         ),
         pytest.param(UNIFORM | {"block_configs": [object()]}, id="an object of the model's code"),
         pytest.param({"num_kv_heads": [2, 2, 4, 4]}, id="OpenELM"),

@@ -288,10 +288,7 @@ def test_each_change_is_another_namespace(
 
 @pytest.mark.parametrize(("field", "first", "second"), TOGETHER, ids=[t[0] for t in TOGETHER])
 def test_what_matters_only_in_company(
-    engine: Engine,
-    field: str,
-    first: Callable[[Engine], Any],
-    second: Callable[[Engine], Any],
+    engine: Engine, field: str, first: Callable[[Engine], Any], second: Callable[[Engine], Any]
 ) -> None:
     first(engine)
     before = engine.fingerprint()

@@ -131,8 +131,7 @@ def test_hits_are_reported_by_their_source(bucket: int, host: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "hook"),
-    [(KVConnectorRole.SCHEDULER, []), (KVConnectorRole.WORKER, ["shutdown"])],
+    ("role", "hook"), [(KVConnectorRole.SCHEDULER, []), (KVConnectorRole.WORKER, ["shutdown"])]
 )
 def test_only_a_worker_has_something_to_shut_down(role: KVConnectorRole, hook: list[str]) -> None:
     side = Side(stats="statistics")

@@ -22,11 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from s3kv.config import Config
-from s3kv.connectors.kv_groups import (
-    check_groups_are_served,
-    coverages,
-    states_of,
-)
+from s3kv.connectors.kv_groups import check_groups_are_served, coverages, states_of
 from s3kv.connectors.kv_shards import equal_ranks
 from s3kv.connectors.kv_translate import KVGeometry, geometry
 from s3kv.device.layout import PageLayout

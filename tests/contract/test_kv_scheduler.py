@@ -275,8 +275,7 @@ def test_workers_that_report_the_same_again_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "handshakes",
-    [[], [WorkerHandshake("n" * 32, 9, 4096)], [WorkerHandshake("m" * 32, 8, 4096)]],
+    "handshakes", [[], [WorkerHandshake("n" * 32, 9, 4096)], [WorkerHandshake("m" * 32, 8, 4096)]]
 )
 def test_other_workers_than_at_the_start_are_refused(handshakes: list[WorkerHandshake]) -> None:
     with pytest.raises(UnsupportedError, match="not those that the engine started with"):

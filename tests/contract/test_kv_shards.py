@@ -85,9 +85,7 @@ def rank_of(derive: Any, spec: Any, order: str, total: int, tp_size: int, rank: 
         rank=rank,
     )
     model: Any = SimpleNamespace(
-        use_mla=latent,
-        get_total_num_kv_heads=lambda: total,
-        get_total_num_hidden_layers=lambda: 1,
+        use_mla=latent, get_total_num_kv_heads=lambda: total, get_total_num_hidden_layers=lambda: 1
     )
     cache_config = groups(spec)
     cache_config.num_blocks = NUM_BLOCKS

@@ -201,10 +201,7 @@ def test_copies_that_are_never_launched_are_waited_for_once(
 
 @pytest.mark.parametrize(
     ("writes", "log"),
-    [
-        ((True, False), ["load", "save, read first"]),
-        ((False, True), ["load from now", "save"]),
-    ],
+    [((True, False), ["load", "save, read first"]), ((False, True), ["load from now", "save"])],
 )
 def test_copies_are_ordered_with_what_a_step_writes_around_its_fences(
     tiny_config: Any, monkeypatch: pytest.MonkeyPatch, writes: tuple[bool, bool], log: list[str]

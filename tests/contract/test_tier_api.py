@@ -307,7 +307,7 @@ def recorded(tiny: Path) -> Iterator[Offloading]:
 
 def test_the_factory_keeps_what_is_its_own(recorded: Offloading) -> None:
     assert set(recorded.tier.settings) == {
-        *("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector", "mine"),
+        *("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector", "mine")
     }
     assert recorded.tier.tier_type == "Recorder"
     assert recorded.tier.locality is None

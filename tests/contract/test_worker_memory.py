@@ -14,11 +14,7 @@ from s3kv.connectors.worker_memory import planned_slabs
 from s3kv.errors import ConfigError
 
 GIB = 2**30
-KV, ENCODER, STAGING = (
-    "host_bytes, per rank",
-    "host_bytes of encoder outputs",
-    "encoder uploads",
-)
+KV, ENCODER, STAGING = ("host_bytes, per rank", "host_bytes of encoder outputs", "encoder uploads")
 Spread = tuple[int, int, int]
 """Ranks of vLLM's world group, hosts, and the rank that asks."""
 

@@ -74,15 +74,10 @@ CASES: dict[str, Case] = {
     "unavailable": Case(fault=s3_error(503, "ServiceUnavailable")),
     "slow-down": Case(fault=s3_error(503, "SlowDown")),
     "slow-down-once": Case(
-        fault=s3_error(503, "SlowDown", times=1),
-        lookup=_ABSENT,
-        fetch="fetch_ok",
-        start=None,
+        fault=s3_error(503, "SlowDown", times=1), lookup=_ABSENT, fetch="fetch_ok", start=None
     ),
     "error-body-with-200": Case(
-        fault=Fault(kind="answer", body=_ERROR_BODY),
-        lookup="fetch_corrupt",
-        fetch="fetch_corrupt",
+        fault=Fault(kind="answer", body=_ERROR_BODY), lookup="fetch_corrupt", fetch="fetch_corrupt"
     ),
     "redirect": Case(
         fault=s3_error(301, "PermanentRedirect", headers={"x-amz-bucket-region": "eu-west-1"}),

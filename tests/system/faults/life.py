@@ -105,11 +105,7 @@ class Life:
         first_uploads: bool = False,
         **settings: Any,
     ) -> None:
-        fast = {
-            "request_timeout_ms": 1_000,
-            "max_wait_ms": 3_000,
-            "on_unavailable": "serve",
-        }
+        fast = {"request_timeout_ms": 1_000, "max_wait_ms": 3_000, "on_unavailable": "serve"}
         self.config = Config(**{"bucket": bucket, "endpoint_url": url, **fast, **settings})
         self._urls = (url, *more_urls)
         self._module = module

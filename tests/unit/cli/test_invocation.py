@@ -97,10 +97,7 @@ def test_values_no_command_can_use_are_refused_before_anything_is_sent(
     ],
 )
 def test_no_traceback_when_the_disk_or_the_memory_is_full(
-    error: Exception,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**options: object) -> None:
         raise error

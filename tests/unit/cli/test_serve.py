@@ -93,11 +93,7 @@ def own(**settings: Any) -> dict[str, Any]:
         (GPU, "-tp 4 --pipeline_parallel_size=2", tier(8 * 2**30)),
         (GPU, "--block-size 64", tier(2**30, blocks_per_chunk=4)),
         (GPU, "--set chunk_tokens=512", tier(2**30, block_size=512)),
-        (
-            GPU,
-            "--set share_ranks=true",
-            tier(2**30, blocks_per_chunk=16, canonical_layout=True),
-        ),
+        (GPU, "--set share_ranks=true", tier(2**30, blocks_per_chunk=16, canonical_layout=True)),
         (GPU, "--prefix team --set model_id=m", tier(2**30, "prefix=team", "model_id=m")),
         (GPU, "--connector S3KVConnector", own()),
         (GPU, "--enable-lora", own()),

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from s3kv.connectors.model_identity import (
-    file_digest,
-    local_files,
-    local_weights,
-    plain,
-    spelled,
-)
+from s3kv.connectors.model_identity import file_digest, local_files, local_weights, plain, spelled
 
 
 def test_objects_of_no_stable_text_do_not_make_every_start_another_namespace() -> None:

@@ -168,10 +168,7 @@ class SimulatedStream:
         return ""
 
     def _launch(
-        self,
-        steps: Iterator[Step] | Sequence[Step] = (),
-        after: Op | None = None,
-        engine: str = "",
+        self, steps: Iterator[Step] | Sequence[Step] = (), after: Op | None = None, engine: str = ""
     ) -> Op:
         with self.gpu.lock:
             self.gpu.fail_perhaps(self)

@@ -298,10 +298,7 @@ def test_each_mapping_asks_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     ("policy", "told"), [("never", "shmem_enabled is 'never'"), (None, "no huge ones")]
 )
 def test_ordinary_pages_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    policy: str | None,
-    told: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: str | None, told: str
 ) -> None:
     monkeypatch.setattr(slab_module, "shmem_policy", lambda: policy)
     with caplog.at_level(logging.INFO):

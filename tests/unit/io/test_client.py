@@ -17,12 +17,7 @@ from typing import Any, get_args
 import pytest
 
 from s3kv.config import Config
-from s3kv.errors import (
-    IoProcessError,
-    StoreDenied,
-    StoreMissing,
-    StoreUnavailable,
-)
+from s3kv.errors import IoProcessError, StoreDenied, StoreMissing, StoreUnavailable
 from s3kv.host.slab import Slab
 from s3kv.io import wire
 from s3kv.io.child import Child

@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lab.books import check
 from s3kv.library.block_table import BlockError, BlockTable

@@ -108,11 +108,7 @@ def test_in_another_loop_every_method_says_so(config: Config) -> None:
     """Its timer would never run there, so that a call might wait for ever."""
 
     async def work(store: TieredStore) -> None:
-        for call in (
-            store.put(hash_of(1), block(1)),
-            store.get(hash_of(1), room()),
-            store.flush(),
-        ):
+        for call in (store.put(hash_of(1), block(1)), store.get(hash_of(1), room()), store.flush()):
             with pytest.raises(RuntimeError, match="for the loop that opened it"):
                 await call
         with pytest.raises(RuntimeError, match="for the loop that opened it"):

@@ -92,10 +92,7 @@ def test_stages_follow_each_other() -> None:
 def test_of_heads_held_by_several_ranks_the_first_copy_is_read() -> None:
     (whole,) = fleet(2, 32, 1)
     copies = fleet(2, 32, 4)
-    assert names(covers(whole, copies)[0]) == [
-        "h0-0of2-l0-31of32-r0of2",
-        "h1-1of2-l0-31of32-r0of2",
-    ]
+    assert names(covers(whole, copies)[0]) == ["h0-0of2-l0-31of32-r0of2", "h1-1of2-l0-31of32-r0of2"]
     assert covers(copies[1], fleet(2, 32, 2)) == [(fleet(2, 32, 2)[0],)]
     assert covers(copies[1], copies) == []
 

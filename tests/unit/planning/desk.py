@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lab.books import check
-from s3kv.messages import (
-    BucketJob,
-    JobEnd,
-    JobKind,
-    LoadJob,
-    SaveJob,
-    StepPlan,
-    StepReport,
-)
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, SaveJob, StepPlan, StepReport
 from s3kv.planning.kv import Answer
 from s3kv.planning.requests import NO_LIMITS, RequestLimits, ScheduledRequest
 from s3kv.types import ChunkKey, Outcome

@@ -234,11 +234,7 @@ class Engine:
         return None if preempted else budget
 
     def _schedule_waiting(
-        self,
-        budget: int,
-        scheduled: list[ScheduledRequest],
-        writes: list[Write],
-        output: _Output,
+        self, budget: int, scheduled: list[ScheduledRequest], writes: list[Write], output: _Output
     ) -> None:
         # Who holds blocks already goes first, or it would keep them from the others for ever.
         for request in sorted(self.waiting, key=lambda request: not request.tables):

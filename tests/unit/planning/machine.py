@@ -106,12 +106,7 @@ class PlannerMachine(RuleBasedStateMachine):
         rounds=st.sampled_from([0, 0, 1, 6]),
     )
     def arrive(
-        self,
-        prompt: list[int],
-        new_tokens: int,
-        limits: RequestLimits,
-        cached: bool,
-        rounds: int,
+        self, prompt: list[int], new_tokens: int, limits: RequestLimits, cached: bool, rounds: int
     ) -> None:
         engine = self.engine
         if cached and engine.oracle.weights == 0:

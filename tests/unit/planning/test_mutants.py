@@ -33,9 +33,7 @@ from tests.unit.planning.oracle import FINDINGS
 from tests.unit.planning.test_kv import (
     test_a_request_that_finishes_while_loading_keeps_its_chunks_until_the_load_ends as finishing,
 )
-from tests.unit.planning.test_ledger import (
-    test_a_store_that_is_back_is_not_stormed as not_stormed,
-)
+from tests.unit.planning.test_ledger import test_a_store_that_is_back_is_not_stormed as not_stormed
 from tests.unit.planning.test_ledger import (
     test_requests_of_before_a_reset_neither_load_nor_save as before_reset,
 )

@@ -11,10 +11,7 @@ from s3kv.planning.group_kinds import Coverage, LocalAttention, SlidingWindow, S
 from s3kv.planning.requests import ScheduledRequest
 from tests.unit.planning.desk import Desk
 
-GROUPS = (
-    Coverage(2, 4, members=(1,)),
-    Coverage(2, 4, SlidingWindow(3), number=1, members=(0, 2)),
-)
+GROUPS = (Coverage(2, 4, members=(1,)), Coverage(2, 4, SlidingWindow(3), number=1, members=(0, 2)))
 """A window between blocks of two groups of the engine, and full attention in the second one."""
 
 

@@ -54,11 +54,7 @@ class Relay:
         sink.close()
 
     async def _tunnel(
-        self,
-        host: str,
-        port: int,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         upstream, sink = await asyncio.open_connection(host, port)
         writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")

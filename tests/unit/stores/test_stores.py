@@ -35,10 +35,7 @@ class S3Suite(ObjectStoreSuite):
 
     @pytest_asyncio.fixture
     async def store(
-        self,
-        client: Any,
-        place: tuple[str, str, dict[str, str]],
-        monkeypatch: pytest.MonkeyPatch,
+        self, client: Any, place: tuple[str, str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
     ) -> AsyncIterator[ObjectStore]:
         url, bucket, keys = place
         servers.set_credentials(monkeypatch, keys)

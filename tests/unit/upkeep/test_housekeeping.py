@@ -101,8 +101,7 @@ async def test_it_is_written_as_soon_as_the_bucket_is_there(
 
 
 async def test_a_process_keeps_its_bucket_and_refreshes_as_the_lease_says(
-    slab: Slab,
-    monkeypatch: pytest.MonkeyPatch,
+    slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cleaning, "RENEW_S", 0.01)
     monkeypatch.setattr(cleaning, "_SETTLE_S", 0.0)

@@ -138,10 +138,7 @@ async def test_manifests_of_others_are_not_trusted(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("opening", "values", "closing"),
-    [
-        (b'{"' + b"k" * 20_000 + b'":', 100, b"}"),
-        (b'{"k":' * 900, 100, b"}" * 900),
-    ],
+    [(b'{"' + b"k" * 20_000 + b'":', 100, b"}"), (b'{"k":' * 900, 100, b"}" * 900)],
     ids=["a long name", "deep"],
 )
 def test_the_names_of_the_fields_of_others_are_cut_short(

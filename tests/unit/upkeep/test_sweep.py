@@ -143,11 +143,7 @@ async def test_a_manifest_and_shapes_go_last_and_only_with_their_namespace() -> 
     await bucket.fill(OLD, [1, 2])
     await bucket.fill(NEW, [3, 4])
     run = await sweep(bucket, max_bytes=100)
-    assert await bucket.keys() == {
-        NEW.manifest,
-        NEW.shape("h0-7of8-l0-31of32"),
-        chunk(NEW, 4),
-    }
+    assert await bucket.keys() == {NEW.manifest, NEW.shape("h0-7of8-l0-31of32"), chunk(NEW, 4)}
     assert run.namespaces[OLD.digest].manifest_deleted
     assert not run.namespaces[NEW.digest].manifest_deleted
 

@@ -164,9 +164,7 @@ def test_closing_finishes_what_was_sent(open_outbox: Callable[..., Outbox], url:
     assert outbox.place(5_000) is None, "it is closed"
 
 
-def test_an_io_process_that_dies_gives_the_room_back(
-    open_outbox: Callable[..., Outbox],
-) -> None:
+def test_an_io_process_that_dies_gives_the_room_back(open_outbox: Callable[..., Outbox]) -> None:
     outbox = open_outbox()
     pid = outbox._client.pid
     held = Held()

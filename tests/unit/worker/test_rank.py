@@ -330,10 +330,7 @@ def test_saves_that_the_engine_passes_over_end_as_failed_at_the_next_step() -> N
     assert rig.ends() == set()
     executed = SaveJob(2, KEY, 3, (6, 7))
     rig.rank.begin(StepPlan(saves=(executed,)))
-    assert rig.ends() == {
-        (1, JobKind.SAVE, Outcome.FAILED),
-        (1, JobKind.UPLOAD, Outcome.CANCELLED),
-    }
+    assert rig.ends() == {(1, JobKind.SAVE, Outcome.FAILED), (1, JobKind.UPLOAD, Outcome.CANCELLED)}
     rig.rank.save((passed_over,))
     assert rig.copies.orders == [], "it came too late"
     rig.rank.save((executed,))

@@ -10,16 +10,7 @@ from click.testing import Result
 
 from s3kv.cli.doctor import host
 
-CHECKS = (
-    "list",
-    "put",
-    "conditional put",
-    "get",
-    "clock",
-    "latency",
-    "delete",
-    "bandwidth",
-)
+CHECKS = ("list", "put", "conditional put", "get", "clock", "latency", "delete", "bandwidth")
 """Those of the bucket, in the order of `BucketExamination`."""
 SMALL = ("--json", "--set", "host_bytes=1MiB", "--bandwidth", "1MiB")
 

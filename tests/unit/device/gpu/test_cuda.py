@@ -204,10 +204,7 @@ class AtOnce:
     made: ClassVar[list[AtOnce]] = []
 
     def __init__(
-        self,
-        device: torch.device | None = None,
-        priority: int = 0,
-        enable_timing: bool = False,
+        self, device: torch.device | None = None, priority: int = 0, enable_timing: bool = False
     ) -> None:
         self.is_timed = enable_timing
         self.priority = priority

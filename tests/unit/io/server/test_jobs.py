@@ -8,12 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from s3kv.io.server.jobs import (
-    FETCHES_PER_UPLOAD,
-    UPLOADS_PER_STREAM,
-    JobQueue,
-    TransferJob,
-)
+from s3kv.io.server.jobs import FETCHES_PER_UPLOAD, UPLOADS_PER_STREAM, JobQueue, TransferJob
 from s3kv.messages import JobKind
 from s3kv.objects.codec import ChunkFormat
 from s3kv.place import Place

@@ -261,11 +261,7 @@ async def test_a_job_that_makes_no_sense_is_invalid(slab: Slab, message: wire.Do
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [
-        [rig.fetch(1), rig.fetch(1)],
-        [rig.handshake(Config(bucket="bkt"))],
-    ],
+    "messages", [[rig.fetch(1), rig.fetch(1)], [rig.handshake(Config(bucket="bkt"))]]
 )
 async def test_a_worker_out_of_order_ends_the_process(
     slab: Slab, messages: list[wire.Down]

@@ -102,9 +102,7 @@ async def throttled() -> None:
 
 
 @pytest.mark.parametrize("throttles", [True, False])
-async def test_no_second_request_when_nobody_waits_or_the_store_throttles(
-    throttles: bool,
-) -> None:
+async def test_no_second_request_when_nobody_waits_or_the_store_throttles(throttles: bool) -> None:
     pacing, store = await paced()
     if throttles:
         with pytest.raises(StoreThrottled):

@@ -10,9 +10,7 @@ import pytest
 from s3kv.io.sources.quarantine import SUSPECT_S, Quarantine
 
 
-def test_the_quarantine_is_bounded_and_forgets_the_oldest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_quarantine_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("s3kv.io.sources.quarantine.CAPACITY_KEYS", 3)
     quarantine = Quarantine()
     for key in ("a", "b", "c", "a", "d"):

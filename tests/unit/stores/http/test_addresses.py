@@ -48,9 +48,7 @@ async def test_the_resolver_is_not_asked_for_an_address() -> None:
     assert await Addresses("fe80::1%lo", 80).in_order() == ["fe80::1%lo"]
 
 
-async def test_the_address_with_the_fewest_connections_comes_first(
-    resolver: Resolver,
-) -> None:
+async def test_the_address_with_the_fewest_connections_comes_first(resolver: Resolver) -> None:
     resolver[NAME] = [(V4, "a"), (V4, "b"), (V4, "c")]
     addresses = Addresses(NAME, 80)
     seen = []
@@ -64,9 +62,7 @@ async def test_the_address_with_the_fewest_connections_comes_first(
     assert await addresses.in_order() == ["d", "a"]
 
 
-async def test_another_family_comes_after_the_resolvers_first(
-    resolver: Resolver,
-) -> None:
+async def test_another_family_comes_after_the_resolvers_first(resolver: Resolver) -> None:
     resolver[NAME] = [(V6, "::1"), (V4, "a"), (V6, "::2")]
     addresses = Addresses(NAME, 80)
     addresses.taken("::1")
@@ -169,9 +165,7 @@ async def test_connections_spread_over_all_addresses(resolver: Resolver) -> None
         await pool.close()
 
 
-async def test_an_address_that_refuses_is_left(
-    resolver: Resolver,
-) -> None:
+async def test_an_address_that_refuses_is_left(resolver: Resolver) -> None:
     resolver[NAME] = [(V4, "127.0.0.2"), (V4, "127.0.0.3")]
     async with serving("127.0.0.3") as servers:
         pool = pool_on(servers)
@@ -184,9 +178,7 @@ async def test_an_address_that_refuses_is_left(
             await pool.request(GET)
 
 
-async def test_an_address_that_does_not_answer_is_left(
-    resolver: Resolver,
-) -> None:
+async def test_an_address_that_does_not_answer_is_left(resolver: Resolver) -> None:
     hosts = ["127.0.0.2", "127.0.0.3"]
     resolver[NAME] = [(V4, host) for host in hosts]
     short = Patience(connect_ms=60_000, first_byte_ms=50, progress_ms=50, min_bytes_per_s=1)

@@ -206,11 +206,7 @@ def test_the_profile_counts(section: str, tmp_path: Any, monkeypatch: pytest.Mon
     config = Config(bucket="bkt", region="eu-west-1")
     ours = outcome(sent_by_us, config)
     assert ours == outcome(sent_by_aiobotocore, config)
-    assert ours != (
-        "https://bkt.s3.eu-west-1.amazonaws.com/a%20b",
-        "eu-west-1",
-        "s3",
-    )
+    assert ours != ("https://bkt.s3.eu-west-1.amazonaws.com/a%20b", "eu-west-1", "s3")
 
 
 POINT = f"arn:aws:s3:eu-west-1:{ACCOUNT}:accesspoint/chunks"

@@ -90,9 +90,7 @@ async def test_and_cannot_be_written_without_them(
         assert await store.head("k") is None
 
 
-async def test_every_write_has_the_headers_signed_and_no_read_has_them(
-    s3_store: OpenStore,
-) -> None:
+async def test_every_write_has_the_headers_signed_and_no_read_has_them(s3_store: OpenStore) -> None:
     """AWS refuses a read with them."""
     async with (
         servers.canned(servers.http("<a/>")) as at,

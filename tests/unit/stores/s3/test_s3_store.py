@@ -80,10 +80,7 @@ async def test_the_client_that_serves(
     ],
 )
 def test_the_fast_client_is_refused_where_it_cannot_serve(
-    settings: dict[str, str],
-    environment: dict[str, str],
-    why: str,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str], environment: dict[str, str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
