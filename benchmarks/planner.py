@@ -4,6 +4,10 @@ Times are the least of several rounds, on one core, without the engine beside it
 tokens, hash blocks 16, so a prompt of 131,072 tokens has 1,024 chunks and 8,192 hashes. The first
 lookup of a prompt includes picking the chunks' hashes out of the engine's list. Bytes are what
 `BucketIndex` holds per chunk it knows, its keys included.
+
+`tier_scan_…` is one scan of a prompt's chunks by vLLM's offloading that the tier answers, in the
+first pass and while the request waits; `obj_scan_…` the same with vLLM's own tier for S3, whose
+thread gives no answer meanwhile. What vLLM's manager does for each chunk comes on top of both.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import gc
 import json
 import platform
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import perf_counter_ns
+from typing import Any
 
 from benchmarks import origin
 from benchmarks.deadline import ends
@@ -26,8 +33,10 @@ from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.index import BucketIndex
 from s3kv.planning.kv import KVPlanner, KVPlannerSettings
 from s3kv.planning.ledger import Ledger
+from s3kv.planning.offload import OffloadPlanner
 from s3kv.planning.pace import Pace
 from s3kv.planning.requests import ScheduledRequest
+from s3kv.planning.row_transfers import RowKey
 from s3kv.types import ChunkKey, Outcome
 
 CHUNK_TOKENS = 128
@@ -43,6 +52,7 @@ GOALS = {
     "first_lookup_nothing_known_us": 200.0,
     "first_lookup_all_in_bucket_us": 200.0,
     "plan_idle_us": 20.0,
+    "tier_scan_waiting_over_obj": 0.333,
     "index_present_bytes_per_chunk": 150.0,
     "index_absent_bytes_per_chunk": 150.0,
 }
@@ -207,6 +217,65 @@ def decode_step(planner: KVPlanner, rng: random.Random) -> float:
     return cost
 
 
+def tier_scans() -> dict[str, float]:
+    """Scans of a prompt of which nothing is known, by the tier of s3kv and by vLLM's `obj`."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+    from vllm.v1.kv_offload.tiering.obj.manager import ObjectStoreSecondaryTierManager
+
+    from s3kv.connectors.offload_tier import S3Tier
+
+    class Asking(AsyncLookupManager):  # type: ignore[misc]
+        def batch_lookup(self, keys: list[Any], req_context: ReqContext) -> Iterable[bool]:
+            threading.Event().wait()
+            return ()
+
+    rng = random.Random(2)
+    s3kv: Any = S3Tier.__new__(S3Tier)
+    s3kv._may_load, s3kv._now_s, s3kv._salt = True, 0.0, b""
+    obj: Any = ObjectStoreSecondaryTierManager.__new__(ObjectStoreSecondaryTierManager)
+    obj._lookup_manager = Asking("obj")
+
+    def scan(tier: Any, context: ReqContext, keys: list[Any]) -> int:
+        """As vLLM does it. Returns the number of hits, which the primary tier has from then on."""
+        hits = 0
+        for key in keys:
+            answer = tier.lookup(key, context)
+            hits += answer is LookupResult.HIT
+            if answer is LookupResult.MISS:
+                break
+        return hits
+
+    def prepare(tier: Any, is_first: bool, _: int) -> Callable[[], object]:
+        context = ReqContext(rng.randbytes(8).hex())
+        keys = [make_offload_key(rng.randbytes(32), 0) for _ in range(CHUNKS)]
+        for position, key in enumerate(keys):
+            context.set_offload_key_position(key, CHUNK_TOKENS * (1 + position))
+        index, pace = BucketIndex(capacity=10 * CHUNKS), Pace(fetches_at_once=32)
+        s3kv.planner = planner = OffloadPlanner(
+            index, Breaker(), pace, rows=SLOTS, chunk_tokens=CHUNK_TOKENS, max_wait_s=10.0
+        )
+        planner.begin(context.req_id)
+        if not is_first:
+            hits = scan(tier, context, keys)
+            rows = [(RowKey(key, s3kv._chunk(key)), 0) for key in keys[:hits]]
+            planner.load(0, context.req_id, rows, 0.0)
+            planner.end_pass((), 0.0)
+            obj._lookup_manager.flush()
+            keys = keys[hits:]
+        return partial(scan, tier, context, keys)
+
+    costs = {
+        f"{name}_scan_{'first' if is_first else 'waiting'}_us": least_us(
+            partial(prepare, tier, is_first)
+        )
+        for name, tier in (("tier", s3kv), ("obj", obj))
+        for is_first in (True, False)
+    }
+    ratio = costs["tier_scan_waiting_us"] / costs["obj_scan_waiting_us"]
+    return costs | {"tier_scan_waiting_over_obj": round(ratio, 3)}
+
+
 def index_bytes(count: int, *, present: bool) -> float:
     rng = random.Random(count)
     tracemalloc.start()
@@ -240,6 +309,7 @@ def main() -> None:
             make_planner(), rng, kind="in the bucket", arrives=True
         ),
         **offered_again(planner, rng),
+        **tier_scans(),
         "index_present_bytes_per_chunk": index_bytes(KNOWN, present=True),
         "index_absent_bytes_per_chunk": index_bytes(KNOWN, present=False),
     }

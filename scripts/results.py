@@ -129,7 +129,12 @@ def planner(result: dict[str, Any]) -> str:
         "first_lookup_all_resident_us": "first lookup, all chunks in host memory",
         "first_lookup_all_in_bucket_us": "first lookup, all chunks known to be in the bucket",
         "arrival_all_in_bucket_us": "arrival of that request, which orders 256 fetches",
+        "tier_scan_first_us": "the tier: all lookups of a first pass, nothing known",
+        "obj_scan_first_us": "the same with vLLM's tier `obj`",
+        "tier_scan_waiting_us": "the tier: all lookups of a pass in which the request waits",
+        "obj_scan_waiting_us": "the same with vLLM's tier `obj`",
     }
+    measured = result["measured"]
     chunks = f"{result['chunks_per_prompt']:,}"
     return "\n".join(
         [
@@ -137,7 +142,7 @@ def planner(result: dict[str, Any]) -> str:
             "",
             "| | µs |",
             "|---|---|",
-            *(f"| {told} | {result['measured'][name]:,.1f} |" for name, told in names.items()),
+            *(f"| {said} | {measured[n]:,.1f} |" for n, said in names.items() if n in measured),
         ]
     )
 

@@ -127,8 +127,6 @@ class S3Tier(Guarded, SecondaryTierManager):
         self._telemetry = Telemetry(TIER_METRICS, TIER_SHARES, TierTraffic())
         self._open: set[int] = set()
         """vLLM's jobs that have not been reported."""
-        self._limited: set[str] = set()
-        """Requests with a limit on what is loaded."""
         self._now_s = time.monotonic()
         """Time of the last new request or poll. vLLM polls before the lookups of a pass."""
         self._salt = b""
@@ -164,13 +162,11 @@ class S3Tier(Guarded, SecondaryTierManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._now_s = time.monotonic()
         limits = read_limits(req_context.kv_transfer_params, req_context.req_id)
-        if limits.load_tokens is not None:
-            self._limited.add(req_context.req_id)
         self.planner.begin(req_context.req_id, limits)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # vLLM asks for every chunk of a waiting prompt in every step.
+        # vLLM asks for every chunk of a prompt that has begun to wait.
         retries = self.planner.retries
         if req_context.req_id in retries and self.broken is None:
             retries[req_context.req_id] += 1
@@ -181,9 +177,7 @@ class S3Tier(Guarded, SecondaryTierManager):
     def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
         if not self._may_load:
             return LookupResult.MISS
-        end_token = (
-            context.get_offload_key_position(key) if context.req_id in self._limited else None
-        )
+        end_token = context.get_offload_key_position(key)
         answer = self.planner.lookup(context.req_id, self._chunk(key), end_token, self._now_s)
         return _RESULTS[answer]
 
@@ -195,7 +189,6 @@ class S3Tier(Guarded, SecondaryTierManager):
 
     @guarded(default=lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._limited.discard(req_context.req_id)
         self.planner.finish(req_context.req_id)
         self._log(finished=True)
 

@@ -28,7 +28,7 @@ from s3kv.planning.deadline import Deadline, Forecast, Wait, WaitFacts, decide
 from s3kv.planning.items import EncodingPace, ItemSizes, Wanted
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
-from s3kv.types import ItemShape, Outcome
+from s3kv.types import ItemShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,9 +308,7 @@ class ECPlanner:
         if end.outcome.is_success:
             self._sizes.arrived(job.about, end.nbytes)
             self.counters["fetch_bytes"] += end.nbytes
-            self.pace.fetch.add(end.nbytes, end.seconds, end.source)
-        elif end.outcome is Outcome.MISSING:
-            self.pace.fetch.absent(end.seconds)
+        self.pace.fetch.ended(end.outcome, end.nbytes, end.seconds, end.source)
         for request_id, identifier in job.waiters:
             request = self._requests[request_id]
             del request.pending[identifier]

@@ -32,7 +32,6 @@ from s3kv.planning.requests import (
     ScheduledRequest,
 )
 from s3kv.planning.saves import ChunkSaves
-from s3kv.types import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,12 +373,8 @@ class KVPlanner:
                 self._fetch_ended(job, now_s)
 
     def _fetch_ended(self, job: Job, now_s: float) -> None:
-        outcome = job.outcomes[JobKind.FETCH]
-        if outcome.is_success:
-            ended_with = self.ledger.fetches_inflight + 1
-            self.pace.fetched(job.seconds, job.began_with, ended_with, job.source)
-        elif outcome is Outcome.MISSING:
-            self.pace.fetch.absent(job.seconds)
+        outcome, ended_with = job.outcomes[JobKind.FETCH], self.ledger.fetches_inflight + 1
+        self.pace.fetched(job.seconds, job.began_with, ended_with, job.source, outcome)
         for lookup, position in job.waiters:
             lookup.fetch_ended(position, job, now_s)
 

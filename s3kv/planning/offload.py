@@ -6,7 +6,7 @@ itself finds whether the bucket has the chunk:
     lookup ──HIT──▶ row allocated ──load──▶ FETCHING ──arrived──▶ the key succeeds
        │                                       └──absent, bad, failed, given up──▶ the key fails
        ├──RETRY──▶ asked again in the next pass, until the request's deadline
-       └──MISS: the rest of the prompt is computed
+       └──MISS: the rest of the prompt is computed, unless a RETRY came before in the same scan
 
 A key that failed, and every key after the deadline (`deadline.decide`), is a MISS for the rest of
 the request. So no request waits without an end, nor asks twice for the same absent chunk.
@@ -63,8 +63,10 @@ class OffloadAnswer(enum.Enum):
 class _OffloadRequest:
     """A request. promised: keys answered HIT since it was last scheduled; new: those of this pass,
     without a job yet. fetching: its fetches, by key. probes: unknown keys among both. found: hashes
-    of which some group's chunk arrived. lost: keys that failed. is_closed: it waits no more.
-    is_barred: nor saves. computing_s, computing_step: when its prefill was last measured."""
+    of which some group's chunk arrived. lost: keys that failed. behind: keys that it has yet to be
+    promised, as of its last whole scan. stop: group and end token of the RETRY of this pass that
+    ends its scan. is_closed: it waits no more. is_barred: nor saves. computing_s, computing_step:
+    when its prefill was last measured."""
 
     limits: RequestLimits = NO_LIMITS
     wait: Wait = field(default_factory=Wait)
@@ -76,6 +78,8 @@ class _OffloadRequest:
     probed_group: int = 0
     found: set[bytes] = field(default_factory=set)
     lost: set[ChunkKey] = field(default_factory=set)
+    behind: int = 0
+    stop: tuple[int, int] | None = None
     is_closed: bool = False
     is_barred: bool = False
     computing_s: float = 0.0
@@ -151,8 +155,8 @@ class OffloadPlanner:
         """Answer a lookup of a key that the primary tier does not have. end_token: number of the
         prompt's tokens up to the end of the chunk; None if it is not known."""
         request = self._requests.get(request_id)
-        if request_id in self.retries:
-            return self._retry(request_id)
+        if request is not None and (request.stop or request_id in self.retries):
+            return self._retry(request_id, request, key, end_token)
         if request is None or request.is_closed or key in request.lost:
             return OffloadAnswer.MISS
         if key in request.new or key in request.fetching:
@@ -165,43 +169,46 @@ class OffloadPlanner:
         load_tokens = request.limits.load_tokens
         if load_tokens is not None and (end_token is None or end_token > load_tokens):
             return OffloadAnswer.MISS
-        is_known = self.index.is_present(key) or key.block_hash in request.found
-        if not is_known and self.index.is_absent(key, now_s):
+        is_probe = not (self.index.is_present(key) or key.block_hash in request.found)
+        if is_probe and self.index.is_absent(key, now_s):
             return self._refuse("fetches_spared")
-        if not is_known and not self._may_probe(request, key.group):
-            return self._retry(request_id)
+        if is_probe and not self._may_probe(request, key.group):
+            return self._retry(request_id, request, key, end_token)
         if self._promised + self.transfers.uploads >= self._most_promised:
             if len(request.promised) < self._promised:
-                return self._retry(request_id)
+                return self._retry(request_id, request, key, end_token)
             return self._refuse("fetches_without_room")
         if not self.breaker.allows(now_s):
             return self._refuse("fetches_refused_by_breaker")
-        self._promise(request, key, is_probe=not is_known)
-        return OffloadAnswer.HIT
-
-    def _may_probe(self, request: _OffloadRequest, group: int) -> bool:
-        if request.probes == 0:
-            request.probed_group = group
-        return (
-            request.probed_group == group
-            and request.probes < request.window
-            and self._probes < 4 * self._first_window
-        )
-
-    def _refuse(self, counter: str) -> OffloadAnswer:
-        self.counters[counter] += 1
-        return OffloadAnswer.MISS
-
-    def _retry(self, request_id: str) -> OffloadAnswer:
-        self.retries[request_id] = self.retries.get(request_id, 0) + 1
-        return OffloadAnswer.RETRY
-
-    def _promise(self, request: _OffloadRequest, key: ChunkKey, *, is_probe: bool) -> None:
         request.promised.add(key)
         self._promised += 1
         request.new[key] = is_probe
         request.probes += is_probe
         self._probes += is_probe
+        request.behind -= request.behind > 0
+        return OffloadAnswer.HIT
+
+    def _may_probe(self, request: _OffloadRequest, group: int) -> bool:
+        if request.probes == 0:
+            request.probed_group = group
+        is_free = request.probes < request.window and self._probes < 4 * self._first_window
+        return is_free and request.probed_group == group
+
+    def _refuse(self, counter: str) -> OffloadAnswer:
+        self.counters[counter] += 1
+        return OffloadAnswer.MISS
+
+    def _retry(
+        self, request_id: str, request: _OffloadRequest, key: ChunkKey, end_token: int | None
+    ) -> OffloadAnswer:
+        """Answer RETRY; or MISS, which ends a scan from the front, if an earlier key of the scan
+        makes the request wait and the keys `behind` have been counted."""
+        if request.behind and end_token is not None and request_id not in self.retries:
+            request.stop = stop = request.stop or (key.group, end_token)
+            if stop[0] == key.group and stop[1] <= end_token:
+                return OffloadAnswer.RETRY if stop[1] == end_token else OffloadAnswer.MISS
+        self.retries[request_id] = self.retries.get(request_id, 0) + 1
+        return OffloadAnswer.RETRY
 
     def end_pass(self, scheduled: Iterable[str], now_s: float) -> None:
         """End a scheduling pass, after its `load` calls. scheduled: requests that the engine begins
@@ -209,10 +216,12 @@ class OffloadPlanner:
         self._step += 1
         for request_id, request in tuple(self._active.items()):
             if request.new:  # vLLM had no row for these, and has answered MISS in our place
-                self.counters["fetches_without_room"] += len(request.new)
                 self._give_up_new(request)
             retries = self.retries.pop(request_id, 0)
-            if request.fetching or retries:
+            if request.stop:
+                retries, request.stop = max(retries, request.behind), None
+            if retries or request.fetching:
+                request.behind = retries or request.behind
                 self._decide(request, retries, now_s)
             if not request.fetching:
                 del self._active[request_id]
@@ -222,13 +231,13 @@ class OffloadPlanner:
             if (begun := self._requests.get(request_id)) is not None:
                 self._release(begun)
                 begun.wait.start_over()
-                begun.computing_s, begun.computing_step = now_s, self._step
-        # Of requests that have ended: others may wait for the same rows, and only their fetch can
-        # give them back.
+                begun.computing_s, begun.computing_step, begun.behind = now_s, self._step, 0
+        # Of requests that have ended: others may wait for their rows, which only an end gives back.
         self.transfers.cancel_loads(now_s - self._max_wait_s, but_of=self._requests)
 
     def _give_up_new(self, request: _OffloadRequest) -> None:
         probes = sum(request.new.values())
+        self.counters["fetches_without_room"] += len(request.new)
         request.promised -= request.new.keys()
         request.probes -= probes
         self._probes -= probes
@@ -248,7 +257,6 @@ class OffloadPlanner:
         if now_s < wait.until_s:
             return
         wait.wanted = max(1, len(request.promised) + retries)
-        rounds = (retries // request.window).bit_length()
         deadline = decide(
             WaitFacts(
                 now_s=now_s,
@@ -256,7 +264,7 @@ class OffloadPlanner:
                 missing=missing,
                 unproven=request.probes,
                 compute_s=self._compute_s,
-                forecast=self.pace.forecast(missing, rounds),
+                forecast=self.pace.forecast(missing, (retries // request.window).bit_length()),
                 max_wait_s=self._max_wait_s,
                 gate=self._recompute_gate,
             )
@@ -271,7 +279,7 @@ class OffloadPlanner:
         self.transfers.cancels += request.fetching.values()
         self._slow.update(dict.fromkeys(request.fetching, now_s + self._max_wait_s))
 
-    # --- transfers -------------------------------------------------------------------------
+    # --- transfers and the ends of their jobs ----------------------------------------------
 
     def load(
         self, transfer_id: int, request_id: str, keys: RowKeys, now_s: float
@@ -279,14 +287,11 @@ class OffloadPlanner:
         """Begin vLLM's load of keys, each into its row. Returns the fetches."""
         request = self._requests.get(request_id)
         transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=True)
-        jobs = []
-        for key, row in keys:
-            job = self.transfers.add(transfer, key, row)
-            if request is not None:
-                self.transfers.jobs[job.job_id].is_probe = request.new.pop(key.chunk, False)
-                request.fetching[key.chunk] = job.job_id
-            jobs.append(job)
+        jobs = [self.transfers.add(transfer, key, row) for key, row in keys]
         if request is not None:
+            for job in jobs:
+                self.transfers.jobs[job.job_id].is_probe = request.new.pop(job.key, False)
+                request.fetching[job.key] = job.job_id
             self._active[request_id] = request
             request.wait.asked_s = now_s
             request.wait.wake()
@@ -308,17 +313,16 @@ class OffloadPlanner:
             self._computed(request, keys, now_s)
         jobs = []
         for key, row in keys:
+            is_down = self.breaker.is_open(now_s)
             if self.index.is_present(key.chunk):
                 self.index.use(key.chunk, now_s)
                 transfer.succeeded.append(key.name)
-                continue
-            is_down = self.breaker.is_open(now_s)
-            if not is_down and self.transfers.uploads < self._most_uploads:
+            elif is_down or self.transfers.uploads >= self._most_uploads:
+                self.counters["saves_dropped"] += 1
+                self.counters["saves_refused_by_breaker"] += is_down
+                transfer.is_whole = False
+            else:
                 jobs.append(self.transfers.add(transfer, key, row))
-                continue
-            self.counters["saves_dropped"] += 1
-            self.counters["saves_refused_by_breaker"] += is_down
-            transfer.is_whole = False
         self.counters["saves"] += len(jobs)
         self.transfers.end_if_done(transfer, now_s)
         return jobs
@@ -345,8 +349,6 @@ class OffloadPlanner:
             self._compute_s = self.pace.compute_s(self._chunk_tokens)
         request.computing_s, request.computing_step = now_s, self._step
 
-    # --- ends ------------------------------------------------------------------------------
-
     def on_end(self, end: JobEnd, now_s: float) -> None:
         """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
         if end.kind is JobKind.USE:
@@ -372,10 +374,8 @@ class OffloadPlanner:
 
     def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
         key, request = job.key.chunk, self._requests.get(job.transfer.request_id)
-        if end.outcome.is_success:
-            self.pace.fetched(end.seconds, job.began_with, self.transfers.fetches + 1, end.source)
-        elif end.outcome is Outcome.MISSING:
-            self.pace.fetch.absent(end.seconds)
+        began_with, ended_with = job.began_with, self.transfers.fetches + 1
+        self.pace.fetched(end.seconds, began_with, ended_with, end.source, end.outcome)
         if end.outcome in (Outcome.MISSING, Outcome.CORRUPT):
             self._learn(job.key, is_there=False)
             self.index.note_absent(key, now_s)

@@ -6,6 +6,7 @@ import math
 from collections import deque
 
 from s3kv.planning.deadline import Forecast
+from s3kv.types import Outcome
 
 _BUCKET = "bucket"
 """Its name as a source, also of an end that names none."""
@@ -79,6 +80,13 @@ class FetchTime:
         line.add(n, seconds)
         self._expected = self._lines.get(_BUCKET, line)
 
+    def ended(self, outcome: Outcome, n: float, seconds: float, source: str) -> None:
+        """Note the end of a fetch; one that has failed says nothing."""
+        if outcome.is_success:
+            self.add(n, seconds, source)
+        elif outcome is Outcome.MISSING:
+            self.absent(seconds)
+
     def absent(self, seconds: float) -> None:
         """Note an absence that took `seconds`."""
         self._absences += 1
@@ -122,13 +130,18 @@ class Pace:
         self._step_ended_s = -math.inf
 
     def fetched(
-        self, seconds: float, began_with: int, ended_with: int, source: str = _BUCKET
+        self,
+        seconds: float,
+        began_with: int,
+        ended_with: int,
+        source: str = _BUCKET,
+        outcome: Outcome = Outcome.OK,
     ) -> None:
-        """Note a chunk that arrived `seconds` after its request was sent.
+        """Note the end of a chunk's fetch, `seconds` after its request was sent.
 
         began_with, ended_with: fetches under way at its start and end, this one included.
         """
-        self.fetch.add(self._concurrency(began_with, ended_with), seconds, source)
+        self.fetch.ended(outcome, self._concurrency(began_with, ended_with), seconds, source)
 
     def gave_up(self, waited_s: float, chunks: int) -> None:
         """Note a wait whose time ran out after `waited_s`; the last of `chunks` had not arrived."""

@@ -33,7 +33,7 @@ class BrokenPlanner:
 def broken() -> S3Tier:
     tier: Any = S3Tier.__new__(S3Tier)
     tier._may_load = tier._may_save = True
-    tier._open, tier._limited, tier._salt = set(), set(), b""
+    tier._open, tier._salt = set(), b""
     tier.planner = BrokenPlanner()
     tier._tier = SimpleNamespace(client=SimpleNamespace(closed=0))
     tier._tier.client.close = lambda: setattr(tier._tier.client, "closed", 1)

@@ -12,12 +12,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     ReqContext,
@@ -344,6 +348,19 @@ def test_the_order_of_a_store_and_a_reset(recorded: Offloading) -> None:
 def test_a_row_is_allocated_at_a_hit_and_a_full_primary_tier_misses(recorded: Offloading) -> None:
     found = [recorded.manager.lookup(key, recorded.request()) for key in keys(17)]
     assert found == [LookupResult.HIT_PENDING] * 16 + [MISS]
+
+
+def test_a_miss_ends_a_scan_from_the_front_which_an_earlier_retry_defers() -> None:
+    """So the tier answers for a prompt that waits with two answers, and not with one per chunk."""
+    answers = [LookupResult.HIT, LookupResult.RETRY, MISS]
+    scheduler: Any = SimpleNamespace(
+        manager=SimpleNamespace(lookup=lambda _key, _context: answers.pop(0)),
+        _events_tracker=SimpleNamespace(record_lookup=lambda *_: None),
+    )
+    scan = OffloadingConnectorScheduler._maximal_prefix_lookup
+    request: Any = None
+    assert scan(scheduler, keys(9), ReqContext("a"), request, request, 0) is None
+    assert not answers
 
 
 # ------------------------------------------------------------------------------ the suite

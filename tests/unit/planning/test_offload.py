@@ -85,7 +85,9 @@ class Desk:
 
     def look_up(self, request: str, *numbers: int, group: int = 0) -> list[OffloadAnswer]:
         keys = [row_key(name_of(group, number)).chunk for number in numbers]
-        return [self.planner.lookup(request, key, None, self.now_s) for key in keys]
+        ends = [CHUNK_TOKENS * (1 + number) for number in numbers]
+        lookup, now_s = self.planner.lookup, self.now_s
+        return [lookup(request, key, end, now_s) for key, end in zip(keys, ends, strict=True)]
 
     def rows(self, *numbers: int, group: int = 0) -> list[tuple[RowKey, int]]:
         return [(row_key(name_of(group, number)), number) for number in numbers]
@@ -119,6 +121,24 @@ def test_unknown_chunks_are_probed_in_a_window_that_doubles() -> None:
     desk.end_pass()
     desk.end(jobs[1:], Outcome.MISSING)
     assert desk.look_up("a", 1, 2) == [MISS, MISS]
+
+
+def test_a_scan_from_the_front_ends_after_the_first_retry_once_its_keys_are_counted() -> None:
+    desk = Desk()
+    desk.planner.begin("a")
+    assert desk.look_up("a", *range(20)) == [HIT] * 8 + [RETRY] * 12
+    jobs = desk.load("a", *range(8))
+    desk.end_pass()
+    for _ in range(2):
+        # The scan that vLLM repeats in the same pass has to wait again.
+        assert [desk.look_up("a", 8, 9, 10) for _ in range(2)] == 2 * [[RETRY, MISS, MISS]]
+        # A scan from the end asks for earlier keys later, and one of another group for its own.
+        assert desk.look_up("a", 7, group=1) == [RETRY]
+        desk.end_pass()
+    assert desk.look_up("a", 19, 18, 17) == [RETRY] * 3
+    desk.end_pass()
+    desk.end(jobs)
+    assert desk.look_up("a", *range(8, 20)) == [HIT] * 12
 
 
 def test_known_chunks_take_no_probe() -> None:

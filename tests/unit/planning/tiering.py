@@ -174,7 +174,8 @@ class Tiering:
         row = self.primary.rows.get(name)
         if row is not None:
             return OffloadAnswer.HIT if row.is_ready else OffloadAnswer.RETRY
-        answer = self.planner.lookup(asker.name, row_key(name).chunk, None, self.now_s)
+        end_token = CHUNK_TOKENS * (1 + int.from_bytes(name[:4], "big"))
+        answer = self.planner.lookup(asker.name, row_key(name).chunk, end_token, self.now_s)
         if answer is OffloadAnswer.HIT:
             if self.primary.allocate(name) is None:
                 return OffloadAnswer.MISS
