@@ -2,8 +2,7 @@
 
 `StepPlan` goes to the workers with every engine step; `StepReport` returns with its output. vLLM's
 executors pickle both every step, so they are plain data: no tensors, no vLLM objects, no behaviour
-beyond merging the reports of several ranks.
-"""
+beyond merging the reports of several ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class BucketJob(msgspec.Struct, frozen=True, array_like=True, tag=1):
     not read. It ends once per rank, with a `JobEnd` of its kind, which is never SAVE.
 
     job_id: unique among the jobs that have not ended. slot: number of its first slot, each of
-    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk.
-    """
+    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk."""
 
     job_id: int
     kind: JobKind
@@ -47,8 +45,7 @@ class SaveJob:
     group, then as many of the next) to `slot` once this step's forward has written them, then
     upload the slot. Ends twice per rank: as `JobKind.SAVE` when the blocks may be reused, and as
     `JobKind.UPLOAD` when nothing reads the slot any more. A failed save uploads nothing; its second
-    end is then CANCELLED.
-    """
+    end is then CANCELLED."""
 
     job_id: int
     key: ChunkKey
@@ -91,8 +88,7 @@ class StepPlan:
     linger_s: longest wait of a worker at the end of this step for one of its loads or fetches to
         end, because the engine is otherwise idle.
     number: of a step whose time is measured. The ranks' report repeats it, because vLLM passes on
-        no output of a step that computes nothing, unless a connector reports something.
-    """
+        no output of a step that computes nothing, unless a connector reports something."""
 
     jobs: tuple[BucketJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
@@ -139,9 +135,8 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
 
 @dataclass(slots=True)
 class StepReport:
-    """The report of one or more ranks after a step. `ends` is keyed by job id and kind. number:
-    that of the step's plan.
-    """
+    """The report of one or more ranks after a step, and of steps before it whose report vLLM has
+    held back. `ends` is keyed by job id and kind. number: that of the newest plan."""
 
     ends: dict[tuple[int, JobKind], JobEnd] = field(default_factory=dict)
     number: int | None = None
@@ -161,7 +156,7 @@ class StepReport:
         known.fresh_s = min(known.fresh_s, end.fresh_s)
 
     def merge(self, other: StepReport) -> None:
-        self.number = other.number if self.number is None else self.number
+        self.number = max(self.number or 0, other.number or 0) or None
         for end in other.ends.values():
             self.add(end)
 
@@ -190,8 +185,7 @@ class ItemSave:
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
     """Items of one engine step: those it loads instead of encoding, and those it encodes and
-    saves.
-    """
+    saves."""
 
     loads: tuple[ItemLoad, ...] = ()
     saves: tuple[ItemSave, ...] = ()
@@ -202,8 +196,7 @@ class ItemReport:
     """The report of one or more ranks on items: increments since the last report.
 
     encoded_rows, encode_seconds: rows the encoder made, and the time it took. uploaded: keys the
-    bucket is now known to hold, with their `JobEnd.fresh_s`. seconds: durations, by metric.
-    """
+    bucket is now known to hold, with their `JobEnd.fresh_s`. seconds: durations, by metric."""
 
     counters: dict[str, int] = field(default_factory=dict)
     uploaded: dict[ChunkKey, float] = field(default_factory=dict)

@@ -5,8 +5,7 @@ load. vLLM has no hook for a load. So this module wraps the one function that re
 `WorkerLoRAManager._load_adapter`, and digests the files before and after the load. If the two
 digests are equal, this content was loaded.
 
-It runs in the worker process, on the thread that runs the model.
-"""
+It runs in the worker process, on the thread that runs the model."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class AdapterReport:
 def hashed_name(adapter: LoRARequest) -> str:
     """The part of an adapter that vLLM hashes: its name and path.
 
-    Requests with the same hashed name share blocks in vLLM's own prefix cache.
-    """
+    Requests with the same hashed name share blocks in vLLM's own prefix cache."""
     try:
         from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
     except ImportError:
@@ -85,8 +83,7 @@ class AdapterLoads:
     """The adapters that one engine has loaded on this rank.
 
     lora_config: the engine's own object. It distinguishes this engine's loads from those of another
-        engine in the same process. method: the digest method, as for weights.
-    """
+        engine in the same process. method: the digest method, as for weights."""
 
     def __init__(self, lora_config: LoRAConfig, method: str) -> None:
         self._lora_config = lora_config
@@ -117,14 +114,12 @@ class AdapterLoads:
     @property
     def may_save(self) -> bool:
         """Whether the scheduler knows of every name whose content has changed. Until then the saves
-        that it plans would get the hashes of the previous content.
-        """
+        that it plans would get the hashes of the previous content."""
         return not self._has_changed and self._step.reported >= self._change_step
 
     def report(self) -> AdapterReport:
         """The adapters that are loaded now and whose content is known for certain. Called once per
-        step, at its end.
-        """
+        step, at its end."""
         if self._has_changed:
             self._has_changed, self._change_step = False, self._step.number
         loaded = () if self._manager is None else self._manager.list_adapters()
@@ -153,8 +148,7 @@ class AdapterLoads:
     def loaded(self, manager: Any, adapter: LoRARequest, model: Any, before: Digest | str) -> None:
         """Record the content of `model`, which vLLM has just loaded, if it can be known.
 
-        before: the result of `digest_now` before the load.
-        """
+        before: the result of `digest_now` before the load."""
         try:
             _detach(model)
         except (AttributeError, TypeError, RuntimeError) as error:
@@ -208,8 +202,7 @@ def _detach(model: Any) -> None:
     """Give the loaded adapter memory of its own.
 
     If vLLM does not pin the tensors, they are the mapped file. A write to that file changes them
-    until vLLM copies them to the model, which may be any number of steps from now.
-    """
+    until vLLM copies them to the model, which may be any number of steps from now."""
     layers = [*model.loras.values(), *getattr(model, "modules_to_save", {}).values()]
     for layer in layers:
         for name, tensor in vars(layer).items():
@@ -224,8 +217,7 @@ def _detach(model: Any) -> None:
 
 def _wrap() -> bool:
     """Wrap vLLM's load function, so that every load in this process is observed. Returns False if
-    this vLLM does not have the function in the expected form.
-    """
+    this vLLM does not have the function in the expected form."""
     try:
         from vllm.lora.worker_manager import WorkerLoRAManager
 

@@ -6,8 +6,7 @@ under hashes that include the digest of the files that the workers loaded
 
 This module reads no adapter files. Steps are numbered, and each report names its step. A report is
 valid for a request if its step was planned after the request arrived: it then includes all earlier
-loads, even those outside a step. Runs on the scheduler's thread.
-"""
+loads, even those outside a step. Runs on the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -64,15 +63,13 @@ class KnownAdapters:
 
     def next_step(self) -> AdapterStep:
         """Number a step that is being planned. Returns this number and that of the last reported
-        step.
-        """
+        step."""
         self._step = AdapterStep(self._step.number + 1, self._step.reported)
         return self._step
 
     def on_report(self, report: AdapterReport) -> list[str]:
         """Take in the merged report of all ranks. Returns the requests whose hashes are derived
-        from an adapter that no longer holds.
-        """
+        from an adapter that no longer holds."""
         self._step = AdapterStep(self._step.number, report.number)
         self._by_id = report.by_id
         outdated = []
@@ -87,8 +84,7 @@ class KnownAdapters:
 
     def arrived(self, request_id: str, adapter: LoRARequest, now_s: float) -> bytes | None:
         """Note a new request. Returns the digest from which to derive its hashes, as known now;
-        None if the request must not be cached.
-        """
+        None if the request must not be cached."""
         name = hashed_name(adapter)
         use = _Use(adapter, name, None, self._step.number + 1, now_s + _MAX_WAIT_S)
         use.believed = self._loaded(use)
@@ -105,8 +101,7 @@ class KnownAdapters:
     def settle(self, request_id: str) -> tuple[bool, bytes | None]:
         """Fix the request's adapter before the request is computed. Returns whether the digest from
         `arrived` still holds, and the current digest. Later calls, and calls for a request without
-        an adapter, return (True, None).
-        """
+        an adapter, return (True, None)."""
         use = self._uses.get(request_id)
         if use is None or use.settled:
             return True, None

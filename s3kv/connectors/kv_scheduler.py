@@ -1,7 +1,6 @@
 """Scheduler side of the KV connector: turns vLLM's hooks into planner events, plans into metadata.
 
-It runs in the engine-core process, on its only thread. No hook blocks.
-"""
+It runs in the engine-core process, on its only thread. No hook blocks."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ _LINGER_S = 0.004
 class SchedulerSide(Guarded):
     """Scheduler side of one engine of `world_size` workers. It serves once all of them have
     reported: from `set_workers` on, or, if vLLM passes no reports there, from the step whose output
-    brings the last one. Until then requests are computed.
-    """
+    brings the last one. Until then requests are computed."""
 
     def __init__(
         self,
@@ -108,8 +106,7 @@ class SchedulerSide(Guarded):
         do not fit together, and `ConfigError` if host memory is too small for a chunk.
 
         vLLM 0.33 calls this again whenever the engine wakes up. The planner stays the same then: it
-        knows which slots are in use, and the salt that makes earlier chunks unreachable.
-        """
+        knows which slots are in use, and the salt that makes earlier chunks unreachable."""
         passed = Counter(handshakes)
         if self._passed_at_start is not None:
             if passed != self._passed_at_start:

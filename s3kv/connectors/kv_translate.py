@@ -1,6 +1,5 @@
 """Translation between vLLM and s3kv for KV: which models are served, their sizes, their steps, and
-the messages that vLLM carries between scheduler and workers.
-"""
+the messages that vLLM carries between scheduler and workers."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from s3kv.connectors.kv_groups import (
     chunk_tokens_for,
     coverages,
 )
+from s3kv.connectors.linger import is_in_lockstep
 from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.messages import StepPlan, StepReport
 from s3kv.planning.group_kinds import Coverage
@@ -39,8 +39,7 @@ class KVGeometry:
     """Sizes of blocks, block hashes and chunks, in tokens, and the coverages. They are equal
     on every rank.
 
-    block_tokens: the least number of tokens that is a whole number of blocks in every group.
-    """
+    block_tokens: the least number of tokens that is a whole number of blocks in every group."""
 
     block_tokens: int
     hash_tokens: int
@@ -61,7 +60,20 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting) > 1:
             raise UnsupportedError(f"{setting} > 1 cannot be served yet")
+    check_steps_end_whole(vllm_config)
     check_hashes_are_stable(vllm_config)
+
+
+def check_steps_end_whole(vllm_config: VllmConfig) -> None:
+    """Raise `UnsupportedError` if experts may leave out a rank that does not answer. vLLM then
+    finds out after the step, when its KV has been saved."""
+    parallel = vllm_config.parallel_config
+    leaves_out = parallel.enable_fault_tolerance or parallel.all2all_backend == "nixl_ep"
+    if leaves_out and is_in_lockstep(vllm_config):
+        raise UnsupportedError(
+            "enable_fault_tolerance, or all2all_backend nixl_ep, cannot be served with data "
+            "parallelism of a model with experts: KV of a step that lost a rank would be saved"
+        )
 
 
 def writes_around_fences(
@@ -72,8 +84,7 @@ def writes_around_fences(
 
     The second-generation model runner does the first, and the first-generation one the second, in
     two cases. They zero new blocks, if layers have different precisions. They copy the block in
-    which a partial hit ends, if hashes are finer than blocks.
-    """
+    which a partial hit ends, if hashes are finer than blocks."""
     writes = kv_cache_config.needs_kv_cache_zeroing or sizes.hash_tokens < sizes.block_tokens
     second_runner = vllm_config.use_v2_model_runner
     return writes and second_runner, writes and not second_runner
@@ -81,8 +92,7 @@ def writes_around_fences(
 
 def check_hashes_are_stable(vllm_config: VllmConfig) -> None:
     """Raise `ConfigError` if the block hashes differ between processes. vLLM's own function returns
-    the seed; a random seed is another one at each call.
-    """
+    the seed; a random seed is another one at each call."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
@@ -120,8 +130,7 @@ def geometry(config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheCo
 def scheduled_requests(output: SchedulerOutput, sizes: KVGeometry) -> Iterator[ScheduledRequest]:
     """The requests of one engine step. A request that was preempted comes back as a new request on
     the second-generation model runner, and as a resumed one on the first. Its blocks are replaced
-    in both cases.
-    """
+    in both cases."""
     tokens, plain = output.num_scheduled_tokens, sizes.is_plain
     tables = None if plain else output.kv_connector_block_state.get_block_ids
     states = {} if plain else _states_within(output, sizes)
@@ -182,8 +191,7 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
 
     object_bytes: the length of a chunk's object in each coverage; empty, if there is one:
     then an object takes one slot. pinned: whether all of the host memory is; None without a GPU.
-    known: whether the namespace has objects; None if the bucket has not answered.
-    """
+    known: whether the namespace has objects; None if the bucket has not answered."""
 
     namespace: str
     slot_count: int
@@ -198,8 +206,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """The workers' report to the scheduler. vLLM merges the reports of all ranks into one.
 
     handshakes: those that vLLM did not collect before the first step. adapters: None without LoRA.
-    broken: a worker has failed, and would fail every load.
-    """
+    broken: a worker has failed, and would fail every load."""
 
     report: StepReport
     handshakes: tuple[WorkerHandshake, ...] = ()

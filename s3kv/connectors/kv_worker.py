@@ -1,12 +1,12 @@
 """The worker's side of the KV connector: the slab, I/O process and device copies of one rank.
 
-It runs in each worker process, on the thread that runs the model.
-"""
+It runs in each worker process, on the thread that runs the model."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +53,7 @@ not pinned. A copy that runs on after the wait fails the engine."""
 
 class WorkerSide(Guarded):
     """The worker's side of one rank. It is made before the KV caches exist, and serves from
-    `register` on.
-    """
+    `register` on."""
 
     def __init__(
         self,
@@ -78,6 +77,10 @@ class WorkerSide(Guarded):
         """Whether vLLM has requested the handshake. Under `MultiConnector` it requests that of the
         first connector alone."""
         self._stranded: set[str] = set()
+        self._unstarted: set[str] = set()
+        """Requests whose load is in the plan begun last, and has not been started."""
+        self._error: BaseException | None = None
+        """The error that was being handled when the step began: one of the engine's caller."""
         lora = vllm_config.lora_config
         # Made here, because vLLM loads no adapter before the KV caches exist.
         self._adapters = AdapterLoads(lora, config.weights_digest) if lora is not None else None
@@ -96,8 +99,7 @@ class WorkerSide(Guarded):
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the slab for these caches and start the I/O process, which tries the bucket while
-        the engine warms up. Raises `ConfigError` or `UnsupportedError`.
-        """
+        the engine warms up. Raises `ConfigError` or `UnsupportedError`."""
         layouts = self._layouts(kv_caches)
         coverages = self._sizes.coverages
         shards, rank = self._shards()
@@ -160,8 +162,7 @@ class WorkerSide(Guarded):
         and `on_unavailable` is "fail".
 
         Later calls do not wait: vLLM 0.33 calls this again when the engine wakes up, and by then an
-        unusable bucket is no reason to stop.
-        """
+        unusable bucket is no reason to stop."""
         assert self._tier is not None, "register comes first"
         assert self._handshake is not None
         if not self._has_passed_handshake:
@@ -234,36 +235,45 @@ class WorkerSide(Guarded):
         """End the loads in flight as failed, because the engine waits for them."""
         if self._rank is not None:
             self._rank.counters["internal_errors"] += 1
-            self._stranded |= self._rank.give_up_loads()
+            self._stranded |= self._rank.give_up_loads() | self._unstarted
+            self._unstarted = set()
 
     # --- a step ----------------------------------------------------------------------------
 
-    @guarded(default=lambda: None)
     def begin(self, plan: StepPlan, step: AdapterStep | None = None) -> None:
+        """Begin a step. The loads that the last step should have started and has not, because it or
+        s3kv failed, end as failed: the engine waits for them."""
+        self._error = sys.exc_info()[1]
+        self._stranded |= self._unstarted
+        self._unstarted = {order.request_id for order in plan.loads} | set(plan.abandons)
+        self._begin(plan, step)
+
+    @guarded(default=lambda: None)
+    def _begin(self, plan: StepPlan, step: AdapterStep | None) -> None:
         if self._adapters is not None and step is not None:
             self._adapters.begin(step)
         if self._rank is not None:
             self._rank.begin(plan)
 
-    def load(self, plan: StepPlan) -> None:
-        """Start the plan's loads. A load that cannot be started ends as failed, because the engine
-        waits for its end.
-        """
-        self._stranded.update(plan.abandons)
-        if plan.loads and not self._start_loads(plan):
-            self._stranded.update(order.request_id for order in plan.loads)
+    @property
+    def _fails(self) -> bool:
+        """Whether the step has failed. The first-generation runner then calls the hooks all the
+        same and discards their answers. The KV of the step is incomplete."""
+        return sys.exc_info()[1] is not self._error
 
-    @guarded(default=lambda: False)
-    def _start_loads(self, plan: StepPlan) -> bool:
-        assert self._rank is not None
-        self._rank.load(plan.loads, from_now=self._loads_after_writes)
-        self._let_launch(self._rank)
-        return True
+    @guarded(default=lambda: None)
+    def load(self, plan: StepPlan) -> None:
+        """Start the plan's loads."""
+        if plan.loads:
+            assert self._rank is not None
+            self._rank.load(plan.loads, from_now=self._loads_after_writes)
+            self._unstarted = set(plan.abandons)
+            self._let_launch(self._rank)
 
     @guarded(default=lambda: None)
     def save(self, plan: StepPlan) -> None:
         """Start the plan's saves."""
-        if self._rank is None or not plan.saves:
+        if self._rank is None or not plan.saves or self._fails:
             return
         if self._adapters is not None and not self._adapters.may_save:
             self._rank.refuse(plan.saves)
@@ -283,8 +293,7 @@ class WorkerSide(Guarded):
     @guarded(default=lambda: None)
     def suspend(self) -> None:
         """Wait for all copies, because the engine is about to sleep and to unmap the KV cache. No
-        copy starts until `resume`. Both are idempotent.
-        """
+        copy starts until `resume`. Both are idempotent."""
         if self._rank is not None and not self._rank.suspend(_SUSPEND_S):
             logger.error(
                 "s3kv: copies did not end within %g s, and vLLM unmaps the KV cache's memory now. "
@@ -299,6 +308,8 @@ class WorkerSide(Guarded):
 
     def loaded(self, plan: StepPlan) -> tuple[set[str], set[str]]:
         """Requests whose load has ended since the last call, and those whose load failed."""
+        if self._fails:
+            return set(), set()
         loaded, failed = self._poll(plan.linger_s)
         # Taken after the poll, because a poll that fails strands the loads in flight.
         if self._stranded:
@@ -317,6 +328,8 @@ class WorkerSide(Guarded):
 
     @guarded(default=lambda: WorkerReport(StepReport(), broken=True))
     def report(self) -> WorkerReport | None:
+        if self._fails:
+            return None
         report = self._rank.take_report() if self._rank is not None else None
         adapters = self._adapters.report() if self._adapters is not None else None
         handshakes: tuple[WorkerHandshake, ...] = ()
@@ -331,7 +344,7 @@ class WorkerSide(Guarded):
         return WorkerReport(report or StepReport(), handshakes, adapters)
 
     def stats(self) -> S3KVStats | None:
-        if self._rank is None or self._tier is None:
+        if self._rank is None or self._tier is None or self._fails:
             return None
         values = self._meter.grown(self._rank.counters, self._tier.client.counters)
         values |= self._rank.take_seconds()

@@ -2,8 +2,7 @@
 
 A tier sees keys and no requests. So it refuses an engine whose block hashes leave out an input that
 changes the KV: adapters (LoRA), and media that clients may name. The connector of s3kv, which sees
-the requests, serves these.
-"""
+the requests, serves these."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from s3kv.config import Config
-from s3kv.connectors.kv_translate import check_hashes_are_stable
+from s3kv.connectors.kv_translate import check_hashes_are_stable, check_steps_end_whole
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.request_hashes import cover_inputs
 from s3kv.errors import ConfigError, UnsupportedError
@@ -40,6 +39,7 @@ def check_requests_are_known(config: Config, vllm_config: VllmConfig) -> None:
     """Raise an error if keys may leave out inputs that change the KV of a request."""
     model = vllm_config.model_config
     other = 'use the connector of s3kv instead ("kv_connector": "S3KVConnector")'
+    check_steps_end_whole(vllm_config)
     check_hashes_are_stable(vllm_config)
     if vllm_config.lora_config is not None:
         raise UnsupportedError(

@@ -5,8 +5,7 @@ GPU until the copies have been launched, on a CPU until they have ended. `poll` 
 plan says that the engine has nothing to do; the methods with a timeout, and `give_up_loads`, block
 for the copies. Device copies and the I/O process do the work; this joins them: a chunk copied to a
 slot is handed to the I/O process for upload, and a job that cannot be carried out ends as failed.
-Its reports are all the scheduler knows of this rank.
-"""
+Its reports are all the scheduler knows of this rank."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class RankWorker:
     block_bytes: size of one block of each KV-cache group on this rank. members: by the group in
     keys, the KV-cache groups whose blocks are in its objects; itself, if not given. uploads: False
     if a rank that holds the same uploads it and asks about its uses. Such jobs of this rank then
-    end at once. clock: seconds, monotonic.
-    """
+    end at once. clock: seconds, monotonic."""
 
     def __init__(
         self,
@@ -78,8 +76,7 @@ class RankWorker:
         blocks.
 
         The saves of the last plan that the engine has passed over end as failed. A rank that is not
-        the last pipeline stage gets none to execute if the engine speculates.
-        """
+        the last pipeline stage gets none to execute if the engine speculates."""
         if self._announced:
             self.refuse([*self._announced.values()])
         self._announced = {job.job_id: job for job in plan.saves}
@@ -100,8 +97,7 @@ class RankWorker:
         does not use its blocks, so the load runs beside the forward.
 
         from_now: copy after what has been launched by now, because the step may have written to the
-            blocks since `begin`.
-        """
+            blocks since `begin`."""
         mark = self._copies.mark() if from_now else self._begun
         for job in jobs:
             nbytes = sum(self._block_bytes[p.group] * len(p.block_ids) for p in job.parts)
@@ -116,8 +112,7 @@ class RankWorker:
         Saves that `begin` has not announced, or has already given up, are left out.
 
         read_first: fence the blocks now, so that what the engine launches next begins after they
-            have been read.
-        """
+            have been read."""
         if self._suspended:
             self.refuse(jobs)
             return
@@ -147,8 +142,7 @@ class RankWorker:
 
     def suspend(self, timeout_s: float) -> bool:
         """Finish the copies, because the blocks' memory goes away; those ordered before `resume`
-        end as failed. Returns False when time ran out first. Idempotent.
-        """
+        end as failed. Returns False when time ran out first. Idempotent."""
         self._suspended = True
         return self._copies.wait_all(timeout_s)
 
@@ -160,8 +154,7 @@ class RankWorker:
         """Collect the ends since the last call; `take_report` and `take_loaded` hand them on.
 
         linger_s: how long to wait for a load to end or, if no copy is under way, for a fetch or an
-            upload.
-        """
+            upload."""
         if self._loading or self._saves:
             if linger_s and self._loading:
                 self._copies.wait_load(linger_s)
@@ -183,8 +176,7 @@ class RankWorker:
 
     def take_seconds(self) -> dict[str, list[float]]:
         """Durations of the jobs that have succeeded since the last call, by metric
-        ("fetch_seconds").
-        """
+        ("fetch_seconds")."""
         taken, self._seconds = self._seconds, {}
         return taken
 
@@ -202,15 +194,13 @@ class RankWorker:
 
     def give_up_loads(self) -> set[str]:
         """Wait for the copies, and return the requests whose loads were not reported as ended. Used
-        when this object cannot be trusted any longer. Gives up waiting after `_GIVE_UP_S`.
-        """
+        when this object cannot be trusted any longer. Gives up waiting after `_GIVE_UP_S`."""
         self._copies.wait_all(_GIVE_UP_S)
         return set(self._loading) | self._loaded
 
     def shutdown(self, drain_timeout_s: float) -> int:
         """Finish copies and uploads within `drain_timeout_s`, then close. Returns the number of
-        uploads left.
-        """
+        uploads left."""
         deadline_s = self._clock() + drain_timeout_s
         self._copies.wait_all(drain_timeout_s)
         self.poll()

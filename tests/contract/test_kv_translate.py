@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ from s3kv.connectors.kv_translate import (
     writes_around_fences,
     written_blocks,
 )
-from s3kv.errors import ConfigError
+from s3kv.connectors.tier_setup import check_requests_are_known
+from s3kv.errors import ConfigError, UnsupportedError
 from s3kv.planning.group_kinds import Coverage, SlidingWindow, States
 from tests.contract.configurations import BLOCK_TOKENS, FULL, SIZES, configured, groups
 
@@ -36,6 +38,36 @@ def test_random_hashes_are_refused(
     check_supported(tiny_config, groups(FULL))
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     check_supported(configured(model, prefix_caching_hash_algo="xxhash"), groups(FULL))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "settings", "served"),
+    [
+        (2, True, {}, True),
+        (2, True, {"enable_fault_tolerance": True}, False),
+        (2, True, {"all2all_backend": "nixl_ep"}, False),
+        (1, True, {"enable_fault_tolerance": True}, True),
+        (2, False, {"enable_fault_tolerance": True}, True),
+    ],
+)
+def test_experts_that_may_leave_out_a_rank_are_refused(
+    ranks: int,
+    experts: bool,
+    settings: dict[str, Any],
+    served: bool,
+    tiny_config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM looks for the rank once the step has been saved (`check_ep_fault` of its runners)."""
+    for name, value in {"data_parallel_size": ranks, **settings}.items():
+        monkeypatch.setattr(tiny_config.parallel_config, name, value)
+    monkeypatch.setattr(type(tiny_config.model_config), "is_moe", experts)
+    for check in (
+        lambda: check_supported(tiny_config, groups(FULL)),
+        lambda: check_requests_are_known(Config(bucket="bucket"), tiny_config),
+    ):
+        with contextlib.nullcontext() if served else pytest.raises(UnsupportedError, match="rank"):
+            check()
 
 
 @pytest.mark.parametrize(("block", "chunk"), [(32, 256), (96, 288), (384, 384), (1024, 1024)])

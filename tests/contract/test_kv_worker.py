@@ -133,7 +133,7 @@ def test_a_worker_that_has_failed_reports_so_in_every_step(
     monkeypatch.setattr(rank, "begin", Mock(side_effect=ZeroDivisionError))
     worker = side(tiny_config, rank)
     worker.begin(PLAN)
-    assert worker.broken == "begin"
+    assert worker.broken == "_begin"
     for _ in range(2):
         report = worker.report()
         assert report is not None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.worker import kv_connector_model_runner_mixin as first_runner
 
 from lab.books import check
 from s3kv.connectors.kv_translate import PlanMetadata
-from s3kv.messages import EMPTY_PLAN, CopyPart, LoadJob, StepPlan
-from s3kv.types import Outcome
+from s3kv.messages import EMPTY_PLAN, CopyPart, LoadJob, SaveJob, StepPlan, StepReport
+from s3kv.types import ChunkKey, Outcome
 from tests.contract.test_kv_scheduler import ended, looked_up, output, request, step
 from tests.contract.test_kv_scheduler import side as scheduler_side
 from tests.contract.test_kv_worker import connector, side
@@ -27,7 +31,17 @@ class Rank:
         self.ends: dict[str, bool] = {}
         self.breaks = False
         self.counters: dict[str, int] = {"internal_errors": 0}
+        self.saved = 0
         self._loading: set[str] = set()
+
+    def begin(self, plan: StepPlan) -> None:
+        pass
+
+    def save(self, orders: Any, *, read_first: bool) -> None:
+        self.saved += len(orders)
+
+    def take_report(self) -> StepReport:
+        return StepReport(number=self.saved)
 
     def load(self, orders: Any, *, from_now: bool) -> None:
         self._loading |= {order.request_id for order in orders}
@@ -58,9 +72,11 @@ class Steps:
         self.rank = Rank()
         self.worker = side(vllm_config, self.rank)  # type: ignore[arg-type]
         self.connector = connector(self.worker)
+        self.connector._role = KVConnectorRole.WORKER
 
     def step(self, plan: StepPlan = EMPTY_PLAN) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those whose load has failed."""
+        self.connector.handle_preemptions(PlanMetadata(plan))
         self.connector.bind_connector_metadata(PlanMetadata(plan))
         self.connector.start_load_kv(SimpleNamespace())  # type: ignore[arg-type]
         results = self.connector.get_transfer_results(set())
@@ -88,13 +104,63 @@ def test_a_load_that_a_bug_strands_ends_as_failed(steps: Steps, when: str) -> No
     plan = StepPlan(loads=(load("r", 3, 4),))
     if when == "abandoned":
         plan = StepPlan(abandons=("r",))
-    elif when == "polled":
-        steps.step(plan)
-        steps.rank.breaks = True
-        plan = EMPTY_PLAN
-    else:
-        steps.worker.broken = "begin"
-    assert steps.step(plan) == ({"r"}, {"r"})
+    elif when == "ordered":
+        steps.worker.broken = "_begin"
+    assert steps.step(plan) == (set(), set())
+    steps.rank.breaks = when == "polled"
+    assert steps.step() == ({"r"}, {"r"})
+    assert steps.step() == (set(), set())
+
+
+SAVE = SaveJob(1, ChunkKey(0, b"k" * 32), 1, (2,))
+
+
+@pytest.mark.parametrize("handling", [False, True], ids=["plain", "within an error's handler"])
+def test_a_step_that_fails_saves_nothing_and_loses_no_report(
+    steps: Steps, handling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's first runner calls the hooks of a step that fails, and discards their answers: the KV
+    of the layers that have not run is that of another request."""
+    monkeypatch.setattr(first_runner, "get_kv_transfer_group", lambda: steps.connector)
+    monkeypatch.setattr(first_runner, "get_forward_context", SimpleNamespace)
+
+    def run(plan: StepPlan, error: Exception | None = None) -> Any:
+        metadata = PlanMetadata(plan)
+        output: Any = SimpleNamespace(
+            kv_connector_metadata=metadata, has_sync_kv_loads=False, finished_req_ids=set()
+        )
+        steps.connector.handle_preemptions(metadata)
+        hooks = first_runner.KVConnectorModelRunnerMixin._get_kv_connector_output
+        with hooks(output) as answer:
+            if error is not None:
+                raise error
+        return answer
+
+    @contextlib.contextmanager
+    def caller() -> Iterator[None]:
+        """Of an engine in the process: it may be about to deal with an error of its own."""
+        if not handling:
+            yield
+            return
+        try:
+            int("")
+        except ValueError:
+            yield
+
+    with caller():
+        steps.rank.ends = {"r": True}
+        with pytest.raises(ZeroDivisionError):
+            run(StepPlan(saves=(SAVE,)), ZeroDivisionError())
+        assert steps.rank.saved == 0
+        answer = run(StepPlan(saves=(SAVE,)))
+        assert answer.finished_recving == {"r"}
+        assert answer.kv_connector_worker_meta.report.number == steps.rank.saved == 1
+
+
+def test_a_load_that_a_failed_step_passes_over_ends_as_failed(steps: Steps) -> None:
+    """vLLM's second runner starts loads after the forward, and then not at all."""
+    steps.connector.handle_preemptions(PlanMetadata(StepPlan(loads=(load("r", 3, 4),))))
+    assert steps.step() == ({"r"}, {"r"})
     assert steps.step() == (set(), set())
 
 

@@ -47,7 +47,10 @@ def test_engines_whose_keys_leave_out_inputs(
 ) -> None:
     model = SimpleNamespace(multimodal_config=None, enable_prompt_embeds=False)
     engine = SimpleNamespace(
-        model_config=model, lora_config=None, cache_config=tiny_config.cache_config
+        model_config=model,
+        lora_config=None,
+        cache_config=tiny_config.cache_config,
+        parallel_config=tiny_config.parallel_config,
     )
     for name, value in changes.items():
         setattr(engine if name == "lora_config" else model, name, value)
