@@ -63,13 +63,6 @@ def test_without_a_report_it_goes_on_without_a_cache(known: KnownAdapters) -> No
     assert known.settle("r") == (False, None)
 
 
-def test_an_adapter_that_was_loaded_again_without_a_step(known: KnownAdapters) -> None:
-    report(known, LOADED)
-    assert known.arrived("r", A, 0.0) == LOADED.digest
-    report(known, OTHER)
-    assert known.settle("r") == (False, OTHER.digest)
-
-
 def test_requests_that_run_across_a_load_are_outdated(known: KnownAdapters) -> None:
     report(known, LOADED)
     for name in ("runs", "ends"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,6 @@ from lab.proxy import Proxy, proxy
 from lab.s3 import S3Server, moto_process
 from s3kv.io.wire import Stats
 from s3kv.planning.breaker import BreakerState
-from s3kv.types import Outcome
 from tests.servers import set_credentials
 from tests.system.faults.life import CONSTANTS, HANG_S, SLOTS, Life
 from tests.unit.io import rig
@@ -124,19 +122,6 @@ def test_an_upload_is_tried_by_the_planner_alone(place: Place) -> None:
     assert life.planner.counters["uploads_given_up"] == 1
 
 
-def test_after_an_outage_of_minutes_what_is_in_use_reaches_the_bucket(place: Place) -> None:
-    life = place.begin()
-    place.store.fault(s3_error(503, "ServiceUnavailable", verbs=("PUT",)))
-    life.compute(1)
-    life.settle()
-    assert life.planner.counters["uploads_given_up"] == 1
-    place.store.lift()
-    assert life.serve(1) == 1, "from host memory"
-    life.settle()
-    assert rig.object_key(1) in place.server.objects(BUCKET)
-    assert life.planner.counters["uploads_again"] == 1
-
-
 # ---- a damaged answer
 
 FLIPPED = Fault(kind="flip_body", at=-5, verbs=("GET",), times=1)
@@ -156,41 +141,6 @@ def test_after_one_damaged_answer_an_upload_that_finds_the_object_has_it_read_ag
         life.settle()
     assert life.serve(1) == 1, "from the bucket"
     assert (life.counters()["fetch_corrupt"], life.counters()["fetch_ok"]) == (1, 1)
-
-
-def test_one_damaged_answer_is_forgotten_by_those_who_only_read(place: Place) -> None:
-    life = place.begin(suspect_s=0.2)
-    life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
-    place.fill(1)
-    place.store.fault(FLIPPED)
-    assert life.serve(1) == 0
-
-    def served() -> bool:
-        life.later()
-        return life.serve(1) == 1
-
-    until("it is read again", served)
-    assert place.store.statistics().requests["GET"] == 2
-
-
-def test_an_object_that_is_bad_is_read_twice(place: Place) -> None:
-    life = place.begin(suspect_s=0.2)
-    damaged = rig.sealed(1)[:-1] + bytes([rig.sealed(1)[-1] ^ 1])
-    place.server.client().put_object(Bucket=BUCKET, Key=rig.object_key(1), Body=damaged)
-    life.planner._settings = dataclasses.replace(life.planner._settings, may_save=False)
-
-    def read() -> int:
-        life.later()
-        assert life.serve(1) == 0
-        return life.counters()["fetch_corrupt"]
-
-    until("it is read again", lambda: read() == 2)
-    asked = place.store.statistics().requests["GET"]
-    spared = life.counters()["fetch_corrupt_quarantined"]
-    for _ in range(20):
-        assert read() == 2
-    assert life.counters()["fetch_corrupt_quarantined"] == spared + 20
-    assert place.store.statistics().requests["GET"] == asked
 
 
 # ---- the breaker
@@ -276,24 +226,7 @@ def test_a_late_fetch_is_asked_for_twice_and_written_once(place: Place) -> None:
     assert life.counters()["io_retries"] == 0
 
 
-# ---- slots
-
-
-def test_a_cancelled_fetch_keeps_its_slot_until_its_socket_is_done(place: Place) -> None:
-    life = place.begin(min_bytes_per_s=1, request_timeout_ms=20_000)
-    place.fill(1)
-    place.store.fault(Fault(kind="trickle", verbs=("GET",), nbytes=1000, seconds=0.02))
-    slot = rig.slot(life.slabs[0], 3)
-    slot[:] = b"\xee" * len(slot)
-    life.client.submit(rig.fetch(1, slot=3))
-    until("the first bytes come", lambda: life.client.poll(0.002) or slot[0] != 0xEE)
-    life.client.cancel(1)
-    ended: list[Outcome] = []
-    until("it ends", lambda: ended.extend(e.outcome for e in life.client.poll(0.002)) or ended)
-    assert ended == [Outcome.CANCELLED]
-    slot[:] = b"\xdd" * len(slot)
-    until("the connection ends", lambda: place.store.statistics().open_connections == 0)
-    assert bytes(slot) == b"\xdd" * len(slot)
+# ---- uploads
 
 
 def test_of_ranks_that_hold_the_same_the_first_uploads_and_all_read(place: Place) -> None:
@@ -329,18 +262,3 @@ def test_saves_are_dropped_when_uploads_are_slower(place: Place) -> None:
     life.settle()
     kept = {rig.object_key(number) for number in range(SLOTS)}
     assert kept <= set(place.server.objects(BUCKET))
-
-
-def test_uploads_at_once_are_limited_by_the_setting(place: Place) -> None:
-    life = place.begin(request_timeout_ms=120_000, max_saves_inflight=5)
-    place.store.fault(Fault(kind="black_hole", verbs=("PUT",)))
-    for number in range(20):
-        life.compute(number)
-    assert life.planner.counters["saves"] == 5
-    assert life.planner.counters["saves_dropped"] == 15
-    place.store.lift()
-    place.store.cut()
-    life.settle()
-    life.compute(20)
-    assert life.planner.counters["saves"] == 6
-    life.settle()

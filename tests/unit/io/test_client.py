@@ -124,6 +124,7 @@ def test_round_trip(
     assert all(fetched[10 + i].outcome is Outcome.OK for i in range(8))
     assert all(bytes(rig.slot(slab, 10 + i)) == rig.sealed(i) for i in range(8))
     assert (fetched[20].outcome, fetched[0].outcome) == (Outcome.MISSING, Outcome.EXISTS)
+    assert rig.object_key(99) in fetched[20].detail
     assert client.wait_ready(0).trouble is None
 
 
@@ -134,29 +135,6 @@ def test_one_poll_waits_for_an_end_when_told(endpoint: str, slab: Slab, open_cli
     fetch(client, 1, number=404)
     (done,) = client.poll(linger_s=60.0)
     assert (done.job_id, done.outcome) == (1, Outcome.MISSING)
-
-
-def test_damaged_objects_are_corrupt(endpoint: str, bucket: Any, open_client: Open) -> None:
-    good = rig.sealed(1)
-    damaged = {
-        1: good[:-100],
-        2: rig.sealed(2)[:-1] + bytes([rig.sealed(2)[-1] ^ 0x10]),
-        3: rig.sealed(3) + good,
-        4: b"",
-    }
-    for number, data in damaged.items():
-        bucket.put_object(Bucket=BUCKET, Key=rig.object_key(number), Body=data)
-    client = open_client(endpoint)
-    for number in damaged:
-        fetch(client, number, number)
-    found = ends(client, len(damaged))
-    assert {e.outcome for e in found.values()} == {Outcome.CORRUPT}
-    assert [found[i].detail.rsplit(" ", 1)[1] for i in sorted(found)] == [
-        "length",
-        "digest",
-        "length",
-        "length",
-    ]
 
 
 def test_a_cancelled_fetch_writes_no_more_after_its_end(
@@ -257,8 +235,8 @@ def test_every_trouble_at_start_has_its_error() -> None:
 
 def test_the_process_loads_neither_torch_nor_numpy_nor_vllm() -> None:
     code = (
-        "import sys, s3kv.io.__main__, s3kv.io.client\n"
-        "heavy = {'torch', 'vllm', 'numpy', 'boto3', 'pandas'} & set(sys.modules)\n"
+        "import sys, s3kv.io.__main__, s3kv.io.client, s3kv.stores.s3.fast_client\n"
+        "heavy = {'torch', 'vllm', 'numpy', 'boto3', 'aiobotocore', 'pandas'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

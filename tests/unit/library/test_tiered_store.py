@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import pytest
 import torch
 
-from s3kv.config import SECRET_VARIABLE, Config
+from s3kv.config import Config
 from s3kv.errors import ConfigError, StoreMissing
 from tests.servers import REGION
 from tests.unit.library.stores import block, hash_of, opening, room, same
@@ -69,20 +68,6 @@ async def test_prefetched_blocks_arrive_without_being_asked_for(config: Config) 
                 await asyncio.sleep(0.005)
 
 
-async def test_memory_smaller_than_the_blocks_still_serves_them_all(config: Config) -> None:
-    blocks = [named(n) for n in range(200)]
-    async with opening(config) as store:
-        for key, tensors in blocks:
-            while not await store.put(key, tensors):
-                await store.flush()
-        await store.flush()
-        assert store.counters["evictions"] > 0
-        for key, tensors in blocks:
-            into = room()
-            assert await store.get(key, into)
-            assert same(into, tensors)
-
-
 async def test_wrong_tensors_are_refused(config: Config) -> None:
     key, tensors = named(9)
     async with opening(config) as store:
@@ -98,24 +83,3 @@ async def test_a_store_that_cannot_work_says_why_at_start(config: Config) -> Non
     missing = Config(bucket="no-such-bucket", endpoint_url=config.endpoint_url, region=REGION)
     with pytest.raises(StoreMissing, match="no-such-bucket"):
         await opening(missing)
-
-
-async def test_an_object_sealed_without_the_secret_is_a_miss(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Put under the very key that an engine with the secret asks for."""
-    monkeypatch.setenv(SECRET_VARIABLE, "a secret of 16 bytes and more")
-    plain = dataclasses.replace(config, prefix="keyed")
-    keyed = dataclasses.replace(plain, integrity="blake3-keyed")
-    key, tensors = named(1)
-    async with opening(keyed) as store:
-        assert await store.put(key, tensors)
-        await store.flush()
-    async with opening(keyed) as store:
-        assert await store.get(key, room())
-
-    monkeypatch.setenv(SECRET_VARIABLE, "another secret of 16 bytes and more")
-    for other in (keyed, plain):
-        async with opening(other) as store:
-            assert not await store.get(key, room())
-            assert store.counters["fetch_missing"] == 1

@@ -38,9 +38,6 @@ FOREIGN = (
     Namespace("s3kv/v2/nested", "a" * 32).chunk(ChunkKey(0, b"\0"), "whole"),
     keys.cleaner("other"),
 )
-UNANSWERED_S = 2 * (1.5 * LEASE_S + LEASE_S)
-"""Longest time for which a bucket may be without a cleaner after one has died or stalled, if the
-next taker loses a race, too."""
 
 
 def chunk(number: int) -> str:
@@ -376,44 +373,3 @@ def test_who_may_not_delete_says_so_once(fleet: Fleet, caplog: pytest.LogCapture
     assert "bucket_bytes" in said
     assert "s3:DeleteObject" in said
     assert 20 < fleet.engines[0].cleaner.failed < 30
-
-
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 30))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_whatever_befalls_the_cleaners(seed: int) -> None:
-    """Engines die, stall, wake and are cut off; others come. Then all is quiet."""
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    fleet = Fleet(seed, conditional=rng.random() < 0.7)
-    fleet.start(rng.randint(1, 4), max_bytes=BUDGET, idle_s=rng.choice([0.0, 12 * HOUR_S]))
-
-    def befall() -> None:
-        if rng.random() > 0.02:
-            return
-        engine = rng.choice(fleet.engines)
-        what = rng.choice(["die", "stall", "wake", "cut", "mend", "start"])
-        if what == "die":
-            engine.die()
-        elif what == "stall":
-            engine.line.runs.clear()
-        elif what == "wake":
-            engine.line.runs.set()
-        elif what == "cut":
-            engine.line.error = StoreUnavailable("planned")
-        elif what == "mend":
-            engine.line.error = None
-        else:
-            fleet.start(1, max_bytes=BUDGET)
-
-    fleet.run(24, per_hour=rng.choice([20, 60, 200]), every=befall)
-    fleet.check()
-    for engine in fleet.engines:
-        engine.line.runs.set()
-        engine.line.error = None
-    fleet.start(1, max_bytes=BUDGET)
-    fleet.run((UNANSWERED_S + SWEEP_MAX_S) / HOUR_S, per_hour=20)
-    assert fleet.bucket.nbytes <= 1.05 * BUDGET
-    fleet.check()
-    fleet.loop.give_up()

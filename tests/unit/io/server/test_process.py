@@ -112,24 +112,6 @@ async def test_huge_pages_are_asked_for_before_the_slab_is_allocated(
     assert log == ["ask", "prefault"]
 
 
-async def test_what_is_uploaded_is_fetched(slab: Slab) -> None:
-    store = MemoryStore()
-    async with served(lambda _: store, slab) as (worker, _):
-        await worker.ready()
-        rig.fill(slab, 1, number=1)
-        worker.say(rig.upload(1))
-        end = (await worker.done(1))[1]
-        assert (end.outcome, end.nbytes, end.detail) == (Outcome.OK, rig.FORMAT.object_bytes, "")
-        worker.say(rig.fetch(2, number=1))
-        end = (await worker.done(1))[2]
-        assert (end.outcome, end.nbytes, end.detail) == (Outcome.OK, rig.FORMAT.object_bytes, "")
-        assert bytes(rig.slot(slab, 2)) == rig.sealed(1)
-        worker.say(rig.upload(1), rig.fetch(3))
-        ends = await worker.done(2)
-        assert (ends[1].outcome, ends[3].outcome) == (Outcome.EXISTS, Outcome.MISSING)
-        assert rig.object_key(3) in ends[3].detail
-
-
 @pytest.mark.parametrize("words", ["no file /tmp/\udcff", "\U0001f600" * 1000])
 async def test_a_job_ends_whatever_its_error_says(slab: Slab, words: str) -> None:
     store = FailingStore(StoreUnavailable(words), StoreError(words))
@@ -163,16 +145,6 @@ async def test_a_waiting_job_is_cancelled_at_once(slab: Slab) -> None:
         worker.say(rig.fetch(1), rig.fetch(2), wire.Cancel(2))
         assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
         assert len(store.begun) == 1
-
-
-async def test_only_what_has_not_begun_can_be_withdrawn(slab: Slab) -> None:
-    store = GatedStore()
-    async with served(lambda _: store, slab, max_inflight_requests=1) as (worker, _):
-        await worker.ready()
-        worker.say(rig.fetch(1), rig.fetch(2), *(wire.Withdraw(job_id) for job_id in (1, 2, 3)))
-        assert (await worker.done(1))[2].outcome is Outcome.CANCELLED
-        store.open_gate()
-        assert (await worker.done(1))[1].outcome is Outcome.MISSING
 
 
 async def test_a_running_fetch_is_done_only_when_it_writes_no_more(slab: Slab) -> None:
@@ -384,16 +356,6 @@ async def test_uploads_are_tried_again_only_in_a_drain(slab: Slab, drain: bool) 
         worker.say(rig.upload(1), *([wire.Drain(30.0)] if drain else []))
         end = (await worker.done(1))[1]
         assert end.outcome is (Outcome.OK if drain else Outcome.FAILED)
-
-
-async def test_a_drain_ends_in_time(slab: Slab) -> None:
-    store = GatedStore()
-    async with served(lambda _: store, slab, max_inflight_requests=4) as (worker, _):
-        await worker.ready()
-        worker.say(*(rig.upload(i) for i in range(5)), wire.Drain(0.05))
-        ends = await worker.done(5)
-        assert {end.outcome for end in ends.values()} == {Outcome.CANCELLED}
-        assert await worker.hear() == wire.Drained(5)
 
 
 async def test_a_drain_goes_on_when_the_worker_is_gone(slab: Slab) -> None:

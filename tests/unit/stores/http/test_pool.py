@@ -21,7 +21,6 @@ from s3kv.stores.http.pool import Pool
 from s3kv.stores.http.watch import Patience
 from s3kv.stores.store import Claim
 from tests import servers
-from tests.unit.stores.suite import pattern
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 GET = Request("GET", "/k", {"Host": "test"})
@@ -67,18 +66,6 @@ def say(*answers: bytes, pause: bool = False) -> servers.Handler:
 
 def ok(body: bytes, extra: str = "") -> bytes:
     return f"HTTP/1.1 200 OK\r\n{extra}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-@pytest.mark.parametrize("pause", [False, True])
-@pytest.mark.parametrize("nbytes", [0, 1, 500, 100_000])
-async def test_body_in_place(nbytes: int, pause: bool) -> None:
-    body = bytes(pattern(nbytes, 1))
-    async with pool_on(say(ok(body), ok(body), pause=pause)) as pool:
-        for _ in range(2):
-            memory = bytearray(b"\xee" * (nbytes + 10))
-            response = await pool.request(get(memoryview(memory)[:nbytes]))
-            assert (response.status, response.nbytes, response.body) == (200, nbytes, b"")
-            assert memory == body + b"\xee" * 10
 
 
 async def test_interim_answers_are_passed_over() -> None:
@@ -363,23 +350,6 @@ async def test_a_header_with_a_line_break_is_refused_and_not_shown() -> None:
         with pytest.raises(StoreError, match="line break") as caught:
             await pool.request(request)
     assert "what-nobody-may-see" not in "".join(traceback.format_exception(caught.value))
-
-
-@pytest.mark.parametrize("nbytes", [0, 10, 3 * 2**20 + 1])
-async def test_body_out(nbytes: int) -> None:
-    got = bytearray()
-
-    async def take(reader: Reader, writer: Writer) -> None:
-        for _ in range(2):
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert f"\r\ncontent-length: {nbytes}\r\n".encode() in head.lower()
-            got.extend(await reader.readexactly(nbytes))
-            writer.write(ok(b""))
-
-    async with pool_on(take) as pool:
-        for _ in range(2):
-            assert (await pool.request(put(pattern(nbytes, 3)))).status == 200
-    assert got == bytes(pattern(nbytes, 3)) * 2
 
 
 async def test_answer_before_the_end_of_the_body() -> None:
