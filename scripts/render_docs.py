@@ -70,12 +70,14 @@ output of `s3kv --help` and `s3kv COMMAND --help`, rendered by `scripts/render_d
 
 `doctor` goes through the client the cache itself uses. Without `--read-only` it writes an object of
 1 KiB and one of 8 MiB under `PREFIX/doctor/` and deletes them; without `s3:DeleteObject` it says
-which one it has left there, and does not write the second. If `bucket_bytes` or `bucket_idle_s` is
-set, it also says that this engine cannot keep the bucket to it. A warning means that the cache
-works less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` shows its answer to each
-fault, on moto, SeaweedFS and Ceph RGW: no bucket, no credentials, wrong ones, each missing
-permission, the wrong region, a wrong clock, path style only, no conditional PUT, checksums refused,
-no server. `test_host.py` beside it shows its findings on the host. The slab is a memory
+which one it has left there, and does not write the second. To measure what a worker can read, it
+reads the second as many times at once as a worker reads objects (32 times by default, 256 MiB);
+`--bandwidth` with the length of your chunks measures that for your model. If `bucket_bytes` or
+`bucket_idle_s` is set, it also says that this engine cannot keep the bucket to it. A warning means
+that the cache works less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` shows its
+answer to each fault, on moto, SeaweedFS and Ceph RGW: no bucket, no credentials, wrong ones, each
+missing permission, the wrong region, a wrong clock, path style only, no conditional PUT, checksums
+refused, no server. `test_host.py` beside it shows its findings on the host. The slab is a memory
 file, so `/dev/shm` matters only to vLLM's own queues and to its `OffloadingConnector`.
 
 `inspect` verifies an object by its key and the settings, and takes only the tensors from its
@@ -92,10 +94,8 @@ half of what is free in it.
 `tests/unit/cli/test_serve.py` has the command for each kind of vLLM.
 
 `config` prints its settings in the form that vLLM takes; `tests/unit/cli/test_configure.py` reads
-its output back with a shell and a YAML reader. `--bytes-per-token` of `config` and `bench` is the
-KV of one token on one worker: layers × KV heads of the worker × 2 × head size × bytes of a number.
-For a namespace in the bucket it is the length of an object (`ls NAMESPACE`) divided by the
-`chunk_tokens` of its manifest (`ls NAMESPACE --summary`).
+its output back with a shell and a YAML reader. How many chunks `host_bytes` holds is in the line
+that an engine logs when it starts.
 
 `cost` multiplies counts by prices, and every price is an option: the tables are Amazon's of the
 date in its help, and need to be checked before they are relied on. `tests/unit/cli/test_cost.py`
@@ -108,10 +108,6 @@ token each; what is not in the bucket is computed and saved in the background:
 llm = vllm.LLM(model, kv_transfer_config=kv_transfer_config)  # or a client of `vllm serve`
 llm.generate(prompts, vllm.SamplingParams(max_tokens=1))
 ```
-
-`bench` reads as many objects as a prompt has chunks, as many at once as a worker does, and says how
-long that took. Its times for a prompt are therefore measured and not inferred, except the waits for
-a prefix that the cache does not know. The planner's own rule may stop waiting earlier.
 
 Completion of commands and options: `eval "$(_S3KV_COMPLETE=bash_source s3kv)"` in `~/.bashrc`, the
 same with `zsh_source` in `~/.zshrc`, and `_S3KV_COMPLETE=fish_source s3kv | source` for fish.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from s3kv import __version__
-from s3kv.cli.bench import bench
 from s3kv.cli.configure import configure
 from s3kv.cli.cost import cost
 from s3kv.cli.doctor.command import doctor
@@ -28,5 +27,5 @@ def cli() -> None:
     """
 
 
-for command in (bench, configure, cost, doctor, gc, inspect, ls, serve, verify):
+for command in (configure, cost, doctor, gc, inspect, ls, serve, verify):
     cli.add_command(command)

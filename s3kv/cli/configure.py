@@ -10,11 +10,8 @@ from typing import Any, Literal
 
 import click
 
-from s3kv.cli import show
-from s3kv.cli.invocation import EPILOG, print_json, size_above_0, with_settings
-from s3kv.config import Config, count, is_bytes
-from s3kv.errors import ConfigError
-from s3kv.objects.codec import ALIGN_BYTES
+from s3kv.cli.invocation import EPILOG, print_json, with_settings
+from s3kv.config import Config, is_bytes
 from s3kv.types import default_chunk_tokens
 
 Role = Literal["both", "producer", "consumer"]
@@ -22,7 +19,7 @@ Options = dict[str, dict[str, Any]]
 """Values of vLLM's options, by their names."""
 _BINARY = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _BLOCK_TOKENS = 16
-"""vLLM's default block size, from which `chunk_tokens` follows if it is not set."""
+"""vLLM's default block size."""
 
 
 @click.command("config", epilog=EPILOG)
@@ -33,14 +30,8 @@ _BLOCK_TOKENS = 16
     show_default=True,
     help="The instance writes to the bucket (producer), reads from it (consumer), or does both.",
 )
-@click.option(
-    "--bytes-per-token",
-    type=size_above_0,
-    metavar="SIZE",
-    help="KV bytes of a token on one worker, to print how many tokens host_bytes holds.",
-)
 @with_settings
-def configure(config: Config, as_json: bool, role: Role, bytes_per_token: int | None) -> None:
+def configure(config: Config, as_json: bool, role: Role) -> None:
     """Print the arguments for vLLM: --kv-transfer-config and --ec-transfer-config.
 
     The first is for every model, the second for multi-modal ones, beside the first or alone. The
@@ -48,12 +39,11 @@ def configure(config: Config, as_json: bool, role: Role, bytes_per_token: int | 
     Sends no request.
     """
     options = connectors(config, role)
-    held = None if bytes_per_token is None else host_memory(config, bytes_per_token)
     if as_json:
-        named = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
-        print_json(named | {"host_memory": held})
-        return
-    click.echo(as_arguments(options, [] if held is None else _explain(held)))
+        print_json({name.lstrip("-").replace("-", "_"): v for name, v in options.items()})
+    else:
+        for name, value in options.items():
+            click.echo(f"{name} {shlex.quote(compact(value))}")
 
 
 def connectors(config: Config, role: Role, kinds: Sequence[str] = ("kv", "ec")) -> Options:
@@ -91,48 +81,6 @@ def offloading_connector(config: Config, workers: int, block_tokens: int = 0) ->
     }
     role = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     return {**role, "kv_connector_extra_config": extra}
-
-
-def as_arguments(options: Options, comments: Sequence[str]) -> str:
-    """One line for each option, quoted for a shell. Comments go before them."""
-    lines = [f"# {comment}" for comment in comments]
-    lines += [f"{name} {shlex.quote(compact(value))}" for name, value in options.items()]
-    return "\n".join(lines)
-
-
-def chunk_tokens(config: Config) -> int:
-    """Tokens in a chunk: the setting, or what an engine with vLLM's block size takes."""
-    return config.chunk_tokens or default_chunk_tokens(_BLOCK_TOKENS)
-
-
-def host_memory(config: Config, bytes_per_token: int) -> dict[str, int]:
-    """The chunks that one worker's host memory holds, about: the header of an object is taken to be
-    as short as it can be. Raises `ConfigError` if it holds none."""
-    tokens = chunk_tokens(config)
-    chunk_bytes = tokens * bytes_per_token
-    chunks = config.host_bytes // (chunk_bytes + ALIGN_BYTES)
-    if chunks < 1:
-        raise ConfigError(
-            f"host_bytes is {config.host_bytes}: allowed is at least one chunk, which is "
-            f"{chunk_bytes} bytes of KV and a header (or make chunk_tokens smaller)"
-        )
-    return {
-        "bytes_per_token": bytes_per_token,
-        "chunk_tokens": tokens,
-        "chunk_bytes": chunk_bytes,
-        "chunks": chunks,
-        "tokens": chunks * tokens,
-        "host_bytes": config.host_bytes,
-    }
-
-
-def _explain(held: Mapping[str, int]) -> list[str]:
-    chunk, host = show.size(held["chunk_bytes"]), show.size(held["host_bytes"])
-    return [
-        f"One chunk is {count(held['chunk_tokens'], 'token')}, {chunk}, one object.",
-        f"host_bytes, {host} per worker, holds about {count(held['chunks'], 'chunk')}: "
-        f"{count(held['tokens'], 'token')}.",
-    ]
 
 
 def _settings(config: Config) -> dict[str, Any]:

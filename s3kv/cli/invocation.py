@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 
 import click
 
-from s3kv.cli import show
 from s3kv.config import Config, parse_bytes
 from s3kv.errors import ConfigError, S3KVError, StoreDenied, StoreError
 from s3kv.place import Place
-from s3kv.stores.s3.s3_store import MAX_PUT_BYTES, open_store
+from s3kv.stores.s3.s3_store import open_store
 from s3kv.stores.store import ObjectStore
 
 FOUND, WRONG_USE, NOT_ASKED = 1, 2, 3
@@ -132,21 +131,6 @@ def size(text: str) -> int:
     if nbytes is None:
         raise click.BadParameter(f"{text!r} is not a size such as 500GiB or 1.5TiB")
     return nbytes
-
-
-def size_above_0(text: str) -> int:
-    """Type of an option: a size that is not 0, in bytes. Raises `click.BadParameter`."""
-    nbytes = size(text)
-    if nbytes == 0:
-        raise click.BadParameter(f"{text!r} is 0: allowed is a size such as 128KiB")
-    return nbytes
-
-
-def check_object_size(option: str, nbytes: int) -> None:
-    """Raise `ConfigError` if the option asks for objects that are larger than one PUT carries."""
-    if nbytes > MAX_PUT_BYTES:
-        told = f"{option} makes objects of {show.size(nbytes)}: allowed is at most "
-        raise ConfigError(told + show.size(MAX_PUT_BYTES))
 
 
 class FiniteRange(click.FloatRange):

@@ -87,10 +87,12 @@ def start_line(
     is_slow, kind = False in pinned, "pinned " if pinned == {True} else ""
     note = ", not all of it pinned (copies to and from the GPU are slower)" if is_slow else ""
     content = f", {content}"
+    # With several coverages an object takes several slots, and nobody knows which will be there.
+    chunks = "chunks" if len(coverages) > 1 else count(handshakes[0].slot_count, "chunk")
     if coverages:
         content = (
             f" on {count(len(handshakes), 'rank')}{note}, "
-            f"chunks of {coverages[0].chunk_tokens} tokens, "
+            f"{chunks} of {coverages[0].chunk_tokens} tokens, "
             f"KV of {' and '.join(dict.fromkeys(str(c.kind) for c in coverages))}"
         )
     return logging.WARNING if is_slow else logging.INFO, (

@@ -128,8 +128,8 @@ def line(*handshakes: WorkerHandshake, coverages: Any = (FULL,), **settings: Any
 def test_the_line_of_a_start() -> None:
     assert line(handshake()) == (
         f"s3kv {s3kv.__version__} reads and writes bucket my-bucket under s3kv/ at "
-        "http://127.0.0.1:9000: namespace ab12 (new), 1.0 GiB of host memory on 1 rank, chunks of "
-        "256 tokens, KV of full attention"
+        "http://127.0.0.1:9000: namespace ab12 (new), 1.0 GiB of host memory on 1 rank, "
+        "1,024 chunks of 256 tokens, KV of full attention"
     )
     config = Config(bucket="bucket")
     reads = start_line(config, [handshake()], may_load=True, may_save=False)[1]

@@ -45,13 +45,10 @@ DIFFERENCES = {
     "vllm serve": "256 MiB of host memory, a free port, and arguments for a machine without a GPU",
     "cd terraform/examples/minimal": "in a copy, whose provider is told where the simulation is",
     "terraform init && terraform apply": "without lifecycle rules, which take a minute to settle",
-    "s3kv bench": "a short prompt, because it writes 1 GiB and reads it twice otherwise",
     "curl ": "port 8000 leads to a page with the counters' names, because no engine runs here",
     "make test": "it collects the tests and runs none, because this is one of them",
 }
 """What is not word for word, by how commands begin, and why."""
-LESS = {"s3kv bench": "--prompt-tokens 512 --bytes-per-token 4KiB"}
-"""What is added to a command so that it measures less."""
 
 
 def shown(document: str) -> list[str]:
@@ -92,7 +89,6 @@ def test_every_command_is_run_here_or_somewhere_else() -> None:
 def test_differences_are_those_of_commands_that_are_shown() -> None:
     unknown = [d for d in DIFFERENCES if not any(command.startswith(d) for command in SHOWN)]
     assert unknown == []
-    assert LESS.keys() <= DIFFERENCES.keys()
 
 
 def test_what_pip_is_asked_for_is_installed_word_for_word() -> None:
@@ -159,9 +155,8 @@ def test_a_command_of_ours_works_as_it_stands_there(
     program = command.split()[0]
     if program in ("curl", "make") and shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
-    less = " ".join(options for begin, options in LESS.items() if command.startswith(begin))
     done = subprocess.run(
-        f"{command} {less}",
+        command,
         shell=True,
         cwd=ROOT if program == "make" else tmp_path,
         env=environment,

@@ -18,6 +18,7 @@ from s3kv.cli.invocation import VERSIONS_LEFT, OwnObjects
 from s3kv.config import Config
 from s3kv.errors import StoreDenied, StoreError
 from s3kv.place import Place
+from s3kv.stores.lanes import in_lanes, in_turn
 from s3kv.stores.s3.address import find_address, zone_of
 from s3kv.stores.s3.answers import arn_of
 from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
@@ -78,8 +79,8 @@ class BucketExamination:
 
     open_store: opens a store with these settings; the examination closes it. key: unique to this
     examination (`probe_key`); a second object's key has a suffix. bandwidth_bytes: bytes to send
-    and read to measure throughput; 0: none. clock_s: a monotonic clock, for latencies. wall_s: this
-    host's time since the epoch, in seconds.
+    and for each connection to read, to measure throughput; 0: none. clock_s: a monotonic clock, for
+    latencies. wall_s: this host's time since the epoch, in seconds.
     """
 
     open_store: Callable[[Config], ObjectStore]
@@ -265,21 +266,26 @@ class BucketExamination:
 
     async def _bandwidth(self) -> None:
         key, content = f"{self.key}-large", Place.of(bytearray(self.bandwidth_bytes))
+        at_once = self.config.fetches_at_once(self.bandwidth_bytes)
+
+        async def read(lane: int = 0, number: int = 0) -> None:
+            await self._store.get_into(key, content)  # of all lanes: they read the same
+
         try:
             begin_s = self.clock_s()
             await self._own.put(self._store, key, content)
             written_s = self.clock_s()
-            await self._store.get_into(key, content)
+            await read()
             read_s = self.clock_s()
+            await in_lanes(at_once, in_turn(range(at_once)), read)
+            end_s = self.clock_s()
         finally:
             left = await _error_of(self._own.delete(self._store, key))
-        up, down = (
-            self.bandwidth_bytes / 1e6 / max(seconds, 1e-9)
-            for seconds in (written_s - begin_s, read_s - written_s)
-        )
+        seconds = (written_s - begin_s, read_s - written_s, (end_s - read_s) / at_once)
+        up, down, many = (self.bandwidth_bytes / 1e6 / max(s, 1e-9) for s in seconds)
         told = (
-            f"one connection carries {up:,.0f} MB/s up, {down:,.0f} MB/s down "
-            f"({self.bandwidth_bytes / 2**20:.0f} MiB); `s3kv bench` measures many"
+            f"one connection carries {up:,.0f} MB/s up, {down:,.0f} MB/s down, {at_once} at once "
+            f"{many:,.0f} MB/s down ({self.bandwidth_bytes / 2**20:.0f} MiB each)"
         )
         if left is None:
             return self._note("bandwidth", "ok", told)

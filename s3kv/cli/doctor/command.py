@@ -18,14 +18,14 @@ from s3kv.cli.doctor.findings import Finding, Status, is_healthy
 from s3kv.cli.invocation import (
     EPILOG,
     FOUND,
-    check_object_size,
     now_s,
     print_json,
     size,
     with_settings,
 )
 from s3kv.config import Config
-from s3kv.stores.s3.s3_store import open_store
+from s3kv.errors import ConfigError
+from s3kv.stores.s3.s3_store import MAX_PUT_BYTES, open_store
 
 _STYLES: dict[Status, str] = {
     "ok": "green",
@@ -65,12 +65,15 @@ def doctor(
     """Check access from this host to the bucket, and print a remedy for each fault.
 
     Makes every call the cache makes (list, PUT if absent, GET, HEAD, DELETE) on an object of its
-    own, PREFIX/doctor/ID, which it deletes, and measures latency and throughput of one connection.
+    own, PREFIX/doctor/ID, which it deletes. Measures the latency, and the throughput of one
+    connection and of as many as a worker has at once; these read --bandwidth each.
     Then compares this host's clock, memory and limits, vLLM version, GPU and hash seed with the
     requirements of an engine. It imports neither torch nor vLLM; if torch is installed, a separate
     process queries it about the GPU.
     """
-    check_object_size("--bandwidth", bandwidth)
+    if bandwidth > MAX_PUT_BYTES:
+        told = f"--bandwidth is {show.size(bandwidth)}: allowed is at most "
+        raise ConfigError(told + show.size(MAX_PUT_BYTES))
     client = examine_client(config)
     bucket = BucketExamination(
         open_store,

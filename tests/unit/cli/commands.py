@@ -16,9 +16,7 @@ def prepare(boto: Any, url: str, folder: Path) -> dict[str, list[str]]:
     metrics = folder / "metrics.txt"
     metrics.write_text(METRICS)
     bucket = ["--bucket", BUCKET, "--endpoint-url", url]
-    small = ["--bytes-per-token", "16", "--prompt-tokens", "512"]
     return {
-        "bench": ["bench", *small, *bucket],
         "config": ["config", *bucket],
         "cost": ["cost", "--metrics", str(metrics), "--over", "24h"],
         "doctor": ["doctor", "--set", "host_bytes=1MiB", *bucket],

@@ -17,7 +17,7 @@ from s3kv.cli.app import cli
 from tests.project import ROOT
 from tests.unit.cli.commands import prepare
 
-COMMANDS = {"bench", "config", "cost", "doctor", "gc", "inspect", "ls", "serve", "verify"}
+COMMANDS = {"config", "cost", "doctor", "gc", "inspect", "ls", "serve", "verify"}
 WITHOUT_BUCKET = {"cost"}
 
 

@@ -77,8 +77,6 @@ BUCKET = ["--bucket", "bkt"]
         (["cost", "--price-get", "nan"], "'nan' is not a finite number"),
         (["cost", "--keep-days", "0"], "not in the range"),
         (["doctor", *BUCKET, "--bandwidth", "5.1GiB"], "5.1 GiB: allowed is at most 5.0 GiB"),
-        (["bench", *BUCKET, "--bytes-per-token", "0"], "'0' is 0: allowed is"),
-        (["bench", *BUCKET, "--bytes-per-token", "21MiB"], "5.2 GiB: allowed is at most 5.0 GiB"),
     ],
 )
 def test_values_no_command_can_use_are_refused_before_anything_is_sent(
