@@ -65,7 +65,7 @@ def _binary(nbytes: int) -> str:
 _CLI = """# The command line
 
 Install it with `pip install '.[cli]'` in a checkout. It needs neither vLLM nor torch, except that
-`serve` starts vLLM and `inspect --stats` asks for torch. The texts of the commands below are the
+`serve` starts vLLM. The texts of the commands below are the
 output of `s3kv --help` and `s3kv COMMAND --help`, rendered by `scripts/render_docs.py`.
 
 `doctor` goes through the client the cache itself uses. Without `--read-only` it writes an object of
@@ -81,7 +81,8 @@ refused, no server. `test_host.py` beside it shows its findings on the host. The
 file, so `/dev/shm` matters only to vLLM's own queues and to its `OffloadingConnector`.
 
 `inspect` verifies an object by its key and the settings, and takes only the tensors from its
-header. An engine treats an object that `inspect` refuses as a miss.
+header. An engine treats an object that `inspect` refuses as a miss. An object is a safetensors
+file: any program that reads these shows its numbers.
 
 `serve` replaces itself with vLLM's server, so signals and the exit code are vLLM's. It needs vLLM
 in the same environment, but does not import it: vLLM's version says whether it is a build for CPUs,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import click
 from rich.text import Text
@@ -28,25 +25,6 @@ MAX_OBJECT_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStatistics:
-    """Statistics of one tensor. least, most, mean: of its finite numbers; None without any. nans,
-    infinite: counts of the others."""
-
-    name: str
-    least: float | None
-    most: float | None
-    mean: float | None
-    nans: int
-    infinite: int
-
-    def __str__(self) -> str:
-        finite = "no finite number"
-        if self.mean is not None:
-            finite = f"{self.least:g} to {self.most:g}, mean {self.mean:g}"
-        return f"{self.name}  {finite}; {self.nans:,} NaN, {self.infinite:,} infinite"
-
-
-@dataclass(frozen=True, slots=True)
 class Inspection:
     """The findings on one object. header: None if none can be read. refusal: the reason why the
     object is not the one its key names; None if it is."""
@@ -55,26 +33,19 @@ class Inspection:
     nbytes: int
     header: Header | None
     refusal: Mismatch | None
-    statistics: list[TensorStatistics] | None = None
-    """None if they were not asked for, or if the header cannot be read."""
 
 
 @click.command(epilog=EPILOG)
 @click.argument("key")
-@click.option(
-    "--stats",
-    is_flag=True,
-    help="Print the smallest, largest and mean number of each tensor. Needs torch.",
-)
 @with_settings
-def inspect(config: Config, key: str, stats: bool, as_json: bool) -> None:
+def inspect(config: Config, key: str, as_json: bool) -> None:
     """Show the header of the object KEY, and verify the object.
 
     Reads the whole object and verifies it against its key as an engine with these settings would:
     namespace, coverage, shard, block hash, length and digest. Set integrity (--set) as the engines
     have it, and for blake3-keyed give the secret; for none no digest is verified.
     """
-    found = on_bucket(config, lambda store: look_at(store, config, key, with_statistics=stats))
+    found = on_bucket(config, lambda store: look_at(store, config, key))
     if found is None:
         click.echo(f"s3kv: there is no object {key!r} in {config.bucket!r}", err=True)
         raise SystemExit(FOUND)
@@ -88,9 +59,7 @@ def inspect(config: Config, key: str, stats: bool, as_json: bool) -> None:
     raise SystemExit(0 if found.refusal is None else FOUND)
 
 
-async def look_at(
-    store: ObjectStore, config: Config, key: str, *, with_statistics: bool = False
-) -> Inspection | None:
+async def look_at(store: ObjectStore, config: Config, key: str) -> Inspection | None:
     """Read the object and verify it against its key. Returns None if there is no such object.
 
     Verifies as an engine with these settings would; only the tensors, which an engine takes from
@@ -104,19 +73,14 @@ async def look_at(
             f"{config.prefix}/{keys.LAYOUT}/NAMESPACE/HH/HASH/gCOVERAGE-SHARD.safetensors"
         )
     while (info := await store.head(key)) is not None:
-        found = await read_back(store, config, address, info, with_statistics=with_statistics)
+        found = await read_back(store, config, address, info)
         if found is not None:  # or it was replaced between the two requests
             return found
     return None
 
 
 async def read_back(
-    store: ObjectStore,
-    config: Config,
-    address: keys.ChunkAddress,
-    info: ObjectInfo,
-    *,
-    with_statistics: bool = False,
+    store: ObjectStore, config: Config, address: keys.ChunkAddress, info: ObjectInfo
 ) -> Inspection | None:
     """Read an object that was listed or looked at, and verify it. Returns None if it is gone, or
     has another length by now. Raises `ConfigError` as `look_at` does, and `StoreError`."""
@@ -126,10 +90,7 @@ async def read_back(
     came = await tried(lambda: store.get_into(info.key, Place.of(buffer)))
     if came is None or came.nbytes != info.nbytes:
         return None
-    found = examine(config, address, info.key, buffer)
-    if not with_statistics or found.header is None:
-        return found
-    return dataclasses.replace(found, statistics=statistics(bytes(buffer)))
+    return examine(config, address, info.key, buffer)
 
 
 def examine(config: Config, address: keys.ChunkAddress, key: str, buffer: memoryview) -> Inspection:
@@ -155,30 +116,6 @@ def examine(config: Config, address: keys.ChunkAddress, key: str, buffer: memory
     return Inspection(key, nbytes, header, refusal)
 
 
-def statistics(data: bytes) -> list[TensorStatistics]:
-    """The statistics of every tensor of a safetensors file, in the order of their names.
-
-    Imports torch, which takes seconds and has every dtype. Raises `ConfigError` if torch cannot
-    be imported.
-    """
-    try:
-        load = importlib.import_module("safetensors.torch").load
-    except ImportError as error:
-        raise ConfigError(f"--stats needs torch, which cannot be imported: {error}") from error
-    return [_of(name, tensor) for name, tensor in sorted(load(data).items())]
-
-
-def _of(name: str, tensor: Any) -> TensorStatistics:
-    numbers = tensor.double().flatten()
-    finite = numbers[numbers.isfinite()]
-    least, most, mean = None, None, None
-    if finite.numel():
-        least, most, mean = float(finite.min()), float(finite.max()), float(finite.mean())
-        mean = mean if math.isfinite(mean) else None
-    nans, infinite = int(numbers.isnan().sum()), int(numbers.isinf().sum())
-    return TensorStatistics(name, least, most, mean, nans, infinite)
-
-
 def _print(found: Inspection) -> None:
     rows: list[tuple[str, show.Cell]] = [("key", found.key), ("bytes", f"{found.nbytes:,}")]
     header = found.header
@@ -194,7 +131,6 @@ def _print(found: Inspection) -> None:
             rows += [
                 ("layer", f"{t.name}  {t.dtype} {list(t.shape)} {t.order}") for t in part.layers
             ]
-    rows += [("numbers", str(one)) for one in found.statistics or ()]
     if found.refusal is None:
         verdict = Text("the object matches its key", "green")
     else:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
-import sys
 from typing import Any
 
 import pytest
@@ -116,27 +114,3 @@ def test_no_such_object(run: Run, key: str, code: int, said: str) -> None:
     result = run("inspect", key)
     assert result.exit_code == code
     assert said in result.stderr
-
-
-def test_numbers(run: Run, boto: Any) -> None:
-    data = sealed()
-    layout = ChunkFormat(NAMESPACE.digest, TENSORS, 0, SHARD)
-    floats = struct.pack("<4f", 1.0, -2.0, float("nan"), float("inf"))
-    data[layout.header_bytes :] = b"\x80\x3f" * 16 + floats  # sixteen times 1.0 in BF16
-    layout.seal(Place.of(data, layout.header_bytes), HASH)
-    put(boto, data)
-    result = run("inspect", KEY, "--stats", "--json")
-    assert result.exit_code == 0, result.output
-    ones, mixed = json.loads(result.stdout)["statistics"]
-    assert [*ones.values()] == ["layer.0", 1.0, 1.0, 1.0, 0, 0]
-    assert [*mixed.values()] == ["layer.1", -2.0, 1.0, -0.5, 1, 1]
-    assert "-2 to 1, mean -0.5; 1 NaN, 1 infinite" in run("inspect", KEY, "--stats").stdout
-    assert json.loads(run("inspect", KEY, "--json").stdout)["statistics"] is None
-
-
-def test_numbers_without_torch(run: Run, boto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(boto, sealed())
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    result = run("inspect", KEY, "--stats")
-    assert result.exit_code == 2
-    assert "--stats needs torch" in result.stderr
