@@ -12,7 +12,7 @@ costs nothing.
 
 What a key stands for: `identity` (the namespace) with `model_identity` and `weights`;
 `request_hashes` with `media`, and with `adapters` (scheduler) and `adapter_loads` (workers).
-For several sides: `telemetry`, `metrics`, `log`, `observers` (KV events and spans), `linger`,
+For several sides: `telemetry`, `metrics`, `log`, `events` (for routers), `linger`,
 `guard` (errors), `worker_memory`; `plugin` registers the connectors.
 
 Importing it raises `ImportError` if another package `s3kv` is in the way, and with a vLLM that is

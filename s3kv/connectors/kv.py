@@ -26,7 +26,6 @@ from s3kv.connectors.linger import is_in_lockstep
 from s3kv.connectors.log import join_vllm_log
 from s3kv.connectors.media import check_media_names
 from s3kv.connectors.metrics import S3KVPromMetrics, S3KVStats
-from s3kv.connectors.observers import Observers
 from s3kv.messages import EMPTY_PLAN, StepPlan
 
 ANNOUNCES_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
@@ -65,6 +64,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config, kv_cache_config)
         check_media_names(vllm_config, trusted=config.trust_media_names)
         sizes = geometry(config, vllm_config, kv_cache_config)
+        events = vllm_config.kv_events_config
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 config,
@@ -73,7 +73,7 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
                 may_save=transfer.is_kv_producer,
                 world_size=vllm_config.parallel_config.world_size,
                 in_lockstep=is_in_lockstep(vllm_config),
-                observers=Observers.wanted(vllm_config, sizes),
+                publishes_events=events is not None and events.enable_kv_cache_events,
             )
         else:
             self._worker = WorkerSide(

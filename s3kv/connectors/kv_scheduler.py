@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from s3kv.config import Config
 from s3kv.connectors.adapters import KnownAdapters
+from s3kv.connectors.events import KVEvents
 from s3kv.connectors.guard import Guarded, guarded
 from s3kv.connectors.kv_groups import NULL_BLOCK
 from s3kv.connectors.kv_translate import (
@@ -27,7 +28,6 @@ from s3kv.connectors.kv_translate import (
 from s3kv.connectors.linger import Linger
 from s3kv.connectors.log import PromptTraffic, start_line
 from s3kv.connectors.metrics import S3KVStats, Values
-from s3kv.connectors.observers import Observers
 from s3kv.connectors.request_hashes import RequestHashes
 from s3kv.connectors.request_params import read_limits
 from s3kv.connectors.telemetry import KV_SHARES, Telemetry, host_gauges
@@ -74,7 +74,7 @@ class SchedulerSide(Guarded):
         may_save: bool,
         world_size: int = 1,
         in_lockstep: bool = False,
-        observers: Observers | None = None,
+        publishes_events: bool = False,
     ) -> None:
         self._config = config
         self._sizes = sizes
@@ -95,7 +95,7 @@ class SchedulerSide(Guarded):
         self._hashes = RequestHashes(
             trust_media_names=config.trust_media_names, block_tokens=sizes.hash_tokens
         )
-        self._observers = observers or Observers()
+        self._events = KVEvents(sizes, is_published=publishes_events)
         self._linger = Linger(_LINGER_S, in_lockstep=in_lockstep)
         self._unplanned: list[str] = []
         """Requests whose load has been promised since the last plan."""
@@ -166,7 +166,7 @@ class SchedulerSide(Guarded):
             Breaker(),
             world_size=self._world_size,
             may_save=self._may_save,
-            residency=self._observers.log,
+            residency=self._events.log,
         )
         settings = KVPlannerSettings(
             coverages=self._sizes.coverages,
@@ -188,7 +188,7 @@ class SchedulerSide(Guarded):
             adapter = self.adapters.arrived(
                 request.request_id, request.lora_request, time.monotonic()
             )
-        self._observers.add_request(request)
+        self._events.add_request(request)
         limits = read_limits(request.kv_transfer_params, request.request_id)
         self._enter(request, adapter, limits)
 
@@ -227,7 +227,6 @@ class SchedulerSide(Guarded):
         now_s, tokens = time.monotonic(), request.num_tokens
         answer = self.planner.lookup(request_id, computed_tokens, now_s, tokens=tokens, reads=reads)
         self._traffic.looked_up(request_id, tokens, now_s, waits=answer.wait)
-        self._observers.looked_up(request_id, waits=answer.wait, tokens=answer.tokens)
         if answer.wait:
             return None, False
         return answer.tokens, answer.tokens > 0
@@ -265,7 +264,7 @@ class SchedulerSide(Guarded):
         plan = self.planner.plan(scheduled, time.monotonic(), written_blocks(output))
         if pause_s := self._linger.pause_s(output, waits=self.planner.has_arrivals_inflight):
             plan = replace(plan, linger_s=pause_s)
-        self._observers.read()
+        self._events.read()
         self._telemetry.log(self.planner.ledger, time.monotonic())
         return plan
 
@@ -291,7 +290,7 @@ class SchedulerSide(Guarded):
             self._telemetry.is_stale = True
             # vLLM reports a failure together with the end of the load on the last rank.
             self.planner.loaded(output.finished_recving, output.failed_recving)
-        self._observers.read()
+        self._events.read()
 
     @guarded(default=lambda: None)
     def on_finished(self, request: Request) -> None:
@@ -299,14 +298,14 @@ class SchedulerSide(Guarded):
         self._hashes.finished(request.request_id)
         self.adapters.finished(request.request_id)
         self.planner.finished(request.request_id)
-        self._observers.finished(request)
+        self._events.finished(request)
         now_s = time.monotonic()
         self._traffic.finished(request.request_id, now_s)
         self._telemetry.log(self.planner.ledger, now_s, finished=True)
 
     @guarded(default=tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._observers.take_events()
+        return self._events.take()
 
     @guarded(default=lambda: False)
     def has_copies_inflight(self) -> bool:
@@ -316,7 +315,7 @@ class SchedulerSide(Guarded):
     def reset(self) -> bool:
         self._salt = secrets.token_bytes(32)
         self.planner.reset(self._salt)
-        self._observers.reset()
+        self._events.reset()
         logger.info("s3kv: cache reset; earlier chunks are unreachable now")
         return True
 

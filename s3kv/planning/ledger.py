@@ -308,7 +308,6 @@ class Ledger:
             if not is_final and self._retries.failed(job.entry, job.attempt, now_s):
                 return
             self.counters["uploads_given_up"] += 1
-            self._note(job.key, Residency.HOST_ONLY)
             if not is_final:
                 self.unsaved.add(job.key)
         self._end_save(job.entry)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from s3kv.host.table import Entry
-from s3kv.messages import CopyPart, JobKind
+from s3kv.messages import CopyPart
 from s3kv.planning.deadline import Wait
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
@@ -197,7 +197,7 @@ class Lookup(ABC):
         if (job := self.ledger.plan_fetch(key)) is not None:
             self.planned.append(job)
             if (residency := self.ledger.residency) is not None:
-                residency.append(Origin(key, JobKind.FETCH, self.request_id, position))
+                residency.append(Origin(key, self.request_id, position))
         return job
 
     def join(self, position: int, job: Job | None, now_s: float) -> bool:

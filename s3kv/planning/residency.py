@@ -1,7 +1,7 @@
 """Residency log: changes in where chunks are, in the order they happened, for publishing.
 
 It is kept only if it has a reader: KV events for routers, which send requests to the engine that
-holds their prefix, or spans.
+holds their prefix.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from s3kv.messages import JobKind
 from s3kv.types import ChunkKey
 
 
@@ -25,20 +24,14 @@ class Residency(enum.Enum):
     BUCKET_REMOVED = "bucket removed"
     """The bucket turned out to hold it no longer, or to hold something else; or it has shown it
     again."""
-    HOST_ONLY = "host only"
-    """Its upload was given up; only host memory holds it."""
     NOTHING = "nothing"
     """It was on its way and did not arrive."""
 
 
 class Origin(NamedTuple):
-    """A chunk was put on its way for a request, as its chunk number `position`.
-
-    kind: FETCH or SAVE.
-    """
+    """A chunk was put on its way for a request, as its chunk number `position`."""
 
     key: ChunkKey
-    kind: JobKind
     request_id: str
     position: int
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain, product
 
-from s3kv.messages import JobKind
 from s3kv.planning.group_kinds import Coverage
 from s3kv.planning.job import Job
 from s3kv.planning.ledger import ChunkState, Ledger
@@ -113,5 +112,5 @@ class ChunkSaves:
         if job is None:
             ledger.counters["saves_dropped"] += 1
         elif ledger.residency is not None:
-            ledger.residency.append(Origin(key, JobKind.SAVE, request.request_id, position))
+            ledger.residency.append(Origin(key, request.request_id, position))
         return job

@@ -28,7 +28,7 @@ def test_a_fetched_chunk_is_in_both_tiers() -> None:
     desk.add("r", "aaaabbbb")
     desk.lookup("r")
     a, b = desk.key("aaaa"), desk.key("aaaabbbb")
-    assert log(desk) == [Origin(a, FETCH, "r", 0), Origin(b, FETCH, "r", 1)]
+    assert log(desk) == [Origin(a, "r", 0), Origin(b, "r", 1)]
     fetches = desk.fetches()
     desk.end(fetches, ranks=1)
     assert log(desk) == [], "one rank alone has nothing"
@@ -43,7 +43,7 @@ def test_a_saved_chunk_is_in_host_memory_first() -> None:
     desk.admit("r", [0, 1])
     saves = desk.run("r", [0, 1], 0, 4, new=True).saves
     key = desk.key("aaaa")
-    assert log(desk) == [Origin(key, SAVE, "r", 0)]
+    assert log(desk) == [Origin(key, "r", 0)]
     desk.copied(saves)
     assert changes(desk) == [(key, HOST)]
     desk.uploaded(saves)
@@ -68,7 +68,7 @@ def test_an_evicted_chunk_leaves_host_memory_and_stays_in_the_bucket() -> None:
     a, b = desk.key("aaaa"), desk.key("bbbb")
     assert log(desk) == [
         Change(a, EVICTED),
-        Origin(b, FETCH, "for bbbb", 0),
+        Origin(b, "for bbbb", 0),
         Change(b, HOST),
         Change(b, BUCKET),
     ]
@@ -108,7 +108,7 @@ def test_a_fetch_that_fails_says_nothing_about_the_bucket() -> None:
     assert changes(desk) == [(desk.key("aaaa"), NOTHING)]
 
 
-def test_an_upload_that_is_given_up_leaves_the_chunk_in_host_memory() -> None:
+def test_an_upload_that_is_given_up_changes_nothing() -> None:
     desk = Desk()
     desk.add("r", "aaaa")
     desk.admit("r", [0, 1])
@@ -118,5 +118,4 @@ def test_an_upload_that_is_given_up_leaves_the_chunk_in_host_memory() -> None:
     for _ in range(4):
         desk.now_s += 100
         desk.uploaded(desk.uploads(), FAILED)
-    key = desk.key("aaaa")
-    assert changes(desk) == [(key, HOST), (key, Residency.HOST_ONLY)]
+    assert changes(desk) == [(desk.key("aaaa"), HOST)]

@@ -1,18 +1,15 @@
-"""What an engine tells others: a router that follows its KV events, a collector of its spans."""
+"""A router that follows the KV events of an engine."""
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from lab import models
 from lab.s3 import S3Server
@@ -67,43 +64,6 @@ class Router:
         self._socket.close(linger=0)
 
 
-class Collector(ThreadingHTTPServer):
-    """Takes in spans as OTLP over HTTP. `spans`: name and attributes."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _TakeSpans)
-        self.url = f"http://127.0.0.1:{self.server_port}/v1/traces"
-        self.spans: list[tuple[str, dict[str, int]]] = []
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def named(self, name: str) -> list[dict[str, int]]:
-        return [attributes for known, attributes in self.spans if known == name]
-
-
-class _TakeSpans(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        request = ExportTraceServiceRequest.FromString(body)
-        assert isinstance(self.server, Collector)
-        for resource in request.resource_spans:
-            for span in (span for scope in resource.scope_spans for span in scope.spans):
-                attributes = {a.key: a.value.int_value for a in span.attributes}
-                self.server.spans.append((span.name, attributes))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """The test's output is for the test."""
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
-    collector = Collector()
-    yield collector
-    collector.shutdown()
-    collector.server_close()
-
-
 @pytest.fixture
 def router(tmp_path: Path) -> Iterator[Router]:
     router = Router(f"ipc://{tmp_path}/events")
@@ -115,14 +75,13 @@ def blocks(prompt: list[int]) -> set[tuple[int, ...]]:
     return {tuple(prompt[at : at + 128]) for at in range(0, 128 * BLOCKS, 128)}
 
 
-def test_routers_and_traces_are_told_what_becomes_of_chunks(
+def test_routers_are_told_what_becomes_of_chunks(
     tiny: Path,
     s3: S3Server,
     bucket: str,
     patient: dict[str, Any],
     serve: Serve,
     router: Router,
-    collector: Collector,
     tmp_path: Path,
 ) -> None:
     first, second = PROMPTS
@@ -133,9 +92,7 @@ def test_routers_and_traces_are_told_what_becomes_of_chunks(
         "publisher": "zmq",
         "endpoint": f"ipc://{tmp_path}/events",
     }
-    observed = {"kv_events_config": publish, "otlp_traces_endpoint": collector.url}
-    over_http = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    with serve(tiny, little, env=over_http, **observed) as engine:
+    with serve(tiny, little, kv_events_config=publish) as engine:
 
         def ask(prompt: list[int]) -> int | None:
             (answer,) = engine.generate([prompt])
@@ -175,10 +132,3 @@ def test_routers_and_traces_are_told_what_becomes_of_chunks(
         engine.generate([first[:8]], max_tokens=1)
         router.listen()
         assert not router.tokens("CPU") | router.tokens("STORAGE")
-
-    # The engine's end sent what was left of the spans.
-    waits, fetches = collector.named("s3kv.wait"), collector.named("s3kv.fetch")
-    assert {128 * BLOCKS, 0} == {span["s3kv.tokens"] for span in waits}
-    assert {0, 3} <= {span["s3kv.chunks_arrived"] for span in fetches}
-    uploaded = sum(span["s3kv.chunks_arrived"] for span in collector.named("s3kv.upload"))
-    assert uploaded == 3 * 3, "three times a prompt was computed"

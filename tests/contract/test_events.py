@@ -1,23 +1,17 @@
-"""The planner's changes as vLLM's events, and spans as an exporter gets them."""
+"""The planner's changes as vLLM's events."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from vllm.distributed import kv_events
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from s3kv.connectors.observers import KVEvents, RequestSpans
-from s3kv.messages import JobKind
+from s3kv.connectors.events import KVEvents
 from s3kv.planning.residency import Change, Origin, Residency
 from s3kv.types import ChunkKey, Outcome
 from tests.contract.configurations import SIZES
@@ -36,7 +30,7 @@ def request(name: str = "r", **attributes: Any) -> Any:
 def take_in(stream: KVEvents, subject: Any, key: ChunkKey, position: int, *new: Residency) -> None:
     """A chunk of a request that ends before what becomes of the chunk."""
     stream.add_request(subject)
-    stream.take_in(Origin(key, JobKind.SAVE, subject.request_id, position))
+    stream.take_in(Origin(key, subject.request_id, position))
     stream.finished(subject)
     for residency in new:
         stream.take_in(Change(key, residency))
@@ -153,82 +147,3 @@ def test_a_router_that_counts_forgets_a_chunk_that_the_bucket_has_lost() -> None
     desk.end(fetches_of(desk.plan()), Outcome.MISSING)
     follow()
     assert not any(counts[block] for block in blocks)
-
-
-# --- spans ------------------------------------------------------------------------------------
-
-TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
-HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
-A, B = (ChunkKey(0, name.ljust(32)) for name in (b"a", b"b"))
-REQUEST: Any = SimpleNamespace(request_id="r", trace_headers=HEADERS)
-
-
-@pytest.fixture
-def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    yield exporter
-    provider.shutdown()
-
-
-@pytest.fixture
-def spans() -> RequestSpans:
-    """Spans of one request, by a clock that counts its readings."""
-    spans = RequestSpans(iter(range(1, 100)).__next__)
-    spans.add_request(REQUEST)
-    return spans
-
-
-def only(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
-    """The one span there is, in the trace that the client began."""
-    (span,) = exporter.get_finished_spans()
-    assert (span.name, span.start_time, span.end_time) == (name, 1, 2)
-    assert span.parent is not None
-    assert span.parent.trace_id == TRACE_ID
-    return span
-
-
-def test_a_wait_lasts_until_the_answer(exporter: InMemorySpanExporter, spans: RequestSpans) -> None:
-    for waits in (True, True, False, False):
-        spans.looked_up("r", waits=waits, tokens=0 if waits else 256)
-    span = only(exporter, "s3kv.wait")
-    assert span.attributes == {"gen_ai.request.id": "r", "s3kv.tokens": 256}
-
-
-def test_a_request_that_ends_while_it_waits_was_offered_nothing(
-    exporter: InMemorySpanExporter, spans: RequestSpans
-) -> None:
-    spans.looked_up("r", waits=True, tokens=0)
-    spans.finished(REQUEST)
-    assert (only(exporter, "s3kv.wait").attributes or {})["s3kv.tokens"] == 0
-
-
-def test_chunks_in_flight_together_are_one_fetch(
-    exporter: InMemorySpanExporter, spans: RequestSpans
-) -> None:
-    for position, key in enumerate((A, B)):
-        spans.take_in(Origin(key, JobKind.FETCH, "r", position))
-    spans.take_in(Change(A, Residency.HOST_STORED))
-    spans.take_in(Change(A, Residency.BUCKET_STORED))
-    assert not exporter.get_finished_spans()
-    spans.take_in(Change(B, Residency.NOTHING))
-    counts = {"s3kv.chunks": 2, "s3kv.chunks_arrived": 1}
-    assert only(exporter, "s3kv.fetch").attributes == {"gen_ai.request.id": "r"} | counts
-
-
-@pytest.mark.parametrize(
-    ("last", "arrived"),
-    [(Residency.BUCKET_STORED, 1), (Residency.HOST_ONLY, 0), (Residency.NOTHING, 0)],
-)
-def test_an_upload_goes_on_after_its_request(
-    exporter: InMemorySpanExporter, spans: RequestSpans, last: Residency, arrived: int
-) -> None:
-    spans.take_in(Origin(A, JobKind.SAVE, "r", 0))
-    spans.finished(REQUEST)
-    spans.take_in(Change(A, Residency.HOST_STORED))
-    spans.take_in(Change(B, Residency.HOST_REMOVED))  # of no request
-    assert not exporter.get_finished_spans()
-    spans.take_in(Change(A, last))
-    assert (only(exporter, "s3kv.upload").attributes or {})["s3kv.chunks_arrived"] == arrived
