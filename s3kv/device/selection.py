@@ -1,4 +1,4 @@
-"""Device selection: check of the device a caller has named, and choice of host memory near it."""
+"""Choice of host memory near a device."""
 
 from __future__ import annotations
 
@@ -6,27 +6,7 @@ from typing import Any
 
 import torch
 
-from s3kv.errors import UnsupportedError
 from s3kv.host.placement import FIRST_TOUCH, NodeChoice, node_near
-
-
-def chosen_device(device: str | torch.device) -> torch.device:
-    """The device as torch's object. Raises `UnsupportedError` unless it is the CPU or a GPU that
-    torch can use here.
-    """
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise UnsupportedError(f"device is {device!r}: allowed is 'cpu' or 'cuda'") from error
-    if found.type == "cpu":
-        return found
-    gpus = torch.cuda.device_count() if found.type == "cuda" and torch.cuda.is_available() else 0
-    if (found.index or 0) >= gpus:
-        raise UnsupportedError(
-            f"device is {str(device)!r}: allowed is 'cpu' or one of the {gpus} GPUs that torch "
-            f"{torch.__version__} can use here"
-        )
-    return found
 
 
 def memory_near(device: torch.device) -> NodeChoice:

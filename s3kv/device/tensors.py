@@ -66,13 +66,6 @@ class BlockTensors:
                     f"expected is {shape} {dtype} in memory"
                 )
 
-    def empty(self, count: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Uninitialised memory for `count` blocks: name to `[count, *shape]`."""
-        return {
-            name: torch.empty((count, *shape), dtype=dtype, device=device)
-            for name, (shape, dtype) in self._shapes.items()
-        }
-
     def copy_out(self, source: Mapping[str, torch.Tensor], payload: torch.Tensor) -> None:
         """Write the tensors into `payload`, flat uint8 in host memory. Copies from a GPU may still
         be under way on its current stream when this returns.

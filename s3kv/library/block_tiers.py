@@ -1,17 +1,14 @@
 """Block copies between a caller's tensors, the blocks of its pool, and host memory.
 
-    tensors on the pool's device ──copy on the caller's stream──▶ block of the pool ──save──▶ slot
-    tensors elsewhere, or no block free ──────────────copy beside it──────────────────────▶ slot
-
-Reads take the same paths back.
+tensors of a call ──copy in a thread, beside the caller's later work──▶ slot
+block of the pool ──save──▶ slot ──load──▶ block of the pool
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -19,7 +16,7 @@ import torch
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import CopyError
 from s3kv.host.table import Entry
-from s3kv.library.caller_streams import Beside, CallerStream, current_stream, on
+from s3kv.library.caller_streams import Beside, CallerStream, current_stream
 from s3kv.library.device_tier import DeviceBlocks
 from s3kv.library.host_tier import HostTier
 from s3kv.library.pump import carried, claimed, in_thread
@@ -53,38 +50,26 @@ class BlockTiers:
         return None if self.hot is None else current_stream(self.hot.pools.device)
 
     async def put(self, key: ChunkKey, tensors: Tensors, *, wait: bool) -> bool:
-        stream = self.stream()
         beside = Beside(tensor.device for tensor in tensors.values())
-        held = self._placed(key, tensors, stream)
 
         async def save(job: Job) -> bool:
-            if held is not None:
-                return await self._saved(job, *held, stream)
             copy = partial(self._tensors.copy_out, tensors, self._payload(job.entry.number))
             return await self.host.copied_by(job, in_thread(partial(beside, copy)))
 
-        try:
-            return await self.host.pump.call(self.host.put_by(key, save, wait=wait))
-        finally:
-            if held is not None:
-                hot, number = held
-                hot.release(number, stream)
+        return await self.host.pump.call(self.host.put_by(key, save, wait=wait))
 
     async def get(self, key: ChunkKey, into: Tensors) -> bool:
-        stream, beside = self.stream(), Beside(tensor.device for tensor in into.values())
-        return await self.host.pump.call(self._get(key, into, stream, beside))
+        beside = Beside(tensor.device for tensor in into.values())
+        return await self.host.pump.call(self._get(key, into, beside))
 
     async def acquire(self, hot: DeviceBlocks, key: ChunkKey) -> int | None:
         stream = self.stream()
         number = hot.acquire(key, stream)
         if number is not None:
-            self._hit(key)
+            self.host.ledger.counters["device_hits"] += 1
+            self.host.hit(key)
             return number
         return await self.host.pump.call(self._acquire(hot, key, stream))
-
-    def _hit(self, key: ChunkKey) -> None:
-        self.host.ledger.counters["device_hits"] += 1
-        self.host.hit(key)
 
     def put_block(self, hot: DeviceBlocks, key: ChunkKey, number: int) -> bool:
         stream = self.stream()
@@ -109,27 +94,6 @@ class BlockTiers:
         return await self.host.flush()
 
     # --- to host memory --------------------------------------------------------------------
-
-    def _placed(
-        self, key: ChunkKey, tensors: Tensors, stream: CallerStream
-    ) -> tuple[DeviceBlocks, int] | None:
-        """Place the tensors in a block of the pool. Returns the block, held for the caller; None if
-        there is none.
-        """
-        hot = self.hot
-        if hot is None or not _are_on(hot.pools.device, tensors):
-            return None
-        number = hot.acquire(key, stream)
-        if number is None and (number := hot.take(stream)) is not None:
-            try:
-                with on(stream):
-                    hot.pools.write(number, tensors)
-            except RuntimeError as error:
-                logger.warning("s3kv: a block was not kept on the device: %s", error)
-                hot.release(number, stream)
-                return None
-            hot.name(number, key, stream)
-        return None if number is None else (hot, number)
 
     def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> None:
         """Save the block that holds `key`, unless a copy or fetch under way brings `key` to host
@@ -169,44 +133,17 @@ class BlockTiers:
 
     # --- from host memory ------------------------------------------------------------------
 
-    async def _get(
-        self, key: ChunkKey, into: Tensors, stream: CallerStream, beside: Beside
-    ) -> bool:
-        hot = self.hot
-        if hot is not None and (number := hot.acquire(key, stream)) is not None:
-            self._hit(key)
-            return await self._copied_from(hot, number, into, stream, beside)
+    async def _get(self, key: ChunkKey, into: Tensors, beside: Beside) -> bool:
         slot = await self.host.pinned(key)
         if slot is None:
             return False
         try:
-            if hot is not None and _are_on(hot.pools.device, into):
-                number = await self._load(hot, key, slot, stream)
-                if number is not None:
-                    return await self._copied_from(hot, number, into, stream, beside)
-            payload = self._payload(slot.number)
-            with _copy_errors():
-                copy = partial(self._tensors.copy_in, payload, into)
-                await carried(in_thread(partial(beside, copy)))
+            copy = partial(self._tensors.copy_in, self._payload(slot.number), into)
+            await carried(in_thread(partial(beside, copy)))
+        except RuntimeError as error:
+            raise CopyError(f"a copy to the caller's tensors failed: {error}") from error
         finally:
             self.host.unpin(slot)
-        return True
-
-    async def _copied_from(
-        self, hot: DeviceBlocks, number: int, into: Tensors, stream: CallerStream, beside: Beside
-    ) -> bool:
-        """Copy from a held block, and release it."""
-        read, device = partial(hot.pools.read, number, into), hot.pools.device
-        try:
-            with _copy_errors():
-                with on(stream):
-                    if _are_on(device, into):
-                        read()
-                        return True
-                    after = Beside([device])
-                await carried(in_thread(partial(after, partial(beside, read))))
-        finally:
-            hot.release(number, stream)
         return True
 
     async def _acquire(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> int | None:
@@ -264,16 +201,3 @@ class BlockTiers:
 
     def _payload(self, slot: int) -> torch.Tensor:
         return torch.frombuffer(self.host.payload(slot), dtype=torch.uint8)
-
-
-def _are_on(device: torch.device, tensors: Tensors) -> bool:
-    return all(tensor.device == device for tensor in tensors.values())
-
-
-@contextmanager
-def _copy_errors() -> Iterator[None]:
-    """Turn torch's errors into `CopyError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CopyError(f"a copy to or from the caller's tensors failed: {error}") from error

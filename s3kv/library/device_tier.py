@@ -24,7 +24,6 @@ import torch
 from s3kv.device.copies import BlockCopies
 from s3kv.device.layout import Dim, PageLayout, merge
 from s3kv.device.tensors import BlockTensors
-from s3kv.errors import ConfigError
 from s3kv.library.block_table import BlockTable
 from s3kv.library.caller_streams import CallerStream, Mark, has_passed, mark, new_stream, on, wait
 from s3kv.messages import CopyPart
@@ -49,8 +48,6 @@ class BlockPools:
             raise ValueError(f"the pools have {sorted(counts)} blocks: allowed is one number")
         (self.count,) = counts
         tensors.check({name: pool[0] for name, pool in pools.items()})
-        self._tensors = tensors
-        self._pools = dict(pools)
         views: dict[str, torch.Tensor] = {}
         for spec in tensors.specs:
             views |= _page_views(spec.name, pools[spec.name])
@@ -59,34 +56,13 @@ class BlockPools:
         if self.layout.payload_bytes != tensors.payload_bytes:
             raise ValueError("two of the pools share the same memory")
 
-    @classmethod
-    def new(cls, tensors: BlockTensors, count: int, device: torch.device) -> BlockPools:
-        """Allocate pools of `count` blocks. Raises `ConfigError` if there is not so much memory."""
-        try:
-            return cls(tensors, tensors.empty(count, device))
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device_blocks is {count!r}, for {device}: {error}") from error
-
     @property
     def device(self) -> torch.device:
         return self.layout.device
 
-    def write(self, number: int, source: Mapping[str, torch.Tensor]) -> None:
-        """Copy a block into the pool. Does not wait for the copy if both are on one GPU."""
-        with torch.inference_mode():  # an engine's pools may have been made in it
-            for name, tensor in source.items():
-                self._pools[name][number].copy_(tensor, non_blocking=True)
-
-    def read(self, number: int, into: Mapping[str, torch.Tensor]) -> None:
-        """Copy a block out of the pool. Does not wait for the copy if both are on one GPU."""
-        with torch.inference_mode():
-            for name, tensor in into.items():
-                tensor.copy_(self._pools[name][number], non_blocking=True)
-
 
 class DeviceBlocks:
-    """The device tier. Used from one thread. A `stream` argument is the caller's stream. `pools`
-    copies held blocks, and fills those without a name."""
+    """The device tier. Used from one thread. A `stream` argument is the caller's stream."""
 
     def __init__(
         self, pools: BlockPools, numbers: Iterable[int], copies: BlockCopies, opened: Mark

@@ -34,7 +34,7 @@ import torch
 
 from s3kv.config import Config
 from s3kv.device.copies import BlockCopies
-from s3kv.device.selection import chosen_device, memory_near
+from s3kv.device.selection import memory_near
 from s3kv.device.tensors import BlockTensors
 from s3kv.errors import ConfigError
 from s3kv.io.tier import introduce
@@ -75,8 +75,6 @@ class TieredStore:
         *,
         shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         namespace: Mapping[str, Any],
-        device: str | torch.device = "cpu",
-        device_blocks: int = 0,
         pools: Mapping[str, torch.Tensor] | None = None,
         pool_blocks: Iterable[int] | None = None,
     ) -> Opening[TieredStore]:
@@ -86,26 +84,24 @@ class TieredStore:
         shapes: the tensors of every block: name to shape and dtype.
         namespace: plain values that say what the blocks mean (model, revision, …). Two stores
             see each other's blocks if these, the shapes in their order, and the prefix are equal.
-        device_blocks: number of blocks kept on `device` as a separate tier, in memory that the
-            store allocates; 0 for none.
-        pools: the caller's memory for such a tier instead: name to `[blocks, *shape]`, all on one
-            device. Blocks may lie apart. The dimensions of a block have to follow each other as
-            they do in memory (give a permuted view, and its shape to `shapes`).
+        pools: the caller's memory for a tier of blocks on a device: name to `[blocks, *shape]`, all
+            on one device; None for no such tier. Blocks may lie apart. The dimensions of a block
+            have to follow each other as they do in memory (give a permuted view, and its shape to
+            `shapes`).
         pool_blocks: the numbers of the blocks that the store may use; None for all. On a GPU the
             store measures its ways to copy on these blocks, so they must not be used otherwise
             from the call on.
-        Raises `ConfigError`, also for a namespace of other values, and for blocks that the device
-        has no memory for; `TypeError` for arguments of another type; `ValueError` for shapes that
-        the object format cannot hold, and for pools that do not hold such blocks;
-        `UnsupportedError` for a device that torch cannot use here, and for memory that cannot be
-        copied; a `StoreError` if the bucket cannot be used.
+        Raises `ConfigError`, also for a namespace of other values; `TypeError` for arguments of
+        another type; `ValueError` for shapes that the object format cannot hold, and for pools that
+        do not hold such blocks; `UnsupportedError` for memory that cannot be copied; a `StoreError`
+        if the bucket cannot be used.
         """
 
         async def opened() -> TieredStore:
             blocks = BlockTensors(shapes)
-            memory = _device_memory(blocks, device, device_blocks, pools)
+            memory = None if pools is None else BlockPools(blocks, pools)
             if pool_blocks is not None and memory is None:
-                raise ConfigError("pool_blocks is given, and neither pools nor device_blocks is")
+                raise ConfigError("pool_blocks is given, and pools is not")
             identity = {
                 "namespace": plain_namespace(namespace),
                 "tensors": [asdict(spec) for spec in blocks.specs],
@@ -127,12 +123,11 @@ class TieredStore:
     async def put(
         self, block_hash: bytes, tensors: Mapping[str, torch.Tensor], *, wait: bool = False
     ) -> bool:
-        """Keep the block in host memory, and upload it to the bucket in the background. The device
-        tier keeps it, too, if the tensors are on its device and not all of its blocks are in use.
+        """Keep the block in host memory, and upload it to the bucket in the background. (A block of
+        the pool goes there by `put_block`.)
 
         The tensors may be on any device. They are read before this returns, and are the caller's
-        again then. On a GPU, "read" and "returns" are in the order of the current stream. If the
-        block is being fetched, this waits for the end of the fetch.
+        again then. If the block is being fetched, this waits for the end of the fetch.
 
         wait: wait for room, instead of returning False, while host memory is full of blocks that
             are on their way to or from the bucket.
@@ -144,12 +139,11 @@ class TieredStore:
         return await self._tiers.put(key, tensors, wait=wait)
 
     async def get(self, block_hash: bytes, into: Mapping[str, torch.Tensor]) -> bool:
-        """Fill `into` with the block, from the nearest tier that has it. Returns False on a miss.
+        """Fill `into` with the block, from host memory or the bucket. Returns False on a miss.
 
-        On a GPU, work that the caller launches afterwards on the stream that was current at the
-        call sees `into` filled. After a miss or a cancelled call the content of `into` is
-        undefined, and nothing writes to it any more. Raises `ValueError` as `put` does, and
-        `CopyError` if the device refuses the copy.
+        `into` is filled when this returns, also on a GPU. After a miss or a cancelled call its
+        content is undefined, and nothing writes to it any more. Raises `ValueError` as `put` does,
+        and `CopyError` if the device refuses the copy.
         """
         key = self._key(block_hash)
         self._tensors.check(into)
@@ -260,21 +254,6 @@ class TieredStore:
                 "pools={name: tensor [blocks, *shape]})"
             )
         return self._tiers.hot
-
-
-def _device_memory(
-    blocks: BlockTensors,
-    device: str | torch.device,
-    device_blocks: int,
-    pools: Mapping[str, torch.Tensor] | None,
-) -> BlockPools | None:
-    """The memory of the device tier, the caller's or new; None for no such tier. Raises
-    `ConfigError` if it is to be both."""
-    if pools is not None and device_blocks:
-        raise ConfigError("device_blocks and pools are given: allowed is one of them")
-    if pools is not None:
-        return BlockPools(blocks, pools)
-    return BlockPools.new(blocks, device_blocks, chosen_device(device)) if device_blocks else None
 
 
 async def _on_device(

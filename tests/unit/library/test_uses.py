@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 
 from s3kv.config import Config
 from s3kv.library.tiered_store import TieredStore
 from s3kv.types import Location
 from tests.servers import BUCKET, KEYS, boto_client
-from tests.unit.library.stores import block, hash_of, opening, room
+from tests.unit.library.stores import SHAPES, block, hash_of, opening, room
 
 KEY = hash_of(1)
 AFTER_S = 1.0
@@ -44,8 +45,10 @@ class Objects:
 async def store(config: Config) -> AsyncIterator[TieredStore]:
     """With one block, in all tiers."""
     config = dataclasses.replace(config, refresh_after_s=AFTER_S)
-    async with opening(config, device_blocks=2) as store:
+    pools = {name: torch.zeros(2, *shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
+    async with opening(config, pools=pools) as store:
         assert await store.put(KEY, block(1))
+        await from_the_device(store)
         assert await store.flush() == ()
         assert store.where(KEY) == Location(device=True, host=True, bucket=True)
         yield store
