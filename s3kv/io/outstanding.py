@@ -6,7 +6,7 @@
        │                          └──cancelled──▶ ended, CANCELLED
        └──poison, or no process──▶ ended, INVALID or FAILED
 
-A suspect is a job that may have crashed the I/O process (`io.poison_jobs`). Pure, except for
+A suspect is a job that may have ended the I/O process (`io.poison_jobs`). Pure, except for
 `JobEndLog`: the client moves the messages.
 """
 
@@ -20,7 +20,7 @@ from s3kv.io.wire import WireError
 from s3kv.messages import BucketJob, JobEnd, JobKind
 from s3kv.types import Outcome
 
-_IS_POISON = "this job crashes the I/O process, so it is not sent any more"
+_IS_POISON = "this job ends the I/O process, so it is not sent any more"
 
 
 class OutstandingJobs:
@@ -70,9 +70,9 @@ class OutstandingJobs:
         self._outstanding[job.job_id] = job
         return not self._suspects.hold(job)
 
-    def release(self) -> list[BucketJob]:
-        """Take out the waiting jobs whose turn has come; the caller sends them."""
-        return self._suspects.release() if self._suspects.waiting else []
+    def release(self) -> BucketJob | None:
+        """Take out the waiting job whose turn has come; the caller sends it."""
+        return self._suspects.release()
 
     def cancel(self, job_id: int) -> bool:
         """Cancel a job. A job that waits here ends now. Returns True if the process has the job, so
@@ -100,14 +100,11 @@ class OutstandingJobs:
         self._suspects.ended(job)
         self._ended.append(end)
 
-    def died(self, why: str, *, crashed: bool) -> None:
-        """Note the death of the process: all outstanding jobs end.
-
-        crashed: see `PoisonJobs.died`.
-        """
+    def died(self, why: str) -> None:
+        """Note the death of the process: all outstanding jobs end."""
         waiting = self._suspects.waiting.keys()
         inside = [job for job_id, job in self._outstanding.items() if job_id not in waiting]
-        self._suspects.died(inside, crashed=crashed)
+        self._suspects.died(inside)
         for job in self._outstanding.values():
             if self._suspects.is_poison(job):
                 self._end(job, Outcome.INVALID, f"{_IS_POISON}: {why}")

@@ -58,28 +58,28 @@ def uploads(client: IoClient, slab: Slab, *numbers: int) -> dict[int, Callable[[
 # ---- with a real process
 
 
-def test_what_it_dies_of_is_sent_twice_and_its_neighbours_arrive(
+def test_what_it_dies_of_is_sent_three_times_and_its_neighbours_arrive(
     slab: Slab, open_client: Open
 ) -> None:
     with moto_server() as url:
         client = open_client(url, module="tests.unit.io.delicate")
         ends = carry_out(client, uploads(client, slab, *range(1, 13)))
         assert ends == {n: Outcome.INVALID if n == POISON else Outcome.OK for n in range(1, 13)}
-        assert client.life.deaths == 2
+        assert client.life.deaths == 3
         for _ in range(5):  # it is not sent any more, whoever orders it
             again = carry_out(client, uploads(client, slab, POISON, 13))
             assert again[POISON] is Outcome.INVALID
-        assert client.life.deaths == 2
+        assert client.life.deaths == 3
 
 
-def test_a_hash_that_is_no_hash_kills_it_twice(slab: Slab, open_client: Open) -> None:
+def test_a_hash_that_is_no_hash_kills_it_three_times(slab: Slab, open_client: Open) -> None:
     with moto_server() as url:
         client = open_client(url)
         poison: Any = ChunkKey(0, "a string")  # type: ignore[arg-type]
         jobs = uploads(client, slab, 1, 2)
         jobs[99] = lambda job_id: client.submit(BucketJob(job_id, JobKind.UPLOAD, poison))
         assert carry_out(client, jobs) == {1: Outcome.OK, 2: Outcome.OK, 99: Outcome.INVALID}
-        assert client.life.deaths == 2
+        assert client.life.deaths == 3
 
 
 def test_who_is_there_when_somebody_kills_it_again_and_again_is_not_dropped(
@@ -129,5 +129,5 @@ def test_a_job_that_ends_as_another_kind_is_still_there_when_the_process_dies() 
     assert jobs.add(rig.fetch(7), "")
     with pytest.raises(wire.WireError, match="never sent"):
         jobs.ended(JobEnd(7, JobKind.UPLOAD, Outcome.OK))
-    jobs.died("it broke the protocol", crashed=True)
+    jobs.died("it broke the protocol")
     assert [(end.job_id, end.outcome) for end in jobs.take_ends()] == [(7, Outcome.FAILED)]
