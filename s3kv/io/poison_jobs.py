@@ -37,11 +37,11 @@ class PoisonJobs:
         self._sent: int | None = None
 
     def is_poison(self, job: BucketJob) -> bool:
-        return self._deaths.get(_moved(job), 0) >= _DEATHS_OF_POISON
+        return bool(self._deaths) and self._deaths.get(_moved(job), 0) >= _DEATHS_OF_POISON
 
     def hold(self, job: BucketJob) -> bool:
         """Keep the job until its turn if it is a suspect. Returns whether it is one."""
-        if _moved(job) not in self._deaths:
+        if not self._deaths or _moved(job) not in self._deaths:
             return False
         self.waiting[job.job_id] = job
         return True
