@@ -71,14 +71,15 @@ output of `s3kv --help` and `s3kv COMMAND --help`, rendered by `scripts/render_d
 `doctor` goes through the client the cache itself uses. Without `--read-only` it writes an object of
 1 KiB and one of 8 MiB under `PREFIX/doctor/` and deletes them; without `s3:DeleteObject` it says
 which one it has left there, and does not write the second. To measure what a worker can read, it
-reads the second as many times at once as a worker reads objects (32 times by default, 256 MiB);
-`--bandwidth` with the length of your chunks measures that for your model. If `bucket_bytes` or
-`bucket_idle_s` is set, it also says that this engine cannot keep the bucket to it. A warning means
-that the cache works less well; the exit code is 0. `tests/unit/cli/doctor/test_faults.py` shows its
-answer to each fault, on moto, SeaweedFS and Ceph RGW: no bucket, no credentials, wrong ones, each
-missing permission, the wrong region, a wrong clock, path style only, no conditional PUT, checksums
-refused, no server. `test_host.py` beside it shows its findings on the host. The slab is a memory
-file, so `/dev/shm` matters only to vLLM's own queues and to its `OffloadingConnector`.
+reads the second as many times at once as a worker reads objects (32 times by default, 256 MiB, and
+less where that would take ten seconds); `--bandwidth` with the length of your chunks measures that
+for your model. If `bucket_bytes` or `bucket_idle_s` is set, it also says that this engine cannot
+keep the bucket to it. A warning means that the cache works less well; the exit code is 0.
+`tests/unit/cli/doctor/test_faults.py` shows its answer to each fault, on moto, SeaweedFS and Ceph
+RGW: no bucket, no credentials, wrong ones, each missing permission, the wrong region, a wrong
+clock, path style only, no conditional PUT, checksums refused, no server. `test_host.py` beside it
+shows its findings on the host. The slab is a memory file, so `/dev/shm` matters only to vLLM's own
+queues and to its `OffloadingConnector`.
 
 `inspect` verifies an object by its key and the settings, and takes only the tensors from its
 header. An engine treats an object that `inspect` refuses as a miss. An object is a safetensors

@@ -25,6 +25,8 @@ from s3kv.stores.s3.s3_store import COST, VERSIONS_COST, VERSIONS_REMEDY, choose
 from s3kv.stores.store import ObjectStore
 
 LATENCY_ROUNDS = 8
+_MOST_READING_S = 10.0
+"""Most seconds of reading by several connections, if they are together no faster than one."""
 MAX_SKEW_S = 60.0
 """Clock skew that is reported. S3 refuses requests only from a quarter of an hour on, but drift is
 worth a warning before that."""
@@ -266,7 +268,6 @@ class BucketExamination:
 
     async def _bandwidth(self) -> None:
         key, content = f"{self.key}-large", Place.of(bytearray(self.bandwidth_bytes))
-        at_once = self.config.fetches_at_once(self.bandwidth_bytes)
 
         async def read(lane: int = 0, number: int = 0) -> None:
             await self._store.get_into(key, content)  # of all lanes: they read the same
@@ -277,6 +278,8 @@ class BucketExamination:
             written_s = self.clock_s()
             await read()
             read_s = self.clock_s()
+            fitting = int(_MOST_READING_S / max(read_s - written_s, 1e-9))
+            at_once = max(1, min(self.config.fetches_at_once(self.bandwidth_bytes), fitting))
             await in_lanes(at_once, in_turn(range(at_once)), read)
             end_s = self.clock_s()
         finally:

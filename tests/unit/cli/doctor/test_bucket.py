@@ -29,7 +29,7 @@ def test_all_is_well(run: Run, boto: Any) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["healthy"] is True
     assert statuses(result) == dict.fromkeys(CHECKS, "ok")
-    assert "32 at once" in findings(result)["bandwidth"]["detail"]
+    assert "(1 MiB each)" in findings(result)["bandwidth"]["detail"]
     assert left(boto, servers.BUCKET) == []
 
 
