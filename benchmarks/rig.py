@@ -1,7 +1,8 @@
 """What the benchmarks with a real engine share: the server, the model's prompts, a warm engine.
 
-The S3 server is one with the shape of S3 with `--shaped` (`benchmarks/shaped.py`), or else that of
-AWS_ENDPOINT_URL and S3KV_BUCKET, or else an embedded moto, which is a Python program and slow.
+The S3 server is one with the shape of S3 with `--shaped` (`benchmarks/shaped.py`), a SeaweedFS with
+`--weed`, or else that of AWS_ENDPOINT_URL and S3KV_BUCKET, or else an embedded moto, which is a
+Python program and slow.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from lab.certificates import self_signed
 from lab.engine import Engine
 from lab.models import FAT, Preset, prompts
 from lab.s3 import REGION, S3Server, moto_process
+from lab.weed import weed_process
 
 CHUNK_TOKENS = 128
 SHORT_TOKENS = 100
 """Of a prompt that no cache can hit or save: shorter than a chunk."""
+VOLUMES = 600
+"""Of SeaweedFS: enough for the objects of a long run."""
 QUICK_PROMPTS = 4
 """Of a short run: enough for a median, and less than two minutes of engines."""
 
@@ -116,6 +120,7 @@ class Store:
 def add_server(parser: argparse.ArgumentParser) -> None:
     """The options of the server."""
     parser.add_argument("--shaped", action="store_true", help="a server with the shape of S3")
+    parser.add_argument("--weed", action="store_true", help="a SeaweedFS of this machine")
     parser.add_argument("--tls", action="store_true", help="of that server")
     add_options(parser)
 
@@ -126,6 +131,11 @@ def s3(options: argparse.Namespace | None = None) -> Iterator[Store]:
     if options is not None and options.shaped:
         with _s3_shaped(shape_of(options), options.tls) as store:
             yield store
+    elif options is not None and options.weed:
+        with TemporaryDirectory() as folder, weed_process(Path(folder), VOLUMES) as server:
+            server.client().create_bucket(Bucket=BUCKET)
+            os.environ |= server.env  # for the clients of this process
+            yield Store("SeaweedFS", server.url, BUCKET, server.env)
     elif bucket := os.environ.get("S3KV_BUCKET"):
         url = os.environ.get("AWS_ENDPOINT_URL")
         yield Store(url or "AWS", url, bucket)
@@ -174,6 +184,7 @@ def warm_engine(
     env: Mapping[str, str],
     python: str = sys.executable,
     size: Size = SMALL,
+    prepare: str | None = None,
 ) -> Iterator[Engine]:
     """An engine that has written to all of its KV cache, so that no page of it is touched for the
     first time while something is measured, and has answered prompts no connector cares for."""
@@ -183,6 +194,7 @@ def warm_engine(
         connector=connector,
         env=env,
         python=python,
+        prepare=prepare,
         kv_cache_memory_bytes=size.kv_bytes,
         max_model_len=size.preset.max_tokens,
         max_num_batched_tokens=2_048,

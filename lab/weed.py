@@ -33,8 +33,9 @@ def find_weed() -> str | None:
 
 
 @contextmanager
-def weed_process(home: Path) -> Iterator[S3Server]:
-    """A server without a bucket. `home` is an empty directory; data and log stay there."""
+def weed_process(home: Path, volumes: int = 100) -> Iterator[S3Server]:
+    """A server without a bucket. `home` is an empty directory; data and log stay there. volumes: of
+    64 MB each. What is deleted keeps its place in them for a quarter of an hour."""
     may = {"name": "s3kv", "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
     access = {"accessKey": KEYS["AWS_ACCESS_KEY_ID"], "secretKey": KEYS["AWS_SECRET_ACCESS_KEY"]}
     identities = home / "identities.json"
@@ -42,7 +43,11 @@ def weed_process(home: Path) -> Iterator[S3Server]:
     port, *others = free_ports(1 + len(_PORTS))
     options = {name: str(other) for name, other in zip(_PORTS, others, strict=True)}
     options |= {"dir": str(home), "ip": "127.0.0.1", "s3.port": str(port)}
-    options |= {"s3.config": str(identities), "volume.max": "100", "master.volumeSizeLimitMB": "64"}
+    options |= {
+        "s3.config": str(identities),
+        "volume.max": str(volumes),
+        "master.volumeSizeLimitMB": "64",
+    }
     options |= {"s3.port.iceberg": "0", "s3.port.lance": "0", "master.telemetry": "false"}
     options |= {f"{one}.localSocket": str(home / f"{one}.sock") for one in ("filer", "s3")}
     program = find_weed()

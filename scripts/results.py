@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from benchmarks.peers import defeats
 from benchmarks.simulation.fleet import OURS
 from scripts.marks import filled
 from scripts.pictures import ROOT, recorded
@@ -13,8 +14,10 @@ FAILED: dict[str, Any] = {"failed": []}
 """A pass that never was."""
 STAND_INS = (
     "On this machine `lab/offloading_on_cpu.py` stands in for the streams, events and copy kernel "
-    "of a GPU under `offloading-…`, and `benchmarks/peers/lmcache_on_cpu.py` under `lmcache`."
+    "of a GPU under `offloading-…`. Nothing stands in under `s3kv` and `lmcache`."
 )
+NOT_RECORDED = "Not measured yet."
+SERVERS = {"peers-shaped": "the shape of S3", "peers-weed": "SeaweedFS, without delay"}
 
 
 def page() -> str:
@@ -31,8 +34,11 @@ def page() -> str:
 
 def peers_page() -> str:
     """docs/peers-benchmark.md."""
-    document = ROOT / "docs" / "peers-benchmark.md"
-    return filled(document, {"peers-shaped": peers(recorded("peers-shaped.json"))})
+    made = {path.stem for path in (ROOT / "benchmarks" / "results").glob("peers-*.json")}
+    found = {n: recorded(f"{n}.json") if n in made else None for n in SERVERS}
+    parts = {name: _compared(result) if result else NOT_RECORDED for name, result in found.items()}
+    lost = [line for name, result in found.items() if result for line in _lost(result, name)]
+    return filled(ROOT / "docs" / "peers-benchmark.md", parts | {"peers-defeats": "\n".join(lost)})
 
 
 def engine(result: dict[str, Any]) -> str:
@@ -110,7 +116,8 @@ def readme() -> str:
 def beside(result: dict[str, Any]) -> str:
     """A hit of the tier beside one of vLLM's own tier for object stores, in one run."""
     ours_ms, theirs_ms = (
-        result["passes"][f"offloading-{tier}"]["warm"]["median_ms"] for tier in ("s3kv", "obj")
+        result["models"]["random"]["cases"]["one user"][f"offloading-{tier}"]["warm"]["median_ms"]
+        for tier in ("s3kv", "obj")
     )
     return (
         f"As a tier of vLLM's `OffloadingConnector`, a hit takes {_ratio(ours_ms / theirs_ms)} "
@@ -168,53 +175,112 @@ def trace(result: dict[str, Any]) -> str:
 
 
 def peers(result: dict[str, Any]) -> str:
+    """A comparison with other connectors: first the figures in which they are better."""
+    return "\n".join([*_lost(result), "", _compared(result)])
+
+
+def _compared(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    passes = result["passes"]
-    none = passes["none"]
-    lines = [
-        f"{result['machine']}; {versions}; {result['prompts']}; rounds: {result['rounds']}.",
-        "",
-        "| | cold, saving | CPU time | all saved | warm | relative to local | slowest | CPU time |",
-        "|---|---|---|---|---|---|---|---|",
-        f"| no connector | {_pass(none['computed'])} | – | {_warm(none['local'], none)} |",
-    ]
-    for name, states in passes.items():
-        if name != "none":
-            saved = result["saved"].get(name, {"after_last_answer_s": []})["after_last_answer_s"]
-            late = f"{max(saved):.1f} s" if saved else "–"
-            warm = _warm(states.get("warm", FAILED), none)
-            lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
-    raw, ours = result.get("raw"), passes["s3kv"].get("warm", FAILED)
-    if raw is None:  # older than the floor over all rounds
-        lines += ["", f"Plain sockets, without an engine: {result['raw_read_median_ms']:,.0f} ms."]
-    elif "failed" not in ours:
-        local_ms = none["local"]["median_ms"]
-        lines += ["", f"Plain sockets, without an engine: {raw['median_ms']:,.0f} ms."]
-        lines[-1] += " " + _over_floor("A hit of s3kv", ours["median_ms"], local_ms, raw)
-    io_ms = {
-        state: told["cpu_ms_by_process"]["s3kv.io"]
-        for state, told in passes["s3kv"].items()
-        if "s3kv.io" in told.get("cpu_ms_by_process", {})
-    }
-    if io_ms:
-        of_io = ", ".join(f"{state} {ms:,.0f} ms" for state, ms in io_ms.items())
-        lines += ["", f"CPU time of s3kv's I/O process, contained in the above: {of_io}."]
+    lines = [f"{result['machine']}; {versions}; rounds: {result['rounds']}."]
+    for model, told in result["models"].items():
+        lines += ["", f"**Model `{model}`**: {told['prompts']}. One user:", "", *_one_user(told)]
+        lines += [*_other_cases(told["cases"]), *_remarks(told)]
     lines += ["", STAND_INS]
     out = [f"`{name}`: {reason}" for name, reason in result["left_out"].items()]
     out += [
-        f"`{name}`, {state}: {'; '.join(dict.fromkeys(told['failed']))}"
-        for name, states in passes.items()
+        f"`{name}`, {model}, {case}, {state}: {'; '.join(dict.fromkeys(told['failed']))}"
+        for model, of_model in result["models"].items()
+        for case, names in of_model["cases"].items()
+        for name, states in names.items()
         for state, told in states.items()
         if "failed" in told
     ]
     return "\n".join([*lines, *(["", "Not timed: " + ". ".join(out) + "."] if out else [])])
 
 
-def _over_local(told: dict[str, Any], none: dict[str, Any]) -> str:
-    """A warm pass, relative to the engine's own cache."""
+def _lost(result: dict[str, Any], server: str = "") -> list[str]:
+    """A table of the figures in which another connector is better. server: a key of `SERVERS`."""
+    on = f"On {SERVERS[server]}" if server else "Here"
+    rows = [f"| {' | '.join(row.values())} |" for row in defeats.of(result["models"])]
+    if not rows:
+        return [f"{on}, no other connector is better in any figure.", ""]
+    head = ["| where | figure | better | s3kv | reason |", "|---|---|---|---|---|"]
+    return [f"{on}, another connector is better than s3kv in these figures:", "", *head, *rows, ""]
+
+
+def _one_user(told: dict[str, Any]) -> list[str]:
+    """A table of cold and warm passes."""
+    passes = told["cases"].get("one user", {})
+    if not passes:
+        return []
+    none = passes["none"]
+    head = ("cold, saving", "CPU time", "all saved", "warm", "relative to local", "fastest")
+    lines = [
+        f"| | {' | '.join((*head, 'slowest', 'CPU time'))} |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| no connector | {_pass(none['computed'])} | – | {_warm(none['local'], none)} |",
+    ]
+    for name, states in passes.items():
+        if name != "none":
+            seconds = told["saved"].get(name, {"seconds": []})["seconds"]
+            late = f"{max(seconds):.1f} s" if seconds else "–"
+            warm = _warm(states.get("warm", FAILED), none)
+            lines.append(f"| `{name}` | {_pass(states['cold'])} | {late} | {warm} |")
+    return lines
+
+
+def _other_cases(cases: dict[str, Any]) -> list[str]:
+    """A table of the other cases: medians, a warm one with the slowest request."""
+    columns = [
+        (case, state)
+        for case, names in cases.items()
+        for state in ("cold", "warm")
+        if case != "one user" and (state == "warm" or "computed" in names["none"])
+    ]
+    if not columns:
+        return []
+    own = {"cold": "computed", "warm": "local"}
+    names = list(dict.fromkeys(name for case, _ in columns for name in cases[case]))
+    lines = ["", "Other cases, the median and the slowest request:", ""]
+    lines.append(f"| | {' | '.join(f'{case}, {state}' for case, state in columns)} |")
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for name in names:
+        states = own if name == "none" else {"cold": "cold", "warm": "warm"}
+        cells = [
+            _cell(cases[case].get(name, {}).get(states[state], FAILED)) for case, state in columns
+        ]
+        title = "no connector" if name == "none" else f"`{name}`"
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(told: dict[str, Any]) -> str:
     if "failed" in told:
         return "not timed"
-    return _ratio(told["median_ms"] / none["local"]["median_ms"])
+    hit = told["hit_percent"]
+    less = f", {hit:.0f} % hit" if 0.0 < hit < 99.5 else ""
+    return f"{told['median_ms']:,.0f}, {told['slowest_ms']:,.0f} ms{less}"
+
+
+def _remarks(told: dict[str, Any]) -> list[str]:
+    """The floor, and the processor time of the I/O process."""
+    passes = told["cases"].get("one user", {})
+    ours, raw = passes.get("s3kv", {}), told["raw"]
+    lines = []
+    if raw["median_ms"] and "failed" not in ours.get("warm", FAILED):
+        over = _over_floor(
+            "A hit of s3kv", ours["warm"]["median_ms"], passes["none"]["local"]["median_ms"], raw
+        )
+        lines = ["", f"Plain sockets, without an engine: {raw['median_ms']:,.0f} ms. {over}"]
+    io_ms = [
+        f"{state} {one['cpu_ms_by_process']['s3kv.io']:,.0f} ms"
+        for state, one in ours.items()
+        if "s3kv.io" in one.get("cpu_ms_by_process", {})
+    ]
+    if io_ms:
+        of_io = ", ".join(io_ms)
+        lines += ["", f"CPU time of s3kv's I/O process, contained in the above: {of_io}."]
+    return lines
 
 
 def _pass(told: dict[str, Any]) -> str:
@@ -225,14 +291,15 @@ def _pass(told: dict[str, Any]) -> str:
 
 
 def _warm(told: dict[str, Any], none: dict[str, Any]) -> str:
-    """The cells of a warm pass: median, over the engine's own cache, slowest, processor time."""
+    """The cells of a warm pass: median, over the engine's own cache, range, processor time."""
     if "failed" in told:
-        return "not timed | – | – | –"
-    ratio = _over_local(told, none)
-    median, slowest, cpu = (
-        f"{told[name]:,.0f} ms" for name in ("median_ms", "slowest_ms", "cpu_ms_per_prompt")
+        return "not timed | – | – | – | –"
+    ratio = _ratio(told["median_ms"] / none["local"]["median_ms"])
+    median, *others = (
+        f"{told[name]:,.0f} ms"
+        for name in ("median_ms", "fastest_ms", "slowest_ms", "cpu_ms_per_prompt")
     )
-    return f"{median} | {ratio} | {slowest} | {cpu}"
+    return " | ".join([median, ratio, *others])
 
 
 def _ratio(value: float) -> str:

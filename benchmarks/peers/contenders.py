@@ -6,16 +6,29 @@ Every one gets the same host memory and chunks of 128 tokens, and otherwise its 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
+
+from benchmarks.peers.lmcache_in_engine import FOLDER
 from benchmarks.rig import CHUNK_TOKENS, connector
+from lab.engine import EngineFailed
 from lab.offloading import offloading
 from lab.s3 import REGION, S3Server
+from lab.service import free_ports
+
+START_TIMEOUT_S = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +36,6 @@ class Bucket:
     server: S3Server
     name: str
     """Of the bucket."""
-    virtual_host: str | None = None
-    """HOST:PORT that stands for the bucket itself, for clients that know no other way."""
     ca_bundle: str = ""
     """File of the server's certificate, for TLS."""
 
@@ -51,7 +62,8 @@ class Bucket:
 class Contender:
     """One connector with an empty place of its own to save to.
 
-    ends: the engine ends by itself when it is told to; one that does not is killed.
+    model: another path of the model, relative to the engine's folder. prepare: as in `Engine`.
+    server: a process that the connector needs, which ends with the engine; its log is at the path.
     """
 
     name: str
@@ -60,7 +72,11 @@ class Contender:
     forget: Callable[[], None]
     env: Mapping[str, str] = field(default_factory=dict)
     python: str = sys.executable
-    ends: bool = True
+    model: Path | None = None
+    prepare: str | None = None
+    server: Callable[[Path], AbstractContextManager[psutil.Process | None]] = lambda _: (
+        nullcontext()
+    )
 
 
 def s3kv(bucket: Bucket, run: str, host_gib: int) -> Contender:
@@ -109,8 +125,8 @@ def offloading_obj(bucket: Bucket, run: str, host_gib: int, python: str) -> Cont
 
 def offloading_fs(folder: Path, run: str, host_gib: int) -> Contender:
     """vLLM's OffloadingConnector with the `fs` tier: files in a local folder."""
-    root = folder / f"fs-{run}"
-    root.mkdir()
+    root = folder / "fs" / run
+    root.mkdir(parents=True)
     return Contender(
         "offloading-fs",
         _offloading({"type": "fs", "root_dir": str(root)}, host_gib),
@@ -122,41 +138,80 @@ def offloading_fs(folder: Path, run: str, host_gib: int) -> Contender:
 def lmcache(
     bucket: Bucket, folder: Path, model: Path, run: str, host_gib: int, python: str
 ) -> Contender:
-    """LMCacheConnectorV1, in the engine's process, with its S3 remote (awscrt)."""
-    prefix = str(model).replace("/", "_")  # keys start with the model's path, and nothing else
-    settings = {
-        "chunk_size": CHUNK_TOKENS,
-        "local_cpu": False,
-        "max_local_cpu_size": host_gib,
-        "remote_url": f"s3://{bucket.virtual_host}",
-        "remote_serde": "naive",
-        "extra_config": {
-            "s3_region": bucket.server.env.get("AWS_DEFAULT_REGION", REGION),
-            "disable_tls": not bucket.ca_bundle,
-            "s3_prefer_http2": False,
-        },
+    """LMCacheMPConnector and an `lmcache server` of its own, with its S3 adapter (awscrt).
+
+    The names of its objects begin with the model's path, and it takes the bucket for a part of the
+    host's name. So the model lies in a folder with the bucket's name, relative to the engine's.
+    """
+    path = Path(bucket.name, run, "lmcache")
+    (folder / path).parent.mkdir(parents=True)
+    (folder / path).symlink_to(model.resolve())
+    port, http_port = free_ports(2)
+    adapter = {
+        "type": "s3",
+        "s3_endpoint": urlsplit(bucket.server.url or "").netloc,
+        "s3_region": bucket.server.env.get("AWS_DEFAULT_REGION", REGION),
+        "s3_prefer_http2": False,
+        "disable_tls": not bucket.ca_bundle,
     }
-    config = folder / f"lmcache-{run}.yaml"
-    config.write_text(json.dumps(settings))  # JSON is YAML
+    options = {
+        "port": port,
+        "http-port": http_port,
+        "chunk-size": CHUNK_TOKENS,
+        "l1-size-gb": host_gib,
+        "l1-init-size-gb": host_gib,
+        "eviction-policy": "LRU",
+        "supported-transfer-mode": "auto",  # of which the engine takes `engine_driven` on a CPU
+        "shm-name": f"peers-{port}",
+        "l2-adapter": json.dumps(adapter),
+    }
+    # Observability wants more packages.
+    command = [str(Path(python).with_name("lmcache")), "server", "--disable-observability"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    env = _PLAIN_S3 | {"LMCACHE_TRACK_USAGE": "false"}
     return Contender(
         "lmcache",
         {
-            "kv_connector": "LMCacheOnCpu",
-            "kv_connector_module_path": "benchmarks.peers.lmcache_on_cpu",
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
             "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": port,
+            },
         },
-        saved=lambda: bucket.under(prefix),
-        forget=lambda: bucket.empty(prefix),
-        # Its keys are Python's hashes, which are random unless told not to be.
-        env=_PLAIN_S3
-        | {
-            "LMCACHE_CONFIG_FILE": str(config),
-            "LMCACHE_TRACK_USAGE": "false",
-            "PYTHONHASHSEED": "0",
-        },
+        saved=lambda: bucket.under(f"{run}/lmcache@"),
+        forget=lambda: bucket.empty(f"{run}/lmcache@"),
+        env=env | {FOLDER: str(folder)},
         python=python,
-        ends=False,
+        model=path,
+        prepare="benchmarks.peers.lmcache_in_engine:prepare",
+        server=lambda log: _served(command, env | bucket.server.env, port, log),
     )
+
+
+@contextmanager
+def _served(
+    command: list[str], env: Mapping[str, str], port: int, log_path: Path
+) -> Iterator[psutil.Process]:
+    """A process that listens on this port, until the block ends."""
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | dict(env))
+    try:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not _listens(port):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise EngineFailed(f"{command[0]} does not start: {log_path.read_text()[-2000:]}")
+            time.sleep(0.1)
+        yield psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 # Checksums in the form AWS alone understands are left out where a client can be asked to.
