@@ -74,7 +74,7 @@ format: $(STAMP) ## what ruff can mend by itself
 docs: $(STAMP) ## the documentation site, in build/docs/site
 	$(BIN)/python -m scripts.site
 
-demo: $(STAMP) ## what s3kv does, in a minute; S3KV_BUCKET=… for a bucket of yours, KEEP=1 to look at it
+demo: $(STAMP) ## what s3kv does, in two minutes; S3KV_BUCKET=… for a bucket of yours, KEEP=1 to look at it
 	@$(BIN)/python -m demo $(if $(KEEP),--keep)
 
 demo-chat: $(STAMP) ## an hour with an agent's traffic, in three minutes: two replicas, one of which is killed

@@ -1,1 +1,1 @@
-"""`make demo`: what s3kv does, on a small model, in a minute."""
+"""`make demo` and `make demo-chat`: what s3kv does, on a small model."""

@@ -19,9 +19,11 @@ def main(arguments: list[str]) -> int:
     try:
         _on_interrupt(_leave)  # torch and numpy swallow a KeyboardInterrupt while they are imported
         from demo import chat, restart
-        from lab.engine import EngineFailed
+        from lab.engine import Engine, EngineFailed
+        from lab.zygote import Zygotes
 
         _on_interrupt(signal.default_int_handler)
+        Engine.zygotes = Zygotes()
         try:
             if arguments[:1] == ["chat"]:
                 return chat.main(arguments[1:])
@@ -29,6 +31,8 @@ def main(arguments: list[str]) -> int:
         except EngineFailed as failure:
             print(failure, file=sys.stderr)
             return 1
+        finally:
+            Engine.zygotes.close()
     except KeyboardInterrupt:
         sys.stderr.write(_INTERRUPTED)
         return 130

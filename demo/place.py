@@ -36,10 +36,10 @@ class Place:
         extra: dict[str, Any] = {
             "bucket": self.bucket,
             "prefix": self.prefix,
-            "host_bytes": "1GiB",
+            "host_bytes": "512MiB",
             "drain_timeout_s": 60.0,  # the second engine has to find everything
-            # By default a request stops waiting where computing would be faster. This model is
-            # so small that it often would be; what is to be seen here is the bucket.
+            # What comes from the bucket is not to depend on how busy this machine is.
+            "max_wait_ms": 60_000,
             "recompute_gate": False,
         }
         extra |= settings

@@ -1,123 +1,167 @@
-"""What s3kv does, in a minute: an engine computes, another one that starts afterwards does not.
+"""What s3kv does, in two minutes: an engine reads a document, others answer without reading it.
 
-    make demo                                            an S3 of its own, in memory
+    make demo                                            an S3 of its own on this machine
     S3KV_BUCKET=my-bucket [AWS_ENDPOINT_URL=…] make demo your bucket; what it writes, it removes
     make demo KEEP=1                                     and keep the bucket until Enter is pressed
 
-Exit status: 0, or 1 when the tokens differ or nothing came from the bucket, or 130 on Ctrl-C
-and SIGTERM.
+Exit status: 0, or 1 when the words differ or nothing came from the bucket, or 130 on Ctrl-C and
+SIGTERM.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from demo import stay
 from demo.place import Place, place_to_use
-from lab import models
-from lab.engine import Answer, Engine
+from demo.reader import MISSING, QUESTIONS, Reader, reader
+from demo.words import Words
+from lab.engine import Answer, Ask, Engine, Pending
 
-MODEL = models.FAT
-PROMPTS = models.prompts(6, 1_600, seed=1)
-WARM_UP = models.prompts(1, 200, seed=2)[0]
-CHUNKS = sum(len(prompt) // 256 for prompt in PROMPTS)  # what the bucket comes to hold
-KV_CACHE_BYTES = 1_100 * 2**20  # all prompts stay in the engine's own cache, for comparison
-SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+CHUNK_TOKENS = 256
+"""Also vLLM's block and the prompt tokens of a step. So every engine, whatever it finds cached,
+computes the end of a prompt in a step of the same shape, and rounds alike."""
+WARM_UP = list(range(2, 102))
+ANSWER_TOKENS = 64
+KILL_AFTER_TOKENS = 16
+SOURCES = {
+    "local_compute": "computed",
+    "local_cache_hit": "from its own cache",
+    "external_kv_transfer": "from the bucket",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """All prompts once through an engine. `tokens_from` is keyed by `SOURCES`."""
+class Answered:
+    """A whole answer of the engine with this name. tokens_from: of the prompt, by `SOURCES`."""
 
-    answers: list[Answer]
+    engine: str
+    question: str
+    answer: Answer
     tokens_from: dict[str, int]
 
     @property
     def ttft_ms(self) -> float:
-        return 1e3 * statistics.median(a.ttft_s for a in self.answers if a.ttft_s is not None)
+        return 1e3 * (self.answer.ttft_s or self.answer.seconds)
+
+    @property
+    def from_bucket(self) -> int:
+        return self.tokens_from["external_kv_transfer"]
 
 
 class Demo:
     """keep: leave in `directory` what the command line wants to know of the engines."""
 
-    def __init__(self, place: Place, directory: Path, progress: Progress, *, keep: bool) -> None:
-        self._keep = keep
+    def __init__(
+        self, who: Reader, place: Place, directory: Path, console: Console, *, keep: bool
+    ) -> None:
+        self._reader = who
         self._place = place
         self._directory = directory
-        self._progress = progress
-        self._bar = progress.add_task("", total=1 + 2 * 4 + 3 * len(PROMPTS))
+        self._console = console
+        self._keep = keep
+        self.answered: list[Answered] = []
+        self.cut_off: list[int] = []
+        """Tokens of the answer whose engine was killed."""
 
-    def run(self) -> tuple[Pass, Pass, Pass, dict[str, int]]:
-        """Cold, own cache, from the bucket; and what the bucket holds."""
-        self._say("building a small model")
-        model = models.build(self._directory, MODEL)
-        self._step()
-        with self._engine(model, "first") as engine:
-            cold = self._ask(engine, "first engine, empty bucket")
-            own = self._ask(engine, "first engine, its own cache")
-            self._say("first engine: sending the rest to the bucket")
-            self._note_metrics(engine, "first")
+    def run(self) -> None:
+        """Cold; from the bucket in a new process; after a kill."""
+        with self._engine("A", "the bucket is empty") as engine:
+            for question in QUESTIONS:
+                self._ask(engine, "A", question)
+            with self._console.status("engine A uploads the rest, and ends"):
+                self._note_metrics(engine, "first")
+                engine.shutdown()
         objects = self._objects()
-        self._step()
-        with self._engine(model, "second") as engine:
-            warm = self._ask(engine, "second engine, from the bucket")
+        self._console.print(
+            f"A has ended, and its memory is gone. In the bucket: {len(objects)} objects, "
+            f"{sum(objects.values()) / 1e6:,.0f} MB."
+        )
+        with self._engine("B", "a new process, which has never seen the document") as engine:
+            for question in QUESTIONS[:-1]:
+                self._ask(engine, "B", question)
+            self._kill_in_the_middle(engine, QUESTIONS[-1])
+        with self._engine("C", "another new process") as engine:
+            self._ask(engine, "C", QUESTIONS[-1])
             self._note_metrics(engine, "second")
-            self._say("done")
-        self._step()
-        return cold, own, warm, objects
 
     @contextmanager
-    def _engine(self, model: Path, name: str) -> Iterator[Engine]:
-        self._say(f"{name} engine: starting")
-        with Engine(
-            model,
-            connector=self._place.connector(),
+    def _engine(self, name: str, state: str) -> Iterator[Engine]:
+        tokens = self._reader.max_tokens + 4 * CHUNK_TOKENS
+        engine = Engine(
+            self._reader.model,
+            connector=self._place.connector(chunk_tokens=CHUNK_TOKENS),
             env=self._place.server.env,
-            log_path=self._directory / f"{name}-engine.log",
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-        ) as engine:
-            engine.generate([WARM_UP])  # the first request of any engine pays for lazy set-up
-            self._step(3)
+            log_path=self._directory / f"{name}.log",
+            kv_cache_memory_bytes=tokens * self._reader.kv_bytes_per_token,
+            max_model_len=self._reader.max_tokens,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            block_size=CHUNK_TOKENS,
+        )
+        with ExitStack() as stack:
+            with self._console.status(f"engine {name} starts"):
+                stack.enter_context(engine)
+                engine.generate([WARM_UP])  # the first request of any engine pays for lazy set-up
+            self._console.print(f"\n[bold]Engine {name}[/]: {state}.")
             yield engine
 
-    def _ask(self, engine: Engine, what: str) -> Pass:
+    def _ask(self, engine: Engine, name: str, question: str) -> None:
         before = tokens_by_source(engine)
-        answers = []
-        for number, prompt in enumerate(PROMPTS, 1):
-            self._say(f"{what}: prompt {number} of {len(PROMPTS)}")
-            answers += engine.generate([prompt])
-            self._step()
+        pending, words = self._begin(engine, question)
+        with self._console.status("it reads"):
+            while not pending.done() and not pending.so_far():
+                time.sleep(0.01)
+        while not pending.done():
+            words.show(self._reader.text(pending.so_far()))
+            time.sleep(0.01)
+        (answer,) = (Answer(**one) for one in pending.result())
+        words.show(self._reader.text(answer.tokens), last=True)
         after = tokens_by_source(engine)
-        return Pass(answers, {source: after[source] - before[source] for source in SOURCES})
+        given = {source: after[source] - before[source] for source in SOURCES}
+        self.answered.append(Answered(name, question, answer, given))
+        self._console.print(
+            f"    [bold]first word after {self.answered[-1].ttft_ms:,.0f} ms[/]; prompt tokens: "
+            + ", ".join(f"{count:,} {SOURCES[source]}" for source, count in given.items() if count)
+        )
+
+    def _kill_in_the_middle(self, engine: Engine, question: str) -> None:
+        """Kill all processes of an engine while it answers, as the end of a machine would."""
+        pending, words = self._begin(engine, question)
+        while len(self.cut_off) < KILL_AFTER_TOKENS and not pending.done():
+            self.cut_off = pending.so_far()
+            words.show(self._reader.text(self.cut_off))
+            time.sleep(0.01)
+        engine.kill()
+        words.end()
+        self._console.print("    [bold red]SIGKILL: engine B is killed in the middle of it.[/]")
+
+    def _begin(self, engine: Engine, question: str) -> tuple[Pending, Words]:
+        stop = list(self._reader.stop)
+        ask = Ask(self._reader.prompt(question), ANSWER_TOKENS, stop=stop, stream=True)
+        self._console.print(f"  [cyan]{question}[/]", highlight=False)
+        return engine.begin_generate([ask]), Words(self._console, indent=4)
 
     def _note_metrics(self, engine: Engine, name: str) -> None:
         """Once all uploads have ended. An engine counts them when it works on the next request."""
         if not self._keep:
             return
+        chunks = len(self._reader.prompt("")) // CHUNK_TOKENS
         deadline_s = time.monotonic() + 60.0
-        while len(self._objects()) < CHUNKS and time.monotonic() < deadline_s:
+        while len(self._objects()) < chunks and time.monotonic() < deadline_s:
             time.sleep(0.1)
         engine.generate([WARM_UP])
         stay.write_metrics(self._directory, name, engine.metrics())
 
     def _objects(self) -> dict[str, int]:
         return self._place.server.objects(self._place.bucket, self._place.prefix + "/")
-
-    def _say(self, text: str) -> None:
-        self._progress.update(self._bar, description=text)
-
-    def _step(self, steps: int = 1) -> None:
-        self._progress.advance(self._bar, steps)
 
 
 def tokens_by_source(engine: Engine) -> dict[str, int]:
@@ -128,67 +172,61 @@ def tokens_by_source(engine: Engine) -> dict[str, int]:
     }
 
 
-def table_of(passes: Sequence[tuple[str, Pass]]) -> Table:
-    table = Table(title="Time to first token, and where the prompts' tokens came from")
+def table_of(firsts: Sequence[tuple[str, Answered]]) -> Table:
+    """The first answers of the engines."""
+    table = Table(title="Each engine's first answer")
     table.add_column("")
-    for column in ("TTFT, median", "computed", "engine's cache", "bucket"):
+    for column in ("first word after", "computed", "from the bucket"):
         table.add_column(column, justify="right")
-    for name, one in passes:
-        counts = (f"{one.tokens_from[source]:,}" for source in SOURCES)
-        table.add_row(name, f"{one.ttft_ms:,.0f} ms", *counts)
+    for name, one in firsts:
+        computed = one.tokens_from["local_compute"]
+        table.add_row(name, f"{one.ttft_ms:,.0f} ms", f"{computed:,}", f"{one.from_bucket:,}")
     return table
 
 
-def verdict(own: Pass, warm: Pass, console: Console) -> int:
-    """Say whether the bucket's KV is as good as the engine's own; the exit status.
-
-    Only hits of equal length are compared: after a shorter one, more is computed at once, bf16
-    rounds differently, and a token may differ without anything being wrong.
-    """
-    if warm.tokens_from["external_kv_transfer"] == 0:
-        console.print("[bold red]Nothing came from the bucket.[/]")
-        return 1
-    pairs = zip(own.answers, warm.answers, strict=True)
-    compared = [(a, b) for a, b in pairs if a.cached_tokens == b.cached_tokens]
-    equal = sum(a.tokens == b.tokens for a, b in compared)
-    same = equal == len(compared) > 0
-    word = "[bold green]yes[/]" if same else "[bold red]no[/]"
+def verdict(answered: Sequence[Answered], cut_off: Sequence[int], console: Console) -> int:
+    """Say whether all engines gave the words of the first; the exit status."""
+    first = {one.question: one.answer.tokens for one in answered if one.engine == "A"}
+    later = [one for one in answered if one.engine != "A"]
+    for engine in ("B", "C"):
+        if not any(one.from_bucket for one in later if one.engine == engine):
+            console.print(f"[bold red]Nothing came from the bucket to engine {engine}.[/]")
+            return 1
+    equal = sum(one.answer.tokens == first[one.question] for one in later)
+    begun = first[QUESTIONS[-1]][: len(cut_off)] == list(cut_off)
+    same = begun and equal == len(later)
     console.print(
-        f"Same tokens as with the engine's own cache: {word}, {equal} of {len(compared)} prompts"
+        f"The same words as engine A: {'[bold green]yes' if same else '[bold red]no'}[/], "
+        f"{equal} of {len(later)} answers, and {'' if begun else 'not '}the one that was cut off."
     )
-    if len(compared) < len(PROMPTS):
-        console.print(f"(not compared: {len(PROMPTS) - len(compared)}, of which less was fetched)")
     return 0 if same else 1
 
 
 def main(arguments: list[str]) -> int:
     keep = "--keep" in arguments
-    console = Console()
-    console.print(
-        f"{len(PROMPTS)} prompts of {len(PROMPTS[0]):,} tokens, one after another, through a small "
-        f"Llama with {MODEL.kv_bytes_per_token >> 10} KiB of KV per token (Llama-3-8B has 128)."
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with (
-        tempfile.TemporaryDirectory(prefix="s3kv-demo-") as directory,
-        place_to_use() as place,
-    ):
-        with Progress(*columns, console=console, transient=True) as progress:
-            cold, own, warm, objects = Demo(place, Path(directory), progress, keep=keep).run()
-        rows = [
-            ("empty bucket", cold),
-            ("same engine again", own),
-            ("new engine process", warm),
-        ]
-        console.print(table_of(rows))
-        megabytes = sum(objects.values()) / 1e6
+    console = Console(highlight=False)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="s3kv-demo-"))
+        with console.status("an S3 server starts"):
+            place = stack.enter_context(place_to_use())
+        with console.status("the model is unpacked"):
+            who = reader(Path(folder))
+        if who.tokenizer is None:
+            console.print(f"[bold yellow]{MISSING}[/]")
         console.print(
-            f"In the bucket: {len(objects)} objects, {megabytes:,.0f} MB, "
-            f"at s3://{place.bucket}/{place.prefix}/"
+            f"{who.name} answers questions about {len(who.prompt('')):,} tokens of this project's "
+            f"documents. Their KV, {who.kv_bytes_per_token / 1_000:.0f} kB a token, goes to "
+            f"{place.store}, at s3://{place.bucket}/{place.prefix}/."
         )
-        status = verdict(own, warm, console)
+        demo = Demo(who, place, Path(folder), console, keep=keep)
+        demo.run()
+        firsts = {one.engine: one for one in reversed(demo.answered)}
+        names = {"A": "A, cold", "B": "B, a new process", "C": "C, after the kill"}
+        console.print()
+        console.print(table_of([(names[one], firsts[one]) for one in names]))
+        status = verdict(demo.answered, demo.cut_off, console)
         if keep:
-            stay.write_config(Path(directory), place.connector())
-            print(stay.instructions(Path(directory), place.server.env), flush=True)
+            stay.write_config(Path(folder), place.connector(chunk_tokens=CHUNK_TOKENS))
+            print(stay.instructions(Path(folder), place.server.env), flush=True)
             stay.wait_for_enter()
         return status

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
@@ -31,6 +32,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 Message = dict[str, Any]
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+NUMBER: ContextVar[int] = ContextVar("NUMBER")
+"""Of the command that a task handles."""
 
 
 class Host(Protocol):
@@ -109,6 +112,7 @@ class Child:
         self._answers.flush()
 
     async def handle(self, command: Message) -> None:
+        NUMBER.set(command["id"])
         try:
             value = await getattr(self, "do_" + command["op"])(**command["args"])
             self.answer({"id": command["id"], "value": value})  # raises if JSON has no such value
@@ -129,6 +133,8 @@ class Child:
         self,
         prompt: list[int],
         max_tokens: int,
+        stop: list[int],
+        stream: bool,
         cache_salt: str | None,
         images: list[int],
         uuids: list[str | None],
@@ -142,6 +148,7 @@ class Child:
             detokenize=False,
             ignore_eos=True,
             max_tokens=max_tokens,
+            stop_token_ids=stop,
             extra_args={"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None,
         )
         whole: Message = {"prompt_token_ids": prompt}
@@ -156,7 +163,7 @@ class Child:
         self._requests += 1
         lora = None if adapter is None else LoRARequest(*adapter)
         name = f"lab-{self._requests}"
-        stream = self._host.generate(whole, params, name, lora_request=lora)
+        outputs = self._host.generate(whole, params, name, lora_request=lora)
         record: Message = {
             "tokens": [],
             "cached_tokens": None,
@@ -166,11 +173,13 @@ class Child:
         start = time.monotonic()
 
         async def follow() -> None:
-            async for output in stream:
+            async for output in outputs:
                 record["tokens"] = list(output.outputs[0].token_ids)
                 if record["ttft_s"] is None and record["tokens"]:
                     record["ttft_s"] = time.monotonic() - start
                 record["cached_tokens"] = output.num_cached_tokens
+                if stream:
+                    self.answer({"id": NUMBER.get(), "so_far": record["tokens"]})
                 if output.finished:
                     record["finish_reason"] = output.outputs[0].finish_reason
                 elif abort_after_tokens and len(record["tokens"]) >= abort_after_tokens:
@@ -178,7 +187,7 @@ class Child:
 
         with contextlib.suppress(asyncio.TimeoutError):  # the record says "abort" already
             await asyncio.wait_for(follow(), abort_after_s)
-        await stream.aclose()  # leaving the stream is what aborts the request
+        await outputs.aclose()  # leaving the stream is what aborts the request
         return record | {"seconds": time.monotonic() - start}
 
     async def do_metrics(self) -> dict[str, float]:

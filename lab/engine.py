@@ -71,12 +71,15 @@ class Ask:
 
     images: seeds of `lab.vision.image`; uuids: a client's names for them. adapter: name, number and
     path of a LoRA adapter.
+    stop: tokens that end it; none does otherwise. stream: `Pending.so_far` shows it grow.
     abort_after_*: give it up after so many tokens, or so long after sending.
     kv_transfer_params: for the connector.
     """
 
     prompt: Sequence[int]
     max_tokens: int = 8
+    stop: Sequence[int] = ()
+    stream: bool = False
     cache_salt: str | None = None
     images: Sequence[int] = ()
     uuids: Sequence[str | None] = ()
@@ -91,7 +94,7 @@ class Answer:
     """How a request went. Times are the client's, inside the engine's process.
 
     cached_tokens: prompt tokens not computed, from the engine's own cache and the connector's
-    together. finish_reason: "length", "abort" or "error".
+    together. finish_reason: "length", "stop", "abort" or "error".
     """
 
     tokens: list[int]
@@ -114,6 +117,11 @@ class Pending:
     def done(self) -> bool:
         """Whether `result` returns, or raises because the engine's process has ended, at once."""
         return self._engine._has_come(self._number)
+
+    def so_far(self) -> list[int]:
+        """The tokens that a streamed request has got."""
+        self.done()
+        return list(self._engine._so_far.get(self._number, {}).get("so_far", ()))
 
 
 class Engine:
@@ -174,9 +182,8 @@ class Engine:
         self._env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
         self._commands = 0
         self._answers: dict[int, Any] = {}
+        self._so_far: dict[int, Any] = {}
         self._unread = b""
-
-    # ------------------------------------------------------------------------------ life
 
     def start(self) -> None:
         """Start the process and wait until the engine is ready to serve."""
@@ -273,8 +280,6 @@ class Engine:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [f"{p.pid} {' '.join(_command(p))}" for p in left]
-
-    # -------------------------------------------------------------------------- commands
 
     def generate(
         self,
@@ -376,7 +381,8 @@ class Engine:
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             answer = json.loads(line)
-            self._answers[answer["id"]] = answer
+            taken = self._so_far if "so_far" in answer else self._answers
+            taken[answer["id"]] = answer
         return bool(data)
 
     def _with_log(self, message: str, lines: int = 40) -> str:

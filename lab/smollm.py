@@ -63,7 +63,8 @@ def directory() -> Path | None:
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=cache) as scratch:
             made = Path(scratch) / "model"
             root = Path(__file__).resolve().parent.parent
-            subprocess.run([sys.executable, "-m", "lab.smollm", made], check=True, cwd=root)
+            command = [sys.executable, "-m", "lab.smollm", str(made)]
+            subprocess.run(command, check=True, cwd=root, start_new_session=True)
             if not path.exists():  # another process may have been faster
                 made.rename(path)
     return path

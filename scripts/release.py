@@ -26,7 +26,7 @@ from pathlib import Path
 import s3kv
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ("demo", "lab")
+DEMO = ("demo", "docs", "lab")
 """What the demo consists of, beside s3kv."""
 
 

