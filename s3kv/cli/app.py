@@ -12,6 +12,7 @@ from s3kv.cli.gc import gc
 from s3kv.cli.inspect import inspect
 from s3kv.cli.invocation import EPILOG
 from s3kv.cli.ls import ls
+from s3kv.cli.prove import prove
 from s3kv.cli.serve import serve
 from s3kv.cli.verify import verify
 
@@ -27,5 +28,5 @@ def cli() -> None:
     """
 
 
-for command in (configure, cost, doctor, gc, inspect, ls, serve, verify):
+for command in (configure, cost, doctor, gc, inspect, ls, prove, serve, verify):
     cli.add_command(command)

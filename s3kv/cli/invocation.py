@@ -56,6 +56,7 @@ def with_settings(
     command: Callable[..., None],
     file_option: str = "--config",
     parsed: Callable[[dict[str, Any]], Any] = parse,
+    json_option: Callable[[Callable[..., None]], Callable[..., None]] = json_option,
 ) -> Callable[..., None]:
     """Decorate a command: adds the options that name the bucket and `--json`, passes the `parsed`
     settings as `config`, and turns our errors into exit codes.

@@ -47,10 +47,7 @@ BEYOND_TOKENS = {"--enable-lora", "--enable-prompt-embeds"}
 """Options with which a key of vLLM's OffloadingConnector may leave out an input."""
 
 
-@click.command("serve", epilog=EPILOG, context_settings={"ignore_unknown_options": True})
-@click.argument("model")
-@click.argument("options", metavar="[OPTIONS OF VLLM]...", nargs=-1, type=click.UNPROCESSED)
-@click.option(
+connector_option = click.option(
     "--connector",
     type=click.Choice(["auto", _OFFLOADING, "S3KVConnector"]),
     default="auto",
@@ -58,7 +55,14 @@ BEYOND_TOKENS = {"--enable-lora", "--enable-prompt-embeds"}
     help="vLLM's connector, with s3kv as its tier, or s3kv's own. auto: the first on GPUs, unless "
     "requests have media, adapters or prompt embeddings.",
 )
-@click.option("--host-bytes", metavar="SIZE", help="Host memory of each worker.")
+host_bytes_option = click.option("--host-bytes", metavar="SIZE", help="Host memory of each worker.")
+
+
+@click.command("serve", epilog=EPILOG, context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@click.argument("options", metavar="[OPTIONS OF VLLM]...", nargs=-1, type=click.UNPROCESSED)
+@connector_option
+@host_bytes_option
 @click.option(
     "--encoder-outputs/--no-encoder-outputs",
     default=None,
@@ -83,31 +87,21 @@ def serve(
     is multi-modal by its config.json. Host memory is a quarter of the memory that is available (a
     sixteenth on CPUs, where vLLM takes most of it), from 256 MiB to 64 GiB per worker.
     """
-    program, given, notes = _program(model), given_options(options), []
-    for name in given.keys() & CONNECTING:
-        raise ConfigError(
-            f"{name} is set, and `s3kv serve` configures the connector itself: remove it, or run "
-            "`vllm serve` with the options that `s3kv config` prints"
-        )
+    program, given, notes = server_of(model), given_options(options), []
+    refuse_connectors(given)
     config |= {} if host_bytes is None else {"host_bytes": host_bytes}
-    settings, on_gpus = parse(config), runs_on_gpus()
-    multi_modal = is_multi_modal(model, given)
+    settings, multi_modal = parse(config), is_multi_modal(model, given)
     if multi_modal is None:
         notes.append(
             "the model's config.json is not found: encoder outputs are not cached unless "
             "--encoder-outputs is set, and the connector is S3KVConnector unless --connector is"
         )
-    offloads, encodes = connector == _OFFLOADING, bool(encoder_outputs)
-    if connector == "auto":
-        offloads = on_gpus and multi_modal is False and not given.keys() & BEYOND_TOKENS
+    offloads, encodes = offloads_with(connector, given, multi_modal), bool(encoder_outputs)
     if encoder_outputs is None:
         encodes = bool(multi_modal) and may_cache_items(given)
     if "host_bytes" not in config:
-        engines, workers = sizes(given)
-        budget, origin = _budget(4 if on_gpus else 16, in_shm=offloads)
-        settings = replace(settings, host_bytes=share(budget, engines * (workers + encodes)))
-        each = f"{size(settings.host_bytes)} for each of {count(engines * workers, 'worker')}"
-        notes.append(f"host memory: {each}, out of {origin} (--host-bytes sets it)")
+        settings, note = with_host_memory(settings, given, offloads=offloads, encodes=encodes)
+        notes.append(note)
     added = options_to_add(settings, given, offloads=offloads, encodes=encodes)
     command = [*program, *added, *options]
     if as_json:
@@ -118,6 +112,33 @@ def serve(
         for note in notes:
             click.echo(f"s3kv: {note}", err=True)
         os.execv(program[0], command)
+
+
+def refuse_connectors(given: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if the options `given` to vLLM configure a connector."""
+    for name in given.keys() & CONNECTING:
+        raise ConfigError(
+            f"{name} is set, and this command configures the connector itself: remove it, or run "
+            "`vllm serve` with the options that `s3kv config` prints"
+        )
+
+
+def offloads_with(connector: str, given: Mapping[str, str], multi_modal: bool | None) -> bool:
+    """Whether the value of --connector means vLLM's own connector, with s3kv as its tier."""
+    if connector != "auto":
+        return connector == _OFFLOADING
+    return runs_on_gpus() and multi_modal is False and not given.keys() & BEYOND_TOKENS
+
+
+def with_host_memory(
+    settings: Config, given: Mapping[str, str], *, offloads: bool, encodes: bool = False
+) -> tuple[Config, str]:
+    """The settings with `host_bytes` for this host, and a note on it."""
+    engines, workers = sizes(given)
+    budget, origin = _budget(4 if runs_on_gpus() else 16, in_shm=offloads)
+    settings = replace(settings, host_bytes=share(budget, engines * (workers + encodes)))
+    each = f"{size(settings.host_bytes)} for each of {count(engines * workers, 'worker')}"
+    return settings, f"host memory: {each}, out of {origin} (--host-bytes sets it)"
 
 
 def options_to_add(
@@ -231,7 +252,7 @@ def multi_modal_architectures() -> set[str]:
     return set(re.findall(r'^    "(\w+)":', table, re.MULTILINE))
 
 
-def _program(model: str) -> list[str]:
+def server_of(model: str) -> list[str]:
     """The words with which this Python's vLLM serves a model. Raises `ConfigError`."""
     version = vllm_s3kv.vllm_version()
     if refused := vllm_s3kv.refusal(version) if version else f"{sys.executable} has no vLLM":

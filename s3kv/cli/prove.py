@@ -1,0 +1,261 @@
+"""`s3kv prove`: proves on an operator's own model and bucket that the cache changes no answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import click
+from rich.text import Text
+
+from s3kv.cli import show
+from s3kv.cli.configure import connectors, offloading_connector
+from s3kv.cli.doctor.bucket import BucketExamination, examine_client, probe_key
+from s3kv.cli.invocation import FOUND, now_s, on_bucket, parse, with_settings
+from s3kv.cli.serve import (
+    connector_option,
+    given_options,
+    host_bytes_option,
+    is_multi_modal,
+    offloads_with,
+    refuse_connectors,
+    server_of,
+    sizes,
+    with_host_memory,
+)
+from s3kv.config import Config, count
+from s3kv.errors import ConfigError, StoreDenied
+from s3kv.prove import arms as proof
+from s3kv.prove.judge import judge
+from s3kv.prove.page import COLUMNS, cells, html
+from s3kv.prove.report import document, margins_text
+from s3kv.stores.lanes import in_lanes
+from s3kv.stores.s3.s3_store import open_store
+from s3kv.stores.store import ObjectInfo, ObjectStore
+from s3kv.upkeep.listing import listed
+
+_EPILOG = """\b
+EXIT CODES
+    0  proven
+    1  wrong: an answer changed, or an arm did not serve from its source
+    2  it could not be run: vLLM, the model, the bucket or an option is missing or refused
+  130  interrupted (Ctrl-C)
+
+Credentials are found as every AWS tool finds them."""
+_DRAIN_S = 60.0
+_LANES = 16
+_file = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+@click.command("prove", epilog=_EPILOG, context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@click.argument("options", metavar="[OPTIONS OF VLLM]...", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--arms",
+    metavar="NAME,...",
+    default=",".join(proof.USUAL),
+    show_default=True,
+    help="Arms to run, of these and tp. off and engine always run.",
+)
+@connector_option
+@click.option(
+    "--connector-json",
+    metavar="JSON",
+    help="A --kv-transfer-config to prove in place of s3kv's, such as LMCache's.",
+)
+@host_bytes_option
+@click.option(
+    "--prompts", type=click.IntRange(1), default=8, show_default=True, help="Prompts of each arm."
+)
+@click.option(
+    "--longest",
+    type=click.IntRange(1),
+    default=4096,
+    show_default=True,
+    metavar="TOKENS",
+    help="Longest prompt; shorter ones where the model takes less.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the prompts.")
+@click.option("--html", "html_file", type=_file, help="File for the report as a page.")
+@partial(
+    with_settings,
+    file_option="--settings",
+    parsed=dict,
+    json_option=click.option("--json", "json_file", type=_file, help="File for it as JSON."),
+)
+def prove(
+    config: dict[str, Any],
+    json_file: Path | None,
+    html_file: Path | None,
+    model: str,
+    options: tuple[str, ...],
+    arms: str,
+    connector: str,
+    connector_json: str | None,
+    host_bytes: str | None,
+    prompts: int,
+    longest: int,
+    seed: int,
+) -> None:
+    """Prove that serving KV from the bucket changes no answer of MODEL, and measure the gain.
+
+    Serves the same prompts in several arms: computed, from the engine's own prefix cache, from host
+    memory, from the bucket after a restart, and with the bucket away. Compares tokens, logprobs and
+    the codes that are planted in the prompts. Each arm starts an engine with the OPTIONS OF
+    VLLM. Objects are under PREFIX/prove/ID, and are deleted at the end.
+    """
+    server_of(model)
+    given = given_options(options)
+    refuse_connectors(given)
+    config |= {} if host_bytes is None else {"host_bytes": host_bytes}
+    names, workers = _names(arms), sizes(given)[1]
+    transfer = (
+        _given_connector(connector_json)
+        if connector_json is not None
+        else _own_connector(config, model, given, connector, shares="tp" in names)
+    )
+    held, skipped = proof.settings_of(transfer), list[str]()
+    own = None
+    if held is None:
+        skipped = ["away did not run: it needs s3kv's settings"]
+        names.discard("away")
+    else:
+        own = parse({**held, "prefix": f"{held.get('prefix', 's3kv')}/prove/{uuid4().hex}"})
+        _examine(own)
+        changes = {"prefix": own.prefix, "drain_timeout_s": _DRAIN_S}
+        transfer = proof.with_settings(transfer, **changes)
+    logs = Path(tempfile.mkdtemp(prefix="s3kv-prove-"))
+    argv, size = [f"--model={model}", *options], 2 if workers == 1 else 1
+    with _cleaned(own):
+        plan = proof.RunInputs(argv, transfer, size, logs, longest, prompts, seed)
+        measured = _measure(names, plan)
+    wait_s = 0.0 if own is None else own.max_wait_ms / 1e3
+    judgement = judge({n: one.facts for n, one in measured.items()}, wait_s, empty=own is not None)
+    report = document(measured, judgement, model=model, seed=seed, skipped=skipped)
+    _present(report, json_file, html_file)
+    if not judgement.proven:
+        click.echo(f"s3kv: the engines' logs are in {logs}", err=True)
+        raise SystemExit(FOUND)
+    shutil.rmtree(logs)
+
+
+def _names(arms: str) -> set[str]:
+    """The arms to run. Raises `ConfigError`."""
+    names = {name.strip() for name in arms.split(",")}
+    if unknown := names - proof.ARMS.keys():
+        raise ConfigError(
+            f"--arms has {', '.join(sorted(unknown))}: allowed are {', '.join(proof.ARMS)}"
+        )
+    reads = names - {"off", "engine", "away"}
+    return names | set(proof.NEEDED if reads else proof.NEEDED[:2])
+
+
+def _given_connector(text: str) -> dict[str, Any]:
+    try:
+        held = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--connector-json is not JSON: {error}") from error
+    if not isinstance(held, dict) or "kv_connector" not in held:
+        raise ConfigError("--connector-json has no kv_connector: allowed is a kv_transfer_config")
+    return held
+
+
+def _own_connector(
+    config: dict[str, Any], model: str, given: Mapping[str, str], connector: str, *, shares: bool
+) -> dict[str, Any]:
+    """The kv_transfer_config that `s3kv serve` would set. shares: chunks with other sizes."""
+    settings = parse(config | ({"share_ranks": True} if shares else {}))
+    offloads = offloads_with(connector, given, is_multi_modal(model, given))
+    if "host_bytes" not in config:
+        settings, note = with_host_memory(settings, given, offloads=offloads)
+        click.echo(f"s3kv: {note}", err=True)
+    if offloads:
+        blocks = given.get("--block-size", "")
+        return offloading_connector(
+            settings, sizes(given)[1], int(blocks) if blocks.isdecimal() else 0
+        )
+    return connectors(settings, "both", ("kv",))["--kv-transfer-config"]
+
+
+def _examine(config: Config) -> None:
+    """Raise `ConfigError`, with remedies, if the bucket cannot be used."""
+    examination = BucketExamination(
+        open_store,
+        config,
+        probe_key(config, "probe"),
+        bandwidth_bytes=0,
+        clock_s=time.perf_counter,
+        wall_s=now_s,
+    )
+    findings = [examine_client(config), *asyncio.run(examination.run(read_only=False))]
+    faults = [
+        f"{one.check}: {one.detail} → {one.remedy}" for one in findings if one.status == "fault"
+    ]
+    if faults:
+        raise ConfigError("the bucket cannot be used: " + "; ".join(faults))
+
+
+def _measure(names: set[str], plan: proof.RunInputs) -> dict[str, proof.Measured]:
+    """The measurements of all arms, with their progress on stderr."""
+    with show.bars() as on_progress:
+
+        def report(arm: str, done: int, total: int) -> None:
+            on_progress(arm, done, total)
+            if not done:
+                click.echo(f"s3kv: arm {arm} starts an engine", err=True)
+
+        return dict(proof.run_arms(sorted(names), plan, report))
+
+
+@contextlib.contextmanager
+def _cleaned(config: Config | None) -> Iterator[None]:
+    """Delete every object under the prefix at the end, however it comes, SIGTERM included."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        if config is not None:
+            on_bucket(config, partial(_delete, prefix=f"{config.prefix}/"))
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+async def _delete(store: ObjectStore, prefix: str) -> None:
+    """Delete all objects under the prefix, with their versions."""
+    left = list[str]()
+
+    async def erase(lane: int, info: ObjectInfo) -> None:
+        if not await store.erase(info.key):
+            left.append(info.key)
+
+    await in_lanes(_LANES, listed(store, prefix), erase)
+    if left:
+        raise StoreDenied(f"versions of {count(len(left), 'object')} stay under {prefix}")
+
+
+def _present(report: Mapping[str, Any], json_file: Path | None, html_file: Path | None) -> None:
+    """Print the page of the terminal, and write the files."""
+    style = "bold green" if report["proven"] else "bold red"
+    show.print_grid([[Text(report["verdict"], style)], [margins_text(report)]])
+    arms = ((name, row) for name, row in report["arms"].items())
+    show.print_table([COLUMNS[0], *show.numbers(*COLUMNS[1:])], (cells(*arm) for arm in arms))
+    rows = [(one["arm"], one["text"]) for one in report["findings"]]
+    show.print_grid([*rows, *(("", text) for text in report["skipped"])])
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+    if html_file is not None:
+        html_file.write_text(html(report), "utf-8")

@@ -1,0 +1,118 @@
+"""Report of a proof: one document out of the arms' measurements and the judgement. Pure.
+
+It is what `--json` writes; the terminal and the HTML page show it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import ceil
+from typing import Any
+
+from s3kv import __version__
+from s3kv.metrics import NAMESPACE
+from s3kv.prices import DEFAULT, TABLE
+from s3kv.prove import judge
+from s3kv.prove.arms import Measured
+from s3kv.stores.traffic import Traffic
+from s3kv.upkeep.costs import nanodollars
+
+_REQUESTS = f"{NAMESPACE}io_requests_total|"
+
+
+def document(
+    measured: Mapping[str, Measured],
+    judgement: judge.Judgement,
+    *,
+    model: str,
+    seed: int,
+    skipped: Sequence[str],
+) -> dict[str, Any]:
+    """The report as JSON. skipped: why some arms did not run."""
+    return {
+        "verdict": _verdict(measured, judgement),
+        "proven": judgement.proven,
+        "model": model,
+        "seed": seed,
+        "s3kv": __version__,
+        "margins": {
+            "near_tie": judge.NEAR_TIE,
+            "move": judgement.margin,
+            "noise": judgement.noise,
+            "other_shape": max(judge.OTHER_SHAPE_MOVE, judgement.margin),
+            "most_noise": judge.MOST_NOISE,
+        },
+        "findings": [asdict(finding) for finding in judgement.findings],
+        "skipped": list(skipped),
+        "arms": {
+            name: _row(one, judgement.comparisons.get(name, ())) for name, one in measured.items()
+        },
+    }
+
+
+def margins_text(report: Mapping[str, Any]) -> str:
+    """The sentence on the margins, for the page."""
+    margins = report["margins"]
+    return (
+        f"Margins, in nats: a near tie is a preference of at most {margins['near_tie']}; logprobs "
+        f"may move by {margins['move']:.3f} on average, {judge.NOISE_FACTOR:g} times the noise "
+        f"between off and engine ({margins['noise']:.3f}) and at least {judge.LEAST_MOVE}; where "
+        f"another length of the prompt was served, by {margins['other_shape']:.3f}; engine itself "
+        f"by {margins['most_noise']}."
+    )
+
+
+def _verdict(measured: Mapping[str, Measured], judgement: judge.Judgement) -> str:
+    answers = len(measured["off"].facts.answers)
+    wrong = {finding.arm: None for finding in judgement.findings if finding.wrong}
+    if wrong:
+        return f"WRONG: {', '.join(wrong)}"
+    served = [name for name in measured if name in judge.LOADING]
+    gain = ""
+    if "restart" in measured:
+        off, restart = (_percentile(measured[name], 50) for name in ("off", "restart"))
+        gain = f"; the first token after a restart came {off / restart:.1f} times as fast (p50)"
+    served_text = f" as {', '.join(served)} served them" if served else ""
+    return f"PROVEN: {answers} answers are the same{served_text}{gain}"
+
+
+def _row(one: Measured, comparisons: Sequence[judge.Comparison]) -> dict[str, Any]:
+    facts, counters = one.facts, one.counters
+    requests = Counter(
+        {
+            key.removeprefix(_REQUESTS): int(value)
+            for key, value in counters.items()
+            if key.startswith(_REQUESTS)
+        }
+    )
+    read, written = (
+        int(counters.get(f"{NAMESPACE}{kind}_bytes_total", 0)) for kind in ("fetch", "upload")
+    )
+    traffic = Traffic(requests, received_bytes=read, sent_bytes=written)
+    served = facts.engine_tokens + facts.connector_tokens
+    return {
+        "error": facts.error,
+        "answers": len(facts.answers),
+        "found": sum(answer.found for answer in facts.answers),
+        "same_tokens": sum(each.diverged is None for each in comparisons) if comparisons else None,
+        "move": max((each.move for each in comparisons), default=None),
+        "ttft_p50_ms": _percentile(one, 50),
+        "ttft_p95_ms": _percentile(one, 95),
+        "prompt_tokens": facts.prompt_tokens,
+        "engine_tokens": facts.engine_tokens,
+        "connector_tokens": facts.connector_tokens,
+        "computed_tokens": max(0, facts.prompt_tokens - served),
+        "read_bytes": read,
+        "written_bytes": written,
+        "requests": sum(requests.values()),
+        "usd": nanodollars(TABLE[DEFAULT], traffic) / 1e9,
+        "cpu_s": round(one.cpu_s, 2),
+    }
+
+
+def _percentile(one: Measured, percent: int) -> float:
+    """Of the TTFT, in milliseconds, by the nearest rank; 0 without answers."""
+    times = sorted(answer.ttft_s * 1e3 for answer in one.facts.answers)
+    return round(times[ceil(len(times) * percent / 100) - 1], 1) if times else 0.0

@@ -1,0 +1,124 @@
+"""`s3kv prove`: its exit codes, its files, and an empty bucket at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from s3kv.cli import prove
+from s3kv.cli.app import cli
+from s3kv.prove import arms as proof
+from s3kv.prove.arms import ArmFailed, Measured, RunInputs
+from s3kv.prove.judge import ArmAnswer, ArmFacts
+from tests.servers import BUCKET
+from tests.unit.cli.conftest import Run
+
+PLANS: list[RunInputs] = []
+
+
+@pytest.fixture(autouse=True)
+def arms(monkeypatch: pytest.MonkeyPatch, boto: Any) -> dict[str, Any]:
+    """The facts of arms that are never run: `restart` by the keys; `raises` in place of them. They
+    leave an object in the bucket."""
+    told: dict[str, Any] = {"restart": {"connector_tokens": 900, "bucket_bytes": 1}}
+
+    def run_arms(names: Sequence[str], plan: RunInputs, report: object) -> Iterator[Any]:
+        PLANS[:] = [plan]
+        prefix = (proof.settings_of(plan.connector) or {}).get("prefix", "x/prove/other")
+        boto.put_object(Bucket=BUCKET, Key=f"{prefix}/v1/left", Body=b"left")
+        if "raises" in told:
+            told["raises"]()
+        for name in names:
+            served = {"engine": {"engine_tokens": 900}} | told
+            answers = [ArmAnswer((1,), ({1: -0.1},), found=True, ttft_s=1.0)]
+            yield name, Measured(ArmFacts(answers, 1_000, **served.get(name, {})))
+
+    monkeypatch.setattr(proof, "run_arms", run_arms)
+    monkeypatch.setattr(prove, "server_of", lambda model: [])
+    return told
+
+
+def left(boto: Any) -> list[str]:
+    return [one["Key"] for one in boto.list_objects_v2(Bucket=BUCKET).get("Contents", ())]
+
+
+def test_a_proof_is_shown_written_and_leaves_nothing(run: Run, boto: Any, tmp_path: Path) -> None:
+    files = [tmp_path / "report.json", tmp_path / "report.html"]
+    options = ["--json", str(files[0]), "--html", str(files[1]), "--max-model-len", "2048"]
+    done = run("prove", "m", *options, "--arms", "restart", "--seed", "7")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[0].startswith("PROVEN: 1 answers are the same as restart")
+    assert json.loads(files[0].read_text())["seed"] == 7
+    assert "PROVEN" in files[1].read_text()
+    assert left(boto) == []
+    assert list(PLANS[0].argv) == ["--model=m", "--max-model-len", "2048"]
+    settings = proof.settings_of(PLANS[0].connector)
+    assert settings is not None
+    assert settings["prefix"].startswith("s3kv/prove/")
+
+
+def test_a_wrong_arm_is_exit_code_1(run: Run, boto: Any, arms: dict[str, Any]) -> None:
+    arms["restart"] = {}
+    done = run("prove", "m", "--arms", "restart")
+    assert done.exit_code == 1, done.output
+    assert done.stdout.startswith("WRONG: restart")
+    assert "nothing was served: every prompt was computed" in done.stdout
+    assert left(boto) == []
+
+
+def test_the_bucket_is_cleaned_however_it_ends(run: Run, boto: Any, arms: dict[str, Any]) -> None:
+    def fail() -> None:
+        raise ArmFailed("arm off did not start: no such model")
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    for raises, code in ((fail, 2), (end, 128 + signal.SIGTERM)):
+        arms["raises"] = raises
+        assert run("prove", "m").exit_code == code
+        assert left(boto) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--arms", "off,coldd"], "--arms has coldd: allowed are off"),
+        (["--kv-transfer-config", "{}"], "--kv-transfer-config is set"),
+        (["--connector-json", "{"], "--connector-json is not JSON"),
+        (["--connector-json", "[]"], "--connector-json has no kv_connector"),
+        (["--set", "host_bytes=none"], "host_bytes is 'none'"),
+    ],
+)
+def test_what_cannot_be_run_is_exit_code_2(run: Run, options: list[str], text: str) -> None:
+    done = run("prove", "m", *options)
+    assert done.exit_code == 2
+    assert text in done.stderr
+
+
+def test_a_bucket_that_cannot_be_used_is_exit_code_2(run: Run, url: str) -> None:
+    for place in ({"bucket": "no-such-bucket"}, {"at": "http://127.0.0.1:9"}):
+        done = run("prove", "m", **place)
+        assert done.exit_code == 2
+        assert "the bucket cannot be used: list: " in done.stderr
+
+
+def test_without_vllm_it_is_exit_code_2(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("vllm_s3kv.vllm_version", lambda: None)
+    done = CliRunner().invoke(cli, ["prove", "m", "--bucket", "my-bucket"])
+    assert done.exit_code == 2
+    assert "has no vLLM" in done.stderr
+
+
+def test_another_connector_skips_the_arm_that_needs_our_settings(run: Run) -> None:
+    other = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})
+    done = run("prove", "m", "--connector-json", other)
+    assert "away did not run: it needs s3kv's settings" in done.stdout
+    assert PLANS[0].connector == json.loads(other)
