@@ -91,9 +91,6 @@ def test_the_dtype_of_items_is_the_models() -> None:
         item_dtype(vllm_config(dtype=torch.complex64))
 
 
-# --- items -----------------------------------------------------------------------------------
-
-
 def feature(
     identifier: str = HASH, *, offset: int = 0, length: int = 100, modality: str = "image"
 ) -> MultiModalFeatureSpec:

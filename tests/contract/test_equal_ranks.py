@@ -81,8 +81,6 @@ def test_a_stage_without_a_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         shard_names(model, 1, 2)
 
 
-# --- fewer heads than ranks -----------------------------------------------------------------
-
 ONE_HEAD = replace(FULL, num_kv_heads=1)
 UNIFORM = {"num_key_value_heads": 2, "num_hidden_layers": 4, "rope_scaling": {"factor": 8.0}}
 

@@ -307,9 +307,6 @@ def test_no_field_is_left_out_of_the_list_above(engine: Engine) -> None:
     assert whole_sections <= {field.partition(".")[0] for field in tried}
 
 
-# ------------------------------------------------------------------------- what is the same
-
-
 def test_the_same_engine_elsewhere_is_the_same(engine: Engine, tmp_path: Path) -> None:
     before = engine.fingerprint()
     shutil.copytree(tmp_path / "model", tmp_path / "elsewhere")

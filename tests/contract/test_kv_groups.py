@@ -51,8 +51,6 @@ KINDS = MambaAttentionBackendEnum
 BOTH = dict.fromkeys("ab", FULL)
 PRECISIONS = {"a": FULL, "b": dataclasses.replace(FULL, dtype=torch.float32)}
 
-# ---------------------------------------------------------------------------- what is served
-
 
 @pytest.mark.parametrize(
     "specs",
@@ -220,9 +218,6 @@ def test_windows_that_vllm_keeps_longer_or_with_eagle_are_refused(tiny_config: A
     layers = {"a": FULL, "b": WINDOW}  # and with that option:
     grouping_module().unify_hybrid_kv_cache_specs(layers)
     check_groups_are_served(tiny_config, groups(UniformTypeKVCacheSpecs.from_specs(layers)))
-
-
-# ---------------------------------------------------------------------------- how they are joined
 
 
 def test_groups_that_need_the_same_positions_share_their_objects() -> None:

@@ -257,9 +257,6 @@ def test_misses_and_the_content_of_memory_are_counted() -> None:
     assert scheduler.broken is None
 
 
-# --- the workers' reports ---------------------------------------------------------------------
-
-
 def test_workers_that_report_the_same_again_change_nothing() -> None:
     """vLLM 0.33 has them do so at every wake-up, after a reset that has to outlive it."""
     scheduler, fresh = side(), side()
@@ -359,8 +356,6 @@ def test_an_object_has_room_for_its_longest_shard() -> None:
         assert reservation is not None
         assert reservation.entry.units == pages
 
-
-# --- adapters ---------------------------------------------------------------------------------
 
 ADAPTER = LoRARequest("a", 1, "/nowhere")
 LOADED = LoadedAdapter(hashed_name(ADAPTER), b"content")

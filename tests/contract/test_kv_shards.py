@@ -47,9 +47,6 @@ def layout_of(specs: dict[str, Any], order: str) -> PageLayout:
     return PageLayout.of(caches, NUM_BLOCKS, list(specs), CHUNK_BLOCKS)
 
 
-# --- vLLM's own mapping ---------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Rank:
     """A rank as vLLM's mapping sees it, and as s3kv does."""
@@ -156,9 +153,6 @@ def test_ranks_read_of_others_what_vllm_says_they_hold(
             source = Place.of(stored[shard].object(pages), part.format.header_bytes)
             part.apply(source, made)
         assert bytes(made) == reader.object(pages)
-
-
-# --- who shares -----------------------------------------------------------------------------
 
 
 class Engine:

@@ -78,8 +78,6 @@ def test_a_chunk_is_about_256_tokens_by_default(directory: Path, block: int, chu
     assert (sizes.block_tokens, sizes.chunk_tokens) == (block, chunk)
 
 
-# ---------------------------------------------------------------------------- the order of a step
-
 MIXED = UniformTypeKVCacheSpecs(
     block_size=BLOCK_TOKENS,
     kv_cache_specs={"a": FULL, "b": dataclasses.replace(FULL, dtype=torch.float32)},

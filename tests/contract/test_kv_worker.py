@@ -81,9 +81,6 @@ def step(worker: WorkerSide) -> None:
     worker.save(PLAN)
 
 
-# --- the handshake ----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def registered(tiny_config: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, Mock]:
     """A side whose bucket holds objects, and the calls that wait for the bucket."""
@@ -160,9 +157,6 @@ def test_the_first_rank_logs_for_all(
         logging.getLogger(ENGINE_LOG).setLevel(logging.NOTSET)
 
 
-# --- a step -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("device", "may_sleep", "announces_sleep", "launches"),
     [
@@ -212,9 +206,6 @@ def test_copies_are_ordered_with_what_a_step_writes_around_its_fences(
     assert rank.log == log
 
 
-# --- sleep ------------------------------------------------------------------------------------
-
-
 def connector(worker: WorkerSide) -> S3KVConnector:
     """A connector of the worker's role, around a side made by hand."""
     made = S3KVConnector.__new__(S3KVConnector)
@@ -241,9 +232,6 @@ def test_sleep_is_supported_and_its_announcement_detected() -> None:
     assert S3KVConnector.supports_sleep_mode(SimpleNamespace())  # type: ignore[arg-type]
     theirs = hasattr(kv.KVConnectorBase_V1, "unregister_kv_caches")
     assert theirs == kv.ANNOUNCES_SLEEP == (VERSION >= (0, 33))
-
-
-# --- adapters ---------------------------------------------------------------------------------
 
 
 def test_saves_of_an_adapter_that_has_changed_are_refused(tiny_config: Any) -> None:

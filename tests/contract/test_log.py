@@ -111,9 +111,6 @@ def test_the_first_rank_logs_for_all(printed: io.StringIO, rank: int, lines: lis
     assert printed.getvalue() == "".join(f"INFO [test_log.py] {line}\n" for line in lines)
 
 
-# --- the line of a start ---------------------------------------------------------------------
-
-
 def handshake(**more: Any) -> WorkerHandshake:
     return WorkerHandshake("ab12", 1024, 2**20, **{"known": False, **more})
 
@@ -171,9 +168,6 @@ def test_the_endpoint_is_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) ->
     for name, url in (("AWS_ENDPOINT_URL", "http://all"), ("AWS_ENDPOINT_URL_S3", "http://s3")):
         monkeypatch.setenv(name, url)
         assert f" at {url}: " in line(handshake(), endpoint_url=None)
-
-
-# --- the line of a minute --------------------------------------------------------------------
 
 
 def moved(kind: JobKind, nbytes: int) -> StepReport:

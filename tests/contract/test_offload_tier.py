@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from s3kv.connectors.offload_tier import S3Tier
-from s3kv.connectors.plugin import register
 from s3kv.metrics import TIER_METRICS
 
 KEY = make_offload_key(bytes(32), 1)
@@ -75,9 +73,3 @@ def test_every_metric_is_defined_with_its_labels() -> None:
     definitions = S3Tier.build_metric_definitions({})
     assert len(definitions) == len(TIER_METRICS)
     assert definitions["vllm:s3kv_saves_dropped"].labelnames == ("reason",)
-
-
-def test_the_plugin_registers_it() -> None:
-    register()
-    register()
-    assert SecondaryTierFactory.get_tier_class({"type": "s3kv"}) is S3Tier

@@ -68,9 +68,6 @@ def test_derived_hashes_follow_the_list_they_are_made_of() -> None:
     assert list(derived) == list(DerivedHashes(HASHES, b"key"))
 
 
-# --- prompts with embeddings ---------------------------------------------------------------
-
-
 def mixed(*, embedded: range, ids: list[int] | None = None, **more: Any) -> list[bytes]:
     """Hashes of a prompt whose positions in `embedded` are embeddings."""
     fields = {

@@ -363,9 +363,6 @@ def test_a_miss_ends_a_scan_from_the_front_which_an_earlier_retry_defers() -> No
     assert not answers
 
 
-# ------------------------------------------------------------------------------ the suite
-
-
 class TierSuite:
     """What vLLM's manager asks of a tier: a class for each gives `tier`, and spoils what it has."""
 

@@ -91,17 +91,6 @@ def said(life: Life, what: Callable[[Stats], bool]) -> Callable[[], bool]:
     return true
 
 
-# ---- retries
-
-
-def test_a_fetch_is_tried_again_while_somebody_waits(place: Place) -> None:
-    life = place.begin()
-    place.fill(1)
-    place.store.fault(Fault(kind="reset_mid_body", verbs=("GET",), times=1))
-    assert life.serve(1) == 1
-    until("it is told", said(life, lambda process: process.counters["io_retries"] == 1))
-
-
 def test_nothing_is_tried_again_when_nobody_waits_any_more(place: Place) -> None:
     life = place.begin(max_wait_ms=100, max_attempts=10)
     place.fill(1)
@@ -122,8 +111,6 @@ def test_an_upload_is_tried_by_the_planner_alone(place: Place) -> None:
     assert life.planner.counters["uploads_given_up"] == 1
 
 
-# ---- a damaged answer
-
 FLIPPED = Fault(kind="flip_body", at=-5, verbs=("GET",), times=1)
 
 
@@ -141,9 +128,6 @@ def test_after_one_damaged_answer_an_upload_that_finds_the_object_has_it_read_ag
         life.settle()
     assert life.serve(1) == 1, "from the bucket"
     assert (life.counters()["fetch_corrupt"], life.counters()["fetch_ok"]) == (1, 1)
-
-
-# ---- the breaker
 
 
 def test_the_breaker_opens_and_closes_for_all_ranks(place: Place) -> None:
@@ -201,32 +185,6 @@ def test_a_denial_is_said_once_until_it_is_lifted(
     life.later()
     assert life.serve(50) == 1
     assert "fetch is allowed again" in caplog.text
-
-
-# ---- fewer and second requests
-
-
-def test_a_store_that_throttles_gets_fewer_requests(place: Place) -> None:
-    life = place.begin(max_inflight_requests=8)
-    place.store.fault(s3_error(503, "SlowDown", verbs=("GET",), times=2))
-    assert life.serve(1) == 0
-    until("it is told", said(life, lambda process: process.counters["io_throttled"] == 2))
-    until("the window is cut", said(life, lambda process: process.window < 8))
-    assert life.counters()["io_window_cuts"] >= 1
-
-
-def test_a_late_fetch_is_asked_for_twice_and_written_once(place: Place) -> None:
-    life = place.begin(hedge_percent=100.0, request_timeout_ms=30_000)
-    place.fill(*range(1, 42))
-    for number in range(1, 41):
-        assert life.serve(number) == 1
-    place.store.fault(Fault(kind="black_hole", verbs=("GET",), times=1))
-    assert life.serve(41) == 1
-    until("it is told", said(life, lambda process: process.counters["io_hedges_won"] >= 1))
-    assert life.counters()["io_retries"] == 0
-
-
-# ---- uploads
 
 
 def test_of_ranks_that_hold_the_same_the_first_uploads_and_all_read(place: Place) -> None:

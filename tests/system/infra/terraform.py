@@ -166,9 +166,6 @@ def copy_module(directory: Path) -> Path:
     return module
 
 
-# --- what `terraform test -json -verbose` says ---------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one `run` block of the tests planned."""

@@ -223,9 +223,6 @@ def test_another_kind_of_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "riscv64" in prefer_node(0, PAGE, 0)
 
 
-# ---- huge pages
-
-
 @pytest.mark.parametrize(
     ("files", "policy"),
     [
@@ -318,9 +315,6 @@ def test_they_are_huge_where_linux_gives_them() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() != "0 kB", "no page was huge"
-
-
-# ---- processors
 
 
 def bound_worker(pipe: Connection) -> None:

@@ -129,14 +129,6 @@ def test_close_twice_and_with_a_slice_alive() -> None:
     assert bytes(kept) == b"still ok"
 
 
-def test_close_without_slices_unmaps() -> None:
-    before = mappings()
-    slab = Slab.create(PAGE)
-    assert mappings() == before + 1
-    slab.close()
-    assert mappings() == before
-
-
 def test_more_than_there_is_names_the_setting() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     for nbytes in (memory_limits().available_bytes * 2, 2**62):
@@ -157,8 +149,6 @@ def test_a_failing_mapping_names_the_setting_and_leaks_nothing(
         Slab.create(PAGE)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
-
-# --------------------------------------------------------------------- several slabs on one host
 
 RANK_BYTES = 4 * 2**20
 OTHERS_BYTES = 2**20

@@ -49,9 +49,6 @@ def prefix(table: Table, hashes: Sequence[bytes], *, group: int = 0, start: int 
     return slots
 
 
-# ---- every state and every event
-
-
 def pin_and_unpin(table: Table, slot: Entry) -> None:
     table.pin(slot)
     table.unpin(slot)
@@ -71,9 +68,6 @@ EVENTS: dict[str, Callable[[Table, Entry], None]] = {
 
 def test_every_event_is_tried() -> None:
     assert set(TRANSITIONS) == set(EVENTS) | {"reserve", "evict"}, "those two name no slot"
-
-
-# ---- by example
 
 
 def test_a_prefix_is_pinned_as_far_as_it_is_resident() -> None:
@@ -113,9 +107,6 @@ def test_a_chain_with_an_entry_that_is_gone_touches_nothing() -> None:
     reservation = table.reserve(key(10))
     assert reservation is not None
     assert reservation.evicted == [key(1)]
-
-
-# ---- against a model
 
 
 @dataclass
@@ -240,9 +231,6 @@ def test_agrees_with_a_model() -> None:
     play(SlotMachine, games=150, steps=60)
 
 
-# ---- entries of unequal sizes
-
-
 def of_pages(count: int) -> Table:
     return Table(Extents(count))
 
@@ -306,17 +294,6 @@ def let_go(table: Table, entry: Entry) -> None:
         table.mark_clean(entry)
 
 
-def test_what_is_shorter_than_was_reserved_gives_pages_back() -> None:
-    table = of_pages(8)
-    reservation = table.reserve(key(0), 8 * PAGE_BYTES)
-    assert reservation is not None
-    table.commit(reservation.entry, dirty=False, nbytes=PAGE_BYTES + 1)
-    assert reservation.entry.span == (0, PAGE_BYTES + 1)
-    counts = table.statistics()
-    assert (counts.free, counts.clean) == (6, 2)
-    check(table)
-
-
 def test_it_cannot_be_filled_with_more_than_was_reserved() -> None:
     table = of_pages(8)
     reservation = table.reserve(key(0), 10)
@@ -336,13 +313,6 @@ def test_one_in_the_region_that_must_stay_keeps_its_neighbours() -> None:
     assert reservation is not None
     assert (half.state, other.state) == (FREE, CLEAN)
     assert table.reserve(key(4), 2 * PAGE_BYTES) is None
-
-
-def test_what_is_too_large_is_refused_and_evicts_nothing() -> None:
-    table = of_pages(256)
-    filled(table, 0, 100_000)
-    assert table.reserve(key(1), table.largest_bytes + 1) is None
-    assert table.lookup(key(0)) is not None
 
 
 def test_an_entry_knows_whether_it_was_used_since_it_came() -> None:

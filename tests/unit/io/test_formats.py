@@ -94,9 +94,6 @@ async def test_an_item_with_other_rows_or_no_room_is_refused(
     assert (await worker.done(1))[4].outcome is Outcome.INVALID
 
 
-# ---- what no process carries out
-
-
 ITEMS = wire.Handshake(Config(bucket="bkt"), "s3kv", "0" * 32, "encoder", {}, item_dtype="BF16")
 
 

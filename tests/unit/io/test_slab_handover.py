@@ -63,17 +63,6 @@ def wait_until_listening(names: list[str]) -> bool:
     return False
 
 
-def test_in_one_process_both_ends_meet() -> None:
-    slab, seen = Slab.create(4096), []
-    name = new_name()
-    taker = SlabTaker(name, lambda taken: seen.append(taken.nbytes), b"digest")
-    assert offer_slab([name], slab, 10.0) == [b"digest"]
-    assert seen == [4096]
-    taker.close()
-    taker.close()
-    slab.close()
-
-
 def test_a_worker_that_is_not_there_is_said_so() -> None:
     slab = Slab.create(4096)
     with pytest.raises(UnsupportedError, match=r"cannot be reached.*ec_producer"):

@@ -67,9 +67,6 @@ def maps() -> str:
     return Path("/proc/self/maps").read_text("ascii")
 
 
-# ------------------------------------------------------------------------------- the namespace
-
-
 def test_a_namespace_is_the_identity_and_the_way_its_objects_are_sealed(tmp_path: Path) -> None:
     keyed = secret(tmp_path / "one", "a secret of one fleet of engines")
     other = secret(tmp_path / "other", "a secret of another fleet of engines")
@@ -97,9 +94,6 @@ def test_one_process_of_several_writes_the_manifest() -> None:
 def test_an_identity_is_made_of_json_values() -> None:
     with pytest.raises(TypeError):
         introduce(Config(bucket=BUCKET), {"model": object()}, rig.SHARD)
-
-
-# ----------------------------------------------------------------------------------- the slots
 
 
 def test_slots_have_room_for_an_object_and_begin_on_a_page() -> None:
@@ -135,9 +129,6 @@ def test_memory_that_holds_no_object_is_refused_with_advice() -> None:
     handshake = introduce(Config(bucket=BUCKET, host_bytes=2**20), IDENTITY, rig.SHARD, large)
     with pytest.raises(ConfigError, match=r"allowed is 1052672 or more.* \(ask less\)"):
         Slots.of(handshake, " (ask less)")
-
-
-# ------------------------------------------------------------------------------------ the tier
 
 
 def test_an_open_tier_has_tried_the_bucket_and_can_be_closed_twice(config: Config) -> None:

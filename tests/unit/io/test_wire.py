@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tracemalloc
 
 import msgspec
 import pytest
@@ -73,12 +72,6 @@ def test_handshake_carries_the_settings_and_the_formats() -> None:
     assert wire.FrameReader(wire.Down).feed(wire.encode([handshake])) == [handshake]
 
 
-def test_thousands_of_messages_fit_into_frames_in_order() -> None:
-    detail = "x" * wire.MAX_DETAIL_BYTES
-    messages = [JobEnd(i, JobKind.FETCH, Outcome.FAILED, detail=detail) for i in range(5000)]
-    assert wire.FrameReader(wire.Up).feed(wire.encode(messages)) == messages
-
-
 @given(st.text(st.characters(exclude_categories=())))
 @example("credentials file /tmp/\udcff is unreadable")
 @example("\U0001f600" * 1000)
@@ -109,16 +102,6 @@ def test_a_message_larger_than_a_frame_is_not_sent() -> None:
         wire.encode([handshake])
 
 
-@given(st.binary(max_size=200), st.booleans())
-def test_any_bytes_are_messages_or_a_wire_error(noise: bytes, framed: bool) -> None:
-    reader = wire.FrameReader(wire.Down)
-    try:
-        messages = reader.feed(len(noise).to_bytes(4, "little") + noise if framed else noise)
-    except wire.WireError:
-        return
-    assert all(isinstance(m, wire.Down) for m in messages)
-
-
 BODIES = {
     "empty": b"",
     "no array": b"\xc0",
@@ -139,20 +122,3 @@ BODIES = {
 def test_a_frame_that_says_nothing_known_raises(body: bytes) -> None:
     with pytest.raises(wire.WireError):
         wire.FrameReader(wire.Down).feed(len(body).to_bytes(4, "little") + body)
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        (wire.MAX_FRAME_BYTES + 1).to_bytes(4, "little"),
-        b"\xff\xff\xff\xff",
-        b"\x05\x00\x00\x00\xdd\xff\xff\xff\xff",
-    ],
-)
-def test_an_announced_size_is_not_believed(stream: bytes) -> None:
-    tracemalloc.start()
-    with pytest.raises(wire.WireError):
-        wire.FrameReader(wire.Down).feed(stream)
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < 2**20

@@ -83,22 +83,6 @@ async def test_a_block_goes_from_one_pool_to_another_through_the_bucket(config: 
         assert all(torch.equal(into[name], tensor) for name, tensor in content(1).items())
 
 
-async def test_tensors_put_are_found_by_block_and_the_other_way_round(config: Config) -> None:
-    pools = new_pools(2)
-    async with await opened(config, pools) as store:
-        assert await store.put(hash_of(1), content(1))
-        block = await store.acquire(hash_of(1))
-        assert block is not None
-        assert holds(pools, block, 1)
-        assert await store.put(hash_of(1), content(1)), "it is there already"
-        store.release(block)
-        await store.flush()
-    async with await opened(config, None) as store:
-        into = {name: torch.zeros_like(tensor) for name, tensor in content(1).items()}
-        assert await store.get(hash_of(1), into)
-        assert all(torch.equal(into[name], tensor) for name, tensor in content(1).items())
-
-
 async def test_with_all_blocks_held_tensors_go_past_the_pool(config: Config) -> None:
     pools = new_pools(1)
     async with await opened(config, pools) as store:

@@ -35,18 +35,6 @@ async def test_a_time_limit_is_told_as_one(store: TieredStore) -> None:
     await asyncio.sleep(0)  # and is not cancelled once more
 
 
-async def test_a_cancelled_reader_leaves_the_fetch_to_the_others(config: Config) -> None:
-    async with await opening(config) as store:
-        assert await store.put(hash_of(1), block(1))
-    async with await opening(config) as store:
-        gets = [asyncio.create_task(store.get(hash_of(1), room())) for _ in range(4)]
-        await asyncio.sleep(0)
-        gets[0].cancel()
-        assert all(await asyncio.gather(*gets[1:]))
-        assert gets[0].cancelled()
-        assert store.counters["fetches"] == 1
-
-
 @pytest.mark.parametrize("turns", [0, 3])
 async def test_a_store_outlives_the_end_of_every_task(config: Config, turns: int) -> None:
     """As `asyncio.run` ends them, those of the store as well."""

@@ -166,8 +166,6 @@ def test_late_copies_read_and_write_what_is_theirs() -> None:
     play(PoolMachine, games=120, steps=50)
 
 
-# ------------------------------------------------------------------------------------ the pools
-
 DTYPES = (torch.bfloat16, torch.float64, torch.int32)
 BLOCKS = 5
 

@@ -46,15 +46,6 @@ async def test_a_miss_is_false_and_known(config: Config) -> None:
         assert store.prefetch([key]) == 0
 
 
-async def test_another_namespace_sees_nothing(config: Config) -> None:
-    key, tensors = named(3)
-    async with opening(config) as store:
-        await store.put(key, tensors)
-        await store.flush()
-    async with opening(config, namespace={"model": "another"}) as other:
-        assert not await other.get(key, room())
-
-
 async def test_prefetched_blocks_arrive_without_being_asked_for(config: Config) -> None:
     blocks = [named(n) for n in range(8)]
     async with opening(config) as store:

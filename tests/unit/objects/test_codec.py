@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -91,15 +90,6 @@ def test_safetensors_reads_it(tmp_path: Any) -> None:
     with safetensors.safe_open(tmp_path / "chunk", framework="pt") as file:
         assert file.metadata()["s3kv.block_hash"] == HASH.hex()
         assert file.get_tensor("rest").item() == payload[36]
-
-
-@pytest.mark.parametrize("hash_bytes", [1, 16, 32, 64])
-def test_header_has_one_length_for_all_hashes(hash_bytes: int) -> None:
-    block_hash = bytes(hash_bytes)
-    buffer = sealed(block_hash=block_hash)
-    assert FORMAT.header_bytes % ALIGN_BYTES == 0
-    assert FORMAT.check(Place.of(buffer, FORMAT.header_bytes), len(buffer), block_hash) is None
-    assert read_header(buffer).header_bytes == FORMAT.header_bytes
 
 
 @given(layers=st.integers(1, 200))
@@ -281,14 +271,6 @@ def test_a_list_of_other_digests_is_refused(change: Callable[[list[str]], list[s
     header = data[: FORMAT.header_bytes].rstrip()
     header = header.replace(",".join(digests).encode(), ",".join(change(digests)).encode())
     assert check(header.ljust(FORMAT.header_bytes) + data[FORMAT.header_bytes :]) == "digest"
-
-
-def test_format_is_plain_data() -> None:
-    copy = pickle.loads(pickle.dumps(FORMAT))
-    assert copy == FORMAT
-    assert check(sealed(), copy) is None
-    fields = [getattr(FORMAT, f.name) for f in dataclasses.fields(FORMAT) if f.init]
-    assert ChunkFormat(*fields) == FORMAT
 
 
 @pytest.mark.parametrize(

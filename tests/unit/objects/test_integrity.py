@@ -47,9 +47,6 @@ def refusal(chunk: ChunkFormat, data: bytes | memoryview, block_hash: bytes = HA
     return chunk.check(Place.of(view, chunk.header_bytes), len(view), block_hash)
 
 
-# ------------------------------------------------------------------------------- the format
-
-
 def test_no_mode_takes_an_object_of_another() -> None:
     for one in (XXH3, KEYED, NONE):
         for other in (XXH3, KEYED, NONE):
@@ -66,9 +63,6 @@ def test_without_a_digest_the_payload_is_believed_and_nothing_else() -> None:
     assert refusal(chunk, buffer, b"other") == "block_hash"
     buffer[100] ^= 1
     assert refusal(chunk, buffer) is not None
-
-
-# ---------------------------------------------------------------------------------- forgery
 
 
 def forged_payload(good: bytes) -> bytes:
@@ -118,9 +112,6 @@ def test_without_a_key_a_forgery_passes() -> None:
     """What xxh3 does not guard against; so that the documentation stays true."""
     chunk = of(XXH3)
     assert refusal(chunk, sealed(chunk, seed=2)) is None
-
-
-# -------------------------------------------------------------------------------- the secret
 
 
 def configured(**settings: Any) -> Config:

@@ -208,9 +208,6 @@ def test_a_consumer_saves_nothing_and_a_producer_loads_nothing() -> None:
     assert len(producer.schedule("r", A).saves) == 1
 
 
-# --- how long a request waits ----------------------------------------------------------------
-
-
 def test_nobody_waits_longer_than_encoding_takes() -> None:
     desk = Desk()  # 100 rows/s: one second for an item of 100 rows
     fifty = wanted("fifty", rows=50)
@@ -300,9 +297,6 @@ def test_how_long_to_wait_is_only_thought_about_when_something_has_happened(
     assert not desk.planner.waits("r", desk.now_s), "the encoder has shown to be faster"
     assert thoughts == 3
     assert desk.ensure("r", A, B)
-
-
-# --- a store in trouble ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CORRUPT, Outcome.FAILED, Outcome.DENIED])

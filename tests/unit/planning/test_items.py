@@ -19,12 +19,6 @@ def nbytes(rows: int, width: int) -> int:
     return object_bytes("BF16", rows, width)
 
 
-def test_until_a_width_is_known_there_is_room_for_a_wide_one() -> None:
-    sizes = ItemSizes("BF16", WIDTH, most=2**20)
-    assert sizes.expected(wanted()) == nbytes(10, WIDTH)
-    assert sizes.room(wanted()) == nbytes(10, 8 * WIDTH)
-
-
 def test_the_first_item_of_a_modality_tells_the_width_of_the_others() -> None:
     sizes = ItemSizes("BF16", WIDTH, most=2**20)
     sizes.arrived(wanted(), nbytes(10, 2 * WIDTH))

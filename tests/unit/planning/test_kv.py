@@ -134,9 +134,6 @@ def test_a_barred_request_neither_loads_nor_saves_any_more(moment: str) -> None:
     check(desk.planner)
 
 
-# --- saves ------------------------------------------------------------
-
-
 def computing(prompt: str, **setup: object) -> Desk:
     """A request "r" with this prompt, of which nothing is cached and nothing computed."""
     desk = Desk(**{"may_load": False, **setup})
@@ -265,9 +262,6 @@ def test_what_the_bucket_is_believed_to_hold_is_not_saved_and_counted_if_it_does
     dropped = int(outcome is MISSING)
     assert desk.planner.counters["saves_dropped"] == dropped
     assert desk.planner.counters["saves_believed_present"] == dropped
-
-
-# ---- fences
 
 
 def saving(**setup: object) -> tuple[Desk, SaveJob]:

@@ -47,9 +47,6 @@ def test_one_end_too_many_is_an_error() -> None:
         desk.end(save, kind=SAVE, ranks=1)
 
 
-# ---- uploads are tried again
-
-
 def test_uploads_are_tried_again_less_and_less_often_and_then_given_up() -> None:
     desk, save = saving(slots=1)
     desk.copied(save)
@@ -191,9 +188,6 @@ def test_what_can_never_be_uploaded_is_given_up_at_once_and_for_good() -> None:
     assert ledger.breaker.state is BreakerState.CLOSED, "it says nothing about the bucket"
 
 
-# ---- the breaker
-
-
 def broken() -> Desk:
     """Three fetches have failed in a row."""
     desk = Desk(probe_chunks=3)
@@ -208,13 +202,6 @@ def fetches_for(desk: Desk, prompt: str) -> int:
     desk.add(prompt, prompt)
     desk.lookup(prompt)
     return len(desk.fetches())
-
-
-def test_an_open_breaker_asks_for_nothing_and_nobody_waits() -> None:
-    desk = broken()
-    desk.add("r", "xxxx")
-    assert desk.lookup("r") == NOTHING
-    assert desk.fetches() == ()
 
 
 def test_after_a_pause_one_fetch_finds_out() -> None:
@@ -237,20 +224,6 @@ def test_uploads_tell_the_breaker_too() -> None:
         desk.now_s += 100
         desk.end(desk.uploads(), FAILED)
     assert desk.planner.ledger.breaker.state is BreakerState.OPEN
-
-
-# ---- reset
-
-
-def test_after_a_reset_nothing_of_before_is_reachable() -> None:
-    desk = Desk()
-    desk.make_resident("aaaa")
-    desk.planner.reset(b"salt")
-    desk.add("r", "aaaa")
-    assert desk.lookup("r") == WAIT, "it has to ask the bucket"
-    (fetch,) = desk.fetches()
-    assert fetch.key != desk.key("aaaa")
-    assert len(fetch.key.block_hash) == 32
 
 
 @pytest.mark.parametrize("state", ["waiting", "offered", "loading", "computing"])

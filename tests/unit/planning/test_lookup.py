@@ -7,7 +7,7 @@ import pytest
 from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.types import Outcome
 from tests.plans import fetches_of
-from tests.unit.planning.desk import CHUNK, FAILED, MISSING, OK, Desk
+from tests.unit.planning.desk import CHUNK, FAILED, MISSING, Desk
 
 LONG = "aaaabbbbccccddddeeeeffffgggghhhh"  # eight chunks
 
@@ -36,20 +36,6 @@ def test_the_window_is_open_where_the_bucket_is_known_to_hold_the_prefix() -> No
     desk.add("r", LONG)
     assert desk.lookup("r") == WAIT
     assert len(desk.fetches()) == 8
-
-
-@pytest.mark.parametrize("outcome", [OK, MISSING])
-def test_what_came_of_the_last_prefix_does_not_change_how_far_the_next_is_asked_for(
-    outcome: Outcome,
-) -> None:
-    desk = Desk(probe_chunks=8, slots=64)
-    for first in (0x200, 0x300, 0x400):
-        desk.add(str(first), letters(40, first))
-        assert desk.lookup(str(first)) == WAIT
-        fetches = desk.fetches()
-        assert len(fetches) == 8
-        desk.end(fetches, outcome)
-        desk.planner.finished(str(first))
 
 
 def letters(chunks: int, first: int = 0x100) -> str:

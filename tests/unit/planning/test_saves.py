@@ -74,8 +74,6 @@ def test_a_window_is_saved_as_long_as_the_engine_has_it() -> None:
     assert [(s.key.group, s.block_ids) for s in saves] == [(0, (15, 16)), (1, (6, 26))]
 
 
-# ------------------------------------------------------------------------------- states
-
 STATES = (Coverage(4, 4, members=(2,)), Coverage(4, 4, States(), number=1, members=(0, 1)))
 
 

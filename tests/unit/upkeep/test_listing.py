@@ -8,7 +8,6 @@ import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.errors import StoreError, StoreUnavailable
-from s3kv.objects import keys
 from s3kv.objects.keys import Namespace
 from s3kv.place import Place
 from s3kv.stores.store import ObjectInfo
@@ -18,24 +17,6 @@ from s3kv.upkeep import listing
 
 def chunk(place: Namespace, number: int) -> str:
     return place.chunk(ChunkKey(0, bytes([number])), "h0-7of8-l0-31of32")
-
-
-async def test_objects_of_others_are_not_seen() -> None:
-    place = Namespace("s3kv", "a" * 32)
-    ours = {place.manifest, place.shape("whole"), chunk(place, 1), chunk(place, 2)}
-    foreign = {
-        f"{place.root}somebody-elses",
-        "other/v2/elsewhere",
-        chunk(Namespace("s3kv/v2/nested", "c" * 32), 1),
-        keys.cleaner("s3kv"),
-    }
-    store = MemoryStore()
-    for name in ours | foreign:
-        await store.put(name, Place.of(b"1"), if_absent=True)
-    seen = {info.key async for _, _, info in listing.owned(store, "s3kv")}
-    assert seen == ours
-    chunks = {info.key async for _, info in listing.chunks(store, "s3kv", place.root)}
-    assert chunks == {chunk(place, 1), chunk(place, 2)}
 
 
 class Breaking(MemoryStore):

@@ -44,9 +44,3 @@ def test_settings_that_are_wrong_are_wrong_use(run: Run) -> None:
     result = run("doctor", "--set", "host_bytes=none")
     assert result.exit_code == 2
     assert "host_bytes is 'none'" in result.stderr
-
-
-def test_a_hash_that_vllm_does_not_have_is_wrong_use(run: Run) -> None:
-    result = run("doctor", "--hash-algo", "md5")
-    assert result.exit_code == 2
-    assert "'md5' is not one of 'sha256', 'sha256_cbor', 'xxhash', 'xxhash_cbor'" in result.stderr

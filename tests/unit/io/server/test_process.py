@@ -252,29 +252,21 @@ TROUBLES = [
 ]
 
 
+@pytest.mark.parametrize("serves", [False, True])
 @pytest.mark.parametrize(("error", "trouble"), TROUBLES)
-async def test_a_bucket_in_trouble_ends_the_process(
-    slab: Slab, error: StoreError, trouble: wire.Trouble
+async def test_a_bucket_in_trouble_ends_the_process_unless_told_to_serve(
+    slab: Slab, error: StoreError, trouble: wire.Trouble, serves: bool
 ) -> None:
-    async with served(lambda _: FailingStore(*[error] * 9), slab, max_attempts=2) as (
-        worker,
-        serving,
-    ):
+    settings = {"max_attempts": 1, "on_unavailable": "serve"} if serves else {"max_attempts": 2}
+    store = FailingStore(*[error] * (1 if serves else 9))
+    async with served(lambda _: store, slab, **settings) as (worker, serving):
         worker.say(rig.fetch(1))
-        assert await worker.hear() == wire.Ready(False, trouble, str(error))
-        assert await worker.hear() is None
-        await serving
-
-
-@pytest.mark.parametrize(("error", "trouble"), TROUBLES)
-async def test_a_bucket_in_trouble_is_served_when_told(
-    slab: Slab, error: StoreError, trouble: wire.Trouble
-) -> None:
-    settings = {"max_attempts": 1, "on_unavailable": "serve"}
-    async with served(lambda _: FailingStore(error), slab, **settings) as (worker, _):
-        worker.say(rig.fetch(1))
-        assert await worker.hear() == wire.Ready(True, trouble, str(error))
-        assert (await worker.done(1))[1].outcome is Outcome.MISSING
+        assert await worker.hear() == wire.Ready(serves, trouble, str(error))
+        if serves:
+            assert (await worker.done(1))[1].outcome is Outcome.MISSING
+        else:
+            assert await worker.hear() is None
+            await serving
 
 
 async def test_it_says_whether_the_namespace_has_objects(slab: Slab) -> None:

@@ -70,8 +70,6 @@ async def test_the_first_that_has_it_bad_or_good_or_fails_decides(
     assert all(asked) == (decides == str(len(answers) - 1) or answers[-1] is None)
 
 
-# ---- uploads beside a fetch
-
 KEY = rig.object_key(1)
 FETCH, UPLOAD = rig.fetch(3, number=1), rig.upload(1)
 
