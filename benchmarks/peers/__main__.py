@@ -1,7 +1,7 @@
 """s3kv beside other connectors, on one machine, in one run: `python -m benchmarks.peers`.
 
-Two models: `random` with 64 KiB of KV per token, and `smollm` with prose. Sixteen prompts each, of
-1,600 tokens. Every round starts, in turn,
+Two models: `random` with 64 KiB of KV per token and prompts of 1,600 tokens, `smollm` with 22.5 KiB
+and prose, 1,088 tokens. Sixteen prompts each. Every round starts, in turn,
 
     none     an engine without a connector: a cold pass, then the same prompts again, which hit the
              engine's own prefix cache (`local`)
@@ -51,9 +51,12 @@ from lab.zygote import Zygotes
 
 VERSIONS = """
 import sys
+from importlib import import_module
 from importlib.metadata import packages_distributions, version
 distributions = packages_distributions()
-print(*(version(distributions[module][0]) for module in sys.argv[1:]))
+for module in sys.argv[1:]:
+    found = distributions.get(module)
+    print(version(found[0]) if found else import_module(module).__version__)
 """
 NAMES = ("s3kv", "offloading-s3kv", "offloading-obj", "offloading-fs", "lmcache")
 

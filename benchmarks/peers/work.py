@@ -15,6 +15,7 @@ from lab.models import build, prompts
 SMOLLM = replace(
     SMALL,
     preset=replace(SMALL.preset, name="smollm", layers=30, kv_heads=3, head_dim=64),
+    prompt_tokens=1_088,
 )
 """22.5 KiB of KV per token."""
 SIZES = {"random": SMALL, "smollm": SMOLLM}
