@@ -185,7 +185,7 @@ class S3Tier(Guarded, SecondaryTierManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         now_s = time.monotonic()
         for key in keys:
-            self.planner.index.use(self._chunk(key), now_s)
+            self.planner.use(RowKey(key, self._chunk(key)), now_s)
 
     @guarded(default=lambda: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -256,14 +256,14 @@ class S3Tier(Guarded, SecondaryTierManager):
     def drain_jobs(self) -> None:
         """Wait until nothing touches the rows: uploads get a few seconds, fetches none. Then the
         I/O process is killed. vLLM calls it before it resets its cache, also because weights have
-        changed. So earlier chunks are out of reach afterwards, as after a reset of the connector.
-        """
+        changed. So earlier chunks are out of reach afterwards, as after the connector's reset."""
         self.planner.reset()
         self._cancel()
         self._tier.client.settle(_SETTLE_S)
         now_s = time.monotonic()
         for end in self._tier.client.poll():
             self.planner.on_end(end, now_s)
+        self.planner.changes.clear()  # of keys without the salt
         self._salt = secrets.token_bytes(32)
         logger.info("s3kv: cache reset; earlier chunks are unreachable now")
 

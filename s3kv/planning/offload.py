@@ -106,7 +106,7 @@ class OffloadPlanner:
         recompute_gate: bool = True,
     ) -> None:
         self.index, self.breaker, self.pace = index, breaker, pace
-        self.counters = Tally()
+        self.counters, self.transfers, self._step = Tally(), RowTransfers(), 0
         self.changes: list[tuple[bytes, bool]] = []
         """Names of keys that the bucket was found to have, or not; the reader clears it."""
         self._is_observed, self._recompute_gate = is_observed, recompute_gate
@@ -120,13 +120,11 @@ class OffloadPlanner:
         self._active: dict[str, _OffloadRequest] = {}
         """Those with a lookup in this pass, or a fetch under way."""
         self._promised = self._probes = 0  # sums over all requests
-        self._uses: dict[int, ChunkKey] = {}
-        self.transfers, self._step = RowTransfers(), 0
+        self._names: dict[ChunkKey, bytes] = {}  # of those that are due
+        self._uses: dict[int, RowKey] = {}
         self._slow: dict[ChunkKey, float] = {}
         """Keys that a request has given up, until when: others do not begin to wait for them."""
         self._compute_s = math.inf  # of a chunk, until it is measured: patience alone counts
-
-    # --- requests --------------------------------------------------------------------------
 
     def begin(self, request_id: str, limits: RequestLimits = NO_LIMITS) -> None:
         """Note a new request."""
@@ -302,8 +300,7 @@ class OffloadPlanner:
     def store(
         self, transfer_id: int, request_id: str, keys: RowKeys, now_s: float
     ) -> list[BucketJob]:
-        """Begin vLLM's store of keys, each from its row. Returns the uploads: of the chunks that
-        the bucket is not known to have, unless they are shed."""
+        """Begin vLLM's store of keys, each from its row. Returns the uploads that it takes."""
         transfer = self.transfers.begin(transfer_id, request_id, now_s, is_load=False)
         request = self._requests.get(request_id)
         if request is not None and request.is_barred:
@@ -315,7 +312,7 @@ class OffloadPlanner:
         for key, row in keys:
             is_down = self.breaker.is_open(now_s)
             if self.index.is_present(key.chunk):
-                self.index.use(key.chunk, now_s)
+                self.use(key, now_s)
                 transfer.succeeded.append(key.name)
             elif is_down or self.transfers.uploads >= self._most_uploads:
                 self.counters["saves_dropped"] += 1
@@ -327,11 +324,17 @@ class OffloadPlanner:
         self.transfers.end_if_done(transfer, now_s)
         return jobs
 
+    def use(self, key: RowKey, now_s: float) -> None:
+        """Note that a chunk is used in the primary tier."""
+        self.index.use(key.chunk, now_s)
+        if key.chunk in self.index.due:
+            self._names[key.chunk] = key.name
+
     def uses(self) -> list[BucketJob]:
         """The questions about chunks in use that the bucket may have deleted."""
-        keys, self.index.due = self.index.due, []
-        jobs = [BucketJob(self.transfers.new_id(), JobKind.USE, key) for key in keys]
-        self._uses.update((job.job_id, job.key) for job in jobs)
+        due, self.index.due = self.index.due, []
+        jobs = [BucketJob(self.transfers.new_id(), JobKind.USE, key) for key in due]
+        self._uses.update((job.job_id, RowKey(self._names.pop(job.key), job.key)) for job in jobs)
         return jobs
 
     def _computed(self, request: _OffloadRequest, keys: RowKeys, now_s: float) -> None:
@@ -352,11 +355,7 @@ class OffloadPlanner:
     def on_end(self, end: JobEnd, now_s: float) -> None:
         """Take in the end of a job. Nothing reads or writes its row on its behalf any more."""
         if end.kind is JobKind.USE:
-            key = self._uses.pop(end.job_id)
-            if end.outcome.is_success and self.index.is_present(key):
-                self.index.note_present(key, now_s + end.fresh_s)
-            elif end.outcome is Outcome.MISSING:
-                self.index.note_absent(key, now_s)
+            self._learn(self._uses.pop(end.job_id), end, now_s)
             return
         job, outcome = self.transfers.job_ended(end), end.outcome
         self.counters[f"{end.kind.value}_{outcome.name.lower()}"] += 1
@@ -368,17 +367,13 @@ class OffloadPlanner:
             self._fetched(job, end, now_s)
         if outcome.is_success:
             self.counters[f"{end.kind.value}_bytes"] += end.nbytes
-            self._learn(job.key, is_there=True)
-            self.index.note_present(job.key.chunk, now_s + end.fresh_s)
+        self._learn(job.key, end, now_s)
         self.transfers.end_if_done(job.transfer, now_s)
 
     def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
         key, request = job.key.chunk, self._requests.get(job.transfer.request_id)
         began_with, ended_with = job.began_with, self.transfers.fetches + 1
         self.pace.fetched(end.seconds, began_with, ended_with, end.source, end.outcome)
-        if end.outcome in (Outcome.MISSING, Outcome.CORRUPT):
-            self._learn(job.key, is_there=False)
-            self.index.note_absent(key, now_s)
         if request is None:
             return
         request.fetching.pop(key, None)
@@ -394,7 +389,12 @@ class OffloadPlanner:
         self._promised -= key in request.promised
         request.promised.discard(key)
 
-    def _learn(self, key: RowKey, *, is_there: bool) -> None:
-        """Note the bucket's answer among the changes. Call it before the index has the answer."""
-        if self._is_observed and self.index.is_present(key.chunk) is not is_there:
-            self.changes.append((key.name, is_there))
+    def _learn(self, key: RowKey, end: JobEnd, now_s: float) -> None:
+        """Note the bucket's answer, if it is one, in the index and among the changes."""
+        was_there = self.index.is_present(key.chunk)
+        if end.outcome.is_success:
+            self.index.note_present(key.chunk, now_s + end.fresh_s)
+        elif end.outcome in (Outcome.MISSING, Outcome.CORRUPT):
+            self.index.note_absent(key.chunk, now_s)
+        if self._is_observed and was_there is not self.index.is_present(key.chunk):
+            self.changes.append((key.name, not was_there))

@@ -181,8 +181,9 @@ class Run:
                 client.delete_object(Bucket=BUCKET, Key=key)
 
     def _check_payload(self, address: ChunkAddress, payload: memoryview) -> None:
-        tokens = self._words.tokens(address.key.block_hash, SETUP.chunk_tokens)
-        assert tokens is not None, f"{address} is of no prompt"
+        chain = self._words.covered(address.key.block_hash)
+        assert chain, f"{address} is of no prompt"
+        tokens = [(0, prefix) for prefix in chain[-SETUP.chunk_tokens :]]
         (rank,) = (r for r in range(SETUP.world_size) if shard(r).name == address.shard)
         expected = shard(rank).payload(tokens, SETUP.block_tokens)
         assert payload[: len(expected)] == expected, f"{address} holds other bytes"

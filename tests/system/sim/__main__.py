@@ -1,6 +1,6 @@
 """`python -m tests.system.sim SEED [--trace]` replays one run; `… FIRST COUNT` runs many; with
 `--kept` they are fleets that keep a bucket to its budget, with `--shared` such whose engines share
-chunks between parallel sizes."""
+chunks between parallel sizes, with `--tiers` such in which s3kv is a tier of vLLM's offloading."""
 
 from __future__ import annotations
 

@@ -44,6 +44,9 @@ class Fleet:
     """Mean time between two things that happen."""
     prompts = "ab"
     """Letters with which prompts begin."""
+    lengths: tuple[int, ...] = (5, 8, 12, 17, 20)
+    """Of prompts, in tokens."""
+    node_type = Node
 
     def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.rng = random.Random(seed)
@@ -54,8 +57,7 @@ class Fleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._requests = itertools.count(1)
-        chunk, block, hashed = self.rng.choice(GEOMETRIES)
-        sizes = {"chunk_tokens": chunk, "block_tokens": block, "hash_tokens": hashed}
+        sizes = self.draw_sizes()
         self._dictionary = Dictionary()
         self.constants: dict[str, Any] = {}
         """Constants of `lab.constants`, for the run."""
@@ -76,6 +78,11 @@ class Fleet:
         )
         self.nodes = [self._draw_node(number, sizes, around) for number in range(3)]
 
+    def draw_sizes(self) -> dict[str, Any]:
+        """The part of `Setup` that all engines have in common."""
+        chunk, block, hashed = self.rng.choice(GEOMETRIES)
+        return {"chunk_tokens": chunk, "block_tokens": block, "hash_tokens": hashed}
+
     def draw_config(self) -> Config:
         rng = self.rng
         self.constants |= {"start_timeout_s": 3.0, "max_attempts": rng.choice([1, 2, 3])}
@@ -93,7 +100,7 @@ class Fleet:
     def make_bucket(self, config: Config) -> Bucket:
         return Bucket(self.rng, self.oracle.accuse, self.oracle.check_put, self.loop.time)
 
-    def _draw_node(self, number: int, sizes: dict[str, int], around: Surroundings) -> Node:
+    def _draw_node(self, number: int, sizes: dict[str, Any], around: Surroundings) -> Node:
         rng = self.rng
         world_size, stages = self.draw_ranks()
         setup = Setup(
@@ -110,7 +117,7 @@ class Fleet:
         )
         # The last engine serves another model, from the same prompts.
         model, step_s = int(number == 2), rng.choice([0.05, 0.1, 0.3])
-        return Node(number, model, setup, step_s, around, stages)
+        return self.node_type(number, model, setup, step_s, around, stages)
 
     def draw_ranks(self) -> tuple[int, int]:
         """Number of ranks of an engine, and of their pipeline stages."""
@@ -255,7 +262,8 @@ class Fleet:
             return
         rng = self.rng
         letter, fork = rng.choice(self.prompts), rng.choice([6, 8, 20])
-        prompt = ([ord(letter)] * fork + [ord("z")] * 20)[: rng.choice([5, 8, 12, 17, 20])]
+        rest = [ord("z")] * max(self.lengths)
+        prompt = ([ord(letter)] * fork + rest)[: rng.choice(self.lengths)]
         if rng.random() < 0.3:
             self.publish(node, prompt)
         self._arrive(node, prompt, rng.randint(1, 4))

@@ -14,7 +14,8 @@ from itertools import product
 from s3kv.objects.codec import ChunkFormat
 from s3kv.objects.integrity import XXH3, Integrity
 from s3kv.objects.keys import Namespace
-from s3kv.types import TensorSpec
+from s3kv.planning.group_kinds import Coverage
+from s3kv.types import ChunkKey, TensorSpec
 from tests.unit.planning.ranks import TokenKV
 from tests.unit.planning.setup import Prefixes, Setup, hash_of
 
@@ -119,21 +120,28 @@ def _places(shard: Shard, block_tokens: int) -> list[list[tuple[int, tuple[int, 
 
 
 @lru_cache(maxsize=64)
-def _format(shard: Shard, chunk_tokens: int, block_tokens: int, padding_bytes: int) -> ChunkFormat:
+def _format(shard: Shard, coverage: Coverage, padding_bytes: int) -> ChunkFormat:
     order = shard.order if len(shard.heads) > 1 else "HNC"
-    sizes = {"H": len(shard.heads), "N": block_tokens, "C": TOKEN.size}
+    sizes = {"H": len(shard.heads), "N": coverage.block_tokens, "C": TOKEN.size}
     page = tuple(sizes[dimension] for dimension in order)
     layers = tuple(TensorSpec(f"layer.{n}", "U8", page, order=order) for n in shard.layers)
-    tensors = [TensorSpec.of_layers("kv", chunk_tokens // block_tokens, layers)]
+    blocks = len(coverage.held) * len(coverage.members)
+    tensors = [TensorSpec.of_layers("kv", blocks, layers)]
     if padding_bytes:
         tensors.append(TensorSpec("padding", "U8", (padding_bytes,)))
     space = shard.namespace.digest
-    return ChunkFormat(space, tuple(tensors), 0, shard.name, shard.integrity)
+    return ChunkFormat(space, tuple(tensors), coverage.number, shard.name, shard.integrity)
 
 
-def format_of(shard: Shard, setup: Setup, padding_bytes: int = 0) -> ChunkFormat:
-    """Of a rank's chunks. padding_bytes: behind the tokens, whatever is there."""
-    return _format(shard, setup.chunk_tokens, setup.block_tokens, padding_bytes)
+def format_of(shard: Shard, setup: Setup, padding_bytes: int = 0, group: int = 0) -> ChunkFormat:
+    """Of a rank's chunks of a coverage. padding_bytes: behind the tokens, whatever is there."""
+    return _format(shard, setup.coverage(group), padding_bytes)
+
+
+def object_key(shard: Shard, key: ChunkKey) -> str:
+    name = key.block_hash.hex()
+    root = f"{shard.namespace.root}{name[:2]}/{name}"
+    return f"{root}/g{key.group}-{shard.name}.safetensors"
 
 
 class Dictionary(Prefixes):
@@ -158,13 +166,10 @@ class Dictionary(Prefixes):
             self.extend(chain, token)
         return chain
 
-    def tokens(self, block_hash: bytes, count: int) -> tuple[TokenKV, ...] | None:
-        """The last tokens this hash covers, with the first weights; None for a salted hash."""
-        prefix = self._of_hash.get(block_hash)
-        if prefix is None:
-            return None
-        tokens: list[TokenKV] = []
-        while prefix and len(tokens) < count:
-            tokens.append((0, prefix))
+    def covered(self, block_hash: bytes) -> list[int]:
+        """The prefix ids of the tokens that a hash covers; none for a salted hash."""
+        prefix, chain = self._of_hash.get(block_hash, 0), []
+        while prefix:
+            chain.append(prefix)
             prefix = self._parents[prefix]
-        return tuple(reversed(tokens))
+        return chain[::-1]

@@ -14,13 +14,14 @@ from s3kv.io import wire
 from s3kv.messages import EMPTY_PLAN
 from s3kv.place import Place
 from tests.system.sim.loop import VirtualLoop
-from tests.system.sim.meaning import Dictionary, Shard, format_of
+from tests.system.sim.meaning import Dictionary, Shard, format_of, object_key
 from tests.system.sim.oracle import FleetOracle
 from tests.system.sim.process import Machine, Process
 from tests.system.sim.rank import Rank
 from tests.system.sim.store import Bucket
 from tests.unit.planning.engine import Engine
-from tests.unit.planning.setup import Request, Setup, hash_of
+from tests.unit.planning.oracle import objects_of
+from tests.unit.planning.setup import Request, Setup
 
 _DRAIN_S = 2.0
 
@@ -182,28 +183,16 @@ class Node:
     def publish(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:
         """Another replica of the same model, with the same shards or with these, saves the chunks
         of this prompt. Returns the keys."""
-        around, size = self._around, self.setup.chunk_tokens
         for shard in shards or self.shards():
-            layout = format_of(shard, self.setup)
-            for end in range(size, len(chain) + 1, size):
-                tokens = tuple((0, prefix) for prefix in chain[end - size : end])
-                payload = shard.payload(tokens, self.setup.block_tokens)
+            for key, tokens in objects_of(self.setup, chain):
+                layout = format_of(shard, self.setup, group=key.group)
+                payload = shard.payload(tokens, self.setup.coverage(key.group).block_tokens)
                 data = bytearray(layout.header_bytes) + payload
-                block_hash = hash_of(chain[end - 1])
-                layout.seal(Place.of(data, layout.header_bytes), block_hash)
-                around.bucket.publish(_object_key(shard, block_hash), bytes(data))
+                layout.seal(Place.of(data, layout.header_bytes), key.block_hash)
+                self._around.bucket.publish(object_key(shard, key), bytes(data))
         return self.keys(chain, shards)
 
     def keys(self, chain: list[int], shards: Sequence[Shard] = ()) -> list[str]:
         """Of the objects of all chunks of this prompt."""
-        size = self.setup.chunk_tokens
-        return [
-            _object_key(shard, hash_of(chain[end - 1]))
-            for shard in shards or self.shards()
-            for end in range(size, len(chain) + 1, size)
-        ]
-
-
-def _object_key(shard: Shard, block_hash: bytes) -> str:
-    name = block_hash.hex()
-    return f"{shard.namespace.root}{name[:2]}/{name}/g0-{shard.name}.safetensors"
+        keys = [key for key, _ in objects_of(self.setup, chain)]
+        return [object_key(shard, key) for shard in shards or self.shards() for key in keys]

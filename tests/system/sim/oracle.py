@@ -22,10 +22,11 @@ from typing import Any
 
 from s3kv.config import Config
 from s3kv.messages import JobEnd, JobKind
-from s3kv.types import Outcome
+from s3kv.types import ChunkKey, Outcome
 from tests.system.sim.meaning import Dictionary, Shard, format_of
 from tests.system.sim.process import Order
 from tests.system.sim.store import HANG_S, WRITE, Connection
+from tests.unit.planning.oracle import content_of
 from tests.unit.planning.setup import Setup
 
 REQUEST_BOUND_S = HANG_S + 2 * 6.0 + 1.0
@@ -64,16 +65,18 @@ def _shard_name(key: str) -> str:
 def _are_lacking(order: Order, others: dict[str, list[str]], connection: Connection) -> bool:
     """Whether an object of another shard was not there, or was bad now or before; or none has been
     asked for."""
-    folder = _folder(order.object_key)
+    chunk = _chunk(order.object_key)
     return (
         not others
         or any({"missing", "bad", "bad range"} & {*said} for said in others.values())
-        or any(key.startswith(folder) for key in connection.bad)
+        or any(key.startswith(chunk) for key in connection.bad)
     )
 
 
-def _folder(key: str) -> str:
-    return key.rpartition("/")[0] + "/"
+def _chunk(key: str) -> str:
+    """What the keys of all shards of a chunk begin with."""
+    folder, _, name = key.rpartition("/")
+    return f"{folder}/{name.partition('-')[0]}-"
 
 
 def _is_good(said: list[str]) -> bool:
@@ -110,18 +113,22 @@ class FleetOracle:
     def accuse(self, what: str) -> None:
         self.accusations.append(what)
 
-    def payload(self, shard: Shard, block_hash: bytes) -> bytes | None:
-        """What a chunk of this hash consists of; None when the hash was made with a salt."""
-        tokens = self._dictionary.tokens(block_hash, self._setup.chunk_tokens)
-        return None if tokens is None else shard.payload(tokens, self._setup.block_tokens)
+    def payload(self, shard: Shard, key: ChunkKey) -> bytes | None:
+        """What a chunk consists of; None when its hash was made with a salt."""
+        chain, coverage = self._dictionary.covered(key.block_hash), self._setup.coverage(key.group)
+        if not chain:
+            return None
+        last = len(chain) // coverage.chunk_tokens - 1
+        tokens = content_of(self._setup, coverage, chain, last, 0)
+        return shard.payload(tokens, coverage.block_tokens)
 
     def check_put(self, key: str, data: bytes) -> None:
         *_, digest, _, block_hash, name = key.split("/")
-        group = name.partition("-")[0]
+        group = int(name.partition("-")[0].removeprefix("g"))
         shard = shard_of(digest, _shard_name(key))
-        layout = format_of(shard, self._setup)
-        expected = self.payload(shard, bytes.fromhex(block_hash))
-        if group != "g0" or len(data) != layout.object_bytes:
+        layout = format_of(shard, self._setup, group=group)
+        expected = self.payload(shard, ChunkKey(group, bytes.fromhex(block_hash)))
+        if len(data) != layout.object_bytes:
             self.accuse(f"{len(data)} bytes were put as {key}")
         elif expected is not None and data[layout.header_bytes :] != expected:
             self.accuse(f"wrong bytes were put as {key}")
@@ -173,8 +180,8 @@ class FleetOracle:
         """What the bucket has said of other shards of a fetched chunk."""
         if order.kind is not JobKind.FETCH:
             return {}
-        folder = _folder(order.object_key)
-        keys = [key for key in connection.answers if key.startswith(folder)]
+        chunk = _chunk(order.object_key)
+        keys = [key for key in connection.answers if key.startswith(chunk)]
         return {key: connection.answers.pop(key) for key in keys if key != order.object_key}
 
     def _is_true(
@@ -212,9 +219,9 @@ class FleetOracle:
 
     def _check_fetched(self, what: str, order: Order, slab: memoryview) -> None:
         shard = shard_of(order.namespace_digest, order.shard)
-        layout = format_of(shard, self._setup)
-        expected = self.payload(shard, order.key.block_hash)
-        at = order.offset
-        held = slab[at + layout.header_bytes : at + layout.object_bytes]
+        layout = format_of(shard, self._setup, group=order.key.group)
+        expected = self.payload(shard, order.key)
+        at = order.offset + (0 if order.is_borrowed else layout.header_bytes)
+        held = slab[at : at + layout.payload_bytes]
         if expected is not None and held != expected:
             self.accuse(f"{what}, left other bytes in its slot")

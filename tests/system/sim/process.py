@@ -58,6 +58,7 @@ class Order:
     namespace_digest: str
     offset: int
     started_s: float
+    is_borrowed: bool
 
 
 class Process:
@@ -209,6 +210,7 @@ class Process:
             self._handshake.namespace_digest,
             message.slot * self._handshake.slot_bytes,
             self._loop.time(),
+            self._handshake.is_borrowed,
         )
 
     def _object_key(self, key: ChunkKey) -> str:

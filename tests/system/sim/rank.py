@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +34,9 @@ class Slab:
         self.nbytes = nbytes
         self.view = memoryview(bytearray(b"\xa5" * nbytes))
         self.fd: Machine
+
+    def close(self) -> None:
+        pass
 
 
 class Blocks(Sequence["tuple[TokenKV | None, ...]"]):
@@ -145,22 +148,28 @@ class Slots:
 
 
 def handshake_for(shard: Shard, setup: Setup, config: Config, padding_bytes: int = 0) -> Handshake:
-    space, layout = shard.namespace, format_of(shard, setup, padding_bytes)
+    space, formats = shard.namespace, formats_of(shard, setup, padding_bytes)
     return Handshake(
         config,
         space.prefix,
         space.digest,
         shard.name,
-        {0: layout.tensors},
-        slot_bytes=slot_bytes_of(layout),
+        {group: layout.tensors for group, layout in formats.items()},
+        slot_bytes=slot_bytes_of(formats),
         integrity=shard.integrity,
         pages=Pages(shard.order, "layer.{}") if config.share_ranks else None,
     )
 
 
-def slot_bytes_of(layout: ChunkFormat) -> int:
+def formats_of(shard: Shard, setup: Setup, padding_bytes: int = 0) -> dict[int, ChunkFormat]:
+    """Of the chunks of all coverages, by number."""
+    groups = {coverage.number for coverage in setup.tables}
+    return {group: format_of(shard, setup, padding_bytes, group) for group in sorted(groups)}
+
+
+def slot_bytes_of(formats: Mapping[int, ChunkFormat]) -> int:
     """No multiple of anything, so that a wrong offset is noticed."""
-    return layout.object_bytes + 64
+    return max(layout.object_bytes for layout in formats.values()) + 64
 
 
 class ByteRank:
@@ -193,7 +202,7 @@ class ByteRank:
         self._header_bytes = layout.header_bytes
         self._block_bytes = shard.block_bytes(setup.block_tokens)
         self._tokens_bytes = layout.payload_bytes - padding_bytes
-        self._slot_bytes = slot_bytes_of(layout)
+        self._slot_bytes = slot_bytes_of(formats_of(shard, setup, padding_bytes))
         self._slab = make_slab(setup.slots * self._slot_bytes)
         self.client = make_client(self._slab)
         copies = Copies(self, rng, rng.choice([0.0, 0.0, 0.03]))

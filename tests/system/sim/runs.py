@@ -27,7 +27,19 @@ from tests.system.sim.sharers import SharingFleet
 from tests.system.sim.store import PlannedDefect
 from tests.unit.planning.oracle import FINDINGS
 
-FLEETS: dict[str, type[Fleet]] = {"plain": Fleet, "kept": KeptFleet, "shared": SharingFleet}
+
+def _tier_fleet(seed: int, log: Callable[[str], None] | None) -> Fleet:
+    from tests.system.sim.tiers import tier_fleet  # imports vLLM, which takes seconds
+
+    return tier_fleet(seed, log)
+
+
+FLEETS: dict[str, Callable[[int, Callable[[str], None] | None], Fleet]] = {
+    "plain": Fleet,
+    "kept": KeptFleet,
+    "shared": SharingFleet,
+    "tiers": _tier_fleet,
+}
 
 
 class Failure(NamedTuple):
@@ -149,7 +161,7 @@ def run_seeds(first: int, count: int, kind: str = "plain") -> tuple[Counter[str]
 
 def main(arguments: Sequence[str]) -> int:
     """`SEED [--trace]`, or `FIRST COUNT` for many; with `--kept`, fleets that keep a budget; with
-    `--shared`, fleets that share between parallel sizes."""
+    `--shared`, fleets that share between parallel sizes; with `--tiers`, fleets of tiers."""
     trace = "--trace" in arguments
     kind = next((kind for kind in FLEETS if f"--{kind}" in arguments), "plain")
     numbers = [int(argument) for argument in arguments if not argument.startswith("-")]

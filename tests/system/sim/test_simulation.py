@@ -1,8 +1,8 @@
 """Hundreds of fleets, each through faults of its own; and proof that a fault of ours would show.
 
 Some keep their bucket to a budget ("kept"), in some engines share chunks between parallel sizes
-("shared"). A seed that fails is replayed with `python -m tests.system.sim SEED --trace`, and
-`--kept` or `--shared`.
+("shared"), and in some s3kv is a tier of vLLM's offloading ("tiers"). A seed that fails is replayed
+with `python -m tests.system.sim SEED --trace`, and `--kept`, `--shared` or `--tiers`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 
 from tests.nightly import some_by_day
-from tests.system.sim import cleaner_mutants, mutants, sharing_mutants
+from tests.system.sim import cleaner_mutants, mutants, sharing_mutants, tier_mutants
 from tests.system.sim.mutants import Mutant
 from tests.system.sim.runs import Failure, run_seeds, try_seeds
 
 ROOT = Path(__file__).parents[3]
 CORE_SEEDS = 100
-SEEDS = {"plain": 800, "kept": 20, "shared": 180}
+SEEDS = {"plain": 800, "kept": 20, "shared": 180, "tiers": 150}
 """By kind of fleet: a thousand for each change."""
-NIGHTLY_SEEDS = {"plain": 100_000, "kept": 2_000, "shared": 10_000}
-MUTANT_SEEDS = {"plain": 500, "kept": 120, "shared": 200}
+NIGHTLY_SEEDS = {"plain": 100_000, "kept": 2_000, "shared": 10_000, "tiers": 10_000}
+MUTANT_SEEDS = {"plain": 500, "kept": 120, "shared": 200, "tiers": 100}
 """Within so many seeds every mutant is noticed; most are within ten."""
 MUTANTS = [
     case
@@ -35,79 +35,40 @@ MUTANTS = [
         ("plain", mutants, 6),
         ("kept", cleaner_mutants, 2),
         ("shared", sharing_mutants, 2),
+        ("tiers", tier_mutants, 3),
     )
     for case in some_by_day([(mutate, kind) for mutate in module.MUTANTS], by_day)
 ]
 
-EVERYWHERE: dict[str, tuple[str, ...]] = {
+EVENTS = {
     "plain": (
-        "I/O processes killed",
-        "I/O processes stopped",
-        "aborted while loading",
-        "aborted while running",
-        "aborted while waiting",
-        "crashes",
-        "deadline_cuts",
-        "evictions",
-        "fences that mattered",
-        "fetch CANCELLED",
-        "fetch CORRUPT",
-        "fetch DENIED",
-        "fetch FAILED",
-        "fetch MISSING",
-        "fetch OK",
-        "fetches_refused_by_breaker",
-        "fetches_spared",
-        "hit_tokens_bucket",
-        "hit_tokens_host",
-        "loads",
-        "loads failed",
-        "objects damaged",
-        "objects lost",
-        "preempted",
-        "ranges",
-        "resets",
-        "resets refused",
-        "save FAILED",
-        "saves_dropped",
-        "second requests",
-        "shutdowns",
-        "unplaced offers",
-        "upload DENIED",
-        "upload EXISTS",
-        "upload FAILED",
-        "upload OK",
+        "I/O processes killed, I/O processes stopped, aborted while loading, aborted while "
+        "running, aborted while waiting, crashes, deadline_cuts, evictions, fences that mattered, "
+        "fetch CANCELLED, fetch CORRUPT, fetch DENIED, fetch FAILED, fetch MISSING, fetch OK, "
+        "fetches_refused_by_breaker, fetches_spared, hit_tokens_bucket, hit_tokens_host, loads, "
+        "loads failed, objects damaged, objects lost, preempted, ranges, resets, resets refused, "
+        "save FAILED, saves_dropped, second requests, shutdowns, unplaced offers, upload DENIED, "
+        "upload EXISTS, upload FAILED, upload OK"
     ),
     "kept": (
-        "I/O processes killed",
-        "I/O processes stopped",
-        "crashes",
-        "deleted chunks asked for",
-        "deleted in bulk",
-        "leases lost",
-        "long stalls",
-        "objects damaged",
-        "refreshes",
-        "shutdowns",
-        "stopped at a deletion",
-        "stopped at a listing",
+        "I/O processes killed, I/O processes stopped, crashes, deleted chunks asked for, deleted "
+        "in bulk, leases lost, long stalls, objects damaged, refreshes, shutdowns, stopped at a "
+        "deletion, stopped at a listing"
     ),
     "shared": (
-        "I/O processes killed",
-        "bad shards of others",
-        "crashes",
-        "fetch CANCELLED",
-        "fetch CORRUPT",
-        "fetch FAILED",
-        "fetch MISSING",
-        "objects damaged",
-        "objects lost",
-        "put together",
-        "put together of several",
-        "shutdowns",
-        "upload EXISTS",
+        "I/O processes killed, bad shards of others, crashes, fetch CANCELLED, fetch CORRUPT, "
+        "fetch FAILED, fetch MISSING, objects damaged, objects lost, put together, put together "
+        "of several, shutdowns, upload EXISTS"
+    ),
+    "tiers": (
+        "I/O processes killed, I/O processes stopped, aborted while loading, aborted while "
+        "waiting, crashes, deadline_cuts, deleted in bulk, fetch_cancelled, fetch_corrupt, "
+        "fetch_failed, fetch_missing, fetch_ok, fetches_without_room, loads, objects damaged, "
+        "preempted, removals announced, resets, resets refused, saves_after_reset, "
+        "saves_refused_by_breaker, shutdowns, stores without room, upload_exists, upload_failed"
     ),
 }
+EVERYWHERE = {kind: events.split(", ") for kind, events in EVENTS.items()}
 OFTEN = 5
 """Each at least so often in a test. All but the rarest happen hundreds of times."""
 

@@ -44,6 +44,10 @@ class Setup:
     def _all(self) -> tuple[Coverage, ...]:
         return self.coverages or (Coverage(self.block_tokens, self.chunk_tokens),)
 
+    def coverage(self, number: int) -> Coverage:
+        """The coverage with this number."""
+        return next(coverage for coverage in self._all if coverage.number == number)
+
     @property
     def tables(self) -> tuple[Coverage, ...]:
         """The coverage of each of the engine's tables of blocks, by the number of the table."""

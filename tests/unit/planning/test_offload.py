@@ -1,4 +1,4 @@
-"""The planner of the tier, under a model of vLLM's manager (`tiering`) and by example."""
+"""The planner of the tier, by example. Under vLLM's manager it is in `tests.system.sim.tiers`."""
 
 from __future__ import annotations
 
@@ -9,70 +9,28 @@ import pytest
 
 from lab.books import CHECKS
 from s3kv.messages import BucketJob, JobEnd, JobKind
-from s3kv.planning.offload import OffloadAnswer, OffloadPlanner, _OffloadRequest
+from s3kv.planning.breaker import Breaker
+from s3kv.planning.index import BucketIndex
+from s3kv.planning.offload import OffloadAnswer, OffloadPlanner
+from s3kv.planning.pace import Pace
 from s3kv.planning.requests import RequestLimits
-from s3kv.planning.row_transfers import RowJob, RowKey
+from s3kv.planning.row_transfers import RowKey
 from s3kv.types import ChunkKey, Outcome
-from tests.unit.planning.tiering import (
-    CHUNK_TOKENS,
-    MAX_WAIT_S,
-    a_planner,
-    is_noticed,
-    name_of,
-    row_key,
-    run,
-)
 
 HIT, RETRY, MISS = OffloadAnswer.HIT, OffloadAnswer.RETRY, OffloadAnswer.MISS
 
 
-SEEDS = [
-    pytest.param(seed, marks=() if seed < 200 else pytest.mark.nightly) for seed in range(1_000)
-]
+CHUNK_TOKENS = 128
+MAX_WAIT_S = 2.0
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_row_is_touched_after_its_end_and_nobody_waits_for_ever(seed: int) -> None:
-    run(seed)
+def name_of(group: int, number: int) -> bytes:
+    """vLLM's key of a chunk."""
+    return number.to_bytes(4, "big") * 8 + group.to_bytes(4, "big")
 
 
-# --- planners with one rule taken out -------------------------------------------------------
-
-
-class WaitsForEver(OffloadPlanner):
-    def _decide(self, request: _OffloadRequest, retries: int, now_s: float) -> None:
-        pass
-
-
-class ForgetsFailures(OffloadPlanner):
-    def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
-        super()._fetched(job, end, now_s)
-        request = self._requests.get(job.transfer.request_id)
-        if request is not None:
-            request.lost.clear()
-            request.is_closed = False
-            self._slow.clear()
-        self.index.forget()
-
-
-class KeepsPromises(OffloadPlanner):
-    def _release(self, request: _OffloadRequest) -> None:
-        request.promised.clear()
-
-
-MUTANTS = {
-    "never closes a request": WaitsForEver,
-    "answers HIT again for a key that has failed": ForgetsFailures,
-    "holds the rows of a request that has ended": KeepsPromises,
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_planner_without_one_of_its_rules_is_noticed(mutant: str) -> None:
-    assert is_noticed(MUTANTS[mutant]), f"nothing notices a planner that {mutant}"
-
-
-# --- by example -----------------------------------------------------------------------------
+def row_key(name: bytes) -> RowKey:
+    return RowKey(name, ChunkKey(int.from_bytes(name[-4:], "big"), name[:-4]))
 
 
 class Desk:
@@ -80,7 +38,15 @@ class Desk:
 
     def __init__(self, rows: int = 256, **more: Any) -> None:
         self.now_s = 10.0
-        self.planner = a_planner(rows, **more)
+        self.planner = OffloadPlanner(
+            BucketIndex(capacity=10_000),
+            Breaker(),
+            Pace(fetches_at_once=8),
+            rows=rows,
+            chunk_tokens=CHUNK_TOKENS,
+            max_wait_s=MAX_WAIT_S,
+            **more,
+        )
         self.transfers = 0
 
     def look_up(self, request: str, *numbers: int, group: int = 0) -> list[OffloadAnswer]:
@@ -260,6 +226,20 @@ def test_nobody_begins_to_wait_for_what_was_just_given_up() -> None:
     assert desk.look_up("c", 1) == [HIT]
 
 
+def test_fetches_of_a_request_that_has_ended_are_cancelled_when_they_are_late() -> None:
+    """Others may wait for the same rows."""
+    desk = Desk()
+    desk.planner.begin("a")
+    desk.look_up("a", 1)
+    (job,) = desk.load("a", 1)
+    desk.planner.finish("a")
+    desk.end_pass()
+    assert desk.planner.transfers.take_cancels() == []
+    desk.now_s += MAX_WAIT_S
+    desk.end_pass()
+    assert desk.planner.transfers.take_cancels() == [job.job_id]
+
+
 def test_limits_of_a_request() -> None:
     desk = Desk()
     desk.planner.begin("a", RequestLimits(load_tokens=128))
@@ -328,3 +308,11 @@ def test_changes_are_what_the_bucket_turned_out_to_have() -> None:
     assert desk.planner.changes == [(name_of(0, 1), True), (name_of(0, 1), False)]
     desk.end([use], Outcome.MISSING)
     assert desk.planner.index.verdict(use.key, desk.now_s) is False
+
+
+def test_a_chunk_in_use_that_the_bucket_has_lost_is_a_change() -> None:
+    desk = Desk(is_observed=True)
+    desk.end(desk.store("a", 1), fresh_s=0.0)
+    desk.planner.use(row_key(name_of(0, 1)), desk.now_s)
+    desk.end(desk.planner.uses(), Outcome.MISSING)
+    assert desk.planner.changes == [(name_of(0, 1), True), (name_of(0, 1), False)]

@@ -1,68 +1,38 @@
-"""Transfers with one rule taken out: the model of vLLM's manager has to notice each of them."""
+"""Transfers by example. Those of whole engines, and of mutants, are in `tests.system.sim`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from s3kv.messages import JobEnd, JobKind
+from s3kv.planning.row_transfers import RowKey, RowTransfers, TransferEnd
+from s3kv.types import ChunkKey, Outcome
 
-import pytest
-
-from s3kv.messages import JobEnd
-from s3kv.planning.offload import OffloadPlanner
-from s3kv.planning.row_transfers import RowJob, RowTransfer, RowTransfers, TransferEnd
-from tests.unit.planning.tiering import is_noticed
+KEYS = [RowKey(bytes([n]), ChunkKey(0, bytes([n]))) for n in range(3)]
 
 
-class TwiceReported(RowTransfers):
-    def take_ends(self) -> list[TransferEnd]:
-        ends = super().take_ends()
-        return ends + ends[:1]
+def test_a_transfer_is_reported_once_after_the_last_of_its_jobs() -> None:
+    transfers = RowTransfers()
+    transfer = transfers.begin(7, "a", 1.0, is_load=True)
+    jobs = [transfers.add(transfer, key, row) for row, key in enumerate(KEYS)]
+    assert (transfers.fetches, transfers.uploads) == (3, 0)
+    for job, outcome in zip(jobs, (Outcome.OK, Outcome.MISSING, Outcome.OK), strict=True):
+        transfers.end_if_done(transfer, 2.0)
+        assert transfers.take_ends() == []
+        assert (
+            transfers.job_ended(JobEnd(job.job_id, JobKind.FETCH, outcome, 5)).key.chunk == job.key
+        )
+    transfers.end_if_done(transfer, 3.0)
+    succeeded = (KEYS[0].name, KEYS[2].name)
+    assert transfers.take_ends() == [TransferEnd(7, False, succeeded, 2.0, 10)]
+    assert (transfers.take_ends(), transfers.fetches, transfers.jobs) == ([], 0, {})
 
 
-class EarlyReported(RowTransfers):
-    def end_if_done(self, transfer: RowTransfer, now_s: float) -> None:
-        left, transfer.jobs_left = transfer.jobs_left, 0
-        if transfer.transfer_id in self._transfers:
-            super().end_if_done(transfer, now_s)
-        transfer.jobs_left = left
-
-
-class AllSucceeded(RowTransfers):
-    def job_ended(self, end: JobEnd) -> RowJob:
-        job = super().job_ended(end)
-        job.transfer.succeeded.append(job.key.name)
-        return job
-
-
-class NeverAbandoned(RowTransfers):
-    def cancel_loads(self, began_before_s: float, but_of: Iterable[str] = ()) -> None:
-        pass
-
-
-class NotCancelled(RowTransfers):
-    def take_cancels(self) -> list[int]:
-        super().take_cancels()
-        return []
-
-
-def with_transfers(transfers: type[RowTransfers]) -> type[OffloadPlanner]:
-    class Mutant(OffloadPlanner):
-        def __init__(self, *args: Any, **more: Any) -> None:
-            super().__init__(*args, **more)
-            self.transfers = transfers()
-
-    return Mutant
-
-
-MUTANTS = {
-    "reports a transfer twice": with_transfers(TwiceReported),
-    "reports a transfer while its jobs still write": with_transfers(EarlyReported),
-    "reports keys as moved whose fetch has failed": with_transfers(AllSucceeded),
-    "leaves the fetches of requests that have ended": with_transfers(NeverAbandoned),
-    "closes a request and cancels nothing": with_transfers(NotCancelled),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_transfers_without_one_of_their_rules_are_noticed(mutant: str) -> None:
-    assert is_noticed(MUTANTS[mutant]), f"nothing notices a tier that {mutant}"
+def test_only_old_loads_of_requests_that_have_ended_are_cancelled() -> None:
+    transfers = RowTransfers()
+    begun = [("a", 1.0, True), ("b", 1.0, True), ("b", 5.0, True), ("b", 1.0, False)]
+    ids = []
+    for number, (request, began_s, is_load) in enumerate(begun):
+        transfer = transfers.begin(number, request, began_s, is_load=is_load)
+        ids.append(transfers.add(transfer, KEYS[0], number).job_id)
+    transfers.cancel_loads(4.0, but_of=["a"])
+    assert transfers.take_cancels() == [ids[1]]
+    assert transfers.take_cancels() == []

@@ -1,0 +1,99 @@
+"""A tier with one thing done wrong: what a fleet of tiers has to notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from s3kv.connectors import offload_tier
+from s3kv.io.client import IoClient
+from s3kv.messages import JobEnd
+from s3kv.objects.codec import ChunkFormat
+from s3kv.place import Place
+from s3kv.planning.offload import OffloadPlanner
+from s3kv.planning.row_transfers import RowJob, RowKey, RowTransfer, RowTransfers, TransferEnd
+from tests.system.sim.mutants import Mutants, Patch
+
+MUTANTS = Mutants()
+mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
+
+take_ends = RowTransfers.take_ends
+take_cancels = RowTransfers.take_cancels
+end_if_done = RowTransfers.end_if_done
+job_ended = RowTransfers.job_ended
+fetched = OffloadPlanner._fetched
+learn = OffloadPlanner._learn
+check = ChunkFormat.check
+
+
+@instead_of(RowTransfers, "take_ends")
+def reports_a_transfer_twice(self: RowTransfers) -> list[TransferEnd]:
+    ends = take_ends(self)
+    return ends + ends[:1]
+
+
+@instead_of(RowTransfers, "end_if_done")
+def reports_a_transfer_whose_jobs_still_write(
+    self: RowTransfers, transfer: RowTransfer, now_s: float
+) -> None:
+    left, transfer.jobs_left = transfer.jobs_left, 0
+    if transfer.transfer_id in self._transfers:
+        end_if_done(self, transfer, now_s)
+    transfer.jobs_left = left
+
+
+@instead_of(RowTransfers, "job_ended")
+def reports_failed_fetches_as_moved(self: RowTransfers, end: JobEnd) -> RowJob:
+    job = job_ended(self, end)
+    job.transfer.succeeded.append(job.key.name)
+    return job
+
+
+@instead_of(RowTransfers, "take_cancels")
+def closes_a_request_and_cancels_nothing(self: RowTransfers) -> list[int]:
+    take_cancels(self)
+    return []
+
+
+@mutant
+def answers_retry_for_ever(patch: Patch) -> None:
+    patch.setattr(OffloadPlanner, "_decide", lambda self, request, retries, now_s: None)
+
+
+@instead_of(OffloadPlanner, "_fetched")
+def hits_again_what_has_failed(
+    self: OffloadPlanner, job: RowJob, end: JobEnd, now_s: float
+) -> None:
+    fetched(self, job, end, now_s)
+    request = self._requests.get(job.transfer.request_id)
+    if request is not None:
+        request.lost.clear()
+        request.is_closed = False
+        self._slow.clear()
+    self.index._absent_until.clear()
+
+
+@mutant
+def holds_the_rows_of_requests_that_have_ended(patch: Patch) -> None:
+    patch.setattr(OffloadPlanner, "_release", lambda self, request: request.promised.clear())
+
+
+@mutant
+def does_not_wait_for_the_rows_at_a_reset(patch: Patch) -> None:
+    patch.setattr(IoClient, "settle", lambda self, timeout_s: None)
+
+
+@mutant
+def resets_without_a_new_salt(patch: Patch) -> None:
+    patch.setattr(offload_tier, "salted", lambda block_hash, salt: block_hash)
+
+
+@instead_of(OffloadPlanner, "_learn")
+def announces_no_removal(self: OffloadPlanner, key: RowKey, end: JobEnd, now_s: float) -> None:
+    learn(self, key, end, now_s)
+    self.changes = [change for change in self.changes if change[1]]
+
+
+@instead_of(ChunkFormat, "check")
+def believes_a_short_object(self: ChunkFormat, place: Place, nbytes: int, block_hash: bytes) -> Any:
+    reason = check(self, place, nbytes, block_hash)
+    return None if nbytes < self.object_bytes else reason
