@@ -38,26 +38,37 @@ CONTRACT = Area(
 TIERS = Area(
     "tiers",
     "a prefix from the engine's own cache, host memory and the bucket",
-    (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix",),
-)
-SECOND_RUNNER = Area(
-    "second runner",
-    "the same on the second-generation runner, with interpreted kernels",
     (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix[second-runner]",),
     runner="second",
+)
+FIRST_RUNNER = Area(
+    "first runner",
+    "the same on the first-generation runner",
+    (f"{_E2E}/test_prefix.py::test_every_tier_serves_a_prefix[first-runner]",),
 )
 AREAS = (
     CONTRACT,
     TIERS,
-    SECOND_RUNNER,
+    FIRST_RUNNER,
     Area(
         "prefixes",
         "damaged objects, prompts of all lengths, hits that end within a chunk",
         (f"{_E2E}/test_prefix.py",),
+        runner="second",
     ),
     Area(
         "requests",
-        "crowds, second turns, aborts at any moment, roles, salts",
+        "preempted, aborted at any moment, scheduled ahead; roles, salts; two ranks; an encoder",
+        (
+            f"{_E2E}/test_second_runner.py",
+            f"{_E2E}/test_requests.py::test_roles",
+            f"{_E2E}/test_requests.py::test_salts_and_an_engine_without_a_cache_of_its_own",
+        ),
+        runner="second",
+    ),
+    Area(
+        "requests",
+        "crowds, second turns, aborts at any moment, private requests",
         (f"{_E2E}/test_requests.py",),
     ),
     Area(
@@ -67,18 +78,66 @@ AREAS = (
     ),
     Area(
         "failures",
-        "a bucket that refuses, comes and goes; an I/O process killed or stopped",
+        "an I/O process killed, wrong credentials",
+        (
+            f"{_E2E}/test_failures.py::test_the_io_process_killed_in_the_middle",
+            f"{_E2E}/test_failures.py::test_wrong_credentials_no_start",
+        ),
+        runner="second",
+    ),
+    Area(
+        "failures",
+        "a bucket that refuses, comes and goes; an I/O process stopped",
         (f"{_E2E}/test_failures.py",),
     ),
     Area(
         "failed loads",
-        "loads that fail, under both of vLLM's policies",
+        "loads that fail and are computed",
+        (
+            f"{_E2E}/test_failed_loads.py::test_a_failed_load_never_becomes_a_wrong_token[recompute]",
+        ),
+        runner="second",
+    ),
+    Area(
+        "failed loads",
+        "loads that fail and end their requests",
         (f"{_E2E}/test_failed_loads.py",),
     ),
     Area(
         "encoder outputs",
         "images encoded once per fleet, damaged items, both connectors together",
         (f"{_E2E}/test_encoder_outputs.py",),
+    ),
+    Area(
+        "tier hooks",
+        "as a tier of vLLM's offloading: hooks, settings, every fault under vLLM's manager",
+        tuple(
+            f"tests/contract/{name}.py"
+            for name in (
+                "test_offload_tier",
+                "test_tier_api",
+                "test_tier_faults",
+                "test_tier_setup",
+            )
+        ),
+        runner=CONTRACT.runner,
+    ),
+    Area(
+        "tier",
+        "the same on an engine: every tier, another question, damaged objects",
+        tuple(
+            f"{_E2E}/test_tier.py::{test}"
+            for test in (
+                "test_a_new_process_gives_the_tokens_of_a_local_hit[tiny]",
+                "test_another_question_hits_the_system_prompt_until_it_is_damaged",
+            )
+        ),
+        runner="second",
+    ),
+    Area(
+        "tier",
+        "the same with windows; a bucket that goes, an I/O process killed",
+        (f"{_E2E}/test_tier.py",),
     ),
 )
 """What holds s3kv to its host: a row each."""
@@ -132,8 +191,8 @@ FAMILIES = (
         "Llama",
         "full attention",
         (
+            FIRST_RUNNER,
             TIERS,
-            SECOND_RUNNER,
             _area("Llama", "two ranks", f"{_E2E}/test_parallel.py::test_two_ranks[tensor]"),
         ),
     ),

@@ -4,10 +4,12 @@
                     │        ▲
           plan of a step     reports, loads that ended, tokens
                     ▼        │
-                a rank that moves meanings instead of bytes, in virtual time
+                ranks that move meanings instead of bytes, in virtual time
 
 What a rank is ordered to do ends after a random number of steps, in any order, and may fail. Tokens
-that a step reads have to be in the blocks where vLLM expects them.
+that a step reads have to be in the blocks where vLLM expects them. A step may fail as a whole, as
+vLLM's fault tolerance knows it: all requests are aborted, and vLLM's aggregator holds back what the
+ranks have reported.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import copy
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
@@ -30,7 +33,12 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -39,7 +47,6 @@ from lab.books import check
 from s3kv.connectors import kv_scheduler
 from s3kv.connectors.kv_translate import WorkerHandshake, WorkerReport
 from s3kv.connectors.plugin import register
-from s3kv.planning.group_kinds import Coverage
 from s3kv.types import Outcome
 from tests.contract.configurations import SHAPE, configured
 from tests.unit.planning.ranks import Bucket, Rank, Write
@@ -78,8 +85,9 @@ def configuration(model: Path) -> Any:
 class Engine:
     """blocks: those that requests can have; one more is vLLM's. slots: chunks that host memory
     holds. before: an engine on the same bucket, which has ended. failing: the share of orders that
-    fail. settings: vLLM's, of its scheduler and connector. With async_scheduling, which vLLM turns
-    off on a CPU, a step is scheduled before the output of the one before is taken in.
+    fail. ranks: their number. states: specs of groups beside the one with full attention.
+    settings: vLLM's, of its scheduler and connector. With async_scheduling, which vLLM turns off on
+    a CPU, a step is scheduled before the output of the one before is taken in.
     """
 
     def __init__(
@@ -91,6 +99,8 @@ class Engine:
         slots: int = 16,
         before: Engine | None = None,
         failing: float = 0.0,
+        ranks: int = 1,
+        states: Sequence[MambaSpec] = (),
         **settings: Any,
     ) -> None:
         config = copy.deepcopy(vllm_config)
@@ -99,8 +109,10 @@ class Engine:
             if not hasattr(owner, name):
                 owner = config.kv_transfer_config
             setattr(owner, name, value)
-        spec = FullAttentionSpec(**SHAPE | {"block_size": BLOCK})
-        cache = KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec(["layer.0"], spec)])
+        config.parallel_config.world_size = ranks
+        specs = [FullAttentionSpec(**SHAPE | {"block_size": BLOCK}), *states]
+        groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+        cache = KVCacheConfig(blocks + 1, [], groups)
         config.cache_config.num_gpu_blocks = blocks + 1
         block_size, hashed = resolve_kv_cache_block_sizes(cache, config)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
@@ -111,14 +123,17 @@ class Engine:
             hash_block_size=hashed,
         )
         self.connector = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata({0: WorkerHandshake("n" * 32, slots, 4_096)})
+        handshake = WorkerHandshake("n" * 32, slots, 4_096)
+        self.connector.set_xfer_handshake_metadata(dict.fromkeys(range(ranks), handshake))
         hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(hashed, hash_function)
         self.bucket = Bucket() if before is None else before.bucket
-        self.rank = Rank(
-            0, slots=slots, blocks=blocks + 1, tables=[Coverage(BLOCK, CHUNK)], bucket=self.bucket
-        )
+        memory: dict[str, Any] = {"slots": slots, "blocks": blocks + 1, "bucket": self.bucket}
+        coverages = self.side._sizes.coverages
+        tables = [next(c for c in coverages if n in c.members) for n in range(len(groups))]
+        self.ranks = [Rank(number, tables=tables, **memory) for number in range(ranks)]
+        self._aggregator = KVOutputAggregator(ranks)
         self.seen: Counter[str] = Counter()
         self.now_s = 0.0
         self.steps = 0
@@ -126,7 +141,7 @@ class Engine:
         self._blocks = blocks
         self._rng = rng
         self._failing = failing
-        self._due: dict[tuple[str, int | str], int] = {}
+        self._due: dict[tuple[int, str, int | str], int] = {}
         self._outputs: deque[tuple[SchedulerOutput, set[str]]] = deque()
         self._ahead = int(config.scheduler_config.async_scheduling)
         self._prefixes: Prefixes = Prefixes() if before is None else before._prefixes
@@ -164,24 +179,30 @@ class Engine:
                 raise Parked(self.described())
         for _ in range(PATIENCE):
             self.step()
-            if not (self.rank.orders or self.scheduler.requests):
+            if not (any(rank.orders for rank in self.ranks) or self.scheduler.requests):
                 break
         while self._outputs:
             self._take_in(*self._outputs.popleft())
         assert not self.scheduler.requests, self.described()
 
-    def step(self) -> int:
+    def step(self, *, fails: bool = False) -> int:
         """One pass of the scheduler, and the output of this step or of the one before. Returns the
-        number of tokens that it computes."""
+        number of tokens that it computes. fails: its output is an error."""
         self.steps += 1
         self.now_s += STEP_S
         output = self.scheduler.schedule()
         self.seen["preempted"] += len(output.preempted_req_ids or ())
         requests = [self.scheduler.requests[name] for name in output.num_scheduled_tokens]
         sampling = {r.request_id for r in requests if r.num_computed_tokens >= r.num_tokens}
-        self.rank.run(output.kv_connector_metadata.plan, list(self._forward(output)))
-        self._outputs.append((output, sampling))
+        writes = list(self._forward(output))
+        for rank in self.ranks:
+            rank.run(output.kv_connector_metadata.plan, writes)
         self._end_orders()
+        if fails:
+            assert not self._ahead
+            self._fail()
+            return 0
+        self._outputs.append((output, sampling))
         if len(self._outputs) > self._ahead:
             self._take_in(*self._outputs.popleft())
         return int(output.total_num_scheduled_tokens)
@@ -191,53 +212,77 @@ class Engine:
         written, read = {}, {}
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            table, *tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             end = request.num_computed_tokens
+            start = end - count
             chain: list[int] = []
             for token in [*request.all_token_ids, SAMPLED, SAMPLED][:end]:
                 self._prefixes.extend(chain, token)
             for position, prefix in enumerate(chain):
                 at, offset = divmod(position, BLOCK)
-                known = written if position >= end - count else read
+                known = written if position >= start else read
                 known[table[at], offset] = (0, prefix)
+                # A state is in the block that ends with a step.
+                for group, states in enumerate(tables, 1):
+                    if (at + 1) * BLOCK in (start, end):
+                        known[states[at], offset] = (group, prefix)
         for (block, offset), meaning in read.items():
-            found = written.get((block, offset), self.rank.blocks[block][offset])
-            assert found == meaning, f"block {block} has {found} at {offset}, {meaning} is read"
+            for rank in self.ranks:
+                found = written.get((block, offset), rank.blocks[block][offset])
+                assert found == meaning, f"block {block} has {found} at {offset}, {meaning} is read"
         return ((block, offset, meaning) for (block, offset), meaning in written.items())
 
     def _end_orders(self) -> None:
-        orders = list(self.rank.orders)
+        orders = [(rank, name) for rank in self.ranks for name in rank.orders]
         self._rng.shuffle(orders)
-        for name in orders:
+        for rank, name in orders:
             kind, number = name
             steps = self._rng.choice([0, 1, 3, SLOWEST])
-            if self._due.setdefault(name, self.steps + steps) > self.steps:
+            if self._due.setdefault((rank.number, *name), self.steps + steps) > self.steps:
                 continue
-            del self._due[name]
+            del self._due[rank.number, kind, number]
             outcome = Outcome.OK
-            if kind == "fetch" and number in self.rank.cancelled:
+            if kind == "fetch" and number in rank.cancelled:
                 outcome = Outcome.CANCELLED
             elif self._rng.random() < self._failing:
                 outcome = Outcome.FAILED
-            self.rank.end(name, outcome)
+            rank.end(name, outcome)
 
-    def _take_in(self, output: SchedulerOutput, sampling: set[str]) -> None:
-        names = list(output.num_scheduled_tokens)
-        report, ends = self.rank.take_report(), dict(self.rank.loaded)
-        self.rank.loaded.clear()
+    def _fail(self) -> None:
+        """The step that has run is one whose output is an error (`EngineCoreSentinel.on_fault`, and
+        then `retry`). Some ranks have reported, and the others do so after their next step."""
+        self.seen["failed steps"] += 1
+        told = [self._reported(rank) for rank in self.ranks if self._rng.random() < 0.7]
+        self._rng.shuffle(told)
+        self._aggregator.ft_defer_kv_connector_outputs(told)
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+
+    def _reported(self, rank: Rank) -> KVConnectorOutput:
+        report, ends = rank.take_report(), dict(rank.loaded)
+        rank.loaded.clear()
         is_told = bool(report.ends) or report.number is not None
-        told = KVConnectorOutput(
+        return KVConnectorOutput(
             finished_recving=set(ends) or None,
             failed_recving={name for name, ok in ends.items() if not ok},
             kv_connector_worker_meta=WorkerReport(report) if is_told else None,
         )
-        ran = ModelRunnerOutput(
-            names,
-            {name: place for place, name in enumerate(names)},
-            sampled_token_ids=[[SAMPLED] if name in sampling else [] for name in names],
-            kv_connector_output=told,
-        )
-        self.scheduler.update_from_output(output, ran)
+
+    def _merged(self, *of_the_first: Any) -> ModelRunnerOutput:
+        """The output of all ranks. of_the_first: the arguments of that of the first one."""
+        outputs = [ModelRunnerOutput(*of_the_first)] + [
+            ModelRunnerOutput([], {}) for _ in self.ranks[1:]
+        ]
+        for rank, output in zip(self.ranks, outputs, strict=True):
+            output.kv_connector_output = self._reported(rank)
+        merged = self._aggregator.aggregate(outputs)
+        assert merged is not None
+        return merged
+
+    def _take_in(self, output: SchedulerOutput, sampling: set[str]) -> None:
+        names = list(output.num_scheduled_tokens)
+        places = {name: place for place, name in enumerate(names)}
+        sampled = [[SAMPLED] if name in sampling else [] for name in names]
+        self.scheduler.update_from_output(output, self._merged(names, places, sampled))
 
     # --- afterwards ------------------------------------------------------------------------
 
@@ -257,10 +302,11 @@ class Engine:
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         lines = [f"step {self.steps}: {free} of {self._blocks} blocks are free"]
         for one in self.scheduler.requests.values():
-            (table,) = self.scheduler.kv_cache_manager.get_block_ids(one.request_id)
+            table, *_ = self.scheduler.kv_cache_manager.get_block_ids(one.request_id)
             tokens = f"{one.num_computed_tokens} of {one.num_tokens} tokens computed"
             lines.append(f"  {one.request_id}: {one.status.name}, {tokens}, {len(table)} blocks")
-        return "\n".join([*lines, f"  in flight: {sorted(map(str, self.rank.orders))}"])
+        orders = [f"{rank.number} {name}" for rank in self.ranks for name in rank.orders]
+        return "\n".join([*lines, f"  in flight: {sorted(orders)}"])
 
 
 def on_clock(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Engine:

@@ -29,6 +29,9 @@ from tests.versions import since
 
 HERE = Path(__file__).parent
 START_AND_STOP_S = 400
+SECOND: dict[str, Any] = {"second_runner": True}
+"""Of an engine with the runner that is vLLM's default on a GPU. Tests take it unless they take many
+steps, or the first runner is their subject."""
 
 
 needs_short_convolutions = since(0, 32, "CPU kernels for convolutions over three tokens")

@@ -14,7 +14,7 @@ import pytest
 from lab import models
 from lab.engine import Engine
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import References, tokens
+from tests.system.e2e.conftest import SECOND, References, tokens
 
 PROMPTS = models.prompts(2, 4 * 128 + 40)
 
@@ -25,7 +25,13 @@ def held_in_host_memory(engine: Engine, expected: list[list[int]]) -> None:
     engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("policy", "runner"),
+    [
+        pytest.param("recompute", SECOND, id="recompute"),
+        pytest.param("fail", {}, id="fail"),
+    ],
+)
 def test_a_failed_load_never_becomes_a_wrong_token(
     tiny: Path,
     s3: S3Server,
@@ -33,12 +39,12 @@ def test_a_failed_load_never_becomes_a_wrong_token(
     reference: References,
     tmp_path: Path,
     policy: str,
+    runner: dict[str, Any],
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
     connector = patient | {"kv_load_failure_policy": policy}
-    with Engine(
-        tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, dtype="float32"
-    ) as engine:
+    args = {"dtype": "float32", **runner}
+    with Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, **args) as engine:
         held_in_host_memory(engine, expected)
         # The blocks that the loads below get hold these prompts' KV.
         engine.generate([prompt[::-1] for prompt in PROMPTS])

@@ -18,7 +18,14 @@ from lab import models
 from lab.engine import Answer, Engine, EngineFailed
 from lab.s3 import S3Server, moto_process
 from lab.service import free_ports
-from tests.system.e2e.conftest import References, Serve, changed, patient_for, tokens
+from tests.system.e2e.conftest import (
+    SECOND,
+    References,
+    Serve,
+    changed,
+    patient_for,
+    tokens,
+)
 from tests.system.e2e.servers import denying_server, valve
 
 CHUNKS = 4
@@ -76,7 +83,7 @@ def test_wrong_credentials_no_start(tiny: Path, weed: S3Server, tmp_path: Path) 
     weed.client().create_bucket(Bucket="kv-cache")
     wrong = {**weed.env, "AWS_SECRET_ACCESS_KEY": "wrong"}
     connector = patient_for(S3Server(weed.url, wrong), "kv-cache", fails=True)
-    engine = Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong)
+    engine = Engine(tiny, connector=connector, log_path=tmp_path / "log", env=wrong, **SECOND)
     with pytest.raises(EngineFailed, match="ended"):
         engine.start()
     wait_until("all processes end", lambda: not engine.processes())
@@ -202,7 +209,7 @@ def test_the_io_process_killed_in_the_middle(
         connector = changed(
             patient_for(S3Server(slow.url, s3.env), bucket, fails=True), **FEW_SLOTS
         )
-        with serve(tiny, connector, dtype="float32") as engine:
+        with serve(tiny, connector, dtype="float32", **SECOND) as engine:
             asker = Asker(engine, expected)
             slow.shut_after(CHUNK_BYTES * 3 // 2)
             asker.ask(0, 1)

@@ -11,7 +11,15 @@ from lab import models
 from lab.engine import Engine, EngineFailed
 from lab.offloading import offloading
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
+from tests.system.e2e.conftest import (
+    SECOND,
+    References,
+    Serve,
+    at_rest,
+    cached,
+    changed,
+    tokens,
+)
 
 PROMPTS = models.prompts(3, 700, seed=40)
 HIT = 5 * 128
@@ -80,7 +88,7 @@ def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on
     both = several(neighbour(greets=True), patient)
     warm_up = PROMPTS[0][:20]
     for hit in (0, HIT):
-        with serve(tiny, both, in_process=in_process, **FLOAT32) as engine:
+        with serve(tiny, both, in_process=in_process, **FLOAT32, **SECOND) as engine:
             engine.generate([warm_up])
             answers = engine.generate(PROMPTS)
             assert tokens(answers) == expected
@@ -92,7 +100,7 @@ def test_the_request_of_the_first_step_is_computed_and_harms_nobody(
 ) -> None:
     expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
     both = several(neighbour(greets=True), patient)
-    with serve(tiny, both, **FLOAT32) as engine:
+    with serve(tiny, both, **FLOAT32, **SECOND) as engine:
         assert tokens(engine.generate(PROMPTS, concurrency=3)) == expected
         before = at_rest(engine)["saves"]
         engine.reset_prefix_cache()
@@ -128,7 +136,7 @@ def test_nothing_is_saved_of_what_another_connector_loads_while_the_step_runs(
 ) -> None:
     """Here it loads nothing, and the engine computes with what is in the blocks."""
     expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    with serve(tiny, several(neighbour(offers=256), patient), **FLOAT32) as engine:
+    with serve(tiny, several(neighbour(offers=256), patient), **FLOAT32, **SECOND) as engine:
         engine.generate(PROMPTS)
         assert at_rest(engine)["saves"] == 0
     with serve(tiny, patient, **FLOAT32) as engine:

@@ -20,6 +20,7 @@ from lab.s3 import S3Server
 from s3kv.objects.headers import read_header
 from s3kv.objects.keys import parse
 from tests.system.e2e.conftest import (
+    SECOND,
     START_AND_STOP_S,
     References,
     Serve,
@@ -151,9 +152,9 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
     nothing. Damage of any kind is a miss from there on, and what was damaged or is missing is saved
     again.
     """
-    whole = reference(tiny, PROMPTS[:1])
-    nothing = reference(tiny, PROMPTS[1:3], hit_tokens=0)
-    part = reference(tiny, PROMPTS[3:], hit_tokens=256)
+    whole = reference(tiny, PROMPTS[:1], **SECOND)
+    nothing = reference(tiny, PROMPTS[1:3], hit_tokens=0, **SECOND)
+    part = reference(tiny, PROMPTS[3:], hit_tokens=256, **SECOND)
     client = s3.client()
     with new_bucket(s3, like=library.bucket) as bucket:
 
@@ -175,7 +176,7 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
         # Chunks behind a damaged one are read, and deleted, only if all are asked for at once.
         at_once = {"probe_chunks": CHUNKS, "on_corrupt": "delete"}
         deleting = changed(patient_for(s3, bucket), **at_once)
-        with serve(tiny, deleting) as engine:
+        with serve(tiny, deleting, **SECOND) as engine:
             zeros, *damaged = engine.generate(PROMPTS)
             done = at_rest(engine)
             metrics = engine.metrics()
@@ -206,7 +207,7 @@ def test_prompts_of_all_lengths(
     (long,) = models.prompts(1, 1_500, seed=3)
     (tail,) = models.prompts(1, 1_000, seed=4)
     forked = whole + tail
-    short_steps = {"max_num_batched_tokens": 512, **FLOAT32}
+    short_steps = {"max_num_batched_tokens": 512, **FLOAT32, **SECOND}
 
     with serve(tiny, patient, **short_steps) as engine:
         asked = [short, whole, long]
@@ -238,7 +239,7 @@ def test_own_hit_ends_within_a_chunk(
     (prompt,) = models.prompts(1, 800, seed=5)
     (tail,) = models.prompts(1, 300, seed=6)
     sibling = prompt[: 3 * 128] + tail
-    with serve(tiny, changed(patient, chunk_tokens=256), **FLOAT32) as engine:
+    with serve(tiny, changed(patient, chunk_tokens=256), **FLOAT32, **SECOND) as engine:
         engine.generate([prompt])
         assert engine.call("lab.audit:reset", connector=False)
         before = at_rest(engine)

@@ -19,6 +19,7 @@ from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.planning.requests import PROBE_CHUNKS
 from tests.system.e2e.conftest import (
+    SECOND,
     Aborts,
     Serve,
     Truth,
@@ -189,7 +190,7 @@ def test_roles(
 ) -> None:
     """A producer saves and never loads, a consumer loads and never saves."""
     asked = [LONG[0], TAILS[0]]
-    with serve(tiny, connector | {"kv_role": role}, **FLOAT32) as engine:
+    with serve(tiny, connector | {"kv_role": role}, **FLOAT32, **SECOND) as engine:
         first = engine.generate(asked)
         assert engine.call("lab.audit:reset", connector=False)
         second = engine.generate(asked)
@@ -219,7 +220,7 @@ def test_salts_and_an_engine_without_a_cache_of_its_own(
         Ask(prompt),
     ]
     one_probe = changed(connector, probe_chunks=1)
-    with serve(tiny, one_probe, enable_prefix_caching=False, **FLOAT32) as engine:
+    with serve(tiny, one_probe, enable_prefix_caching=False, **FLOAT32, **SECOND) as engine:
         answers = [answer for ask in asked for answer in engine.generate([ask])]
         done = at_rest(engine)
     assert cached(answers) == [HIT, HIT, 0, HIT, 0, HIT]

@@ -24,6 +24,7 @@ from lab import models
 from lab.engine import Answer, Ask, Engine
 from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
+    SECOND,
     START_AND_STOP_S,
     Aborts,
     Launch,
@@ -39,8 +40,7 @@ from tests.system.e2e.pictures import ITEM_BYTES, Pictures, ask, counters, ec_co
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_parallel import BOTH, holds
 
-FLOAT32 = {"dtype": "float32"}
-SECOND = {"second_runner": True, **FLOAT32}
+ARGS: dict[str, Any] = {**SECOND, "dtype": "float32"}
 AS_ON_GPU = "lab.second_runner.as_on_gpu"
 PROMPTS = models.prompts(6, 600, seed=20)
 CHUNKS = 4
@@ -77,7 +77,7 @@ class FirstLife:
 @pytest.fixture(scope="module")
 def first_life(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[FirstLife]:
     with new_bucket(s3) as bucket:
-        with serve(tiny, patient_for(s3, bucket), **SMALL, **SECOND) as engine:
+        with serve(tiny, patient_for(s3, bucket), **SMALL, **ARGS) as engine:
             crowd = engine.generate(CROWD, max_tokens=CROWD_TOKENS, concurrency=len(CROWD))
             preempted = preemptions(engine)
             cold = engine.generate(PROMPTS, concurrency=2)
@@ -97,7 +97,7 @@ def second_life(s3: S3Server, tiny: Path, serve: Serve, first_life: FirstLife) -
         patient_for(s3, first_life.bucket),
         prepare=f"{AS_ON_GPU}:schedule_asynchronously",
         **SMALL,
-        **SECOND,
+        **ARGS,
     ) as engine:
         assert engine.call("tests.system.e2e.inside:schedules_ahead")
         yield engine
@@ -191,7 +191,7 @@ def test_blocks_are_read_before_the_next_step_zeroes_them(
         prepare=f"{AS_ON_GPU}:zero_new_blocks",
         max_num_seqs=1,
         **sizes,
-        **SECOND,
+        **ARGS,
     ) as engine:
 
         def saved_late(prompts: list[list[int]], *, guarded: bool) -> list[Answer]:
@@ -222,7 +222,7 @@ def test_two_ranks(
 ) -> None:
     """Each rank in a process of its own, interpreting its own kernels."""
     asked = PROMPTS[:2]
-    args = {"tensor_parallel_size": 2, "start_timeout_s": START_AND_STOP_S, **SECOND}
+    args = {"tensor_parallel_size": 2, "start_timeout_s": START_AND_STOP_S, **ARGS}
 
     def saved() -> bool:
         return holds(s3, bucket, 2 * CHUNKS, BOTH)

@@ -14,6 +14,7 @@ import pytest
 from lab import families, models
 from lab.s3 import S3Server, moto_process
 from tests.system.e2e.conftest import (
+    SECOND,
     START_AND_STOP_S,
     Serve,
     at_rest,
@@ -47,7 +48,7 @@ def slow_s3() -> Iterator[S3Server]:
 @pytest.mark.parametrize(
     ("name", "args"),
     [
-        pytest.param("", {}, id="full"),
+        pytest.param("", SECOND, id="full"),
         pytest.param("GEMMA3", {}, id="windows", marks=pytest.mark.long),
         pytest.param(
             "LFM2",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,15 @@ def test_of_ranks_that_hold_the_same_one_asks() -> None:
     other.add(JobEnd(7, JobKind.USE, Outcome.MISSING, fresh_s=0.0))
     report.merge(other)
     assert report.ends[7, JobKind.USE].outcome is Outcome.MISSING
+
+
+@pytest.mark.parametrize("numbers", [*itertools.permutations([None, 3, 4])])
+def test_merged_reports_have_the_number_of_the_newest_step(numbers: tuple[int | None, ...]) -> None:
+    """vLLM may hold a report back until a later step."""
+    merged = StepReport()
+    for number in numbers:
+        merged.merge(StepReport(number=number))
+    assert merged.number == 4
 
 
 def test_loads_and_saves_are_timed_and_weighed() -> None:
