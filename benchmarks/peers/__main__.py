@@ -58,6 +58,8 @@ for module in sys.argv[1:]:
     found = distributions.get(module)
     print(version(found[0]) if found else import_module(module).__version__)
 """
+HOST_GIB = 2
+"""Host memory of each connector: room for the KV of all prompts."""
 NAMES = ("s3kv", "offloading-s3kv", "offloading-obj", "offloading-fs", "lmcache")
 
 
@@ -124,7 +126,7 @@ def main() -> None:
         engines = sum(1 + (1 + len(w.engines)) * 5 for w in works if isinstance(w, Work))
         begin(store.name, rounds * engines * SMALL.give_up_s)
         bucket = Bucket(store.s3, store.bucket, store.ca_bundle)
-        makes, versions, left_out = _entered(options, folder, bucket, SMALL.host_gib)
+        makes, versions, left_out = _entered(options, folder, bucket, HOST_GIB)
         Engine.zygotes = Zygotes()
         try:
             models = _run(works, rounds, folder, store, makes, bucket)
