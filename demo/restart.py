@@ -128,7 +128,7 @@ class Demo:
         given = {source: after[source] - before[source] for source in SOURCES}
         self.answered.append(Answered(name, question, answer, given))
         self._console.print(
-            f"    [bold]first word after {self.answered[-1].ttft_ms:,.0f} ms[/]; prompt tokens: "
+            f"    [bold]first word after {self.answered[-1].ttft_ms:,.0f} ms[/]; tokens: "
             + ", ".join(f"{count:,} {SOURCES[source]}" for source, count in given.items() if count)
         )
 

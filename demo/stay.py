@@ -14,7 +14,7 @@ from lab.constants import split_connector
 
 CONFIG = "demo.json"
 METRICS = "{}-metrics.txt"
-COMMANDS = ("doctor", "ls --summary", "verify", "gc --max-bytes 400MiB --dry-run")
+COMMANDS = ("doctor", "ls --summary", "verify", "gc --max-bytes 64MiB --dry-run")
 
 
 def write_metrics(directory: Path, name: str, metrics: Mapping[str, float]) -> None:
