@@ -135,6 +135,7 @@ def prove(
         changes = {"prefix": own.prefix, "drain_timeout_s": _DRAIN_S}
         transfer = proof.with_settings(transfer, **changes)
     logs = Path(tempfile.mkdtemp(prefix="s3kv-prove-"))
+    click.echo(f"s3kv: the engines' logs are in {logs}, until all is proven", err=True)
     argv, size = [f"--model={model}", *options], 2 if workers == 1 else 1
     with _cleaned(own):
         plan = proof.RunInputs(argv, transfer, size, logs, longest, prompts, seed)
@@ -144,7 +145,6 @@ def prove(
     report = document(measured, judgement, model=model, seed=seed, skipped=skipped)
     _present(report, json_file, html_file)
     if not judgement.proven:
-        click.echo(f"s3kv: the engines' logs are in {logs}", err=True)
         raise SystemExit(FOUND)
     shutil.rmtree(logs)
 
