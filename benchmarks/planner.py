@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import platform
 import random
 import threading
@@ -25,6 +26,7 @@ from typing import Any
 
 from benchmarks import origin
 from benchmarks.deadline import ends
+from benchmarks.shaped import Shape
 from s3kv.host.room import EqualSlots
 from s3kv.host.table import Table
 from s3kv.messages import JobEnd, JobKind, StepReport
@@ -58,7 +60,7 @@ GOALS = {
 }
 
 
-def make_planner() -> KVPlanner:
+def make_planner(*, recompute_gate: bool = False) -> KVPlanner:
     ledger = Ledger(
         Table(EqualSlots(SLOTS)),
         BucketIndex(capacity=2_000_000, miss_ttl_s=20.0),
@@ -69,7 +71,7 @@ def make_planner() -> KVPlanner:
         coverages=(Coverage(BLOCK_TOKENS, CHUNK_TOKENS),),
         hash_tokens=BLOCK_TOKENS,
         max_wait_s=10.0,
-        recompute_gate=False,
+        recompute_gate=recompute_gate,
     )
     return KVPlanner(ledger, Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=32), settings)
 
@@ -217,6 +219,41 @@ def decode_step(planner: KVPlanner, rng: random.Random) -> float:
     return cost
 
 
+def cold_waits(prompts: int = 200, chunks: int = 12, chunk_s: float = 0.043) -> dict[str, float]:
+    """In virtual time: how long prompts of which the bucket has nothing wait for its answers, one
+    after another in an engine that has nothing else to do. First bytes are those of
+    `benchmarks.shaped`, and the engine looks every 4 ms."""
+    rng, planner = random.Random(3), make_planner(recompute_gate=True)
+    shape, now_s, waits_ms = Shape(), 0.0, []
+    for number in range(prompts):
+        began_s, arriving = now_s, list[tuple[float, int, float]]()
+        planner.add_request(str(number), prompt(rng)[: chunks * CHUNK_TOKENS // BLOCK_TOKENS])
+        planner.prefetch(str(number), 0, now_s)
+        while planner.lookup(str(number), 0, now_s).wait:
+            for job in planner.plan((), now_s).jobs:
+                late_s = shape.first_byte_ms / 1e3 * math.exp(rng.gauss(0.0, shape.sigma))
+                arriving.append((now_s + late_s, job.job_id, now_s))
+            arriving.sort()
+            now_s = min(now_s + 0.004, arriving[0][0])
+            answer(planner, arriving, now_s)
+        waits_ms.append(1e3 * (now_s - began_s))
+        now_s += chunks * chunk_s
+        planner.pace.prefilled(chunks * CHUNK_TOKENS, chunks * chunk_s)
+        answer(planner, arriving, now_s)
+        settle(planner, str(number))
+    mean_ms = sum(waits_ms) / prompts
+    return {"cold_wait_first_ms": round(waits_ms[0], 1), "cold_wait_mean_ms": round(mean_ms, 1)}
+
+
+def answer(planner: KVPlanner, arriving: list[tuple[float, int, float]], now_s: float) -> None:
+    """Report the absences that have arrived by now. arriving: time, job, and time of its order."""
+    report = StepReport()
+    while arriving and arriving[0][0] <= now_s:
+        at_s, job_id, asked_s = arriving.pop(0)
+        report.add(JobEnd(job_id, JobKind.FETCH, Outcome.MISSING, 0, at_s - asked_s))
+    planner.on_report(report, now_s)
+
+
 def tier_scans() -> dict[str, float]:
     """Scans of a prompt of which nothing is known, by the tier of s3kv and by vLLM's `obj`."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
@@ -310,6 +347,7 @@ def main() -> None:
         ),
         **offered_again(planner, rng),
         **tier_scans(),
+        **cold_waits(),
         "index_present_bytes_per_chunk": index_bytes(KNOWN, present=True),
         "index_absent_bytes_per_chunk": index_bytes(KNOWN, present=False),
     }

@@ -3,8 +3,12 @@
 
 Prompts of 1,600 tokens, 64 KiB of KV per token, one after another, eight tokens out unless told
 otherwise. No prompt is sent twice, so each is computed. The figure of a pass of four prompts is
-their median time; `benchmarks/turns.py` has the passes. After a pass with s3kv every chunk of its
-prompts is in the bucket before the next one begins, or the benchmark fails.
+their median time; `benchmarks/turns.py` has the passes. Two more show what that of s3kv is made of:
+`loads` looks up and saves nothing, `saves` saves without a lookup. After a pass that saves, every
+chunk of its prompts is in the bucket before the next one begins, or the benchmark fails.
+
+Processor times are those of a request until the last answer of its pass: of the engine with its
+copies to host memory, of the I/O process with its digests, and of a server with the shape of S3.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+
+import psutil
 
 from benchmarks import turns
 from benchmarks.deadline import ends
@@ -37,17 +43,31 @@ class Passes:
         self._prefix = prefix
         self._count = 0
 
-    def median_ms(self, connector: str) -> float:
-        """The median time of a request in a pass with this connector."""
+    def serve(self, connector: str) -> turns.Figures:
+        """Serve the prompts of a pass with this connector."""
         self._count += 1
         asked = prompts(PROMPTS, SMALL.prompt_tokens, seed=self._count)
-        before = self._saves()
+        before, saves = self._cpu_ms(), self._saves()
         answers = self._engine.generate(asked, max_tokens=self._max_tokens)
+        cpu_ms = {name: ms - before[name] for name, ms in self._cpu_ms().items()}
         assert all(not answer.cached_tokens for answer in answers), "a prompt was not fresh"
-        if connector == "own":
-            self._wait_until_saved(before)
+        if connector in ("own", "saves"):
+            self._wait_until_saved(saves)
             self._empty()
-        return 1e3 * statistics.median(answer.seconds for answer in answers)
+        median_ms = 1e3 * statistics.median(answer.seconds for answer in answers)
+        return {"median_ms": median_ms} | {name: ms / PROMPTS for name, ms in cpu_ms.items()}
+
+    def _cpu_ms(self) -> dict[str, float]:
+        """Processor time so far, which other programs of the machine change little."""
+        processes = {"io_cpu_ms": self._engine.io_processes()}
+        others = set(self._engine.processes()) - set(processes["io_cpu_ms"])
+        processes["engine_cpu_ms"] = sorted(others, key=lambda process: process.pid)
+        if self._store.running is not None:
+            processes["server_cpu_ms"] = [psutil.Process(self._store.running.process.pid)]
+        return {
+            name: 1e3 * sum(sum(process.cpu_times()[:2]) for process in group)
+            for name, group in processes.items()
+        }
 
     def _wait_until_saved(self, before: int) -> None:
         """Saves are reported in the engine's steps: short prompts make them. before: saves of the
@@ -73,7 +93,7 @@ class Passes:
 
 
 def passes(max_tokens: int, engine: Engine, store: Store, prefix: str) -> turns.Measure:
-    return Passes(max_tokens, engine, store, prefix).median_ms
+    return Passes(max_tokens, engine, store, prefix).serve
 
 
 @ends(600)
@@ -88,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figure="median_ms",
         prompts=f"{TOLD}, {options.max_tokens} tokens out",
         turns=12,
+        passes=turns.PASSES | {"loads": "loads", "saves": "saves"},
     )
 
 

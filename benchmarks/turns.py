@@ -22,7 +22,7 @@ import math
 import statistics
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,18 @@ from lab.engine import Engine
 from lab.models import build
 
 PASSES = {"none": "none", "again": "none", "empty": "empty", "own": "own"}
-"""Names of the passes of a turn, each with its connector in `lab.connectors`."""
+"""Names of the passes of a turn, each with its connector in `lab.connectors`. A benchmark may add
+others."""
 QUERIES = "vllm:external_prefix_cache_queries_total"
 """Tokens that the engine has asked its connector for."""
 ENGINE_S, TURN_S = 300.0, 180.0
 """Longest time that an engine may take to start, and a turn to end."""
 
-Turn = dict[str, float]
-"""The figure of each pass."""
-Measure = Callable[[str], float]
-"""Lets the engine serve the prompts of a pass with this connector. Returns the pass's figure."""
+Figures = dict[str, float]
+Turn = dict[str, Figures]
+"""The figures of each pass."""
+Measure = Callable[[str], Figures]
+"""Lets the engine serve the prompts of a pass with this connector. Returns the pass's figures."""
 
 
 def run(
@@ -52,11 +54,12 @@ def run(
     figure: str,
     prompts: str,
     turns: int,
+    passes: Mapping[str, str] = PASSES,
 ) -> None:
     """Run turns as the command line asks for, and publish the result.
 
-    measure: gets an engine, the server and the prefix of this engine's objects. figure: name of
-    what is measured, with its unit. prompts: those of a pass, in words. turns: of each engine.
+    measure: gets an engine, the server and the prefix of this engine's objects. figure: the one of
+    which ratios are told. prompts: those of a pass, in words. turns: of each engine.
     """
     parser = argparse.ArgumentParser(prog=f"benchmarks.{benchmark}")
     parser.add_argument("--engines", type=int, default=3, help="one after another")
@@ -73,11 +76,15 @@ def run(
         for number in range(engines):
             say(f"engine {number + 1} of {engines}")
             prefix = f"bench/{uuid.uuid4().hex[:8]}"
-            ours = connector(store.settings, prefix)
-            with warm_engine(model, Path(folder) / "engine.log", ours, store.env) as engine:
+            ours = connector(store.settings, prefix, host_gib=1)
+            log_path = Path(folder) / "engine.log"
+            with warm_engine(model, log_path, ours, store.env, size=SMALL.quick()) as engine:
                 one = measure(engine, store, prefix)
-                measured += [turn(engine, one, n) for n in range(turns)]
-        medians = {name: statistics.median(each[name] for each in measured) for name in PASSES}
+                measured += [turn(engine, one, n, passes) for n in range(turns)]
+        medians = {
+            name: {f: round(statistics.median(t[name][f] for t in measured), 2) for f in figures}
+            for name, figures in measured[0].items()
+        }
         publish(
             {
                 "benchmark": benchmark,
@@ -86,31 +93,34 @@ def run(
                 "prompts": prompts,
                 "engines": engines,
                 "turns": turns,
-                figure: {name: round(value, 2) for name, value in medians.items()},
-                "ratio": ratios(measured),
-                f"all_{figure}": [{n: round(v, 2) for n, v in each.items()} for each in measured],
+                "medians": medians,
+                "ratio": ratios(measured, figure),
+                "all": measured,
             },
             options.json,
         )
 
 
-def turn(engine: Engine, measure: Measure, number: int) -> Turn:
+def turn(engine: Engine, measure: Measure, number: int, passes: Mapping[str, str] = PASSES) -> Turn:
     """Turn `number`: a pass with each connector."""
     figures: Turn = {}
-    names, queries = list(PASSES), engine.metrics().get(QUERIES, 0.0)
+    names, queries = list(passes), engine.metrics().get(QUERIES, 0.0)
     first = number % len(names)
     for name in names[first:] + names[:first]:
-        engine.call("lab.connectors:use", connector=PASSES[name])
-        figures[name] = measure(PASSES[name])
+        engine.call("lab.connectors:use", connector=passes[name])
+        figures[name] = measure(passes[name])
         queries, before = engine.metrics().get(QUERIES, 0.0), queries
-        assert (queries > before) == (PASSES[name] != "none"), f"{name}: {before}, then {queries}"
+        assert (queries > before) == (passes[name] != "none"), f"{name}: {before}, then {queries}"
     return figures
 
 
-def ratios(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
+def ratios(turns: Sequence[Turn], figure: str) -> dict[str, dict[str, Any]]:
     """The median of every pass's figure relative to that of `none` in the same turn."""
-    others = [name for name in PASSES if name != "none"]
-    return {name: median([each[name] / each["none"] for each in turns]) for name in others}
+    others = [name for name in turns[0] if name != "none"]
+    return {
+        name: median([each[name][figure] / each["none"][figure] for each in turns])
+        for name in others
+    }
 
 
 def median(values: Sequence[float]) -> dict[str, Any]:

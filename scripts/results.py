@@ -150,8 +150,21 @@ def planner(result: dict[str, Any]) -> str:
             "| | µs |",
             "|---|---|",
             *(f"| {said} | {measured[n]:,.1f} |" for n, said in names.items() if n in measured),
+            *_cold_waits(measured),
         ]
     )
+
+
+def _cold_waits(measured: dict[str, float]) -> list[str]:
+    if "cold_wait_mean_ms" not in measured:
+        return []
+    return [
+        "",
+        "In virtual time, prompts of 12 chunks of 43 ms each of which the bucket has nothing wait "
+        f"{measured['cold_wait_mean_ms']:.1f} ms for its answers, the first "
+        f"{measured['cold_wait_first_ms']:.1f} ms (first bytes of 30 ms, with a tail; nothing else "
+        "to compute).",
+    ]
 
 
 def trace(result: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ from s3kv.planning.requests import (
     ScheduledRequest,
 )
 from s3kv.planning.saves import ChunkSaves
+from s3kv.types import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,6 +377,8 @@ class KVPlanner:
         outcome, ended_with = job.outcomes[JobKind.FETCH], self.ledger.fetches_inflight + 1
         self.pace.fetched(job.seconds, job.began_with, ended_with, job.source, outcome)
         for lookup, position in job.waiters:
+            if position == lookup.probe and (outcome.is_success or outcome is Outcome.MISSING):
+                self.pace.fetch.probed(found=outcome.is_success)
             lookup.fetch_ended(position, job, now_s)
 
     @property

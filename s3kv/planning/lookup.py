@@ -115,6 +115,8 @@ class Lookup(ABC):
     """Leases of chunks after `ready`: they arrived before a chunk that is still missing."""
     pending: dict[int, Job] = field(default_factory=dict)
     """Fetches under way, by the position of the chunk."""
+    probe: int | None = None
+    """Position of the first chunk requested without being known to be in the bucket."""
     fetched: set[int] = field(default_factory=set)
     """Positions of chunks fetched from the bucket for this request, for the hit statistics."""
     has_more: bool = False

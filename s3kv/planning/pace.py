@@ -68,6 +68,8 @@ class FetchTime:
     def __init__(self) -> None:
         self.absence_s: float | None = None
         """Mean time of an absence; None before the first."""
+        self.cold = 0.0
+        """Share of the recent lookups whose first unknown chunk was not there."""
         self._absences = 0
         self._at_least_s = 0.0
         self._lines: dict[str, _TimeByLoad] = {}
@@ -92,6 +94,10 @@ class FetchTime:
         self._absences += 1
         weight = max(_SMOOTHING, 1 / self._absences)
         self.absence_s = weight * seconds + (1 - weight) * (self.absence_s or 0.0)
+
+    def probed(self, *, found: bool) -> None:
+        """Note the answer for the first unknown chunk of a lookup."""
+        self.cold += _SMOOTHING * ((not found) - self.cold)
 
     def gave_up(self, waited_s: float) -> None:
         """Note a wait that ran out after `waited_s`. Each further one doubles the estimate."""
@@ -127,6 +133,8 @@ class Pace:
         self._steps: deque[tuple[int, float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
         """Those that are measured: number, start in seconds, tokens."""
         self._step_number = 0
+        self._is_idle = False
+        """Whether the last step had nothing to compute."""
         self._step_ended_s = -math.inf
 
     def fetched(
@@ -153,6 +161,7 @@ class Pace:
 
     def step_started(self, now_s: float, scheduled_tokens: int) -> int | None:
         """Note the start of a step. Returns its number; None for a step that is not measured."""
+        self._is_idle = scheduled_tokens == 0
         if scheduled_tokens < MIN_PREFILL_SAMPLE_TOKENS:
             return None
         self._step_number += 1
@@ -194,4 +203,6 @@ class Pace:
         all_s, alone_s = fetch.at(load), fetch.at(1)
         if all_s is not None and alone_s is not None:
             all_s = all_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
-        return Forecast(all_s, fetch.measured(load), fetch.measured(1), fetch.absence_s)
+        # Beside other requests a wait costs the engine nothing, and a hit spares it work.
+        cold = fetch.cold if self._is_idle else 0.0
+        return Forecast(all_s, fetch.measured(load), fetch.measured(1), fetch.absence_s, cold)

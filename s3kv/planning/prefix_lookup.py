@@ -132,6 +132,8 @@ class PrefixLookup(Lookup):
             if refusal == "absent":
                 self.end = position
             job = None if refusal else self.order(position, key)
+            if self.probe is None and job is not None and not ledger.index.is_present(key):
+                self.probe = position
         return self.join(position, job, now_s)
 
     def fetch_ended(self, position: int, job: Job, now_s: float) -> None:

@@ -9,7 +9,7 @@ from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.pace import FetchTime, Pace
 from s3kv.types import Outcome
 from tests.plans import fetches_of
-from tests.unit.planning.desk import MISSING, Desk
+from tests.unit.planning.desk import MISSING, OK, Desk
 
 
 def test_nobody_waits_longer_than_max_wait() -> None:
@@ -182,6 +182,30 @@ def test_an_absent_chunk_ends_a_wait_for_the_few_before_it(absent: int, answer: 
     desk.planner.finished("r")
     desk.add("next", "aaaab")
     assert desk.lookup("next") == Answer(False, 4), "what comes later serves the next request"
+
+
+def test_an_idle_engine_that_finds_nothing_ends_its_waits_at_an_absence() -> None:
+    """Beside other requests a wait costs nothing, and one hit says that there may be others."""
+    desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=8)
+
+    def wait_after_an_absence(letter: str, outcome: Outcome) -> Answer:
+        desk.add(letter, "".join(4 * chr(ord(letter) + n) for n in range(6)))
+        assert desk.lookup(letter) == WAIT
+        fetches = desk.fetches()
+        desk.end(fetches[5], MISSING, seconds=0.3)
+        answer = desk.lookup(letter)
+        desk.end(fetches[0], outcome, seconds=0.3)
+        desk.end(fetches[1:5], MISSING, seconds=0.3)
+        desk.planner.finished(letter)
+        return answer
+
+    first = [wait_after_an_absence(chr(ord("A") + 6 * n), MISSING) for n in range(9)]
+    assert first[0] == WAIT
+    assert first[-1] == NOTHING
+    desk.planner.pace.step_started(desk.now_s, 1)  # beside a request in decode
+    assert desk.planner.pace.forecast(1, 0).cold == 0.0
+    wait_after_an_absence("\u1000", OK)
+    assert wait_after_an_absence("\u2000", MISSING) == WAIT
 
 
 def test_a_chunk_that_is_there_shows_that_those_before_it_are() -> None:
