@@ -81,29 +81,34 @@ CONNECTORS = {
     "again": "no connector, once more",
     "empty": "a connector whose hooks do nothing",
     "own": "s3kv",
+    "loads": "s3kv, lookups alone",
+    "saves": "s3kv, saves alone",
 }
 """The passes of `benchmarks/turns.py`."""
 
 
 def passes(result: dict[str, Any]) -> str:
     """A table of the passes of one engine with each connector."""
-    figure = "requests_per_s" if "requests_per_s" in result else "median_ms"
+    medians = result["medians"]
+    figure, *others = medians["none"]
+    more = "".join(f" {other.replace('_', ' ')} |" for other in others)
     lines = [
         f"{result['machine']}; {result['prompts']}; {result['turns']} turns on each of "
         f"{result['engines']} engines.",
         "",
-        f"| | {figure.replace('_', ' ')} | relative to none | 95 % confidence interval |",
-        "|---|---|---|---|",
+        f"| | {figure.replace('_', ' ')} | relative to none | 95 % confidence interval |{more}",
+        "|---|---|---|---|" + "---|" * len(others),
     ]
-    for name, told in CONNECTORS.items():
+    for name in medians:
         ratio = result["ratio"].get(name, {"median": 1.0, "interval_95": None})
         interval = ratio["interval_95"]
         cells = [
-            f"{result[figure][name]:,.2f}",
+            f"{medians[name][figure]:,.2f}",
             f"{ratio['median']:.3f}",
             "{:.3f} to {:.3f}".format(*interval) if interval else "–",
+            *(f"{medians[name][other]:,.0f}" for other in others),
         ]
-        lines.append(f"| {told} | {' | '.join(cells)} |")
+        lines.append(f"| {CONNECTORS[name]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

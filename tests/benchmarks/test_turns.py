@@ -39,6 +39,6 @@ def test_the_quick_benchmark_ends(
 ) -> None:
     benchmark.main(["--quick", *options, "--json", str(tmp_path / "result")])
     result = json.loads((tmp_path / "result").read_text())
-    assert set(result["ratio"]) == {"again", "empty", "own"}
-    assert all(value > 0 for value in result[figure].values())
+    assert set(result["ratio"]) >= {"again", "empty", "own"}
+    assert all(figures[figure] > 0 for figures in result["medians"].values())
     assert "| s3kv | " in results.passes(result)
