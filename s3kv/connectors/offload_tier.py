@@ -80,11 +80,7 @@ WHOLE = Shard(range(1), 1, range(1), 1).name
 _INDEX_CHUNKS = 2_000_000
 _SETTLE_S = 5.0
 """Time for uploads to end at a reset. vLLM's engine waits meanwhile."""
-_RESULTS = {
-    OffloadAnswer.HIT: LookupResult.HIT,
-    OffloadAnswer.RETRY: LookupResult.RETRY,
-    OffloadAnswer.MISS: LookupResult.MISS,
-}
+_RESULTS = {answer: LookupResult[answer.name] for answer in OffloadAnswer}
 
 
 class S3Tier(Guarded, SecondaryTierManager):
@@ -161,8 +157,8 @@ class S3Tier(Guarded, SecondaryTierManager):
     @guarded(default=RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._now_s = time.monotonic()
-        limits = read_limits(req_context.kv_transfer_params, req_context.req_id)
-        self.planner.begin(req_context.req_id, limits)
+        request_id = req_context.req_id
+        self.planner.begin(request_id, read_limits(req_context.kv_transfer_params, request_id))
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -232,14 +228,8 @@ class S3Tier(Guarded, SecondaryTierManager):
             ends = [TransferEnd(job_id, False, (), 0.0, 0) for job_id in self._open]
         self._open.difference_update(end.transfer_id for end in ends)
         return [
-            JobResult(
-                end.transfer_id,
-                end.is_whole,
-                None if end.is_whole else end.succeeded,
-                end.seconds,
-                end.nbytes,
-            )
-            for end in ends
+            JobResult(number, is_whole, None if is_whole else succeeded, seconds, nbytes)
+            for number, is_whole, succeeded, seconds, nbytes in ends
         ]
 
     @guarded(default=list)

@@ -73,8 +73,7 @@ class Wait:
         self.wake()
         if not self.is_begun:
             self.started_s = self.arrived_s = now_s
-            self.wanted = wanted
-            self.is_begun = True
+            self.is_begun, self.wanted = True, wanted
 
     def arrived(self, now_s: float) -> None:
         self.arrived_s = now_s

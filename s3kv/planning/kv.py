@@ -375,7 +375,7 @@ class KVPlanner:
 
     def _fetch_ended(self, job: Job, now_s: float) -> None:
         outcome, ended_with = job.outcomes[JobKind.FETCH], self.ledger.fetches_inflight + 1
-        self.pace.fetched(job.seconds, job.began_with, ended_with, job.source, outcome)
+        self.pace.fetched(outcome, job.seconds, job.began_with, ended_with, job.source)
         for lookup, position in job.waiters:
             if position == lookup.probe and (outcome.is_success or outcome is Outcome.MISSING):
                 self.pace.fetch.probed(found=outcome.is_success)

@@ -373,7 +373,7 @@ class OffloadPlanner:
     def _fetched(self, job: RowJob, end: JobEnd, now_s: float) -> None:
         key, request = job.key.chunk, self._requests.get(job.transfer.request_id)
         began_with, ended_with = job.began_with, self.transfers.fetches + 1
-        self.pace.fetched(end.seconds, began_with, ended_with, end.source, end.outcome)
+        self.pace.fetched(end.outcome, end.seconds, began_with, ended_with, end.source)
         if request is None:
             return
         request.fetching.pop(key, None)

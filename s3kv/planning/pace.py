@@ -82,18 +82,14 @@ class FetchTime:
         line.add(n, seconds)
         self._expected = self._lines.get(_BUCKET, line)
 
-    def ended(self, outcome: Outcome, n: float, seconds: float, source: str) -> None:
+    def ended(self, outcome: Outcome, n: float, seconds: float, source: str = "") -> None:
         """Note the end of a fetch; one that has failed says nothing."""
         if outcome.is_success:
             self.add(n, seconds, source)
         elif outcome is Outcome.MISSING:
-            self.absent(seconds)
-
-    def absent(self, seconds: float) -> None:
-        """Note an absence that took `seconds`."""
-        self._absences += 1
-        weight = max(_SMOOTHING, 1 / self._absences)
-        self.absence_s = weight * seconds + (1 - weight) * (self.absence_s or 0.0)
+            self._absences += 1
+            weight = max(_SMOOTHING, 1 / self._absences)
+            self.absence_s = weight * seconds + (1 - weight) * (self.absence_s or 0.0)
 
     def probed(self, *, found: bool) -> None:
         """Note the answer for the first unknown chunk of a lookup."""
@@ -133,17 +129,11 @@ class Pace:
         self._steps: deque[tuple[int, float, int]] = deque(maxlen=_MAX_STEPS_INFLIGHT)
         """Those that are measured: number, start in seconds, tokens."""
         self._step_number = 0
-        self._is_idle = False
-        """Whether the last step had nothing to compute."""
+        self._is_idle = False  # whether the last step had nothing to compute
         self._step_ended_s = -math.inf
 
     def fetched(
-        self,
-        seconds: float,
-        began_with: int,
-        ended_with: int,
-        source: str = _BUCKET,
-        outcome: Outcome = Outcome.OK,
+        self, outcome: Outcome, seconds: float, began_with: int, ended_with: int, source: str = ""
     ) -> None:
         """Note the end of a chunk's fetch, `seconds` after its request was sent.
 

@@ -87,7 +87,7 @@ def test_giving_up_counts_until_something_arrives() -> None:
     assert pace.forecast(1, 0).all_s == pytest.approx(0.4), "twice what was waited in vain"
     pace.gave_up(1.2, 16)  # four times four
     assert pace.forecast(1, 0).all_s == pytest.approx(0.8), "and more with every attempt"
-    pace.fetched(0.5, began_with=1, ended_with=1)
+    pace.fetched(OK, 0.5, began_with=1, ended_with=1)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.5), "until one arrives"
     pace.gave_up(0.1, 1)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.5), "less than is known to be needed"
@@ -160,12 +160,12 @@ def test_steps_whose_end_is_not_told_of_do_not_count(untold: tuple[int, ...]) ->
 
 def test_an_answer_that_nothing_is_there_bounds_a_fetch_until_one_arrives() -> None:
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=4)
-    pace.fetch.absent(0.2)
-    pace.fetch.absent(0.4)
+    pace.fetch.ended(MISSING, 1, 0.2)
+    pace.fetch.ended(MISSING, 1, 0.4)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.3)
     pace.gave_up(0.2, 1)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.4)
-    pace.fetched(0.1, began_with=1, ended_with=1)
+    pace.fetched(OK, 0.1, began_with=1, ended_with=1)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.1)
 
 
@@ -240,7 +240,7 @@ def test_chunks_behind_an_absent_one_are_not_waited_for() -> None:
     """Five are on their way, and take longer than computing them; the first alone does not."""
     desk = measured(seconds_per_chunk=0.2, probe_chunks=8)
     for n in (1, 2, 3, 4):
-        desk.planner.pace.fetched(0.2 * n, began_with=n, ended_with=n)
+        desk.planner.pace.fetched(OK, 0.2 * n, began_with=n, ended_with=n)
     desk.add("r", "aaaabbbbccccddddeeee")
     assert desk.lookup("r") == WAIT
     fetches = desk.fetches()
@@ -253,7 +253,7 @@ def test_latency_and_bandwidth_are_told_apart() -> None:
     """Fetches that take 0.1 s each and 0.02 s for each that shares the network with them."""
     pace = Pace(prefill_tokens_per_s=8.0, fetches_at_once=32)
     for n in (1, 4, 16, 2, 8, 1, 30, 3):
-        pace.fetched(0.1 + 0.02 * n, began_with=n, ended_with=n)
+        pace.fetched(OK, 0.1 + 0.02 * n, began_with=n, ended_with=n)
     assert pace.forecast(1, 0).all_s == pytest.approx(0.12)
     assert pace.forecast(1, 3).all_s == pytest.approx(0.48), "three rounds before it"
     # Of 32 sent together, 16.5 are under way on average.
@@ -343,7 +343,7 @@ def test_the_first_long_prompt_corrects_the_speed_of_short_ones() -> None:
     pace = Pace(prefill_tokens_per_s=8_000.0, fetches_at_once=32)
     prefill(pace, (100, 4_600), (100, 4_600), (1_600, 2_080))
     for _ in range(12):
-        pace.fetched(0.4, began_with=6, ended_with=6)
+        pace.fetched(OK, 0.4, began_with=6, ended_with=6)
     fetch_s = pace.forecast(12, rounds=0).all_s
     assert fetch_s is not None
     assert fetch_s < GAIN * pace.compute_s(1_536)

@@ -10,7 +10,7 @@ from s3kv.planning.kv import NOTHING, WAIT, Answer
 from s3kv.planning.lookup import Lookup
 from s3kv.planning.requests import PlannedRequest
 from s3kv.types import ChunkKey
-from tests.unit.planning.desk import CHUNK, MISSING, Desk
+from tests.unit.planning.desk import CHUNK, MISSING, OK, Desk
 
 FULL = Coverage(2, CHUNK)
 WINDOW = Coverage(2, CHUNK, SlidingWindow(7), number=1)
@@ -24,7 +24,7 @@ def desk_with(*groups: Coverage, probe_chunks: int = 16) -> Desk:
     """Computing a chunk takes half a second, and all fetches take 1.2 s, measured."""
     desk = Desk(max_wait_s=50.0, gate=True, probe_chunks=probe_chunks, coverages=groups, slots=60)
     for fetches in (1, 2, 3, 4):
-        desk.planner.pace.fetched(1.2, began_with=fetches, ended_with=fetches)
+        desk.planner.pace.fetched(OK, 1.2, began_with=fetches, ended_with=fetches)
     desk.add("r", PROMPT)
     return desk
 
