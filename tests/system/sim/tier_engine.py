@@ -32,6 +32,16 @@ class Host(Protocol):
     def shards(self) -> list[Shard]: ...
 
 
+_LONGEST_STEP_S = 0.5
+
+
+class Key(bytes):
+    """vLLM has sets of keys. In every process these have the same order."""
+
+    def __hash__(self) -> int:
+        return int.from_bytes(self[:7], "big")
+
+
 @dataclass(eq=False)
 class TierRequest:
     """chain: the prefix ids of its prompt, `known`, and of what it will sample. stored: number of
@@ -167,7 +177,8 @@ class TierEngine:
         if found is None:
             self.seen["waits"] += 1
             since_s, request.asked_s = request.asked_s, self.now_s
-            request.waited_s += self.now_s - since_s if self._node.is_served and since_s else 0.0
+            if self._node.is_served and since_s:  # a reset of another engine stops all of them
+                request.waited_s += min(self.now_s - since_s, _LONGEST_STEP_S)
             assert request.waited_s <= self._node.longest_wait_s, "a request waits for ever"
             return False
         self.waiting.remove(request)
@@ -211,7 +222,7 @@ class TierEngine:
         """vLLM's keys of the whole chunks among the first tokens."""
         size = self._setup.chunk_tokens
         ends = range(size, tokens + 1, size)
-        keys = [hash_of(request.chain[end - 1]) + group.to_bytes(4, "big") for end in ends]
+        keys = [Key(hash_of(request.chain[end - 1]) + group.to_bytes(4, "big")) for end in ends]
         for key, end in zip(keys, ends, strict=True):
             request.context.set_offload_key_position(key, end)
         return keys

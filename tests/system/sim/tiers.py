@@ -183,7 +183,8 @@ class TierNode(Node):
 
     def reset(self) -> None:
         self.engine.now_s = self._around.loop.time()
-        self.engine.reset(next(self._around.numbers))
+        with mock.patch.object(offload_tier.secrets, "token_bytes", self.rng.randbytes):
+            self.engine.reset(next(self._around.numbers))
 
     @property
     def is_at_rest(self) -> bool:
