@@ -1,6 +1,6 @@
 """An hour with an agent's traffic, in three minutes: two replicas behind a round-robin proxy.
 
-    make demo-chat                        an S3 of its own, in memory
+    make demo-chat                        an S3 of its own on this machine
     S3KV_BUCKET=my-bucket make demo-chat  your bucket; what it writes, it removes
 
 A dozen conversations share a system prompt. One replica is killed in the middle, and replaced. Then
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,16 @@ from demo.conversations import Traffic, begin
 from demo.figures import ASSUMED, Figures
 from demo.fleet import Fleet
 from demo.place import Place, place_to_use
-from lab import models
+from demo.reader import MISSING, Reader, reader
 from lab.engine import Engine
 
-MODEL = replace(models.FAT, name="chat", kv_heads=2)
-KV_CACHE_TOKENS = 8_192
-"""Tokens in an engine's own cache: those of two or three conversations."""
-HOST_BYTES = "320MiB"
+KV_CACHE_TOKENS = 6_144
+"""Tokens in an engine's own cache: those of three or four conversations."""
+HOST_BYTES = "192MiB"
 """Host memory of a replica, for half of all conversations."""
 SETTINGS: Mapping[str, Any] = {
     "chunk_tokens": 128,
     "host_bytes": HOST_BYTES,
-    # What is saved and found is not to depend on how fast this machine is.
-    "max_wait_ms": 60_000,
     "probe_chunks": 1,
 }
 SHORT = Traffic(conversations=8, turns=3)
@@ -46,11 +42,11 @@ SHORT = Traffic(conversations=8, turns=3)
 class Act:
     """One run of the traffic, with s3kv or without."""
 
-    def __init__(self, traffic: Traffic, directory: Path, console: Console) -> None:
+    def __init__(self, who: Reader, traffic: Traffic, directory: Path, console: Console) -> None:
+        self._reader = who
         self._traffic = traffic
         self._directory = directory
         self._console = console
-        self._model = models.build(directory, MODEL)
 
     def play(self, title: str, place: Place | None) -> tuple[Figures, Figures]:
         """Figures of the whole fleet, and of the replacement. place: None is without s3kv."""
@@ -61,17 +57,17 @@ class Act:
 
         def engine(name: str) -> Engine:
             return Engine(
-                self._model,
+                self._reader.model,
                 connector=connector,
                 env=env,
                 log_path=self._directory / f"{title}-{name}.log",
-                kv_cache_memory_bytes=KV_CACHE_TOKENS * MODEL.kv_bytes_per_token,
+                kv_cache_memory_bytes=KV_CACHE_TOKENS * self._reader.kv_bytes_per_token,
             )
 
-        fleet = Fleet(engine, self._traffic.answer_tokens, board.tell, board.tick)
+        fleet = Fleet(engine, self._reader, self._traffic.answer_tokens, board.tell, board.tick)
         try:
             with board.shown():
-                fleet.run(begin(self._traffic))
+                fleet.run(begin(self._traffic, self._reader))
             return fleet.figures(), fleet.replicas[-1].figures()
         finally:
             fleet.end()
@@ -79,16 +75,20 @@ class Act:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("demo chat", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="a third of the traffic")
+    parser.add_argument("--short", action="store_true", help="two thirds of the traffic")
     traffic = SHORT if parser.parse_args(arguments).short else Traffic()
     console = Console(highlight=False)
-    console.print(
-        f"{traffic.conversations} conversations of {traffic.turns} turns share a system prompt of "
-        f"{traffic.system_tokens} tokens, and go to two replicas in turn. One replica is killed "
-        "in the middle, and replaced. First with s3kv, then without.\n"
-    )
     with tempfile.TemporaryDirectory(prefix="s3kv-demo-") as directory, place_to_use() as place:
-        act = Act(traffic, Path(directory), console)
+        who = reader(Path(directory))
+        if who.tokenizer is None:
+            console.print(f"[bold yellow]{MISSING}[/]")
+        console.print(
+            f"{traffic.conversations} conversations of {traffic.turns} turns with {who.name} share "
+            f"a system prompt of {traffic.system_tokens} tokens, and go to two replicas in turn. "
+            "One replica is killed in the middle, and replaced. First with s3kv, whose bucket is "
+            f"in {place.store}, then without.\n"
+        )
+        act = Act(who, traffic, Path(directory), console)
         ours, our_third = act.play("With s3kv", place)
         plain, plain_third = act.play("Without s3kv", None)
     rows = (

@@ -13,15 +13,15 @@ from functools import partial
 
 from demo.conversations import Conversation
 from demo.figures import Figures, Served, figures_of, total
-from lab import models
-from lab.engine import Answer, Engine, EngineFailed, Pending
+from demo.reader import Reader
+from lab.engine import Answer, Ask, Engine, EngineFailed, Pending
 
 AT_ONCE = 2
 """Requests under way: one for each core of a small machine."""
 KILL_AT, HOLD_AT = 2 / 5, 3 / 5
 """Shares of the requests: after the first a replica is killed, after the second the replacement is
 waited for, however long it takes to start."""
-_WARM_UP = models.prompts(1, 100, seed=9)[0]
+_WARM_UP = list(range(2, 102))
 """The first request of an engine pays for lazy set-up. This one is shorter than a chunk."""
 _TICK_S = 0.02
 
@@ -99,6 +99,7 @@ class Fleet:
     """
 
     engine: Callable[[str], Engine]
+    reader: Reader
     answer_tokens: int
     tell: Callable[[str], None]
     tick: Callable[[Fleet], None]
@@ -178,7 +179,8 @@ class Fleet:
         self._next += 1
         self.sent += sent_s is None
         now_s = time.monotonic()
-        pending = to.engine.begin_generate([conversation.prompt], max_tokens=self.answer_tokens)
+        ask = Ask(conversation.prompt, self.answer_tokens, stop=list(self.reader.stop))
+        pending = to.engine.begin_generate([ask])
         flight = _Flight(conversation, now_s if sent_s is None else sent_s, now_s, to, pending)
         self._flights.append(flight)
 
@@ -210,4 +212,7 @@ class Fleet:
         prompt_tokens = len(flight.conversation.prompt)
         ttft_s = lost_s + (answer.ttft_s or answer.seconds)
         flight.replica.served(Served(prompt_tokens, answer.cached_tokens or 0, ttft_s))
+        if flight.replica in self.replicas[2:] and flight.replica.figures().requests == 1:
+            said = self.reader.text(answer.tokens)
+            self.tell(f'{flight.replica.name} is asked "{flight.conversation.question}": {said}')
         flight.conversation.answered(answer.tokens)

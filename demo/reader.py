@@ -67,9 +67,9 @@ def reader(directory: Path) -> Reader:
     return Reader("SmolLM2-135M-Instruct", path, size, smollm.MAX_TOKENS, tokenizer, stop)
 
 
-def pages_as_text() -> str:
+def pages_as_text(pages: Sequence[str] = PAGES) -> str:
     """The pages as questions and answers in plain sentences."""
-    return "\n".join(plain((ROOT / page).read_text()) for page in PAGES)
+    return "\n".join(plain((ROOT / page).read_text()) for page in pages)
 
 
 def plain(text: str) -> str:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from demo.board import Board
 from demo.conversations import Traffic, begin
 from demo.figures import DOLLARS_PER_HOUR, PREFILL_TOKENS_PER_S, Figures, figures_of
 from demo.fleet import AT_ONCE, Fleet
-from lab.engine import Answer, EngineFailed
+from demo.reader import Reader
+from lab.engine import Answer, Ask, EngineFailed
 
 CHUNK = 128
 TRAFFIC = Traffic()
+READER = Reader("bytes", Path(), 0, 4_096, None)
 TTFT_S = 0.5
 
 
@@ -54,8 +57,9 @@ class Remembering:
     def launch(self) -> Ready:
         return Ready(self, None)
 
-    def begin_generate(self, prompts: list[list[int]], *, max_tokens: int = 8) -> Ready:
-        return Ready(self, [asdict(self._answer(prompt, max_tokens)) for prompt in prompts])
+    def begin_generate(self, asks: list[Ask | list[int]], *, max_tokens: int = 8) -> Ready:
+        whole = [one if isinstance(one, Ask) else Ask(one, max_tokens) for one in asks]
+        return Ready(self, [asdict(self._answer(list(a.prompt), a.max_tokens)) for a in whole])
 
     def _answer(self, prompt: list[int], max_tokens: int) -> Answer:
         chunks = [tuple(prompt[:n]) for n in range(CHUNK, len(prompt) + 1, CHUNK)]
@@ -69,8 +73,8 @@ class Remembering:
         self.prompts.append(len(prompt))
         return Answer([1] * max_tokens, cached, TTFT_S, TTFT_S, "length")
 
-    def generate(self, prompts: list[list[int]], *, max_tokens: int = 8) -> None:
-        self.begin_generate(prompts, max_tokens=max_tokens)
+    def generate(self, asks: list[Ask | list[int]], *, max_tokens: int = 8) -> None:
+        self.begin_generate(asks, max_tokens=max_tokens)
 
     def begin_metrics(self) -> Ready:
         return Ready(self, self.metrics())
@@ -100,9 +104,9 @@ def run(bucket: set[tuple[int, ...]] | None, console: Console) -> tuple[Fleet, l
     def engine(name: str) -> Any:
         return Remembering(name, bucket)
 
-    fleet = Fleet(engine, TRAFFIC.answer_tokens, tell, board.tick)
+    fleet = Fleet(engine, READER, TRAFFIC.answer_tokens, tell, board.tick)
     with board.shown():
-        fleet.run(begin(TRAFFIC))
+        fleet.run(begin(TRAFFIC, READER))
     return fleet, told
 
 
@@ -135,11 +139,9 @@ def test_requests_go_to_the_replicas_in_turn() -> None:
 def test_every_token_of_a_prompt_has_one_source() -> None:
     fleet, _ = run(set(), text_console())
     expected = 0
-    for conversation in range(TRAFFIC.conversations):
-        del conversation
-        first = TRAFFIC.system_tokens + TRAFFIC.task_tokens
-        more = TRAFFIC.message_tokens + TRAFFIC.answer_tokens
-        expected += sum(first + turn * more for turn in range(TRAFFIC.turns))
+    for conversation in begin(TRAFFIC, READER):
+        expected += len(conversation.prompt)
+        conversation.answered([1] * TRAFFIC.answer_tokens)
     assert sum(fleet.figures().tokens) == expected
     assert fleet.figures().tokens[1] == 0, "these engines have no host memory"
 
@@ -150,7 +152,7 @@ def test_the_replacement_lives_on_the_bucket() -> None:
     assert bucket > computed > 0
     without, _ = run(None, text_console())
     assert without.replicas[-1].figures().tokens[2] == 0
-    assert without.figures().tokens[3] > 2 * fleet.figures().tokens[3]
+    assert without.figures().tokens[3] > 1.5 * fleet.figures().tokens[3]
 
 
 def test_an_engine_that_dies_by_itself_is_an_error() -> None:
@@ -161,9 +163,9 @@ def test_an_engine_that_dies_by_itself_is_an_error() -> None:
     def engine(name: str) -> Any:
         return Remembering(name, None)
 
-    fleet = Fleet(engine, TRAFFIC.answer_tokens, tell, lambda fleet: None)
+    fleet = Fleet(engine, READER, TRAFFIC.answer_tokens, tell, lambda fleet: None)
     with pytest.raises(EngineFailed):
-        fleet.run(begin(TRAFFIC))
+        fleet.run(begin(TRAFFIC, READER))
 
 
 def test_dollars_are_those_of_computing_and_of_the_bucket() -> None:
