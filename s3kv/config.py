@@ -28,6 +28,37 @@ _SECRET_MIN_BYTES = 16
 _STAGING_BYTES = 64 * 2**20
 MAX_INFLIGHT_BYTES = 2**30
 """Most bytes of objects that one worker fetches or uploads at once."""
+_TIMEOUT = "it follows from request_timeout_ms"
+_FIXED = "its value is fixed: no store and no measurement needed another"
+REMOVED = {
+    "bucket_min_age_s": "nothing younger than a minute is deleted",
+    "checksum": "uploads carry no checksum for the server, because many servers refuse it: TLS "
+    "protects the transfer, and s3kv verifies every object that it reads",
+    "connect_timeout_ms": f"{_TIMEOUT} (a fifth)",
+    "encode_tokens_per_s": "the speed of the encoder is measured",
+    "eviction": "host memory is evicted by LRU (docs/decisions/0003-default-eviction-policy.md)",
+    "first_byte_timeout_ms": f"{_TIMEOUT} (half)",
+    "hedge_percent": "at most a tenth of the fetches are sent twice (docs/operating.md)",
+    "huge_pages": "s3kv always requests huge pages, and uses ordinary ones otherwise",
+    "max_attempts": f"{_FIXED} (3)",
+    "max_inflight_bytes": "set max_inflight_requests to have fewer objects in flight",
+    "max_item_bytes": f"{_FIXED} (64 MiB)",
+    "max_saves_inflight": f"{_FIXED} (256)",
+    "min_bytes_per_s": f"{_FIXED} (16 KiB)",
+    "miss_ttl_s": f"{_FIXED} (20 s)",
+    "pool_size": "a worker has two connections for each of max_inflight_requests",
+    "prefill_tokens_per_s": "the speed of prefill is measured (docs/operating.md)",
+    "prices": "the prices are AWS's for the bucket's region; for others see `s3kv cost`",
+    "probe_chunks": f"{_FIXED} (64; docs/decisions/0008-the-first-window.md)",
+    "range_bytes": f"{_FIXED} (4 MiB; docs/decisions/0017-ranged-reads.md)",
+    "recompute_gate": "a request always stops waiting once computing is expected to be faster; "
+    "max_wait_ms bounds its wait",
+    "staging_bytes": "it follows from host_bytes (a sixteenth)",
+    "start_timeout_ms": f"{_FIXED} (20 s); set on_unavailable to serve without the bucket",
+    "trust_client_uuid": "it is called 'trust_media_names' now, and both connectors have it",
+}
+"""Settings of earlier versions, and what holds instead."""
+
 _BYTES = {"allowed": "a number of bytes, or text with a unit such as '4GiB'"}
 _UNIT_BYTES = {
     **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
@@ -242,6 +273,8 @@ class Config:
         source: their name in messages.
         """
         for name in raw:
+            if name in REMOVED:
+                raise ConfigError(f"{name} in {source} was removed: {REMOVED[name]}")
             if name not in _ANNOTATIONS:
                 near = difflib.get_close_matches(str(name), _ANNOTATIONS, n=1)
                 advice = (

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from s3kv.config import Config, allowed, parse_bytes
+from s3kv.config import REMOVED, Config, allowed, parse_bytes
 from s3kv.errors import ConfigError
+from tests.project import ROOT
 
 ENCRYPTION = "x-amz-server-side-encryption"
 NO_BUCKETS = [
@@ -151,6 +152,15 @@ def test_only_a_near_name_is_suggested(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown setting '{name}'.*Known: .*bucket") as raised:
         parse(**{name: 1})
     assert "did you mean" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_told_with_the_reason(name: str) -> None:
+    told = f"{name} in the settings was removed: {REMOVED[name]}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        parse(**{name: 1})
+    for page in re.findall(r"docs/[\w/.-]+\.md", told):
+        assert (ROOT / page).is_file()
 
 
 def test_a_missing_bucket_is_told() -> None:
