@@ -1,4 +1,4 @@
-"""`s3kv prove` on the real engine: honest KV is proven, and a swapped page is found."""
+"""`s3kv prove` on the real engine: honest KV is proven, and a wrong page is found."""
 
 from __future__ import annotations
 
@@ -73,19 +73,19 @@ def test_honest_kv_is_proven_in_every_arm(s3: S3Server, bucket: str, tmp_path: P
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1_800)
-def test_a_page_swapped_before_the_digest_is_found(
+def test_a_page_that_was_wrong_before_the_digest_is_found(
     s3: S3Server, bucket: str, tmp_path: Path
 ) -> None:
     settings = {"bucket": bucket, "endpoint_url": s3.url, "host_bytes": "64MiB"}
-    swapping = {
-        "kv_connector": "SwappingConnector",
-        "kv_connector_module_path": "tests.system.e2e.swapping",
+    spoiling = {
+        "kv_connector": "SpoilingConnector",
+        "kv_connector_module_path": "tests.system.e2e.spoiling",
         "kv_role": "kv_both",
         "kv_connector_extra_config": settings,
     }
     arms = ("--arms", "host,restart")
     code, report, said = prove(
-        s3, bucket, tmp_path, *arms, "--connector-json", json.dumps(swapping)
+        s3, bucket, tmp_path, *arms, "--connector-json", json.dumps(spoiling)
     )
     assert code == 1, said
     assert report["verdict"] == "WRONG: host, restart"
