@@ -14,7 +14,7 @@ MINUTES = {
     "tests/system/faults/test_matrix.py": 40,
     "tests/system/infra/test_mistakes.py": 40,
     "tests/system/kills/test_kills.py": 60,
-    "tests/system/sim/test_simulation.py": 95,
+    "tests/system/sim/test_simulation.py": 125,
 }
 """Estimates for two cores. A file without one takes `MINUTES_PER_TEST` for each of its tests."""
 
