@@ -2,7 +2,8 @@
 
 `StepPlan` goes to the workers with every engine step; `StepReport` returns with its output. vLLM's
 executors pickle both every step, so they are plain data: no tensors, no vLLM objects, no behaviour
-beyond merging the reports of several ranks."""
+beyond merging the reports of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class BucketJob(msgspec.Struct, frozen=True, array_like=True, tag=1):
     not read. It ends once per rank, with a `JobEnd` of its kind, which is never SAVE.
 
     job_id: unique among the jobs that have not ended. slot: number of its first slot, each of
-    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk."""
+    `Handshake.slot_bytes`; 0 for a use. item: its shape, if it moves an item and no chunk.
+    """
 
     job_id: int
     kind: JobKind
@@ -88,7 +90,8 @@ class StepPlan:
     linger_s: longest wait of a worker at the end of this step for one of its loads or fetches to
         end, because the engine is otherwise idle.
     number: of a step whose time is measured. The ranks' report repeats it, because vLLM passes on
-        no output of a step that computes nothing, unless a connector reports something."""
+        no output of a step that computes nothing, unless a connector reports something.
+    """
 
     jobs: tuple[BucketJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
@@ -196,7 +199,8 @@ class ItemReport:
     """The report of one or more ranks on items: increments since the last report.
 
     encoded_rows, encode_seconds: rows the encoder made, and the time it took. uploaded: keys the
-    bucket is now known to hold, with their `JobEnd.fresh_s`. seconds: durations, by metric."""
+    bucket is now known to hold, with their `JobEnd.fresh_s`. seconds: durations, by metric.
+    """
 
     counters: dict[str, int] = field(default_factory=dict)
     uploaded: dict[ChunkKey, float] = field(default_factory=dict)

@@ -90,8 +90,7 @@ class Location:
 
 class Outcome(enum.IntEnum):
     """The outcome of a job. A larger value is worse, so the outcome over all ranks is the
-    maximum.
-    """
+    maximum."""
 
     OK = 0
     EXISTS = 1

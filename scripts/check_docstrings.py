@@ -1,4 +1,5 @@
-"""Docstring check: a docstring in s3kv/ starts with what the thing is or does, not with a clause.
+"""Docstring check: a docstring in s3kv/ starts with what the thing is or does, not with a clause,
+and its quotes close on its last line, or below it if it has several paragraphs.
 
 `python -m scripts.check_docstrings` prints each docstring that breaks the rule and exits with 1.
 """
@@ -22,6 +23,9 @@ OPENER = re.compile(
 """A sentence that opens with one of these names its subject late or never: "Under which hashes a
 request's chunks are kept" is "Chunk hashes of requests"."""
 
+_LAST_LINE = 100 - len('"""')
+"""Most columns of a docstring's last line that leave room for the quotes."""
+
 _Described = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -32,6 +36,7 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
     predicate may start with "Whether".
     """
     module = ast.parse(source)
+    yield from _closed_elsewhere(module, source.splitlines())
     text = ast.get_docstring(module)
     if text is None:
         yield 1, "the module has no docstring"
@@ -42,6 +47,18 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
             found = OPENER.match(ast.get_docstring(node) or "")
             if found:
                 yield node.lineno, f"the docstring of {node.name} starts with {found[0]!r}"
+
+
+def _closed_elsewhere(module: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Docstrings whose closing quotes are on the wrong line. One without room for them is right."""
+    for node in ast.walk(module):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))) if "\n" in text:
+                end = node.end_lineno or 0
+                alone, several = lines[end - 1].strip() == '"""', "\n\n" in text.rstrip()
+                room = len(lines[end - 2]) <= _LAST_LINE and lines[end - 2][-1:] != '"'
+                if alone != several and (room or not alone):
+                    yield end, f"the quotes close {'below' if alone else 'on'} the last line"
 
 
 def report(faults: Callable[[str], Iterator[tuple[int, str]]]) -> int:

@@ -59,8 +59,7 @@ def with_settings(
     json_option: Callable[[Callable[..., None]], Callable[..., None]] = json_option,
 ) -> Callable[..., None]:
     """Decorate a command: adds the options that name the bucket and `--json`, passes the `parsed`
-    settings as `config`, and turns our errors into exit codes.
-    """
+    settings as `config`, and turns our errors into exit codes."""
 
     @click.option("--bucket", help="Name of the bucket.")
     @click.option("--prefix", help="All keys start with this.  [default: s3kv]")

@@ -146,8 +146,7 @@ class Verifier:
 
     async def run(self, picks: AsyncIterator[Pick]) -> None:
         """Verify the objects. Raises `StoreError`; raises `ConfigError` if the settings need a
-        secret that is not there.
-        """
+        secret that is not there."""
         await in_lanes(READERS, picks, self._verify)
         self.found.damaged.sort(key=lambda damage: damage.key)
 

@@ -5,7 +5,8 @@ load. vLLM has no hook for a load. So this module wraps the one function that re
 `WorkerLoRAManager._load_adapter`, and digests the files before and after the load. If the two
 digests are equal, this content was loaded.
 
-It runs in the worker process, on the thread that runs the model."""
+It runs in the worker process, on the thread that runs the model.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class AdapterReport:
 def hashed_name(adapter: LoRARequest) -> str:
     """The part of an adapter that vLLM hashes: its name and path.
 
-    Requests with the same hashed name share blocks in vLLM's own prefix cache."""
+    Requests with the same hashed name share blocks in vLLM's own prefix cache.
+    """
     try:
         from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
     except ImportError:
@@ -83,7 +85,8 @@ class AdapterLoads:
     """The adapters that one engine has loaded on this rank.
 
     lora_config: the engine's own object. It distinguishes this engine's loads from those of another
-        engine in the same process. method: the digest method, as for weights."""
+        engine in the same process. method: the digest method, as for weights.
+    """
 
     def __init__(self, lora_config: LoRAConfig, method: str) -> None:
         self._lora_config = lora_config
@@ -148,7 +151,8 @@ class AdapterLoads:
     def loaded(self, manager: Any, adapter: LoRARequest, model: Any, before: Digest | str) -> None:
         """Record the content of `model`, which vLLM has just loaded, if it can be known.
 
-        before: the result of `digest_now` before the load."""
+        before: the result of `digest_now` before the load.
+        """
         try:
             _detach(model)
         except (AttributeError, TypeError, RuntimeError) as error:
@@ -202,7 +206,8 @@ def _detach(model: Any) -> None:
     """Give the loaded adapter memory of its own.
 
     If vLLM does not pin the tensors, they are the mapped file. A write to that file changes them
-    until vLLM copies them to the model, which may be any number of steps from now."""
+    until vLLM copies them to the model, which may be any number of steps from now.
+    """
     layers = [*model.loras.values(), *getattr(model, "modules_to_save", {}).values()]
     for layer in layers:
         for name, tensor in vars(layer).items():

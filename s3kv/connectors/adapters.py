@@ -6,7 +6,8 @@ under hashes that include the digest of the files that the workers loaded
 
 This module reads no adapter files. Steps are numbered, and each report names its step. A report is
 valid for a request if its step was planned after the request arrived: it then includes all earlier
-loads, even those outside a step. Runs on the scheduler's thread."""
+loads, even those outside a step. Runs on the scheduler's thread.
+"""
 
 from __future__ import annotations
 

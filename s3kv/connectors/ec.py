@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 class S3ECConnector(ECConnectorBase):
     """Serves encoder outputs from a bucket. Its settings are `ec_connector_extra_config`, see
-    `s3kv.config`. Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start.
-    """
+    `s3kv.config`. Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -89,8 +88,7 @@ class S3ECConnector(ECConnectorBase):
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """End the request. An instance that only encodes returns the metadata with which a consumer
-        can skip the image transform.
-        """
+        can skip the image transform."""
         self._scheduler.on_finished(request)
         if self._resolver is None or not request.mm_features:
             return False, None
@@ -100,8 +98,7 @@ class S3ECConnector(ECConnectorBase):
 
     def get_ec_connector_stats(self) -> S3ECStats | None:
         """The statistics, from the scheduler's side alone: it has the workers' counts from their
-        reports.
-        """
+        reports."""
         return self._scheduler.stats() if self.role is ECConnectorRole.SCHEDULER else None
 
     def shutdown(self) -> None:

@@ -68,8 +68,7 @@ _POLL_AFTER_S = 1.0
 class _MediaRequest:
     """A request with media. items: the item of each feature; None for one that is not cached.
     limits: those of the request's tokens, which media take, too. computed_tokens: value in the last
-    pass. settled: later passes may skip the request.
-    """
+    pass. settled: later passes may skip the request."""
 
     items: list[Wanted | None]
     limits: RequestLimits
@@ -79,8 +78,7 @@ class _MediaRequest:
 
 class ECSchedulerSide(Guarded):
     """Scheduler side of one engine. Raises `UnsupportedError`, `ConfigError` or a `StoreError` at
-    start, nothing afterwards.
-    """
+    start, nothing afterwards."""
 
     def __init__(
         self, config: Config, vllm_config: VllmConfig, *, may_load: bool, may_save: bool
@@ -167,8 +165,7 @@ class ECSchedulerSide(Guarded):
 
     def shutdown(self) -> None:
         """Close the I/O process and the slab. Idempotent. The workers keep the slab mapped until
-        they exit.
-        """
+        they exit."""
         if self._tier is not None:
             self._tier.close()
 
@@ -177,8 +174,7 @@ class ECSchedulerSide(Guarded):
     @guarded(default=lambda: True)
     def ensure(self, request: Request, computed_tokens: int) -> bool:
         """Whether the request may be scheduled now. Called in every pass for each request with
-        items.
-        """
+        items."""
         known = self._request(request)
         if known.settled:
             return True
@@ -228,8 +224,7 @@ class ECSchedulerSide(Guarded):
 
     def allocated(self, request: Request, index: int) -> None:
         """Note that the engine has made room for an item. A promised item is loaded even if the
-        planner has failed, because the engine dies without it.
-        """
+        planner has failed, because the engine dies without it."""
         identifier = request.mm_features[index].identifier
         if identifier in self._promised:
             self._due[identifier] = self._promised[identifier]
@@ -246,8 +241,7 @@ class ECSchedulerSide(Guarded):
 
     def plan(self, output: SchedulerOutput) -> ItemPlan:
         """End the pass. Returns the plan of its step; if the planner has failed, only the promised
-        loads.
-        """
+        loads."""
         plan = self._plan(output)
         due, self._due = self._due, {}
         self._promised.clear()
@@ -295,8 +289,7 @@ class ECSchedulerSide(Guarded):
 
     def _order(self) -> None:
         """Send the planner's jobs. Called once per pass, at its end, because waking the I/O
-        process costs more than everything else in the pass.
-        """
+        process costs more than everything else in the pass."""
         if self._tier is None:
             return
         client = self._tier.client

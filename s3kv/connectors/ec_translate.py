@@ -1,6 +1,5 @@
 """Translation between vLLM and s3kv for encoder outputs: which models are served, the items of
-requests, and the messages that vLLM carries between scheduler and workers.
-"""
+requests, and the messages that vLLM carries between scheduler and workers."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ _PASSED_THROUGH = "prompt_embeds"
 
 def check_supported(config: Config, vllm_config: VllmConfig) -> None:
     """Raise `UnsupportedError` for a model or engine that s3kv cannot serve correctly, and
-    `ConfigError` for settings that it cannot use.
-    """
+    `ConfigError` for settings that it cannot use."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if model.is_encoder_decoder:
         raise UnsupportedError(

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 class ECWorkerSide(Guarded):
     """The worker's side of one rank. Raises `ConfigError` or a `StoreError` at start. Afterwards it
-    raises only if it cannot carry out a load that was promised: vLLM has no encoder input then.
-    """
+    raises only if it cannot carry out a load that was promised: vLLM has no encoder input then."""
 
     def __init__(
         self, config: Config, vllm_config: VllmConfig, *, may_load: bool, may_save: bool

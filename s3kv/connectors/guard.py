@@ -3,7 +3,8 @@
 At start, a bucket that cannot be used may stop the engine (`wait_for_bucket`). After that a hook
 that fails is a bug of s3kv, and the engine must not die of it. So the side of the connector in
 which it failed logs the error once, stops caching for good, and answers from then on as if it held
-nothing (`guarded`). A worker's side reports it to the scheduler's, which then offers nothing."""
+nothing (`guarded`). A worker's side reports it to the scheduler's, which then offers nothing.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def wait_for_bucket(client: IoClient, config: Config) -> bool | None:
     None if the bucket does not answer.
 
     Raises a `StoreError` if the bucket cannot be used and `on_unavailable` is "fail", and
-    `IoProcessError` if the I/O process cannot be started or has died. The client is closed then."""
+    `IoProcessError` if the I/O process cannot be started or has died. The client is closed then.
+    """
     try:
         return try_bucket(client)
     except (IoProcessError, StoreError) as error:

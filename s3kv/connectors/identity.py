@@ -280,8 +280,7 @@ def _multimodal(model: ModelConfig) -> dict[str, Any] | None:
 
 def _speculative(config: Config, vllm_config: VllmConfig) -> dict[str, Any] | None:
     """The part of the fingerprint for speculative decoding. A draft model's KV shares the chunks of
-    the model's KV.
-    """
+    the model's KV."""
     speculative, target = vllm_config.speculative_config, vllm_config.model_config
     found = fields(speculative, _SPECULATIVE)
     draft = getattr(speculative, "draft_model_config", None)
@@ -299,8 +298,7 @@ def _speculative(config: Config, vllm_config: VllmConfig) -> dict[str, Any] | No
 
 def _attention_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
     """Names of the attention backends. Backends may lay out the same shape differently, as those
-    for the CPU do.
-    """
+    for the CPU do."""
     layers = vllm_config.compilation_config.static_forward_context
     names = (n for group in kv_cache_config.kv_cache_groups for n in group.layer_names)
     backends = (getattr(layers.get(name), "attn_backend", None) for name in names)

@@ -1,7 +1,8 @@
 """S3KVConnector: vLLM's KV connector interface (0.31 to 0.33), dispatched to the two sides.
 
 This module makes no decision: it passes each hook on to the scheduler's or the worker's side.
-docs/architecture.md explains the hooks and their order."""
+docs/architecture.md explains the hooks and their order.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class S3KVConnector(KVConnectorBase_V1, SupportsHMA):
     """Serves prefixes from a bucket. Its settings are `kv_connector_extra_config`, see
     `s3kv.config`.
 
-    Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards."""
+    Raises `ConfigError`, `UnsupportedError` or a `StoreError` at start; nothing afterwards.
+    """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

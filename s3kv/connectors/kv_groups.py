@@ -2,7 +2,8 @@
 
 vLLM divides a model's layers into groups. Every request has a table of blocks per group, and all
 groups take their blocks from one pool. Groups that need the same positions to resume share their
-objects (`Coverage`)."""
+objects (`Coverage`).
+"""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def coverages(kv_cache_config: KVCacheConfig, chunk_tokens: int) -> tuple[Covera
     """The engine's groups, joined where they need the same positions: those with full attention,
     then by how far they reach. Every rank and every engine with this model numbers them alike.
 
-    Raises `ConfigError` if no chunk of this length fits them."""
+    Raises `ConfigError` if no chunk of this length fits them.
+    """
     interval = _interval_tokens(kv_cache_config)
     members: dict[tuple[GroupKind, int], list[int]] = {}
     for number, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -1,6 +1,7 @@
 """Scheduler side of the KV connector: turns vLLM's hooks into planner events, plans into metadata.
 
-It runs in the engine-core process, on its only thread. No hook blocks."""
+It runs in the engine-core process, on its only thread. No hook blocks.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ class SchedulerSide(Guarded):
         do not fit together, and `ConfigError` if host memory is too small for a chunk.
 
         vLLM 0.33 calls this again whenever the engine wakes up. The planner stays the same then: it
-        knows which slots are in use, and the salt that makes earlier chunks unreachable."""
+        knows which slots are in use, and the salt that makes earlier chunks unreachable.
+        """
         passed = Counter(handshakes)
         if self._passed_at_start is not None:
             if passed != self._passed_at_start:

@@ -43,7 +43,8 @@ def equal_ranks(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, tp_size
     vLLM reports them for MLA. A draft model's layers count, too: those with heads of their own
     differ between the ranks. For a model with fewer KV heads than ranks vLLM reports nothing. It
     gives each head to consecutive ranks (`QKVParallelLinear`), so they are equal where all layers
-    have the same number of heads."""
+    have the same number of heads.
+    """
     if kv_cache_config.kv_tp_replicas > 1:
         return int(kv_cache_config.kv_tp_replicas)
     layers = list(layers_of(kv_cache_config))
@@ -85,7 +86,8 @@ def shard_names(model: ModelConfig, tp_size: int, pp_size: int, equal: int = 1) 
     """The shard of each rank, as it stands in object keys: pipeline stage by pipeline stage. Ranks
     with one name hold the same, and the first of them uploads it.
 
-    equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer."""
+    equal: as `equal_ranks` returns it. Raises `UnsupportedError` for a stage without a layer.
+    """
     from vllm.distributed.utils import get_pp_indices
 
     # With MLA every rank holds all of the KV: one latent head. A model's code may leave either
@@ -112,7 +114,8 @@ def shared_pages(
     """Features that the pages of this rank share with those of ranks of other sizes. None, with the
     reason in the log, if they cannot be divided by heads.
 
-    layouts: by vLLM's number of the group. shard_name: this rank's."""
+    layouts: by vLLM's number of the group. shard_name: this rank's.
+    """
     try:
         order = _order(vllm_config, kv_cache_config)
         shard = _share(vllm_config, layouts, shard_name, order)

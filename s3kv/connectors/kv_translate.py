@@ -39,7 +39,8 @@ class KVGeometry:
     """Sizes of blocks, block hashes and chunks, in tokens, and the coverages. They are equal
     on every rank.
 
-    block_tokens: the least number of tokens that is a whole number of blocks in every group."""
+    block_tokens: the least number of tokens that is a whole number of blocks in every group.
+    """
 
     block_tokens: int
     hash_tokens: int
@@ -84,7 +85,8 @@ def writes_around_fences(
 
     The second-generation model runner does the first, and the first-generation one the second, in
     two cases. They zero new blocks, if layers have different precisions. They copy the block in
-    which a partial hit ends, if hashes are finer than blocks."""
+    which a partial hit ends, if hashes are finer than blocks.
+    """
     writes = kv_cache_config.needs_kv_cache_zeroing or sizes.hash_tokens < sizes.block_tokens
     second_runner = vllm_config.use_v2_model_runner
     return writes and second_runner, writes and not second_runner
@@ -191,7 +193,8 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):
 
     object_bytes: the length of a chunk's object in each coverage; empty, if there is one:
     then an object takes one slot. pinned: whether all of the host memory is; None without a GPU.
-    known: whether the namespace has objects; None if the bucket has not answered."""
+    known: whether the namespace has objects; None if the bucket has not answered.
+    """
 
     namespace: str
     slot_count: int
@@ -206,7 +209,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """The workers' report to the scheduler. vLLM merges the reports of all ranks into one.
 
     handshakes: those that vLLM did not collect before the first step. adapters: None without LoRA.
-    broken: a worker has failed, and would fail every load."""
+    broken: a worker has failed, and would fail every load.
+    """
 
     report: StepReport
     handshakes: tuple[WorkerHandshake, ...] = ()

@@ -1,6 +1,7 @@
 """The worker's side of the KV connector: the slab, I/O process and device copies of one rank.
 
-It runs in each worker process, on the thread that runs the model."""
+It runs in each worker process, on the thread that runs the model.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ class WorkerSide(Guarded):
         and `on_unavailable` is "fail".
 
         Later calls do not wait: vLLM 0.33 calls this again when the engine wakes up, and by then an
-        unusable bucket is no reason to stop."""
+        unusable bucket is no reason to stop.
+        """
         assert self._tier is not None, "register comes first"
         assert self._handshake is not None
         if not self._has_passed_handshake:

@@ -21,7 +21,8 @@ class Linger:
     1.3 ms, and takes a third of a core from the I/O process.
 
     longest_s: length of a pause that no arrival ends. It delays a new request. in_lockstep: whether
-    a pause would hold up other engines; then there is none."""
+    a pause would hold up other engines; then there is none.
+    """
 
     def __init__(self, longest_s: float, *, in_lockstep: bool) -> None:
         self._longest_s = 0.0 if in_lockstep else longest_s

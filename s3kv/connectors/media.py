@@ -52,8 +52,7 @@ class MediaDigests:
     def of(self, feature: MultiModalFeatureSpec) -> bytes | None:
         """The digest of the encoder's whole input. None if this process does not have all of it:
         the item is on a device, is in shared memory that only workers read, or has only what the
-        prompt's layout needs.
-        """
+        prompt's layout needs."""
         item = feature.data
         if item is None:
             return None
@@ -81,8 +80,7 @@ def _digest(item: MultiModalKwargsItem) -> bytes | None:
 
 def _update(hasher: Any, value: Any) -> None:
     """Add a value to the hash, after its kind and size, so that different inputs never add the same
-    bytes. Raises `TypeError` for a value that is not content.
-    """
+    bytes. Raises `TypeError` for a value that is not content."""
     if isinstance(value, torch.Tensor):
         if not value.is_cpu:
             raise TypeError("the tensor is on a device, and reading it would wait for the device")
@@ -102,8 +100,7 @@ def _update(hasher: Any, value: Any) -> None:
 
 def _count(item: MultiModalKwargsItem) -> int:
     """Count of the numbers in the item's tensors. An encoder makes at most as many embeddings as it
-    gets numbers. An item of addresses in shared memory, or of image sizes, has fewer numbers.
-    """
+    gets numbers. An item of addresses in shared memory, or of image sizes, has fewer numbers."""
 
     def count(value: Any) -> int:
         if isinstance(value, (list, tuple)):
@@ -127,8 +124,7 @@ class MediaNames:
 
     def disputed(self, name: str, content: bytes | None) -> bool:
         """Whether `name` may have stood for anything but `content`. Unknown content (None) disputes
-        the name, too. A new name is disputed if the memory is full.
-        """
+        the name, too. A new name is disputed if the memory is full."""
         key = blake2b(name.encode(), digest_size=16).digest()
         if key not in self._meanings:
             if len(self._meanings) >= self._capacity:
@@ -142,8 +138,7 @@ class MediaNames:
 
 def placed(feature: MultiModalFeatureSpec, content: bytes) -> bytes:
     """The digest of `content` with the places that it fills in the prompt. A client may choose
-    those as well.
-    """
+    those as well."""
     position = feature.mm_position
     mask = b"" if position.is_embed is None else position.is_embed.cpu().numpy().tobytes()
     place = f"{feature.modality}\0{position.length}\0".encode()

@@ -10,7 +10,8 @@ client's. Many engines share a bucket, and it outlives them, so:
   `cover_inputs`;
 - a request is not cached at all if one of these is unknown.
 
-tests/contract/kv_relevance/requests.toml classifies every other input of a request."""
+tests/contract/kv_relevance/requests.toml classifies every other input of a request.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class DerivedHashes(Sequence[bytes]):
     blocks before the next image.
 
     adapter: the digest of the adapter; empty without one. features, contents: the request's media,
-    and the digest of each. Slices are empty once `features` has grown, as it does in a session."""
+    and the digest of each. Slices are empty once `features` has grown, as it does in a session.
+    """
 
     def __init__(
         self,
@@ -91,7 +93,8 @@ def cover_inputs() -> bool:
     know. Called before the engine's first request; later calls change nothing.
 
     Hashes derived later, as for media, would not be enough: vLLM's own cache would still serve one
-    such prompt with the blocks of another, and s3kv saves the blocks that a request has."""
+    such prompt with the blocks of another, and s3kv saves the blocks that a request has.
+    """
     hash_keys: Any = getattr(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", None)
     if hasattr(hash_keys, "covers_inputs"):
         return True
@@ -115,7 +118,8 @@ def _left_out(request: Request, start: int, end: int) -> list[Any]:
 
     It covers the bytes of a prompt's embeddings, and the token ids with 0 where an embedding
     stands. It covers neither the mask that chooses between the two (vllm#56655), nor the
-    embeddings' number format, nor the ids behind them, which some models read, nor token types."""
+    embeddings' number format, nor the ids behind them, which some models read, nor token types.
+    """
     rest: list[Any] = []
     if request.prompt_embeds is not None:
         ids, mask = request.prompt_token_ids, request.prompt_is_token_ids
@@ -130,7 +134,8 @@ class RequestHashes:
     """The hashes of one engine's requests. Used from one thread.
 
     trust_media_names: an image's name stands for its content, whoever gave the name. block_tokens:
-    tokens per block hash of vLLM's."""
+    tokens per block hash of vLLM's.
+    """
 
     def __init__(self, *, trust_media_names: bool, block_tokens: int) -> None:
         self._trusts = trust_media_names
@@ -147,7 +152,8 @@ class RequestHashes:
         """The hashes of the request's blocks; none if the request must not be cached.
 
         adapter: the digest of the request's adapter; None if unknown. It is ignored for a request
-        without an adapter."""
+        without an adapter.
+        """
         if not self._is_known(request):
             self._warn_once(_UNKNOWN_INPUTS)
             return ()

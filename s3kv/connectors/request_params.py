@@ -4,7 +4,8 @@
 
 and vLLM's own `max_offload_tokens` and `max_load_tokens` beside it. Keys of other connectors are
 ignored. vLLM lets no connector refuse a request. So a request whose parameters cannot be read is
-served, but nothing of it is saved, in case its parameters forbid that."""
+served, but nothing of it is saved, in case its parameters forbid that.
+"""
 
 from __future__ import annotations
 

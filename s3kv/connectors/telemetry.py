@@ -62,8 +62,7 @@ class Meter:
     def grown(self, *sets: Tally) -> Values:
         """The growth since the last call, in which a set had the same place; all of a set that is
         another one than last time. It costs two comparisons for a set that has not grown, because
-        it is called in every step.
-        """
+        it is called in every step."""
         grown: Values = {}
         for place, counters in enumerate(sets):
             known, version, seen = self._seen.get(place, (None, 0, {}))
@@ -129,8 +128,7 @@ class Telemetry:
 
 def host_gauges(ledger: Ledger, unit_bytes: int) -> Values:
     """The gauges that both schedulers have. unit_bytes: host memory behind one unit of the table,
-    on all ranks together.
-    """
+    on all ranks together."""
     held, now = ledger.table.statistics(), ledger.breaker.state
     units = {"free": held.free, "filling": held.reserved, "clean": held.clean, "dirty": held.dirty}
     return {

@@ -2,7 +2,8 @@
 
 A tier sees keys and no requests. So it refuses an engine whose block hashes leave out an input that
 changes the KV: adapters (LoRA), and media that clients may name. The connector of s3kv, which sees
-the requests, serves these."""
+the requests, serves these.
+"""
 
 from __future__ import annotations
 

@@ -96,8 +96,7 @@ def weights_digest(path: str, method: str = SAMPLED) -> str | None:
 
 def adapter_digest(path: str, method: str = SAMPLED) -> Digest | None:
     """Digest of all files of an adapter's directory; None if there is no such directory or no file
-    in it. Raises `OSError` for files that cannot be read.
-    """
+    in it. Raises `OSError` for files that cannot be read."""
     files = _files(Path(path), "*")
     return digest_files(files, method) if files else None
 

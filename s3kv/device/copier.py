@@ -65,8 +65,7 @@ class Ticket(Protocol):
 
 class Copier(Protocol):
     """Starts copies of one chunk. All methods but `mark` and `close` run on the copy thread.
-    Copies in one direction end in the order they were started.
-    """
+    Copies in one direction end in the order they were started."""
 
     pinned: bool
     refused: int
@@ -76,8 +75,7 @@ class Copier(Protocol):
 
     def mark(self) -> Any:
         """The present point in the engine's work, for any number of copies: on its current stream,
-        and where that already waits on others. Called on the engine's thread; does not block.
-        """
+        and where that already waits on others. Called on the engine's thread; does not block."""
 
     def enter_thread(self) -> None:
         """Prepare the copy thread; called on it once, before any copy."""

@@ -141,8 +141,7 @@ class BlockCopies:
 
     def mark(self) -> CopyMark:
         """The present point in the engine's work: everything it has launched so far on its current
-        stream, and what that stream already waits for on others. Does not block, or raise.
-        """
+        stream, and what that stream already waits for on others. Does not block, or raise."""
         try:
             return CopyMark(self.copier.mark(), True)
         except COPY_ERRORS as error:
@@ -208,8 +207,7 @@ class BlockCopies:
 
     def wait_started(self, timeout_s: float) -> bool:
         """Block until every copy has been launched, so that a caller who then waits for the device
-        waits for the copies, too. Returns False when time ran out first.
-        """
+        waits for the copies, too. Returns False when time ran out first."""
         with self._changed:
             return self._hurry(self._jobs(), timeout_s)
 

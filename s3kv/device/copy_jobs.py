@@ -35,8 +35,7 @@ class CopyMark(NamedTuple):
 
 class FailureLog:
     """Logs each kind of failure at most once a minute, because a broken device fails every copy: a
-    batch that the driver refuses in one line, anything else with a traceback.
-    """
+    batch that the driver refuses in one line, anything else with a traceback."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._is_due = once_a_minute(clock)
@@ -126,8 +125,7 @@ class CopyJob(Generic[_Id]):
 
     def start(self, ticket: Ticket, ok: bool) -> None:
         """Record that no part is left to start. A second call does nothing: if the job is submitted
-        while the copy thread ends, both threads call this.
-        """
+        while the copy thread ends, both threads call this."""
         if self.started:
             return
         self.parts.clear()

@@ -49,8 +49,7 @@ FINISHED = FinishedTicket()
 
 class CpuCopier:
     """The `Copier` for CPUs. The engine's forward has ended when its hook calls us, so the order of
-    calls is the only order, and a fence is the wait for the copy itself.
-    """
+    calls is the only order, and a fence is the wait for the copy itself."""
 
     pinned = False
     refused = 0

@@ -75,8 +75,7 @@ class LayerPages:
 
 class Runs(NamedTuple):
     """Contiguous pieces of a chunk, in payload order. Piece `i` is `sizes[i]` bytes at device
-    address `addresses[i]`, and at `offsets[i]` in the payload.
-    """
+    address `addresses[i]`, and at `offsets[i]` in the payload."""
 
     addresses: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -85,8 +84,7 @@ class Runs(NamedTuple):
 
 class Piece(NamedTuple):
     """A contiguous piece of a block: `nbytes` at `address + b * stride_bytes` in device memory for
-    block `b`, and at `offset` from the block's begin in the payload.
-    """
+    block `b`, and at `offset` from the block's begin in the payload."""
 
     address: int
     offset: int
@@ -177,8 +175,7 @@ class PageLayout:
 
     def part(self, name: str) -> TensorSpec:
         """The payload as one tensor: `[blocks, layers, …page]` if the layers are alike, otherwise
-        `[blocks, bytes]` of U8. Its `layers` are those of one block.
-        """
+        `[blocks, bytes]` of U8. Its `layers` are those of one block."""
         layers = tuple(layer.spec for layer in self.layers)
         return TensorSpec.of_layers(name, self.blocks_per_chunk, layers)
 
@@ -286,8 +283,7 @@ def _check(cache: torch.Tensor, num_blocks: int) -> None:
 
 def merge(dims: Sequence[Dim]) -> tuple[Dim, ...]:
     """The same bytes in the same order, with as few dimensions as possible. Dimensions of size 1
-    vanish, except for the last, which is an item and its bytes.
-    """
+    vanish, except for the last, which is an item and its bytes."""
     merged = [dims[-1]]
     for dim in reversed(dims[:-1]):
         inner = merged[0]

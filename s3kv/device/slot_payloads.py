@@ -87,8 +87,7 @@ class ChunkPlaces:
 
     def locate_whole(self, part: CopyPart) -> tuple[PageLayout, int]:
         """Locate a part that is to be saved. Raises `ValueError` as `locate` does, and for an
-        incomplete chunk, which would be uploaded as if it were whole.
-        """
+        incomplete chunk, which would be uploaded as if it were whole."""
         layout, begin = self.locate(part)
         if len(part.block_ids) != layout.blocks_per_chunk:
             raise ValueError(f"{len(part.block_ids)} of a chunk's {layout.blocks_per_chunk} blocks")

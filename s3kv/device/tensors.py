@@ -68,8 +68,7 @@ class BlockTensors:
 
     def copy_out(self, source: Mapping[str, torch.Tensor], payload: torch.Tensor) -> None:
         """Write the tensors into `payload`, flat uint8 in host memory. Copies from a GPU may still
-        be under way on its current stream when this returns.
-        """
+        be under way on its current stream when this returns."""
         for name, view in self._views(payload).items():
             view.copy_(source[name].detach(), non_blocking=True)
 

@@ -32,8 +32,7 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 class NodeChoice:
     """A choice of node. node: its number; None leaves it to Linux, which takes the node of the
     process that first touches a page. because: the reason, for the log. processors: the node's
-    processors.
-    """
+    processors."""
 
     node: int | None
     because: str
@@ -109,8 +108,7 @@ def _ids(path: Path) -> set[int]:
 
 def shmem_policy(root: Path = ROOT) -> str | None:
     """Linux's policy word for shared memory that asks for huge pages of the usual size; None if
-    this kernel has none. root: parent directory of /sys.
-    """
+    this kernel has none. root: parent directory of /sys."""
     overall = _selected(root / SETTING / "shmem_enabled")
     if overall in (None, "deny", "force"):
         return overall

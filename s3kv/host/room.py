@@ -132,8 +132,7 @@ class Extents:
         """The extents to free, including `number`, so that one of `units` pages fits there; none if
         freeing that extent cannot make room. It is one larger extent, or the extents of a region,
         which together take less than twice `units` pages. This bounds what a placement can evict,
-        so fragmentation cannot grow.
-        """
+        so fragmentation cannot grow."""
         order, taken = order_of(units), self._taken
         if order_of(taken[number]) > order:
             return (number,)

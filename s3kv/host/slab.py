@@ -113,8 +113,7 @@ class Slab:
     def behind(cls, view: memoryview) -> Slab:
         """A slab over the file that backs `view`, which is writable and all of a shared mapping. It
         has a mapping and a descriptor of its own, so the owner of the view may unlink the file.
-        Raises `UnsupportedError` if this process has no descriptor of such a file.
-        """
+        Raises `UnsupportedError` if this process has no descriptor of such a file."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(view))
         with open("/proc/self/maps") as maps:
             mapped = (line.split() for line in maps if line.startswith(f"{start:x}-"))
@@ -130,8 +129,7 @@ class Slab:
 
     def ask_for_huge_pages(self) -> str:
         """Ask Linux for huge pages where this process is the first to touch the memory. Returns the
-        outcome in words. Every process that maps the slab has to ask.
-        """
+        outcome in words. Every process that maps the slab has to ask."""
         policy = shmem_policy()
         if policy is None:
             return "ordinary pages (this kernel has no huge ones for shared memory)"
@@ -223,8 +221,7 @@ def allocate(
 
 def populate(address: int, nbytes: int) -> int:
     """Allocate pages, and map them into this process, without holding the GIL, as `mmap.madvise`
-    would. Returns 0, or the error.
-    """
+    would. Returns 0, or the error."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     code = ctypes.get_errno() if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) else 0
@@ -252,8 +249,7 @@ def _check_room(planned: Plan, *wanted: tuple[int, int]) -> None:
 
 def slab_files(root: Path = ROOT) -> list[str]:
     """The descriptors of slabs in /proc, of every process on this host that this one may look into:
-    those of the same user. root: parent directory of /proc.
-    """
+    those of the same user. root: parent directory of /proc."""
     files = []
     for file in glob.iglob(f"{root}/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # the process has ended, or is another user's

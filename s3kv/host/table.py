@@ -62,7 +62,8 @@ class Entry:
     object is the handle: a holder that still has it then finds it FREE. For reading only.
 
     number: that of its place, in units of the room: a slot, or a first page. offset: the same in
-    bytes. nbytes: what was reserved, or less if it was committed with less. units: its place's."""
+    bytes. nbytes: what was reserved, or less if it was committed with less. units: its place's.
+    """
 
     key: ChunkKey
     number: int

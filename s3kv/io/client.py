@@ -137,8 +137,7 @@ class IoClient:
     def settle(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` until every job has ended, then kill the process, which is
         replaced. Nothing uses the slab afterwards until the next `submit`, and the next `poll`
-        returns the ends.
-        """
+        returns the ends."""
         jobs = self._jobs
         self._wait(lambda: not jobs.any_outstanding, time.monotonic() + timeout_s)
         if self._up is not None and jobs.any_outstanding:
@@ -176,8 +175,7 @@ class IoClient:
     def submit(self, job: BucketJob) -> None:
         """Take a job; the next `flush` or `poll` sends it. The I/O process owns the job's part of
         the slab until the job has ended. Raises `ValueError` if a job with this id has not ended; a
-        job that cannot be carried out ends as INVALID (`io.formats`).
-        """
+        job that cannot be carried out ends as INVALID (`io.formats`)."""
         state = self.life.state
         why_down = "" if state is State.UP else f"the I/O process is {state.value}"
         if self._jobs.add(job, why_down):

@@ -16,8 +16,7 @@ _TROUBLE = (Outcome.CORRUPT, Outcome.FAILED, Outcome.INVALID)
 class JobEndLog:
     """Logs each kind of failure at most once a minute, because an outage fails thousands of jobs. A
     denial is logged once until that kind of job succeeds again, because a person has to act first.
-    clock: seconds, monotonic.
-    """
+    clock: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._is_due = once_a_minute(clock)

@@ -104,8 +104,7 @@ class Slots:
     @classmethod
     def of(cls, handshake: Handshake, advice: str = "") -> Slots:
         """The slots that `host_bytes` has room for. Raises `ConfigError`, with `advice` at its
-        end, if that is none.
-        """
+        end, if that is none."""
         formats = chunk_formats(handshake)
         slot_bytes, host_bytes = handshake.slot_bytes, handshake.config.host_bytes
         slots = -(-_whole_pages(formats.values()) // slot_bytes)

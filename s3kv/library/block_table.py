@@ -57,8 +57,7 @@ class BlockTable:
 
     def key_of(self, number: int) -> ChunkKey | None:
         """The name of a block; None if it has none. Raises `BlockError` for a block that is not in
-        the table.
-        """
+        the table."""
         return self._block(number).key
 
     # --- events
@@ -109,8 +108,7 @@ class BlockTable:
 
     def hold(self, number: int) -> None:
         """Hold a block once more, or an idle one again. Raises `BlockError` for one without a
-        name.
-        """
+        name."""
         block = self._block(number)
         if block.key is None:
             raise BlockError(f"block {number} has no name: there is nothing to share")

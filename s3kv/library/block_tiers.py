@@ -97,8 +97,7 @@ class BlockTiers:
 
     def _put_later(self, hot: DeviceBlocks, key: ChunkKey, stream: CallerStream) -> None:
         """Save the block that holds `key`, unless a copy or fetch under way brings `key` to host
-        memory.
-        """
+        memory."""
         number = hot.acquire(key, stream)
         assert number is not None, "it has just been named"
 
@@ -156,8 +155,7 @@ class BlockTiers:
         self, hot: DeviceBlocks, key: ChunkKey, slot: Entry, stream: CallerStream
     ) -> int | None:
         """Load a pinned slot. Returns the block, held for the caller; None if the load failed or
-        all blocks are in use. Concurrent calls share one load.
-        """
+        all blocks are in use. Concurrent calls share one load."""
         while (number := hot.acquire(key, stream)) is None and key in self._loading:
             await asyncio.wait([self._loading[key]])
         if number is not None:

@@ -52,8 +52,7 @@ def wait(stream: CallerStream, marks: Iterable[Mark]) -> None:
 
 class Beside:
     """Runs copies between host memory and a caller's tensors in a thread: after all work that the
-    caller launched before this object was made, concurrently with later work.
-    """
+    caller launched before this object was made, concurrently with later work."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         """Call on the caller's thread. devices: those of the tensors to copy."""
@@ -65,8 +64,7 @@ class Beside:
 
     def __call__(self, work: Callable[[], object]) -> None:
         """Run `work`, which may start asynchronous copies, and block until they have ended. Any
-        thread may call it. Raises what `work` raises.
-        """
+        thread may call it. Raises what `work` raises."""
         with ExitStack() as stack:
             for device, mark in self._marks.items():
                 stream: torch.cuda.Stream = torch.cuda.Stream(device)

@@ -125,8 +125,7 @@ class DeviceBlocks:
 
     def release(self, number: int, stream: CallerStream) -> None:
         """Release a block as `BlockTable.release` does; its next use waits for the work launched on
-        `stream` so far.
-        """
+        `stream` so far."""
         self._table.release(number)
         uses = [use for use in self._used.get(number, ()) if not has_passed(use)]
         self._used[number] = [*uses, mark(stream)]
@@ -142,8 +141,7 @@ class DeviceBlocks:
         on_end: Callable[[bool], None],
     ) -> None:
         """Copy a held block to a slot. The block may be released at once. on_end: called by
-        `poll`.
-        """
+        `poll`."""
         self._table.pin(number)
         self._saves[job_id] = number, on_end
         with on(stream):
@@ -182,8 +180,7 @@ class DeviceBlocks:
 
     def close(self) -> None:
         """Close the copies (`BlockCopies.close`), none of which may be under way. May block.
-        Idempotent.
-        """
+        Idempotent."""
         self._copies.close()
 
     # --- inside ----------------------------------------------------------------------------

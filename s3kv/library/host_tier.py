@@ -56,8 +56,7 @@ class HostTier:
     async def open(cls, handshake: Handshake, node: NodeChoice) -> HostTier:
         """Open a tier with as many slots as fit into `host_bytes`, and an I/O process that has
         tried the bucket. node: NUMA node for the memory. Raises `ConfigError` if no slot fits, and
-        a `StoreError` if the bucket cannot be used.
-        """
+        a `StoreError` if the bucket cannot be used."""
         slots = Slots.of(handshake)
         return cls(slots, await opened(handshake, slots.nbytes, node))
 
@@ -69,8 +68,7 @@ class HostTier:
     def watch(self, poll: Callable[[], bool], close: Callable[[], object]) -> None:
         """Call `poll` about every millisecond while it returns True, which means that a copy is
         under way. The caller calls `pump.wake` after starting a copy. close: called before the slab
-        is closed.
-        """
+        is closed."""
         self._poll_copies = poll
         self.pump.before_slab(close)
 
@@ -108,8 +106,7 @@ class HostTier:
 
     def reserve(self, key: ChunkKey) -> Job | None:
         """Reserve a place until `copied`, for the copy of a key that is not in host memory. None if
-        there is no room.
-        """
+        there is no room."""
         job = self.ledger.plan_save(key, ())
         if job is not None:
             self._owe(key)
@@ -117,8 +114,7 @@ class HostTier:
 
     def copied(self, job: Job, ok: bool) -> None:
         """End the copy to a place, which is not written any more. ok: the place holds the object,
-        and its upload starts now; otherwise the place is free again.
-        """
+        and its upload starts now; otherwise the place is free again."""
         outcome = Outcome.OK if ok else Outcome.FAILED
         self._end(JobEnd(job.job_id, JobKind.SAVE, outcome))
         if ok:
@@ -149,8 +145,7 @@ class HostTier:
 
     async def pinned(self, key: ChunkKey) -> Entry | None:
         """Pin `key` in host memory until `unpin`, and return its entry; None on a miss. Fetches the
-        object from the bucket if host memory does not have it.
-        """
+        object from the bucket if host memory does not have it."""
         while self.ledger.state(key) is ChunkState.COPYING:
             await self.pump.next_end()
         entry = self.ledger.table.lookup(key)
@@ -175,14 +170,12 @@ class HostTier:
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> int:
         """Start fetches of the keys that are not in host memory, as long as fetches under way take
-        less than half of it. Returns how many of `keys` are in host memory or on their way.
-        """
+        less than half of it. Returns how many of `keys` are in host memory or on their way."""
         return sum(self._is_coming(key) for key in keys)
 
     def fetch(self, key: ChunkKey) -> Job | None:
         """Join or start the fetch of a key that is not in host memory. None if the key is known to
-        be absent from the bucket, or cannot be fetched now.
-        """
+        be absent from the bucket, or cannot be fetched now."""
         if self.ledger.state(key) is ChunkState.FETCHING:
             return self.ledger.fetch_job(key)
         if self.pump.is_closing or self.ledger.refusal(key, time.monotonic()) is not None:
@@ -198,8 +191,7 @@ class HostTier:
         """Wait until no upload of an earlier put is under way or waits for its next attempt, and
         no answer is awaited whether the bucket still has a used key. Returns the hashes that the
         bucket lacks, and forgets those that have left host memory. Raises `ClosedError` if the
-        store is closed meanwhile.
-        """
+        store is closed meanwhile."""
         self._start_due()
         while self.ledger.uses_inflight:
             await self.pump.next_end()
@@ -243,8 +235,7 @@ class HostTier:
 
     def _arrived(self, job: Job, entry: Entry | None) -> None:
         """Notify the waiters of a fetch. Pins the entry for each of them, so that it cannot be
-        evicted before they run.
-        """
+        evicted before they run."""
         for arrived in job.waiters:
             if entry is not None:
                 self.ledger.table.pin(entry)

@@ -52,8 +52,7 @@ class Opening(Coroutine[Any, Any, S]):
 
 def plain_namespace(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """The namespace as a plain dictionary. Raises `ConfigError` unless it consists of JSON values
-    with text keys, or if it is longer than `MAX_NAMESPACE_BYTES`.
-    """
+    with text keys, or if it is longer than `MAX_NAMESPACE_BYTES`."""
     try:
         plain = dict(namespace)
         fingerprint_digest(plain)

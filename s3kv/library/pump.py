@@ -39,8 +39,7 @@ def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 async def carried(work: asyncio.Future[T]) -> T:
     """Await `work` to its end and return its result. If cancelled meanwhile, however often, this
-    raises `CancelledError` only after `work` has ended, and logs an error of `work`.
-    """
+    raises `CancelledError` only after `work` has ended, and logs an error of `work`."""
     cancelled: tuple[Any, ...] | None = None
     while not work.done():
         try:
@@ -56,8 +55,7 @@ async def carried(work: asyncio.Future[T]) -> T:
 
 async def claimed(coming: asyncio.Future[T], unclaimed: Callable[[T], object]) -> T:
     """Await `coming`, which must not be cancelled, and return its result. If cancelled meanwhile,
-    this raises `CancelledError` at once, and calls `unclaimed` with the result when it arrives.
-    """
+    this raises `CancelledError` at once, and calls `unclaimed` with the result when it arrives."""
 
     def give_back(coming: asyncio.Future[T]) -> None:
         if coming.exception() is None:
@@ -78,8 +76,7 @@ def succeeded(work: asyncio.Future[Any]) -> bool:
 
 async def opened(handshake: Handshake, nbytes: int, node: NodeChoice = FIRST_TOUCH) -> Tier:
     """Open a tier as `open_tier` does, in a thread. If cancelled meanwhile, this raises
-    `CancelledError` after the tier has been closed.
-    """
+    `CancelledError` after the tier has been closed."""
     opening = in_thread(partial(open_tier, nbytes, handshake, node=node))
     try:
         return await carried(opening)
@@ -124,8 +121,7 @@ class Pump:
 
     def check_open(self) -> None:
         """Raise `ClosedError` once `close` has been called, and `RuntimeError` in another loop: no
-        timer would wake a call there.
-        """
+        timer would wake a call there."""
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("the store is for the loop that opened it: open one for each loop")
         if self.is_closing:

@@ -180,8 +180,7 @@ class TieredStore:
     def allocate(self) -> int | None:
         """The number of a block to fill: a free one, or else the one that has been unused longest.
         It is held until `release`, and work that the caller launches next may write to it. None if
-        all blocks are in use.
-        """
+        all blocks are in use."""
         return self._pool().take(self._tiers.stream())
 
     def put_block(self, block_hash: bytes, block: int) -> bool:
@@ -202,8 +201,7 @@ class TieredStore:
     def release(self, block: int) -> None:
         """Release a block from `acquire` or `allocate`, after the work that the caller has launched
         on the current stream. Blocks released first are evicted first, so release the end of a
-        prefix before its beginning. Raises `ValueError` for a block that is not held.
-        """
+        prefix before its beginning. Raises `ValueError` for a block that is not held."""
         self._pool().release(block, self._tiers.stream())
 
     # --- the store itself ------------------------------------------------------------------

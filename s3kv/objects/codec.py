@@ -96,8 +96,7 @@ class ChunkFormat:
     def seal(self, place: Place, block_hash: bytes) -> None:
         """Write the header of a chunk whose payload is already in place, and must not change any
         more. Raises `ValueError` if the place is not one of this format, or the hash is empty or
-        too long.
-        """
+        too long."""
         if not self._fills(place, self.object_bytes):
             raise ValueError(f"a place of {place.nbytes} bytes for {self.object_bytes}")
         numbers = range(len(self.segments) if self.integrity.digest_chars else 0)

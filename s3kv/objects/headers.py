@@ -38,8 +38,7 @@ Mismatch = Literal[
 length: shorter or longer than the format's objects. header: no header of s3kv, or one that says the
 right things in other bytes. version: another version of this format. namespace, coverage, shard,
 block_hash, blocks, tensors, algorithm: the object's header names another object. digest: the header
-names the right object, but the object is damaged or forged.
-"""
+names the right object, but the object is damaged or forged."""
 
 
 class CodecError(S3KVError, ValueError):

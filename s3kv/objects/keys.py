@@ -37,8 +37,7 @@ MAX_HASH_BYTES = 64
 def checked_key(group: int, content_hash: object) -> ChunkKey:
     """The key for a hash given by a caller. A subclass of `bytes`, as numpy's, becomes `bytes`,
     because no message carries it. Raises `TypeError` for another type (a bytearray or memoryview
-    may change later), and `ValueError` for a wrong length.
-    """
+    may change later), and `ValueError` for a wrong length."""
     if not isinstance(content_hash, bytes):
         kind = type(content_hash).__name__
         raise TypeError(f"the hash is of type {kind}: allowed is bytes, such as a digest()")

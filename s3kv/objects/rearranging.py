@@ -60,8 +60,7 @@ def is_page(layer: TensorSpec, heads: int, order: str) -> bool:
 
 def format_of(own: ChunkFormat, wanted: Shard, other: Shard, pages: Pages) -> ChunkFormat | None:
     """The format of the objects that hold `other`, of the rank whose objects of `own` hold
-    `wanted`. None if it is not known.
-    """
+    `wanted`. None if it is not known."""
     tensors: list[TensorSpec] = []
     for part in own.tensors:
         layers = part.layers

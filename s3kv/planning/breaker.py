@@ -51,8 +51,7 @@ class Breaker:
 
     def saw(self, outcome: Outcome, now_s: float) -> None:
         """Note the outcome of a call. A cancelled call, and one that no store would take, say
-        nothing about this store.
-        """
+        nothing about this store."""
         if outcome in (Outcome.FAILED, Outcome.DENIED):
             self.failed(now_s)
         elif outcome not in (Outcome.CANCELLED, Outcome.INVALID):

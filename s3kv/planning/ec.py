@@ -94,7 +94,8 @@ class ECPlanner:
     def ensure(self, request_id: str, wanted: Sequence[Wanted], now_s: float) -> bool:
         """Whether the request may be scheduled. False: an item is on its way; ask again.
 
-        wanted: the cacheable items that the rest of the request still needs."""
+        wanted: the cacheable items that the rest of the request still needs.
+        """
         if not self._settings.may_load:
             return True
         request = self._requests.get(request_id)
@@ -199,8 +200,7 @@ class ECPlanner:
 
     def finished(self, request_id: str) -> None:
         """Forget a request that has ended or was aborted. Cancels fetches without other waiters,
-        unless they are late.
-        """
+        unless they are late."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
@@ -240,8 +240,7 @@ class ECPlanner:
 
     def allocated(self, request_id: str, wanted: Wanted, *, saves: bool = True) -> None:
         """Note that the engine has made room for the item in its own cache. It loads the item if
-        it was promised in this pass, and encodes it otherwise. saves: it may be saved then.
-        """
+        it was promised in this pass, and encodes it otherwise. saves: it may be saved then."""
         identifier = wanted.identifier
         self._on_device.add(identifier)
         request = self._requests.get(request_id)

@@ -35,7 +35,8 @@ def salted(block_hash: bytes, salt: bytes) -> bytes:
 class ChunkHashes:
     """Chunk hashes of a request, taken from the engine's growing list of block hashes.
 
-    stride: hash blocks per chunk. salt: key from which the hashes are derived, if not empty."""
+    stride: hash blocks per chunk. salt: key from which the hashes are derived, if not empty.
+    """
 
     block_hashes: Sequence[bytes]
     stride: int

@@ -219,7 +219,8 @@ class PlannedRequest:
         Returns the first lookup that still waits for a chunk; None if no lookup waits.
 
         Windows are requested together with the prefix that another lookup waits for, as if all of
-        it were there. Otherwise they would arrive later by the time of a fetch."""
+        it were there. Otherwise they would arrive later by the time of a fetch.
+        """
         is_cumulative = self.lookups[0].coverage.kind.is_cumulative
         chunks = None if is_cumulative else self.hashes.before_the_last
         settled = False

@@ -98,8 +98,7 @@ class Unsaved(set[ChunkKey]):
 
     def take(self, most: int, store: Breaker, now_s: float) -> list[ChunkKey]:
         """Remove and return up to `most` keys to upload now, in the order of their hits. store:
-        breaker of the store as a whole; while it is open, no key is returned.
-        """
+        breaker of the store as a whole; while it is open, no key is returned."""
         taken: list[ChunkKey] = []
         while self.wanted and len(taken) < most:
             if store.is_open(now_s) or not self._writes.allows(now_s):

@@ -126,8 +126,7 @@ class ObjectStore(Protocol):
 
     async def erase(self, key: str) -> bool:
         """Remove the object, and all its versions if the bucket keeps them. For objects that nobody
-        else writes. Returns False if versions stay, because the credentials may not delete them.
-        """
+        else writes. Returns False if versions stay, because the credentials may not delete them."""
         ...
 
     def list(self, prefix: str, after: str = "") -> AsyncIterator[ObjectInfo]:
@@ -141,8 +140,7 @@ class ObjectStore(Protocol):
     async def folders(self, prefix: str, limit: int) -> Sequence[str]:
         """List the folders directly under `prefix`: of each key the part between `prefix` and the
         next slash, in order. Keys without a further slash are left out. limit: most names, 1 to
-        1000.
-        """
+        1000."""
         ...
 
     async def check(self, prefix: str | None = None) -> bool:

@@ -24,8 +24,7 @@ _TOLD_FROM_GIB = 1.0
 
 def prices_of(config: Config, traffic: Traffic) -> Prices:
     """Prices of the bucket's region if the table has them, or else those of us-east-1; all zero for
-    a store other than AWS's.
-    """
+    a store other than AWS's."""
     if not traffic.host.endswith(AWS_HOSTS):
         return _FREE
     kind = "standard" if zone_of(config.bucket) is None else "express"

@@ -111,8 +111,7 @@ class RefreshRule:
 
     def wants(self, age_s: float) -> bool:
         """Decide by chance whether to refresh: the probability rises from 0 at `refresh_after_s` to
-        1 at `CERTAIN_AT` times that.
-        """
+        1 at `CERTAIN_AT` times that."""
         beyond = age_s / self.refresh_after_s - 1
         return beyond > 0 and self._rng.random() < beyond / (CERTAIN_AT - 1)
 

@@ -109,8 +109,7 @@ class Outbox:
 
     def close(self, drain_timeout_s: float) -> int:
         """Finish uploads within `drain_timeout_s`, then release everything. Returns the number of
-        uploads left.
-        """
+        uploads left."""
         self._drain_s = drain_timeout_s
         self._parcels.put(None)
         self._thread.join()

@@ -5,7 +5,8 @@ GPU until the copies have been launched, on a CPU until they have ended. `poll` 
 plan says that the engine has nothing to do; the methods with a timeout, and `give_up_loads`, block
 for the copies. Device copies and the I/O process do the work; this joins them: a chunk copied to a
 slot is handed to the I/O process for upload, and a job that cannot be carried out ends as failed.
-Its reports are all the scheduler knows of this rank."""
+Its reports are all the scheduler knows of this rank.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class RankWorker:
     block_bytes: size of one block of each KV-cache group on this rank. members: by the group in
     keys, the KV-cache groups whose blocks are in its objects; itself, if not given. uploads: False
     if a rank that holds the same uploads it and asks about its uses. Such jobs of this rank then
-    end at once. clock: seconds, monotonic."""
+    end at once. clock: seconds, monotonic.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,8 @@ class RankWorker:
         blocks.
 
         The saves of the last plan that the engine has passed over end as failed. A rank that is not
-        the last pipeline stage gets none to execute if the engine speculates."""
+        the last pipeline stage gets none to execute if the engine speculates.
+        """
         if self._announced:
             self.refuse([*self._announced.values()])
         self._announced = {job.job_id: job for job in plan.saves}
@@ -97,7 +100,8 @@ class RankWorker:
         does not use its blocks, so the load runs beside the forward.
 
         from_now: copy after what has been launched by now, because the step may have written to the
-            blocks since `begin`."""
+            blocks since `begin`.
+        """
         mark = self._copies.mark() if from_now else self._begun
         for job in jobs:
             nbytes = sum(self._block_bytes[p.group] * len(p.block_ids) for p in job.parts)
@@ -112,7 +116,8 @@ class RankWorker:
         Saves that `begin` has not announced, or has already given up, are left out.
 
         read_first: fence the blocks now, so that what the engine launches next begins after they
-            have been read."""
+            have been read.
+        """
         if self._suspended:
             self.refuse(jobs)
             return
@@ -154,7 +159,8 @@ class RankWorker:
         """Collect the ends since the last call; `take_report` and `take_loaded` hand them on.
 
         linger_s: how long to wait for a load to end or, if no copy is under way, for a fetch or an
-            upload."""
+            upload.
+        """
         if self._loading or self._saves:
             if linger_s and self._loading:
                 self._copies.wait_load(linger_s)

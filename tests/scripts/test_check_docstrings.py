@@ -19,7 +19,7 @@ GOOD = '"""Slot table: the holder of each slot."""\n'
         ("By which of two ways the bytes go.", "By"),
         ("What, of all things, is kept.", "What"),
         ("Whether it pays to wait.", "Whether"),
-        ("\n    Who holds which slot.\n", "Who"),
+        ("\n    Who holds which slot.", "Who"),
     ],
 )
 def test_a_module_that_starts_with_a_clause_is_found(text: str, word: str) -> None:
@@ -35,6 +35,20 @@ def test_a_module_without_a_docstring_is_found() -> None:
 )
 def test_only_whole_words_count(text: str) -> None:
     assert list(faults(f'"""{text}"""')) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("One line\nand another.", []),
+        ("One line\nand another.\n", ["the quotes close below the last line"]),
+        ("One line\n" + 98 * "x" + "\n", []),
+        ("One paragraph.\n\nAnother.\n", []),
+        ("One paragraph.\n\nAnother.", ["the quotes close on the last line"]),
+    ],
+)
+def test_the_quotes_close_where_they_belong(text: str, messages: list[str]) -> None:
+    assert [message for _, message in faults(f'"""{text}"""')] == messages
 
 
 def test_classes_and_public_functions_are_checked() -> None:

@@ -37,8 +37,7 @@ class Host:
     no memory file can be made; empty if one can. shm_bytes: size of /dev/shm; None if there is
     none. memlock_bytes: bytes that a process may lock; None: no limit. hash_seed: PYTHONHASHSEED.
     vllm: version of the installed vLLM; None without one. gpu: the findings of
-    `s3kv.device.probe`, or the reason for having none.
-    """
+    `s3kv.device.probe`, or the reason for having none."""
 
     available_bytes: int
     slab_error: str

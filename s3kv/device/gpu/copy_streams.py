@@ -77,8 +77,7 @@ class EventTicket:
 
 class StagingBuffer:
     """Device memory as long as the longest payload. stacks: by group, over `memory`. free: passes
-    when the buffer may be written to again.
-    """
+    when the buffer may be written to again."""
 
     def __init__(self, gpu: Gpu, layouts: Mapping[int, PageLayout]) -> None:
         self.memory = gpu.empty(max(layout.payload_bytes for layout in layouts.values()))
@@ -137,8 +136,7 @@ class Lane:
 
     def _next_buffer(self, part: CopyPart) -> tuple[StagingBuffer, torch.Tensor]:
         """The next buffer, and the row numbers of the part's blocks for the work launched next on
-        the pages stream. The host waits for that stream if all places are taken.
-        """
+        the pages stream. The host waits for that stream if all places are taken."""
         assert self.staging is not None, "gather was not chosen"
         buffer, (host, device, free) = next(self.staging.buffers), next(self.staging.places)
         numbers = row_numbers(buffer.stacks[part.group], part.block_ids)
@@ -203,8 +201,7 @@ class LoadLane(Lane):
         self, layout: PageLayout, part: CopyPart, payload: torch.Tensor, mark: Event
     ) -> EventTicket:
         """Copy as `batch` does. The whole payload crosses the bus even for a part of it: that is
-        one copy instead of one per layer, and parts are rare.
-        """
+        one copy instead of one per layer, and parts are rare."""
         buffer, rows = self._next_buffer(part)
         self._bus.wait(buffer.free)
         begun = self._reached(self._bus)

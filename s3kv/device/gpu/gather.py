@@ -53,8 +53,7 @@ class Stack:
 
     def gather(self, rows: torch.Tensor, first_block: int = 0) -> None:
         """Fill blocks of `chunk`, from its `first_block` on. rows: numbers of the rows to read,
-        those of one block or more, int64, on the device.
-        """
+        those of one block or more, int64, on the device."""
         target = self._blocks(rows, first_block)
         if self.rows_per_block == 1 or self.chunk.is_contiguous():
             torch.index_select(self.pages, 0, rows, out=target.flatten(0, 1))

@@ -249,8 +249,7 @@ def seconds_per_chunk(
 
 def spread_blocks(chunk: int, blocks_per_chunk: int, idle: Sequence[int]) -> tuple[int, ...]:
     """Blocks to measure with, far apart if there are enough, as in an engine that has served for a
-    while. idle: the blocks that may be used, in ascending order.
-    """
+    while. idle: the blocks that may be used, in ascending order."""
     distance = max(1, len(idle) // blocks_per_chunk)
     places = (i * distance + chunk % distance for i in range(blocks_per_chunk))
     return tuple(idle[place % len(idle)] for place in places)

@@ -18,8 +18,7 @@ from s3kv.device.gpu.gather import Stack
 
 class Event(Protocol):
     """A point in a stream. Recording it again moves it; a stream that waits already still waits for
-    the earlier point. An event that was never recorded has passed.
-    """
+    the earlier point. An event that was never recorded has passed."""
 
     def query(self) -> bool:
         """Whether the point has passed. Does not block. `RuntimeError`: the device has failed."""

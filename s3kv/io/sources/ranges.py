@@ -54,7 +54,8 @@ class RangedReads:
         """Read and verify an object. It is read whole if it is small, if its length is not known,
         if no place is free, or if ranges do not give one object.
 
-        No request is under way when this ends, however it ends."""
+        No request is under way when this ends, however it ends.
+        """
         if not isinstance(job.format, ChunkFormat) or not self._range_bytes:
             return await self._whole(job)
         try:

@@ -160,8 +160,7 @@ class Connection(asyncio.BufferedProtocol):
     def _acknowledge(self) -> None:
         """Acknowledge received bytes at once while more of the answer is to come. A server that
         writes head and body separately with Nagle's algorithm on (Ceph's gateway by default) holds
-        the body back until then, and the kernel may delay the acknowledgement by 40 ms.
-        """
+        the body back until then, and the kernel may delay the acknowledgement by 40 ms."""
         if _QUICKACK is not None and self._transport is not None:
             raw = self._transport.get_extra_info("socket")
             with suppress(OSError):  # the peer is gone, or this is no TCP
