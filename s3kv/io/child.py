@@ -122,6 +122,11 @@ class Child:
         """Whether the kernel has confirmed its end, so that it no longer writes to the slab."""
         return self._process.poll() is not None
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended the dead process."""
+        return self._process.returncode == -signal.SIGKILL
+
     def last_words(self) -> str:
         """A sentence on how the process ended. Call it only when `is_dead`."""
         status = self._process.returncode

@@ -227,10 +227,10 @@ class IoClient:
         return len(self._jobs)
 
     def _release(self) -> None:
-        """Send the suspect whose turn has come, once the process has sent `Ready`."""
-        may_send = self._answers.ready is not None and self._up is not None
-        if may_send and (job := self._jobs.release()) is not None:
-            self._post(job)
+        """Send the suspects whose turn has come, once the process has sent `Ready`."""
+        if self._answers.ready is not None and self._up is not None:
+            for job in self._jobs.release():
+                self._post(job)
 
     def _post(self, message: wire.Down) -> None:
         """Queue a message for the process, if it is up."""
@@ -259,7 +259,7 @@ class IoClient:
                 self._take(message)
         except wire.WireError as error:
             reason = f"the I/O process {child.pid} breaks the protocol: {error}"
-            self.life.failed(reason, self._clock())
+            self.life.failed(reason, self._clock(), broke_protocol=True)
         if child.hung_up:
             # The process is probably exiting by itself, and may still print why.
             self.life.failed("", self._clock() + _GRACE_S)
@@ -306,10 +306,11 @@ class IoClient:
             if life.is_due(State.DYING, self._clock()):
                 child.kill()
             return
+        crashed = life.broke_protocol or not child.was_killed
         life.died(child.last_words(), self._clock())
         child.end(0.0)
         self._child = None
-        self._jobs.died(life.reason)
+        self._jobs.died(life.reason, crashed=crashed)
 
     def _restart(self) -> None:
         # The bucket was tried at the first start. An outage is no reason to stop now.

@@ -6,18 +6,8 @@
        │                          └──cancelled──▶ ended, CANCELLED
        └──poison, or no process──▶ ended, INVALID or FAILED
 
-A suspect is a job that may have ended the I/O process:
-
-    unknown ──in the process when it died──▶ SUSPECT ──sent again, and ended──▶ unknown
-                                                └──the process died of it twice──▶ POISON
-
-A job that was in the process when it died ends as failed, and its caller may submit it again. It is
-then a suspect, and waits until no other suspect is in the process. Other jobs run beside it. A
-suspect is a poison job if the process has died twice while it was in there: it is sent three times
-in all. An operator or a kernel that keeps killing the process has to hit the same job's turn twice.
-A suspicion attaches to the moved object, not to the job's id, and lasts as long as the client.
-
-Pure, except for `JobEndLog`: the client moves the messages.
+A suspect is a job that may have crashed the I/O process (`io.poison_jobs`). Pure, except for
+`JobEndLog`: the client moves the messages.
 """
 
 from __future__ import annotations
@@ -25,15 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from s3kv.io.failure_log import JobEndLog
+from s3kv.io.poison_jobs import PoisonJobs
 from s3kv.io.wire import WireError
 from s3kv.messages import BucketJob, JobEnd, JobKind
-from s3kv.types import ChunkKey, ItemShape, Outcome
+from s3kv.types import Outcome
 
-Moved = tuple[JobKind, ChunkKey, ItemShape | None]
-_IS_POISON = "this job ends the I/O process, so it is not sent any more"
-_DEATHS_OF_POISON = 2
-_MOST_SUSPECTS = 4096
-"""Limit. The oldest are forgotten; each of these costs at most three more deaths."""
+_IS_POISON = "this job crashes the I/O process, so it is not sent any more"
 
 
 class OutstandingJobs:
@@ -41,14 +28,9 @@ class OutstandingJobs:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._failure_log = JobEndLog(clock)
+        self._suspects = PoisonJobs()
         self._outstanding: dict[int, BucketJob] = {}
         self._ended: list[JobEnd] = []
-        self._deaths: dict[Moved, int] = {}
-        """Deaths of the process while a suspect was in it again, by suspect."""
-        self._waiting: dict[int, BucketJob] = {}
-        """Suspects that wait for their turn. They are outstanding, too."""
-        self._suspect: int | None = None
-        """The job of the suspect in the process."""
 
     def __len__(self) -> int:
         """Number of jobs whose end has not been taken."""
@@ -61,7 +43,7 @@ class OutstandingJobs:
     @property
     def any_waiting(self) -> bool:
         """Whether suspects wait for their turn."""
-        return bool(self._waiting)
+        return bool(self._suspects.waiting)
 
     def uploads(self) -> set[int]:
         """Ids of the uploads that have not ended."""
@@ -79,33 +61,23 @@ class OutstandingJobs:
         """
         if job.job_id in self._outstanding:
             raise ValueError(f"job {job.job_id} has not ended yet")
-        # In most engines nobody is ever suspected.
-        deaths = self._deaths.get(_moved(job)) if self._deaths else None
-        if deaths is not None and deaths >= _DEATHS_OF_POISON:
+        if self._suspects.is_poison(job):
             self._end(job, Outcome.INVALID, _IS_POISON)
             return False
         if why_down:
             self._end(job, Outcome.FAILED, why_down)
             return False
         self._outstanding[job.job_id] = job
-        if deaths is not None:
-            self._waiting[job.job_id] = job
-        return deaths is None
+        return not self._suspects.hold(job)
 
-    def release(self) -> BucketJob | None:
-        """Take out the waiting job whose turn has come; the caller sends it. Fetches go first,
-        because requests wait for them."""
-        if not self._waiting or self._suspect is not None:
-            return None
-        waiting = self._waiting.values()
-        job = next((j for j in waiting if j.kind is JobKind.FETCH), next(iter(waiting)))
-        self._suspect = job.job_id
-        return self._waiting.pop(job.job_id)
+    def release(self) -> list[BucketJob]:
+        """Take out the waiting jobs whose turn has come; the caller sends them."""
+        return self._suspects.release() if self._suspects.waiting else []
 
     def cancel(self, job_id: int) -> bool:
         """Cancel a job. A job that waits here ends now. Returns True if the process has the job, so
         that the caller must send a cancellation."""
-        if self._waiting.pop(job_id, None) is None:
+        if not self._suspects.drop(job_id):
             return job_id in self._outstanding
         self._end(self._outstanding.pop(job_id), Outcome.CANCELLED, "cancelled before it was sent")
         return False
@@ -113,7 +85,7 @@ class OutstandingJobs:
     def cancel_waiting(self, *, uploads_too: bool) -> int:
         """End the waiting fetches, and with `uploads_too` the waiting uploads. Returns the number
         of uploads that were waiting."""
-        waiting = [*self._waiting.values()]
+        waiting = [*self._suspects.waiting.values()]
         uploads = [job for job in waiting if job.kind is JobKind.UPLOAD]
         for job in waiting if uploads_too else [job for job in waiting if job not in uploads]:
             self.cancel(job.job_id)
@@ -125,24 +97,22 @@ class OutstandingJobs:
         if job is None or job.kind is not end.kind:
             raise WireError(f"{end.kind.value} {end.job_id} has ended, or was never sent, and ends")
         del self._outstanding[end.job_id]
-        if job.job_id == self._suspect:
-            self._suspect = None
-            self._deaths.pop(_moved(job), None)
+        self._suspects.ended(job)
         self._ended.append(end)
 
-    def died(self, why: str) -> None:
-        """Note the death of the process: all outstanding jobs end."""
-        for job_id, job in self._outstanding.items():
-            deaths = self._deaths.pop(_moved(job), 0) + (job_id == self._suspect)
-            self._deaths[_moved(job)] = deaths
-            if deaths >= _DEATHS_OF_POISON:
+    def died(self, why: str, *, crashed: bool) -> None:
+        """Note the death of the process: all outstanding jobs end.
+
+        crashed: see `PoisonJobs.died`.
+        """
+        waiting = self._suspects.waiting.keys()
+        inside = [job for job_id, job in self._outstanding.items() if job_id not in waiting]
+        self._suspects.died(inside, crashed=crashed)
+        for job in self._outstanding.values():
+            if self._suspects.is_poison(job):
                 self._end(job, Outcome.INVALID, f"{_IS_POISON}: {why}")
             else:
                 self._end(job, Outcome.FAILED, why)
-        while len(self._deaths) > _MOST_SUSPECTS:
-            del self._deaths[next(iter(self._deaths))]
-        self._suspect = None
-        self._waiting.clear()
         self._outstanding.clear()
 
     def take_ends(self) -> list[JobEnd]:
@@ -155,12 +125,8 @@ class OutstandingJobs:
     def forget(self) -> None:
         """Forget all jobs. Their ends are never returned."""
         self._outstanding.clear()
-        self._waiting.clear()
+        self._suspects.waiting.clear()
         self._ended.clear()
 
     def _end(self, job: BucketJob, outcome: Outcome, detail: str) -> None:
         self._ended.append(JobEnd(job.job_id, job.kind, outcome, detail=detail))
-
-
-def _moved(job: BucketJob) -> Moved:
-    return job.kind, job.key, job.item

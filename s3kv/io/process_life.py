@@ -51,12 +51,13 @@ LIFE_TRANSITIONS: Transitions[State, LifeEvent] = Transitions(
 
 
 class ProcessLife:
-    """State of the current process. reason: why it is DYING, or was. starts, deaths: counts of
-    processes."""
+    """State of the current process. reason: why it is DYING, or was. broke_protocol: whether that
+    is why. starts, deaths: counts of processes."""
 
     def __init__(self) -> None:
         self.state = State.NEW
         self.reason = ""
+        self.broke_protocol = False
         self.starts = self.deaths = 0
         self._started_s = self._due_s = self._pause_s = 0.0
 
@@ -64,7 +65,7 @@ class ProcessLife:
         self._step(LifeEvent.START)
         self._started_s = now_s
         self.starts += 1
-        self.reason = ""
+        self.reason, self.broke_protocol = "", False
 
     def refused(self, now_s: float) -> None:
         """Note that the system did not start the next process."""
@@ -72,11 +73,11 @@ class ProcessLife:
         self._started_s = now_s
         self._pause(now_s)
 
-    def failed(self, reason: str, kill_s: float) -> None:
+    def failed(self, reason: str, kill_s: float, *, broke_protocol: bool = False) -> None:
         """Note that the process is of no use any more. kill_s: when to kill it, if it still runs.
         The first failure of a process counts. reason: empty if the exit status will give it."""
         if self.state is State.UP:
-            self.reason, self._due_s = reason, kill_s
+            self.reason, self.broke_protocol, self._due_s = reason, broke_protocol, kill_s
         self._step(LifeEvent.FAIL)
 
     def died(self, last_words: str, now_s: float) -> None:

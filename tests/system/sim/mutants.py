@@ -231,7 +231,7 @@ def starts_no_job_when_one_has_ended(self: JobQueue, job: TransferJob) -> None:
 
 @instead_of(IoClient, "_bury")
 def gives_slots_back_before_the_process_is_dead(self: IoClient) -> None:
-    self._jobs.died("soon dead")
+    self._jobs.died("soon dead", crashed=False)
     bury(self)
 
 

@@ -121,6 +121,8 @@ class Process:
     def is_dead(self) -> bool:
         return self._dead
 
+    was_killed = True
+
     def last_words(self) -> str:
         return f"the I/O process {self.pid} has ended"
 

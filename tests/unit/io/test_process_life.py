@@ -18,16 +18,16 @@ def test_a_job_is_never_ended_before_the_death_of_its_process() -> None:
 def test_the_first_failure_is_the_reason_and_sets_the_time_of_the_kill() -> None:
     life = ProcessLife()
     life.started(10.0)
-    life.failed("a bad message", 10.0)
+    life.failed("a bad message", 10.0, broke_protocol=True)
     life.failed("", 12.0)
     assert life.is_due(State.DYING, 10.0)
     life.died("signal 9", 10.1)
-    assert (life.reason, life.deaths) == ("a bad message", 1)
+    assert (life.reason, life.broke_protocol, life.deaths) == ("a bad message", True, 1)
     life.started(11.0)
     life.failed("", 13.0)
     assert not life.is_due(State.DYING, 12.9)
     life.died("exit status 1", 12.9)
-    assert life.reason == "exit status 1"
+    assert (life.reason, life.broke_protocol) == ("exit status 1", False)
 
 
 @pytest.mark.parametrize("starts", [True, False])
