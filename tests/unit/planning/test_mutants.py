@@ -73,7 +73,7 @@ def mark_clean_once(self: Table, entry: Entry) -> None:
 
 def by_machine() -> None:
     # Most are noticed within a hundred; what Hypothesis generates differs between its versions.
-    run(examples=1_500)
+    run(examples=4_000)
 
 
 def by_machine_with_groups() -> None:
