@@ -1,10 +1,7 @@
-"""vLLM is imported here, once, with its own libraries' deprecations ignored."""
+"""vLLM is imported here, once."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +10,9 @@ import pytest
 
 from lab import models
 from lab.constants import changed
+from tests.vllm_import import import_vllm
 
-collect_ignore_glob: list[str] = []
-
-if importlib.util.find_spec("vllm") is not None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import vllm.v1.core.sched.scheduler  # noqa: F401
-elif os.environ.get("CI"):
-    raise RuntimeError("vLLM is not installed, and on CI it has to be")
-else:
-    collect_ignore_glob.append("test_*.py")
+collect_ignore_glob = [] if import_vllm() else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
