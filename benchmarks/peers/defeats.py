@@ -11,12 +11,17 @@ SAVED = "until all is saved"
 NOT_EXPLAINED = "not explained"
 
 _FILES = "copies files within this machine: no server, no signature, no digest"
+_COMPUTED = (
+    "s3kv's rule of waiting let the engine compute a part of the prompts (see the share hit)"
+)
 REASONS: dict[tuple[str, str, str], str] = {
     ("offloading-fs", "cold", "time"): _FILES,
     ("offloading-fs", "cold", "CPU time"): _FILES,
     ("offloading-fs", "cold", SAVED): _FILES,
     ("offloading-fs", "warm", "time"): _FILES,
     ("offloading-fs", "warm", "CPU time"): _FILES,
+    ("lmcache", "warm", "time"): _COMPUTED,
+    ("lmcache", "warm", "CPU time"): _COMPUTED,
 }
 """By connector, state and figure."""
 

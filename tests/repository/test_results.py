@@ -17,7 +17,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 MOVED = "code has moved and texts have changed since, and nothing of what is measured"
 OLDER: dict[str, str] = {
     "engine-shaped.json": MOVED,
-    "peers-shaped.json": MOVED,
     "trace-session.json": MOVED,
 }
 """Results that the documentation shows though the code they measure has changed since, and why that
