@@ -9,7 +9,8 @@ itself finds whether the bucket has the chunk:
        └──MISS: the rest of the prompt is computed, unless a RETRY came before in the same scan
 
 A key that failed, and every key after the deadline (`deadline.decide`), is a MISS for the rest of
-the request. So no request waits without an end, nor asks twice for the same absent chunk.
+the request, once no fetch of it is under way: vLLM stores no computed chunk whose row awaits one.
+So no request waits without an end, nor asks twice for the same absent chunk.
 
 These rules keep it out of the way:
 - Chunks that the bucket may not have (probes) take few rows: a window per request, which doubles
@@ -39,16 +40,13 @@ from s3kv.planning.requests import NO_LIMITS, RequestLimits
 from s3kv.planning.row_transfers import RowJob, RowKey, RowKeys, RowTransfers
 from s3kv.types import ChunkKey, Outcome, Tally
 
-_FIRST_WINDOW = 64
-"""Most probes of a request at first, as of the connector's lookups (decision 8)."""
+_FIRST_WINDOW = 64  # most probes of a request at first, as of the connector's lookups (decision 8)
 _LARGEST_WINDOW = 256
 _PROBE_SHARE = 32
 """A request's first window is at most one row in so many. All requests together have four of them,
 so that a cold prompt evicts little."""
-_SPARE_SHARE = 8
-"""One row in so many is never promised: vLLM needs some for what the engine computes."""
-_UPLOAD_SHARE = 4
-"""Uploads pin at most one row in so many, because pinned rows cannot be evicted."""
+_SPARE_SHARE = 8  # one row in so many is never promised: vLLM needs some for the computed chunks
+_UPLOAD_SHARE = 4  # uploads pin at most one row in so many, because vLLM cannot evict pinned rows
 
 
 class OffloadAnswer(enum.Enum):
@@ -117,8 +115,7 @@ class OffloadPlanner:
         self._requests: dict[str, _OffloadRequest] = {}
         self.retries: dict[str, int] = {}
         """RETRY answers of this pass, by request, which gets no others; callers may count them."""
-        self._active: dict[str, _OffloadRequest] = {}
-        """Those with a lookup in this pass, or a fetch under way."""
+        self._active: dict[str, _OffloadRequest] = {}  # with a lookup in this pass, or a fetch
         self._promised = self._probes = 0  # sums over all requests
         self._names: dict[ChunkKey, bytes] = {}  # of those that are due
         self._uses: dict[int, RowKey] = {}
@@ -152,10 +149,12 @@ class OffloadPlanner:
     ) -> OffloadAnswer:
         """Answer a lookup of a key that the primary tier does not have. end_token: number of the
         prompt's tokens up to the end of the chunk; None if it is not known."""
-        request = self._requests.get(request_id)
-        if request is not None and (request.stop or request_id in self.retries):
+        if (request := self._requests.get(request_id)) is None:
+            return OffloadAnswer.MISS
+        is_over = request.is_closed or key in request.lost
+        if request.stop or request_id in self.retries or (is_over and request.fetching):
             return self._retry(request_id, request, key, end_token)
-        if request is None or request.is_closed or key in request.lost:
+        if is_over:
             return OffloadAnswer.MISS
         if key in request.new or key in request.fetching:
             return OffloadAnswer.HIT
@@ -190,7 +189,8 @@ class OffloadPlanner:
         if request.probes == 0:
             request.probed_group = group
         is_free = request.probes < request.window and self._probes < 4 * self._first_window
-        return is_free and request.probed_group == group
+        is_over = request.lost and request.fetching
+        return is_free and not is_over and request.probed_group == group
 
     def _refuse(self, counter: str) -> OffloadAnswer:
         self.counters[counter] += 1
@@ -218,7 +218,7 @@ class OffloadPlanner:
             retries = self.retries.pop(request_id, 0)
             if request.stop:
                 retries, request.stop = max(retries, request.behind), None
-            if retries or request.fetching:
+            if (retries or request.fetching) and not request.is_closed:
                 request.behind = retries or request.behind
                 self._decide(request, retries, now_s)
             if not request.fetching:

@@ -107,6 +107,22 @@ def test_a_scan_from_the_front_ends_after_the_first_retry_once_its_keys_are_coun
     assert desk.look_up("a", *range(8, 20)) == [HIT] * 12
 
 
+def test_a_prompt_is_computed_once_no_fetch_of_it_is_under_way() -> None:
+    """vLLM stores no chunk whose row awaits a fetch, so the bucket would never get it."""
+    desk = Desk()
+    desk.planner.begin("a")
+    assert desk.look_up("a", *range(9)) == [HIT] * 8 + [RETRY]
+    first, *others = desk.load("a", *range(8))
+    desk.end_pass()
+    desk.end([first], Outcome.MISSING)
+    assert desk.look_up("a", 8) == [RETRY], "no probe begins behind an absent chunk"
+    desk.end_pass()
+    assert desk.look_up("a", 0) == [RETRY]
+    desk.end_pass()
+    desk.end(others, Outcome.MISSING)
+    assert desk.look_up("a", 0) == [MISS]
+
+
 def test_known_chunks_take_no_probe() -> None:
     desk = Desk()
     for number in range(100):
