@@ -40,14 +40,14 @@ class Forecast(NamedTuple):
 
     all_s: expected from the request of the first to the arrival of the last. fetch_s: of one of
     them, as measured. alone_s: of one alone, as measured. absence_s: of an answer that a chunk is
-    not there. cold: share of the recent lookups whose first unknown chunk was not there.
+    not there. absent_share: share of the recent lookups whose first unknown chunk was not there.
     """
 
     all_s: float | None
     fetch_s: float | None
     alone_s: float | None = None
     absence_s: float | None = None
-    cold: float = 0.0
+    absent_share: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -158,16 +158,20 @@ def likely(facts: WaitFacts) -> float:
     """Expected number of the missing ones that the bucket has; before the first absence, all.
 
     A prefix is stored from its front. None of the unproven ones is there as often as that has been
-    so of late (`cold`); otherwise any number is at first as likely as any other. A large one
-    becomes more likely as time passes, because an answer that a chunk is not there comes sooner
+    so of late (`absent_share`); otherwise any number is at first as likely as any other. A large
+    one becomes more likely as time passes, because an answer that a chunk is not there comes sooner
     than a chunk does: with the time of an absence exponential, and that of a fetch as much longer
     as fetches are measured to be, the odds of each absence more are `ratio`.
     """
-    unproven, absence_s, cold = facts.unproven, facts.forecast.absence_s, facts.forecast.cold
+    unproven, absence_s, absent_share = (
+        facts.unproven,
+        facts.forecast.absence_s,
+        facts.forecast.absent_share,
+    )
     if not unproven or not absence_s:
         return facts.missing
     longer_s = max(0.0, (facts.forecast.alone_s or 0.0) - absence_s)
     ratio = math.exp(-min(facts.now_s - facts.wait.asked_s, longer_s) / absence_s)
     odds = [ratio**absent for absent in range(unproven + 1)]
     absent = sum(absent * share for absent, share in enumerate(odds)) / sum(odds)
-    return facts.missing - cold * unproven - (1 - cold) * absent
+    return facts.missing - absent_share * unproven - (1 - absent_share) * absent

@@ -68,7 +68,7 @@ class FetchTime:
     def __init__(self) -> None:
         self.absence_s: float | None = None
         """Mean time of an absence; None before the first."""
-        self.cold = 0.0
+        self.absent_share = 0.0
         """Share of the recent lookups whose first unknown chunk was not there."""
         self._absences = 0
         self._at_least_s = 0.0
@@ -93,7 +93,7 @@ class FetchTime:
 
     def probed(self, *, found: bool) -> None:
         """Note the answer for the first unknown chunk of a lookup."""
-        self.cold += _SMOOTHING * ((not found) - self.cold)
+        self.absent_share += _SMOOTHING * ((not found) - self.absent_share)
 
     def gave_up(self, waited_s: float) -> None:
         """Note a wait that ran out after `waited_s`. Each further one doubles the estimate."""
@@ -194,5 +194,7 @@ class Pace:
         if all_s is not None and alone_s is not None:
             all_s = all_s * max(1.0, chunks / self._fetches_at_once) + rounds * alone_s
         # Beside other requests a wait costs the engine nothing, and a hit spares it work.
-        cold = fetch.cold if self._is_idle else 0.0
-        return Forecast(all_s, fetch.measured(load), fetch.measured(1), fetch.absence_s, cold)
+        absent_share = fetch.absent_share if self._is_idle else 0.0
+        return Forecast(
+            all_s, fetch.measured(load), fetch.measured(1), fetch.absence_s, absent_share
+        )

@@ -32,12 +32,8 @@ class ArmEngine:
 
     def __init__(self, settings: Message) -> None:
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
-
-        try:
-            from vllm.utils.argparse_utils import FlexibleArgumentParser
-        except ImportError:
-            from vllm.utils import FlexibleArgumentParser
 
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         args = EngineArgs.from_cli_args(parser.parse_args(settings["argv"]))

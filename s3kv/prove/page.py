@@ -19,7 +19,7 @@ td,th{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #d8dee4}
 td:first-child,th:first-child{text-align:left}.wrong{color:#b42318;font-weight:600}
 svg text{font:12px system-ui,sans-serif;fill:#1b1f24}
 """
-_COLOURS = ("#1f6feb", "#8250df", "#bf8700", "#d0d7de")
+_COLOURS = ("#1f6feb", "#8250df", "#d0d7de")
 _WIDTH, _LEFT, _BAR, _GAP = 760, 90, 18, 10
 Bars = Sequence[tuple[str, Sequence[float]]]
 """Of each arm: its name, and the lengths of its bars."""
@@ -119,7 +119,7 @@ def _bars(
         width, top = value * scale, y if stacked else y + number * _BAR
         yield (
             f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR - 2}" '
-            f'fill="{_COLOURS[number if not stacked or number < 2 else 3]}"/>'
+            f'fill="{_COLOURS[number]}"/>'
         )
         if not stacked:
             yield f'<text x="{x + width + 6:.1f}" y="{top + 13}">{value:,.{digits}f}</text>'

@@ -5,7 +5,6 @@ It is what `--json` writes; the terminal and the HTML page show it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import ceil
@@ -13,11 +12,8 @@ from typing import Any
 
 from s3kv import __version__
 from s3kv.metrics import NAMESPACE
-from s3kv.prices import DEFAULT, TABLE
 from s3kv.prove import judge
 from s3kv.prove.arms import Measured
-from s3kv.stores.traffic import Traffic
-from s3kv.upkeep.costs import nanodollars
 
 _REQUESTS = f"{NAMESPACE}io_requests_total|"
 
@@ -80,17 +76,10 @@ def _verdict(measured: Mapping[str, Measured], judgement: judge.Judgement) -> st
 
 def _row(one: Measured, comparisons: Sequence[judge.Comparison]) -> dict[str, Any]:
     facts, counters = one.facts, one.counters
-    requests = Counter(
-        {
-            key.removeprefix(_REQUESTS): int(value)
-            for key, value in counters.items()
-            if key.startswith(_REQUESTS)
-        }
-    )
+    requests = sum(value for key, value in counters.items() if key.startswith(_REQUESTS))
     read, written = (
         int(counters.get(f"{NAMESPACE}{kind}_bytes_total", 0)) for kind in ("fetch", "upload")
     )
-    traffic = Traffic(requests, received_bytes=read, sent_bytes=written)
     served = facts.engine_tokens + facts.connector_tokens
     return {
         "error": facts.error,
@@ -106,8 +95,8 @@ def _row(one: Measured, comparisons: Sequence[judge.Comparison]) -> dict[str, An
         "computed_tokens": max(0, facts.prompt_tokens - served),
         "read_bytes": read,
         "written_bytes": written,
-        "requests": sum(requests.values()),
-        "usd": nanodollars(TABLE[DEFAULT], traffic) / 1e9,
+        "requests": int(requests),
+        "usd": counters.get(f"{NAMESPACE}cost_usd_total", 0.0),
         "cpu_s": round(one.cpu_s, 2),
     }
 

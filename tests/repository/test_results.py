@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 MOVED = "code has moved and texts have changed since, and nothing of what is measured"
 OLDER: dict[str, str] = {
     "engine-shaped.json": MOVED,
-    "peers-shaped.json": "since then the tier saves what is behind the first probes of a cold prompt",
+    "peers-shaped.json": "since then the tier saves the chunks behind the first probes, too",
     "trace-session.json": MOVED,
 }
 """Results that the documentation shows though the code they measure has changed since, and why that

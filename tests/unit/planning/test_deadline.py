@@ -73,10 +73,14 @@ def test_the_deadline_of_each_case(facts: dict[str, Any], until_s: float) -> Non
 
 
 def unproven(
-    count: int, waited_s: float, alone_s: float | None, absence_s: float | None, cold: float = 0.0
+    count: int,
+    waited_s: float,
+    alone_s: float | None,
+    absence_s: float | None,
+    absent_share: float = 0.0,
 ) -> float:
     """The number of so many unproven chunks that are expected to be there."""
-    forecast = Forecast(None, None, alone_s, absence_s, cold)
+    forecast = Forecast(None, None, alone_s, absence_s, absent_share)
     now_s = FACTS.wait.asked_s + waited_s
     return likely(replace(FACTS, now_s=now_s, missing=count, unproven=count, forecast=forecast))
 
@@ -90,8 +94,8 @@ def test_before_an_absent_chunk_every_length_is_as_likely() -> None:
 
 
 def test_where_lookups_find_nothing_fewer_are_expected_before_an_absent_chunk() -> None:
-    assert unproven(4, 0.0, None, 0.1, cold=0.75) == pytest.approx(0.5)
-    assert unproven(4, 0.0, None, None, cold=1.0) == 4, "none is absent yet"
+    assert unproven(4, 0.0, None, 0.1, absent_share=0.75) == pytest.approx(0.5)
+    assert unproven(4, 0.0, None, None, absent_share=1.0) == 4, "none is absent yet"
 
 
 def test_where_fetches_take_longer_than_absences_silence_is_a_good_sign() -> None:
@@ -152,5 +156,5 @@ def test_as_time_passes_a_deadline_is_kept_or_withdrawn(facts: WaitFacts) -> Non
 
 @given(any_facts())
 def test_the_bucket_is_expected_to_have_some_of_what_is_missing(facts: WaitFacts) -> None:
-    least = facts.missing - facts.unproven + (1 - facts.forecast.cold) * facts.unproven / 2
+    least = facts.missing - facts.unproven + (1 - facts.forecast.absent_share) * facts.unproven / 2
     assert least - 1e-6 <= likely(facts) <= facts.missing + 1e-6

@@ -203,7 +203,7 @@ def test_an_idle_engine_that_finds_nothing_ends_its_waits_at_an_absence() -> Non
     assert first[0] == WAIT
     assert first[-1] == NOTHING
     desk.planner.pace.step_started(desk.now_s, 1)  # beside a request in decode
-    assert desk.planner.pace.forecast(1, 0).cold == 0.0
+    assert desk.planner.pace.forecast(1, 0).absent_share == 0.0
     wait_after_an_absence("\u1000", OK)
     assert wait_after_an_absence("\u2000", MISSING) == WAIT
 

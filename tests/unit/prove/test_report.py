@@ -13,6 +13,7 @@ COUNTERS = {
     f"{NAMESPACE}io_requests_total|GET|2xx": 1_000.0,
     f"{NAMESPACE}io_requests_total|PUT|2xx": 100.0,
     f"{NAMESPACE}fetch_bytes_total": 4_096.0,
+    f"{NAMESPACE}cost_usd_total": 0.0009,
 }
 
 
@@ -41,7 +42,7 @@ def test_a_proof_names_its_gain() -> None:
     assert (row["ttft_p50_ms"], row["ttft_p95_ms"]) == (500.0, 900.0)
     assert (row["found"], row["same_tokens"], row["move"]) == (20, 20, 0.0)
     assert (row["computed_tokens"], row["read_bytes"], row["requests"]) == (100, 4_096, 1_100)
-    assert row["usd"] == 0.0009  # 1,000 GETs and 100 PUTs
+    assert row["usd"] == 0.0009
     assert report["arms"]["off"]["same_tokens"] is None
     assert "move by 0.020 on average, 2 times the noise" in margins_text(report)
 
