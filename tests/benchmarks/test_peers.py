@@ -79,7 +79,7 @@ def test_whoever_is_better_than_either_of_ours_is_told_first() -> None:
     (row,) = defeats.of(models)
     assert row["where"] == "random, one user, warm"
     assert (row["connector"], row["ours"]) == ("`offloading-fs` 25 ms", "`s3kv` 30 ms")
-    names["lmcache"] = told(10)
+    names["another"] = told(10)
     assert defeats.NOT_EXPLAINED in {row["reason"] for row in defeats.of(models)}
     assert row["reason"] != defeats.NOT_EXPLAINED
 

@@ -35,6 +35,9 @@ from tests.unit.planning.test_kv import (
 )
 from tests.unit.planning.test_ledger import test_a_store_that_is_back_is_not_stormed as not_stormed
 from tests.unit.planning.test_ledger import (
+    test_after_a_long_outage_a_hit_uploads_what_was_given_up as uploads_after_an_outage,
+)
+from tests.unit.planning.test_ledger import (
     test_requests_of_before_a_reset_neither_load_nor_save as before_reset,
 )
 from tests.unit.planning.test_ledger import (
@@ -287,7 +290,7 @@ def never_uploads_again_what_was_given_up(patch: Patch) -> None:
     patch.setattr(Unsaved, "hit", lambda self, key: None)
 
 
-@mutant
+@mutant_for(uploads_after_an_outage)
 def uploads_again_from_a_slot_that_may_be_evicted(patch: Patch) -> None:
     patch.setattr(Table, "mark_dirty", lambda self, entry: None)
     patch.setattr(Table, "mark_clean", mark_clean_once)
