@@ -46,6 +46,7 @@ REMOVED = {
     "max_saves_inflight": f"{_FIXED} (256)",
     "min_bytes_per_s": f"{_FIXED} (16 KiB)",
     "miss_ttl_s": f"{_FIXED} (20 s)",
+    "on_corrupt": "the next upload of a chunk replaces an object that failed verification",
     "pool_size": "a worker has two connections for each of max_inflight_requests",
     "prefill_tokens_per_s": "the speed of prefill is measured (docs/operating.md)",
     "prices": "the prices are AWS's for the bucket's region; for others see `s3kv cost`",
@@ -165,10 +166,6 @@ class Config:
     integrity_secret_file: str | None = None
     """File with the secret of blake3-keyed, 16 bytes or more, the same on all instances. Without it
     the secret is in the environment variable S3KV_INTEGRITY_SECRET."""
-    on_corrupt: Literal["ignore", "delete"] = "ignore"
-    """Treatment of an object that does not match its key, which is always a miss. ignore: leave it
-    in the bucket. delete: read it a second time, then delete it, so that the chunk can be saved
-    again (needs s3:DeleteObject)."""
 
     refresh_after_s: Seconds = 0.0
     """Age after which uses begin to renew an object (every use does from 1.25 times that age on),

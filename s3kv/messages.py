@@ -115,9 +115,9 @@ class JobEnd(msgspec.Struct, array_like=True, tag=1):
     nbytes: bytes moved; of an object, by the last attempt; 0 unless it succeeded. seconds: from the
         first attempt to the end, including retries, excluding the wait for its turn.
     ranks: number of ranks that it covers.
-    detail: for a person: why it did not succeed, or that only a second reading did; else empty.
-    reason: why an object did not verify (`headers.Mismatch`), also if a second reading did verify;
-        "quarantined" if the object is known to be bad and was not read; otherwise empty.
+    detail: for a person: why it did not succeed; else empty.
+    reason: why an object did not verify (`headers.Mismatch`); "quarantined" if the object is known
+        to be bad and was not read; otherwise empty.
     fresh_s: after a success, the time from which on a use of the object is to be reported, because
         the object may be due for a refresh, or gone; of several ranks, the shortest.
     source: name of the source that decided a fetch ("bucket"), the last one asked for a miss; of

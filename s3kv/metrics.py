@@ -71,8 +71,8 @@ _REFUSED: Mapping[str, str] = {
     "digest": "Objects whose digest does not fit: damaged, or forged",
     "quarantined": "Objects not requested because they are known to be bad",
 }
-"""The parts of `fetch_corrupt` (`headers.Mismatch`), which also counts second readings that
-verified after all; and, not part of it, the requests that the quarantine spared."""
+"""The parts of `fetch_corrupt` (`headers.Mismatch`); and, not part of it, the requests that the
+quarantine spared."""
 
 MISSES: Mapping[str, str] = {
     "fetch_missing": "absent",

@@ -64,7 +64,7 @@ locals {
   # Without what needs more than reading.
   reader_settings = {
     for name, value in merge(var.settings, local.settings) : name => value
-    if !contains(["refresh_after_s", "bucket_bytes", "bucket_idle_s", "on_corrupt"], name)
+    if !contains(["refresh_after_s", "bucket_bytes", "bucket_idle_s"], name)
   }
   kv_transfer_config = {
     kv_connector              = "S3KVConnector"

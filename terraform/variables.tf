@@ -102,7 +102,7 @@ variable "tags" {
 # --- who may use it -----------------------------------------------------------------------------
 
 variable "cleaner" {
-  description = "A policy for engines that keep the bucket themselves (`bucket_bytes`, `bucket_idle_s`), or replace what is damaged (`on_corrupt`): a writer who may delete. Off: no policy of this module lets anybody delete."
+  description = "A policy for engines that keep the bucket themselves (`bucket_bytes`, `bucket_idle_s`): a writer who may delete. Off: no policy of this module lets anybody delete."
   type        = bool
   default     = false
   nullable    = false
@@ -306,8 +306,8 @@ variable "settings" {
   }
 
   validation {
-    condition     = var.cleaner || var.storage == "express" || try(var.settings.bucket_bytes, 0) == 0 && try(var.settings.bucket_idle_s, 0) == 0 && try(var.settings.on_corrupt, "ignore") == "ignore"
-    error_message = "bucket_bytes, bucket_idle_s and on_corrupt = \"delete\" in settings make engines delete: set cleaner = true as well, and give them the cleaner's policy."
+    condition     = var.cleaner || var.storage == "express" || try(var.settings.bucket_bytes, 0) == 0 && try(var.settings.bucket_idle_s, 0) == 0
+    error_message = "bucket_bytes and bucket_idle_s in settings make engines delete: set cleaner = true as well, and give them the cleaner's policy."
   }
 }
 
@@ -321,7 +321,7 @@ locals {
   setting_names = [
     "addressing_style", "bucket_bytes", "bucket_idle_s", "ca_bundle", "chunk_tokens", "client",
     "drain_timeout_s", "endpoint_url", "host_bytes", "integrity", "integrity_secret_file",
-    "max_inflight_requests", "max_wait_ms", "model_id", "on_corrupt", "on_unavailable",
+    "max_inflight_requests", "max_wait_ms", "model_id", "on_unavailable",
     "put_headers", "refresh_after_s", "request_timeout_ms", "share_ranks", "trust_media_names",
     "verify_tls", "weights_digest",
   ]

@@ -47,7 +47,7 @@ PLACES: dict[str, tuple[str, ...]] = {
         "s3kv.planning.offload:OffloadPlanner.recompute_gate",
     ),
     "start_timeout_s": ("s3kv.io.tier:START_TIMEOUT_S", "s3kv.io.wire:START_TIMEOUT_S"),
-    "suspect_s": ("s3kv.io.sources.quarantine:SUSPECT_S",),
+    "suspect_s": ("s3kv.io.sources.quarantine:BARRED_S",),
 }
 """Constants by name: attributes of modules, or arguments of classes that have a default."""
 

@@ -20,7 +20,7 @@ run "short_and_low" {
     alarm_actions             = ["arn:aws-cn:sns:cn-north-1:111122223333:pager"]
     irsa                      = { a = { oidc_provider_arn = "arn:aws-cn:iam::111122223333:oidc-provider/o", namespace = "n", service_account = "s", access = "reader" } }
     gateway_endpoint          = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"], extra_bucket_names = ["a1.b-*-models?"] }
-    settings                  = { host_bytes = 34359738368, put_headers = { x-amz-acl = "private" }, on_corrupt = "ignore", bucket_bytes = 0, bucket_idle_s = 0 }
+    settings                  = { host_bytes = 34359738368, put_headers = { x-amz-acl = "private" }, bucket_bytes = 0, bucket_idle_s = 0 }
   }
 }
 
@@ -39,7 +39,7 @@ run "long_and_high" {
     permissions_boundary_arn = "arn:aws-us-gov:iam::111122223333:policy/path/boundary"
     max_error_percent        = 99.9
     cleaner                  = true
-    settings                 = { bucket_bytes = "10TiB", bucket_idle_s = 86400, on_corrupt = "delete" }
+    settings                 = { bucket_bytes = "10TiB", bucket_idle_s = 86400 }
   }
 }
 

@@ -215,7 +215,7 @@ run "a_name_that_starts_with_sthree" {
     name        = "sthree-cache"
     prefix      = "_s3kv"
     kms_key_arn = "arn:aws:s3:eu-west-1:111122223333:key/11111111-2222-3333-4444-555555555555"
-    settings    = { on_corrupt = "delete" }
+    settings    = { bucket_idle_s = 1 }
   }
 
   expect_failures = [

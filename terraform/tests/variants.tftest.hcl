@@ -118,7 +118,6 @@ run "kept" {
       refresh_after_s = 3600
       bucket_bytes    = "10TiB"
       bucket_idle_s   = 86400
-      on_corrupt      = "delete"
       verify_tls      = false
     }
     pod_identities = {
@@ -162,7 +161,6 @@ run "kept" {
       refresh_after_s = 3600
       bucket_bytes    = "10TiB"
       bucket_idle_s   = 86400
-      on_corrupt      = "delete"
       verify_tls      = false
     })] == []
     error_message = "writers must be told the bucket and the caller's settings: ${output.kv_transfer_config}"

@@ -5,14 +5,8 @@ here and not in the worker, so that hashing takes no time from the engine. Both 
 loop: xxh3 takes 0.2 to 0.8 ms for 8 MiB, about as long as receiving 1 MiB. A thread would delay the
 release of a cancelled job's slot. BLAKE3 takes four times as long.
 
-An object that does not verify is a miss. The setting `on_corrupt` decides its fate:
-
-    ignore  It stays in the bucket. It is read once more some time later, because the reading may
-            have been damaged and not the object. If it is bad again, this process never fetches it
-            again (`Quarantine` has the table).
-    delete  It is read once more at once. If it is bad again and still the same (ETag), it is
-            deleted, and the next save of the chunk replaces it. An object that cannot be deleted is
-            ignored.
+An object that does not verify is a miss, and is not read again for a while (`Quarantine`): the
+reading may have been damaged and not the object. The next upload of the chunk replaces it.
 """
 
 from __future__ import annotations
@@ -24,7 +18,6 @@ from functools import partial
 from typing import TypeVar
 
 from s3kv.config import Config
-from s3kv.errors import StoreError
 from s3kv.io.sources.hedging import now_s
 from s3kv.io.sources.pacing import HEDGE_PERCENT, Pacing
 from s3kv.io.sources.quarantine import Quarantine
@@ -70,20 +63,18 @@ class BucketSource:
         self.pacing = Pacing(config.max_inflight_requests, HEDGE_PERCENT)
         self._store = store
         self._max_attempts = MAX_ATTEMPTS
-        self._delete_corrupt = config.on_corrupt == "delete"
         self._refresher = refresher
         self._ranged = RangedReads(RANGE_BYTES, borrow, self._whole, self._part)
         self._rng = rng
         self._quarantine = Quarantine()
 
-    async def fetch(self, job: TransferJob, *, is_own: bool = True) -> JobEnd:
-        """Fetch and verify, for `Source.fetch`. is_own: the object is one that this rank writes; no
-        other is ever deleted."""
+    async def fetch(self, job: TransferJob) -> JobEnd:
+        """Fetch and verify, for `Source.fetch`."""
         if self._quarantine.bars(job.key, now_s()):
             said = f"{job.key} is in quarantine: its object failed verification"
             return job.end(Outcome.MISSING, said, reason="quarantined")
         # A second reading is whole, so that two bad ones have not only ranges in common.
-        read = self._whole if self._quarantine.suspects(job.key) else self._ranged.read
+        read = self._whole if self._quarantine.holds(job.key) else self._ranged.read
         info, reason = await read(job)
         if info is None:
             self._quarantine.lift(job.key)
@@ -91,11 +82,9 @@ class BucketSource:
         if reason is None:
             self._quarantine.lift(job.key)
             return job.end(Outcome.OK, nbytes=info.nbytes, fresh_s=self._refresher.hit(info))
+        self._quarantine.bad(job.key, now_s())
         said = f"{job.key} ({info.nbytes} bytes) failed verification: {reason}"
-        if not (is_own and self._delete_corrupt):
-            self._quarantine.bad(job.key, now_s())
-            return job.end(Outcome.CORRUPT, said, reason=reason)
-        return await self._look_again(job, said, reason)
+        return job.end(Outcome.CORRUPT, said, reason=reason)
 
     async def _whole(self, job: TransferJob) -> Reading:
         """Read the object of a job by one GET into its place, and verify it."""
@@ -116,43 +105,14 @@ class BucketSource:
         read = partial(self.pacing.read, get, until_s=job.due_s)
         return await self._retried(read, until_s=job.due_s)
 
-    async def _look_again(self, job: TransferJob, said: str, reason: str) -> JobEnd:
-        """Delete a bad object, unless a second reading finds it good, gone or replaced.
-
-        The ETag is read before the second reading. A repair after that changes the ETag, and the
-        conditional delete leaves the repaired object alone. A store without conditional deletes may
-        lose a repair made in between; that costs a miss.
-        """
-        certain = False
-        try:
-            info = await self.attempts(partial(self._store.head, job.key), until_s=job.due_s)
-            read, again = await self._whole(job)
-            certain = again is not None
-            if info is None or read is None:
-                self._quarantine.lift(job.key)
-                return job.end(Outcome.CORRUPT, f"{said}; it is gone now", reason=reason)
-            if again is None:
-                self._quarantine.lift(job.key)
-                said = f"{said}; a second reading was right"
-                fresh_s = self._refresher.hit(read)
-                return job.end(Outcome.OK, said, nbytes=read.nbytes, reason=reason, fresh_s=fresh_s)
-            delete = partial(self._store.delete, job.key, if_etag=info.etag)
-            deleted = await self.attempts(delete, until_s=job.due_s)
-        except StoreError as error:
-            self._quarantine.bad(job.key, now_s(), certain=certain)
-            said = f"{said}; it could not be deleted: {error}"
-            return job.end(Outcome.CORRUPT, said, reason=reason)
-        self._quarantine.lift(job.key)
-        what = "it has been deleted" if deleted else "another process has replaced it"
-        return job.end(Outcome.CORRUPT, f"{said}; {what}", reason=reason)
-
     async def upload(self, job: TransferJob) -> JobEnd:
-        """Seal the object in a job's place and write it, if there is none. Raises `StoreError`."""
+        """Seal the object in a job's place and write it, if there is none or a bad one. Raises
+        `StoreError`."""
         job.format.seal(job.place, job.block_hash)
-        write = partial(self._store.put, job.key, job.place, if_absent=True)
+        is_bad = self._quarantine.holds(job.key)
+        write = partial(self._store.put, job.key, job.place, if_absent=not is_bad)
         created = await self.attempts(write, until_s=max(job.due_s, self.drain_until_s))
         if not created:
-            self._quarantine.exists(job.key)
             return job.end(Outcome.EXISTS, fresh_s=self._refresher.exists(job.key))
         self._quarantine.lift(job.key)
         return job.end(Outcome.OK, nbytes=job.nbytes, fresh_s=self._refresher.written())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from s3kv.errors import StoreError
@@ -58,8 +57,8 @@ def chain_of(
     handshake: wire.Handshake, store: ObjectStore, bucket: BucketSource, borrow: Borrow
 ) -> Chain:
     """The chain of one rank."""
-    fetch = partial(bucket.fetch, is_own=False)
-    return Chain([bucket, OtherShards(handshake, store, fetch, borrow, StagingMemory())], bucket)
+    others = OtherShards(handshake, store, bucket.fetch, borrow, StagingMemory())
+    return Chain([bucket, others], bucket)
 
 
 class Chain:

@@ -9,7 +9,7 @@ layers, one set after the other:
 
 The objects of a cover are read into memory of their own and verified there like any other. The slot
 is written in one go when all of them are there, so a read that breaks off leaves it alone. An
-object of another shape is never deleted from here: that it does not verify may be this rank's
+object of another shape is never replaced from here: that it does not verify may be this rank's
 mistake about its format.
 """
 

@@ -173,10 +173,9 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
         rewrite(library.keys[2][1], lambda data: body(library.keys[0][1]))
         client.delete_object(Bucket=bucket, Key=library.keys[3][2])
 
-        # Chunks behind a damaged one are read, and deleted, only if all are asked for at once.
-        at_once = {"probe_chunks": CHUNKS, "on_corrupt": "delete"}
-        deleting = changed(patient_for(s3, bucket), **at_once)
-        with serve(tiny, deleting, **SECOND) as engine:
+        # Chunks behind a damaged one are read, and replaced, only if all are asked for at once.
+        at_once = changed(patient_for(s3, bucket), probe_chunks=CHUNKS)
+        with serve(tiny, at_once, **SECOND) as engine:
             zeros, *damaged = engine.generate(PROMPTS)
             done = at_rest(engine)
             metrics = engine.metrics()

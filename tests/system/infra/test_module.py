@@ -85,11 +85,11 @@ def test_the_callers_settings_are_among_what_s3kv_reads(plans: dict[str, Plan], 
     assert (config.bucket, config.prefix, config.region) == ("cache", "s3kv", "eu-west-1")
     assert (config.host_bytes, config.drain_timeout_s) == (32 * 2**30, 7.5)
     assert (config.refresh_after_s, config.bucket_idle_s) == (3600, 86400)
-    assert (config.bucket_bytes, config.on_corrupt) == (10 * 2**40, "delete")
+    assert config.bucket_bytes == 10 * 2**40
     assert config.verify_tls is False
     _, reader = transfer_config(plans["kept"], cache, reader=True)
     assert reader == dataclasses.replace(
-        config, refresh_after_s=0.0, bucket_idle_s=0.0, bucket_bytes=0, on_corrupt="ignore"
+        config, refresh_after_s=0.0, bucket_idle_s=0.0, bucket_bytes=0
     )
 
 

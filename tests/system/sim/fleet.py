@@ -92,7 +92,6 @@ class Fleet:
         return Config(
             bucket="bkt",
             max_inflight_requests=requests,
-            on_corrupt=rng.choice(["ignore", "delete"]),
             on_unavailable="serve",
             refresh_after_s=self.refresh_after_s,
         )

@@ -166,14 +166,6 @@ async def tries_for_ever(self: BucketSource, call: Callable[[], Awaitable[Any]],
             await asyncio.sleep(0.5)
 
 
-@instead_of(BucketSource, "_look_again")
-async def deletes_what_looked_bad_once(
-    self: BucketSource, job: TransferJob, said: str, reason: str
-) -> JobEnd:
-    await self.attempts(lambda: self._store.delete(job.key))
-    return job.end(Outcome.CORRUPT, said, reason=reason)
-
-
 @mutant
 def reads_again_what_was_bad(patch: Patch) -> None:
     patch.setattr(Quarantine, "bars", lambda self, key, now_s: False)

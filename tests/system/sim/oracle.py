@@ -93,13 +93,10 @@ class FleetOracle:
         log: Callable[[str], None],
     ) -> None:
         self.accusations: list[str] = []
-        self._deletes = config.on_corrupt == "delete"
         self._keeps = config.bucket_bytes > 0
         """Where a cleaner deletes nothing, it is not asked about every use."""
-        # To delete a bad object: a GET, a HEAD, another GET and a DELETE, each with its attempts.
-        # And each GET may be sent a second time.
         attempts = constants["max_attempts"]
-        self._requests = attempts * (6 if self._deletes else 2)
+        self._requests = attempts * 2  # each GET may be sent a second time
         self._answers = self._requests
         if constants["range_bytes"]:  # the ranges of an object, and then perhaps all of it
             self._requests += 2 * attempts
@@ -151,8 +148,6 @@ class FleetOracle:
         if any(under_way[key] for key in (order.object_key, *others)):
             self.accuse(f"{what}, has ended, and its request goes on")
         self.seen["bad shards of others"] += any("bad" in answers for answers in others.values())
-        if any("deleted" in answers for answers in others.values()):
-            self.accuse(f"{what}, has deleted what belongs to other ranks: {others}")
         if len(said) > self._answers:
             self.accuse(f"{what}, was tried {len(said)} times")
         if not self._is_true(order, done, said, others, connection):
@@ -164,7 +159,7 @@ class FleetOracle:
         if order.kind is JobKind.FETCH and done.outcome is Outcome.OK:
             connection.found.add(order.object_key)
         end = _LOOKS.get((order.kind, done.outcome))
-        if end is not None and done.reason != "quarantined" and not self._deletes:
+        if end is not None and done.reason != "quarantined":
             connection.ended(order.object_key, end)
 
     def _use_ended(self, order: Order, done: JobEnd, connection: Connection) -> None:

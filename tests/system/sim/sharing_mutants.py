@@ -7,7 +7,6 @@ from typing import Any
 
 from s3kv.errors import StoreError
 from s3kv.io.sources import other_shards
-from s3kv.io.sources.bucket import BucketSource
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd
 from s3kv.objects import rearranging
@@ -17,7 +16,7 @@ from tests.system.sim.mutants import Mutants, Patch
 MUTANTS = Mutants()
 mutant, instead_of = MUTANTS.mutant, MUTANTS.instead_of
 
-fetch_object = BucketSource.fetch
+init = other_shards.OtherShards.__init__
 fetch = other_shards.OtherShards.fetch
 runs = rearranging._runs
 
@@ -39,20 +38,15 @@ def takes_every_model_s_pages_for_heads_outermost(
     return runs(layers, heads, others, other_heads, "HNC")
 
 
-@instead_of(BucketSource, "fetch")
-async def believes_the_shards_of_others(
-    self: BucketSource, job: TransferJob, *, is_own: bool = True
-) -> JobEnd:
-    end = await fetch_object(self, job, is_own=is_own)
-    bad = end.outcome is Outcome.CORRUPT and not is_own
-    return job.end(Outcome.OK) if bad else end
+@instead_of(other_shards.OtherShards, "__init__")
+def believes_the_shards_of_others(
+    self: other_shards.OtherShards, handshake: Any, store: Any, fetch: Any, *rest: Any
+) -> None:
+    async def believed(job: TransferJob) -> JobEnd:
+        end: JobEnd = await fetch(job)
+        return job.end(Outcome.OK) if end.outcome is Outcome.CORRUPT else end
 
-
-@instead_of(BucketSource, "fetch")
-async def deletes_the_shards_of_others(
-    self: BucketSource, job: TransferJob, *, is_own: bool = True
-) -> JobEnd:
-    return await fetch_object(self, job)
+    init(self, handshake, store, believed, *rest)
 
 
 @instead_of(other_shards.OtherShards, "fetch")

@@ -25,8 +25,8 @@ from s3kv.stores.traffic import Traffic
 from s3kv.upkeep.cleaner import LEASE_S
 from tests.system.sim.weather import CALM, Weather
 
-SECOND_LOOK_S = 120.0
-"""After one bad reading, nobody reads the object for so long; after two, nobody does."""
+BARRED_S = 120.0
+"""After a bad reading, nobody reads the object for so long."""
 HANG_S = 10.0
 """After so long without a byte the S3 client gives up by itself (`request_timeout_ms`)."""
 LEASE = "s3kv/v2/cleaner.json"
@@ -169,17 +169,11 @@ class Connection:
         self._running.set()
 
     def ended(self, key: str, end: str) -> None:
-        """A job has found the object "bad", "good" or "missing", or that it "exists"."""
-        again = key in self.quarantined
+        """A job has found the object "bad", "good" or "missing"."""
         if end == "bad":
-            now_s = asyncio.get_running_loop().time()
-            self.quarantined[key] = math.inf if again else now_s + SECOND_LOOK_S
-        elif again and end == "exists":
-            if self.quarantined[key] < math.inf:
-                self.quarantined[key] = -math.inf
-        elif again:
+            self.quarantined[key] = asyncio.get_running_loop().time() + BARRED_S
+        elif self.quarantined.pop(key, None) is not None:
             self._bucket.seen["bad once, and not again"] += 1
-            del self.quarantined[key]
 
     def freeze(self) -> None:
         """The process is stopped: nothing of it goes on until `thaw`."""
@@ -310,12 +304,9 @@ class Connection:
     async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
         with self._using(key):
             await self._begin("put", key)
-            said = self.answers[key]
-            if key != LEASE and said.count("bad") + ("bad range" in said) < 2:
-                self._bucket.accuse(f"{key} is deleted, and was not bad twice")
-            deleted = await self._bucket.objects.delete(key, if_etag=if_etag)
-            said += ["deleted"] * deleted
-            return deleted
+            if key != LEASE:
+                self._bucket.accuse(f"{key} is deleted, and not by a sweep")
+            return await self._bucket.objects.delete(key, if_etag=if_etag)
 
     async def refresh(self, key: str, modified_s: float) -> bool:
         await self._begin("put", key)

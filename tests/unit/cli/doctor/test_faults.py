@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[Callable[[Ground], None], str, str, str]] = {
         denied("DELETE", "s3:DeleteObject", f"{BUCKET_ARN}/*"),
         "delete",
         "warning",
-        f"allow s3:DeleteObject on {OBJECTS_ARN}, if",
+        f"allow s3:DeleteObject on {OBJECTS_ARN}, for",
     ),
     "no bucket": (no_bucket, "list", "fault", "create the bucket"),
     "no credentials": (no_credentials, "list", "fault", "set AWS_ACCESS_KEY_ID and"),

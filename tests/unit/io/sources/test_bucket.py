@@ -1,10 +1,9 @@
-"""Objects that are not what their key says: a miss, told by reason, and looked at twice at most.
+"""Objects that are not what their key says: a miss, told by reason, and replaced.
 
 And objects whose header and payload lie apart."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -16,11 +15,9 @@ import pytest
 
 from lab.memory_store import MemoryStore
 from s3kv.config import Config
-from s3kv.errors import StoreDenied
 from s3kv.host.slab import Slab
-from s3kv.io import wire
 from s3kv.io.sources import bucket as source
-from s3kv.io.sources.quarantine import SUSPECT_S
+from s3kv.io.sources.quarantine import BARRED_S
 from s3kv.io.sources.transfer_job import TransferJob
 from s3kv.messages import JobEnd, JobKind
 from s3kv.objects.codec import SEGMENT_BYTES, ChunkFormat
@@ -48,9 +45,6 @@ class Bucket(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.lies: list[bytes] = []
-        self.may_delete = True
-        self.conditional_deletes = True
-        self.repair_before_delete: bytes | None = None
 
     def hold(self, data: bytes) -> None:
         self._objects[KEY] = (data, 0.0)
@@ -68,16 +62,6 @@ class Bucket(MemoryStore):
             return ObjectInfo(key, len(lie), 0.0)
         return await super().get_into(key, place, claim)
 
-    async def delete(self, key: str, *, if_etag: str | None = None) -> bool:
-        if self.repair_before_delete is not None:
-            self.hold(self.repair_before_delete)
-        return await super().delete(key, if_etag=if_etag if self.conditional_deletes else None)
-
-    async def begin(self, verb: str, key: str) -> None:
-        await super().begin(verb, key)
-        if verb == "delete" and not self.may_delete:
-            raise StoreDenied("s3:DeleteObject on arn:aws:s3:::bkt: grant the action")
-
     @property
     def objects_asked(self) -> dict[str, int]:
         """Calls for objects, by verb."""
@@ -90,15 +74,8 @@ def bucket() -> Bucket:
 
 
 @pytest.fixture
-async def ignoring(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
+async def worker(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
     async with served(lambda _: bucket, slab) as (worker, _):
-        await worker.ready()
-        yield worker
-
-
-@pytest.fixture
-async def deleting(slab: Slab, bucket: Bucket) -> AsyncIterator[Worker]:
-    async with served(lambda _: bucket, slab, on_corrupt="delete") as (worker, _):
         await worker.ready()
         yield worker
 
@@ -183,163 +160,53 @@ def test_every_reason_is_tried() -> None:
 
 
 @pytest.mark.parametrize("reason", BAD_OBJECTS)
-async def test_a_bad_object_is_a_miss_with_its_reason_and_never_read_again(
-    ignoring: Worker, bucket: Bucket, reason: str
+async def test_a_bad_object_is_a_miss_with_its_reason_and_not_read_again(
+    worker: Worker, bucket: Bucket, reason: str
 ) -> None:
     bucket.hold(BAD_OBJECTS[reason])
-    end = await fetch(ignoring)
+    end = await fetch(worker)
     assert (end.outcome, end.nbytes, end.reason) == (Outcome.CORRUPT, 0, reason)
     assert KEY in end.detail
     for _ in range(3):
-        end = await fetch(ignoring)
+        end = await fetch(worker)
         assert (end.outcome, end.nbytes, end.reason) == (Outcome.MISSING, 0, "quarantined")
     assert bucket.objects_asked == {"get_into": 1}
     assert bucket.held() == BAD_OBJECTS[reason]
 
 
-async def test_ignored_it_is_not_replaced_but_used_again_once_it_is_gone(
-    ignoring: Worker, bucket: Bucket, slab: Slab
-) -> None:
-    bucket.hold(BAD)
-    await fetch(ignoring)
-    for _ in range(3):
-        assert await upload(ignoring, slab) is Outcome.EXISTS
-        assert bucket.held() == BAD
-        await fetch(ignoring)
-    assert (await fetch(ignoring)).reason == "quarantined"
-    assert bucket.asked["get_into"] == 2, "a second look, and no third"
-
-    await bucket.delete(KEY)  # a lifecycle rule, or a person
-    assert await upload(ignoring, slab) is Outcome.OK
-    assert (await fetch(ignoring)).outcome is Outcome.OK
-
-
-async def test_one_damaged_answer_costs_one_miss_when_the_object_turns_out_to_be_there(
-    ignoring: Worker, bucket: Bucket, slab: Slab
-) -> None:
-    bucket.hold(GOOD)
-    bucket.lies = [BAD]
-    assert (await fetch(ignoring)).outcome is Outcome.CORRUPT
-    assert (await fetch(ignoring)).reason == "quarantined"
-    assert await upload(ignoring, slab) is Outcome.EXISTS
-    for _ in range(2):
-        assert (await fetch(ignoring)).outcome is Outcome.OK
-    bucket.lies = [BAD]
-    assert (await fetch(ignoring)).outcome is Outcome.CORRUPT
-    assert await upload(ignoring, slab) is Outcome.EXISTS
-    assert (await fetch(ignoring)).outcome is Outcome.OK, "a good reading clears it of the first"
-
-
-async def test_one_damaged_answer_is_forgotten_after_a_while(
-    ignoring: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket.hold(GOOD)
-    bucket.lies = [BAD]
-    assert (await fetch(ignoring)).outcome is Outcome.CORRUPT
-    now_s = source.now_s
-    monkeypatch.setattr(source, "now_s", lambda: now_s() + SUSPECT_S - 10.0)
-    assert (await fetch(ignoring)).reason == "quarantined"
-    monkeypatch.setattr(source, "now_s", lambda: now_s() + SUSPECT_S)
-    assert (await fetch(ignoring)).outcome is Outcome.OK
-
-
-async def test_an_object_that_is_bad_stays_out(
-    ignoring: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket.hold(BAD)
-    now_s, later_s = source.now_s, 0.0
-    monkeypatch.setattr(source, "now_s", lambda: now_s() + later_s)
-    outcomes = []
-    for later_s in (0.0, SUSPECT_S, 2 * SUSPECT_S, 1e6, 1e9):  # noqa: B007
-        outcomes.append((await fetch(ignoring)).outcome)
-        assert await upload(ignoring, slab) is Outcome.EXISTS
-    assert outcomes == [Outcome.CORRUPT] * 2 + [Outcome.MISSING] * 3
-    assert bucket.asked["get_into"] == 2
-
-
 @pytest.mark.parametrize("reason", BAD_OBJECTS)
-async def test_deleted_it_is_replaced_by_the_next_save(
-    deleting: Worker, bucket: Bucket, slab: Slab, reason: str
+async def test_the_next_upload_replaces_it(
+    worker: Worker, bucket: Bucket, slab: Slab, reason: str
 ) -> None:
     bucket.hold(BAD_OBJECTS[reason])
-    end = await fetch(deleting)
-    assert (end.outcome, end.reason) == (Outcome.CORRUPT, reason)
-    assert end.detail.endswith("it has been deleted")
-    assert bucket.held() is None
-    assert bucket.objects_asked == {"head": 1, "get_into": 2, "delete": 1}
-    assert await upload(deleting, slab) is Outcome.OK
-    assert (await fetch(deleting)).outcome is Outcome.OK
+    await fetch(worker)
+    assert await upload(worker, slab) is Outcome.OK
+    assert (await fetch(worker)).outcome is Outcome.OK
     assert bytes(rig.slot(slab, 3)) == GOOD == bucket.held()
+    assert bucket.objects_asked == {"get_into": 2, "put": 1}
 
 
-async def test_a_reading_that_was_damaged_deletes_nothing(
-    deleting: Worker, bucket: Bucket, slab: Slab
+async def test_a_good_reading_after_a_while_clears_it(
+    worker: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.hold(GOOD)
     bucket.lies = [BAD]
-    end = await fetch(deleting)
-    assert (end.outcome, end.nbytes, end.reason) == (Outcome.OK, len(GOOD), "digest")
-    assert bytes(rig.slot(slab, 3)) == GOOD == bucket.held()
-    assert bucket.asked["delete"] == 0
+    assert (await fetch(worker)).outcome is Outcome.CORRUPT
+    now_s = source.now_s
+    monkeypatch.setattr(source, "now_s", lambda: now_s() + BARRED_S - 10.0)
+    assert (await fetch(worker)).reason == "quarantined"
+    monkeypatch.setattr(source, "now_s", lambda: now_s() + BARRED_S)
+    assert (await fetch(worker)).outcome is Outcome.OK
+    assert await upload(worker, slab) is Outcome.EXISTS
 
 
-@pytest.mark.parametrize("conditional", [True, False])
-async def test_what_another_engine_repaired_meanwhile_stays(
-    deleting: Worker, bucket: Bucket, slab: Slab, conditional: bool
-) -> None:
-    """Without conditional deletes a lost race costs a miss."""
-    bucket.hold(BAD)
-    bucket.repair_before_delete = GOOD
-    bucket.conditional_deletes = conditional
-    end = await fetch(deleting)
-    assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
-    if conditional:
-        assert end.detail.endswith("another process has replaced it")
-        assert bucket.held() == GOOD
-    else:
-        assert (await fetch(deleting)).outcome is Outcome.MISSING
-        assert await upload(deleting, slab) is Outcome.OK
-    assert (await fetch(deleting)).outcome is Outcome.OK
-
-
-async def test_one_that_is_gone_at_the_second_look_is_not_deleted(
-    deleting: Worker, bucket: Bucket
+async def test_one_that_is_gone_is_written_as_a_new_one(
+    worker: Worker, bucket: Bucket, slab: Slab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.lies = [BAD]
-    end = await fetch(deleting)
-    assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
-    assert end.detail.endswith("it is gone now")
-    assert bucket.asked["delete"] == 0
-
-
-async def test_one_that_may_not_be_deleted_is_ignored(
-    deleting: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket.hold(BAD)
-    bucket.may_delete = False
-    end = await fetch(deleting)
-    assert (end.outcome, end.reason) == (Outcome.CORRUPT, "digest")
-    assert "s3:DeleteObject" in end.detail
-    monkeypatch.setattr(source, "now_s", lambda: 1e9)
-    assert (await fetch(deleting)).reason == "quarantined", "it has been bad twice"
-    assert bucket.asked["delete"] == 1
-
-
-async def test_a_cancelled_second_look_leaves_it_for_the_next(
-    deleting: Worker, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket.hold(BAD)
-    held = asyncio.Event()
-
-    async def stuck(key: str) -> ObjectInfo | None:
-        held.set()
-        await asyncio.Event().wait()
-        return None
-
-    monkeypatch.setattr(bucket, "head", stuck)
-    deleting.say(rig.fetch(3, number=1))
-    await held.wait()
-    deleting.say(wire.Cancel(3))
-    assert (await deleting.done(1))[3].outcome is Outcome.CANCELLED
-    monkeypatch.undo()
-    assert (await fetch(deleting)).detail.endswith("it has been deleted")
+    assert (await fetch(worker)).outcome is Outcome.CORRUPT
+    now_s = source.now_s
+    monkeypatch.setattr(source, "now_s", lambda: now_s() + BARRED_S)
+    assert (await fetch(worker)).reason == ""
+    bucket.hold(GOOD)
+    assert await upload(worker, slab) is Outcome.EXISTS

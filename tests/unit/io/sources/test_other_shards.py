@@ -260,7 +260,6 @@ async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket, slab: Slab)
     assert bucket.reads == dict.fromkeys(map(key, (HALVES[0], WHOLE, *QUARTERS[:2])), 1)
 
 
-@pytest.mark.parametrize("on_corrupt", ["ignore", "delete"])
 @pytest.mark.parametrize(
     "bad",
     [
@@ -274,12 +273,12 @@ async def test_one_shape_lacks_it_and_another_has_it(bucket: Bucket, slab: Slab)
     ],
 )
 async def test_a_bad_shard_is_a_miss_and_stays_where_it_is(
-    bucket: Bucket, slab: Slab, bad: Any, on_corrupt: str
+    bucket: Bucket, slab: Slab, bad: Any
 ) -> None:
     await bucket.hold(*HALVES)
     data = bad(stored(HALVES[1]))
     await bucket.put(key(HALVES[1]), Place.of(data), if_absent=False)
-    async with reading(bucket, slab, WHOLE, on_corrupt=on_corrupt) as reader:
+    async with reading(bucket, slab, WHOLE) as reader:
         for _ in range(3):
             assert (await reader.fetch()).outcome is Outcome.MISSING
             assert reader.is_untouched()

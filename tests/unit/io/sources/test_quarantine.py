@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-
 import pytest
 
-from s3kv.io.sources.quarantine import SUSPECT_S, Quarantine
+from s3kv.io.sources.quarantine import BARRED_S, Quarantine
 
 
 def test_the_quarantine_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,33 +12,15 @@ def test_the_quarantine_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.Mo
     quarantine = Quarantine()
     for key in ("a", "b", "c", "a", "d"):
         quarantine.bad(key, 0.0)
-    assert [quarantine.suspects(key) for key in "abcd"] == [True, False, True, True]
+    assert [quarantine.holds(key) for key in "abcd"] == [True, False, True, True]
 
 
-NONE, SUSPECT, TWICE = "none", "suspect", "bad twice"
-TABLE = {
-    NONE: {"bad": SUSPECT, "lift": NONE, "exists": NONE, "certain": TWICE},
-    SUSPECT: {"bad": TWICE, "lift": NONE, "exists": NONE, "certain": TWICE},
-    TWICE: {"bad": TWICE, "lift": NONE, "exists": TWICE, "certain": TWICE},
-}
-"""What may be read after an event; a suspect that exists may, and is bad the next time."""
-SAYS: dict[str, Callable[[Quarantine], None]] = {
-    "bad": lambda quarantine: quarantine.bad("key", 0.0),
-    "lift": lambda quarantine: quarantine.lift("key"),
-    "exists": lambda quarantine: quarantine.exists("key"),
-    "certain": lambda quarantine: quarantine.bad("key", 0.0, certain=True),
-}
-
-
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(TABLE, SAYS)))
-def test_a_key_goes_where_the_table_says(state: str, event: str) -> None:
+def test_a_key_is_barred_for_a_while_after_each_bad_reading() -> None:
     quarantine = Quarantine()
-    for _ in range([NONE, SUSPECT, TWICE].index(state)):
-        quarantine.bad("key", 0.0)
-    SAYS[event](quarantine)
-    barred = quarantine.bars("key", 0.0), quarantine.bars("key", SUSPECT_S)
-    expected = {NONE: (False, False), SUSPECT: (True, False), TWICE: (True, True)}
-    assert barred == expected[TABLE[state][event]]
-    quarantine.bad("key", 0.0)
-    again = state == SUSPECT and event == "exists"
-    assert quarantine.bars("key", 1e9) == (again or TABLE[state][event] != NONE)
+    for now_s in (0.0, BARRED_S):
+        assert not quarantine.bars("key", now_s)
+        quarantine.bad("key", now_s)
+        assert quarantine.bars("key", now_s + BARRED_S - 1)
+    quarantine.lift("key")
+    assert not quarantine.bars("key", BARRED_S)
+    assert not quarantine.holds("key")
