@@ -19,14 +19,7 @@ from typing import Any, Protocol
 from benchmarks.simulation.gpu import PagePool
 from benchmarks.simulation.wire import Timeline
 from benchmarks.simulation.workload import CHUNK_TOKENS, Arrival
-from s3kv.messages import (
-    BucketJob,
-    JobEnd,
-    JobKind,
-    LoadJob,
-    StepPlan,
-    StepReport,
-)
+from s3kv.messages import BucketJob, JobEnd, JobKind, LoadJob, StepPlan, StepReport
 from s3kv.planning.kv import KVPlanner
 from s3kv.planning.requests import ScheduledRequest
 from s3kv.types import Outcome

@@ -7,6 +7,7 @@ without one that are kept for the whole session, one per set of engine arguments
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -14,6 +15,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -428,3 +430,29 @@ def serve(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Serve:
 @pytest.fixture(scope="session")
 def pictures(s3: S3Server, models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pictures:
     return Pictures(s3, vision.build(models_dir), tmp_path_factory.mktemp("pictures"))
+
+
+@dataclass(frozen=True)
+class Rig:
+    """What most tests take: the fixtures of these names, for a bucket and a folder of the test's
+    own."""
+
+    tiny: Path
+    models_dir: Path
+    tmp_path: Path
+    s3: S3Server
+    bucket: str
+    patient: dict[str, Any]
+    serve: Serve
+    launch: Launch
+    reference: References
+    truth: Truth
+
+    def objects(self) -> dict[str, int]:
+        """The key and the bytes of each object in the bucket."""
+        return self.s3.objects(self.bucket)
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(*(request.getfixturevalue(field.name) for field in dataclasses.fields(Rig)))

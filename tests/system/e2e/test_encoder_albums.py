@@ -7,13 +7,12 @@ stays there from one prompt to the next.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from lab import vision
 from lab.engine import Answer
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import patient_for, tokens
+from tests.system.e2e.conftest import Rig, patient_for, tokens
 from tests.system.e2e.pictures import Pictures, ask, counters, ec_connector
 
 ALBUM = {
@@ -32,17 +31,15 @@ PROMPTS = {
 DIFFERENT = len({image for prompt in PROMPTS.values() for image in prompt.images})
 
 
-def test_albums_are_encoded_once_and_loaded_in_any_order(
-    pictures: Pictures, s3: S3Server, bucket: str
-) -> None:
-    ec = ec_connector(s3, bucket)
+def test_albums_are_encoded_once_and_loaded_in_any_order(rig: Rig, pictures: Pictures) -> None:
+    ec = ec_connector(rig.s3, rig.bucket)
     with pictures(ec, **ALBUM) as engine:
         cold = engine.generate(list(PROMPTS.values()))
         count = counters(engine)
     assert [answer.finish_reason for answer in cold] == ["length"] * len(PROMPTS)
     assert count["hits"] == 0
     assert count["encoded"] > DIFFERENT, "the engine's own cache kept nothing that was needed again"
-    assert len(s3.objects(bucket)) == DIFFERENT
+    assert len(rig.objects()) == DIFFERENT
 
     with pictures(ec, **ALBUM) as engine:
         alone = engine.generate(list(PROMPTS.values()))
@@ -90,16 +87,14 @@ def test_one_prompt_takes_keys_and_values_and_items_from_the_bucket(
     assert count["hit_rows"] == left * vision.QUERY_TOKENS
 
 
-def test_an_item_larger_than_all_the_memory_there_is(
-    models_dir: Path, s3: S3Server, bucket: str, tmp_path: Path
-) -> None:
+def test_an_item_larger_than_all_the_memory_there_is(rig: Rig) -> None:
     """It is encoded every time, and neither asked for nor saved."""
-    model = vision.build(models_dir, query_tokens=600, hidden=1024)
+    model = vision.build(rig.models_dir, query_tokens=600, hidden=1024)
     sizes: dict[str, Any] = {"host_bytes": "1MiB"}
-    with Pictures(s3, model, tmp_path)(ec_connector(s3, bucket, **sizes)) as engine:
+    with Pictures(rig.s3, model, rig.tmp_path)(ec_connector(rig.s3, rig.bucket, **sizes)) as engine:
         answers: list[Answer] = engine.generate([ask(1), ask(2)])
         count = counters(engine)
     assert [answer.finish_reason for answer in answers] == ["length"] * 2
     assert (count["items_too_large"], count["encoded"], count["saves_dropped"]) == (2, 2, 2)
     assert count["fetches"] == 0
-    assert s3.objects(bucket) == {}
+    assert rig.objects() == {}

@@ -16,11 +16,9 @@ import torch
 
 from lab import models
 from lab.engine import Engine
-from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
-    Launch,
-    References,
+    Rig,
     Serve,
     at_rest,
     cached,
@@ -41,14 +39,12 @@ pytestmark = pytest.mark.timeout(2 * START_AND_STOP_S)
 @pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 KV cache on a CPU needs AVX-512"
 )
-def test_fp8_kv_cache(
-    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_fp8_kv_cache(rig: Rig) -> None:
     """In bf16: the hits are equally long."""
     args = {"kv_cache_dtype": "fp8"}
-    expected = reference(tiny, PROMPTS, **args)
+    expected = rig.reference(rig.tiny, PROMPTS, **args)
     for hit in (0, HIT):
-        with serve(tiny, patient, **args) as engine:
+        with rig.serve(rig.tiny, rig.patient, **args) as engine:
             assert cached(engine.generate(PROMPTS)) == [hit] * 3
             done = at_rest(engine)
             engine.reset_prefix_cache()
@@ -108,24 +104,17 @@ def test_a_prompt_of_32_000_tokens(models_dir: Path, patient: dict[str, Any], se
 
 
 @pytest.mark.long
-def test_two_data_parallel_engines_share_the_bucket(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    launch: Launch,
-) -> None:
+def test_two_data_parallel_engines_share_the_bucket(rig: Rig) -> None:
     """Each has a worker with an I/O process and a slab of its own, and what one has computed the
     next two read, whichever is asked."""
     prompts = models.prompts(6, 400, seed=53)
-    expected = tokens(reference(tiny, prompts, **FLOAT32))
+    expected = tokens(rig.reference(rig.tiny, prompts, **FLOAT32))
     for hit in (0, HIT):
-        with launch(tiny, patient, data_parallel_size=2, **FLOAT32) as engine:
+        with rig.launch(rig.tiny, rig.patient, data_parallel_size=2, **FLOAT32) as engine:
             assert len(engine.io_processes()) == 2
             mapped = Counter(slab for process in engine.processes() for slab in slabs(process))
             assert sorted(mapped.values()) == [2, 2], "a worker and its I/O process map a slab"
             answers = engine.generate(prompts, concurrency=6)
             assert (cached(answers), tokens(answers)) == ([hit] * 6, expected)
-            wait_until("all is in the bucket", lambda: len(s3.objects(bucket)) == 6 * 3)
+            wait_until("all is in the bucket", lambda: len(rig.objects()) == 6 * 3)
             assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0

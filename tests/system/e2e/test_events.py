@@ -12,8 +12,7 @@ import pytest
 import zmq
 
 from lab import models
-from lab.s3 import S3Server
-from tests.system.e2e.conftest import Serve, at_rest, cached, changed
+from tests.system.e2e.conftest import Rig, at_rest, cached, changed
 
 PROMPTS = models.prompts(2, 800)
 CHUNK_BYTES = 256 * 2_048 + 2 * 4_096
@@ -75,24 +74,16 @@ def blocks(prompt: list[int]) -> set[tuple[int, ...]]:
     return {tuple(prompt[at : at + 128]) for at in range(0, 128 * BLOCKS, 128)}
 
 
-def test_routers_are_told_what_becomes_of_chunks(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    serve: Serve,
-    router: Router,
-    tmp_path: Path,
-) -> None:
+def test_routers_are_told_what_becomes_of_chunks(rig: Rig, router: Router) -> None:
     first, second = PROMPTS
     # Host memory for one prompt, so that every prompt puts the one before it out.
-    little = changed(patient, chunk_tokens=256, host_bytes=3 * CHUNK_BYTES)
+    little = changed(rig.patient, chunk_tokens=256, host_bytes=3 * CHUNK_BYTES)
     publish = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"ipc://{tmp_path}/events",
+        "endpoint": f"ipc://{rig.tmp_path}/events",
     }
-    with serve(tiny, little, kv_events_config=publish) as engine:
+    with rig.serve(rig.tiny, little, kv_events_config=publish) as engine:
 
         def ask(prompt: list[int]) -> int | None:
             (answer,) = engine.generate([prompt])
@@ -117,8 +108,8 @@ def test_routers_are_told_what_becomes_of_chunks(
 
         ask(second)
         router.removed.clear()  # what the bucket has shown again was withdrawn first
-        for key in s3.objects(bucket):
-            s3.client().delete_object(Bucket=bucket, Key=key)
+        for key in rig.objects():
+            rig.s3.client().delete_object(Bucket=rig.bucket, Key=key)
         engine.reset_prefix_cache()
         assert ask(first) == 0
         # A slow answer for a chunk behind the first leaves its save to the next request.

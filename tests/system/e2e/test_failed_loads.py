@@ -6,15 +6,13 @@ failure computes wrong tokens from them. Run with every vLLM that s3kv supports.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lab import models
 from lab.engine import Engine
-from lab.s3 import S3Server
-from tests.system.e2e.conftest import SECOND, References, tokens
+from tests.system.e2e.conftest import SECOND, Rig, tokens
 
 PROMPTS = models.prompts(2, 4 * 128 + 40)
 
@@ -33,18 +31,14 @@ def held_in_host_memory(engine: Engine, expected: list[list[int]]) -> None:
     ],
 )
 def test_a_failed_load_never_becomes_a_wrong_token(
-    tiny: Path,
-    s3: S3Server,
-    patient: dict[str, Any],
-    reference: References,
-    tmp_path: Path,
-    policy: str,
-    runner: dict[str, Any],
+    rig: Rig, policy: str, runner: dict[str, Any]
 ) -> None:
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    connector = patient | {"kv_load_failure_policy": policy}
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    connector = rig.patient | {"kv_load_failure_policy": policy}
     args = {"dtype": "float32", **runner}
-    with Engine(tiny, connector=connector, log_path=tmp_path / "log", env=s3.env, **args) as engine:
+    with Engine(
+        rig.tiny, connector=connector, log_path=rig.tmp_path / "log", env=rig.s3.env, **args
+    ) as engine:
         held_in_host_memory(engine, expected)
         # The blocks that the loads below get hold these prompts' KV.
         engine.generate([prompt[::-1] for prompt in PROMPTS])

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,14 +17,7 @@ from lab import models
 from lab.engine import Answer, Engine, EngineFailed
 from lab.s3 import S3Server, moto_process
 from lab.service import free_ports
-from tests.system.e2e.conftest import (
-    SECOND,
-    References,
-    Serve,
-    changed,
-    patient_for,
-    tokens,
-)
+from tests.system.e2e.conftest import SECOND, References, Rig, changed, patient_for, tokens
 from tests.system.e2e.servers import denying_server, valve
 
 CHUNKS = 4
@@ -96,15 +88,15 @@ def test_wrong_credentials_no_start(tiny: Path, weed: S3Server, tmp_path: Path) 
 # ------------------------------------------------------------------------------ while serving
 
 
-def test_permissions_that_allow_nothing(
-    tiny: Path, s3: S3Server, tmp_path: Path, expected: list[Answer]
-) -> None:
+def test_permissions_that_allow_nothing(rig: Rig, expected: list[Answer]) -> None:
     """The log names each permission that is missing, once, however often it is missed."""
-    log = tmp_path / "log"
+    log = rig.tmp_path / "log"
     with denying_server() as url:
-        connector = patient_for(S3Server(url, s3.env), "kv-cache", fails=True)
+        connector = patient_for(S3Server(url, rig.s3.env), "kv-cache", fails=True)
         connector = changed(connector, on_unavailable="serve")
-        with Engine(tiny, connector=connector, log_path=log, env=s3.env, dtype="float32") as engine:
+        with Engine(
+            rig.tiny, connector=connector, log_path=log, env=rig.s3.env, dtype="float32"
+        ) as engine:
             asker = Asker(engine, expected)
             asker.ask(0, 1)
             asker.ask(2)
@@ -160,13 +152,11 @@ def store() -> Iterator[Store]:
     it.kill()
 
 
-def test_a_store_that_comes_and_goes(
-    tiny: Path, s3: S3Server, serve: Serve, store: Store, expected: list[Answer]
-) -> None:
+def test_a_store_that_comes_and_goes(rig: Rig, store: Store, expected: list[Answer]) -> None:
     """Not there at the start, then there, killed in the middle of fetches, and there again."""
-    connector = patient_for(S3Server(store.url, s3.env), Store.BUCKET, fails=True)
+    connector = patient_for(S3Server(store.url, rig.s3.env), Store.BUCKET, fails=True)
     connector = changed(connector, on_unavailable="serve", **FEW_SLOTS)
-    with serve(tiny, connector, dtype="float32") as engine:
+    with rig.serve(rig.tiny, connector, dtype="float32") as engine:
         asker = Asker(engine, expected)
         asker.ask(0, 1)
         asker.ask(*range(len(PROMPTS)))
@@ -174,8 +164,7 @@ def test_a_store_that_comes_and_goes(
         store.start()
         everything = CHUNKS * len(PROMPTS)
         asker.ask_until(
-            "everything is in the bucket",
-            lambda: len(store.s3.objects(Store.BUCKET)) == everything,
+            "everything is in the bucket", lambda: len(store.s3.objects(Store.BUCKET)) == everything
         )
         asker.ask_until("the bucket is used", lambda: asker.bucket_hits() > 0)
 
@@ -202,14 +191,12 @@ def port_of(s3: S3Server) -> int:
 
 
 @pytest.mark.core
-def test_the_io_process_killed_in_the_middle(
-    tiny: Path, s3: S3Server, bucket: str, serve: Serve, expected: list[Answer]
-) -> None:
-    with valve(port_of(s3)) as slow:
+def test_the_io_process_killed_in_the_middle(rig: Rig, expected: list[Answer]) -> None:
+    with valve(port_of(rig.s3)) as slow:
         connector = changed(
-            patient_for(S3Server(slow.url, s3.env), bucket, fails=True), **FEW_SLOTS
+            patient_for(S3Server(slow.url, rig.s3.env), rig.bucket, fails=True), **FEW_SLOTS
         )
-        with serve(tiny, connector, dtype="float32", **SECOND) as engine:
+        with rig.serve(rig.tiny, connector, dtype="float32", **SECOND) as engine:
             asker = Asker(engine, expected)
             slow.shut_after(CHUNK_BYTES * 3 // 2)
             asker.ask(0, 1)
@@ -217,8 +204,7 @@ def test_the_io_process_killed_in_the_middle(
             kill_io(engine)
             slow.open()
             asker.ask_until(
-                "the uploads are made up for",
-                lambda: len(s3.objects(bucket)) == CHUNKS * len(PROMPTS),
+                "the uploads are made up for", lambda: len(rig.objects()) == CHUNKS * len(PROMPTS)
             )
 
             engine.reset_prefix_cache()
@@ -238,11 +224,9 @@ def kill_io(engine: Engine) -> None:
     process.kill()
 
 
-def test_the_io_process_stopped_and_the_engine_killed(
-    tiny: Path, patient: dict[str, Any], serve: Serve, expected: list[Answer]
-) -> None:
-    connector = changed(patient, max_wait_ms=1_500, **FEW_SLOTS)
-    with serve(tiny, connector, dtype="float32") as engine:
+def test_the_io_process_stopped_and_the_engine_killed(rig: Rig, expected: list[Answer]) -> None:
+    connector = changed(rig.patient, max_wait_ms=1_500, **FEW_SLOTS)
+    with rig.serve(rig.tiny, connector, dtype="float32") as engine:
         asker = Asker(engine, expected)
         asker.ask_until("the bucket is used", lambda: asker.bucket_hits() > 0)
         (process,) = engine.io_processes()

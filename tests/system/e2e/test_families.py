@@ -19,9 +19,7 @@ from lab.s3 import S3Server
 from s3kv.objects.headers import read_header
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
-    Launch,
-    References,
-    Serve,
+    Rig,
     at_rest,
     cached,
     changed,
@@ -130,27 +128,19 @@ def model_of(directory: Path, name: str) -> Path:
     "case",
     family_params(CASES, default={"gemma3", "lfm2", "qwen3_next"}, long={"gemma4", "llama4"}),
 )
-def test_every_tier_gives_the_tokens_of_a_local_hit(
-    case: Case,
-    models_dir: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-) -> None:
+def test_every_tier_gives_the_tokens_of_a_local_hit(rig: Rig, case: Case) -> None:
     """Then with the objects of each coverage zeroed, whose tokens differ: the objects matter."""
-    model = model_of(models_dir, case.name)
+    model = model_of(rig.models_dir, case.name)
     prompts = models.prompts(2, case.hit + 1)
     asks = [Ask(prompt, max_tokens=40) for prompt in prompts]
-    expected = tokens(reference(model, prompts, max_tokens=40, **case.args))
+    expected = tokens(rig.reference(model, prompts, max_tokens=40, **case.args))
     assert all(len(set(answer)) > 10 for answer in expected)
-    connector = changed(patient, integrity="none", chunk_tokens=case.chunk)
-    found = in_every_tier(serve, model, connector, asks, **case.args)
+    connector = changed(rig.patient, integrity="none", chunk_tokens=case.chunk)
+    found = in_every_tier(rig.serve, model, connector, asks, **case.args)
     check_tiers(found, expected, case.hit, cold=not case.states)
     for coverage in case.zeroed:
-        assert zeroed(s3, bucket, coverage) >= 2
-        with serve(model, connector, **case.args) as engine:
+        assert zeroed(rig.s3, rig.bucket, coverage) >= 2
+        with rig.serve(model, connector, **case.args) as engine:
             wrong = engine.generate(asks)
         assert cached(wrong) == [case.hit] * 2
         assert all(a != b for a, b in zip(tokens(wrong), expected, strict=True))
@@ -158,49 +148,39 @@ def test_every_tier_gives_the_tokens_of_a_local_hit(
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize("case", family_params(CASES, long={"gemma3"}))
-def test_on_the_second_generation_runner(
-    case: Case, models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_on_the_second_generation_runner(rig: Rig, case: Case) -> None:
     """It has tables, copies and zeroing of its own. In steps of 256 tokens windows move on while a
     prompt is computed."""
-    model = model_of(models_dir, case.name)
+    model = model_of(rig.models_dir, case.name)
     prompts = models.prompts(2, case.short + 1, seed=5)
     args = case.args | {"second_runner": True}
-    expected = tokens(reference(model, prompts, **(args if case.states else case.args)))
-    connector = changed(patient, chunk_tokens=case.chunk)
+    expected = tokens(rig.reference(model, prompts, **(args if case.states else case.args)))
+    connector = changed(rig.patient, chunk_tokens=case.chunk)
     steps = {} if case.states else {"max_num_batched_tokens": 256}
-    found = in_every_tier(serve, model, connector, prompts, **args, **steps)
+    found = in_every_tier(rig.serve, model, connector, prompts, **args, **steps)
     check_tiers(found, expected, case.short, cold=not case.states)
 
 
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 @pytest.mark.parametrize("case", family_params(CASES, long={"gemma3"}))
-def test_two_tensor_ranks(
-    case: Case,
-    models_dir: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    launch: Launch,
-) -> None:
+def test_two_tensor_ranks(rig: Rig, case: Case) -> None:
     """Each has its part of every object. Steps of 256 tokens: windows move on while a prompt is
     computed, and states end within it."""
-    model = model_of(models_dir, case.name)
+    model = model_of(rig.models_dir, case.name)
     prompts = models.prompts(2, case.short + 1, seed=5)
     asks = [Ask(prompt, max_tokens=case.answer) for prompt in prompts]
     args: dict[str, Any] = case.args
     if not case.states:
-        plain = reference.engine(model, **args)
+        plain = rig.reference.engine(model, **args)
         plain.generate(asks)
         expected = tokens(plain.generate(asks))
     args |= {"tensor_parallel_size": 2, "max_num_batched_tokens": 256}
-    connector = changed(patient, chunk_tokens=case.chunk)
+    connector = changed(rig.patient, chunk_tokens=case.chunk)
 
     def uploaded() -> bool:
-        return len(s3.objects(bucket)) == 2 * len(asks) * case.objects
+        return len(rig.objects()) == 2 * len(asks) * case.objects
 
-    with launch(model, connector, **args) as engine:
+    with rig.launch(model, connector, **args) as engine:
         cold = [answer for ask in asks for answer in engine.generate([ask])]
         if case.states:
             own = engine.generate(asks)
@@ -209,7 +189,7 @@ def test_two_tensor_ranks(
         wait_until("both ranks have uploaded", uploaded, 120.0)
         engine.reset_prefix_cache()
         host = engine.generate(asks)
-    with launch(model, connector, **args) as engine:
+    with rig.launch(model, connector, **args) as engine:
         warm = engine.generate(asks)
         metrics = engine.metrics()
     assert metrics["vllm:s3kv_hit_tokens_bucket_total"] == 2 * case.short
@@ -218,21 +198,19 @@ def test_two_tensor_ranks(
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
-    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(rig: Rig) -> None:
     """Steps of 256 tokens and few blocks: what a group gives up is another group's in the same
     step, and saves read blocks that the next step wants.
     """
-    model = families.build(models_dir, families.GEMMA3)
+    model = families.build(rig.models_dir, families.GEMMA3)
     asks = shared_prefix(6)
-    expected = tokens(reference.engine(model, **EXACT).generate(asks))
+    expected = tokens(rig.reference.engine(model, **EXACT).generate(asks))
     tight = EXACT | {
         "max_model_len": 1_024,
         "max_num_batched_tokens": 256,
         "num_gpu_blocks_override": 40,
     }
-    with serve(model, patient, **tight) as engine:
+    with rig.serve(model, rig.patient, **tight) as engine:
         assert tokens(engine.generate(asks[:1])) == expected[:1]
         at_rest(engine)
         engine.reset_prefix_cache()
@@ -250,19 +228,17 @@ def test_a_shared_prefix_is_hit_while_blocks_wander_from_group_to_group(
 @needs_short_convolutions
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_a_shared_prefix_of_states_is_hit_by_the_second_question(
-    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_a_shared_prefix_of_states_is_hit_by_the_second_question(rig: Rig) -> None:
     """With steps of 256 tokens, one of which ends with the prefix. vLLM's own cache, which has the
     reference, keeps that state only if it is told to keep all.
     """
-    model = families.build(models_dir, families.LFM2)
+    model = families.build(rig.models_dir, families.LFM2)
     asks = shared_prefix(2)
     args = LFM2.args | {"max_num_batched_tokens": 256}
-    without = reference.engine(model, **args, prefix_cache_retention_interval=128)
+    without = rig.reference.engine(model, **args, prefix_cache_retention_interval=128)
     expected = without.generate(asks)
     assert cached(expected) == [0, SHARED]
-    with serve(model, patient, **args) as engine:
+    with rig.serve(model, rig.patient, **args) as engine:
         first = engine.generate(asks[:1])
         at_rest(engine)
         engine.reset_prefix_cache()

@@ -14,7 +14,7 @@ import pytest
 from lab.engine import Answer
 from lab.proxy import proxy
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import References, Serve, changed, patient_for
+from tests.system.e2e.conftest import References, Rig, changed, patient_for
 from tests.system.e2e.test_failures import CHUNKS, FEW_SLOTS, PROMPTS, Asker
 from tests.system.faults.cases import CASES
 
@@ -43,17 +43,14 @@ def expected(tiny: Path, reference: References) -> list[Answer]:
     return reference(tiny, PROMPTS, dtype="float32")
 
 
-def test_one_of_each_kind(
-    tiny: Path, s3: S3Server, bucket: str, serve: Serve, expected: list[Answer]
-) -> None:
-    with proxy(str(s3.url)) as store:
-        connector = patient_for(S3Server(store.url, s3.env), bucket, fails=True)
+def test_one_of_each_kind(rig: Rig, expected: list[Answer]) -> None:
+    with proxy(str(rig.s3.url)) as store:
+        connector = patient_for(S3Server(store.url, rig.s3.env), rig.bucket, fails=True)
         connector = changed(connector, **FEW_SLOTS, **SOON)
-        with serve(tiny, connector, dtype="float32") as engine:
+        with rig.serve(rig.tiny, connector, dtype="float32") as engine:
             asker = Asker(engine, expected)
             asker.ask_until(
-                "everything is in the bucket",
-                lambda: len(s3.objects(bucket)) >= CHUNKS * len(PROMPTS),
+                "everything is in the bucket", lambda: len(rig.objects()) >= CHUNKS * len(PROMPTS)
             )
             asker.ask_until("the bucket is used", lambda: asker.bucket_hits() > 0)
             for name, times in STRUCK.items():

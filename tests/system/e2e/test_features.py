@@ -20,13 +20,7 @@ import pytest
 from lab import models
 from lab.engine import Engine
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import (
-    START_AND_STOP_S,
-    Serve,
-    at_rest,
-    new_bucket,
-    patient_for,
-)
+from tests.system.e2e.conftest import START_AND_STOP_S, Serve, at_rest, new_bucket, patient_for
 
 ARGS: dict[str, Any] = {
     "dtype": "float32",

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from lab import models, smollm
 from lab.engine import Ask, Engine, EngineFailed
-from tests.system.e2e.conftest import References
+from tests.system.e2e.conftest import References, Rig
 
 PROMPTS = models.prompts(2, 800)
 
@@ -35,23 +35,21 @@ def test_model_is_a_function_of_its_seed(tmp_path: Path) -> None:
     assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
 
 
-def test_kv_reaches_a_new_process_and_decides_the_tokens(
-    tiny: Path, tmp_path: Path, reference: References
-) -> None:
+def test_kv_reaches_a_new_process_and_decides_the_tokens(rig: Rig) -> None:
     """Cold, then warm in a new process, then with zeroed files: hit, same tokens, other tokens."""
-    expected = reference(tiny, PROMPTS)
+    expected = rig.reference(rig.tiny, PROMPTS)
     assert [a.cached_tokens for a in expected] == [768, 768]
-    config = example_connector(tmp_path / "kv")
+    config = example_connector(rig.tmp_path / "kv")
 
-    with Engine(tiny, connector=config, log_path=tmp_path / "cold.log") as engine:
+    with Engine(rig.tiny, connector=config, log_path=rig.tmp_path / "cold.log") as engine:
         cold = engine.generate(PROMPTS)
     assert [a.cached_tokens for a in cold] == [0, 0]
 
-    with Engine(tiny, connector=config, log_path=tmp_path / "warm.log") as engine:
+    with Engine(rig.tiny, connector=config, log_path=rig.tmp_path / "warm.log") as engine:
         warm = engine.generate(PROMPTS)
         metrics = engine.metrics()
         engine.reset_prefix_cache()
-        for file in (tmp_path / "kv").rglob("*.safetensors"):
+        for file in (rig.tmp_path / "kv").rglob("*.safetensors"):
             zeroed = {name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}
             save_file(zeroed, file)
         spoilt = engine.generate(PROMPTS)
@@ -119,13 +117,11 @@ def test_failures_are_told_with_the_log(tiny: Path, tmp_path: Path) -> None:
             pending.result(timeout_s=30.0)
 
 
-def test_an_interrupt_of_the_launch_is_passed_on(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_of_the_launch_is_passed_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "zygotes", None)
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Engine(tiny, log_path=tmp_path / "engine.log").start()
+        Engine(rig.tiny, log_path=rig.tmp_path / "engine.log").start()

@@ -25,14 +25,7 @@ from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT, Ask, Engine, EngineFailed, Pending
 from lab.hosts import Host, gateway, hosts, on_ray, start_ray
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import (
-    START_AND_STOP_S,
-    References,
-    cached,
-    changed,
-    slabs,
-    tokens,
-)
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, cached, changed, slabs, tokens
 from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import port_of, wait_until
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP, holds
@@ -182,43 +175,37 @@ def check_local(them: list[Host], env: dict[str, str]) -> None:
     ],
 )
 def test_killed_and_started_again_it_hits(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    tmp_path: Path,
-    spread: Spread,
-    engine_args: dict[str, Any],
-    parts: set[str],
+    rig: Rig, spread: Spread, engine_args: dict[str, Any], parts: set[str]
 ) -> None:
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    with hosts("one", "two") as them, valve(port_of(s3), gateway(them[0])) as store:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    with hosts("one", "two") as them, valve(port_of(rig.s3), gateway(them[0])) as store:
         settings = {
-            "connector": changed(patient, endpoint_url=store.url),
+            "connector": changed(rig.patient, endpoint_url=store.url),
             "dtype": "float32",
             **engine_args,
         }
-        with spread(them, tiny, tmp_path, s3.env, **settings) as cold:
+        with spread(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as cold:
             answers = cold.generate(PROMPTS[:2])
             assert cached(answers) == [0, 0]
             assert tokens(answers) == expected[:2]
             wait_until(
                 "both prompts are in the bucket",
-                lambda: holds(s3, bucket, 2 * CHUNKS, parts),
+                lambda: holds(rig.s3, rig.bucket, 2 * CHUNKS, parts),
                 120.0,
             )
-            check_local(them, s3.env)
+            check_local(them, rig.s3.env)
             restart(them, cold)
-        check_sound(s3, bucket)
-        with spread(them, tiny, tmp_path, s3.env, **settings) as warm:
+        check_sound(rig.s3, rig.bucket)
+        with spread(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as warm:
             answers = warm.generate(PROMPTS)
             assert cached(answers) == [CHUNKS * 128, CHUNKS * 128, 0]
             assert tokens(answers) == expected
             counts = warm.metrics()
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
             assert counts["vllm:s3kv_internal_errors_total"] == 0
-            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3 * CHUNKS, parts), 120.0)
+            wait_until(
+                "all is in the bucket", lambda: holds(rig.s3, rig.bucket, 3 * CHUNKS, parts), 120.0
+            )
         for host in them:
             wait_until(f"{host.name} has no slab", lambda host=host: not mapped_on(host))
 
@@ -256,21 +243,16 @@ def test_without_s3kv_a_host_cut_off_takes_the_engine(tiny: Path, tmp_path: Path
 
 
 def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_stored(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    tmp_path: Path,
+    rig: Rig,
 ) -> None:
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
     settings: dict[str, Any] = {"dtype": "float32", **TENSOR}
-    seed(tiny, s3, bucket, tmp_path, connector=patient, **settings)
-    stored = s3.everything(bucket)
-    with hosts("one", "two") as them, valve(port_of(s3), gateway(them[0])) as store:
-        settings["connector"] = changed(patient, endpoint_url=store.url)
-        with by_ray(them, tiny, tmp_path, s3.env | STEP_TIMEOUT, **settings) as engine:
-            check_local(them, s3.env)
+    seed(rig.tiny, rig.s3, rig.bucket, rig.tmp_path, connector=rig.patient, **settings)
+    stored = rig.s3.everything(rig.bucket)
+    with hosts("one", "two") as them, valve(port_of(rig.s3), gateway(them[0])) as store:
+        settings["connector"] = changed(rig.patient, endpoint_url=store.url)
+        with by_ray(them, rig.tiny, rig.tmp_path, rig.s3.env | STEP_TIMEOUT, **settings) as engine:
+            check_local(them, rig.s3.env)
             store.shut_after(CHUNK_BYTES)  # of the six that the ranks fetch
             pending = engine.begin_generate(PROMPTS[:1])
             store.wait_until_shut(120.0)
@@ -278,14 +260,16 @@ def test_a_host_cut_off_in_the_middle_of_a_load_takes_the_engine_and_nothing_sto
             store.open()
             wait_until("the other host has no slab", lambda: not mapped_on(them[0]), 60.0)
             restart(them, engine)
-        assert s3.everything(bucket) == stored
-        check_sound(s3, bucket)
-        with by_ray(them, tiny, tmp_path, s3.env, **settings) as fresh:
+        assert rig.s3.everything(rig.bucket) == stored
+        check_sound(rig.s3, rig.bucket)
+        with by_ray(them, rig.tiny, rig.tmp_path, rig.s3.env, **settings) as fresh:
             answers = fresh.generate(PROMPTS)
             assert cached(answers) == [CHUNKS * 128, CHUNKS * 128, 0]
             assert tokens(answers) == expected
             counts = fresh.metrics()
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == 2 * CHUNKS * 128
             assert counts["vllm:s3kv_internal_errors_total"] == 0
-            wait_until("all is in the bucket", lambda: holds(s3, bucket, 3 * CHUNKS, BOTH), 120.0)
-        check_sound(s3, bucket)
+            wait_until(
+                "all is in the bucket", lambda: holds(rig.s3, rig.bucket, 3 * CHUNKS, BOTH), 120.0
+            )
+        check_sound(rig.s3, rig.bucket)

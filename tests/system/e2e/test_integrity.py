@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from lab import models
-from lab.s3 import S3Server
 from s3kv.objects.headers import read_header
 from s3kv.objects.integrity import Integrity
-from tests.system.e2e.conftest import (
-    START_AND_STOP_S,
-    References,
-    Serve,
-    at_rest,
-    cached,
-    changed,
-    tokens,
-)
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, at_rest, cached, changed, tokens
 
 PROMPTS = models.prompts(2, 800)
 CHUNKS = 6
@@ -38,38 +26,30 @@ def forged(data: bytes, key: bytes) -> bytes:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
-def test_what_is_sealed_without_the_secret_is_a_miss(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-    tmp_path: Path,
-) -> None:
+def test_what_is_sealed_without_the_secret_is_a_miss(rig: Rig) -> None:
     """Zeros under the right keys would change the tokens (test_prefix.py shows it)."""
-    (tmp_path / "secret").write_text(SECRET)
-    settings = {"integrity": "blake3-keyed", "integrity_secret_file": str(tmp_path / "secret")}
-    connector = changed(patient, **settings)
-    expected = reference(tiny, PROMPTS)
-    with serve(tiny, connector) as engine:
+    (rig.tmp_path / "secret").write_text(SECRET)
+    settings = {"integrity": "blake3-keyed", "integrity_secret_file": str(rig.tmp_path / "secret")}
+    connector = changed(rig.patient, **settings)
+    expected = rig.reference(rig.tiny, PROMPTS)
+    with rig.serve(rig.tiny, connector) as engine:
         engine.generate(PROMPTS)
-    client = s3.client()
-    mine, *others = s3.objects(bucket)
+    client = rig.s3.client()
+    mine, *others = rig.objects()
     assert len(others) == 2 * CHUNKS - 1
-    with serve(tiny, connector) as engine:
+    with rig.serve(rig.tiny, connector) as engine:
         warm = engine.generate(PROMPTS)
     assert (cached(warm), tokens(warm)) == (cached(expected), tokens(expected))
 
     for key in (mine, *others):
-        data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
-        client.put_object(Bucket=bucket, Key=key, Body=forged(data, bytes(32)))
-    with serve(tiny, connector) as engine:
+        data = client.get_object(Bucket=rig.bucket, Key=key)["Body"].read()
+        client.put_object(Bucket=rig.bucket, Key=key, Body=forged(data, bytes(32)))
+    with rig.serve(rig.tiny, connector) as engine:
         cold = engine.generate(PROMPTS)
         done = at_rest(engine)
         said = engine.log_path.read_text()
     assert cached(cold) == [0, 0]
-    assert tokens(cold) == tokens(reference(tiny, PROMPTS, hit_tokens=0))
+    assert tokens(cold) == tokens(rig.reference(rig.tiny, PROMPTS, hit_tokens=0))
     assert done["fetch_corrupt"] == done["fetch_corrupt_digest"] == 2
     assert "fetch corrupt" in said
     assert SECRET not in said

@@ -19,7 +19,7 @@ import pytest
 from lab import models
 from lab.engine import Answer, Engine, Pending
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import References, Serve, changed, tokens
+from tests.system.e2e.conftest import Rig, Serve, changed, tokens
 from tests.system.kills.aftermath import check_objects, shared_files, slabs, wait_until
 
 CHUNKS = 4
@@ -133,16 +133,7 @@ def seed() -> int:
         pytest.param(8, marks=[pytest.mark.nightly, pytest.mark.timeout(3_600)]),
     ],
 )
-def test_an_engine_is_killed_and_the_next_one_is_right(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-    tmp_path: Path,
-    rounds: int,
-) -> None:
-    expected = reference(tiny, PROMPTS, **FLOAT32)
-    murder = Murder(s3, bucket, tmp_path, seed())
-    run(murder, serve, tiny, changed(patient, **FEW_SLOTS), expected, rounds=rounds)
+def test_an_engine_is_killed_and_the_next_one_is_right(rig: Rig, rounds: int) -> None:
+    expected = rig.reference(rig.tiny, PROMPTS, **FLOAT32)
+    murder = Murder(rig.s3, rig.bucket, rig.tmp_path, seed())
+    run(murder, rig.serve, rig.tiny, changed(rig.patient, **FEW_SLOTS), expected, rounds=rounds)

@@ -7,7 +7,6 @@ with AMX compute MLA in bf16 alone, so tests in float32 take the backend without
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,9 @@ import torch
 
 from lab import latent, models
 from lab.engine import Engine
-from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     START_AND_STOP_S,
-    Launch,
-    References,
-    Serve,
+    Rig,
     cached,
     check_tiers,
     in_every_tier,
@@ -58,22 +54,15 @@ needs_amx = pytest.mark.skipif(
     ],
 )
 def test_every_tier_serves_all_ranks_from_one_object(
-    models_dir: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    launch: Launch,
-    is_latent: bool,
-    ranks: int,
-    args: dict[str, Any],
+    rig: Rig, is_latent: bool, ranks: int, args: dict[str, Any]
 ) -> None:
-    model = latent.build(models_dir) if is_latent else models.build(models_dir, ONE_HEAD)
+    model = latent.build(rig.models_dir) if is_latent else models.build(rig.models_dir, ONE_HEAD)
 
-    def engine(connector: dict[str, Any] | None = patient) -> Engine:
-        return launch(model, connector, tensor_parallel_size=ranks, **args)
+    def engine(connector: dict[str, Any] | None = rig.patient) -> Engine:
+        return rig.launch(model, connector, tensor_parallel_size=ranks, **args)
 
     def in_bucket() -> int:
-        return len(s3.objects(bucket))
+        return len(rig.objects())
 
     with engine(None) as plain:
         plain.generate(PROMPTS)
@@ -83,7 +72,7 @@ def test_every_tier_serves_all_ranks_from_one_object(
     with engine() as cold:
         answers = cold.generate(PROMPTS[:1])
         wait_until("the first prompt is in the bucket", lambda: in_bucket() == CHUNKS)
-        of_the_first = set(s3.objects(bucket))
+        of_the_first = set(rig.objects())
         answers += cold.generate(PROMPTS[1:])
         assert cached(answers) == [0, 0]
         wait_until("all is in the bucket", lambda: in_bucket() == 2 * CHUNKS)
@@ -95,31 +84,29 @@ def test_every_tier_serves_all_ranks_from_one_object(
     if args.get("dtype") == "float32":
         assert tokens(answers) == tokens(expected)
     assert uploads == 2 * CHUNKS, "the first rank uploads"
-    found = shards(s3, bucket)
+    found = shards(rig.s3, rig.bucket)
     assert len(found) == 2 * CHUNKS
     assert {name for shard in found.values() for name in shard} == {"h0-0of1-l0-3of4"}
 
-    client = s3.client()
+    client = rig.s3.client()
     for key in of_the_first:
-        data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
-        client.put_object(Bucket=bucket, Key=key, Body=bytes(zeroed(data)))
+        data = bytearray(client.get_object(Bucket=rig.bucket, Key=key)["Body"].read())
+        client.put_object(Bucket=rig.bucket, Key=key, Body=bytes(zeroed(data)))
     with engine() as warm:
         zeros, read = warm.generate(PROMPTS)
         count = warm.metrics()
     assert zeros.cached_tokens == read.cached_tokens == HIT
     assert read.tokens == expected[1].tokens
     assert zeros.tokens != expected[0].tokens, "what is read does not matter"
-    assert count["vllm:s3kv_fetch_bytes_total"] == ranks * sum(s3.objects(bucket).values())
+    assert count["vllm:s3kv_fetch_bytes_total"] == ranks * sum(rig.objects().values())
     assert count["vllm:s3kv_internal_errors_total"] == 0
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
-def test_on_the_second_generation_runner(
-    models_dir: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
-    model = latent.build(models_dir)
+def test_on_the_second_generation_runner(rig: Rig) -> None:
+    model = latent.build(rig.models_dir)
     prompts = models.prompts(2, 400, seed=5)
     args = ARGS | {"second_runner": True}
-    expected = tokens(reference(model, prompts, **args))
-    check_tiers(in_every_tier(serve, model, patient, prompts, **args), expected, 384)
+    expected = tokens(rig.reference(model, prompts, **args))
+    check_tiers(in_every_tier(rig.serve, model, rig.patient, prompts, **args), expected, 384)

@@ -10,10 +10,10 @@ import pytest
 from lab import models
 from lab.engine import Engine, EngineFailed
 from lab.offloading import offloading
-from lab.s3 import S3Server
 from tests.system.e2e.conftest import (
     SECOND,
     References,
+    Rig,
     Serve,
     at_rest,
     cached,
@@ -51,20 +51,15 @@ def neighbour(**settings: Any) -> dict[str, Any]:
     ],
 )
 def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
-    first: bool,
-    tiny: Path,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-    tmp_path: Path,
+    rig: Rig, first: bool
 ) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
 
     def both(life: str) -> dict[str, Any]:
-        other = offloading({"type": "fs", "root_dir": str(tmp_path / life)}, 2**26)
-        return several(patient, other) if first else several(other, patient)
+        other = offloading({"type": "fs", "root_dir": str(rig.tmp_path / life)}, 2**26)
+        return several(rig.patient, other) if first else several(other, rig.patient)
 
-    with serve(tiny, both("first"), **FLOAT32) as engine:
+    with rig.serve(rig.tiny, both("first"), **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
         assert at_rest(engine)["upload_ok"] == 15
         engine.reset_prefix_cache()
@@ -72,7 +67,7 @@ def test_vllms_offloading_serves_from_its_memory_and_s3kv_a_new_process(
         assert tokens(answers) == expected
         assert cached(answers) == [HIT] * 3
         assert (at_rest(engine)["hit_tokens_host"] == 3 * HIT) is first
-    with serve(tiny, both("second"), **FLOAT32) as engine:
+    with rig.serve(rig.tiny, both("second"), **FLOAT32) as engine:
         answers = engine.generate(PROMPTS)
         assert tokens(answers) == expected
         assert cached(answers) == [HIT] * 3
@@ -95,12 +90,10 @@ def test_behind_a_connector_with_a_handshake_s3kv_serves_from_the_second_step_on
             assert cached(answers) == [hit] * 3
 
 
-def test_the_request_of_the_first_step_is_computed_and_harms_nobody(
-    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    both = several(neighbour(greets=True), patient)
-    with serve(tiny, both, **FLOAT32, **SECOND) as engine:
+def test_the_request_of_the_first_step_is_computed_and_harms_nobody(rig: Rig) -> None:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    both = several(neighbour(greets=True), rig.patient)
+    with rig.serve(rig.tiny, both, **FLOAT32, **SECOND) as engine:
         assert tokens(engine.generate(PROMPTS, concurrency=3)) == expected
         before = at_rest(engine)["saves"]
         engine.reset_prefix_cache()
@@ -110,36 +103,32 @@ def test_the_request_of_the_first_step_is_computed_and_harms_nobody(
         assert before <= 10
 
 
-def test_with_the_handshakes_the_other_way_round_vllm_does_not_start(
-    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
-) -> None:
-    both = several(patient, neighbour(greets=True))
-    engine = Engine(tiny, connector=both, log_path=tmp_path / "log", env=s3.env)
+def test_with_the_handshakes_the_other_way_round_vllm_does_not_start(rig: Rig) -> None:
+    both = several(rig.patient, neighbour(greets=True))
+    engine = Engine(rig.tiny, connector=both, log_path=rig.tmp_path / "log", env=rig.s3.env)
     with pytest.raises(EngineFailed, match="WorkerHandshake"):
         engine.start()
 
 
-def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(
-    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
-    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    both = several(neighbour(greets=True), changed(patient, bucket="nobodys-bucket"))
-    with serve(tiny, both, at_rest=False, **FLOAT32) as engine:
+def test_a_bucket_that_is_not_there_leaves_the_engine_without_its_cache(rig: Rig) -> None:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    both = several(neighbour(greets=True), changed(rig.patient, bucket="nobodys-bucket"))
+    with rig.serve(rig.tiny, both, at_rest=False, **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
         log = engine.log_path.read_text("utf-8")
     assert "bucket 'nobodys-bucket' cannot be used" in log
     assert "runs without its cache" in log
 
 
-def test_nothing_is_saved_of_what_another_connector_loads_while_the_step_runs(
-    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_nothing_is_saved_of_what_another_connector_loads_while_the_step_runs(rig: Rig) -> None:
     """Here it loads nothing, and the engine computes with what is in the blocks."""
-    expected = tokens(reference(tiny, PROMPTS, **FLOAT32))
-    with serve(tiny, several(neighbour(offers=256), patient), **FLOAT32, **SECOND) as engine:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, **FLOAT32))
+    with rig.serve(
+        rig.tiny, several(neighbour(offers=256), rig.patient), **FLOAT32, **SECOND
+    ) as engine:
         engine.generate(PROMPTS)
         assert at_rest(engine)["saves"] == 0
-    with serve(tiny, patient, **FLOAT32) as engine:
+    with rig.serve(rig.tiny, rig.patient, **FLOAT32) as engine:
         assert tokens(engine.generate(PROMPTS)) == expected
         done = at_rest(engine)
         assert done["hit_tokens_bucket"] == 0

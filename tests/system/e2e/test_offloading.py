@@ -12,7 +12,7 @@ import pytest
 from lab import families, models
 from lab.engine import Answer, Engine
 from lab.offloading import offloading
-from tests.system.e2e.conftest import START_AND_STOP_S, Serve, at_rest, cached, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, at_rest, cached, tokens
 from tests.system.e2e.test_failures import wait_until
 
 (SYSTEM_PROMPT,) = models.prompts(1, 2_000, seed=70)
@@ -36,25 +36,20 @@ ARGS: dict[str, Any] = {
     ],
 )
 def test_a_repeated_and_a_shared_prompt(
-    build: Callable[[Path], Path],
-    shared: int,
-    models_dir: Path,
-    patient: dict[str, Any],
-    serve: Serve,
-    tmp_path: Path,
+    rig: Rig, build: Callable[[Path], Path], shared: int
 ) -> None:
     """A system prompt with two questions: the first is asked again, and then the second. shared:
     its tokens up to the last chunk's end, and for states up to the last step's end.
     """
-    model = build(models_dir)
+    model = build(rig.models_dir)
 
     def ask(engine: Engine, prompt: list[int]) -> Answer:
         engine.reset_prefix_cache()
         (answer,) = engine.generate([prompt])
         return answer
 
-    folder = {"type": "fs", "root_dir": str(tmp_path / "folder")}
-    log = tmp_path / "log"
+    folder = {"type": "fs", "root_dir": str(rig.tmp_path / "folder")}
+    log = rig.tmp_path / "log"
     with Engine(model, connector=offloading(folder, 2**26), log_path=log, **ARGS) as engine:
         wait_until(
             "it has stored the first prompt",
@@ -62,7 +57,7 @@ def test_a_repeated_and_a_shared_prompt(
             START_AND_STOP_S,
         )
         theirs = [ask(engine, prompt) for prompt in (FIRST, SECOND)]
-    with serve(model, patient, **ARGS) as engine:
+    with rig.serve(model, rig.patient, **ARGS) as engine:
         ask(engine, FIRST)
         at_rest(engine)
         ours = [ask(engine, prompt) for prompt in (FIRST, SECOND)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +16,7 @@ from lab import models
 from lab.engine import Ask
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
-from tests.system.e2e.conftest import (
-    START_AND_STOP_S,
-    Launch,
-    References,
-    Serve,
-    at_rest,
-    cached,
-    tokens,
-)
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, at_rest, cached, tokens
 from tests.system.e2e.test_failures import wait_until
 
 PROMPTS = models.prompts(2, 800)
@@ -71,28 +62,19 @@ def holds(s3: S3Server, bucket: str, chunks: int, parts: set[str]) -> bool:
         ),
     ],
 )
-def test_two_ranks(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    launch: Launch,
-    engine_args: dict[str, Any],
-    ranks: set[str],
-) -> None:
+def test_two_ranks(rig: Rig, engine_args: dict[str, Any], ranks: set[str]) -> None:
     """A new process hits what both ranks have, and nothing of what one of them has lost."""
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
 
     args = {"dtype": "float32", **engine_args}
 
     def everything(prompts: int) -> bool:
-        return holds(s3, bucket, prompts * CHUNKS, ranks)
+        return holds(rig.s3, rig.bucket, prompts * CHUNKS, ranks)
 
-    with launch(tiny, patient, **args) as cold:
+    with rig.launch(rig.tiny, rig.patient, **args) as cold:
         answers = cold.generate(PROMPTS[:1])
         wait_until("the first prompt is in the bucket", lambda: everything(1))
-        of_the_first = shards(s3, bucket)
+        of_the_first = shards(rig.s3, rig.bucket)
         answers += cold.generate(PROMPTS[1:])
         local = cold.generate(PROMPTS)
     assert cached(answers + local) == [0, 0, CHUNKS * 128, CHUNKS * 128]
@@ -101,8 +83,8 @@ def test_two_ranks(
 
     lost = max(ranks)
     for keys in of_the_first.values():
-        s3.client().delete_object(Bucket=bucket, Key=keys[lost])
-    with launch(tiny, patient, **args) as warm:
+        rig.s3.client().delete_object(Bucket=rig.bucket, Key=keys[lost])
+    with rig.launch(rig.tiny, rig.patient, **args) as warm:
         answers = warm.generate(PROMPTS)
         assert cached(answers) == [0, CHUNKS * 128]
         assert tokens(answers) == expected
@@ -132,27 +114,19 @@ def check_counts(metrics: Mapping[str, float]) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_new_weights_find_nothing_of_the_old_on_any_rank(
-    tiny: Path,
-    models_dir: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    launch: Launch,
-) -> None:
+def test_new_weights_find_nothing_of_the_old_on_any_rank(rig: Rig) -> None:
     """The weights of a running engine change, and vLLM resets the connector: nothing of before is
     ever loaded again, in host memory or from the bucket, and what is computed from then on is."""
-    new = models.build(models_dir, models.TINY, seed=1)
-    expected = tokens(reference(new, PROMPTS, dtype="float32"))
+    new = models.build(rig.models_dir, models.TINY, seed=1)
+    expected = tokens(rig.reference(new, PROMPTS, dtype="float32"))
 
     def saved(chunks: int) -> bool:
-        return holds(s3, bucket, chunks, BOTH)
+        return holds(rig.s3, rig.bucket, chunks, BOTH)
 
-    with launch(tiny, patient, dtype="float32", tensor_parallel_size=2) as engine:
+    with rig.launch(rig.tiny, rig.patient, dtype="float32", tensor_parallel_size=2) as engine:
         of_the_old = tokens(engine.generate(PROMPTS))
         wait_until("all is in the bucket", lambda: saved(2 * CHUNKS))
-        before = set(shards(s3, bucket))
+        before = set(shards(rig.s3, rig.bucket))
 
         engine.reload_weights(new)
         engine.reset_prefix_cache(connector=True)
@@ -160,7 +134,7 @@ def test_new_weights_find_nothing_of_the_old_on_any_rank(
         assert cached(answers) == [0, 0]
         assert tokens(answers) == expected != of_the_old
         wait_until("all is in the bucket again", lambda: saved(4 * CHUNKS))
-        assert before < set(shards(s3, bucket))
+        assert before < set(shards(rig.s3, rig.bucket))
 
         engine.reset_prefix_cache()
         answers = engine.generate(PROMPTS)
@@ -169,33 +143,26 @@ def test_new_weights_find_nothing_of_the_old_on_any_rank(
         assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
 
 
-def test_two_engines_at_once(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-) -> None:
+def test_two_engines_at_once(rig: Rig) -> None:
     """Both compute the same prompts at the same time, and both upload every chunk."""
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
     everything = len(PROMPTS) * CHUNKS
     with (
-        serve(tiny, patient, dtype="float32") as one,
-        serve(tiny, patient, dtype="float32") as other,
+        rig.serve(rig.tiny, rig.patient, dtype="float32") as one,
+        rig.serve(rig.tiny, rig.patient, dtype="float32") as other,
     ):
         pending = [e.begin_generate(PROMPTS, concurrency=2) for e in (one, other)]
         for answers in pending:
             assert [a["tokens"] for a in answers.result()] == expected
         uploads = at_rest(one) + at_rest(other)
-        assert uploads["upload_ok"] == len(s3.objects(bucket)) == everything
+        assert uploads["upload_ok"] == len(rig.objects()) == everything
         assert uploads["upload_failed"] == 0
         for engine in (one, other):
             engine.reset_prefix_cache()
             answers = engine.generate(PROMPTS)
             assert cached(answers) == [CHUNKS * 128] * 2
             assert tokens(answers) == expected
-    with serve(tiny, patient, dtype="float32") as third:
+    with rig.serve(rig.tiny, rig.patient, dtype="float32") as third:
         answers = third.generate(PROMPTS)
         assert at_rest(third)["hit_tokens_bucket"] == everything * 128
     assert cached(answers) == [CHUNKS * 128] * 2

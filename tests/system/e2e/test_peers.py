@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.peers import contenders
@@ -12,21 +10,19 @@ from benchmarks.peers.proof import faults
 from benchmarks.rig import CHUNK_TOKENS
 from lab.engine import Engine
 from lab.models import prompts
-from lab.s3 import S3Server
+from tests.system.e2e.conftest import Rig
 
 
 @pytest.mark.parametrize("tier", ["fs", pytest.param("s3kv", marks=pytest.mark.nightly)])
-def test_vllms_offloading_connector_hits_on_a_cpu(
-    tier: str, tiny: Path, s3: S3Server, bucket: str, tmp_path: Path
-) -> None:
+def test_vllms_offloading_connector_hits_on_a_cpu(rig: Rig, tier: str) -> None:
     if tier == "fs":
-        contender = contenders.offloading_fs(tmp_path, "run", host_gib=2)
+        contender = contenders.offloading_fs(rig.tmp_path, "run", host_gib=2)
     else:
-        contender = contenders.offloading_s3kv(Bucket(s3, bucket), "run", host_gib=2)
+        contender = contenders.offloading_s3kv(Bucket(rig.s3, rig.bucket), "run", host_gib=2)
     asks = prompts(3, 2 * CHUNK_TOKENS + 50, seed=3)
-    env = {**s3.env, **contender.env}
+    env = {**rig.s3.env, **contender.env}
     with Engine(
-        tiny, connector=contender.connector, log_path=tmp_path / "engine.log", env=env
+        rig.tiny, connector=contender.connector, log_path=rig.tmp_path / "engine.log", env=env
     ) as engine:
         engine.generate(asks)
         local = engine.generate(asks)

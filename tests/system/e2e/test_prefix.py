@@ -23,6 +23,7 @@ from tests.system.e2e.conftest import (
     SECOND,
     START_AND_STOP_S,
     References,
+    Rig,
     Serve,
     at_rest,
     cached,
@@ -82,21 +83,14 @@ def library(s3: S3Server, tiny: Path, serve: Serve) -> Iterator[Library]:
         ),
     ],
 )
-def test_every_tier_serves_a_prefix(
-    tiny: Path,
-    s3: S3Server,
-    library: Library,
-    serve: Serve,
-    reference: References,
-    second_runner: bool,
-) -> None:
+def test_every_tier_serves_a_prefix(rig: Rig, library: Library, second_runner: bool) -> None:
     """On either model runner, from a bucket that the first one has filled."""
-    expected = reference(tiny, PROMPTS, second_runner=second_runner)
+    expected = rig.reference(rig.tiny, PROMPTS, second_runner=second_runner)
     assert cached(expected) == [HIT] * 4
     all_chunks = 4 * CHUNKS
     with (
-        new_bucket(s3, like=library.bucket) as bucket,
-        serve(tiny, patient_for(s3, bucket), second_runner=second_runner) as engine,
+        new_bucket(rig.s3, like=library.bucket) as bucket,
+        rig.serve(rig.tiny, patient_for(rig.s3, bucket), second_runner=second_runner) as engine,
     ):
         # A process that has seen nothing: the bucket.
         answers = engine.generate(PROMPTS)
@@ -106,7 +100,7 @@ def test_every_tier_serves_a_prefix(
         assert done == {
             "fetches": all_chunks,
             "fetch_ok": all_chunks,
-            "fetch_bytes": sum(s3.objects(bucket).values()),
+            "fetch_bytes": sum(rig.s3.objects(bucket).values()),
             "hit_tokens_bucket": 4 * HIT,
             **LOADED,
         }
@@ -136,7 +130,7 @@ def test_every_tier_serves_a_prefix(
         assert cached(answers) == [0] * 4
         assert done["fetch_ok"] == done["hit_tokens_host"] == done["hit_tokens_bucket"] == 0
         assert done["upload_ok"] == all_chunks
-        assert len(s3.objects(bucket)) == 2 * all_chunks
+        assert len(rig.s3.objects(bucket)) == 2 * all_chunks
         # … what is computed from then on is.
         assert engine.call("lab.audit:reset", connector=False)
         before = at_rest(engine)
@@ -195,9 +189,7 @@ def test_bytes_of_the_bucket_decide_the_tokens_unless_they_are_damaged(
     assert [*replaced] == [key for key, data in replaced.items() if same_chunk(data, key)]
 
 
-def test_prompts_of_all_lengths(
-    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_prompts_of_all_lengths(rig: Rig) -> None:
     """Shorter than a chunk, whole chunks and nothing else, longer than a step of the engine; and
     one that leaves the common prefix before the end of what was saved.
     """
@@ -208,20 +200,20 @@ def test_prompts_of_all_lengths(
     forked = whole + tail
     short_steps = {"max_num_batched_tokens": 512, **FLOAT32, **SECOND}
 
-    with serve(tiny, patient, **short_steps) as engine:
+    with rig.serve(rig.tiny, rig.patient, **short_steps) as engine:
         asked = [short, whole, long]
         answers = engine.generate(asked)
         assert cached(answers) == [0, 0, 0]
-        assert tokens(answers) == tokens(reference(tiny, asked, **FLOAT32))
+        assert tokens(answers) == tokens(rig.reference(rig.tiny, asked, **FLOAT32))
         assert at_rest(engine)["upload_ok"] == 0 + 4 + 11
 
-    with serve(tiny, patient, **short_steps) as engine:
+    with rig.serve(rig.tiny, rig.patient, **short_steps) as engine:
         # The engine's cache answers `whole` but for its last block, which vLLM never takes from
         # there; the bucket's may cover a prompt to its end, of which then one token is computed.
         asked = [short, forked, whole, long]
         answers = engine.generate(asked)
         assert cached(answers) == [0, 512, 512, 1_408]
-        assert tokens(answers) == tokens(reference(tiny, asked, **FLOAT32))
+        assert tokens(answers) == tokens(rig.reference(rig.tiny, asked, **FLOAT32))
         done = at_rest(engine)
         assert done["hit_tokens_bucket"] + done["hit_tokens_host"] == 512 + 128 + 1_408
         assert done["fetch_ok"] == 4 + 11
@@ -229,23 +221,21 @@ def test_prompts_of_all_lengths(
         assert at_rest(engine)["upload_ok"] == (512 + 1_000) // 128 - 4
 
 
-def test_own_hit_ends_within_a_chunk(
-    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_own_hit_ends_within_a_chunk(rig: Rig) -> None:
     """Chunks of two blocks. A prompt that shares three blocks leaves the engine with half of the
     second chunk: the other half comes from host memory, and what it has is not overwritten.
     """
     (prompt,) = models.prompts(1, 800, seed=5)
     (tail,) = models.prompts(1, 300, seed=6)
     sibling = prompt[: 3 * 128] + tail
-    with serve(tiny, changed(patient, chunk_tokens=256), **FLOAT32, **SECOND) as engine:
+    with rig.serve(rig.tiny, changed(rig.patient, chunk_tokens=256), **FLOAT32, **SECOND) as engine:
         engine.generate([prompt])
         assert engine.call("lab.audit:reset", connector=False)
         before = at_rest(engine)
         answers = engine.generate([sibling, prompt])
         done = at_rest(engine) - before
     assert cached(answers) == [256, 768]
-    assert tokens(answers) == tokens(reference(tiny, [sibling, prompt], **FLOAT32))
+    assert tokens(answers) == tokens(rig.reference(rig.tiny, [sibling, prompt], **FLOAT32))
     assert done["hit_tokens_host"] == 256 + (768 - 3 * 128)
 
 

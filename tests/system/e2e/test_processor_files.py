@@ -14,8 +14,7 @@ import pytest
 
 from lab import vision
 from lab.engine import Ask
-from lab.s3 import S3Server
-from tests.system.e2e.conftest import cached, patient_for, tokens
+from tests.system.e2e.conftest import Rig, cached, patient_for, tokens
 from tests.system.e2e.pictures import Pictures, counters, ec_connector
 
 PROMPTS = [Ask([20 + n % 9 for n in range(104)], images=[image]) for image in range(1, 9)]
@@ -29,12 +28,10 @@ def model(models_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(vision.build(models_dir), tmp_path / "model"))
 
 
-def test_another_image_processor_is_never_answered_with_old_pictures(
-    s3: S3Server, bucket: str, model: Path, tmp_path: Path
-) -> None:
+def test_another_image_processor_is_never_answered_with_old_pictures(rig: Rig, model: Path) -> None:
     """The same weights, folder, prompts and settings; other means and deviations of the colours."""
-    pictures = Pictures(s3, model, tmp_path)
-    args = {**WITH_PREFIX_CACHE, "connector": patient_for(s3, bucket)}
+    pictures = Pictures(rig.s3, model, rig.tmp_path)
+    args = {**WITH_PREFIX_CACHE, "connector": patient_for(rig.s3, rig.bucket)}
     with pictures(None, **args) as engine:
         before = engine.generate(PROMPTS)
     file = model / "preprocessor_config.json"
@@ -45,7 +42,7 @@ def test_another_image_processor_is_never_answered_with_old_pictures(
     differ = [a != b for a, b in zip(tokens(right), tokens(before), strict=True)]
     assert sum(differ) > len(PROMPTS) // 2, "colours matter"
 
-    with pictures(ec_connector(s3, bucket), **args) as engine:
+    with pictures(ec_connector(rig.s3, rig.bucket), **args) as engine:
         answers = engine.generate(PROMPTS)
         encoded = counters(engine)["encoded"]
         engine.call("lab.audit:audit")

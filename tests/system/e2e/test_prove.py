@@ -16,6 +16,7 @@ from lab import models
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
 from lab.s3 import S3Server
 from s3kv.prove.prompts import make_prompts
+from tests.system.e2e.conftest import Rig
 
 VLLM = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024")
 SMALL = ("--prompts", "2", "--longest", "800", "--host-bytes", "64MiB")
@@ -73,10 +74,8 @@ def test_honest_kv_is_proven_in_every_arm(s3: S3Server, bucket: str, tmp_path: P
 
 @pytest.mark.e2e
 @pytest.mark.timeout(1_800)
-def test_a_page_that_was_wrong_before_the_digest_is_found(
-    s3: S3Server, bucket: str, tmp_path: Path
-) -> None:
-    settings = {"bucket": bucket, "endpoint_url": s3.url, "host_bytes": "64MiB"}
+def test_a_page_that_was_wrong_before_the_digest_is_found(rig: Rig) -> None:
+    settings = {"bucket": rig.bucket, "endpoint_url": rig.s3.url, "host_bytes": "64MiB"}
     spoiling = {
         "kv_connector": "SpoilingConnector",
         "kv_connector_module_path": "tests.system.e2e.spoiling",
@@ -85,7 +84,7 @@ def test_a_page_that_was_wrong_before_the_digest_is_found(
     }
     arms = ("--arms", "host,restart")
     code, report, said = prove(
-        s3, bucket, tmp_path, *arms, "--connector-json", json.dumps(spoiling)
+        rig.s3, rig.bucket, rig.tmp_path, *arms, "--connector-json", json.dumps(spoiling)
     )
     assert code == 1, said
     assert report["verdict"] == "WRONG: host, restart"

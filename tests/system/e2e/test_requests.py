@@ -21,6 +21,7 @@ from s3kv.planning.requests import PROBE_CHUNKS
 from tests.system.e2e.conftest import (
     SECOND,
     Aborts,
+    Rig,
     Serve,
     Truth,
     at_rest,
@@ -93,18 +94,16 @@ def test_a_crowd_fetches_each_chunk_once_and_a_second_turn_hits_the_first(
         assert done["hit_tokens_bucket"] == 799 // 128 * 128
 
 
-def test_preempted_requests_with_little_memory(
-    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth
-) -> None:
+def test_preempted_requests_with_little_memory(rig: Rig, connector: dict[str, Any]) -> None:
     """Six requests start together in a KV cache that holds half of what they end with, and a slab
     with half of their chunks; cold and warm.
     """
     little = changed(connector, host_bytes=16 * CHUNK_BYTES)
     sizes = {"num_gpu_blocks_override": 20, "max_model_len": 2_048, **FLOAT32}
     asks = [tail[:300] for tail in TAILS[:6]]
-    expected = truth(asks, max_tokens=400)
+    expected = rig.truth(asks, max_tokens=400)
     for life in ("cold", "warm"):
-        with serve(tiny, little, **sizes) as engine:
+        with rig.serve(rig.tiny, little, **sizes) as engine:
             answers = engine.generate(asks, max_tokens=400, concurrency=6)
             assert tokens(answers) == expected
             assert engine.metrics()["vllm:num_preemptions_total"] > 0
@@ -113,17 +112,15 @@ def test_preempted_requests_with_little_memory(
                 assert cached(answers) == [256] * 6
 
 
-def test_aborted_at_any_moment(
-    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth
-) -> None:
+def test_aborted_at_any_moment(rig: Rig, connector: dict[str, Any]) -> None:
     """Whenever a request is given up, it leaves nothing behind, and the next one with the same
     prompt is answered as if it had not been there.
     """
     hog = TAILS[10] + TAILS[11][:800]
     fresh = [LONG[i][:600] + TAILS[i] for i in range(6)]
     sizes = {"num_gpu_blocks_override": 24, "max_model_len": 2_900, "max_num_batched_tokens": 256}
-    with serve(tiny, connector, **sizes, **FLOAT32) as engine:
-        aborts = Aborts(engine, truth)
+    with rig.serve(rig.tiny, connector, **sizes, **FLOAT32) as engine:
+        aborts = Aborts(engine, rig.truth)
         abort_at, still_right = aborts.at, aborts.still_right
         abort_at("queued", LONG[0])
         assert still_right(LONG[0]) == HIT
@@ -140,7 +137,7 @@ def test_aborted_at_any_moment(
         pending = engine.begin_generate([LONG[2]])
         io_process.send_signal(signal.SIGCONT)
         (answer,) = pending.result()
-        assert [answer["tokens"]] == truth([LONG[2]])
+        assert [answer["tokens"]] == rig.truth([LONG[2]])
         assert answer["cached_tokens"] == HIT
 
         # Offered, but the engine has no room for it.
@@ -157,9 +154,7 @@ def test_aborted_at_any_moment(
         still_right(fresh[4])
 
 
-def test_a_private_request_leaves_nothing_behind(
-    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], serve: Serve, truth: Truth
-) -> None:
+def test_a_private_request_leaves_nothing_behind(rig: Rig) -> None:
     """Neither in host memory nor in the bucket, not even after a preemption. A public request with
     the same tokens saves them itself, also those that the engine's own cache still has.
     """
@@ -168,34 +163,32 @@ def test_a_private_request_leaves_nothing_behind(
     prompts = [tail[:300] for tail in TAILS[:6]]
     asks = [Ask(prompt, max_tokens=400, kv_transfer_params=private) for prompt in prompts]
     sizes = {"num_gpu_blocks_override": 20, "max_model_len": 2_048, **FLOAT32}
-    with serve(tiny, patient, **sizes) as engine:
-        assert tokens(engine.generate(asks, concurrency=6)) == truth(prompts, max_tokens=400)
+    with rig.serve(rig.tiny, rig.patient, **sizes) as engine:
+        assert tokens(engine.generate(asks, concurrency=6)) == rig.truth(prompts, max_tokens=400)
         assert engine.metrics()["vllm:num_preemptions_total"] > 0
         alone = at_rest(engine)
         assert (alone["saves"], alone["fetches"]) == (0, 0)
-        assert s3.objects(bucket) == {}
+        assert rig.objects() == {}
 
         engine.reset_prefix_cache()
         assert cached(engine.generate(prompts[:1])) == [0]
         assert cached(engine.generate([Ask(prompts[1], kv_transfer_params=private)])) == [0]
         assert cached(engine.generate([prompts[1]])) == [256]
         done = at_rest(engine)
-        assert done["upload_ok"] == done["saves"] == len(s3.objects(bucket)) == 4
+        assert done["upload_ok"] == done["saves"] == len(rig.objects()) == 4
         assert done["hit_tokens_host"] + done["hit_tokens_bucket"] == 0
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_roles(
-    tiny: Path, connector: dict[str, Any], serve: Serve, truth: Truth, role: str
-) -> None:
+def test_roles(rig: Rig, connector: dict[str, Any], role: str) -> None:
     """A producer saves and never loads, a consumer loads and never saves."""
     asked = [LONG[0], TAILS[0]]
-    with serve(tiny, connector | {"kv_role": role}, **FLOAT32, **SECOND) as engine:
+    with rig.serve(rig.tiny, connector | {"kv_role": role}, **FLOAT32, **SECOND) as engine:
         first = engine.generate(asked)
         assert engine.call("lab.audit:reset", connector=False)
         second = engine.generate(asked)
         done = at_rest(engine)
-    assert tokens(first) == tokens(second) == truth(asked)
+    assert tokens(first) == tokens(second) == rig.truth(asked)
     if role == "kv_producer":
         assert cached(first) == cached(second) == [0, 0]
         assert done["fetches"] == 0

@@ -27,7 +27,7 @@ from tests.system.e2e.conftest import (
     SECOND,
     START_AND_STOP_S,
     Aborts,
-    Launch,
+    Rig,
     Serve,
     Truth,
     at_rest,
@@ -176,18 +176,16 @@ def test_aborted_at_any_moment_while_scheduling_ahead(second_life: Engine, truth
     still_right(NEW[2])
 
 
-def test_blocks_are_read_before_the_next_step_zeroes_them(
-    tiny: Path, s3: S3Server, bucket: str, serve: Serve, truth: Truth
-) -> None:
+def test_blocks_are_read_before_the_next_step_zeroes_them(rig: Rig) -> None:
     """The runner zeroes a request's new blocks before it tells us which fences to set. With the
     guard against that, saves that are as late as can be still save what was there; without it they
     save zeros, and tokens are wrong.
     """
     prompts = models.prompts(6, 1_200, seed=23)
     sizes = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 1_600}
-    with serve(
-        tiny,
-        patient_for(s3, bucket),
+    with rig.serve(
+        rig.tiny,
+        patient_for(rig.s3, rig.bucket),
         prepare=f"{AS_ON_GPU}:zero_new_blocks",
         max_num_seqs=1,
         **sizes,
@@ -205,29 +203,22 @@ def test_blocks_are_read_before_the_next_step_zeroes_them(
         right = saved_late(prompts[:3], guarded=True)
         wrong = saved_late(prompts[3:], guarded=False)
     assert cached(right) == cached(wrong) == [1_200 // 128 * 128] * 3
-    assert tokens(right) == truth(prompts[:3])
-    assert wrong[0].tokens != truth(prompts[3:4])[0]
-    assert wrong[1].tokens != truth(prompts[4:5])[0]
+    assert tokens(right) == rig.truth(prompts[:3])
+    assert wrong[0].tokens != rig.truth(prompts[3:4])[0]
+    assert wrong[1].tokens != rig.truth(prompts[4:5])[0]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * START_AND_STOP_S)
-def test_two_ranks(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    truth: Truth,
-    launch: Launch,
-) -> None:
+def test_two_ranks(rig: Rig) -> None:
     """Each rank in a process of its own, interpreting its own kernels."""
     asked = PROMPTS[:2]
     args = {"tensor_parallel_size": 2, "start_timeout_s": START_AND_STOP_S, **ARGS}
 
     def saved() -> bool:
-        return holds(s3, bucket, 2 * CHUNKS, BOTH)
+        return holds(rig.s3, rig.bucket, 2 * CHUNKS, BOTH)
 
-    with launch(tiny, patient, **args) as engine:
+    with rig.launch(rig.tiny, rig.patient, **args) as engine:
         cold = engine.generate(asked, max_tokens=4)
         wait_until("all is in the bucket", saved, START_AND_STOP_S)
         engine.reset_prefix_cache()
@@ -235,7 +226,7 @@ def test_two_ranks(
         metrics = engine.metrics()
     assert cached(cold) == [0, 0]
     assert cached(warm) == [HIT, HIT]
-    assert tokens(cold) == tokens(warm) == truth(asked, 4)
+    assert tokens(cold) == tokens(warm) == rig.truth(asked, 4)
     assert metrics["vllm:s3kv_hit_tokens_host_total"] == 2 * HIT
     assert metrics["vllm:s3kv_internal_errors_total"] == 0
 

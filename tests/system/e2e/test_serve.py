@@ -24,9 +24,8 @@ import s3kv
 from lab import models
 from lab.constants import environment, split_connector
 from lab.engine import ENGINE_ARGS, ENVIRONMENT, ROOT
-from lab.s3 import S3Server
 from lab.service import free_ports
-from tests.system.e2e.conftest import START_AND_STOP_S, References, changed, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, changed, tokens
 from tests.system.e2e.servers import valve
 from tests.system.e2e.test_failures import CHUNK_BYTES, port_of, wait_until
 
@@ -182,32 +181,25 @@ def test_the_plugin_is_installed() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_serve_restart_serve(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    tmp_path: Path,
-) -> None:
+def test_serve_restart_serve(rig: Rig) -> None:
     """Ctrl-C in the middle of uploads: vLLM kills its engine at once, and all that the engine has
     started. The next server hits what has been uploaded, and computes and uploads the rest.
     """
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    by_name = dict(patient)
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    by_name = dict(rig.patient)
     del by_name["kv_connector_module_path"]
-    with valve(port_of(s3)) as slow:
+    with valve(port_of(rig.s3)) as slow:
         # The valve shuts before the second prompt asks: that one need not wait for long.
         connector = changed(by_name, endpoint_url=slow.url, max_wait_ms=2_000)
-        log = tmp_path / "cold.log"
-        with vllm_serve(tiny, connector, s3.env, log) as server:
+        log = rig.tmp_path / "cold.log"
+        with vllm_serve(rig.tiny, connector, rig.s3.env, log) as server:
             wait_until("the namespace is new", lambda: " is new; " in log.read_text(), 120.0)
             slow.shut_after(3 * CHUNK_BYTES)
             assert [server.complete(prompt) for prompt in PROMPTS] == expected
             assert server.metric("vllm:external_prefix_cache_queries_total") > 0
             assert server.metric("vllm:external_prefix_cache_hits_total") == 0
             slow.wait_until_shut(30.0)
-            under_way = len(s3.objects(bucket))
+            under_way = len(rig.objects())
             printed = len(log.read_text())
             server.interrupt()
             slow.open()
@@ -216,8 +208,8 @@ def test_serve_restart_serve(
     ours = f'File "{Path(s3kv.__file__).parent}/'  # vLLM may have a traceback of its own
     assert ours not in log.read_text()[printed:], "a traceback of ours"
 
-    log = tmp_path / "warm.log"
-    with vllm_serve(tiny, by_name, s3.env, log) as server:
+    log = rig.tmp_path / "warm.log"
+    with vllm_serve(rig.tiny, by_name, rig.s3.env, log) as server:
         assert [server.complete(prompt) for prompt in PROMPTS] == expected
         hits = server.metric("vllm:external_prefix_cache_hits_total")
         assert 0 < hits <= 2 * HIT_TOKENS
@@ -227,9 +219,9 @@ def test_serve_restart_serve(
         wait_until("it is known", lambda: " is known, " in log.read_text(), 120.0)
         server.interrupt()
         server.wait_until_gone(60.0)
-    logs = [tmp_path / "cold.log", tmp_path / "warm.log"]
+    logs = [rig.tmp_path / "cold.log", rig.tmp_path / "warm.log"]
     for log, known in zip(logs, ("new", "known"), strict=True):
-        check_lines(log, bucket, known)
+        check_lines(log, rig.bucket, known)
     said = {essence(line) for log in logs for line in messages(log.read_text())}
     shown = {essence(line) for line in messages(QUICK_START)}
     assert shown <= said, "the quick start shows lines that vLLM's log does not have"
@@ -278,38 +270,34 @@ def test_the_quick_start_shows_lines_of_a_log() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_a_server_that_is_given_time_finishes_its_uploads(
-    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_server_that_is_given_time_finishes_its_uploads(rig: Rig) -> None:
     """With `--shutdown-timeout`, an end in the middle of uploads loses nothing."""
-    with valve(port_of(s3)) as slow:
+    with valve(port_of(rig.s3)) as slow:
         settings = {"max_wait_ms": 2_000, "drain_timeout_s": 50.0}
-        connector = changed(patient, endpoint_url=slow.url, **settings)
+        connector = changed(rig.patient, endpoint_url=slow.url, **settings)
         time_to_drain = ("--shutdown-timeout", "60")
-        log = tmp_path / "server.log"
-        with vllm_serve(tiny, connector, s3.env, log, *time_to_drain) as server:
+        log = rig.tmp_path / "server.log"
+        with vllm_serve(rig.tiny, connector, rig.s3.env, log, *time_to_drain) as server:
             slow.shut_after(3 * CHUNK_BYTES)
             for prompt in PROMPTS:
                 server.complete(prompt)
             slow.wait_until_shut(30.0)
             # Not always all 12: one that was asked for through the valve, too late to be saved.
             saves = server.metric("vllm:s3kv_saves_total")
-            assert len(s3.objects(bucket)) < saves
+            assert len(rig.objects()) < saves
             server.terminate()
             time.sleep(3.0)  # whoever would kill it does so by now
             slow.open()
             server.wait_until_gone(60.0)
-    assert len(s3.objects(bucket)) == saves
+    assert len(rig.objects()) == saves
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
 @pytest.mark.parametrize("printed", ["Initializing a V1 LLM engine", "reads and writes bucket"])
-def test_ctrl_c_twice_during_a_start_leaves_nothing_running(
-    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path, printed: str
-) -> None:
-    log = tmp_path / "server.log"
-    server = start(tiny, patient, s3.env, log)
+def test_ctrl_c_twice_during_a_start_leaves_nothing_running(rig: Rig, printed: str) -> None:
+    log = rig.tmp_path / "server.log"
+    server = start(rig.tiny, rig.patient, rig.s3.env, log)
     try:
         wait_until("it says so", lambda: printed in log.read_text(), START_AND_STOP_S)
         server.interrupt()
@@ -320,19 +308,12 @@ def test_ctrl_c_twice_during_a_start_leaves_nothing_running(
 
 
 @pytest.mark.timeout(2 * START_AND_STOP_S)
-def test_a_request_says_what_of_it_is_cached(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    tmp_path: Path,
-) -> None:
+def test_a_request_says_what_of_it_is_cached(rig: Rig) -> None:
     """A private request, one that vLLM refuses, one that s3kv cannot read, and one with a limit:
     the last one alone leaves objects."""
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    log = tmp_path / "server.log"
-    with vllm_serve(tiny, patient, s3.env, log) as server:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    log = rig.tmp_path / "server.log"
+    with vllm_serve(rig.tiny, rig.patient, rig.s3.env, log) as server:
         private = {"s3kv": {"save": False}}
         assert server.complete(PROMPTS[0], kv_transfer_params=private) == expected[0]
         with pytest.raises(AssertionError, match="kv_transfer_params"):
@@ -341,7 +322,7 @@ def test_a_request_says_what_of_it_is_cached(
         assert server.complete(PROMPTS[1], kv_transfer_params=misspelt) == expected[1]
         limited = {"max_offload_tokens": 300}
         assert server.complete(PROMPTS[0], kv_transfer_params=limited) == expected[0]
-        wait_until("two chunks are uploaded", lambda: len(s3.objects(bucket)) == 2)
+        wait_until("two chunks are uploaded", lambda: len(rig.objects()) == 2)
         assert server.metric("vllm:s3kv_saves_total") == 2
         assert server.metric("vllm:s3kv_internal_errors_total") == 0
     (line,) = (line for line in log.read_text().splitlines() if "s3kv saves nothing of" in line)
@@ -379,14 +360,12 @@ REFUSALS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "what",
     ["unknown setting", *(pytest.param(w, marks=pytest.mark.long) for w in list(REFUSALS)[1:])],
 )
-def test_a_server_that_is_refused_ends_with_what_to_change(
-    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], tmp_path: Path, what: str
-) -> None:
+def test_a_server_that_is_refused_ends_with_what_to_change(rig: Rig, what: str) -> None:
     settings, has_credentials, said = REFUSALS[what]
-    env = dict(s3.env)
+    env = dict(rig.s3.env)
     if not has_credentials:
         env |= {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-    server = start(tiny, changed(patient, **settings), env, tmp_path / "server.log")
+    server = start(rig.tiny, changed(rig.patient, **settings), env, rig.tmp_path / "server.log")
     try:
         printed = server.refusal(START_AND_STOP_S)
         wait_until("all processes end", lambda: not server.processes())

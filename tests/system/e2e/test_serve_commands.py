@@ -18,7 +18,7 @@ from lab.engine import Engine
 from lab.s3 import S3Server
 from lab.service import free_ports
 from tests.repository.test_commands import DOCUMENTS, shown
-from tests.system.e2e.conftest import START_AND_STOP_S, References, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, tokens
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, Server, messages, serving, small
 
@@ -55,26 +55,22 @@ def environment(tiny: Path, s3: S3Server, tmp_path: Path) -> dict[str, str]:
 @pytest.mark.long
 @pytest.mark.timeout(4 * START_AND_STOP_S)
 def test_the_documented_commands_start_servers_of_one_namespace(
-    tiny: Path,
-    s3: S3Server,
-    environment: dict[str, str],
-    reference: References,
-    tmp_path: Path,
+    rig: Rig, environment: dict[str, str]
 ) -> None:
     """One command from nothing to a prompt that is served from the bucket: it saves, and run again
     it hits. The command for vLLM itself hits the same objects."""
-    expected = tokens(reference(tiny, PROMPTS[:1], dtype="float32"))
+    expected = tokens(rig.reference(rig.tiny, PROMPTS[:1], dtype="float32"))
     for number, (command, known) in enumerate([(OURS, "new"), (OURS, "known"), (VLLMS, "known")]):
         (port,) = free_ports(1)
         words = f"exec {command.replace(MUCH, LITTLE)} {shlex.join(small(port))}"
-        log = tmp_path / f"{number}.log"
-        server = Server(["bash", "-c", words], port, environment, log, tmp_path)
+        log = rig.tmp_path / f"{number}.log"
+        server = Server(["bash", "-c", words], port, environment, log, rig.tmp_path)
         with serving(server):
             assert [server.complete(PROMPTS[0])] == expected
             assert server.metric("vllm:s3kv_internal_errors_total") == 0
             hits = server.metric("vllm:s3kv_hit_tokens_bucket_total")
             assert hits == (0 if known == "new" else HIT_TOKENS)
-            wait_until("it is uploaded", lambda: len(s3.objects("my-bucket")) == CHUNKS, 120.0)
+            wait_until("it is uploaded", lambda: len(rig.s3.objects("my-bucket")) == CHUNKS, 120.0)
             server.interrupt()
             server.wait_until_gone(120.0)
         name = f"s3kv {s3kv.__version__} "
@@ -86,22 +82,20 @@ def test_the_documented_commands_start_servers_of_one_namespace(
 
 
 @pytest.mark.long
-def test_the_tier_hits_as_it_is_configured(
-    tiny: Path, s3: S3Server, bucket: str, reference: References, tmp_path: Path
-) -> None:
+def test_the_tier_hits_as_it_is_configured(rig: Rig) -> None:
     """For a GPU, for which `lab.offloading_on_cpu` stands in."""
-    assert s3.url is not None
-    words = ["--bucket", bucket, "--endpoint-url", s3.url, "--connector", "OffloadingConnector"]
-    words += ["--host-bytes", "64MiB", "--block-size", "128"]
-    command = [sys.executable, "-m", "s3kv.cli", "serve", str(tiny), *words, "--json"]
+    assert rig.s3.url is not None
+    words = ["--bucket", rig.bucket, "--endpoint-url", rig.s3.url]
+    words += ["--connector", "OffloadingConnector", "--host-bytes", "64MiB", "--block-size", "128"]
+    command = [sys.executable, "-m", "s3kv.cli", "serve", str(rig.tiny), *words, "--json"]
     printed = json.loads(subprocess.check_output(command))["command"]
     connector = json.loads(printed[printed.index("--kv-transfer-config") + 1])
     spec = {"spec_name": "TieringOnCpu", "spec_module_path": "lab.offloading_on_cpu"}
     connector["kv_connector_extra_config"] |= spec
     for hits in (0, HIT_TOKENS):
-        log = tmp_path / f"{hits}.log"
-        with Engine(tiny, connector=connector, env=s3.env, log_path=log) as engine:
+        log = rig.tmp_path / f"{hits}.log"
+        with Engine(rig.tiny, connector=connector, env=rig.s3.env, log_path=log) as engine:
             answers = engine.generate(PROMPTS)
-            wait_until("it is uploaded", lambda: len(s3.objects(bucket)) == 2 * CHUNKS, 120.0)
+            wait_until("it is uploaded", lambda: len(rig.objects()) == 2 * CHUNKS, 120.0)
         assert [answer.cached_tokens for answer in answers] == [hits] * len(PROMPTS)
-    assert tokens(answers) == tokens(reference(tiny, PROMPTS))
+    assert tokens(answers) == tokens(rig.reference(rig.tiny, PROMPTS))

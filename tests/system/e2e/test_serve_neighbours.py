@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from lab.s3 import S3Server
-from tests.system.e2e.conftest import START_AND_STOP_S, References, tokens
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, tokens
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_serve import HIT_TOKENS, PROMPTS, start, vllm_serve
 
 CHUNKS = HIT_TOKENS // 128
 
 
-def test_a_server_whose_port_is_in_use_ends_with_that(
-    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_server_whose_port_is_in_use_ends_with_that(rig: Rig) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        server = start(tiny, patient, s3.env, tmp_path / "server.log", "--port", port)
+        server = start(
+            rig.tiny, rig.patient, rig.s3.env, rig.tmp_path / "server.log", "--port", port
+        )
         try:
             printed = server.refusal(START_AND_STOP_S)
         finally:
@@ -33,16 +30,14 @@ def test_a_server_whose_port_is_in_use_ends_with_that(
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * START_AND_STOP_S)
-def test_what_outlives_a_kill_9_ends_when_it_is_told(
-    tiny: Path, s3: S3Server, patient: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_outlives_a_kill_9_ends_when_it_is_told(rig: Rig) -> None:
     """vLLM's engine outlives its server, with or without s3kv. It gets a SIGTERM here, as from the
     `pkill` of the quick start, and takes the I/O process along."""
 
     def running(word: str) -> list[psutil.Process]:
         return [p for p in server.processes() if word in " ".join(p.cmdline())]
 
-    with vllm_serve(tiny, patient, s3.env, tmp_path / "server.log") as server:
+    with vllm_serve(rig.tiny, rig.patient, rig.s3.env, rig.tmp_path / "server.log") as server:
         assert running("s3kv.io")
         server.kill_first()
         for engine in running("VLLM::EngineCore"):
@@ -52,28 +47,19 @@ def test_what_outlives_a_kill_9_ends_when_it_is_told(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * START_AND_STOP_S)
-def test_a_second_server_is_served_by_the_first_and_survives_its_kill(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    tmp_path: Path,
-) -> None:
+def test_a_second_server_is_served_by_the_first_and_survives_its_kill(rig: Rig) -> None:
     """Two on one host, each with a port, host memory and an I/O process of its own. `kill -9` of
     one, whatever vLLM leaves of it, does the other no harm."""
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    with vllm_serve(tiny, patient, s3.env, tmp_path / "first.log") as first:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    with vllm_serve(rig.tiny, rig.patient, rig.s3.env, rig.tmp_path / "first.log") as first:
         assert first.complete(PROMPTS[0]) == expected[0]
-        wait_until("the prompt is in the bucket", lambda: len(s3.objects(bucket)) == CHUNKS, 120.0)
-        with vllm_serve(tiny, patient, s3.env, tmp_path / "second.log") as second:
+        wait_until("the prompt is in the bucket", lambda: len(rig.objects()) == CHUNKS, 120.0)
+        with vllm_serve(rig.tiny, rig.patient, rig.s3.env, rig.tmp_path / "second.log") as second:
             assert second.complete(PROMPTS[0]) == expected[0]
             assert second.metric("vllm:s3kv_hit_tokens_bucket_total") == HIT_TOKENS
             first.kill_first()
             assert second.complete(PROMPTS[1]) == expected[1]
-            wait_until(
-                "the other is there, too", lambda: len(s3.objects(bucket)) == 2 * CHUNKS, 120.0
-            )
+            wait_until("the other is there, too", lambda: len(rig.objects()) == 2 * CHUNKS, 120.0)
             assert second.metric("vllm:s3kv_internal_errors_total") == 0
             second.interrupt()
             second.wait_until_gone(120.0)

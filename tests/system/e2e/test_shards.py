@@ -5,7 +5,6 @@ In float32, where a token does not depend on how long the hit was.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +12,7 @@ import pytest
 from lab import families, latent, models
 from lab.s3 import S3Server
 from s3kv.objects.keys import parse
-from tests.system.e2e.conftest import (
-    START_AND_STOP_S,
-    Launch,
-    References,
-    Serve,
-    at_rest,
-    cached,
-    changed,
-    tokens,
-)
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, at_rest, cached, changed, tokens
 from tests.system.e2e.test_failures import wait_until
 from tests.system.e2e.test_latent import ARGS as LATENT
 from tests.system.e2e.test_parallel import BOTH, WARMED_UP
@@ -72,22 +62,14 @@ def namespaces(s3: S3Server, bucket: str) -> set[str]:
         pytest.param((TENSOR, STAGES), id="pipeline", marks=pytest.mark.nightly),
     ],
 )
-def test_what_one_size_has_stored_others_hit(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    launch: Launch,
-    engines: tuple[dict[str, Any], ...],
-) -> None:
+def test_what_one_size_has_stored_others_hit(rig: Rig, engines: tuple[dict[str, Any], ...]) -> None:
     """Each engine hits all that those before it have computed, and computes one prompt more."""
-    expected = tokens(reference(tiny, PROMPTS, dtype="float32"))
-    shares = changed(patient, share_ranks=True)
+    expected = tokens(rig.reference(rig.tiny, PROMPTS, dtype="float32"))
+    shares = changed(rig.patient, share_ranks=True)
     stored: dict[str, int] = {}
     for number, engine_args in enumerate(engines):
         names = NAMES[id(engine_args)]
-        with launch(tiny, shares, dtype="float32", **engine_args) as engine:
+        with rig.launch(rig.tiny, shares, dtype="float32", **engine_args) as engine:
             answers = engine.generate(PROMPTS[: number + 1])
             assert tokens(answers) == expected[: number + 1]
             assert cached(answers) == [CHUNKS * 128] * number + [0]
@@ -96,75 +78,58 @@ def test_what_one_size_has_stored_others_hit(
             assert counts["vllm:s3kv_hit_tokens_bucket_total"] == number * CHUNKS * 128
             for name in names:
                 stored[name] = stored.get(name, 0) + CHUNKS
-            wait_until_there(s3, bucket, stored)
-    assert len(namespaces(s3, bucket)) == 1
+            wait_until_there(rig.s3, rig.bucket, stored)
+    assert len(namespaces(rig.s3, rig.bucket)) == 1
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
-def test_without_the_setting_each_size_is_alone(
-    tiny: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    reference: References,
-    launch: Launch,
-) -> None:
-    expected = tokens(reference(tiny, PROMPTS[:1], dtype="float32"))
+def test_without_the_setting_each_size_is_alone(rig: Rig) -> None:
+    expected = tokens(rig.reference(rig.tiny, PROMPTS[:1], dtype="float32"))
     stored: dict[str, int] = {}
     for engine_args in (ONE, TENSOR):
-        with launch(tiny, patient, dtype="float32", **engine_args) as engine:
+        with rig.launch(rig.tiny, rig.patient, dtype="float32", **engine_args) as engine:
             answers = engine.generate(PROMPTS[:1])
             assert cached(answers) == [0]
             assert tokens(answers) == expected
             stored |= dict.fromkeys(NAMES[id(engine_args)], CHUNKS)
-            wait_until_there(s3, bucket, stored)
-    assert len(namespaces(s3, bucket)) == 2
+            wait_until_there(rig.s3, rig.bucket, stored)
+    assert len(namespaces(rig.s3, rig.bucket)) == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2 * START_AND_STOP_S)
-def test_latent_attention_on_a_cpu_keeps_each_size_alone(
-    models_dir: Path, s3: S3Server, bucket: str, patient: dict[str, Any], launch: Launch
-) -> None:
+def test_latent_attention_on_a_cpu_keeps_each_size_alone(rig: Rig) -> None:
     """Though all ranks of all sizes name their shard alike: the log says so, and nobody reads what
     another size has stored."""
-    model = latent.build(models_dir)
-    shares = changed(patient, share_ranks=True)
+    model = latent.build(rig.models_dir)
+    shares = changed(rig.patient, share_ranks=True)
     for number, engine_args in enumerate((ONE, TENSOR)):
-        with launch(model, shares, **LATENT, **engine_args) as engine:
+        with rig.launch(model, shares, **LATENT, **engine_args) as engine:
             assert cached(engine.generate(PROMPTS[:1])) == [0]
             assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
             stored = {"h0-0of1-l0-3of4": (number + 1) * CHUNKS}
-            wait_until_there(s3, bucket, stored)
+            wait_until_there(rig.s3, rig.bucket, stored)
         assert "share_ranks has no effect" in engine.log_path.read_text()
-    assert len(namespaces(s3, bucket)) == 2
+    assert len(namespaces(rig.s3, rig.bucket)) == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3 * START_AND_STOP_S)
-def test_windows_are_shared_as_well(
-    models_dir: Path,
-    s3: S3Server,
-    bucket: str,
-    patient: dict[str, Any],
-    serve: Serve,
-    reference: References,
-    launch: Launch,
-) -> None:
+def test_windows_are_shared_as_well(rig: Rig) -> None:
     """A model with two KV-cache groups, of which one has windows: one rank, then two."""
-    model = families.build(models_dir, families.GEMMA3)
-    expected = tokens(reference(model, PROMPTS[:1], dtype="float32"))
-    shares = changed(patient, share_ranks=True)
-    with serve(model, shares, dtype="float32") as engine:
+    model = families.build(rig.models_dir, families.GEMMA3)
+    expected = tokens(rig.reference(model, PROMPTS[:1], dtype="float32"))
+    shares = changed(rig.patient, share_ranks=True)
+    with rig.serve(model, shares, dtype="float32") as engine:
         assert tokens(engine.generate(PROMPTS[:1])) == expected
         at_rest(engine)
-        (shard,) = held(s3, bucket)
-        wait_until_there(s3, bucket, held(s3, bucket))
-    with launch(model, shares, dtype="float32", **TENSOR) as engine:
+        (shard,) = held(rig.s3, rig.bucket)
+        wait_until_there(rig.s3, rig.bucket, held(rig.s3, rig.bucket))
+    with rig.launch(model, shares, dtype="float32", **TENSOR) as engine:
         answers = engine.generate(PROMPTS[:1])
         assert cached(answers) == [CHUNKS * 128]
         assert tokens(answers) == expected
         assert engine.metrics()["vllm:s3kv_internal_errors_total"] == 0
-    assert set(held(s3, bucket)) == {shard}, "what is put together is not stored again"
-    assert len(namespaces(s3, bucket)) == 1
+    assert set(held(rig.s3, rig.bucket)) == {shard}, "what is put together is not stored again"
+    assert len(namespaces(rig.s3, rig.bucket)) == 1

@@ -6,7 +6,6 @@ The first engine sees a chunk once and computes it while the bucket has not answ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lab.s3 import S3Server, moto_process
 from tests.system.e2e.conftest import (
     SECOND,
     START_AND_STOP_S,
-    Serve,
+    Rig,
     at_rest,
     cached,
     changed,
@@ -59,20 +58,15 @@ def slow_s3() -> Iterator[S3Server]:
     ],
 )
 def test_another_engine_is_served_all_that_one_step_has_computed(
-    name: str,
-    args: dict[str, Any],
-    models_dir: Path,
-    tiny: Path,
-    slow_s3: S3Server,
-    serve: Serve,
+    rig: Rig, name: str, args: dict[str, Any], slow_s3: S3Server
 ) -> None:
-    model = families.build(models_dir, getattr(families, name)) if name else tiny
+    model = families.build(rig.models_dir, getattr(families, name)) if name else rig.tiny
     with new_bucket(slow_s3) as bucket:
         connector = changed(connector_for(slow_s3, bucket), chunk_tokens=CHUNK)
-        with serve(model, connector, env=slow_s3.env, **args) as engine:
+        with rig.serve(model, connector, env=slow_s3.env, **args) as engine:
             engine.generate(PROMPTS, max_tokens=1)
             at_rest(engine)
-        with serve(model, changed(connector, **PATIENT), env=slow_s3.env, **args) as engine:
+        with rig.serve(model, changed(connector, **PATIENT), env=slow_s3.env, **args) as engine:
             answers = engine.generate(PROMPTS, max_tokens=1)
             at_rest(engine)
         assert cached(answers) == [HIT] * len(PROMPTS)

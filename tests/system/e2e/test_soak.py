@@ -11,7 +11,7 @@ import pytest
 
 from lab import models
 from lab.engine import Ask
-from tests.system.e2e.conftest import References, Serve, at_rest, cached, changed, tokens
+from tests.system.e2e.conftest import References, Rig, Serve, at_rest, cached, changed, tokens
 
 FLOAT32 = {"dtype": "float32"}
 CHUNK_BYTES = 128 * 4_096 + 4_096
@@ -81,13 +81,11 @@ def test_soak(tiny: Path, patient: dict[str, Any], serve: Serve, reference: Refe
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_ten_lives_on_one_bucket(
-    tiny: Path, patient: dict[str, Any], serve: Serve, reference: References
-) -> None:
+def test_ten_lives_on_one_bucket(rig: Rig) -> None:
     prompts = models.prompts(3, 700, seed=20)
-    expected = reference(tiny, prompts)
+    expected = rig.reference(rig.tiny, prompts)
     for life in range(10):
-        with serve(tiny, patient) as engine:
+        with rig.serve(rig.tiny, rig.patient) as engine:
             answers = engine.generate(prompts)
             done = at_rest(engine)
         if life == 0:

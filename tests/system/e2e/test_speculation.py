@@ -6,21 +6,13 @@ its own in the same blocks: if what is read of it were wrong, fewer of its draft
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from lab import models
 from lab.engine import Answer, Engine
-from tests.system.e2e.conftest import (
-    START_AND_STOP_S,
-    Serve,
-    Truth,
-    at_rest,
-    cached,
-    tokens,
-)
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, at_rest, cached, tokens
 
 PROMPTS = models.prompts(2, 500, seed=60)
 HIT = 384
@@ -50,19 +42,17 @@ def drafted(engine: Engine, prompts: list[list[int]]) -> Drafted:
 @pytest.mark.nightly
 @pytest.mark.timeout(3 * START_AND_STOP_S)
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
-def test_every_tier_gives_the_tokens_and_the_drafts_of_a_local_hit(
-    method: str, tiny: Path, patient: dict[str, Any], serve: Serve, truth: Truth
-) -> None:
+def test_every_tier_gives_the_tokens_and_the_drafts_of_a_local_hit(rig: Rig, method: str) -> None:
     """The draft model is the model itself, so that its drafts are accepted if its KV is right. Of
     tokens that follow others in a random prompt hardly any is.
     """
-    found = {"model": str(tiny)} if method == "draft_model" else {"prompt_lookup_min": 1}
+    found = {"model": str(rig.tiny)} if method == "draft_model" else {"prompt_lookup_min": 1}
     speculation = {"method": method, "num_speculative_tokens": 3, **found}
     args: dict[str, Any] = {"dtype": "float32", "speculative_config": speculation}
-    expected = truth(PROMPTS, ANSWER)
+    expected = rig.truth(PROMPTS, ANSWER)
     turns = [a + b + c for a, b, c in zip(PROMPTS, expected, MORE, strict=True)]
-    after = truth(turns, ANSWER)
-    with serve(tiny, patient, **args) as engine:
+    after = rig.truth(turns, ANSWER)
+    with rig.serve(rig.tiny, rig.patient, **args) as engine:
         cold = engine.generate(PROMPTS, max_tokens=ANSWER)
         assert tokens(cold) == expected
         local = drafted(engine, turns), drafted(engine, PROMPTS)
@@ -72,7 +62,7 @@ def test_every_tier_gives_the_tokens_and_the_drafts_of_a_local_hit(
         engine.reset_prefix_cache()
         host.append(drafted(engine, PROMPTS))
         at_rest(engine)
-    with serve(tiny, patient, **args) as engine:
+    with rig.serve(rig.tiny, rig.patient, **args) as engine:
         warm = [drafted(engine, turns)]
         assert at_rest(engine)["hit_tokens_bucket"] == 2 * WITH_ANSWER
         engine.reset_prefix_cache()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lab import models
 from lab.s3 import S3Server
-from tests.system.e2e.conftest import START_AND_STOP_S, Serve, changed
+from tests.system.e2e.conftest import START_AND_STOP_S, Rig, changed
 
 PROMPT = models.prompts(1, 400)[0]
 CHUNKS = 3
@@ -27,31 +25,29 @@ def written(s3: S3Server, bucket: str) -> dict[str, datetime]:
 
 
 @pytest.mark.timeout(START_AND_STOP_S)
-def test_a_prefix_in_the_engines_own_cache_is_refreshed_and_comes_back(
-    tiny: Path, s3: S3Server, bucket: str, patient: dict[str, Any], serve: Serve
-) -> None:
-    with serve(tiny, changed(patient, refresh_after_s=1.0)) as engine:
+def test_a_prefix_in_the_engines_own_cache_is_refreshed_and_comes_back(rig: Rig) -> None:
+    with rig.serve(rig.tiny, changed(rig.patient, refresh_after_s=1.0)) as engine:
         first = engine.generate([PROMPT])
         answers = first
         for _ in range(STEPS):
             answers = engine.generate([PROMPT])
-            if len(written(s3, bucket)) == CHUNKS:
+            if len(written(rig.s3, rig.bucket)) == CHUNKS:
                 break
-        before = written(s3, bucket)
+        before = written(rig.s3, rig.bucket)
         assert len(before) == CHUNKS
         for _ in range(STEPS):
             answers = engine.generate([PROMPT])
-            now = written(s3, bucket)
+            now = written(rig.s3, rig.bucket)
             if all(now[key] > before[key] for key in before):
                 break
         else:
             raise AssertionError("the engine uses chunks that are never refreshed")
         assert answers[0].cached_tokens == CHUNKS * 128
         for key in before:
-            s3.client().delete_object(Bucket=bucket, Key=key)
+            rig.s3.client().delete_object(Bucket=rig.bucket, Key=key)
         for _ in range(STEPS):
             answers = engine.generate([PROMPT])
-            if written(s3, bucket).keys() == before.keys():
+            if written(rig.s3, rig.bucket).keys() == before.keys():
                 break
         else:
             raise AssertionError("the engine uses chunks that never come back")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lab import models
 from lab.engine import Ask, Engine
-from tests.system.e2e.conftest import Serve, at_rest, cached, tokens
+from tests.system.e2e.conftest import Rig, Serve, at_rest, cached, tokens
 
 PROMPTS = models.prompts(3, 400, seed=11)
 HIT = 3 * 128
@@ -157,20 +157,14 @@ def test_files_replaced_between_the_load_and_the_first_request(
     ],
 )
 def test_an_adapter_that_is_loaded_again_with_other_content(
-    tiny: Path,
-    adapter: Path,
-    patient: dict[str, Any],
-    serve: Serve,
-    truth: Truth,
-    tmp_path: Path,
-    how: str,
+    rig: Rig, adapter: Path, truth: Truth, how: str
 ) -> None:
     """Under the same name and path, so that vLLM's own cache holds both. The engine answers as
     one without a connector would; engines after it get nothing wrong, with the old files or new.
     """
     old = truth.of(adapter)
-    others = [models.build_adapter(tmp_path / f"{n}", models.TINY, seed=n) for n in (2, 3)]
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
+    others = [models.build_adapter(rig.tmp_path / f"{n}", models.TINY, seed=n) for n in (2, 3)]
+    with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
         load(engine, named(adapter))
         assert generated(engine, named(adapter))[0] == old
         models.build_adapter(adapter, models.TINY, seed=1)
@@ -187,27 +181,22 @@ def test_an_adapter_that_is_loaded_again_with_other_content(
             assert generated(engine, named(adapter)) == (new, [0, 0, 0])
     for seed, expected, hit in ((1, new, 0), (0, old, HIT)):
         models.build_adapter(adapter, models.TINY, seed=seed)
-        with serve(tiny, patient, **LORA, **EXACT) as engine:
+        with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
             load(engine, named(adapter))
             assert generated(engine, named(adapter)) == (expected, [hit] * 3)
 
 
 @pytest.mark.long
 def test_one_number_for_two_adapters_is_not_cached_under_the_wrong_name(
-    tiny: Path,
-    adapter: Path,
-    patient: dict[str, Any],
-    serve: Serve,
-    truth: Truth,
-    tmp_path: Path,
+    rig: Rig, adapter: Path, truth: Truth
 ) -> None:
     """vLLM takes what is loaded under the number, whatever the request's name says."""
-    other = models.build_adapter(tmp_path / "other", models.TINY, seed=1)
+    other = models.build_adapter(rig.tmp_path / "other", models.TINY, seed=1)
     expected = truth.of(other)
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
+    with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
         load(engine, named(adapter))
         assert generated(engine, named(other, "b", 1))[0] != expected
-    with serve(tiny, patient, **LORA, **EXACT) as engine:
+    with rig.serve(rig.tiny, rig.patient, **LORA, **EXACT) as engine:
         load(engine, named(other, "b", 1))
         assert generated(engine, named(other, "b", 1)) == (expected, [0, 0, 0])
 
@@ -227,16 +216,14 @@ def normalised_anew(model: Path) -> None:
     assert file.stat().st_size == size
 
 
-def test_weights_of_which_few_tensors_change_are_others(
-    fat: Path, patient: dict[str, Any], serve: Serve, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
+def test_weights_of_which_few_tensors_change_are_others(rig: Rig, fat: Path) -> None:
+    model = rig.tmp_path / "model"
     shutil.copytree(fat, model)
-    with serve(model, patient, **FAT) as engine:
+    with rig.serve(model, rig.patient, **FAT) as engine:
         engine.generate(asks(None))
     normalised_anew(model)
-    with Engine(model, log_path=tmp_path / "truth.log", **FAT) as engine:
+    with Engine(model, log_path=rig.tmp_path / "truth.log", **FAT) as engine:
         expected = tokens(engine.generate(asks(None)))
-    with serve(model, patient, **FAT) as engine:
+    with rig.serve(model, rig.patient, **FAT) as engine:
         assert generated(engine, None) == (expected, [0, 0, 0])
         assert generated(engine, None) == (expected, [HIT] * 3)
